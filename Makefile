@@ -1,0 +1,47 @@
+PYTHON ?= python3
+JOBS ?= 2
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format docs gpu-test bench clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-9s %s\n", $$1, $$2}'
+
+# --no-build-isolation: the package is built by the pinned setuptools that torch needs anyway.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt setuptools
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## every family once on this machine's best device, and an HTML report
+	$(BIN)/python -m isogemm demo
+
+test: lint  ## lint, then every test this machine can run
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/interpreter
+	$(BIN)/python -m pytest -n $(JOBS) --ignore=tests/interpreter
+
+lint: $(READY)  ## style, types and import rules
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(READY)  ## rewrite the code in the project's style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: $(READY)  ## rewrite the generated tables of README and docs from benchmarks/results
+	$(BIN)/python -m isogemm report --docs
+
+gpu-test:  ## tests that need a GPU, with the python3 that is there
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+
+bench:  ## measure on this GPU, with the python3 that is there; ARGS="--quick" for less
+	PYTHONPATH=src $(PYTHON) -m isogemm bench $(ARGS)
+
+clean:  ## remove all that make made
+	rm -rf .venv build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find src tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,36 @@
+"""A benchmark case: what is measured, against what, and how it is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Thunk = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point: an operation at one problem, on inputs that `build` makes on a device."""
+
+    family: str
+    op: str
+    params: Mapping[str, int | str]  # batch, m, n, k, dtype, precision, layout, cache, ...
+    flops: float  # least arithmetic
+    bytes: float  # least memory traffic
+    build: Callable[[torch.device], CaseRun]
+
+    @property
+    def label(self) -> str:
+        """The case on one line, for progress and failures."""
+        return " ".join([self.family, self.op, *(f"{k}={v}" for k, v in self.params.items())])
+
+
+@dataclass
+class CaseRun:
+    """A case with its inputs in place."""
+
+    variants: dict[str, list[Thunk]]  # "isogemm", "torch", ...: one thunk per rotated input set
+    check: Callable[[], dict[str, float]]  # against fp64 on poisoned outputs: errors by variant, or raises
+    info: dict[str, str]  # the path and config that served it

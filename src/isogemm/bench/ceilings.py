@@ -1,0 +1,121 @@
+"""What the device was measured to reach: copy bandwidth and matmul rates, stored like any other case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from isogemm.bench.cases import Case, CaseRun
+from isogemm.bench.store import Row
+from isogemm.bench.views import number_type
+
+FAMILY = "ceilings"
+
+# Error relative to the largest result, about twice the rounding unit of what is multiplied or stored.
+_TOLERANCE = {"bf16": 2.0**-7, "fp16": 2.0**-10, "fp32 tf32": 2.0**-9, "fp32 ieee": 2.0**-16}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured ceilings of one device; None or absent where not measured."""
+
+    bytes_per_s: float | None
+    flops_per_s: Mapping[str, float]  # by number type
+
+    def bandwidth_fraction(self, row: Row) -> float | None:
+        """The row's traffic per second over a copy's."""
+        return None if self.bytes_per_s is None else row.bytes_per_s / self.bytes_per_s
+
+    def bandwidth_limit(self, row: Row) -> float:
+        """The largest `bandwidth_fraction` that the row's arithmetic allows; 1 where memory is the bound."""
+        rate = self.flops_per_s.get(number_type(row.params))
+        if rate is None or self.bytes_per_s is None or not row.flops:
+            return 1.0
+        return min(1.0, rate / row.flops * row.bytes / self.bytes_per_s)
+
+
+def read(rows: Iterable[Row], gpu: str) -> Ceilings:
+    """The ceilings among the rows of a GPU."""
+    mine = [row for row in rows if row.family == FAMILY and row.gpu == gpu]
+    copies = [row.bytes_per_s for row in mine if row.op == "copy"]
+    rates = {number_type(row.params): row.flops_per_s for row in mine if row.op == "mm"}
+    return Ceilings(max(copies, default=None), rates)
+
+
+def cases(device: torch.device) -> Sequence[Case]:
+    """The ceilings to measure on a device; torch is the only variant."""
+    if device.type != "cuda":
+        return [_copy(64 << 20), _mm(1024, "float32", "ieee")]
+    return [
+        _copy(min(1 << 30, torch.cuda.mem_get_info(device)[0] // 8)),
+        _mm(8192, "bfloat16"),
+        _mm(8192, "float16"),
+        _mm(8192, "float32", "tf32"),
+        _mm(4096, "float32", "ieee"),
+    ]
+
+
+def _copy(size: int) -> Case:
+    def build(device: torch.device) -> CaseRun:
+        source = torch.rand(size // 4, device=device)
+        target = torch.full_like(source, torch.nan)
+
+        # Not copy_: in a graph it is a memcpy node, 2.7 TB/s on an H200 where a kernel reaches 4.3.
+        def copy() -> torch.Tensor:
+            return torch.mul(source, 1.0, out=target)
+
+        def check() -> dict[str, float]:
+            if not torch.equal(copy(), source):
+                raise AssertionError("the copy differs from its source")
+            return {"torch": 0.0}
+
+        return CaseRun({"torch": [copy]}, check, {"path": "mul"})
+
+    return Case(FAMILY, "copy", {"bytes": size // 4 * 4}, 0.0, 2.0 * (size // 4 * 4), build)
+
+
+def _mm(size: int, dtype: str, precision: str = "") -> Case:
+    params: dict[str, int | str] = {"m": size, "n": size, "k": size, "dtype": dtype}
+    if precision:
+        params["precision"] = precision
+    number = number_type(params)
+
+    def build(device: torch.device) -> CaseRun:
+        element = getattr(torch, dtype)
+        a, b = (torch.randn(size, size, device=device).to(element) for _ in range(2))
+        out = torch.full((size, size), torch.nan, device=device, dtype=element)
+
+        def multiply() -> torch.Tensor:
+            with _fp32_precision(precision):
+                return torch.mm(a, b, out=out)
+
+        def check() -> dict[str, float]:
+            rows = slice(0, size, size // 32)
+            exact = a[rows].double() @ b.double()
+            error = ((multiply()[rows].double() - exact).abs().max() / exact.abs().max()).item()
+            most = _TOLERANCE[number]
+            if not error <= most:
+                raise AssertionError(f"mm {number}: error {error:.2e}, expected at most {most:.2e}")
+            return {"torch": error}
+
+        return CaseRun({"torch": [multiply]}, check, {"path": "mm"})
+
+    item = 4 if dtype == "float32" else 2
+    return Case(FAMILY, "mm", params, 2.0 * size**3, 3.0 * size**2 * item, build)
+
+
+@contextmanager
+def _fp32_precision(precision: str) -> Iterator[None]:
+    if not precision:
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before

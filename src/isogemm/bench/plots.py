@@ -1,0 +1,229 @@
+"""The report's plots, as SVG to inline in HTML, coloured by the page's CSS variables."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from html import escape
+from typing import Any, ParamSpec
+
+from isogemm.bench import summary
+from isogemm.bench.ceilings import Ceilings
+from isogemm.bench.extras import need
+from isogemm.bench.store import Row
+from isogemm.bench.views import FamilyView, number_type
+
+_P = ParamSpec("_P")
+
+SERIES = 6  # categorical colours the page defines
+
+# matplotlib wants real colours: these stand for CSS ones until the SVG is written.
+_INK, _MUTED, _LINE, _PAPER, _BAD = (f"#0a0b{i:02x}" for i in range(5))
+_STAND_INS = {
+    _INK: "var(--ink)",
+    _MUTED: "var(--muted)",
+    _LINE: "var(--line)",
+    _PAPER: "var(--paper)",
+    _BAD: "var(--bad)",
+}
+
+_WIDTH = 6.0  # inches
+_TICK_STEPS = ((10, (1, 1.5, 2, 3, 4, 6, 8)), (30, (1, 2, 3, 5)), (1000, (1, 3)), (math.inf, (1,)))
+_STYLE = {
+    "svg.fonttype": "none",
+    "font.size": 8.0,
+    "text.color": _INK,
+    "axes.labelcolor": _MUTED,
+    "axes.edgecolor": _LINE,
+    "xtick.color": _LINE,
+    "ytick.color": _LINE,
+    "xtick.labelcolor": _MUTED,
+    "ytick.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": _LINE,
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+}
+
+
+def _styled(draw: Callable[_P, str]) -> Callable[_P, str]:
+    @wraps(draw)
+    def styled(*args: _P.args, **kwargs: _P.kwargs) -> str:
+        with need("matplotlib").rc_context(_STYLE):
+            return draw(*args, **kwargs)
+
+    return styled
+
+
+def series_colour(index: int) -> str:
+    """The CSS colour of a category."""
+    return f"var(--series-{index % SERIES})"
+
+
+def ramp_colours(values: Sequence[int | str]) -> dict[int | str, str]:
+    """CSS colours for ordered values, from faint to strong."""
+    steps = max(1, len(values) - 1)
+    return {
+        value: f"color-mix(in oklab, var(--ramp-from), var(--ramp-to) {round(100 * i / steps)}%)"
+        for i, value in enumerate(values)
+    }
+
+
+@_styled
+def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
+    """A line per shape, a dot per batch: speed-up over torch and, beside it, memory traffic."""
+    shapes = summary.shapes(rows, view)
+    canvas = _Canvas(_WIDTH, 0.75 + 0.21 * len(shapes))
+    colours = {value: canvas.colour(css) for value, css in ramp_colours(summary.columns(rows, view)).items()}
+    left, right = canvas.figure.subplots(1, 2, sharey=True, width_ratios=[1.6, 1])
+    canvas.figure.get_layout_engine().set(wspace=0.06)
+    unit = 1e9 if ceilings.bytes_per_s is None else ceilings.bytes_per_s / 100
+    lines: dict[str, list[tuple[float, float]]] = {shape: [] for shape in shapes}
+    for row in sorted(rows, key=lambda row: summary.sort_key(view.column_value(row.params))):
+        ratio, shape = row.speedup, view.shape_label(row.params)
+        if ratio is None:
+            continue
+        y, colour = shapes.index(shape), colours[view.column_value(row.params)]
+        tip, traffic = point_label(row, view), row.bytes_per_s / unit
+        lines[shape].append((ratio, traffic))
+        canvas.point(left, ratio, y, colour, tip)
+        canvas.point(right, traffic, y, colour, tip)
+        limit = ceilings.bandwidth_limit(row)
+        if limit < 1:
+            right.plot([100 * limit], [y], "|", color=_MUTED, markersize=9, zorder=2)
+    for y, points in enumerate(lines.values()):
+        for axes, values in zip((left, right), zip(*points, strict=True), strict=False):
+            axes.plot([min(values), max(values)], [y, y], color=_LINE, linewidth=2.5, zorder=1)
+    ratios = [ratio for points in lines.values() for ratio, _ in points]
+    most = max(traffic for points in lines.values() for _, traffic in points)
+    _speedup_axis(left, min(ratios), max(ratios))
+    left.set_yticks(range(len(shapes)), shapes)
+    left.set_ylim(len(shapes) - 0.4, -0.6)
+    left.set_xlabel("speed-up over torch")
+    if ceilings.bytes_per_s is None:
+        right.set_xlabel("memory traffic, GB/s")
+        right.set_xlim(0, 1.08 * most)
+        right.locator_params(axis="x", nbins=5)
+    else:
+        right.axvline(100, color=_MUTED, linewidth=0.8)
+        right.set_xlim(0, max(105.0, 1.05 * most))
+        right.set_xlabel("% of measured copy bandwidth")
+    for axes in (left, right):
+        axes.grid(axis="x")
+        axes.tick_params(length=0)
+        axes.spines["left"].set_visible(False)
+    return canvas.svg(f"speed-up {view.family} {rows[0].gpu} {view.group_label(rows[0].op, rows[0].params)}")
+
+
+@_styled
+def roofline(rows: Sequence[Row], view: FamilyView, bytes_per_s: float, flops_per_s: Mapping[str, float]) -> str:
+    """Achieved rate over arithmetic intensity, under the measured roofs; larger dots are larger batches."""
+    points = [row for row in rows if row.flops and row.bytes]
+    intensities = [row.flops / row.bytes for row in points]
+    rates = [row.flops_per_s for row in points]
+    numbers, columns = number_types(rows), summary.columns(rows, view)
+    roofs = {number: flops_per_s[number] for number in numbers if number in flops_per_s}
+    ridges = [roof / bytes_per_s for roof in roofs.values()]
+    left, right = min([*intensities, *ridges]) / 1.8, max([*intensities, *ridges]) * 1.8
+    end = max(ridges, default=right)
+    canvas = _Canvas(_WIDTH, 3.6)
+    axes = canvas.figure.subplots()
+    axes.plot([left, end], [left * bytes_per_s, end * bytes_per_s], color=_MUTED, linewidth=1.2)
+    for number, roof in roofs.items():
+        colour = canvas.colour(series_colour(numbers.index(number)))
+        axes.plot([roof / bytes_per_s, right], [roof, roof], color=colour, linewidth=1.2)
+    for row, intensity, rate in zip(points, intensities, rates, strict=True):
+        colour = canvas.colour(series_colour(numbers.index(number_type(row.params))))
+        place = columns.index(view.column_value(row.params)) / max(1, len(columns) - 1)
+        canvas.point(axes, intensity, rate, colour, point_label(row, view), 3.5 + 3.5 * place)
+    bottom, top = min(rates) / 2, max([*rates, end * bytes_per_s]) * 2
+    axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, top))
+    axes.set_xticks(ticks := _log_ticks(left, right), [f"{tick:g}" for tick in ticks])
+    axes.set_yticks(ticks := _log_ticks(bottom, top), [summary.rate_text(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.tick_params(length=0)
+    axes.tick_params(axis="y", labelcolor=_MUTED)
+    axes.grid()
+    axes.set_xlabel("arithmetic intensity, FLOP per byte")
+    return canvas.svg(f"roofline {view.family} {rows[0].gpu}")
+
+
+def number_types(rows: Iterable[Row]) -> list[str]:
+    """The arithmetic of the rows, in order of first appearance: a roofline's categories."""
+    return list(dict.fromkeys(number_type(row.params) for row in rows))
+
+
+def point_label(row: Row, view: FamilyView) -> str:
+    """A point in words, with its time and speed-up."""
+    column = view.column_value(row.params)
+    where = view.shape_label(row.params) + (f", {view.column} {column}" if column != "" else "")
+    ratio = "" if row.speedup is None else f", {row.speedup:.2f}x"
+    return f"{where} ({view.group_label(row.op, row.params)}): {summary.digits(row.best_us)} us{ratio}"
+
+
+class _Canvas:
+    """A figure whose points have tooltips and whose colours are CSS."""
+
+    def __init__(self, width: float, height: float) -> None:
+        self.figure = need("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+        self._css = dict(_STAND_INS)
+        self._tips: list[str] = []
+
+    def colour(self, css: str) -> str:
+        """A colour to give to matplotlib for a CSS colour."""
+        for stand_in, known in self._css.items():
+            if known == css:
+                return stand_in
+        stand_in = f"#0a0c{len(self._css):02x}"
+        self._css[stand_in] = css
+        return stand_in
+
+    def point(self, axes: Any, x: float, y: float, colour: str, tip: str, size: float = 6.0) -> None:
+        gid = f"tip{len(self._tips)}"
+        self._tips.append(tip)
+        edge = {"markeredgecolor": _PAPER, "markeredgewidth": 0.6}
+        axes.plot([x], [y], "o", color=colour, markersize=size, zorder=3, gid=gid, **edge)
+
+    def svg(self, name: str) -> str:
+        """The figure as an <svg> element; `name` is its accessible name, and keeps its ids its own."""
+        text = io.StringIO()
+        with need("matplotlib").rc_context({"svg.hashsalt": name}):
+            self.figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+        return _inline(text.getvalue(), name, self._css, self._tips)
+
+
+def _inline(svg: str, name: str, css: Mapping[str, str], tips: Sequence[str]) -> str:
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", svg, flags=re.DOTALL)
+    view_box = re.search(r'viewBox="[^"]*"', svg)
+    assert view_box is not None
+    svg = re.sub(r"<svg[^>]*>", f'<svg {view_box[0]} role="img" aria-label="{escape(name)}">', svg, count=1)
+    svg = re.sub(r'<g id="tip(\d+)">', lambda m: f"<g><title>{escape(tips[int(m[1])])}</title>", svg)
+    used = set(re.findall(r"#(\w+)", svg))
+    svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)
+    return re.sub(r"#0a0[bc][0-9a-f]{2}", lambda m: css[m[0]], svg)
+
+
+def _speedup_axis(axes: Any, low: float, high: float) -> None:
+    axes.axvline(1.0, color=_MUTED, linewidth=0.8)
+    low, high = min(low / 1.08, 0.92), max(high * 1.08, 1.08)
+    if high / low > 3:
+        axes.set_xscale("log")
+        axes.set_xticks(_log_ticks(low, high))
+        axes.minorticks_off()
+    else:
+        axes.locator_params(axis="x", nbins=6)
+    axes.set_xlim(low, high)
+    axes.axvspan(low, 1.0, color=_BAD, alpha=0.07, linewidth=0)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Round values between `low` and `high`, fewer to a decade where there are more decades."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = next(steps for span, steps in _TICK_STEPS if high / low < span)
+    return [tick for decade in decades for step in steps if low <= (tick := step * 10.0**decade) <= high]

@@ -1,0 +1,144 @@
+"""Runs cases: each is built, checked, and only then timed."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from isogemm.bench import timer
+from isogemm.bench.cases import Case
+from isogemm.bench.store import Row
+
+Progress = Callable[[int, int, str], None]  # cases done, cases in all, the one about to run ("" at the end)
+
+_BURST_US = 20_000.0  # slow calls are long or many launches: fewer of them to a burst
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A case that gave no time, and why."""
+
+    label: str
+    stage: str  # "build", "check" or "time"
+    message: str
+
+
+@dataclass
+class Runner:
+    """Measures cases on a device; `failures` collects the cases that gave no time."""
+
+    device: torch.device
+    repeats: int = 20
+    host_bursts: int = 30
+    progress: Progress | None = None
+    env: Mapping[str, str] | None = None
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.failures else 0
+
+    def rows(self, cases: Sequence[Case]) -> Iterator[Row]:
+        """A row for each case whose check passed, as soon as it is measured."""
+        env = environment(self.device) if self.env is None else self.env
+        for done, case in enumerate(cases):
+            self._report(done, len(cases), case.label)
+            row = self._row(case, env)
+            if row is not None:
+                yield row
+        self._report(len(cases), len(cases), "")
+
+    def _row(self, case: Case, env: Mapping[str, str]) -> Row | None:
+        stage = "build"
+        try:
+            run = case.build(self.device)
+            stage = "check"
+            errors = run.check()
+            stage = "time"
+            times = timer.measure(run.variants, self.device, repeats=self.repeats)
+            host = {}
+            if self.device.type == "cuda":  # elsewhere a call ends when its work does
+                slowest = max(median(raw) for raw in times.values())
+                burst = round(min(50, max(5, _BURST_US / slowest)))
+                host = timer.host_time(run.variants, self.device, bursts=self.host_bursts, burst=burst)
+        except Exception as error:  # whatever a case raises, the other cases still run
+            self.failures.append(Failure(case.label, stage, f"{type(error).__name__}: {error}"))
+            return None
+        return Row(
+            family=case.family,
+            op=case.op,
+            params=dict(case.params),
+            flops=case.flops,
+            bytes=case.bytes,
+            info=run.info,
+            error=errors,
+            times_us=times,
+            cpu_us=host,
+            env=dict(env),
+        )
+
+    def _report(self, done: int, total: int, label: str) -> None:
+        if self.progress is not None:
+            self.progress(done, total, label)
+
+
+def environment(device: torch.device, commit: str | None = None) -> dict[str, str]:
+    """What a measurement depends on besides its case; pass `commit` where git cannot tell it."""
+    return {
+        "commit": commit or _commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {_cpu_name()}".strip(),
+        "driver": _driver(device) if device.type == "cuda" else "none",
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+    }
+
+
+def _commit() -> str:
+    """The commit these sources are tracked at; an installed copy inside someone's checkout is not."""
+    here = Path(__file__).resolve()
+    if not _output("git", "-C", str(here.parent), "ls-files", "--error-unmatch", here.name):
+        return "unknown"
+    describe = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return _output("git", "-C", str(here.parent), *describe) or "unknown"
+
+
+def _driver(device: torch.device) -> str:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    query = ("--query-gpu=driver_version", "--format=csv,noheader", f"--id={uuid}")
+    return _output("nvidia-smi", *query) or "unknown"
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _output(*command: str) -> str:
+    """What a command prints, or nothing where it fails or does not exist."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,137 @@
+"""Figures over many points, shared by the report and the tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from isogemm.bench.ceilings import FAMILY as CEILINGS
+from isogemm.bench.ceilings import Ceilings
+from isogemm.bench.store import Row
+from isogemm.bench.views import FamilyView
+
+
+@dataclass(frozen=True)
+class Speedups:
+    """Speed-up over torch of a set of points."""
+
+    points: int
+    geomean: float
+    worst: Row
+    best: Row
+    behind: int  # points below 1.00x
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Fraction of copy bandwidth of the memory-bound points at the largest column."""
+
+    column: int | str
+    median: float
+    least: float
+    most: float
+
+
+def speedup(row: Row) -> float:
+    if row.speedup is None:
+        raise ValueError(f"{row.family} {row.op}: no speed-up, variants are {', '.join(row.times_us)}")
+    return row.speedup
+
+
+def is_behind(ratio: float) -> bool:
+    """Below 1 as it is printed, with two decimals."""
+    return round(ratio, 2) < 1
+
+
+def geomean(values: Sequence[float]) -> float:
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+def speedups(rows: Iterable[Row]) -> Speedups | None:
+    """None where no row has both isogemm and torch."""
+    compared = [row for row in rows if row.speedup is not None]
+    if not compared:
+        return None
+    values = [speedup(row) for row in compared]
+    return Speedups(
+        len(compared),
+        geomean(values),
+        min(compared, key=speedup),
+        max(compared, key=speedup),
+        sum(map(is_behind, values)),
+    )
+
+
+def bandwidth(rows: Iterable[Row], view: FamilyView, ceilings: Ceilings) -> Bandwidth | None:
+    """None where copy bandwidth was not measured, or no point is bound by memory."""
+    bound = [row for row in rows if ceilings.bandwidth_limit(row) == 1.0]
+    fractions = {row.key: ceilings.bandwidth_fraction(row) for row in bound}
+    largest = max((view.column_value(row.params) for row in bound), key=sort_key, default="")
+    chosen = [
+        fraction
+        for row in bound
+        if view.column_value(row.params) == largest and (fraction := fractions[row.key]) is not None
+    ]
+    if not chosen:
+        return None
+    return Bandwidth(largest, median(chosen), min(chosen), max(chosen))
+
+
+def cpu_ratio(rows: Iterable[Row]) -> float | None:
+    """Geometric mean of isogemm's CPU time per call over torch's; None where not measured."""
+    ratios = [ratio for row in rows if (ratio := row.cpu_ratio) is not None]
+    return geomean(ratios) if ratios else None
+
+
+def by_gpu(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    split: dict[str, list[Row]] = {}
+    for row in rows:
+        split.setdefault(row.gpu, []).append(row)
+    return split
+
+
+def by_family(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows by family, the ceilings left out."""
+    split: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.family != CEILINGS:
+            split.setdefault(row.family, []).append(row)
+    return split
+
+
+def by_group(rows: Iterable[Row], view: FamilyView) -> dict[str, list[Row]]:
+    split: dict[str, list[Row]] = {}
+    for row in rows:
+        split.setdefault(view.group_label(row.op, row.params), []).append(row)
+    return split
+
+
+def columns(rows: Iterable[Row], view: FamilyView) -> list[int | str]:
+    return sorted({view.column_value(row.params) for row in rows}, key=sort_key)
+
+
+def shapes(rows: Iterable[Row], view: FamilyView) -> list[str]:
+    """In order of first appearance, which is the order the family measures them in."""
+    return list(dict.fromkeys(view.shape_label(row.params) for row in rows))
+
+
+def digits(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    if value == 0:
+        return "0"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def rate_text(flops_per_s: float) -> str:
+    """Such as 4.25 TFLOP/s."""
+    for unit, name in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if flops_per_s >= unit:
+            return f"{flops_per_s / unit:.3g} {name}FLOP/s"
+    return f"{flops_per_s:.3g} FLOP/s"
+
+
+def sort_key(value: int | str) -> tuple[bool, float, str]:
+    """Numbers in order, then text."""
+    return (False, value, "") if isinstance(value, int) else (True, 0, value)

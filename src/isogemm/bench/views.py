@@ -1,0 +1,61 @@
+"""How a family's points are laid out in tables and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from isogemm.bench.store import Row
+
+Params = Mapping[str, int | str]
+
+_SHORT_DTYPES = {
+    "float32": "fp32",
+    "f32": "fp32",
+    "float16": "fp16",
+    "f16": "fp16",
+    "bfloat16": "bf16",
+    "float64": "fp64",
+    "f64": "fp64",
+}
+
+
+@dataclass(frozen=True)
+class FamilyView:
+    """`shape` parameters label a table's lines, `column` its columns; the others each choose a table."""
+
+    family: str
+    title: str
+    shape: tuple[str, ...]
+    column: str = "batch"
+
+    def shape_label(self, params: Params) -> str:
+        """Such as 12x12x64."""
+        return "x".join(str(params[name]) for name in self.shape if name in params)
+
+    def column_value(self, params: Params) -> int | str:
+        """Where a point stands among the columns; "" for points without the parameter."""
+        return params.get(self.column, "")
+
+    def group_label(self, op: str, params: Params) -> str:
+        """Such as "bmm, fp32 ieee, cold"."""
+        placed = {*self.shape, self.column, "dtype", "precision"}
+        others = (v if isinstance(v, str) else f"{n}={v}" for n, v in params.items() if n not in placed)
+        return ", ".join(part for part in (op, number_type(params), *others) if part)
+
+
+def number_type(params: Params) -> str:
+    """The arithmetic of a point, such as "bf16" or "fp32 tf32"; "" where the parameters do not tell."""
+    if "dtype" not in params:
+        return ""
+    dtype = _SHORT_DTYPES.get(str(params["dtype"]), str(params["dtype"]))
+    return f"{dtype} {params.get('precision') or 'ieee'}" if dtype == "fp32" else dtype
+
+
+def view_of(family: str, rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> FamilyView:
+    """The family's view among `views`, or one whose shape is every integer parameter but the batch."""
+    for view in views:
+        if view.family == family:
+            return view
+    sizes = {n: None for row in rows for n, v in row.params.items() if isinstance(v, int) and n != "batch"}
+    return FamilyView(family, family, tuple(sizes))

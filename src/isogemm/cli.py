@@ -1,0 +1,416 @@
+"""The `isogemm` command: doctor | verify | bench | report | demo."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import torch
+
+import isogemm
+from isogemm import families
+from isogemm.bench import ceilings, report, runner, store, summary, tables
+from isogemm.bench.store import Row
+from isogemm.bench.views import FamilyView, view_of
+from isogemm.core.device import facts
+from isogemm.families import DemoResult, Family
+from isogemm.testing.checks import Check, CheckResult
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    Command = Callable[[argparse.Namespace, "Terminal"], int]
+
+OK, FAILED, USAGE, NOTHING_PROVEN, INTERRUPTED = 0, 1, 2, 3, 130
+
+BUILD = Path("build")
+REPORT = BUILD / "isogemm-report.html"
+RECORDED = Path("benchmarks/results")
+STYLES = {"yes": "green", "pass": "green", "no": "yellow", "skipped": "yellow", "FAIL": "bold red"}
+
+VERIFY_CODES = """\
+exit status:
+  0  at least one check passed and none failed
+  1  a check failed
+  2  wrong usage
+  3  nothing was proven: every check was skipped. A machine without a GPU ends
+     here for families whose contract is about a GPU kernel."""
+BENCH_CODES = """\
+A case is timed only after its result was checked against fp64.
+exit status: 0, 1 if a case failed, 2 wrong usage"""
+
+
+class UsageError(Exception):
+    """What was asked for cannot be done here; the message is one line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    terminal = Terminal()
+    try:
+        code: int = args.command(args, terminal)
+    except (UsageError, OSError, ModuleNotFoundError) as error:
+        print(f"isogemm {args.name}: error: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code
+
+
+def doctor(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Versions, devices, and which kernels serve calls on them."""
+    devices = _all_devices()
+    env = runner.environment(devices[0])
+    terminal.line(f"isogemm {isogemm.__version__}")
+    terminal.line(", ".join(f"{name} {env[name]}" for name in ("python", "torch", "triton", "driver")))
+    terminal.table("Devices", ["device", "name", "arch", "SMs", "shared memory", "L2"], map(_device_row, devices))
+    terminal.table(
+        "Kernels",
+        ["family", "device", "kernel", "usable", "reason"],
+        (
+            [family.name, str(device), each.kernel, "yes" if each.usable else "no", each.reason]
+            for family in families.get()
+            for device in devices
+            for each in family.usability(device)
+        ),
+    )
+    return OK
+
+
+def verify(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Try the contract of each family on a device."""
+    device = _device(args.device)
+    if args.trials < 1:
+        raise UsageError(f"--trials: got {args.trials}, expected at least 1")
+    checks = [(family, check) for family in _families(args.family) for check in family.checks]
+    results = []
+    with terminal.progress() as progress:
+        for done, (family, check) in enumerate(checks):
+            progress(done, len(checks), f"{family.name}: {check.name}")
+            results.append(_run_check(check, device, args.trials))
+    terminal.table(
+        f"Checks on {_describe(device)}",
+        ["family", "check", "result", "trials", "failures", "differing", "detail"],
+        (
+            [
+                family.name,
+                check.name,
+                "skipped" if result.skipped else "pass" if result.passed else "FAIL",
+                *map(str, (result.trials, result.failures, result.differing)),
+                result.skipped or result.detail or check.what,
+            ]
+            for (family, check), result in zip(checks, results, strict=True)
+        ),
+    )
+    passed = sum(result.passed for result in results)
+    skipped = sum(bool(result.skipped) for result in results)
+    failed = len(results) - passed - skipped
+    terminal.line(f"{passed} passed, {failed} failed, {skipped} skipped")
+    if failed:
+        return FAILED
+    if not passed:
+        terminal.line(f"Nothing was proven: no check ran on {_describe(device)}.")
+        return NOTHING_PROVEN
+    return OK
+
+
+def bench(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Measure the cases of each family, and the ceilings of the device, into JSON lines."""
+    device = _device(args.device)
+    rows, failures = _measure(_families(args.family), device, args.quick, args.out, terminal)
+    _speed_table(rows, terminal)
+    terminal.line(f"{args.out}: {len(rows)} rows appended")
+    return _failure_table(failures, terminal)
+
+
+def make_report(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Make the HTML report, or the tables of the documents, from JSON lines."""
+    rows = _stored(args.results)
+    if not args.docs:
+        report.write(args.out, rows, _views())
+        terminal.line(f"report: {args.out}")
+        return OK
+    made = tables.tables(rows, _views())
+    documents = [Path("README.md"), *sorted(Path("docs").rglob("*.md")), *sorted(Path("src").rglob("*.md"))]
+    for document in documents:
+        try:
+            changed = tables.refresh(document, made)
+        except ValueError as error:
+            raise UsageError(f"{document}: {error}") from error
+        if changed:
+            terminal.line(f"rewritten: {document}")
+    return OK
+
+
+def demo(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Doctor, every family once, a quick bench and its report."""
+    device = _device(args.device)
+    doctor(args, terminal)
+    shown = [(family, _run_demo(family, device)) for family in families.get()]
+    terminal.table(
+        f"Demo on {_describe(device)}",
+        ["family", "what", "result", "check", "isogemm us", "torch us", "speed-up", "note"],
+        (
+            [
+                family.name,
+                result.title,
+                "pass" if result.ok else "FAIL",
+                result.check,
+                _figure(result.isogemm_us, "{:.1f}"),
+                _figure(result.torch_us, "{:.1f}"),
+                _figure(result.torch_us / result.isogemm_us, "{:.2f}x"),
+                result.note,
+            ]
+            for family, result in shown
+        ),
+    )
+    measurements = args.out.with_suffix(".jsonl")
+    measurements.unlink(missing_ok=True)
+    rows, failures = _measure(families.get(), device, True, measurements, terminal)
+    _speed_table(rows, terminal)
+    code = _failure_table(failures, terminal)
+    try:
+        report.write(args.out, rows, _views())
+    except ModuleNotFoundError as error:
+        terminal.line(f"no report: {error}")
+    else:
+        terminal.line(f"report: {args.out}")
+    return code if all(result.ok for _, result in shown) else FAILED
+
+
+class Terminal:
+    """Lines, tables and progress: with rich where it is installed, as plain text elsewhere."""
+
+    def __init__(self) -> None:
+        self._out = _rich_console(sys.stdout)
+        self._err = _rich_console(sys.stderr)
+
+    def line(self, text: str) -> None:
+        if self._out is None:
+            print(text)
+        else:
+            self._out.print(text, soft_wrap=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """Nothing where there are no rows."""
+        lines = [[" ".join(cell.split()) for cell in row] for row in rows]
+        if not lines:
+            return
+        if self._out is None:
+            print(f"\n{title}\n{_plain_table(columns, lines)}\n")
+            return
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for column, *cells in zip(columns, *lines, strict=True):
+            numeric = all(cell[:1].isdigit() for cell in cells if cell)
+            table.add_column(column, justify="right" if numeric else "left", no_wrap=numeric)
+        for line in lines:
+            table.add_row(*(Text(cell, STYLES.get(cell, "")) for cell in line))
+        self._out.print()
+        self._out.print(table)
+
+    @contextmanager
+    def progress(self) -> Iterator[runner.Progress]:
+        """Shows how many steps are done and which one begins: a bar on a terminal, lines elsewhere."""
+        if self._err is None or not self._err.is_terminal:
+            yield _print_step
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        text = TextColumn("{task.description}", markup=False)
+        columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text
+        with Progress(*columns, console=self._err, transient=True) as bar:
+            task = bar.add_task("")
+            yield lambda done, total, step: bar.update(task, completed=done, total=total, description=step)
+
+
+def _print_step(done: int, total: int, step: str) -> None:
+    if step:
+        print(f"[{done + 1}/{total}] {step}", file=sys.stderr, flush=True)
+
+
+def _rich_console(stream: TextIO) -> Console | None:
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        return None
+    width = None if stream.isatty() else 140
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+
+
+def _plain_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, cells)) for cells in zip(columns, *lines, strict=True)]
+    ruled = [columns, ["-" * width for width in widths], *lines]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in ruled)
+
+
+def _families(names: Sequence[str]) -> list[Family]:
+    try:
+        return families.get(names)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+
+
+def _views() -> list[FamilyView]:
+    return [family.view for family in families.get() if family.view is not None]
+
+
+def _all_devices() -> list[torch.device]:
+    """This machine's devices, the best first."""
+    return [*(torch.device("cuda", index) for index in range(torch.cuda.device_count())), torch.device("cpu")]
+
+
+def _device(name: str | None) -> torch.device:
+    """The device of that name, or this machine's best."""
+    present = _all_devices()
+    if name is None:
+        return present[0]
+    wanted = "cuda:0" if name == "cuda" else name
+    for device in present:
+        if str(device) == wanted:
+            return device
+    raise UsageError(f"--device: got {name!r}, this machine has {', '.join(map(str, present))}")
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cpu":
+        return runner.environment(device)["gpu"]
+    return f"{facts(device).name} ({device})"
+
+
+def _device_row(device: torch.device) -> list[str]:
+    if device.type == "cpu":
+        return [str(device), _describe(device), "", "", "", ""]
+    known = facts(device)
+    sizes = f"{known.shared_memory / 1024:.0f} KiB", f"{known.l2_bytes / 2**20:.0f} MiB"
+    return [str(device), known.name, str(known.arch), str(known.sm_count), *sizes]
+
+
+def _run_check(check: Check, device: torch.device, trials: int) -> CheckResult:
+    try:
+        return check.run(device, trials)
+    except Exception as error:  # whatever a check raises, the others still run
+        return CheckResult(check.name, trials, trials, 0, detail=f"{type(error).__name__}: {error}")
+
+
+def _run_demo(family: Family, device: torch.device) -> DemoResult:
+    try:
+        return family.demo(device)
+    except Exception as error:  # whatever a family raises, the others are still shown
+        return DemoResult(family.summary, False, f"{type(error).__name__}: {error}", math.nan, math.nan, "")
+
+
+def _measure(
+    chosen: Sequence[Family], device: torch.device, quick: bool, out: Path, terminal: Terminal
+) -> tuple[list[Row], list[runner.Failure]]:
+    """Measure and store: in `out` if it is a .jsonl file, else below it in a file per GPU and family."""
+    cases = [*ceilings.cases(device), *(case for family in chosen for case in family.cases(quick))]
+    rows = []
+    with terminal.progress() as progress:
+        measuring = runner.Runner(device, progress=progress)
+        for row in measuring.rows(cases):
+            file = out if out.suffix == ".jsonl" else store.results_file(out, row.gpu, row.family)
+            store.append(file, [row])
+            rows.append(row)
+    return rows, measuring.failures
+
+
+def _stored(paths: Sequence[Path]) -> list[Row]:
+    files = [file for path in paths for file in (sorted(path.rglob("*.jsonl")) if path.is_dir() else [path])]
+    try:
+        rows = store.read(*files)
+    except store.StoreError as error:
+        raise UsageError(str(error)) from error
+    if not rows:
+        raise UsageError(f"--results: no measurements in {', '.join(map(str, paths))}")
+    return rows
+
+
+def _speed_table(rows: Sequence[Row], terminal: Terminal) -> None:
+    lines = []
+    for name, measured in summary.by_family(rows).items():
+        view = view_of(name, measured, _views())
+        for label, group in summary.by_group(measured, view).items():
+            if speed := summary.speedups(group):
+                figures = speed.geomean, summary.speedup(speed.worst), summary.speedup(speed.best)
+                lines.append([name, label, str(speed.points), *(f"{figure:.2f}x" for figure in figures)])
+    terminal.table("torch's time over isogemm's", ["family", "", "points", "geomean", "min", "max"], lines)
+
+
+def _failure_table(failures: Sequence[runner.Failure], terminal: Terminal) -> int:
+    """Show the cases that gave no time; the exit code they call for."""
+    lines = [[failure.label, failure.stage, failure.message] for failure in failures]
+    terminal.table("Failures", ["case", "stage", "message"], lines)
+    return FAILED if failures else OK
+
+
+def _figure(value: float, form: str) -> str:
+    return "" if math.isnan(value) else form.format(value)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="isogemm", description="GEMM kernels with the same bits at any batch size.")
+    parser.add_argument("--version", action="version", version=f"isogemm {isogemm.__version__}")
+    commands = parser.add_subparsers(dest="name", metavar="command", required=True)
+    family = argparse.ArgumentParser(add_help=False)
+    family.add_argument("--family", nargs="+", action="extend", default=[], metavar="NAME", help="only these families")
+    device = argparse.ArgumentParser(add_help=False)
+    device.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: the first GPU, else the CPU)")
+    html = argparse.ArgumentParser(add_help=False)
+    html.add_argument("--out", type=Path, default=REPORT, metavar="FILE", help="report (default: %(default)s)")
+
+    def command(
+        name: str, run: Command, summary: str, *parents: argparse.ArgumentParser, epilog: str = ""
+    ) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=epilog,
+            parents=parents,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        added.set_defaults(command=run)
+        return added
+
+    command("doctor", doctor, "show versions, devices, and which kernels are usable or why not")
+
+    added = command(
+        "verify", verify, "run the contract checks of each family here", family, device, epilog=VERIFY_CODES
+    )
+    added.add_argument("--trials", type=int, default=20, metavar="N", help="trials of each check (default: 20)")
+
+    added = command("bench", bench, "measure each family against torch", family, device, epilog=BENCH_CODES)
+    added.add_argument("--quick", action="store_true", help="fewer cases")
+    added.add_argument(
+        "--out",
+        type=Path,
+        default=BUILD / "isogemm-bench.jsonl",
+        metavar="PATH",
+        help="append to this .jsonl file, or in this folder to one per GPU and family (default: %(default)s)",
+    )
+
+    added = command("report", make_report, "make an HTML report or tables from measurements", html)
+    added.add_argument(
+        "--results",
+        type=Path,
+        nargs="+",
+        default=[RECORDED],
+        metavar="PATH",
+        help=f".jsonl files, or folders of them (default: {RECORDED})",
+    )
+    added.add_argument(
+        "--docs",
+        action="store_true",
+        help="instead rewrite the generated tables of README.md, docs/ and src/ in this folder",
+    )
+
+    command("demo", demo, "check and time every family here, then measure and report", device, html)
+    return parser

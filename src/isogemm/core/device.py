@@ -1,0 +1,37 @@
+"""Facts about a device, asked from the device, and torch's own precision setting."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    name: str
+    arch: str  # sm_90, gfx942, cpu
+    sm_count: int
+    shared_memory: int  # bytes one block may use
+    l2_bytes: int
+
+
+@functools.cache
+def facts(device: torch.device) -> DeviceFacts:
+    if device.type != "cuda":
+        return DeviceFacts(name=device.type, arch=device.type, sm_count=0, shared_memory=0, l2_bytes=0)
+    properties = torch.cuda.get_device_properties(device)
+    arch = getattr(properties, "gcnArchName", "").split(":")[0] if torch.version.hip else ""
+    return DeviceFacts(
+        name=properties.name,
+        arch=arch or f"sm_{properties.major}{properties.minor}",
+        sm_count=properties.multi_processor_count,
+        shared_memory=getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block,
+        l2_bytes=properties.L2_cache_size,
+    )
+
+
+def matmul_precision() -> str:
+    """What torch would use for an fp32 matmul now: "ieee" or "tf32"."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

@@ -1,0 +1,50 @@
+"""Which path and configuration served each call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from isogemm.core import env
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    op: str  # bmm
+    path: str  # tiny, torch
+    problem: str
+    config: str  # empty where torch served
+    reason: str  # why torch served, else empty
+
+    def __str__(self) -> str:
+        served = f"{self.path} {self.config}" if self.config else f"{self.path} ({self.reason})"
+        return f"isogemm.{self.op} {self.problem}: {served}"
+
+
+_logs: list[list[Dispatch]] = []
+
+# True while anybody listens: the one thing a call looks at.
+active = env.settings.log
+
+
+@contextmanager
+def dispatch_log() -> Iterator[list[Dispatch]]:
+    """Collect one entry per call made inside, on any thread, the backward's included."""
+    global active
+    log: list[Dispatch] = []
+    _logs.append(log)
+    active = True
+    try:
+        yield log
+    finally:
+        _logs[:] = [other for other in _logs if other is not log]
+        active = bool(_logs) or env.settings.log
+
+
+def record(dispatch: Dispatch) -> None:
+    if env.settings.log:
+        print(dispatch, file=sys.stderr)
+    for log in _logs:
+        log.append(dispatch)

@@ -1,0 +1,19 @@
+"""The families of isogemm. An entry in FAMILIES puts a family into every command of the CLI."""
+
+from collections.abc import Iterable
+
+from isogemm.families.base import DemoResult, Family, Usability
+from isogemm.families.tiny import FAMILY as TINY
+
+FAMILIES: tuple[Family, ...] = (TINY,)
+
+__all__ = ["FAMILIES", "DemoResult", "Family", "Usability", "get"]
+
+
+def get(names: Iterable[str] = ()) -> list[Family]:
+    """The families of these names, in the order of FAMILIES; all of them when none is named."""
+    wanted = set(names)
+    known = [family.name for family in FAMILIES]
+    if unknown := sorted(wanted.difference(known)):
+        raise ValueError(f"family: got {', '.join(map(repr, unknown))}, expected any of {', '.join(known)}")
+    return [family for family in FAMILIES if not wanted or family.name in wanted]

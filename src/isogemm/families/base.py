@@ -1,0 +1,44 @@
+"""What a family of operations tells `doctor`, `verify`, `bench`, `report` and `demo` about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from isogemm.bench.cases import Case
+from isogemm.bench.views import FamilyView
+from isogemm.testing.checks import Check
+
+
+@dataclass(frozen=True)
+class Usability:
+    """Whether a kernel serves calls on a device, and why or why not."""
+
+    usable: bool
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """One call of a family, checked and timed against torch."""
+
+    title: str
+    ok: bool
+    check: str  # what was checked, and what it gave
+    isogemm_us: float
+    torch_us: float
+    note: str
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    summary: str
+    usability: Callable[[torch.device], Sequence[Usability]]
+    checks: Sequence[Check]
+    cases: Callable[[bool], Sequence[Case]]  # argument: quick
+    demo: Callable[[torch.device], DemoResult]
+    view: FamilyView | None = None  # how its points are laid out; by default read from their parameters

@@ -1,0 +1,311 @@
+"""The tiny family's entry: its checks, its cases, its demo."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from isogemm.bench import timer
+from isogemm.bench.cases import Case, CaseRun, Thunk
+from isogemm.bench.views import FamilyView
+from isogemm.core import device as devices
+from isogemm.core.dispatch import dispatch_log
+from isogemm.families.base import DemoResult, Family, Usability
+from isogemm.testing.cases import DATA_KINDS, make_operands
+from isogemm.testing.checks import Check, CheckResult, run_trials, skip
+from isogemm.testing.compare import BitDiff, compare_bits
+from isogemm.testing.error import assert_no_worse_than_torch
+from isogemm.testing.poison import poisoned_allocations
+from isogemm.tiny import configs, op, reference
+from isogemm.tiny.api import bmm
+from isogemm.tiny.configs import Config, DotConfig, Problem, RegistersConfig
+
+SHAPES = (  # m, n, k
+    (12, 12, 64), (12, 64, 12), (16, 16, 16), (32, 32, 32), (64, 64, 64), (42, 42, 8), (42, 8, 42), (42, 42, 4),
+    (5, 5, 16), (5, 16, 5), (3, 5, 7), (48, 24, 40), (8, 8, 8), (64, 64, 16),
+)  # fmt: skip
+BATCHES = (256, 1024, 14336, 65536)
+NUMBERS = (("float32", "ieee"), ("float32", "tf32"), ("bfloat16", ""))
+RANDOM_SHAPES = 60  # besides the chosen ones: what the gate gives where nobody looked
+
+
+def usability(device: torch.device) -> Sequence[Usability]:
+    arch = devices.facts(device).arch
+    reason = "not on a GPU: torch.bmm serves" if device.type != "cuda" else configs.usable(arch)
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        reason = reason or "Triton is not installed"
+    served = f"compiled for {arch}" + ("" if arch == configs.MEASURED_ARCH else "; gate measured on sm_90")
+    return [Usability(not reason, f"tiny/{kernel}", reason or served) for kernel in configs.KERNELS]
+
+
+def operands(
+    batch: int,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    layout: str,
+    device: torch.device,
+    seed: int,
+    kind: str = "normal",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [batch, m, k] and B [batch, k, n]; t in `layout` for a transposed view."""
+    a, b = make_operands(kind, (batch, m, k), (batch, k, n), seed=seed, dtype=dtype, device=device)
+    return _laid_out(a, layout[0]), _laid_out(b, layout[1])
+
+
+def _laid_out(x: torch.Tensor, letter: str) -> torch.Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if letter == "t" else x
+
+
+# verify
+
+
+def _random_problem(rng: random.Random) -> tuple[int, int, int, torch.dtype, str, str]:
+    sizes = [rng.choice((1, 3, 5, 8, 12, 16, 17, 31, 32, 42, 48, 63, 64)) for _ in range(3)]
+    dtype = rng.choice((torch.float32, torch.float32, torch.float16, torch.bfloat16))
+    precision = rng.choice(("ieee", "tf32", "tf32x3")) if dtype is torch.float32 else ""
+    return sizes[0], sizes[1], sizes[2], dtype, precision, rng.choice(("nn", "nt", "tn", "tt"))
+
+
+def _products(a: torch.Tensor, b: torch.Tensor, precision: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each kernel's product, whatever the gate says, on poisoned memory."""
+    problem = op.describe(a, b, precision or "ieee", a.data_ptr(), b.data_ptr())
+    for kernel in configs.KERNELS:
+        yield kernel, _product(a, b, problem, configs.choose(problem, kernel))
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, problem: Problem, config: Config) -> torch.Tensor:
+    from isogemm.tiny import kernels
+
+    out = torch.full((problem.batch, problem.m, problem.n), torch.nan, dtype=a.dtype, device=a.device)
+    with torch.cuda.device(a.device):
+        kernels.launch_bmm(out, a, b, problem, config)
+    return out
+
+
+def _check_batch(device: torch.device, trials: int) -> CheckResult:
+    name = "batch invariance"
+
+    def trial(seed: int) -> Iterator[BitDiff]:
+        rng = random.Random(seed)
+        m, n, k, dtype, precision, layout = _random_problem(rng)
+        batch = rng.choice((3, 37, 1000, 65536))
+        a, b = operands(batch, m, n, k, dtype, layout, device, seed, rng.choice(DATA_KINDS))
+        for kernel, whole in _products(a, b, precision):
+            at = rng.randrange(batch - 1)
+            alone = dict(_products(a[at : at + 2], b[at : at + 2], precision))[kernel]
+            yield compare_bits(alone, whole[at : at + 2])
+
+    return _on_gpu(name, device) or run_trials(name, trials, trial, covered="batch 2 in 3 .. 65536, any position")
+
+
+def _check_runs(device: torch.device, trials: int) -> CheckResult:
+    name = "run to run"
+
+    def trial(seed: int) -> Iterator[BitDiff]:
+        rng = random.Random(seed)
+        m, n, k, dtype, precision, layout = _random_problem(rng)
+        a, b = operands(4096, m, n, k, dtype, layout, device, seed)
+        first = dict(_products(a, b, precision))
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(side):  # other work on the chip at the same time
+            load = torch.randn(4096, 4096, device=device)
+            for _ in range(8):
+                load = torch.sin(load @ load)
+        for _ in range(3):
+            for kernel, again in _products(a, b, precision):
+                yield compare_bits(again, first[kernel])
+        torch.cuda.synchronize(device)
+
+    return _on_gpu(name, device) or run_trials(name, trials, trial, covered="4 runs, other work beside")
+
+
+def _check_configs(device: torch.device, trials: int) -> CheckResult:
+    name = "any tile"
+
+    def trial(seed: int) -> Iterator[BitDiff]:
+        rng = random.Random(seed)
+        m, n, k, dtype, precision, layout = _random_problem(rng)
+        a, b = operands(64, m, n, k, dtype, layout, device, seed, rng.choice(DATA_KINDS))
+        problem = op.describe(a, b, precision or "ieee", a.data_ptr(), b.data_ptr())
+        for kernel in configs.KERNELS:
+            canonical = configs.choose(problem, kernel)
+            others = [c for c in variants(problem, canonical) if not configs.illegal(problem, c)]
+            expected = _product(a, b, problem, canonical)
+            for config in rng.sample(others, min(2, len(others))):
+                yield compare_bits(_product(a, b, problem, config), expected)
+
+    return _on_gpu(name, device) or run_trials(name, trials, trial, covered="two other tiles of each kernel")
+
+
+def variants(problem: Problem, config: Config) -> list[Config]:
+    """Configurations of the same kernel that must give the same bits."""
+    if isinstance(config, DotConfig):
+        block_ks = {config.block_k} if problem.precision == "tf32x3" else {16, 32, 64}
+        return [
+            replace(config, block_m=bm, block_n=bn, block_k=bk, num_warps=warps, num_stages=stages)
+            for bm in (16, 32)
+            for bn in (8, 16, 32)
+            for bk in block_ks
+            for warps, stages in ((1, 1), (2, 3), (4, 2))
+        ]
+    assert isinstance(config, RegistersConfig)
+    return [
+        replace(config, rows=rows, cols=cols, vec=vec, b_vec=b_vec, unroll=unroll, num_warps=warps)
+        for rows in (1, 2, 4)
+        for cols in (1, 2)
+        for vec, b_vec in ((1, 1), (config.vec, config.b_vec))
+        for unroll in (4, 8)
+        for warps in (1, 4)
+    ]
+
+
+def _check_accuracy(device: torch.device, trials: int) -> CheckResult:
+    def trial(seed: int) -> None:
+        rng = random.Random(seed)
+        m, n, k, dtype, precision, layout = _random_problem(rng)
+        a, b = operands(50, m, n, k, dtype, layout, device, seed, rng.choice(DATA_KINDS))
+        _accuracy(a, b, precision)
+
+    return run_trials("accuracy", trials, trial, covered="twice torch's error and one ulp, against fp64")
+
+
+def _accuracy(a: torch.Tensor, b: torch.Tensor, precision: str) -> tuple[float, float]:
+    """The largest errors of isogemm and of torch, in units of |A| |B|, isogemm's within its bound."""
+    with op.torch_precision(precision or None):
+        torchs = torch.bmm(a, b)
+    with poisoned_allocations():
+        ours = bmm(a, b, precision=precision or None)
+    found = assert_no_worse_than_torch(ours, torchs, reference.bmm(a, b), scale=reference.bmm_scale(a, b))
+    return found.actual.max_scaled, found.torch.max_scaled
+
+
+def _on_gpu(name: str, device: torch.device) -> CheckResult | None:
+    reason = "" if device.type == "cuda" else "not on a GPU: torch.bmm serves, which promises nothing about bits"
+    reason = reason or configs.usable(devices.facts(device).arch)
+    return skip(name, reason) if reason else None
+
+
+# bench
+
+
+def cases(quick: bool) -> Sequence[Case]:
+    if quick:
+        points = ((12, 12, 64), (42, 42, 8), (8, 8, 8))
+        return [_case(256, *shape, "float32", "ieee", "nn", "cold") for shape in points]
+    chosen = [
+        _case(batch, *shape, dtype, precision, "nn", cache)
+        for dtype, precision in NUMBERS
+        for cache in (("cold", "hot") if precision == "ieee" else ("cold",))
+        for shape in SHAPES
+        for batch in BATCHES
+    ]
+    return [*chosen, *_random_cases()]
+
+
+def _random_cases() -> Iterator[Case]:
+    rng = random.Random(2)
+    for index in range(RANDOM_SHAPES):
+        dtype, precision = NUMBERS[index % len(NUMBERS)]
+        m, n, k = (rng.randint(1, configs.MAX_SIZE) for _ in range(3))
+        batch = rng.choice((300, 3000, 30000))
+        yield _case(batch, m, n, k, dtype, precision, rng.choice(("nn", "nt", "tn")), "cold", name="bmm random")
+
+
+def _case(
+    batch: int, m: int, n: int, k: int, dtype: str, precision: str, layout: str, cache: str, name: str = "bmm"
+) -> Case:
+    element = getattr(torch, dtype)
+    size = element.itemsize * (m * k + k * n + m * n) * batch
+    params: dict[str, int | str] = {"batch": batch, "m": m, "n": n, "k": k, "dtype": dtype}
+    if precision:
+        params["precision"] = precision
+    params.update(layout=layout, cache=cache)
+
+    def build(device: torch.device) -> CaseRun:
+        sets = timer.rotations(size, device, most=512) if cache == "cold" else 1
+        pairs = list(_rotated(sets, batch, m, n, k, element, layout, device))
+
+        def ours(a: torch.Tensor, b: torch.Tensor) -> Thunk:
+            return lambda: bmm(a, b, precision=precision or None)
+
+        def torchs(a: torch.Tensor, b: torch.Tensor) -> Thunk:
+            def call() -> torch.Tensor:
+                with op.torch_precision(precision or None):
+                    return torch.bmm(a, b)
+
+            return call if precision == "tf32" else lambda: torch.bmm(a, b)
+
+        def check() -> dict[str, float]:
+            few = [(a[:256], b[:256]) for a, b in pairs[:1]]
+            error, torch_error = _accuracy(*few[0], precision)
+            return {"isogemm": error, "torch": torch_error}
+
+        with dispatch_log() as log:
+            ours(*pairs[0])()
+        thunks = {"isogemm": [ours(a, b) for a, b in pairs], "torch": [torchs(a, b) for a, b in pairs]}
+        return CaseRun(thunks, check, {"path": log[0].path, "config": log[0].config})
+
+    return Case("tiny", name, params, 2.0 * batch * m * n * k, float(size), build)
+
+
+def _rotated(
+    sets: int, batch: int, m: int, n: int, k: int, dtype: torch.dtype, layout: str, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Operand pairs of their own memory, cut from one random buffer at 256-byte steps."""
+    a_size, b_size = (-(-batch * size // 128) * 128 for size in (m * k, k * n))
+    buffer = torch.randn(sets * (a_size + b_size), device=device, dtype=dtype)
+    for at in range(0, buffer.numel(), a_size + b_size):
+        a, b = buffer[at : at + batch * m * k], buffer[at + a_size : at + a_size + batch * k * n]
+        yield _view(a, batch, m, k, layout[0]), _view(b, batch, k, n, layout[1])
+
+
+def _view(x: torch.Tensor, batch: int, rows: int, columns: int, letter: str) -> torch.Tensor:
+    return x.view(batch, columns, rows).transpose(1, 2) if letter == "t" else x.view(batch, rows, columns)
+
+
+# demo
+
+
+def demo(device: torch.device) -> DemoResult:
+    """Attention scores of a small model: 1024 products of 12x64 and 64x12."""
+    case = _case(1024, 12, 12, 64, "float32", "ieee", "nn", "hot")
+    run = case.build(device)
+    try:
+        errors, ok = run.check(), True
+        check = f"error {errors['isogemm']:.1e} of |A||B| (torch {errors['torch']:.1e}), against fp64"
+    except AssertionError as error:
+        ok, check = False, str(error)
+    times = timer.measure(run.variants, device, repeats=10)
+    served = " ".join(filter(None, (run.info["path"], run.info["config"])))
+    return DemoResult(
+        "bmm [1024; 12, 12, 64] fp32",
+        ok,
+        check,
+        median(times["isogemm"]),
+        median(times["torch"]),
+        f"served by {served}",
+    )
+
+
+FAMILY = Family(
+    name="tiny",
+    summary="strided-batched GEMM of matrices up to 64, one launch",
+    usability=usability,
+    checks=(
+        Check("batch invariance", "a matrix has the same bits in any batch, at any position", _check_batch),
+        Check("run to run", "a call has the same bits every time", _check_runs),
+        Check("any tile", "every configuration of a kernel gives the same bits", _check_configs),
+        Check("accuracy", "the error is at most twice torch's and one ulp", _check_accuracy),
+    ),
+    cases=cases,
+    demo=demo,
+    view=FamilyView("tiny", "Tiny batched GEMM", ("m", "n", "k")),
+)

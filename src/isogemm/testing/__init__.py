@@ -1,0 +1,72 @@
+"""What tests, benchmarks and `isogemm verify` share: comparison, cases, errors, checks, compilation.
+
+Hypothesis strategies are in `isogemm.testing.strategies`, apart because they need hypothesis.
+"""
+
+from isogemm.testing.cases import (
+    DATA_KINDS,
+    FLOAT_DTYPES,
+    LAYOUTS,
+    ODD_SIZES,
+    TensorCase,
+    layouts_for,
+    make_data,
+    make_operands,
+    with_layout,
+)
+from isogemm.testing.checks import Check, CheckResult, run_trials, skip
+from isogemm.testing.compare import BitDiff, assert_bitwise_equal, compare_bits
+from isogemm.testing.compile_matrix import (
+    TARGETS,
+    CompileJob,
+    Outcome,
+    Resources,
+    compile_job,
+    limit_violations,
+    run_matrix,
+)
+from isogemm.testing.error import (
+    Comparison,
+    Errors,
+    assert_no_worse_than_torch,
+    assert_same_nonfinite,
+    measure_errors,
+)
+from isogemm.testing.interpreter import interpreting, is_interpreted, require_interpreter
+from isogemm.testing.poison import poison_value, poisoned_allocations
+
+__all__ = [
+    "DATA_KINDS",
+    "FLOAT_DTYPES",
+    "LAYOUTS",
+    "ODD_SIZES",
+    "TARGETS",
+    "BitDiff",
+    "Check",
+    "CheckResult",
+    "Comparison",
+    "CompileJob",
+    "Errors",
+    "Outcome",
+    "Resources",
+    "TensorCase",
+    "assert_bitwise_equal",
+    "assert_no_worse_than_torch",
+    "assert_same_nonfinite",
+    "compare_bits",
+    "compile_job",
+    "interpreting",
+    "is_interpreted",
+    "layouts_for",
+    "limit_violations",
+    "make_data",
+    "make_operands",
+    "measure_errors",
+    "poison_value",
+    "poisoned_allocations",
+    "require_interpreter",
+    "run_matrix",
+    "run_trials",
+    "skip",
+    "with_layout",
+]

@@ -1,0 +1,157 @@
+"""Errors measured in fp64, and judged by the error torch itself makes at that dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Largest errors over the elements whose reference is finite in the result's dtype.
+
+    `max_rel` is elementwise, |x - ref| / max(|ref|, rms(ref)): an element that cancelled to nearly nothing is
+    judged by the size of its neighbours. `max_scaled` is |x - ref| / scale, see `measure_errors`.
+    A NaN or Inf where the reference is finite makes all three infinite.
+    """
+
+    max_abs: float
+    max_rel: float
+    max_scaled: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The library's errors beside torch's."""
+
+    actual: Errors
+    torch: Errors
+
+
+def measure_errors(actual: torch.Tensor, reference: torch.Tensor, *, scale: torch.Tensor | None = None) -> Errors:
+    """Errors of `actual` against an fp64 `reference` of the same shape.
+
+    `scale` is the natural size of an element's rounding error, for a GEMM |A| @ |B|, elementwise or
+    broadcastable; without it, max|reference|.
+    """
+    _require_reference(actual, reference, "actual")
+    finite = _finite_in(reference, actual.dtype)
+    error = _absolute_error(actual, reference, finite)
+    magnitude = torch.where(finite, reference, 0).abs()
+    natural = _natural_scale(scale, magnitude, finite)
+    rms = magnitude.square().mean().sqrt() if magnitude.numel() else magnitude.sum()
+    return Errors(
+        max_abs=_largest(error),
+        max_rel=_largest(_ratio(error, magnitude.clamp_min(rms))),
+        max_scaled=_largest(_ratio(error, natural)),
+    )
+
+
+def assert_no_worse_than_torch(
+    actual: torch.Tensor,
+    torch_result: torch.Tensor,
+    reference: torch.Tensor,
+    *,
+    factor: float = 2.0,
+    ulps: float = 1,
+    scale: torch.Tensor | None = None,
+    match_nonfinite: bool = False,
+    what: str = "",
+) -> Comparison:
+    """Assert, for every element whose fp64 reference is finite in the result's dtype,
+
+        |actual - reference| <= factor * E * scale + ulps * ulp(reference)
+
+    where E = max(|torch_result - reference| / scale) over the elements that torch has finite, ulp(x) is the
+    spacing of the result's dtype at x, and `scale` is as in `measure_errors`. With `match_nonfinite`, NaN,
+    +Inf and -Inf must also stand exactly where the reference, rounded to the dtype, has them.
+    """
+    __tracebackhide__ = True
+    _require_reference(actual, reference, "actual")
+    _require_reference(torch_result, reference, "torch_result")
+    if actual.dtype != torch_result.dtype:
+        raise AssertionError(f"{_prefix(what)}dtype {actual.dtype}, but torch's result is {torch_result.dtype}")
+    if match_nonfinite:
+        assert_same_nonfinite(actual, reference, what)
+    finite = _finite_in(reference, actual.dtype)
+    magnitude = torch.where(finite, reference, 0).abs()
+    natural = _natural_scale(scale, magnitude, finite)
+    torch_error = _absolute_error(torch_result, reference, finite & torch_result.isfinite())
+    allowed = factor * _largest(_ratio(torch_error, natural)) * natural + ulps * _ulp(magnitude, actual.dtype)
+    error = _absolute_error(actual, reference, finite)
+    excess = error > allowed
+    if bool(excess.any()):
+        worst = _ratio(error, allowed).argmax()
+        coordinate = tuple(int(at) for at in torch.unravel_index(worst, error.shape))
+        raise AssertionError(
+            f"{_prefix(what)}{int(excess.sum())} of {error.numel()} elements exceed "
+            f"{factor:g} x torch's error + {ulps:g} ulp; worst at {coordinate}: "
+            f"got {actual[coordinate].item()!r}, torch {torch_result[coordinate].item()!r}, "
+            f"reference {reference[coordinate].item()!r}, "
+            f"error {error[coordinate].item():.3g}, allowed {allowed[coordinate].item():.3g}"
+        )
+    return Comparison(
+        actual=measure_errors(actual, reference, scale=scale),
+        torch=measure_errors(torch_result, reference, scale=scale),
+    )
+
+
+def assert_same_nonfinite(actual: torch.Tensor, reference: torch.Tensor, what: str = "") -> None:
+    """Assert that NaN, +Inf and -Inf stand where `reference`, rounded to `actual`'s dtype, has them."""
+    __tracebackhide__ = True
+    rounded = reference.to(actual.dtype)
+    for name, present in (("NaN", torch.isnan), ("+Inf", torch.isposinf), ("-Inf", torch.isneginf)):
+        differs = present(actual) != present(rounded)
+        if bool(differs.any()):
+            coordinate = tuple(differs.nonzero()[0].tolist())
+            raise AssertionError(
+                f"{_prefix(what)}{name} in other places than the reference ({int(differs.sum())} elements), "
+                f"first at {coordinate}: got {actual[coordinate].item()!r}, "
+                f"reference {reference[coordinate].item()!r}"
+            )
+
+
+def _require_reference(result: torch.Tensor, reference: torch.Tensor, name: str) -> None:
+    if reference.dtype != torch.float64:
+        raise TypeError(f"reference: got {reference.dtype}, expected torch.float64")
+    if result.shape != reference.shape:
+        raise AssertionError(f"{name}: shape {tuple(result.shape)}, reference {tuple(reference.shape)}")
+
+
+def _finite_in(reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return reference.to(dtype).isfinite()
+
+
+def _absolute_error(result: torch.Tensor, reference: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    error = (result.detach().double() - reference).abs()
+    return torch.where(where, error.nan_to_num(nan=torch.inf, posinf=torch.inf), 0)
+
+
+def _ratio(error: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    """error / size with 0 / 0 = 0: an exact zero is no error, whatever the scale."""
+    return torch.where(error == 0, 0, error / size)
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.max()) if values.numel() else 0.0
+
+
+def _natural_scale(scale: torch.Tensor | None, magnitude: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
+    if scale is None:
+        largest = magnitude.max() if magnitude.numel() else magnitude.sum()
+        return largest.expand(magnitude.shape)
+    natural = torch.where(finite, scale.detach().double(), 1)
+    if not bool(((natural >= 0) & natural.isfinite()).all()):
+        raise ValueError("scale: got negative or non-finite values, expected sizes such as |A| @ |B|")
+    return natural
+
+
+def _ulp(magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(magnitude.clamp_min(info.smallest_normal)).exponent.double()
+    return torch.ldexp(torch.full_like(magnitude, info.eps), exponent - 1)
+
+
+def _prefix(what: str) -> str:
+    return f"{what}: " if what else ""

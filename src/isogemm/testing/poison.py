@@ -1,0 +1,69 @@
+"""Uninitialised memory that shows: allocations filled with NaN while a test runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_ALLOCATORS: tuple[tuple[Any, str], ...] = (
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (torch.Tensor, "new_empty"),
+    (torch.Tensor, "new_empty_strided"),
+)
+
+
+def poison_value(dtype: torch.dtype) -> complex | float | int | bool:
+    """The value least likely to pass for a result: NaN, the largest integer, True."""
+    if dtype.is_complex:
+        return complex(float("nan"), float("nan"))
+    if dtype.is_floating_point:
+        return float("nan")
+    if dtype == torch.bool:
+        return True
+    return torch.iinfo(dtype).max
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Fill what `torch.empty` and its kin return with `poison_value`, gaps between strides included.
+
+    The functions themselves are replaced for the duration, in every thread: a torch mode would take the code
+    under test down another path. Memory that torch's own operators allocate is left alone.
+    """
+    saved = [(owner, name, vars(owner).get(name)) for owner, name in _ALLOCATORS]
+    try:
+        for owner, name in _ALLOCATORS:
+            setattr(owner, name, _poisoning(getattr(owner, name)))
+        yield
+    finally:
+        for owner, name, original in saved:
+            if original is None:  # inherited: uncover it
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+def _poisoning(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(allocate)
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = allocate(*args, **kwargs)
+        if tensor.layout is torch.strided:
+            with torch.no_grad():
+                _whole(tensor, owned=kwargs.get("out") is None).fill_(poison_value(tensor.dtype))
+        return tensor
+
+    return poisoned
+
+
+def _whole(tensor: torch.Tensor, owned: bool) -> torch.Tensor:
+    """All of a fresh tensor's storage, so that gaps are poisoned and overlapping strides can be filled."""
+    if not owned or tensor.is_contiguous():
+        return tensor
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.as_strided((elements,), (1,), 0)

@@ -1,0 +1,1 @@
+"""Strided-batched GEMM of tiny matrices (m, n, k <= 64), one launch."""

@@ -1,0 +1,288 @@
+"""Which problems the tiny kernels serve, with which kernel and which tile. Pure: no device, no tensors.
+
+What may depend on what: the path and the kernel are functions of (m, n, k, number type, strides) alone, so a matrix's
+bits never follow the batch around it. Tile, warps and stages may follow the batch: they do not change bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from isogemm.tiny.gate import EDGES, TABLES
+
+MAX_SIZE = 64
+DTYPES = ("float32", "float16", "bfloat16")
+KERNELS = ("registers", "dot")
+
+# Where the kernels compile and were checked; the gate's figures are sm_90's.
+MEASURED_ARCH = "sm_90"
+_COMPILED_ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942")
+
+_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+_MASKED_K_STEP = 16  # the least K of tl.dot
+
+# Matrices one program adds up, in order, when an operand's gradient is reduced over the batch.
+SUM_CHUNK = 32
+
+
+@dataclass(frozen=True)
+class Problem:
+    """C[b] = A[b] B[b] for `batch` matrices: A [m, k], B [k, n], C [m, n] contiguous."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+    precision: str  # of float32: ieee, tf32, tf32x3; ieee for the 16-bit types
+    a_strides: tuple[int, int, int]  # batch, m, k; in elements, batch 0 where shared
+    b_strides: tuple[int, int, int]  # batch, k, n
+    a_alignment: int = 16  # bytes, of the address; 16 counts as aligned
+    b_alignment: int = 16
+    arch: str = MEASURED_ARCH
+    sm_count: int = 132
+
+    def __str__(self) -> str:
+        number = self.dtype if self.dtype != "float32" else f"float32/{self.precision}"
+        return f"[{self.batch}; {self.m},{self.n},{self.k}] {number} {self.layout}"
+
+    @property
+    def layout(self) -> str:
+        """n or t for each operand as BLAS has it; x where no axis is contiguous."""
+        return _letter(self.a_strides[2], self.a_strides[1]) + _letter(self.b_strides[2], self.b_strides[1])
+
+
+@dataclass(frozen=True)
+class RegistersConfig:
+    """Each thread holds rows x (cols * vec) sums and reads its operands from L1; no shared memory."""
+
+    rows: int
+    cols: int
+    vec: int  # adjacent columns, one vector load of B and store of C
+    a_vec: int  # adjacent k in one load of A
+    b_vec: int  # adjacent k in one load of B
+    unroll: int  # k per iteration
+    num_warps: int
+    early_launch: bool = False  # let the next kernel's launch overlap this one's end
+    kernel: Literal["registers"] = "registers"
+
+    def __str__(self) -> str:
+        return (
+            f"registers {self.rows}x{self.cols * self.vec} a{self.a_vec} b{self.b_vec}"
+            f" u{self.unroll} w{self.num_warps}{' early' if self.early_launch else ''}"
+        )
+
+
+@dataclass(frozen=True)
+class DotConfig:
+    """Each program computes one block_m x block_n tile of one matrix with tl.dot."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    early_launch: bool = False
+    kernel: Literal["dot"] = "dot"
+
+    def __str__(self) -> str:
+        return (
+            f"dot {self.block_m}x{self.block_n}x{self.block_k}"
+            f" w{self.num_warps} s{self.num_stages}{' early' if self.early_launch else ''}"
+        )
+
+
+Config = RegistersConfig | DotConfig
+
+
+def eligible(problem: Problem) -> str:
+    """Empty where the tiny kernels can serve; else the reason why not."""
+    if problem.batch < 2:
+        return "batch is 1"
+    if max(problem.m, problem.n, problem.k) > MAX_SIZE:
+        return f"m, n or k is above {MAX_SIZE}"
+    if min(problem.m, problem.n, problem.k) < 1:
+        return "an empty size"
+    if problem.dtype not in DTYPES:
+        return f"dtype {problem.dtype} is not one of {', '.join(DTYPES)}"
+    return usable(problem.arch)
+
+
+def usable(arch: str) -> str:
+    """Empty where the kernels are known to compile for this architecture; else the reason why not."""
+    return "" if arch in _COMPILED_ARCHS else f"no kernel was compiled for {arch}"
+
+
+def gate(problem: Problem) -> str:
+    """The kernel that serves this problem, or empty where torch.bmm was measured faster."""
+    cell = tuple(next(i for i, edge in enumerate(EDGES) if size <= edge) for size in _sizes(problem))
+    verdicts = {_verdict(problem, layout, cell) for layout in _measured_layouts(problem.layout)}
+    return verdicts.pop() if len(verdicts) == 1 else ""
+
+
+def choose(problem: Problem, kernel: str) -> Config:
+    """The configuration of `kernel` for an eligible problem."""
+    config = _registers(problem) if kernel == "registers" else _dot(problem)
+    reason = illegal(problem, config)
+    if reason:
+        raise ValueError(f"config {config} for problem {problem}: {reason}")
+    return config
+
+
+def programs(problem: Problem, config: Config) -> int:
+    if isinstance(config, DotConfig):
+        return problem.batch * _ceil(problem.m, config.block_m) * _ceil(problem.n, config.block_n)
+    threads = _ceil(problem.m, config.rows) * _ceil(problem.n, config.cols * config.vec)
+    return _ceil(problem.batch * threads, 32 * config.num_warps)
+
+
+def illegal(problem: Problem, config: Config) -> str:
+    """Empty where `config` computes `problem`; else the rule it breaks. The one statement of legality."""
+    if config.num_warps not in (1, 2, 4, 8):
+        return "num_warps is not 1, 2, 4 or 8"
+    if isinstance(config, DotConfig):
+        if config.block_k < _MASKED_K_STEP or not _power_of_two(config.block_m, config.block_n, config.block_k):
+            return f"blocks are powers of two, block_k at least {_MASKED_K_STEP}"
+        if problem.k % _MASKED_K_STEP == 0 and problem.k % config.block_k:
+            return "block_k pads a k that needs no padding: a zero's sign could follow it"
+        return ""
+    if not _power_of_two(config.vec, config.a_vec, config.b_vec) or max(config.a_vec, config.b_vec) > 4:
+        return "vector widths are 1, 2 or 4"
+    if problem.k % config.a_vec or problem.k % config.b_vec or config.unroll % _k_step(config):
+        return "k and unroll are multiples of the vector widths"
+    if config.a_vec > a_vector(problem) or config.b_vec > b_vector(problem):
+        return "an operand is not contiguous and aligned along k as its vector width needs"
+    if config.vec > 1 and (config.b_vec > 1 or config.vec > n_vector(problem)):
+        return "B is not contiguous and aligned along n as vec needs"
+    return ""
+
+
+def a_vector(problem: Problem) -> int:
+    """The widest load of A along k."""
+    batch, m, k = problem.a_strides
+    return _vector(problem.k, k, (batch, m), problem.a_alignment, problem.dtype)
+
+
+def b_vector(problem: Problem) -> int:
+    """The widest load of B along k."""
+    batch, k, n = problem.b_strides
+    return _vector(problem.k, k, (batch, n), problem.b_alignment, problem.dtype)
+
+
+def n_vector(problem: Problem) -> int:
+    """The widest load of B along n; C, contiguous, can be stored as wide."""
+    batch, k, n = problem.b_strides
+    return _vector(problem.n, n, (batch, k), problem.b_alignment, problem.dtype)
+
+
+def unit(stride: int) -> int:
+    """The largest power of two up to 16 that divides a stride: what the compiler may assume of it."""
+    return math.gcd(stride, 16)
+
+
+def _registers(problem: Problem) -> RegistersConfig:
+    m, n, k = problem.m, problem.n, problem.k
+    a_vec = a_vector(problem)
+    vec = n_vector(problem)
+    b_vec = b_vector(problem) if vec == 1 else 1
+    if b_vec > 1:  # both operands along k: square tiles
+        if m * n < 64 or k <= 4:
+            rows, cols = 2, 2
+        elif m * n < 256 and k >= 32:
+            rows, cols = 4, 8
+        elif m * n * k < 32**3:
+            rows, cols = 4, 4
+        else:
+            rows, cols = 8, 8
+    elif vec == 1:
+        rows, cols = (2, 1) if m * n < 64 else (4, 4)
+    else:
+        sums = 8 if m * n < 256 or n <= 8 else 16
+        rows, cols = sums // vec, 1
+    rows, cols = _at_most(rows, m), _at_most(cols, _ceil(n, vec))
+    # 16 warps an SM hide the latency; with fewer matrices, more and smaller threads' tiles.
+    while rows * cols > 1 and _warps(problem, rows, cols * vec) < 16 * problem.sm_count:
+        rows, cols = (rows // 2, cols) if rows >= cols else (rows, cols // 2)
+    step = max(a_vec, b_vec)
+    unroll = _ceil(k if k <= 16 else 8, step) * step
+    num_warps = 4 if rows * cols * vec * k < 64 or k <= 4 else 1
+    config = RegistersConfig(rows, cols, vec, a_vec, b_vec, unroll, num_warps)
+    return RegistersConfig(
+        rows, cols, vec, a_vec, b_vec, unroll, num_warps, early_launch=_launches_early(problem, config)
+    )
+
+
+def _dot(problem: Problem) -> DotConfig:
+    m, n, k = problem.m, problem.n, problem.k
+    block_m, block_n = _next_power_of_two(m, 16), _next_power_of_two(n, 8)
+    block_k = 64 if block_m * block_n <= 256 and k % 64 == 0 else _MASKED_K_STEP
+    steps = _ceil(k, block_k)
+    if block_m == 64 and (steps == 1 or m <= 48) and block_n >= 32:
+        block_m = 32 if m > 48 else 16
+    num_warps = max(1, block_m * block_n // 1024)
+    num_stages = min(steps + 1, 4) if steps > 1 else 1
+    config = DotConfig(block_m, block_n, block_k, num_warps, num_stages)
+    return DotConfig(block_m, block_n, block_k, num_warps, num_stages, early_launch=_launches_early(problem, config))
+
+
+def _launches_early(problem: Problem, config: Config) -> bool:
+    """Worth 0.5 us of a chain of small grids; in large ones waiting programs take the place of working ones."""
+    if not problem.arch.startswith("sm_") or int(problem.arch.removeprefix("sm_")) < 90:
+        return False
+    return programs(problem, config) <= 16 * problem.sm_count
+
+
+def _verdict(problem: Problem, layout: str, cell: tuple[int, ...]) -> str:
+    number = problem.precision if problem.dtype == "float32" else "half"
+    table = TABLES["ieee" if number == "tf32x3" else number, layout]
+    m, n, k = cell
+    return {"r": "registers", "d": "dot", ".": ""}[table[m][n][k]]
+
+
+def _measured_layouts(layout: str) -> tuple[str, ...]:
+    """tt and strided operands were not measured: they need the agreement of those that were."""
+    return (layout,) if layout in ("nn", "nt", "tn") else ("nt", "tn")
+
+
+def _sizes(problem: Problem) -> tuple[int, int, int]:
+    return problem.m, problem.n, problem.k
+
+
+def _letter(inner: int, outer: int) -> str:
+    if inner == 1:
+        return "n"
+    return "t" if outer == 1 else "x"
+
+
+def _vector(size: int, stride: int, others: tuple[int, ...], alignment: int, dtype: str) -> int:
+    if stride != 1 or size == 1:
+        return 1
+    return min(4, math.gcd(size, *others, alignment // _ITEMSIZE[dtype]))
+
+
+def _warps(problem: Problem, rows: int, columns: int) -> int:
+    return problem.batch * _ceil(problem.m, rows) * _ceil(problem.n, columns) // 32
+
+
+def _k_step(config: RegistersConfig) -> int:
+    return max(config.a_vec, config.b_vec)
+
+
+def _at_most(tile: int, size: int) -> int:
+    while tile > 1 and tile >= 2 * size:
+        tile //= 2
+    return tile
+
+
+def _next_power_of_two(size: int, least: int) -> int:
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def _power_of_two(*sizes: int) -> bool:
+    return all(size > 0 and size & (size - 1) == 0 for size in sizes)
+
+
+def _ceil(size: int, block: int) -> int:
+    return -(-size // block)

@@ -1,0 +1,262 @@
+"""The kernels of the tiny family and their launchers.
+
+Both kernels walk k in ascending order into one fp32 sum per element. `registers` multiplies in fp32 whatever the
+precision: exact for 16-bit operands, at least what was asked for float32 ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from isogemm.core.launch import BoundKernel, bind
+from isogemm.tiny.configs import SUM_CHUNK, Config, DotConfig, Problem, programs, unit
+
+
+@triton.jit
+def _aligned(stride, UNIT: tl.constexpr):
+    """The same stride, seen by the compiler to be a multiple of UNIT: 16-byte loads where rows are 48 bytes apart."""
+    return stride // UNIT * UNIT
+
+
+@triton.jit
+def _columns(x, BLOCK: tl.constexpr, VEC: tl.constexpr):
+    """The VEC columns of x [BLOCK, VEC], each [BLOCK], in order."""
+    if VEC == 1:
+        return (tl.reshape(x, [BLOCK]),)
+    elif VEC == 2:
+        return tl.split(x)
+    else:
+        even, odd = tl.split(tl.reshape(x, [BLOCK, 2, 2]))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        return x0, x1, x2, x3
+
+
+@triton.jit
+def _registers_steps(
+    acc, a_ptrs, b_ptrs, m, n, live, k, stride_am, stride_ak, stride_bk, stride_bn,
+    M: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, VEC: tl.constexpr, A_VEC: tl.constexpr, B_VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add k .. k + STEPS - 1 to the ROWS * COLS sums [BLOCK, VEC] of each thread."""
+    M_STEP: tl.constexpr = (M + ROWS - 1) // ROWS
+    N_STEP: tl.constexpr = (N + COLS * VEC - 1) // (COLS * VEC) * VEC
+    K_STEP: tl.constexpr = A_VEC if A_VEC > B_VEC else B_VEC
+    for step in tl.static_range(0, STEPS, K_STEP):
+        b = ()  # per column, K_STEP of [BLOCK, VEC]
+        for col in tl.static_range(COLS):
+            b_live = live[:, None] & (n + col * N_STEP < N)
+            for s in tl.static_range(0, K_STEP, B_VEC):
+                at = b_ptrs + ((k + step + s) * stride_bk + col * N_STEP * stride_bn)
+                if B_VEC == 1:
+                    b = b + (tl.load(at, mask=b_live, other=0.0).to(tl.float32),)
+                else:
+                    loaded = tl.load(at + tl.arange(0, B_VEC)[None, :] * stride_bk, mask=b_live, other=0.0)
+                    columns = _columns(loaded.to(tl.float32), BLOCK, B_VEC)
+                    for t in tl.static_range(B_VEC):
+                        b = b + (columns[t][:, None],)
+        new = ()
+        for row in tl.static_range(ROWS):
+            a_live = (live & (m + row * M_STEP < M))[:, None]
+            a = ()  # K_STEP of [BLOCK]
+            for s in tl.static_range(0, K_STEP, A_VEC):
+                at = a_ptrs + ((k + step + s) * stride_ak + row * M_STEP * stride_am)
+                loaded = tl.load(at[:, None] + tl.arange(0, A_VEC)[None, :] * stride_ak, mask=a_live, other=0.0)
+                a = a + _columns(loaded.to(tl.float32), BLOCK, A_VEC)
+            for col in tl.static_range(COLS):
+                total = acc[row * COLS + col]
+                for s in tl.static_range(K_STEP):
+                    x, y = tl.broadcast(a[s][:, None], b[col * K_STEP + s])
+                    total = tl.fma(x, y, total)
+                new = new + (total,)
+        acc = new
+    return acc
+
+
+@triton.jit
+def _registers_kernel(
+    a_ptr, b_ptr, c_ptr, batch, stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    A_UNITS: tl.constexpr, B_UNITS: tl.constexpr, INDEX: tl.constexpr, EARLY_LAUNCH: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, VEC: tl.constexpr, A_VEC: tl.constexpr, B_VEC: tl.constexpr,
+    UNROLL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One thread per (matrix, row group, column group), the batch flattened: no padding, no shared memory, no barrier.
+    # A tuple of sums, not a tensor: a tensor's layout would send the operands through shared memory.
+    M_STEP: tl.constexpr = (M + ROWS - 1) // ROWS
+    N_GROUPS: tl.constexpr = (N + COLS * VEC - 1) // (COLS * VEC)
+    stride_ab = _aligned(stride_ab, A_UNITS[0])
+    stride_am = _aligned(stride_am, A_UNITS[1])
+    stride_ak = _aligned(stride_ak, A_UNITS[2])
+    stride_bb = _aligned(stride_bb, B_UNITS[0])
+    stride_bk = _aligned(stride_bk, B_UNITS[1])
+    stride_bn = _aligned(stride_bn, B_UNITS[2])
+    thread = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    matrix = thread // (M_STEP * N_GROUPS)
+    tile = (thread - matrix * (M_STEP * N_GROUPS)).to(tl.int32)
+    m = (tile // N_GROUPS).to(INDEX)  # [BLOCK]
+    n = (tile % N_GROUPS).to(INDEX)[:, None] * VEC + tl.arange(0, VEC)[None, :]  # [BLOCK, VEC]
+    live = matrix < batch
+    a_ptrs = a_ptr + (matrix * stride_ab + m * stride_am)
+    b_ptrs = b_ptr + (matrix[:, None] * stride_bb + n * stride_bn)
+    acc = ()
+    for _ in tl.static_range(ROWS * COLS):
+        acc = acc + (tl.zeros((BLOCK, VEC), dtype=tl.float32),)
+    if EARLY_LAUNCH:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    k = tl.zeros((), dtype=INDEX)
+    TAIL: tl.constexpr = K % UNROLL
+    for _ in range(K // UNROLL):
+        acc = _registers_steps(
+            acc, a_ptrs, b_ptrs, m, n, live, k, stride_am, stride_ak, stride_bk, stride_bn,
+            M, N, UNROLL, ROWS, COLS, VEC, A_VEC, B_VEC, BLOCK,
+        )  # fmt: skip
+        k += UNROLL
+    if TAIL > 0:
+        acc = _registers_steps(
+            acc, a_ptrs, b_ptrs, m, n, live, k, stride_am, stride_ak, stride_bk, stride_bn,
+            M, N, TAIL, ROWS, COLS, VEC, A_VEC, B_VEC, BLOCK,
+        )  # fmt: skip
+    c_ptrs = c_ptr + (matrix[:, None] * (M * N) + m[:, None] * N + n)
+    for row in tl.static_range(ROWS):
+        for col in tl.static_range(COLS):
+            c_live = (live & (m + row * M_STEP < M))[:, None] & (n + col * N_GROUPS * VEC < N)
+            total = acc[row * COLS + col].to(c_ptr.dtype.element_ty)
+            tl.store(c_ptrs + (row * M_STEP * N + col * N_GROUPS * VEC), total, mask=c_live)
+
+
+@triton.jit
+def _round_to_tf32(x):
+    """To nearest, ties away from zero; the tensor core would truncate. NaN stays NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, x)
+
+
+@triton.jit
+def _dot_tile(
+    acc, a_ptr, b_ptr, m, n, k, live, stride_am, stride_ak, stride_bk, stride_bn,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc [BM, BN] += A[m, k] B[k, n]."""
+    a_live = live & (m[:, None] < M) & (k[None, :] < K)
+    b_live = live & (k[:, None] < K) & (n[None, :] < N)
+    a = tl.load(a_ptr + (m[:, None] * stride_am + k[None, :] * stride_ak), mask=a_live, other=0.0)  # [BM, BK]
+    b = tl.load(b_ptr + (k[:, None] * stride_bk + n[None, :] * stride_bn), mask=b_live, other=0.0)  # [BK, BN]
+    if PRECISION == "tf32":
+        a = _round_to_tf32(a)
+        b = _round_to_tf32(b)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _dot_kernel(
+    a_ptr, b_ptr, c_ptr, batch, stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    A_UNITS: tl.constexpr, B_UNITS: tl.constexpr, INDEX: tl.constexpr, EARLY_LAUNCH: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    # CHUNK = 1: a tile of one matrix. CHUNK > 1: the same tile of CHUNK matrices, added up in order.
+    N_TILES: tl.constexpr = (N + BN - 1) // BN
+    TILES: tl.constexpr = (M + BM - 1) // BM * N_TILES
+    K_TILES: tl.constexpr = (K + BK - 1) // BK
+    stride_ab = _aligned(stride_ab, A_UNITS[0])
+    stride_am = _aligned(stride_am, A_UNITS[1])
+    stride_ak = _aligned(stride_ak, A_UNITS[2])
+    stride_bb = _aligned(stride_bb, B_UNITS[0])
+    stride_bk = _aligned(stride_bk, B_UNITS[1])
+    stride_bn = _aligned(stride_bn, B_UNITS[2])
+    program = tl.program_id(0)
+    tile = program % TILES
+    chunk = (program // TILES).to(tl.int64)
+    m = (tile // N_TILES) * BM + tl.arange(0, BM).to(INDEX)
+    n = (tile % N_TILES) * BN + tl.arange(0, BN).to(INDEX)
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    if EARLY_LAUNCH:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for step in tl.range(CHUNK * K_TILES):
+        matrix = chunk * CHUNK + step // K_TILES
+        k = (step % K_TILES) * BK + tl.arange(0, BK).to(INDEX)
+        acc = _dot_tile(
+            acc, a_ptr + matrix * stride_ab, b_ptr + matrix * stride_bb, m, n, k, matrix < batch,
+            stride_am, stride_ak, stride_bk, stride_bn, M, N, K, PRECISION,
+        )  # fmt: skip
+    c_ptrs = c_ptr + (chunk * (M * N) + m[:, None] * N + n[None, :])
+    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All that a launch needs but the three addresses."""
+
+    kernel: Any
+    programs: int
+    scalars: tuple[int, ...]
+    constants: dict[str, object]
+    options: dict[str, object]
+
+
+def describe_bmm(problem: Problem, config: Config, chunk: int = 1) -> Launch:
+    """The launch that computes `problem` with `config`; `chunk` > 1 adds up that many matrices per output."""
+    offsets = (
+        (problem.m - 1) * problem.a_strides[1] + (problem.k - 1) * problem.a_strides[2],
+        (problem.k - 1) * problem.b_strides[1] + (problem.n - 1) * problem.b_strides[2],
+    )
+    constants: dict[str, object] = {
+        "M": problem.m,
+        "N": problem.n,
+        "K": problem.k,
+        "A_UNITS": tuple(map(unit, problem.a_strides)),
+        "B_UNITS": tuple(map(unit, problem.b_strides)),
+        "INDEX": tl.int64 if max(offsets) >= 2**31 else tl.int32,
+        "EARLY_LAUNCH": config.early_launch,
+    }
+    options: dict[str, object] = {"num_warps": config.num_warps, "enable_fp_fusion": False}
+    if config.early_launch:
+        options["launch_pdl"] = True
+    kernel: Any
+    if isinstance(config, DotConfig):
+        kernel = _dot_kernel
+        constants.update(
+            BM=config.block_m, BN=config.block_n, BK=config.block_k, PRECISION=problem.precision, CHUNK=chunk
+        )
+        options["num_stages"] = config.num_stages
+    else:
+        kernel = _registers_kernel
+        constants.update(
+            ROWS=config.rows, COLS=config.cols, VEC=config.vec, A_VEC=config.a_vec, B_VEC=config.b_vec,
+            UNROLL=config.unroll, BLOCK=32 * config.num_warps,
+        )  # fmt: skip
+        options["num_stages"] = 1
+    count = programs(problem, config)
+    if chunk > 1:
+        count = count // problem.batch * -(-problem.batch // chunk)
+    scalars = (problem.batch, *problem.a_strides, *problem.b_strides)
+    return Launch(kernel, count, scalars, constants, options)
+
+
+def launch_bmm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, problem: Problem, config: Config) -> None:
+    """out[i] = a[i] b[i]; out [batch, m, n] is contiguous."""
+    _launch(describe_bmm(problem, config), out, a, b)
+
+
+def launch_bmm_sum(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, problem: Problem, config: DotConfig) -> None:
+    """out[i] = the sum of a[j] b[j] over chunk i, in order; out [chunks, m, n] is contiguous, float32."""
+    _launch(describe_bmm(problem, config, SUM_CHUNK), out, a, b)
+
+
+def bind_bmm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, launch: Launch) -> BoundKernel:
+    """Compile on the current device for tensors like these."""
+    return bind(launch.kernel, (a, b, out, *launch.scalars), launch.constants, launch.options)
+
+
+def _launch(launch: Launch, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    launch.kernel[(launch.programs,)](a, b, out, *launch.scalars, **launch.constants, **launch.options)

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from isogemm.bench import report
+from isogemm.bench.extras import need
+from isogemm.bench.store import Row
+from isogemm.bench.views import FamilyView
+
+VIEW = FamilyView("tiny", "Tiny batched GEMM", ("m", "n", "k"))
+
+
+class Page(HTMLParser):
+    """Collects the cells of every table, the ids, and every attribute that could load something."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.tags: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [v or "" for n, v in attrs if n in ("src", "href", "xlink:href", "srcset", "action")]
+        self.ids += [v or "" for n, v in attrs if n == "id"]
+        if tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.cells:
+            self.cells[-1] += data
+
+
+@pytest.fixture
+def rows(make_row: Callable[..., Row], ceiling_rows: list[Row]) -> list[Row]:
+    return [
+        *ceiling_rows,
+        make_row(256, (12, 12, 64), us=4.0, ratio=4.0, cache="cold"),
+        make_row(1024, (12, 12, 64), us=12.3, ratio=0.5, cache="cold"),
+        make_row(256, (8, 8, 8), us=2.0, ratio=4.0, cache="hot", cpu={"isogemm": [31.0], "torch": [24.0]}),
+        make_row(256, (8, 8, 8), us=2.0, ratio=3.0, cache="hot", env={"gpu": "GPU <Y>"}),
+    ]
+
+
+def test_the_report_has_the_numbers(rows: list[Row]) -> None:
+    html = report.render(rows, [VIEW])
+    cells = Page(html).cells
+    for text in ("4.00x", "0.50x", "12.3", "6.15", "1.5e-07", "2.5e-07", "31.0", "24.0", "0123456789ab"):
+        assert text in cells
+    assert "Tiny batched GEMM" in html
+    assert "2.00x <span>geometric mean of 3 points" in html
+    assert "12x12x64, batch 1024 (bmm, fp32 ieee, cold): 12.3 us, 0.50x" in html
+    assert "copy, read + write: 1000 GB/s; mm fp32 ieee: 10 TFLOP/s" in html
+    assert "GPU &lt;Y&gt;" in html
+    assert "GPU <Y>" not in html
+
+
+def test_the_report_loads_nothing(rows: list[Row]) -> None:
+    html = report.render(rows, [VIEW])
+    page = Page(html)
+    assert page.links
+    assert all(link.startswith("#") for link in page.links)
+    assert not re.search(r"https?:|//\w|@import|url\((?!#)", html)
+    assert not {"link", "img", "iframe", "object"} & set(page.tags)
+
+
+def test_plots_share_no_ids(rows: list[Row]) -> None:
+    ids = Page(report.render(rows, [VIEW])).ids
+    assert ids
+    assert len(ids) == len(set(ids))
+
+
+def test_plot_colours_follow_the_scheme(rows: list[Row]) -> None:
+    html = report.render(rows, [VIEW])
+    assert "prefers-color-scheme: dark" in html
+    figures = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
+    assert len(figures) == 4  # a roofline and two groups; one group where there are no ceilings
+    for svg in figures:
+        assert not re.search(r"#0a0[bc]", svg)
+        assert "var(--muted)" in svg
+
+
+def test_points_have_tooltips(rows: list[Row]) -> None:
+    html = report.render(rows, [VIEW])
+    assert html.count("<title>12x12x64, batch 1024 (bmm, fp32 ieee, cold): 12.3 us, 0.50x</title>") == 3
+
+
+def test_the_report_is_reproducible(rows: list[Row]) -> None:
+    assert report.render(rows, [VIEW]) == report.render(rows, [VIEW])
+
+
+def test_the_newest_measurement_is_shown(make_row: Callable[..., Row]) -> None:
+    old = make_row(us=77.7, env={"date": "2025-01-01T00:00:00Z"})
+    cells = Page(report.render([old, make_row(us=33.3)])).cells
+    assert "33.3" in cells
+    assert "77.7" not in cells
+
+
+def test_points_without_torch_or_ceilings_or_batch(make_row: Callable[..., Row]) -> None:
+    row = make_row()
+    alone = Row("other", "op", {"n": 3}, 0.0, 0.0, {}, {}, {"isogemm": [1.0]}, row.env)
+    html = report.render([alone])
+    assert "No point has both" in html
+    assert "Ceilings were not measured." in html
+
+
+def test_an_empty_report_says_so(tmp_path: Path) -> None:
+    path = report.write(tmp_path / "build" / "report.html", [])
+    assert "no measurements were given" in path.read_text()
+
+
+def test_bench_imports_without_its_extras() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('rich', 'jinja2', 'matplotlib'): sys.modules[name] = None\n"
+        "from isogemm.bench import plots, report, runner, tables, timer\n"
+        "try: report.render([])\n"
+        "except ModuleNotFoundError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "jinja2 is not installed; it comes with: pip install isogemm[bench]\n"
+
+
+def test_an_extra_that_fails_to_import_is_not_called_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "brokenextra.py").write_text("import no_such_dependency\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        need("brokenextra")

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from isogemm.bench import ceilings, runner, store
+from isogemm.bench.cases import Case, CaseRun
+
+CPU = torch.device("cpu")
+
+
+def case(name: str, check: Callable[[], dict[str, float]], log: list[str]) -> Case:
+    def build(device: torch.device) -> CaseRun:
+        def thunk() -> torch.Tensor:
+            log.append(f"{name} timed")
+            return torch.empty(0, device=device)
+
+        def logged_check() -> dict[str, float]:
+            log.append(f"{name} checked")
+            return check()
+
+        return CaseRun({"isogemm": [thunk], "torch": [thunk]}, logged_check, {"path": "tiny"})
+
+    return Case("tiny", "bmm", {"name": name}, 1.0, 2.0, build)
+
+
+def passes() -> dict[str, float]:
+    return {"isogemm": 0.0, "torch": 0.0}
+
+
+def fails() -> dict[str, float]:
+    raise AssertionError("3 of 144 elements differ")
+
+
+def test_a_case_is_checked_before_it_is_timed() -> None:
+    log: list[str] = []
+    (row,) = runner.Runner(CPU, repeats=2).rows([case("a", passes, log)])
+    assert log[0] == "a checked"
+    assert set(log[1:]) == {"a timed"}
+    assert row.error == {"isogemm": 0.0, "torch": 0.0}
+    assert [len(times) for times in row.times_us.values()] == [2, 2]
+    assert not row.cpu_us
+    assert store.loads(store.dumps(row)) == row
+
+
+def test_a_failing_check_gives_no_time_and_the_others_still_run() -> None:
+    log: list[str] = []
+    run = runner.Runner(CPU, repeats=1)
+    rows = list(run.rows([case("a", passes, log), case("b", fails, log), case("c", passes, log)]))
+    assert [row.params["name"] for row in rows] == ["a", "c"]
+    assert "b timed" not in log
+    assert run.failures == [runner.Failure("tiny bmm name=b", "check", "AssertionError: 3 of 144 elements differ")]
+    assert run.exit_code == 1
+
+
+def test_a_case_that_cannot_be_built_is_a_failure() -> None:
+    def build(device: torch.device) -> CaseRun:
+        raise MemoryError("no room")
+
+    run = runner.Runner(CPU)
+    assert list(run.rows([Case("tiny", "bmm", {}, 1.0, 1.0, build)])) == []
+    assert run.failures == [runner.Failure("tiny bmm", "build", "MemoryError: no room")]
+
+
+def test_progress_names_the_case_about_to_run() -> None:
+    seen: list[tuple[int, int, str]] = []
+    run = runner.Runner(CPU, repeats=1, progress=lambda *step: seen.append(step))
+    list(run.rows([case("a", passes, []), case("b", passes, [])]))
+    assert seen == [(0, 2, "tiny bmm name=a"), (1, 2, "tiny bmm name=b"), (2, 2, "")]
+    assert run.exit_code == 0
+
+
+def test_environment_has_the_stored_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = runner.environment(CPU, commit="abc")
+    assert tuple(env) == store.ENV_KEYS
+    assert all(isinstance(value, str) and value for value in env.values())
+    assert (env["commit"], env["driver"], env["torch"]) == ("abc", "none", torch.__version__)
+    monkeypatch.setattr(runner, "_output", lambda *command: "")
+    assert runner.environment(CPU)["commit"] == "unknown"
+
+
+def test_a_missing_program_prints_nothing() -> None:
+    assert runner._output("isogemm-no-such-program") == ""
+
+
+def test_ceilings_are_measured_like_any_case() -> None:
+    cases = [ceilings._copy(1 << 16), ceilings._mm(64, "float32", "ieee")]
+    run = runner.Runner(CPU, repeats=3)
+    rows = list(run.rows(cases))
+    assert run.failures == []
+    limits = ceilings.read(rows, rows[0].gpu)
+    assert limits.bytes_per_s == 2 * (1 << 16) / rows[0].us["torch"] * 1e6
+    assert limits.flops_per_s == {"fp32 ieee": 2 * 64**3 / rows[1].us["torch"] * 1e6}
+    assert ceilings.read(rows, "another GPU") == ceilings.Ceilings(None, {})
+
+
+def test_the_cpu_ceilings_are_small() -> None:
+    assert [(case.op, case.bytes) for case in ceilings.cases(CPU)] == [
+        ("copy", 2.0 * (64 << 20)),
+        ("mm", 12.0 * (1 << 20)),
+    ]

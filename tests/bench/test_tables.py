@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from isogemm.bench import tables
+from isogemm.bench.store import Row
+from isogemm.bench.views import FamilyView, number_type, view_of
+
+VIEW = FamilyView("tiny", "Tiny batched GEMM", ("m", "n", "k"))
+
+
+@pytest.fixture
+def rows(make_row: Callable[..., Row], ceiling_rows: list[Row]) -> list[Row]:
+    cpu = {"isogemm": [30.0], "torch": [20.0]}
+    return [
+        *ceiling_rows,
+        make_row(1024, (12, 12, 64), us=8.6016, ratio=8.0, cache="cold", cpu=cpu),
+        make_row(256, (12, 12, 64), us=4.0, ratio=2.0, cache="cold"),
+        make_row(1024, (64, 64, 64), us=100.0, ratio=0.5, cache="cold"),
+        make_row(256, (8, 8, 8), us=2.0, ratio=3.0, cache="hot"),
+    ]
+
+
+def test_headline(rows: list[Row]) -> None:
+    # 64x64x64 is bound by arithmetic under these ceilings, so it is no measure of bandwidth.
+    assert tables.tables(rows, [VIEW])["tiny-headline"] == (
+        "GPU X: torch 2.11.0, triton 3.6.0, driver 1.2, commit 0123456789ab, 2026-01-02.\n"
+        "\n"
+        "|  | points | geomean | min | max | of copy bandwidth, median (range) | CPU time per call |\n"
+        "| :-- | --: | --: | --: | --: | --: | --: |\n"
+        "| bmm, fp32 ieee, cold | 3 | 2.00x | 0.50x | 8.00x | 80% at batch 1024 | 1.50x |\n"
+        "| bmm, fp32 ieee, hot | 1 | 3.00x | 3.00x | 3.00x | 10% at batch 256 |  |\n"
+    )
+
+
+def test_speedup_by_shape_and_batch(rows: list[Row]) -> None:
+    assert tables.tables(rows, [VIEW])["tiny-speedup"] == (
+        "GPU X: torch 2.11.0, triton 3.6.0, driver 1.2, commit 0123456789ab, 2026-01-02.\n"
+        "\n"
+        "**bmm, fp32 ieee, cold**\n"
+        "\n"
+        "| m x n x k | batch 256 | batch 1024 |\n"
+        "| :-- | --: | --: |\n"
+        "| 12x12x64 | 2.00x | 8.00x |\n"
+        "| 64x64x64 |  | 0.50x |\n"
+        "\n"
+        "**bmm, fp32 ieee, hot**\n"
+        "\n"
+        "| m x n x k | batch 256 |\n"
+        "| :-- | --: |\n"
+        "| 8x8x8 | 3.00x |\n"
+    )
+
+
+def test_ceilings(rows: list[Row]) -> None:
+    assert tables.tables(rows)["ceilings"] == (
+        "|  | copy, read + write | mm fp32 ieee |\n| :-- | --: | --: |\n| GPU X | 1000 GB/s | 10 TFLOP/s |\n"
+    )
+
+
+def test_devices_and_commits_are_told_apart(make_row: Callable[..., Row]) -> None:
+    other = {"gpu": "GPU Y", "commit": "fedcba987654", "date": "2026-03-04T00:00:00Z"}
+    rows = [make_row(), make_row(1024, env={"commit": "aaaaaaaaaaaa", "date": "2026-02-02T00:00:00Z"})]
+    text = tables.tables([*rows, make_row(ratio=3.0, env=other)], [VIEW])["tiny-speedup"]
+    assert "GPU X: torch 2.11.0, triton 3.6.0, driver 1.2, commit 0123456789ab and aaaaaaaaaaaa, " in text
+    assert ", 2026-01-02 to 2026-02-02." in text
+    assert "GPU Y: torch 2.11.0, triton 3.6.0, driver 1.2, commit fedcba987654, 2026-03-04." in text
+
+
+DOCUMENT = "# Title\n\n<!-- figures:a -->\nold\n<!-- /figures -->\n\ntext\n\n<!-- figures:b -->\n<!-- /figures -->\n"
+
+
+def test_marked_places_are_filled_in() -> None:
+    text = tables.rendered(DOCUMENT, {"a": "| A |\n", "b": "| B |\n", "c": "unused"})
+    assert text == (
+        "# Title\n\n<!-- figures:a -->\n\n| A |\n\n<!-- /figures -->\n\n"
+        "text\n\n<!-- figures:b -->\n\n| B |\n\n<!-- /figures -->\n"
+    )
+    assert tables.rendered(text, {"a": "| A |\n", "b": "| B |\n"}) == text
+
+
+def test_refresh_writes_only_what_changed(tmp_path: Path) -> None:
+    path = tmp_path / "benchmarks.md"
+    path.write_text(DOCUMENT)
+    made = {"a": "| A |", "b": "| B |"}
+    assert tables.refresh(path, made)
+    assert path.read_text() == tables.rendered(DOCUMENT, made)
+    assert not tables.refresh(path, made)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- figures:z -->\n<!-- /figures -->", "figures:z is not measured; there are: a"),
+        ("<!-- figures:a -->\n", "<!-- figures:a --> stands alone"),
+        ("<!-- figures:a -->\n<!-- figures:a -->\n<!-- /figures -->", "figures:a has no closing"),
+        ("<!-- /figures -->", "<!-- /figures --> stands alone"),
+    ],
+)
+def test_bad_markers_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tables.rendered(text, {"a": "A"})
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"dtype": "float32", "precision": "tf32"}, "fp32 tf32"),
+        ({"dtype": "f32"}, "fp32 ieee"),
+        ({"dtype": "bfloat16", "precision": ""}, "bf16"),
+        ({"dtype": "int8"}, "int8"),
+        ({}, ""),
+    ],
+)
+def test_number_type(params: dict[str, int | str], expected: str) -> None:
+    assert number_type(params) == expected
+
+
+def test_a_family_without_a_view_gets_one_from_its_parameters(make_row: Callable[..., Row]) -> None:
+    assert view_of("tiny", [make_row(cache="cold")]) == FamilyView("tiny", "tiny", ("m", "n", "k"))
+    assert view_of("tiny", [], [VIEW]) is VIEW

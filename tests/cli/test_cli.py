@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import isogemm
+from isogemm import families
+from isogemm.bench import ceilings, store
+from isogemm.bench.cases import Case, CaseRun
+from isogemm.cli import main
+from isogemm.families import DemoResult, Family, Usability
+from isogemm.testing.checks import Check, CheckResult, skip
+
+COMMANDS = ["doctor", "verify", "bench", "report", "demo"]
+PASSING = CheckResult("same bits", 1, 0, 0)
+FAILING = CheckResult("same bits", 1, 2, 17, detail="trial 3: first at (0, 5)")
+SKIPPED = skip("same bits", "no [tensor] cores")
+
+Register = Callable[..., None]
+
+
+def check_giving(result: CheckResult | Exception) -> Check:
+    def run(device: torch.device, trials: int) -> CheckResult:
+        if isinstance(result, Exception):
+            raise result
+        return result if result.skipped else replace(result, trials=trials)
+
+    return Check("same bits", "a row's bits do not follow its batch", run)
+
+
+def sum_case(correct: bool = True) -> Case:
+    def build(device: torch.device) -> CaseRun:
+        x = torch.ones(8, device=device)
+
+        def check() -> dict[str, float]:
+            assert correct, "wrong sum"
+            return {"isogemm": 0.0, "torch": 0.0}
+
+        return CaseRun({"isogemm": [x.sum], "torch": [x.sum]}, check, {"path": "sum"})
+
+    return Case("fake", "sum", {"batch": 2, "m": 8, "dtype": "float32"}, 8.0, 32.0, build)
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Register:
+    """Makes a fake family, with these fields, the only one there is."""
+
+    def register(**fields: object) -> None:
+        fake = Family(
+            name="fake",
+            summary="sums",
+            usability=lambda device: [Usability(False, "sum_kernel", f"{device} has no [tensor] cores")],
+            checks=[check_giving(PASSING)],
+            cases=lambda quick: [sum_case()],
+            demo=lambda device: DemoResult("sum of 8", True, "exact", 2.0, 5.0, "one launch"),
+        )
+        monkeypatch.setattr(families, "FAMILIES", (replace(fake, **fields),))
+
+    return register
+
+
+@pytest.fixture(autouse=True)
+def sandbox(register: Register, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without GPU, a family that passes, no ceilings to measure, an empty working directory."""
+    register()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(ceilings, "cases", lambda device: [])
+
+
+@pytest.fixture(params=["rich", "plain"])
+def style(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With rich, and as where it is not installed."""
+    if request.param == "plain":
+        without(monkeypatch, "rich")
+    else:
+        pytest.importorskip("rich")
+    return request.param
+
+
+def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.parametrize("command", [[], *([command] for command in COMMANDS)])
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main([*command, "--help"])
+    assert exit.value.code == 0
+    assert "usage: isogemm" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert exit.value.code == 0
+    assert capsys.readouterr().out == f"isogemm {isogemm.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["prove"], ["verify", "--trials", "many"], ["verify", "--family"]])
+def test_arguments_that_do_not_parse(arguments):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["verify", "--family", "huge"], "--family: got 'huge', expected any of fake"),
+        (["bench", "--family", "fake", "huge"], "--family: got 'huge', expected any of fake"),
+        (["verify", "--device", "tpu"], "--device: got 'tpu', this machine has cpu"),
+        (["demo", "--device", "cuda"], "--device: got 'cuda', this machine has cpu"),
+        (["verify", "--trials", "0"], "--trials: got 0, expected at least 1"),
+        (["report", "--results", "missing.jsonl"], "missing.jsonl"),
+    ],
+)
+def test_impossible_requests_are_one_line(arguments, message, capsys):
+    assert main(arguments) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"isogemm {arguments[0]}: error: ")
+    assert message in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_cuda_means_the_first_gpu(register, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("isogemm.cli.facts", lambda device: SimpleNamespace(name="GPU"))
+    for name, expected in [("cuda", "GPU (cuda:0)"), ("cuda:1", "GPU (cuda:1)"), ("cpu", "CPU")]:
+        assert main(["verify", "--device", name]) == 0
+        assert f"Checks on {expected}" in capsys.readouterr().out
+    assert main(["verify", "--device", "cuda:2"]) == 2
+    assert "this machine has cuda:0, cuda:1, cpu" in capsys.readouterr().err
+
+
+def test_doctor(style, capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert f"isogemm {isogemm.__version__}" in out
+    assert f"torch {torch.__version__}" in out
+    assert "sum_kernel" in out
+    assert "cpu has no [tensor] cores" in out
+
+
+@pytest.mark.parametrize(
+    ("results", "code", "words"),
+    [
+        ([PASSING], 0, ["pass", "7", "1 passed, 0 failed, 0 skipped"]),
+        ([PASSING, SKIPPED], 0, ["no [tensor] cores", "1 passed, 0 failed, 1 skipped"]),
+        ([PASSING, FAILING, SKIPPED], 1, ["FAIL", "17", "first at (0, 5)", "1 passed, 1 failed, 1 skipped"]),
+        ([RuntimeError("no [kernel]\nimage")], 1, ["FAIL", "RuntimeError: no [kernel] image"]),
+        ([SKIPPED, SKIPPED], 3, ["0 passed, 0 failed, 2 skipped", "Nothing was proven"]),
+        ([], 3, ["Nothing was proven"]),
+    ],
+)
+def test_verify(results, code, words, register, style, capsys):
+    register(checks=[check_giving(result) for result in results])
+    assert main(["verify", "--trials", "7"]) == code
+    out = capsys.readouterr().out
+    assert [word for word in words if word not in out] == []
+
+
+def test_bench_appends_what_it_measured(style, capsys):
+    out = Path("measured/fake.jsonl")
+    for _ in range(2):
+        assert main(["bench", "--quick", "--device", "cpu", "--out", str(out)]) == 0
+    assert [row.family for row in store.read(out)] == ["fake", "fake"]
+    assert "measured/fake.jsonl: 1 rows appended" in capsys.readouterr().out
+
+
+def test_bench_into_a_folder():
+    assert main(["bench", "--out", "results"]) == 0
+    (file,) = Path("results").rglob("*.jsonl")
+    assert file.name == "fake.jsonl"
+    assert len(store.read(file)) == 1
+
+
+def test_bench_passes_quick_on(register):
+    asked = []
+    register(cases=lambda quick: asked.append(quick) or [])
+    main(["bench"])
+    main(["bench", "--quick"])
+    assert asked == [False, True]
+
+
+def test_bench_with_a_failing_case(register, style, capsys):
+    register(cases=lambda quick: [sum_case(correct=False), sum_case()])
+    assert main(["bench", "--out", "rows.jsonl"]) == 1
+    assert "wrong sum" in capsys.readouterr().out
+    assert len(store.read(Path("rows.jsonl"))) == 1
+
+
+def test_report(capsys):
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    main(["bench", "--out", "results"])
+    assert main(["report", "--results", "results", "--out", "report.html"]) == 0
+    assert "report: report.html" in capsys.readouterr().out
+    assert "<html" in Path("report.html").read_text()
+
+
+def test_report_of_nothing(capsys):
+    Path("results").mkdir()
+    assert main(["report", "--results", "results"]) == 2
+    assert "no measurements in results" in capsys.readouterr().err
+
+
+def test_report_of_a_bad_line(capsys):
+    Path("bad.jsonl").write_text("{}\n")
+    assert main(["report", "--results", "bad.jsonl"]) == 2
+    assert "bad.jsonl:1" in capsys.readouterr().err
+
+
+def test_report_without_its_extra(monkeypatch, capsys):
+    main(["bench", "--out", "rows.jsonl"])
+    without(monkeypatch, "jinja2")
+    assert main(["report", "--results", "rows.jsonl"]) == 2
+    assert "pip install isogemm[bench]" in capsys.readouterr().err
+
+
+def test_docs_rewrites_the_marked_tables(capsys):
+    main(["bench", "--out", "rows.jsonl"])
+    Path("README.md").write_text("# A\n<!-- figures:fake-headline -->\nold\n<!-- /figures -->\nend\n")
+    assert main(["report", "--docs", "--results", "rows.jsonl"]) == 0
+    text = Path("README.md").read_text()
+    assert "old" not in text
+    assert "geomean" in text
+    assert text.endswith("end\n")
+    assert "rewritten: README.md" in capsys.readouterr().out
+
+
+def test_docs_with_an_unmeasured_table(capsys):
+    main(["bench", "--out", "rows.jsonl"])
+    Path("README.md").write_text("<!-- figures:other -->\n<!-- /figures -->\n")
+    assert main(["report", "--docs", "--results", "rows.jsonl"]) == 2
+    assert "README.md: figures:other is not measured" in capsys.readouterr().err
+
+
+def test_demo(style, capsys):
+    assert main(["demo"]) == 0
+    out = capsys.readouterr().out
+    assert "sum of 8" in out
+    assert "2.50x" in out
+    if style == "rich":  # the report's packages are there as well
+        assert "report: build/isogemm-report.html" in out
+        assert Path("build/isogemm-report.html").exists()
+
+
+def test_demo_measures_anew():
+    for _ in range(2):
+        main(["demo"])
+    assert len(store.read(Path("build/isogemm-report.jsonl"))) == 1
+
+
+def test_demo_without_the_report_packages(monkeypatch, capsys):
+    without(monkeypatch, "jinja2")
+    assert main(["demo"]) == 0
+    assert "no report: jinja2 is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ending", ["wrong", "raises"])
+def test_demo_of_a_failing_family(ending, register, capsys):
+    def demo(device: torch.device) -> DemoResult:
+        if ending == "raises":
+            raise RuntimeError("no kernel image")
+        return DemoResult("sum of 8", False, "off by one", 2.0, 5.0, "")
+
+    register(demo=demo)
+    assert main(["demo"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL" in out
+    assert ("off by one" if ending == "wrong" else "RuntimeError: no kernel image") in out
+
+
+def test_demo_when_nothing_could_be_measured(register, capsys):
+    register(cases=lambda quick: [sum_case(correct=False)])
+    assert main(["demo"]) == 1
+    assert "wrong sum" in capsys.readouterr().out
+
+
+def test_get_keeps_the_order_of_registration(register):
+    (fake,) = families.FAMILIES
+    assert families.get() == families.get(["fake", "fake"]) == [fake]
+    with pytest.raises(ValueError, match="got 'a', 'b', expected any of fake"):
+        families.get(["b", "fake", "a"])
