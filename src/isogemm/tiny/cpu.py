@@ -6,7 +6,9 @@ import torch
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    batch = max(a.shape[0], b.shape[0])
+    if a.shape[0] == b.shape[0]:
+        return torch.bmm(a, b)
+    batch = b.shape[0] if a.shape[0] == 1 else a.shape[0]
     return torch.bmm(a.expand(batch, -1, -1), b.expand(batch, -1, -1))
 
 

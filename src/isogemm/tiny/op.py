@@ -120,8 +120,8 @@ def _key(
 ) -> tuple[Any, ...]:
     """All that a plan depends on, Triton's specialisation of the arguments included."""
     return (
-        op, a.dtype, a.shape, a.stride(), b.shape, b.stride(), a_address & 15, b_address & 15, a.get_device(), precision,
-        env.settings.disable_tiny,
+        op, a.dtype, a.shape, a.stride(), b.shape, b.stride(), a_address & 15, b_address & 15,
+        a.get_device(), precision, env.settings.disable_tiny,
     )  # fmt: skip
 
 
