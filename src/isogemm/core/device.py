@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,4 +35,10 @@ def facts(device: torch.device) -> DeviceFacts:
 
 def matmul_precision() -> str:
     """What torch would use for an fp32 matmul now: "ieee" or "tf32"."""
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    return "tf32" if _fp32_precision("cuda", "matmul") == "tf32" else "ieee"
+
+
+# What torch.backends.cuda.matmul.fp32_precision reads, at half its cost: it is asked at every call.
+_fp32_precision: Callable[[str, str], str] = getattr(
+    torch._C, "_get_fp32_precision_getter", lambda backend, op: torch.backends.cuda.matmul.fp32_precision
+)

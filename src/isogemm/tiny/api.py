@@ -37,8 +37,11 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, precision: str | None = None) -> to
     Where the tiny kernels serve (a GPU; float32, float16, bfloat16; B > 1), a matrix's bits do not depend on the batch
     around it. `isogemm.dispatch_log` shows which path served a call. Differentiable, twice.
     """
-    if not _valid(a, b) or precision is not None:
-        _validate(a, b, precision)
+    if not _through_dispatcher(a, b) and a.is_cuda and not torch.is_autocast_enabled("cuda"):
+        plan = op.plans.get(op.key("bmm", a, b, precision))  # one that is known was valid
+        if plan is not None:
+            return _served(plan, a, b, precision)
+    _validate(a, b, precision)
     device_type = a.device.type
     if torch.is_autocast_enabled(device_type) and a.dtype in _SERVED:
         dtype = torch.get_autocast_dtype(device_type)
@@ -52,9 +55,13 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, precision: str | None = None) -> to
 def _bmm(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.Tensor:
     if _through_dispatcher(a, b):
         return cast(torch.Tensor, torch.ops.isogemm.bmm(a, b, precision))
+    return _served(op.plan("bmm", a, b, precision), a, b, precision)
+
+
+def _served(plan: op.Plan, a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.Tensor:
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return cast(torch.Tensor, cast(Any, _Bmm).apply(a, b, op.resolve_precision(a, precision)))
-    return op.bmm(a, b, precision)
+        return cast(torch.Tensor, cast(Any, _Bmm).apply(a, b, op.resolve_precision(a, precision), plan))
+    return op.run(plan, a, b)
 
 
 def _bmm_sum(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.Tensor:
@@ -67,14 +74,14 @@ def _bmm_sum(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.T
 
 class _Bmm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.Tensor:
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, precision: str | None, plan: op.Plan) -> torch.Tensor:
         ctx.save_for_backward(a, b)
         ctx.precision = precision
-        return op.bmm(a, b, precision)
+        return op.run(plan, a, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _gradients(ctx, grads[0], _bmm, _bmm_sum)
+        return *_gradients(ctx, grads[0], _bmm, _bmm_sum), None
 
 
 class _BmmSum(torch.autograd.Function):
@@ -125,19 +132,6 @@ def _register_autograd() -> None:
 _register_autograd()
 
 
-def _valid(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """The checks of `_validate` as one quick expression; what it refuses, that explains."""
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.ndim == 3 and b.ndim == 3):
-        return False
-    a_shape, b_shape = a.shape, b.shape
-    return (
-        a.dtype is b.dtype
-        and a.device == b.device
-        and a_shape[2] == b_shape[1]
-        and (a_shape[0] == b_shape[0] or a_shape[0] == 1 or b_shape[0] == 1)
-    )
-
-
 def _validate(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> None:
     require_tensor("a", a, 3, "[B or 1, M, K]")
     require_tensor("b", b, 3, "[B or 1, K, N]")
@@ -160,9 +154,11 @@ def _concerns_tiny(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> b
 def _through_dispatcher(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether torch has anything to say to this call that the plain path would not hear."""
     return (
-        type(a) not in _PLAIN
+        torch.compiler.is_compiling()
+        or type(a) not in _PLAIN
         or type(b) not in _PLAIN
-        or torch.compiler.is_compiling()
+        or a.is_nested
+        or b.is_nested
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0

@@ -6,6 +6,7 @@ a dictionary look-up; making it (choosing, compiling) happens once.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,32 +30,24 @@ _MOST_PLANS = 8192  # a serving process sees many batch sizes; past this the pla
 @dataclass(frozen=True, slots=True)
 class Plan:
     dispatch: Dispatch
-    precision: str | None  # torch's own, for the torch path of float32 CUDA inputs
+    precision: str | None  # of torch's product, where torch serves float32 on a GPU
+    kernel: BoundKernel | None = None  # None: torch serves
+    programs: int = 0
+    scalars: tuple[int, ...] = ()
     shape: tuple[int, int, int] = (0, 0, 0)
     strides: tuple[int, int, int] = (0, 0, 0)
     dtype: torch.dtype = torch.float32
-    programs: int = 0
-    scalars: tuple[int, ...] = ()
-    kernel: BoundKernel | None = None  # None: torch serves
+    device: torch.device | None = None
+    index: int = -1
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
+plans: dict[tuple[Any, ...], Plan] = {}
 _warned: set[str] = set()
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor, precision: str | None = None) -> torch.Tensor:
     """[B or 1, M, K] @ [B or 1, K, N] -> [B, M, N], without autograd. Arguments are valid."""
-    plan, a_address, b_address = _plan("bmm", a, b, precision)
-    if dispatch.active:
-        dispatch.record(plan.dispatch)
-    if plan.kernel is None:
-        return _torch(cpu.bmm, a, b, plan)
-    out = torch.empty_strided(plan.shape, plan.strides, dtype=plan.dtype, device=a.device)
-    try:
-        _launch(plan, a.get_device(), a_address, b_address, out.data_ptr())
-    except Exception as error:
-        return _torch(cpu.bmm, a, b, _failed("bmm", a, b, precision, error))
-    return out
+    return run(plan("bmm", a, b, precision), a, b)
 
 
 def bmm_sum(a: torch.Tensor, b: torch.Tensor, precision: str | None = None) -> torch.Tensor:
@@ -63,17 +56,38 @@ def bmm_sum(a: torch.Tensor, b: torch.Tensor, precision: str | None = None) -> t
     Chunks of SUM_CHUNK matrices are each added up in order by one program, then the chunks by torch.sum, which is
     deterministic. The chunks' float32 sums are the only workspace: 4 m n bytes per SUM_CHUNK matrices.
     """
-    plan, a_address, b_address = _plan("bmm_sum", a, b, precision)
+    chosen = plan("bmm_sum", a, b, precision)
+    result = run(chosen, a, b)
+    return result if chosen.kernel is None else result.sum(0, keepdim=True).to(a.dtype)
+
+
+def key(op: str, a: torch.Tensor, b: torch.Tensor, precision: str | None) -> tuple[Any, ...]:
+    """All that a plan depends on: the arguments' validity and Triton's specialisation of them included."""
+    if precision is None and a.dtype is torch.float32:
+        precision = devices.matmul_precision()
+    return (
+        op, a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
+        a.get_device(), b.get_device(), precision, env.settings.disable_tiny,
+    )  # fmt: skip
+
+
+def run(plan: Plan, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """What the plan's kernel writes, or torch's product where it has none or its launch fails."""
     if dispatch.active:
         dispatch.record(plan.dispatch)
-    if plan.kernel is None:
-        return _torch(cpu.bmm_sum, a, b, plan)
-    partial = torch.empty_strided(plan.shape, plan.strides, dtype=torch.float32, device=a.device)
+    kernel, index = plan.kernel, plan.index
+    if kernel is None:
+        return _torch(plan, a, b)
+    out = torch.empty_strided(plan.shape, plan.strides, dtype=plan.dtype, device=plan.device)
     try:
-        _launch(plan, a.get_device(), a_address, b_address, partial.data_ptr())
+        if index == torch.cuda.current_device():
+            kernel(index, plan.programs, a.data_ptr(), b.data_ptr(), out.data_ptr(), *plan.scalars)
+        else:
+            with torch.cuda.device(index):
+                kernel(index, plan.programs, a.data_ptr(), b.data_ptr(), out.data_ptr(), *plan.scalars)
     except Exception as error:
-        return _torch(cpu.bmm_sum, a, b, _failed("bmm_sum", a, b, precision, error))
-    return partial.sum(0, keepdim=True).to(plan.dtype)
+        return _after_failure(plan, a, b, error)
+    return out
 
 
 def torch_bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -91,56 +105,31 @@ def resolve_precision(a: torch.Tensor, precision: str | None) -> str | None:
     return precision
 
 
-def _launch(plan: Plan, index: int, a: int, b: int, out: int) -> None:
-    assert plan.kernel is not None
-    if index == torch.cuda.current_device():
-        plan.kernel(index, plan.programs, a, b, out, *plan.scalars)
-    else:
-        with torch.cuda.device(index):
-            plan.kernel(index, plan.programs, a, b, out, *plan.scalars)
-
-
-def _plan(op: str, a: torch.Tensor, b: torch.Tensor, precision: str | None) -> tuple[Plan, int, int]:
-    precision = resolve_precision(a, precision)
-    a_address, b_address = a.data_ptr(), b.data_ptr()
-    key = _key(op, a, b, precision, a_address, b_address)
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _make_plan(op, a, b, precision, a_address, b_address)
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
+def plan(op: str, a: torch.Tensor, b: torch.Tensor, precision: str | None) -> Plan:
+    wanted = key(op, a, b, precision)
+    found = plans.get(wanted)
+    if found is None:
+        found = _make_plan(op, a, b, resolve_precision(a, precision))
+        if len(plans) >= _MOST_PLANS:
+            plans.clear()
         # A plan that failed inside a graph capture, where nothing can be compiled, may succeed outside it.
-        if plan.kernel is not None or not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
-            _plans[key] = plan
-    return plan, a_address, b_address
+        if found.kernel is not None or not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
+            plans[wanted] = found
+    return found
 
 
-def _key(
-    op: str, a: torch.Tensor, b: torch.Tensor, precision: str | None, a_address: int, b_address: int
-) -> tuple[Any, ...]:
-    """All that a plan depends on, Triton's specialisation of the arguments included."""
-    return (
-        op, a.dtype, a.shape, a.stride(), b.shape, b.stride(), a_address & 15, b_address & 15,
-        a.get_device(), precision, env.settings.disable_tiny,
-    )  # fmt: skip
-
-
-def _make_plan(
-    op: str, a: torch.Tensor, b: torch.Tensor, precision: str | None, a_address: int, b_address: int
-) -> Plan:
-    problem = describe(a, b, precision or "ieee", a_address, b_address)
-    kernel, reason = "", unserved(problem, a.is_cuda)
+def _make_plan(op: str, a: torch.Tensor, b: torch.Tensor, precision: str | None) -> Plan:
+    problem = describe(a, b, precision or "ieee")
+    kernel, reason = "dot", unserved(problem, a.is_cuda)
     if not reason and op == "bmm":
         kernel = configs.gate(problem)
         reason = "" if kernel else "torch.bmm was measured faster"
-    elif not reason:
-        kernel = "dot"
-    if kernel:
+    if not reason:
         try:
             return _tiny_plan(op, a, b, problem, configs.choose(problem, kernel))
         except Exception as error:
-            reason = _warn(problem, error)
-    return _torch_plan(op, problem, reason, precision if a.is_cuda else None)
+            reason = _warn(str(problem), error)
+    return Plan(Dispatch(op, "torch", str(problem), "", reason), precision if a.is_cuda else None)
 
 
 def describe(a: torch.Tensor, b: torch.Tensor, precision: str, a_address: int = 0, b_address: int = 0) -> Problem:
@@ -156,8 +145,8 @@ def describe(a: torch.Tensor, b: torch.Tensor, precision: str, a_address: int = 
         precision=precision if a.dtype is torch.float32 else "ieee",
         a_strides=(a_strides[0] if a.shape[0] > 1 else 0, a_strides[1], a_strides[2]),
         b_strides=(b_strides[0] if b.shape[0] > 1 else 0, b_strides[1], b_strides[2]),
-        a_alignment=(a_address & -a_address & 15) or 16,
-        b_alignment=(b_address & -b_address & 15) or 16,
+        a_alignment=math.gcd(a.data_ptr(), 16),
+        b_alignment=math.gcd(b.data_ptr(), 16),
         arch=facts.arch,
         sm_count=facts.sm_count,
     )
@@ -175,53 +164,47 @@ def unserved(problem: Problem, on_gpu: bool) -> str:
 def _tiny_plan(op: str, a: torch.Tensor, b: torch.Tensor, problem: Problem, config: Config) -> Plan:
     from isogemm.tiny import kernels
 
-    summing = op == "bmm_sum"
-    chunk = configs.SUM_CHUNK if summing else 1
+    chunk, dtype = (configs.SUM_CHUNK, torch.float32) if op == "bmm_sum" else (1, a.dtype)
     launch = kernels.describe_bmm(problem, config, chunk)
     with torch.cuda.device(a.device):
-        out = torch.empty((1,), dtype=torch.float32 if summing else a.dtype, device=a.device)
+        out = torch.empty((1,), dtype=dtype, device=a.device)
         bound = kernels.bind_bmm(out, a, b, launch)
     m, n = problem.m, problem.n
     return Plan(
         dispatch=Dispatch(op, "tiny", str(problem), str(config), ""),
-        precision=None,
-        shape=(-(-problem.batch // chunk), m, n),
-        strides=(m * n, n, 1),
-        dtype=a.dtype,
+        precision=problem.precision if a.dtype is torch.float32 else None,
+        kernel=bound,
         programs=launch.programs,
         scalars=launch.scalars,
-        kernel=bound,
+        shape=(-(-problem.batch // chunk), m, n),
+        strides=(m * n, n, 1),
+        dtype=dtype,
+        device=a.device,
+        index=a.get_device(),
     )
 
 
-def _torch_plan(op: str, problem: Problem, reason: str, precision: str | None) -> Plan:
-    return Plan(Dispatch(op, "torch", str(problem), "", reason), precision)
-
-
-def _failed(op: str, a: torch.Tensor, b: torch.Tensor, precision: str | None, error: Exception) -> Plan:
-    """A launch failed: torch serves this problem from now on."""
-    precision = resolve_precision(a, precision)
-    problem = describe(a, b, precision or "ieee", a.data_ptr(), b.data_ptr())
-    plan = _torch_plan(op, problem, _warn(problem, error), precision)
+def _after_failure(plan: Plan, a: torch.Tensor, b: torch.Tensor, error: Exception) -> torch.Tensor:
+    """A launch failed: torch serves this call, and this problem from now on."""
+    failed = plan.dispatch
+    reason = _warn(failed.problem, error)
+    instead = Plan(Dispatch(failed.op, "torch", failed.problem, "", reason), plan.precision)
     if not torch.cuda.is_current_stream_capturing():
-        _plans[_key(op, a, b, precision, a.data_ptr(), b.data_ptr())] = plan
-    if dispatch.active:
-        dispatch.record(plan.dispatch)
-    return plan
+        plans[key(failed.op, a, b, plan.precision)] = instead
+    return run(instead, a, b)  # of bmm_sum: the whole sum, which bmm_sum takes as its only chunk
 
 
-def _warn(problem: Problem, error: Exception) -> str:
+def _torch(plan: Plan, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    with torch_precision(plan.precision):
+        return cpu.bmm_sum(a, b) if plan.dispatch.op == "bmm_sum" else cpu.bmm(a, b)
+
+
+def _warn(problem: str, error: Exception) -> str:
     reason = f"{type(error).__name__}: {error}".strip()
     if reason not in _warned:
         _warned.add(reason)
         warnings.warn(f"isogemm.bmm {problem} is served by torch.bmm: {reason}", RuntimeWarning, stacklevel=2)
     return reason
-
-
-def _torch(function: Any, a: torch.Tensor, b: torch.Tensor, plan: Plan) -> torch.Tensor:
-    with torch_precision(plan.precision):
-        result: torch.Tensor = function(a, b)
-    return result
 
 
 @contextmanager

@@ -1,0 +1,218 @@
+"""isogemm.bmm and both tiny kernels against fp64."""
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import isogemm
+from isogemm.testing import (
+    LAYOUTS,
+    assert_bitwise_equal,
+    assert_same_nonfinite,
+    make_operands,
+    poisoned_allocations,
+    strategies,
+    with_layout,
+)
+from isogemm.tiny import configs, op
+
+SHAPES = {  # name: (a, b)
+    "12x64x12": ((1024, 12, 64), (1024, 64, 12)),
+    "12x12x64": ((1024, 12, 12), (1024, 12, 64)),
+    "shared-b": ((256, 12, 64), (1, 64, 12)),
+    "shared-a": ((1, 12, 64), (256, 64, 12)),
+    "64x64x64": ((64, 64, 64), (64, 64, 64)),
+    "3x7x5": ((100, 3, 7), (100, 7, 5)),
+    "42x8x42": ((14336, 42, 8), (14336, 8, 42)),
+    "42x42x8": ((14336, 42, 42), (14336, 42, 8)),
+    "5x16x5": ((1280, 5, 16), (1280, 16, 5)),
+}
+for _size in (63, 64, 65):
+    SHAPES[f"m{_size}"] = (64, _size, 16), (64, 16, 16)
+    SHAPES[f"k{_size}"] = (64, 16, _size), (64, _size, 16)
+    SHAPES[f"n{_size}"] = (64, 16, 16), (64, 16, _size)
+
+PRECISIONS = [("registers", "ieee"), ("dot", "ieee"), ("dot", "tf32"), ("dot", "tf32x3")]
+
+
+def _operands(name, seed=0, dtype=torch.float32):
+    a_shape, b_shape = SHAPES[name]
+    return make_operands("normal", a_shape, b_shape, seed=seed, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_bmm(name, assert_parity):
+    a, b = _operands(name)
+    with poisoned_allocations():
+        result = isogemm.bmm(a, b)
+    assert_parity(result, a, b)
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if "65" not in name])
+@pytest.mark.parametrize("kernel", configs.KERNELS)
+def test_kernel(kernel, name, launch, assert_parity):
+    a, b = _operands(name)
+    assert_parity(launch(kernel, a, b), a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["12x64x12", "42x8x42", "shared-b"])
+@pytest.mark.parametrize("kernel", configs.KERNELS)
+def test_16_bit(kernel, name, dtype, launch, assert_parity):
+    a, b = _operands(name, dtype=dtype)
+    assert_parity(launch(kernel, a, b), a, b)
+
+
+@pytest.mark.parametrize("kernel", configs.KERNELS)
+@pytest.mark.parametrize("a_layout", ["contiguous", "transposed", "sliced", "misaligned"])
+@pytest.mark.parametrize("b_layout", ["contiguous", "transposed"])
+def test_strided_operands(kernel, a_layout, b_layout, launch, assert_parity):
+    """Views go straight to the kernel; what lies around them is NaN."""
+    a, b = make_operands("normal", (33, 12, 20), (33, 20, 16), seed=1, device="cuda")
+    a, b = with_layout(a, a_layout), with_layout(b, b_layout)
+    assert_parity(launch(kernel, a, b), a, b)
+
+
+@pytest.mark.parametrize("kernel", configs.KERNELS)
+@pytest.mark.parametrize("batch", [2, 65535, 65536, 200_003])
+def test_batch_sizes(kernel, batch, launch, assert_parity):
+    a, b = make_operands("normal", (batch, 5, 4), (batch, 4, 3), seed=2, device="cuda")
+    assert_parity(launch(kernel, a, b), a, b)
+
+
+def test_tf32_rounds_to_nearest(launch):
+    """Equal to the product of operands rounded to nearest, but for the sums: truncation would be 30x off."""
+    a, b = make_operands("normal", (256, 16, 64), (256, 64, 16), seed=3, device="cuda")
+    a, b = _without_ties(a), _without_ties(b)
+    reference = torch.matmul(_round_to_tf32(a).double(), _round_to_tf32(b).double())
+    scale = torch.matmul(a.double().abs(), b.double().abs())
+    error = (launch("dot", a, b, "tf32").double() - reference).abs()
+    assert bool((error <= 64 * 2**-22 * scale).all())
+
+
+def test_tf32x3_is_nearly_ieee(launch, exact):
+    a, b = make_operands("normal", (256, 16, 64), (256, 64, 16), seed=4, device="cuda")
+    reference, scale = exact(a, b)
+    error = (launch("dot", a, b, "tf32x3").double() - reference).abs()
+    # Each operand keeps 21 of its 24 bits at least; the sums are as in tf32.
+    assert bool((error <= (2**-20 + 64 * 2**-22) * scale).all())
+
+
+def _without_ties(x):
+    return (x.view(torch.int32) | 1).view(torch.float32)
+
+
+def _round_to_tf32(x):
+    """To nearest 10-bit mantissa; there are no ties."""
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize(("kernel", "precision"), PRECISIONS)
+@pytest.mark.parametrize("shape", [(12, 64, 12), (5, 7, 3)])
+def test_nan_and_inf(kernel, precision, shape, launch, exact):
+    m, k, n = shape
+    a, b = make_operands("normal", (64, m, k), (64, k, n), seed=5, device="cuda")
+    for batch, value in ((3, torch.nan), (7, torch.inf), (11, -torch.inf)):
+        a[batch, m // 2, k - 1] = value
+        b[batch + 20, 0, n // 2] = value
+    a[40, 0, 0], b[40, 0, 0] = torch.inf, -torch.inf
+    a[41, 0, 0], b[41, 0, 0] = torch.inf, 0.0
+    a[42, 1, 0], a[42, 1, 1] = torch.inf, -torch.inf
+    reference, _ = exact(a, b)
+    assert_same_nonfinite(launch(kernel, a, b, precision), reference)
+
+
+@pytest.mark.parametrize("kernel", configs.KERNELS)
+def test_float16_overflows_to_inf(kernel, launch):
+    a = torch.full((4, 5, 16), 200.0, dtype=torch.float16, device="cuda")
+    b = torch.full((4, 16, 3), -200.0, dtype=torch.float16, device="cuda")
+    assert_bitwise_equal(launch(kernel, a, b), torch.bmm(a, b))
+
+
+@pytest.mark.parametrize("a_layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("batch", [2, 33, 1000])
+def test_sum_over_the_batch(batch, a_layout, exact):
+    from isogemm.tiny.kernels import launch_bmm_sum
+
+    a, b = make_operands("normal", (batch, 12, 20), (batch, 20, 16), seed=6, device="cuda")
+    a = with_layout(a, a_layout)
+    problem = op.describe(a, b, "ieee", a.data_ptr(), b.data_ptr())
+    chunks = -(-batch // configs.SUM_CHUNK)
+    out = torch.full((chunks, 12, 16), torch.nan, device="cuda")
+    launch_bmm_sum(out, a, b, problem, configs.choose(problem, "dot"))
+    for part, of_a, of_b in zip(out, a.split(configs.SUM_CHUNK), b.split(configs.SUM_CHUNK), strict=True):
+        reference, scale = exact(of_a, of_b)
+        allowed = 20 * configs.SUM_CHUNK * 2**-23 * scale.sum(0)  # one rounding per term
+        assert bool(((part.double() - reference.sum(0)).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 4, 5), (3, 0, 4, 5), (3, 4, 0, 5), (3, 4, 5, 0)])
+def test_empty(sizes):
+    batch, m, k, n = sizes
+    a, b = torch.ones(batch, m, k, device="cuda"), torch.ones(batch, k, n, device="cuda")
+    with poisoned_allocations():
+        result = isogemm.bmm(a, b)
+    assert_bitwise_equal(result, torch.zeros(batch, m, n, device="cuda"))
+
+
+@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.given(data=st.data())
+def test_any_shape_stride_and_dtype(data, launch, exact):
+    batch = data.draw(st.integers(2, 9), label="batch")
+    m, n, k = (data.draw(strategies.sizes(64), label=name) for name in "mnk")
+    dtype = data.draw(strategies.float_dtypes(), label="dtype")
+    kind = data.draw(st.sampled_from(["normal", "wide", "cancelling"]), label="kind")
+    a, b = make_operands(kind, (batch, m, k), (batch, k, n), seed=7, dtype=dtype, device="cuda")
+    a = with_layout(a, data.draw(st.sampled_from(LAYOUTS), label="a"))
+    b = with_layout(b, data.draw(st.sampled_from(LAYOUTS), label="b"))
+    result = launch(data.draw(st.sampled_from(configs.KERNELS), label="kernel"), a, b)
+    reference, scale = exact(a, b)
+    info = torch.finfo(dtype)
+    # k fp32 sums (tensor cores truncate: 2^-22 each), one rounding to the dtype, which may be subnormal.
+    allowed = (k * 2**-22 + info.eps) * scale + info.eps * info.smallest_normal
+    assert bool(((result.double() - reference).abs() <= allowed).all())
+
+
+HUGE = 2**31 + 64
+
+
+@pytest.fixture(scope="module")
+def huge():
+    """More than 2^31 elements, all NaN: 4.3 GB."""
+    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
+        pytest.skip("less than 12 GiB of GPU memory are free")
+    yield torch.full((HUGE + 4096,), torch.nan, dtype=torch.float16, device="cuda")
+    torch.cuda.empty_cache()
+
+
+STRIDES = {"batch": (HUGE, 16, 1), "row": (16, HUGE // 2, 1), "column": (16, 1, HUGE // 7)}
+
+
+@pytest.mark.parametrize("axis", STRIDES)
+@pytest.mark.parametrize("operand", ["a", "b"])
+@pytest.mark.parametrize("kernel", configs.KERNELS)
+def test_offsets_past_32_bits(kernel, operand, axis, huge, launch, assert_parity):
+    a, b = make_operands("normal", (2, 3, 8), (2, 8, 3), seed=8, dtype=torch.float16, device="cuda")
+    strides = STRIDES[axis]
+    if operand == "a":
+        a = huge.as_strided(a.shape, strides).copy_(a)
+    else:  # the same strides for B^T
+        b = huge.as_strided(b.mT.shape, strides).copy_(b.mT).mT
+    try:
+        assert_parity(launch(kernel, a, b), a.clone(), b.clone())
+    finally:
+        huge.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("kernel", configs.KERNELS)
+def test_output_past_32_bits(kernel, launch):
+    batch = 2**31 // 4096 + 3
+    free = torch.cuda.mem_get_info()[0]
+    if free < 8 * 2**30:
+        pytest.skip("less than 8 GiB of GPU memory are free")
+    a, b = make_operands("normal", (1, 64, 4), (1, 4, 64), seed=9, dtype=torch.bfloat16, device="cuda")
+    out = launch(kernel, a.expand(batch, -1, -1), b)
+    first = launch(kernel, a.expand(2, -1, -1), b)[:1]
+    for part in out.split(2**16):
+        assert torch.equal(part, first.expand_as(part))
