@@ -57,7 +57,7 @@ def test_kernel(kernel, name, launch, assert_parity):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["12x64x12", "42x8x42", "shared-b"])
+@pytest.mark.parametrize("name", ["12x64x12", "42x8x42"])
 @pytest.mark.parametrize("kernel", configs.KERNELS)
 def test_16_bit(kernel, name, dtype, launch, assert_parity):
     a, b = _operands(name, dtype=dtype)
@@ -65,17 +65,25 @@ def test_16_bit(kernel, name, dtype, launch, assert_parity):
 
 
 @pytest.mark.parametrize("kernel", configs.KERNELS)
-@pytest.mark.parametrize("a_layout", ["contiguous", "transposed", "sliced", "misaligned"])
-@pytest.mark.parametrize("b_layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize(
+    ("a_layout", "b_layout"),
+    [
+        ("contiguous", "transposed"),
+        ("transposed", "contiguous"),
+        ("transposed", "transposed"),
+        ("sliced", "strided"),
+        ("misaligned", "misaligned"),
+    ],
+)
 def test_strided_operands(kernel, a_layout, b_layout, launch, assert_parity):
     """Views go straight to the kernel; what lies around them is NaN."""
-    a, b = make_operands("normal", (33, 12, 20), (33, 20, 16), seed=1, device="cuda")
+    a, b = make_operands("normal", (64, 12, 20), (64, 20, 16), seed=1, device="cuda")
     a, b = with_layout(a, a_layout), with_layout(b, b_layout)
     assert_parity(launch(kernel, a, b), a, b)
 
 
 @pytest.mark.parametrize("kernel", configs.KERNELS)
-@pytest.mark.parametrize("batch", [2, 65535, 65536, 200_003])
+@pytest.mark.parametrize("batch", [2, 65535, 200_003])
 def test_batch_sizes(kernel, batch, launch, assert_parity):
     a, b = make_operands("normal", (batch, 5, 4), (batch, 4, 3), seed=2, device="cuda")
     assert_parity(launch(kernel, a, b), a, b)
@@ -109,9 +117,8 @@ def _round_to_tf32(x):
 
 
 @pytest.mark.parametrize(("kernel", "precision"), PRECISIONS)
-@pytest.mark.parametrize("shape", [(12, 64, 12), (5, 7, 3)])
-def test_nan_and_inf(kernel, precision, shape, launch, exact):
-    m, k, n = shape
+def test_nan_and_inf(kernel, precision, launch, exact):
+    m, k, n = 12, 20, 16  # a k that dot has to pad
     a, b = make_operands("normal", (64, m, k), (64, k, n), seed=5, device="cuda")
     for batch, value in ((3, torch.nan), (7, torch.inf), (11, -torch.inf)):
         a[batch, m // 2, k - 1] = value
@@ -125,19 +132,19 @@ def test_nan_and_inf(kernel, precision, shape, launch, exact):
 
 @pytest.mark.parametrize("kernel", configs.KERNELS)
 def test_float16_overflows_to_inf(kernel, launch):
-    a = torch.full((4, 5, 16), 200.0, dtype=torch.float16, device="cuda")
-    b = torch.full((4, 16, 3), -200.0, dtype=torch.float16, device="cuda")
+    a = torch.full((1024, 12, 64), 200.0, dtype=torch.float16, device="cuda")
+    b = torch.full((1024, 64, 12), -200.0, dtype=torch.float16, device="cuda")
     assert_bitwise_equal(launch(kernel, a, b), torch.bmm(a, b))
 
 
 @pytest.mark.parametrize("a_layout", ["contiguous", "transposed"])
-@pytest.mark.parametrize("batch", [2, 33, 1000])
+@pytest.mark.parametrize("batch", [33, 1000])
 def test_sum_over_the_batch(batch, a_layout, exact):
     from isogemm.tiny.kernels import launch_bmm_sum
 
     a, b = make_operands("normal", (batch, 12, 20), (batch, 20, 16), seed=6, device="cuda")
     a = with_layout(a, a_layout)
-    problem = op.describe(a, b, "ieee", a.data_ptr(), b.data_ptr())
+    problem = op.describe(a, b, "ieee")
     chunks = -(-batch // configs.SUM_CHUNK)
     out = torch.full((chunks, 12, 16), torch.nan, device="cuda")
     launch_bmm_sum(out, a, b, problem, configs.choose(problem, "dot"))
@@ -156,7 +163,7 @@ def test_empty(sizes):
     assert_bitwise_equal(result, torch.zeros(batch, m, n, device="cuda"))
 
 
-@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.settings(max_examples=15, deadline=None)
 @hypothesis.given(data=st.data())
 def test_any_shape_stride_and_dtype(data, launch, exact):
     batch = data.draw(st.integers(2, 9), label="batch")
@@ -190,19 +197,17 @@ STRIDES = {"batch": (HUGE, 16, 1), "row": (16, HUGE // 2, 1), "column": (16, 1, 
 
 
 @pytest.mark.parametrize("axis", STRIDES)
-@pytest.mark.parametrize("operand", ["a", "b"])
 @pytest.mark.parametrize("kernel", configs.KERNELS)
-def test_offsets_past_32_bits(kernel, operand, axis, huge, launch, assert_parity):
-    a, b = make_operands("normal", (2, 3, 8), (2, 8, 3), seed=8, dtype=torch.float16, device="cuda")
+def test_offsets_past_32_bits(kernel, axis, huge, launch, assert_parity):
     strides = STRIDES[axis]
-    if operand == "a":
-        a = huge.as_strided(a.shape, strides).copy_(a)
-    else:  # the same strides for B^T
-        b = huge.as_strided(b.mT.shape, strides).copy_(b.mT).mT
+    a, b = make_operands("normal", (2, 3, 8), (2, 8, 3), seed=8, dtype=torch.float16, device="cuda")
+    far_a = huge.as_strided((2, 3, 8), strides, 0).copy_(a)
+    far_b = huge.as_strided((2, 3, 8), strides, 2048).copy_(b.mT).mT
     try:
-        assert_parity(launch(kernel, a, b), a.clone(), b.clone())
+        assert_parity(launch(kernel, far_a, far_b), a, b)
     finally:
-        huge.fill_(torch.nan)
+        far_a.fill_(torch.nan)
+        far_b.fill_(torch.nan)
 
 
 @pytest.mark.parametrize("kernel", configs.KERNELS)

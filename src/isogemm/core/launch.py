@@ -17,6 +17,9 @@ from triton.runtime.jit import JITFunction
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
+_runtime = knobs.runtime
+
+
 class BoundKernel:
     """A kernel compiled for one specialisation on one device."""
 
@@ -32,7 +35,7 @@ class BoundKernel:
     def __call__(self, device: int, programs: int, *args: int) -> None:
         """Launch on `device`'s current stream. Tensors are given by address; `device` must be current."""
         stream = _current_stream(device)
-        enter, leave, described = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, None
+        enter, leave, described = _runtime.launch_enter_hook, _runtime.launch_exit_hook, None
         if enter is not None and getattr(enter, "calls", True):
             described = self._compiled.launch_metadata((programs, 1, 1), stream, *args, *self._constants)
         else:

@@ -11,12 +11,14 @@ from typing import Any, cast
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from isogemm.core.errors import require_precision, require_same, require_tensor
 from isogemm.tiny import op
 from isogemm.tiny.configs import MAX_SIZE
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 _SERVED = (torch.float32, torch.float16, torch.bfloat16)
 
 _Product = Callable[[torch.Tensor, torch.Tensor, str | None], torch.Tensor]
@@ -47,7 +49,7 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, precision: str | None = None) -> to
         dtype = torch.get_autocast_dtype(device_type)
         precision = precision if dtype is a.dtype else None
         a, b = a.to(dtype), b.to(dtype)
-    if not _concerns_tiny(a, b, precision):
+    if not _concerns_tiny(a, b, precision) or _has_tangents():
         return op.torch_bmm(a, b)
     return _bmm(a, b, precision)
 
@@ -107,7 +109,8 @@ def _gradients(
 
     def multiply(x: torch.Tensor, y: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
         summed = of.shape[0] == 1 and (x.shape[0] != 1 or y.shape[0] != 1)
-        return (product_sum if summed else product)(x, y, ctx.precision)
+        result = (product_sum if summed else product)(x, y, ctx.precision)
+        return result.expand(of.shape)  # of a sum over a shared operand: every matrix has the same gradient
 
     da = multiply(grad, b.transpose(1, 2), a) if ctx.needs_input_grad[0] else None
     db = multiply(a.transpose(1, 2), grad, b) if ctx.needs_input_grad[1] else None
@@ -151,19 +154,23 @@ def _concerns_tiny(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> b
     return precision is not None or (a_shape[1] <= MAX_SIZE and a_shape[2] <= MAX_SIZE and b_shape[2] <= MAX_SIZE)
 
 
+def _has_tangents() -> bool:
+    """Inside forward-mode AD or a torch.func transform, which torch.bmm knows and a custom operator does not."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _through_dispatcher(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether torch has anything to say to this call that the plain path would not hear."""
     return (
-        torch.compiler.is_compiling()
+        is_compiling()
         or type(a) not in _PLAIN
         or type(b) not in _PLAIN
         or a.is_nested
         or b.is_nested
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
+        or _has_tangents()
         or a.is_neg()
         or b.is_neg()
-        or a.layout is not torch.strided
-        or b.layout is not torch.strided
+        or a.layout is not _STRIDED
+        or b.layout is not _STRIDED
     )

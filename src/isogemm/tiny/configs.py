@@ -1,13 +1,14 @@
 """Which problems the tiny kernels serve, with which kernel and which tile. Pure: no device, no tensors.
 
-What may depend on what: the path and the kernel are functions of (m, n, k, number type, strides) alone, so a matrix's
-bits never follow the batch around it. Tile, warps and stages may follow the batch: they do not change bits.
+What may depend on what: the path is a function of (m, n, k, number type, strides) alone, and a matrix's bits never
+follow the batch around it. Tile, warps and stages, which do not change bits, may; and the kernel where both give the
+same bits.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from isogemm.tiny.gate import EDGES, TABLES
@@ -116,10 +117,21 @@ def usable(arch: str) -> str:
 
 
 def gate(problem: Problem) -> str:
-    """The kernel that serves this problem, or empty where torch.bmm was measured faster."""
-    cell = tuple(next(i for i, edge in enumerate(EDGES) if size <= edge) for size in _sizes(problem))
-    verdicts = {_verdict(problem, layout, cell) for layout in _measured_layouts(problem.layout)}
-    return verdicts.pop() if len(verdicts) == 1 else ""
+    """The kernel that serves this problem, or empty where torch.bmm was measured faster.
+
+    Both kernels give ieee float32 the same bits, so there the batch may choose between them.
+    """
+    m, n, k = (next(i for i, edge in enumerate(EDGES) if size <= edge) for size in (problem.m, problem.n, problem.k))
+    number = problem.precision if problem.dtype == "float32" else "half"
+    tables = (TABLES["ieee" if number == "tf32x3" else number, layout] for layout in _measured_layouts(problem.layout))
+    letters = {table[m][n][k] for table in tables}
+    letter = letters.pop() if len(letters) == 1 else "."
+    if letter == "b":
+        if number != "ieee":
+            return "registers"
+        rows, cols, vec = _registers_tile(problem)
+        return "registers" if _fills(problem, rows, cols * vec) else "dot"
+    return {"r": "registers", "d": "dot", ".": ""}[letter]
 
 
 def choose(problem: Problem, kernel: str) -> Config:
@@ -183,35 +195,44 @@ def unit(stride: int) -> int:
 
 
 def _registers(problem: Problem) -> RegistersConfig:
-    m, n, k = problem.m, problem.n, problem.k
-    a_vec = a_vector(problem)
-    vec = n_vector(problem)
-    b_vec = b_vector(problem) if vec == 1 else 1
-    if b_vec > 1:  # both operands along k: square tiles
-        if m * n < 64 or k <= 4:
-            rows, cols = 2, 2
-        elif m * n < 256 and k >= 32:
-            rows, cols = 4, 8
-        elif m * n * k < 32**3:
-            rows, cols = 4, 4
-        else:
-            rows, cols = 8, 8
-    elif vec == 1:
-        rows, cols = (2, 1) if m * n < 64 else (4, 4)
-    else:
-        sums = 8 if m * n < 256 or n <= 8 else 16
-        rows, cols = sums // vec, 1
-    rows, cols = _at_most(rows, m), _at_most(cols, _ceil(n, vec))
-    # 16 warps an SM hide the latency; with fewer matrices, more and smaller threads' tiles.
-    while rows * cols > 1 and _warps(problem, rows, cols * vec) < 16 * problem.sm_count:
+    k = problem.k
+    rows, cols, vec = _registers_tile(problem)
+    while rows * cols > 1 and not _fills(problem, rows, cols * vec):
         rows, cols = (rows // 2, cols) if rows >= cols else (rows, cols // 2)
+    a_vec = a_vector(problem)
+    b_vec = b_vector(problem) if vec == 1 else 1
     step = max(a_vec, b_vec)
     unroll = _ceil(k if k <= 16 else 8, step) * step
-    num_warps = 4 if rows * cols * vec * k < 64 or k <= 4 else 1
+    # One warp a program has registers for all its loads at once; four fill the SM where each has little to do.
+    many = _fills(problem, rows, cols * vec, warps=32)
+    num_warps = 4 if many and (rows * cols * vec * k < 64 or k <= 4) else 1
     config = RegistersConfig(rows, cols, vec, a_vec, b_vec, unroll, num_warps)
-    return RegistersConfig(
-        rows, cols, vec, a_vec, b_vec, unroll, num_warps, early_launch=_launches_early(problem, config)
-    )
+    return replace(config, early_launch=_launches_early(problem, config))
+
+
+def _registers_tile(problem: Problem) -> tuple[int, int, int]:
+    """Rows, columns and vector width of a thread's tile where there are matrices enough."""
+    m, n, k = problem.m, problem.n, problem.k
+    vec = n_vector(problem)
+    if vec > 1:
+        rows, cols = (8 if m * n < 256 or n <= 8 else 16) // vec, 1
+    elif b_vector(problem) == 1:
+        rows, cols = (2, 1) if m * n < 64 else (4, 4)
+    elif m * n < 64 or k <= 4:  # both operands along k: square tiles
+        rows, cols = 2, 2
+    elif m * n < 256 and k >= 32:
+        rows, cols = 4, 8
+    elif m * n * k < 32**3:
+        rows, cols = 4, 4
+    else:
+        rows, cols = 8, 8
+    return _at_most(rows, m), _at_most(cols, _ceil(n, vec)), vec
+
+
+def _fills(problem: Problem, rows: int, columns: int, warps: int = 16) -> bool:
+    """Whether threads of such tiles give every SM so many warps; 16 hide the latency of memory."""
+    threads = problem.batch * _ceil(problem.m, rows) * _ceil(problem.n, columns)
+    return threads >= 32 * warps * problem.sm_count
 
 
 def _dot(problem: Problem) -> DotConfig:
@@ -219,12 +240,13 @@ def _dot(problem: Problem) -> DotConfig:
     block_m, block_n = _next_power_of_two(m, 16), _next_power_of_two(n, 8)
     block_k = 64 if block_m * block_n <= 256 and k % 64 == 0 else _MASKED_K_STEP
     steps = _ceil(k, block_k)
-    if block_m == 64 and (steps == 1 or m <= 48) and block_n >= 32:
+    if block_m == 64 and block_n >= 32 and steps == 1:
         block_m = 32 if m > 48 else 16
-    num_warps = max(1, block_m * block_n // 1024)
-    num_stages = min(steps + 1, 4) if steps > 1 else 1
-    config = DotConfig(block_m, block_n, block_k, num_warps, num_stages)
-    return DotConfig(block_m, block_n, block_k, num_warps, num_stages, early_launch=_launches_early(problem, config))
+    num_warps = max(1, block_m * block_n // (1024 if block_m <= block_n else 2048))
+    config = DotConfig(block_m, block_n, block_k, num_warps, num_stages=(1, 3, 3, 4)[steps - 1])
+    if programs(problem, config) * num_warps < 4 * problem.sm_count and block_m * block_n >= 1024 * num_warps:
+        config = replace(config, num_warps=2 * num_warps)
+    return replace(config, early_launch=_launches_early(problem, config))
 
 
 def _launches_early(problem: Problem, config: Config) -> bool:
@@ -234,20 +256,9 @@ def _launches_early(problem: Problem, config: Config) -> bool:
     return programs(problem, config) <= 16 * problem.sm_count
 
 
-def _verdict(problem: Problem, layout: str, cell: tuple[int, ...]) -> str:
-    number = problem.precision if problem.dtype == "float32" else "half"
-    table = TABLES["ieee" if number == "tf32x3" else number, layout]
-    m, n, k = cell
-    return {"r": "registers", "d": "dot", ".": ""}[table[m][n][k]]
-
-
 def _measured_layouts(layout: str) -> tuple[str, ...]:
     """tt and strided operands were not measured: they need the agreement of those that were."""
     return (layout,) if layout in ("nn", "nt", "tn") else ("nt", "tn")
-
-
-def _sizes(problem: Problem) -> tuple[int, int, int]:
-    return problem.m, problem.n, problem.k
 
 
 def _letter(inner: int, outer: int) -> str:
@@ -260,10 +271,6 @@ def _vector(size: int, stride: int, others: tuple[int, ...], alignment: int, dty
     if stride != 1 or size == 1:
         return 1
     return min(4, math.gcd(size, *others, alignment // _ITEMSIZE[dtype]))
-
-
-def _warps(problem: Problem, rows: int, columns: int) -> int:
-    return problem.batch * _ceil(problem.m, rows) * _ceil(problem.n, columns) // 32
 
 
 def _k_step(config: RegistersConfig) -> int:

@@ -1,11 +1,75 @@
 """Where the tiny kernels win: measured on sm_90 by benchmarks/tune_tiny.py, which writes this file.
 
-For each (number type, layout) and each cell of (m, n, k), cut at EDGES: r (registers), d (dot) or . (torch.bmm).
-TABLES[...][m] is a tuple of strings, one per n; in a string one letter per k.
+For each (number type, layout) and each cell of (m, n, k), cut at EDGES: r (registers), d (dot), b (dot for small
+batches, registers for large ones) or . (torch.bmm). TABLES[...][m] has one string per n; a string one letter per k.
 """
 
-EDGES = (8, 16, 32, 64)
+EDGES = (8, 16, 32, 48, 64)
 
-_ALL = (("rrdd",) * 4,) * 4
-
-TABLES = {(number, layout): _ALL for number in ("ieee", "tf32", "half") for layout in ("nn", "nt", "tn")}
+# fmt: off
+TABLES = {
+    ("ieee", "nn"): (
+        ("rrbbb", "bbdbd", "bddbb", "ddddd", "drrdd"),
+        ("bbdbd", "bdddd", "bdddd", "ddddd", "ddddd"),
+        ("brdbd", "bddbd", "ddddd", "ddddd", "ddddd"),
+        ("brrrb", "rdddd", "rdddd", "bddd.", "rdddd"),
+        ("brdrd", "rdddd", "ddddd", "bdd..", "ddddd"),
+    ),
+    ("ieee", "nt"): (
+        ("rrrbb", "rrbbb", "rbb..", "rb...", "rb..."),
+        ("rbbdb", "rbbbb", "rb...", "rb...", "rd..."),
+        ("rbbdb", "rbbbb", "r....", "r....", "r...."),
+        ("rbbbb", "rbd.b", "r....", "r....", "r...."),
+        ("rbddd", "rrd.b", "r....", "r....", "r...."),
+    ),
+    ("ieee", "tn"): (
+        ("rbbbb", "bdddd", "bdddd", "ddddd", "drrdd"),
+        ("bdddd", "bdddd", "ddddd", "ddddd", "ddddd"),
+        ("ddddd", "ddddd", "ddddd", "ddddd", "ddddd"),
+        ("ddddd", "ddddd", "bdddd", "dd...", "rd..."),
+        ("ddddd", "ddddd", "ddddd", ".d...", "dd..."),
+    ),
+    ("tf32", "nn"): (
+        ("rrddd", "ddddd", "drddd", "ddddd", "ddddd"),
+        ("drddd", "ddddd", "ddddd", "ddddd", "ddddd"),
+        ("drddd", "ddddd", "ddddd", "ddddd", "ddddd"),
+        ("ddddd", "ddddd", "ddd..", "dd...", "dd..."),
+        ("ddddd", "ddddd", "ddd..", "dd...", "dd..."),
+    ),
+    ("tf32", "nt"): (
+        ("rrddd", "rdddd", "rdddd", "rdddd", "rdddd"),
+        ("rdddd", "rdddd", "rdddd", "ddddd", "ddddd"),
+        ("rdddd", "rdddd", "ddddd", "ddd..", "ddd.."),
+        ("rdddd", "ddddd", "ddd..", "dd...", "dd..."),
+        ("rdddd", "ddddd", "ddd..", "dd...", "dd..."),
+    ),
+    ("tf32", "tn"): (
+        ("rrddd", "ddddd", "ddddd", "ddddd", "ddddd"),
+        ("ddddd", "ddddd", "ddddd", "ddddd", "ddddd"),
+        ("ddddd", "ddddd", "ddddd", "ddddd", "ddddd"),
+        ("ddddd", "ddddd", "ddddd", "dd...", "dd..."),
+        ("ddddd", "ddddd", "ddddd", "dd...", "dd..."),
+    ),
+    ("half", "nn"): (
+        ("rrddd", "rrddd", "rdddd", "ddddd", "ddddd"),
+        ("rrddd", "rdddd", "ddddd", "ddddd", "ddddd"),
+        ("ddddd", "ddddd", "ddddd", "ddddd", "ddddd"),
+        ("ddddd", "ddddd", "ddd..", "ddd..", "ddd.."),
+        ("ddddd", "ddddd", "ddd..", "ddd..", "ddd.."),
+    ),
+    ("half", "nt"): (
+        ("rrddd", "rrddd", "ddddd", "ddddd", "ddddd"),
+        ("rrddd", "ddddd", "ddddd", "ddd..", "ddd.."),
+        ("ddddd", "ddddd", "ddddd", "ddd..", "ddd.."),
+        ("ddddd", "ddd..", "ddd..", "dd...", "dd..."),
+        ("ddddd", "ddd..", "ddd..", "dd...", "dd..."),
+    ),
+    ("half", "tn"): (
+        ("rrddd", "rrddd", "ddddd", "ddddd", "ddddd"),
+        ("rrddd", "ddddd", "ddddd", "ddddd", "ddddd"),
+        ("ddddd", "ddddd", "ddddd", "ddddd", "ddddd"),
+        ("ddddd", "ddddd", "ddddd", "ddd..", "ddd.."),
+        ("ddddd", "ddddd", "ddddd", "ddd..", "ddd.."),
+    ),
+}
+# fmt: on

@@ -1,7 +1,7 @@
 """The kernels of the tiny family and their launchers.
 
-Both kernels walk k in ascending order into one fp32 sum per element. `registers` multiplies in fp32 whatever the
-precision: exact for 16-bit operands, at least what was asked for float32 ones.
+Both kernels walk k in ascending order into one fp32 sum per element, and give ieee float32 the same bits. `registers`
+multiplies in fp32 whatever the precision: exact for 16-bit operands, at least what was asked for float32 ones.
 """
 
 from __future__ import annotations
@@ -44,39 +44,37 @@ def _registers_steps(
     ROWS: tl.constexpr, COLS: tl.constexpr, VEC: tl.constexpr, A_VEC: tl.constexpr, B_VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add k .. k + STEPS - 1 to the ROWS * COLS sums [BLOCK, VEC] of each thread."""
+    """Each thread's ROWS * COLS sums [BLOCK, VEC] with k .. k + STEPS - 1 added; all loads before the arithmetic."""
     M_STEP: tl.constexpr = (M + ROWS - 1) // ROWS
     N_STEP: tl.constexpr = (N + COLS * VEC - 1) // (COLS * VEC) * VEC
-    K_STEP: tl.constexpr = A_VEC if A_VEC > B_VEC else B_VEC
-    for step in tl.static_range(0, STEPS, K_STEP):
-        b = ()  # per column, K_STEP of [BLOCK, VEC]
+    b = ()  # per column, STEPS of [BLOCK, VEC]
+    for col in tl.static_range(COLS):
+        b_live = live[:, None] & (n + col * N_STEP < N)
+        for s in tl.static_range(0, STEPS, B_VEC):
+            at = b_ptrs + ((k + s) * stride_bk + col * N_STEP * stride_bn)
+            if B_VEC == 1:
+                b = b + (tl.load(at, mask=b_live, other=0.0),)
+            else:
+                loaded = tl.load(at + tl.arange(0, B_VEC)[None, :] * stride_bk, mask=b_live, other=0.0)
+                columns = _columns(loaded, BLOCK, B_VEC)
+                for t in tl.static_range(B_VEC):
+                    b = b + (columns[t][:, None],)
+    a = ()  # per row, STEPS of [BLOCK]
+    for row in tl.static_range(ROWS):
+        a_live = (live & (m + row * M_STEP < M))[:, None]
+        for s in tl.static_range(0, STEPS, A_VEC):
+            at = a_ptrs + ((k + s) * stride_ak + row * M_STEP * stride_am)
+            loaded = tl.load(at[:, None] + tl.arange(0, A_VEC)[None, :] * stride_ak, mask=a_live, other=0.0)
+            a = a + _columns(loaded, BLOCK, A_VEC)
+    sums = ()
+    for row in tl.static_range(ROWS):
         for col in tl.static_range(COLS):
-            b_live = live[:, None] & (n + col * N_STEP < N)
-            for s in tl.static_range(0, K_STEP, B_VEC):
-                at = b_ptrs + ((k + step + s) * stride_bk + col * N_STEP * stride_bn)
-                if B_VEC == 1:
-                    b = b + (tl.load(at, mask=b_live, other=0.0).to(tl.float32),)
-                else:
-                    loaded = tl.load(at + tl.arange(0, B_VEC)[None, :] * stride_bk, mask=b_live, other=0.0)
-                    columns = _columns(loaded.to(tl.float32), BLOCK, B_VEC)
-                    for t in tl.static_range(B_VEC):
-                        b = b + (columns[t][:, None],)
-        new = ()
-        for row in tl.static_range(ROWS):
-            a_live = (live & (m + row * M_STEP < M))[:, None]
-            a = ()  # K_STEP of [BLOCK]
-            for s in tl.static_range(0, K_STEP, A_VEC):
-                at = a_ptrs + ((k + step + s) * stride_ak + row * M_STEP * stride_am)
-                loaded = tl.load(at[:, None] + tl.arange(0, A_VEC)[None, :] * stride_ak, mask=a_live, other=0.0)
-                a = a + _columns(loaded.to(tl.float32), BLOCK, A_VEC)
-            for col in tl.static_range(COLS):
-                total = acc[row * COLS + col]
-                for s in tl.static_range(K_STEP):
-                    x, y = tl.broadcast(a[s][:, None], b[col * K_STEP + s])
-                    total = tl.fma(x, y, total)
-                new = new + (total,)
-        acc = new
-    return acc
+            total = acc[row * COLS + col]
+            for s in tl.static_range(STEPS):
+                x, y = tl.broadcast(a[row * STEPS + s].to(tl.float32)[:, None], b[col * STEPS + s].to(tl.float32))
+                total = tl.fma(x, y, total)
+            sums = sums + (total,)
+    return sums
 
 
 @triton.jit
@@ -128,8 +126,11 @@ def _registers_kernel(
     for row in tl.static_range(ROWS):
         for col in tl.static_range(COLS):
             c_live = (live & (m + row * M_STEP < M))[:, None] & (n + col * N_GROUPS * VEC < N)
-            total = acc[row * COLS + col].to(c_ptr.dtype.element_ty)
-            tl.store(c_ptrs + (row * M_STEP * N + col * N_GROUPS * VEC), total, mask=c_live)
+            total = acc[row * COLS + col]
+            if K % 16 != 0:
+                total += 0.0  # as the dot kernel's padding does: a product that underflowed to -0 becomes +0
+            at = c_ptrs + (row * M_STEP * N + col * N_GROUPS * VEC)
+            tl.store(at, total.to(c_ptr.dtype.element_ty), mask=c_live)
 
 
 @triton.jit

@@ -94,7 +94,8 @@ def torch_bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """torch.bmm, with torch's own autograd, where the tiny family has no part."""
     if dispatch.active and not torch.compiler.is_compiling():
         problem = describe(a, b, "ieee")
-        dispatch.record(Dispatch("bmm", "torch", str(problem), "", unserved(problem, a.is_cuda)))
+        reason = unserved(problem, a.is_cuda) or "inside forward-mode AD or a torch.func transform"
+        dispatch.record(Dispatch("bmm", "torch", str(problem), "", reason))
     return cpu.bmm(a, b)
 
 

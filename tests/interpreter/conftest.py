@@ -1,0 +1,7 @@
+import os
+
+from isogemm.testing import require_interpreter
+
+
+def pytest_collect_file():
+    require_interpreter(strict=bool(os.environ.get("CI")))

@@ -1,0 +1,284 @@
+"""The pure part of the family: who serves what, with which configuration."""
+
+import random
+from dataclasses import replace
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from isogemm.tiny import configs
+from isogemm.tiny.configs import (
+    DTYPES,
+    KERNELS,
+    DotConfig,
+    Problem,
+    RegistersConfig,
+    choose,
+    eligible,
+    gate,
+    illegal,
+    programs,
+    usable,
+)
+
+PRECISIONS = ("ieee", "tf32", "tf32x3")
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+
+
+def _problem(batch=1024, m=12, n=12, k=64, dtype="float32", precision="ieee", a="n", b="n", **changes):
+    """Contiguous operands, or transposed views of contiguous ones."""
+    problem = Problem(
+        batch,
+        m,
+        n,
+        k,
+        dtype,
+        precision,
+        a_strides=(m * k, k, 1) if a == "n" else (m * k, 1, m),
+        b_strides=(k * n, n, 1) if b == "n" else (k * n, 1, k),
+    )
+    return replace(problem, **changes)
+
+
+SIZES = st.one_of(st.sampled_from([1, 2, 3, 4, 8, 12, 15, 16, 17, 32, 63, 64]), st.integers(1, 64))
+BATCHES = st.one_of(st.sampled_from([2, 3, 256, 65535, 65536]), st.integers(2, 2**31))
+
+
+@st.composite
+def problems(draw):
+    """All that an eligible problem can be: layouts, gaps between rows and matrices, shared operands, misalignment."""
+    m, n, k = draw(SIZES), draw(SIZES), draw(SIZES)
+    dtype = draw(st.sampled_from(DTYPES))
+    itemsize = 4 if dtype == "float32" else 2
+
+    def strides(rows, columns):
+        inner, outer = draw(st.sampled_from([(1, columns), (rows, 1), (2, 2 * columns)]))
+        if 1 in (inner, outer):
+            gap = draw(st.sampled_from([0, 0, 1, 2, 3, 16]))
+            inner, outer = (inner, outer + gap) if inner == 1 else (inner + gap, outer)
+        extent = (rows - 1) * outer + (columns - 1) * inner + 1
+        batch = draw(st.sampled_from([0, rows * columns, extent, extent + 1, extent + 16, 2**31 + 16]))
+        return batch, outer, inner
+
+    alignments = [size for size in (2, 4, 8, 16) if size >= itemsize]
+    return Problem(
+        batch=draw(BATCHES),
+        m=m,
+        n=n,
+        k=k,
+        dtype=dtype,
+        precision=draw(st.sampled_from(PRECISIONS)) if dtype == "float32" else "ieee",
+        a_strides=strides(m, k),
+        b_strides=strides(k, n),
+        a_alignment=draw(st.sampled_from(alignments)),
+        b_alignment=draw(st.sampled_from(alignments)),
+        arch=draw(st.sampled_from(ARCHS)),
+        sm_count=draw(st.sampled_from([1, 20, 108, 132, 148, 304])),
+    )
+
+
+@pytest.mark.parametrize("axis", ["m", "n", "k"])
+def test_sizes_up_to_64(axis):
+    for size in (1, 63, 64):
+        assert eligible(_problem(**{axis: size})) == ""
+    assert eligible(_problem(**{axis: 65})) == "m, n or k is above 64"
+    assert eligible(_problem(**{axis: 0})) == "an empty size"
+
+
+def test_more_than_one_matrix():
+    assert eligible(_problem(batch=2)) == ""
+    assert eligible(_problem(batch=1)) == "batch is 1"
+    assert eligible(_problem(batch=0)) != ""
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int32", "int8", "complex64", "bool"])
+def test_other_dtypes_are_not_served(dtype):
+    assert eligible(_problem(dtype=dtype)) == f"dtype {dtype} is not one of float32, float16, bfloat16"
+
+
+@pytest.mark.parametrize("arch", ["sm_70", "sm_75", "gfx90a", "gfx1100", "cpu", ""])
+def test_other_architectures_are_not_served(arch):
+    assert arch in usable(arch)
+    assert usable(arch)
+    assert eligible(_problem(arch=arch)) == usable(arch)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_architectures_served(arch):
+    assert usable(arch) == ""
+    assert eligible(_problem(arch=arch)) == ""
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(
+    problem=problems(), batch=BATCHES, alignment=st.sampled_from([4, 8, 16]), sm_count=st.integers(1, 200)
+)
+def test_path_follows_sizes_type_and_strides_alone(problem, batch, alignment, sm_count):
+    """Not the batch, addresses or device; nor does the kernel, but in ieee, where both have the same bits."""
+    assert eligible(problem) == ""
+    kernel = gate(problem)
+    assert kernel in ("", *KERNELS)
+    other = replace(problem, batch=batch, a_alignment=alignment, b_alignment=alignment, sm_count=sm_count)
+    assert eligible(other) == ""
+    assert bool(gate(other)) == bool(kernel)
+    if problem.dtype != "float32" or problem.precision != "ieee":
+        assert gate(other) == kernel
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(problem=problems(), batch_strides=st.tuples(*[st.sampled_from([0, 2**12, 2**20 + 16])] * 2))
+def test_path_does_not_follow_the_stride_between_matrices(problem, batch_strides):
+    """A matrix alone in memory, in a slice, or shared by the batch takes the same path."""
+    a_batch, b_batch = batch_strides
+    moved = replace(problem, a_strides=(a_batch, *problem.a_strides[1:]), b_strides=(b_batch, *problem.b_strides[1:]))
+    assert bool(gate(moved)) == bool(gate(problem))
+    if problem.dtype != "float32" or problem.precision != "ieee":
+        assert gate(moved) == gate(problem)
+
+
+@hypothesis.settings(max_examples=1000, deadline=None)
+@hypothesis.given(problem=problems())
+def test_chosen_is_legal(problem):
+    for kernel in KERNELS:
+        config = choose(problem, kernel)
+        assert config.kernel == kernel
+        assert illegal(problem, config) == ""
+        assert programs(problem, config) >= 1
+
+
+def test_chosen_is_legal_for_every_size():
+    random.seed(0)
+    for m in range(1, 65):
+        for n in range(1, 65):
+            for k in random.sample(range(1, 65), 4):
+                for layout in ("nn", "nt", "tn", "tt"):
+                    problem = _problem(random.choice((2, 1024, 65536)), m, n, k, a=layout[0], b=layout[1])
+                    for kernel in KERNELS:
+                        assert illegal(problem, choose(problem, kernel)) == "", problem
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(problem=problems(), batch=BATCHES, sm_count=st.integers(1, 200))
+def test_tf32x3_has_one_block_k(problem, batch, sm_count):
+    """Its bits follow block_k, so block_k may not follow the batch or the device."""
+    problem = replace(problem, dtype="float32", precision="tf32x3", a_alignment=4, b_alignment=4)
+    other = replace(problem, batch=batch, sm_count=sm_count, a_alignment=16, b_alignment=16)
+    assert choose(problem, "dot").block_k == choose(other, "dot").block_k
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(problem=problems())
+def test_programs_cover_every_output(problem):
+    """No output is left out, and no program beyond the last is launched."""
+    dot = choose(problem, "dot")
+    tiles_m, tiles_n = -(-problem.m // dot.block_m), -(-problem.n // dot.block_n)
+    assert tiles_m * dot.block_m >= problem.m > (tiles_m - 1) * dot.block_m
+    assert tiles_n * dot.block_n >= problem.n > (tiles_n - 1) * dot.block_n
+    assert programs(problem, dot) == problem.batch * tiles_m * tiles_n
+    registers = choose(problem, "registers")
+    width = registers.cols * registers.vec
+    groups = -(-problem.m // registers.rows) * -(-problem.n // width)
+    assert groups * registers.rows * width >= problem.m * problem.n
+    threads = 32 * registers.num_warps
+    count = programs(problem, registers)
+    assert count * threads >= problem.batch * groups > (count - 1) * threads
+
+
+def _widths(problem):
+    return configs.a_vector(problem), configs.b_vector(problem), configs.n_vector(problem)
+
+
+def test_widest_vectors():
+    """Along k of A, k of B, n of B: only the contiguous axis, only what divides it and all strides, 4 at most."""
+    assert _widths(_problem()) == (4, 1, 4)
+    assert _widths(_problem(a="t", b="t")) == (1, 4, 1)
+    assert _widths(_problem(n=6, k=10)) == (2, 1, 2)
+    assert _widths(_problem(n=5, k=7)) == (1, 1, 1)
+    assert _widths(_problem(a_strides=(0, 64, 1), b_strides=(0, 12, 1))) == (4, 1, 4)
+
+
+MISALIGNED = {
+    "address": {"a_alignment": 4, "b_alignment": 4},
+    "batch stride": {"a_strides": (769, 64, 1), "b_strides": (769, 12, 1)},
+    "row stride": {"a_strides": (12 * 65, 65, 1), "b_strides": (64 * 13, 13, 1)},
+    "no contiguous axis": {"a_strides": (2 * 768, 128, 2), "b_strides": (2 * 768, 24, 2)},
+}
+
+
+@pytest.mark.parametrize("change", MISALIGNED.values(), ids=MISALIGNED.keys())
+def test_no_vectors_where_one_could_be_misaligned(change):
+    problem = _problem(**change)
+    config = choose(problem, "registers")
+    assert (config.vec, config.a_vec, config.b_vec) == (1, 1, 1)
+    for wider in ({"a_vec": 2, "unroll": 8}, {"vec": 2}):
+        assert illegal(problem, replace(config, **wider))
+
+
+@pytest.mark.parametrize(("alignment", "width"), [(4, 1), (8, 2), (16, 4)])
+def test_widest_vectors_follow_the_address(alignment, width):
+    problem = _problem(a_alignment=alignment, b_alignment=alignment)
+    assert _widths(problem) == (width, 1, width)
+    assert _widths(replace(problem, dtype="bfloat16")) == (min(4, 2 * width), 1, min(4, 2 * width))
+
+
+@hypothesis.settings(max_examples=500, deadline=None)
+@hypothesis.given(problem=problems())
+def test_every_vector_is_aligned(problem):
+    """Each load of a_vec, b_vec or vec elements starts at a multiple of its own size, for every matrix and row."""
+    config = choose(problem, "registers")
+    itemsize = 4 if problem.dtype == "float32" else 2
+    a_batch, a_row, a_k = problem.a_strides
+    b_batch, b_k, b_n = problem.b_strides
+
+    def aligned(width, size, inner, others, alignment):
+        starts = [stride * itemsize for stride in others] + [alignment]
+        return width == 1 or (inner == 1 and size % width == 0 and all(at % (width * itemsize) == 0 for at in starts))
+
+    assert aligned(config.a_vec, problem.k, a_k, (a_batch, a_row), problem.a_alignment)
+    assert aligned(config.b_vec, problem.k, b_k, (b_batch, b_n), problem.b_alignment)
+    assert aligned(config.vec, problem.n, b_n, (b_batch, b_k), problem.b_alignment)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "gfx942"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_early_launch_only_where_the_hardware_has_it(kernel, arch):
+    for batch in (2, 64, 65536):
+        assert not choose(_problem(batch=batch, arch=arch), kernel).early_launch
+
+
+@pytest.mark.parametrize(
+    ("config", "rule"),
+    [
+        (DotConfig(16, 16, 16, num_warps=3, num_stages=1), "num_warps"),
+        (DotConfig(24, 16, 16, num_warps=1, num_stages=1), "powers of two"),
+        (DotConfig(16, 16, 8, num_warps=1, num_stages=1), "at least 16"),
+        (DotConfig(16, 16, 128, num_warps=1, num_stages=1), "block_k pads"),
+        (RegistersConfig(1, 1, 1, 1, 1, unroll=8, num_warps=16), "num_warps"),
+        (RegistersConfig(1, 1, 3, 1, 1, unroll=8, num_warps=1), "1, 2 or 4"),
+        (RegistersConfig(1, 1, 1, 8, 1, unroll=8, num_warps=1), "1, 2 or 4"),
+        (RegistersConfig(1, 1, 1, 4, 1, unroll=6, num_warps=1), "multiples"),
+        (RegistersConfig(1, 1, 1, 1, 4, unroll=8, num_warps=1), "contiguous and aligned along k"),
+    ],
+)
+def test_illegal_configs_are_told_why(config, rule):
+    assert rule in illegal(_problem(), config)
+
+
+def test_k_must_be_a_multiple_of_its_vector():
+    assert "multiples" in illegal(_problem(k=6), RegistersConfig(1, 1, 1, 4, 1, unroll=8, num_warps=1))
+
+
+def test_choose_refuses_an_illegal_choice(monkeypatch):
+    bad = RegistersConfig(1, 1, 1, 4, 1, unroll=4, num_warps=1)
+    monkeypatch.setattr(configs, "_registers", lambda problem: bad)
+    with pytest.raises(ValueError, match=r"config registers .* for problem \[1024; 12,12,63\]"):
+        choose(_problem(k=63), "registers")
+
+
+def test_names():
+    assert str(_problem()) == "[1024; 12,12,64] float32/ieee nn"
+    assert str(_problem(dtype="bfloat16", a="t", b="t")) == "[1024; 12,12,64] bfloat16 tt"
+    assert _problem(a_strides=(1536, 128, 2)).layout == "xn"
+    for kernel in KERNELS:
+        assert str(choose(_problem(), kernel)).startswith(kernel)
