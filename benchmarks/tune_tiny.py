@@ -3,9 +3,9 @@
     PYTHONPATH=src python3 benchmarks/tune_tiny.py --raw tune_tiny.jsonl [--numbers ieee tf32 half] [--decide]
 
 A cell of the gate is measured at its corner, cells between 32 and 48 at 42 too, in a small and a large batch. A kernel
-gets a cell where it wins everywhere in it; of two winners, the one with the larger least win. ieee float32, whose bits
-both kernels share, may take one for small batches and the other for large ones. A cell without a measurement takes the
-next larger one's. --decide measures nothing and writes the gate from all the --raw files.
+gets a cell where it wins everywhere in it; of two winners, the faster. ieee float32, whose bits both kernels share, may
+take one for small batches and the other for large ones. A cell without a measurement takes the next larger one's.
+--decide measures nothing and writes the gate from all the --raw files, of two measurements the newer.
 """
 
 from __future__ import annotations
@@ -102,22 +102,13 @@ def cell(size: int) -> int:
 
 
 def verdict(rows: list[dict], number: str) -> str:
-    """The letter of a cell measured by these rows."""
-    least = {name: min(won(rows, name)) for name in rows[0]["us"] if name != "torch"}
-    best = max(least, key=least.__getitem__)
-    if number == "ieee" and {"registers", "dot"} <= set(least):
-        small, large = ([r for r in rows if r["batch"] == batch] for batch in BATCHES)
-        both = min(*won(small, "dot"), *won(large, "registers"))
-        # Two kernels for one cell only where it shows: at least 3 % of the time at one end.
-        gain = min(won(large, "registers")) / min(won(large, "dot"))
-        if (
-            both >= WIN
-            and both >= least[best]
-            and gain >= 1.03
-            and min(won(small, "dot")) > min(won(small, "registers"))
-        ):
-            return "b"
-    return best[0] if least[best] >= WIN else "."
+    """The letter of a cell measured by these rows: of what wins everywhere, the fastest."""
+    small, large = ([row for row in rows if (row["batch"] > BATCHES[0]) == later] for later in (False, True))
+    ways = {"r": won(rows, "registers"), "d": won(rows, "dot")}
+    if number == "ieee":  # two kernels for one cell only where it shows
+        ways["b"] = [ratio / 1.01 for ratio in won(small, "dot") + won(large, "registers")]
+    ways = {letter: ratios for letter, ratios in ways.items() if min(ratios) >= WIN}
+    return max(ways, key=lambda letter: math.prod(ways[letter]), default=".")
 
 
 def won(rows: list[dict], name: str) -> list[float]:
@@ -126,7 +117,8 @@ def won(rows: list[dict], name: str) -> list[float]:
 
 def decide(rows: list[dict]) -> dict[tuple[str, str, int, int, int], str]:
     measured: dict[tuple[str, str, int, int, int], list[dict]] = {}
-    for row in rows:
+    newest = {tuple(v for name, v in row.items() if name != "us"): row for row in rows}
+    for row in newest.values():
         place = (row["number"], row["layout"], cell(row["m"]), cell(row["n"]), cell(row["k"]))
         measured.setdefault(place, []).append(row)
     letters = {}
@@ -149,11 +141,11 @@ def gate_source(letters: dict[tuple[str, str, int, int, int], str]) -> str:
     return "\n".join([*lines, "}", "# fmt: on", ""])
 
 
-def sweep(numbers: list[str], raw: Path, workers: int) -> None:
+def sweep(numbers: list[str], layouts: list[str], raw: Path, workers: int) -> None:
     start = time.perf_counter()
     sizes = [size for edge in EDGES for size in REPRESENTATIVES.get(edge, (edge,))]
     shapes = [shape for shape in product(sizes, sizes, sizes) if len({42, 48} & set(shape)) < 2]  # not both
-    places = list(product(numbers, LAYOUTS, shapes))
+    places = list(product(numbers, layouts, shapes))
     facts = torch.cuda.get_device_properties(0)
     arch, sm_count = f"sm_{facts.major}{facts.minor}", facts.multi_processor_count
     jobs = [
@@ -181,11 +173,12 @@ def main() -> None:
         "--raw", type=Path, nargs="+", required=True, help="measured times, JSONL; the first is added to"
     )
     parser.add_argument("--numbers", nargs="+", choices=list(NUMBERS), default=list(NUMBERS))
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--decide", action="store_true", help="write the gate from the raw files")
     parser.add_argument("--workers", type=int, default=max(1, multiprocessing.cpu_count() - 1))
     options = parser.parse_args()
     if not options.decide:
-        sweep(options.numbers, options.raw[0], options.workers)
+        sweep(options.numbers, options.layouts, options.raw[0], options.workers)
         return
     rows = [json.loads(line) for path in options.raw for line in path.read_text(encoding="utf-8").splitlines()]
     GATE.write_text(gate_source(decide(rows)), encoding="utf-8")

@@ -127,10 +127,9 @@ def gate(problem: Problem) -> str:
     letters = {table[m][n][k] for table in tables}
     letter = letters.pop() if len(letters) == 1 else "."
     if letter == "b":
-        if number != "ieee":
-            return "registers"
         rows, cols, vec = _registers_tile(problem)
-        return "registers" if _fills(problem, rows, cols * vec) else "dot"
+        # dot pads k to 16: at 4, registers win in every batch.
+        return "registers" if problem.k <= 4 or _fills(problem, rows, cols * vec, warps=32) else "dot"
     return {"r": "registers", "d": "dot", ".": ""}[letter]
 
 
@@ -201,12 +200,10 @@ def _registers(problem: Problem) -> RegistersConfig:
         rows, cols = (rows // 2, cols) if rows >= cols else (rows, cols // 2)
     a_vec = a_vector(problem)
     b_vec = b_vector(problem) if vec == 1 else 1
-    step = max(a_vec, b_vec)
-    unroll = _ceil(k if k <= 16 else 8, step) * step
     # One warp a program has registers for all its loads at once; four fill the SM where each has little to do.
     many = _fills(problem, rows, cols * vec, warps=32)
-    num_warps = 4 if many and (rows * cols * vec * k < 64 or k <= 4) else 1
-    config = RegistersConfig(rows, cols, vec, a_vec, b_vec, unroll, num_warps)
+    num_warps = 4 if k <= 4 or (many and rows * cols * vec * k < 64) else 1
+    config = RegistersConfig(rows, cols, vec, a_vec, b_vec, _unroll(k, max(a_vec, b_vec)), num_warps)
     return replace(config, early_launch=_launches_early(problem, config))
 
 
@@ -215,9 +212,10 @@ def _registers_tile(problem: Problem) -> tuple[int, int, int]:
     m, n, k = problem.m, problem.n, problem.k
     vec = n_vector(problem)
     if vec > 1:
-        rows, cols = (8 if m * n < 256 or n <= 8 else 16) // vec, 1
+        sums = 8 if m * n < 256 or n <= 8 or k <= 4 else 16
+        rows, cols = (2, 2) if sums == 8 and vec == 2 else (sums // vec, 1)
     elif b_vector(problem) == 1:
-        rows, cols = (2, 1) if m * n < 64 else (4, 4)
+        rows, cols = (1, 1) if m * n < 64 else (4, 4)
     elif m * n < 64 or k <= 4:  # both operands along k: square tiles
         rows, cols = 2, 2
     elif m * n < 256 and k >= 32:
@@ -235,16 +233,29 @@ def _fills(problem: Problem, rows: int, columns: int, warps: int = 16) -> bool:
     return threads >= 32 * warps * problem.sm_count
 
 
+def _unroll(k: int, step: int) -> int:
+    """All of a short k; of a long one about 8, without a rest where that can be."""
+    if k <= 16:
+        return k
+    whole = max((u for u in range(step, 11, step) if k % u == 0), default=1)
+    return whole if whole >= 6 else 8
+
+
 def _dot(problem: Problem) -> DotConfig:
     m, n, k = problem.m, problem.n, problem.k
-    block_m, block_n = _next_power_of_two(m, 16), _next_power_of_two(n, 8)
-    block_k = 64 if block_m * block_n <= 256 and k % 64 == 0 else _MASKED_K_STEP
+    block_m, block_n, block_k = _next_power_of_two(m, 16), _next_power_of_two(n, 8), _MASKED_K_STEP
+    few, many = 4 * problem.sm_count, problem.batch > 16 * problem.sm_count
+    if block_m == 64 and (k <= block_k or block_n == 8):  # a short walk: smaller tiles, less padding of m
+        block_m = 16 if m <= 48 or 2 * problem.batch < few else 32
+    if k == 64 and block_m * block_n <= 256:
+        block_k = 64 if many or problem.precision == "tf32x3" else 32
+    elif k == 64 and block_m * block_n == 4096:
+        block_k = 32
     steps = _ceil(k, block_k)
-    if block_m == 64 and block_n >= 32 and steps == 1:
-        block_m = 32 if m > 48 else 16
     num_warps = max(1, block_m * block_n // (1024 if block_m <= block_n else 2048))
-    config = DotConfig(block_m, block_n, block_k, num_warps, num_stages=(1, 3, 3, 4)[steps - 1])
-    if programs(problem, config) * num_warps < 4 * problem.sm_count and block_m * block_n >= 1024 * num_warps:
+    num_stages = {1: 1, 2: 3 if many or block_m == 64 else 2, 3: 2 if many else 3, 4: 3}[steps]
+    config = DotConfig(block_m, block_n, block_k, num_warps, num_stages)
+    if programs(problem, config) * num_warps < few and block_m * block_n >= 1024 * num_warps:
         config = replace(config, num_warps=2 * num_warps)
     return replace(config, early_launch=_launches_early(problem, config))
 
