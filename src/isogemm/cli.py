@@ -122,7 +122,7 @@ def verify(args: argparse.Namespace, terminal: Terminal) -> int:
 def bench(args: argparse.Namespace, terminal: Terminal) -> int:
     """Measure the cases of each family, and the ceilings of the device, into JSON lines."""
     device = _device(args.device)
-    rows, failures = _measure(_families(args.family), device, args.quick, args.out, terminal)
+    rows, failures = _measure(_families(args.family), device, args.quick, args.out, terminal, args.commit)
     _speed_table(rows, terminal)
     terminal.line(f"{args.out}: {len(rows)} rows appended")
     return _failure_table(failures, terminal)
@@ -308,13 +308,18 @@ def _run_demo(family: Family, device: torch.device) -> DemoResult:
 
 
 def _measure(
-    chosen: Sequence[Family], device: torch.device, quick: bool, out: Path, terminal: Terminal
+    chosen: Sequence[Family],
+    device: torch.device,
+    quick: bool,
+    out: Path,
+    terminal: Terminal,
+    commit: str | None = None,
 ) -> tuple[list[Row], list[runner.Failure]]:
     """Measure and store: in `out` if it is a .jsonl file, else below it in a file per GPU and family."""
     cases = [*ceilings.cases(device), *(case for family in chosen for case in family.cases(quick))]
     rows = []
     with terminal.progress() as progress:
-        measuring = runner.Runner(device, progress=progress)
+        measuring = runner.Runner(device, progress=progress, env=runner.environment(device, commit))
         for row in measuring.rows(cases):
             file = out if out.suffix == ".jsonl" else store.results_file(out, row.gpu, row.family)
             store.append(file, [row])
@@ -389,6 +394,7 @@ def _parser() -> argparse.ArgumentParser:
 
     added = command("bench", bench, "measure each family against torch", family, device, epilog=BENCH_CODES)
     added.add_argument("--quick", action="store_true", help="fewer cases")
+    added.add_argument("--commit", metavar="HASH", help="the commit to record, where git cannot tell")
     added.add_argument(
         "--out",
         type=Path,

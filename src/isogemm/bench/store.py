@@ -112,8 +112,9 @@ def newest(rows: Iterable[Row]) -> list[Row]:
 
 
 def results_file(root: Path, gpu: str, family: str) -> Path:
-    """Where a family's measurements on a GPU are kept: `<root>/<gpu>/<family>.jsonl`."""
-    return root / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") / f"{family}.jsonl"
+    """Where a family's measurements on a GPU are kept: `<root>/<gpu>/<family>.jsonl`, such as h200/tiny.jsonl."""
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
+    return root / name / f"{family}.jsonl"
 
 
 def dumps(row: Row) -> str:

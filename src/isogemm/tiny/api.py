@@ -45,16 +45,19 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, precision: str | None = None) -> to
             return _served(plan, a, b, precision)
     _validate(a, b, precision)
     device_type = a.device.type
-    if torch.is_autocast_enabled(device_type) and a.dtype in _SERVED:
+    autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    if autocast and a.dtype in _SERVED:
         dtype = torch.get_autocast_dtype(device_type)
         precision = precision if dtype is a.dtype else None
         a, b = a.to(dtype), b.to(dtype)
-    if not _concerns_tiny(a, b, precision) or _has_tangents():
+    if not _concerns_tiny(a, b, precision):
         return op.torch_bmm(a, b)
     return _bmm(a, b, precision)
 
 
 def _bmm(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.Tensor:
+    if not is_compiling() and _has_tangents():
+        return op.torch_bmm(a, b)
     if _through_dispatcher(a, b):
         return cast(torch.Tensor, torch.ops.isogemm.bmm(a, b, precision))
     return _served(op.plan("bmm", a, b, precision), a, b, precision)
