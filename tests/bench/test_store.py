@@ -119,4 +119,4 @@ def test_a_bad_row_is_not_written(make_row: Callable[..., Row], tmp_path: Path) 
 
 def test_results_are_kept_by_gpu_and_family() -> None:
     path = store.results_file(Path("results"), "NVIDIA H200 (80GB)", "tiny")
-    assert path == Path("results/nvidia-h200-80gb/tiny.jsonl")
+    assert path == Path("results/h200-80gb/tiny.jsonl")

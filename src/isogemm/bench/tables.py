@@ -18,17 +18,20 @@ _ANY_MARKER = re.compile(r"<!-- /?figures\b.*?-->")
 
 
 def tables(rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> dict[str, str]:
-    """By name: `FAMILY-headline` and `FAMILY-speedup` for every family, and `ceilings`."""
+    """By name: `FAMILY-headline`, `FAMILY-speedup` and `FAMILY-bandwidth` for every family, and `ceilings`."""
     latest, views = newest(rows), tuple(views)
     made = {}
     for family, mine in summary.by_family(latest).items():
         view = view_of(family, mine, views)
-        heads, speeds = [], []
+        heads, speeds, bandwidths = [], [], []
         for gpu, part in summary.by_gpu(mine).items():
-            heads.append(f"{_source(part)}\n\n{headline(part, view, ceilings.read(latest, gpu))}")
+            limits = ceilings.read(latest, gpu)
+            heads.append(f"{_source(part)}\n\n{headline(part, view, limits)}")
             speeds.append(f"{_source(part)}\n\n{speedup(part, view)}")
+            bandwidths.append(f"{_source(part)}\n\n{bandwidth(part, view, limits)}")
         made[f"{family}-headline"] = "\n".join(heads)
         made[f"{family}-speedup"] = "\n".join(speeds)
+        made[f"{family}-bandwidth"] = "\n".join(bandwidths)
     measured = [row for row in latest if row.family == ceilings.FAMILY]
     if measured:
         made["ceilings"] = _ceilings(measured)
@@ -74,6 +77,20 @@ def speedup(rows: Sequence[Row], view: FamilyView) -> str:
         ]
         parts.append(f"**{label}**\n\n{markdown(head, body)}")
     return "\n".join(parts)
+
+
+def bandwidth(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> str:
+    """At the largest batch: a line per shape, a column per group, of the copy bandwidth."""
+    largest = max((view.column_value(row.params) for row in rows), key=summary.sort_key, default="")
+    cells: dict[str, dict[str, str]] = {}
+    for label, group in summary.by_group(rows, view).items():
+        for row in group:
+            reached = limits.bandwidth_fraction(row)
+            if view.column_value(row.params) == largest and reached is not None:
+                cells.setdefault(view.shape_label(row.params), {})[label] = f"{reached:.0%}"
+    labels = list(dict.fromkeys(label for line in cells.values() for label in line))
+    head = [f"{' x '.join(view.shape)}, {view.column} {largest}", *labels]
+    return markdown(head, ([shape, *(line.get(label, "") for label in labels)] for shape, line in cells.items()))
 
 
 def bandwidth_text(reached: summary.Bandwidth, view: FamilyView) -> str:
