@@ -126,6 +126,8 @@ def test_nan_and_inf(kernel, precision, launch, exact):
     a[40, 0, 0], b[40, 0, 0] = torch.inf, -torch.inf
     a[41, 0, 0], b[41, 0, 0] = torch.inf, 0.0
     a[42, 1, 0], a[42, 1, 1] = torch.inf, -torch.inf
+    a.view(torch.int32)[43, 0, 0] = 0x7FFFFFFF  # CUDA's own NaN
+    b.view(torch.int32)[44, 0, 0] = 0x7F800001  # the NaN next to Inf
     reference, _ = exact(a, b)
     assert_same_nonfinite(launch(kernel, a, b, precision), reference)
 

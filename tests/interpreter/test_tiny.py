@@ -162,12 +162,14 @@ def _round_to_tf32(x):
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's word for inf * 0
 @pytest.mark.parametrize(("kernel", "precision"), [("registers", "ieee"), ("dot", "ieee"), ("dot", "tf32")])
 def test_nan_and_inf(kernel, precision):
-    a, b = _operands((5, 5, 7, 6))
+    a, b = _operands((7, 5, 7, 6))
     for at, value in enumerate((torch.nan, torch.inf, -torch.inf)):
         a[at, 2, 6] = value
         b[at, 0, 3] = value
     a[3, 0, 0], b[3, 0, 0] = torch.inf, 0.0
     a[4, 1, 0], a[4, 1, 1] = torch.inf, -torch.inf
+    a.view(torch.int32)[5, 0, 0] = 0x7FFFFFFF  # CUDA's own NaN
+    b.view(torch.int32)[6, 0, 0] = 0x7F800001  # the NaN next to Inf
     reference, _ = _exact(a, b)
     assert_same_nonfinite(_launch(kernel, a, b, precision), reference)
 

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import hypothesis
 import pytest
@@ -124,6 +125,17 @@ def test_path_follows_sizes_type_and_strides_alone(problem, batch, alignment, sm
     assert bool(gate(other)) == bool(kernel)
     if problem.dtype != "float32" or problem.precision != "ieee":
         assert gate(other) == kernel
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_cell_keeps_its_path_in_any_batch(precision, layout):
+    """And its kernel, where the kernels' bits differ."""
+    for m, n, k in product((4, 8, 16, 32, 48, 64), repeat=3):
+        problem = _problem(2, m, n, k, precision=precision, a=layout[0], b=layout[1])
+        kernels = {gate(replace(problem, batch=batch)) for batch in (2, 64, 1024, 2**20)}
+        assert len({bool(kernel) for kernel in kernels}) == 1, problem
+        assert precision == "ieee" or len(kernels) == 1, problem
 
 
 @hypothesis.settings(max_examples=100, deadline=None)
