@@ -16,11 +16,11 @@ def properties(monkeypatch):
             shared_memory_per_block=48 << 10, **values,
         )  # fmt: skip
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-        device.facts.cache_clear()
+        device._facts.cache_clear()
         return device.facts(torch.device("cuda", 0))
 
     yield describe
-    device.facts.cache_clear()
+    device._facts.cache_clear()
 
 
 def test_cpu():

@@ -40,11 +40,15 @@ def test_too_few_arguments():
 class Compiled:
     """What Triton's compiled kernel shows of itself, and what it was launched with."""
 
-    function = "handle"
     packed_metadata = "metadata"
 
     def __init__(self):
         self.launched = []
+        self.function = None
+        self.name = "scale"
+
+    def _init_handles(self):
+        self.function = "handle"
 
     def run(self, *args):
         self.launched.append(args)
@@ -71,3 +75,10 @@ def test_launch_tells_profilers(monkeypatch):
     described, enter, leave = launched[6:9]
     assert (enter, leave) == (print, repr)
     assert (described.grid, described.stream, described.args) == ((64, 1, 1), 100, (4096, 2))
+
+
+def test_a_kernel_that_was_not_loaded_is_refused():
+    compiled = Compiled()
+    compiled._init_handles = lambda: None
+    with pytest.raises(RuntimeError, match="scale was compiled but not loaded"):
+        BoundKernel(compiled, [])

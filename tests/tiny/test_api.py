@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from isogemm.tiny.configs import DotConfig
 
 SOURCE = Path(__file__).parents[2] / "src"
 SHARING = {"neither": (3, 3), "a": (1, 3), "b": (3, 1), "both": (1, 1)}
-OPERATORS = {"bmm": torch.ops.isogemm.bmm, "bmm_sum": torch.ops.isogemm.bmm_sum}
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +186,7 @@ def test_log_by_the_environment():
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("function", [isogemm.bmm, _tiny, *OPERATORS.values()], ids=["api", "tiny", *OPERATORS])
+@pytest.mark.parametrize("function", [isogemm.bmm, _tiny, torch.ops.isogemm.bmm], ids=["api", "tiny", "operator"])
 @pytest.mark.parametrize("sharing", SHARING)
 def test_gradients(sharing, function):
     a, b = _leaves(sharing)
@@ -242,13 +242,12 @@ def test_compiled_once_for_any_batch(function):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("sharing", SHARING)
-def test_opcheck(sharing, name):
+def test_opcheck(sharing):
     a, b = _operands(sharing)
-    torch.library.opcheck(OPERATORS[name].default, (a, b), {"precision": "tf32"})
-    torch.library.opcheck(OPERATORS[name].default, (with_layout(a, "transposed"), with_layout(b, "sliced")))
-    torch.library.opcheck(OPERATORS[name].default, (a.requires_grad_(), b.requires_grad_()))
+    torch.library.opcheck(torch.ops.isogemm.bmm.default, (a, b), {"precision": "tf32"})
+    torch.library.opcheck(torch.ops.isogemm.bmm.default, (with_layout(a, "transposed"), with_layout(b, "sliced")))
+    torch.library.opcheck(torch.ops.isogemm.bmm.default, (a.requires_grad_(), b.requires_grad_()))
 
 
 @pytest.mark.parametrize("function", [isogemm.bmm, _tiny])
@@ -326,10 +325,10 @@ def tiny_serves(monkeypatch):
     """The tiny kernels serve CPU tensors, as far as the planning goes: dot, by a launcher that the test gives."""
 
     def serve(launcher):
-        def plan(name, a, b, problem, config):
+        def plan(a, b, problem, config):
             shape = (problem.batch, problem.m, problem.n)
             strides = (problem.m * problem.n, problem.n, 1)
-            served = op.Dispatch(name, "tiny", str(problem), str(config), "")
+            served = op.Dispatch("bmm", "tiny", str(problem), str(config), "")
             return op.Plan(served, None, launcher(), 1, (), shape, strides, a.dtype, a.device, a.get_device())
 
         monkeypatch.setattr(op, "_tiny_plan", plan)
@@ -354,23 +353,21 @@ def _no_launch():
 
 
 @pytest.mark.parametrize("launcher", [_no_compile, _no_launch])
-@pytest.mark.parametrize("name", OPERATORS)
-def test_failure_falls_back_with_one_warning(name, launcher, tiny_serves):
+def test_failure_falls_back_with_one_warning(launcher, tiny_serves):
     tiny_serves(launcher)
-    function = getattr(op, name)
     a, b = _operands()
-    expected = torch.bmm(a, b) if name == "bmm" else torch.bmm(a, b).sum(0, keepdim=True)
+    expected = torch.bmm(a, b)
     with pytest.warns(
         RuntimeWarning, match=r"^isogemm\.bmm \[3; 3,5,7\] .* served by torch\.bmm: RuntimeError: inj"
     ) as all_:
-        result = function(a, b)
+        result = op.bmm(a, b)
     assert len(all_) == 1
     assert_bitwise_equal(result, expected)
     with warnings.catch_warnings(), isogemm.dispatch_log() as log:
         warnings.simplefilter("error")
-        assert_bitwise_equal(function(a, b), expected)
-        function(a[:2], b[:2])  # the same reason again is no news
-    assert log[0].path == log[-1].path == "torch"
+        assert_bitwise_equal(op.bmm(a, b), expected)
+        op.bmm(a[:2], b[:2])  # the same reason again is no news
+    assert [entry.path for entry in log] == ["torch", "torch"]
     assert "injected" in log[0].reason
 
 
@@ -416,19 +413,83 @@ def test_plans_stay_bounded(monkeypatch):
 
 def test_plans_follow_what_a_call_depends_on():
     a, b = _operands()
-    base = op.key("bmm", a, b, None)
-    assert op.key("bmm", a.clone(), b.clone(), None) == base
+    base = op.key(a, b, None)
+    assert op.key(a.clone(), b.clone(), None) == base
     others = [
-        op.key("bmm_sum", a, b, None),
-        op.key("bmm", a, b, "tf32"),
-        op.key("bmm", a[:1], b, None),
-        op.key("bmm", a, b[:1], None),
-        op.key("bmm", a[:2], b[:2], None),
-        op.key("bmm", a.double(), b.double(), None),
-        op.key("bmm", with_layout(a, "transposed"), b, None),
-        op.key("bmm", with_layout(a, "misaligned"), b, None),
-        op.key("bmm", a, with_layout(b, "misaligned"), None),
+        op.key(a, b, "tf32"),
+        op.key(a[:1], b, None),
+        op.key(a, b[:1], None),
+        op.key(a[:2], b[:2], None),
+        op.key(a.double(), b.double(), None),
+        op.key(with_layout(a, "transposed"), b, None),
+        op.key(with_layout(a, "misaligned"), b, None),
+        op.key(a, with_layout(b, "misaligned"), None),
     ]
     env.settings = replace(env.settings, disable_tiny=True)  # put back by the fixture
-    others.append(op.key("bmm", a, b, None))
+    others.append(op.key(a, b, None))
     assert len({base, *others}) == 1 + len(others)
+
+
+def test_autocast_takes_operands_of_two_dtypes():
+    """As torch.bmm does: softmax gives float32, the values are bfloat16."""
+    a, b = _operands()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_bitwise_equal(isogemm.bmm(a, b.bfloat16()), torch.bmm(a, b.bfloat16()))
+
+
+def test_gradients_of_many_outputs_at_once():
+    a, b = _leaves("b")
+    grads = torch.eye(12, dtype=torch.float64).view(12, 3, 2, 2)
+    actual = torch.autograd.grad(_tiny(a, b), (a, b), grads, is_grads_batched=True)
+    expected = torch.autograd.grad(torch.matmul(a, b), (a, b), grads, is_grads_batched=True)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_the_log_changes_nothing_under_vmap():
+    a, b = (torch.stack([x, x]) for x in _operands())
+    with isogemm.dispatch_log() as log:
+        torch.testing.assert_close(torch.vmap(_tiny)(a, b), torch.matmul(a, b))
+    assert [entry.path for entry in log] == ["torch"]
+
+
+def test_tensors_of_zeros_without_memory():
+    zeros = torch._efficientzerotensor((3, 3, 7))
+    assert_bitwise_equal(_tiny(zeros, _operands()[1]), torch.zeros(3, 3, 5))
+
+
+def test_traced():
+    a, b = _operands()
+    traced = torch.jit.trace(_tiny, (a, b))
+    torch.testing.assert_close(traced(2 * a, b), torch.bmm(2 * a, b))
+
+
+def test_the_operator_validates():
+    a, b = _operands()
+    with pytest.raises(ValueError, match="same K"):
+        torch.ops.isogemm.bmm(a, b.transpose(1, 2))
+    with pytest.raises(ValueError, match="same K"):
+        torch.ops.isogemm.bmm(a.to("meta"), b.transpose(1, 2).to("meta"))
+    assert not op.plans
+
+
+def test_precision_of_torch_is_put_back_by_every_thread():
+    before = torch.backends.cuda.matmul.fp32_precision
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with op.torch_precision("tf32"):
+            entered.set()
+            leave.wait(5)
+
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    try:
+        thread = threading.Thread(target=hold)
+        thread.start()
+        entered.wait(5)
+        threading.Timer(0.1, leave.set).start()
+        with op.torch_precision("ieee"):  # waits for the other
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        thread.join()
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before

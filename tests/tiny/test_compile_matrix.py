@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 from isogemm.testing import CompileJob, compile_job, limit_violations
-from isogemm.tiny.configs import KERNELS, SUM_CHUNK, DotConfig, Problem, choose, gate
+from isogemm.tiny.configs import KERNELS, DotConfig, Problem, choose, gate
 from isogemm.tiny.kernels import describe_bmm
 
 SHAPES = [  # m, n, k
@@ -48,8 +48,6 @@ def jobs():
         _add(found, replace(_problem((12, 12, 64), "nn"), a_alignment=4, b_alignment=4), kernel)
         _add(found, replace(_problem((3, 5, 7), "nn"), a_strides=(2**31, 2**31, 1)), kernel)
     _add(found, _problem((12, 24, 40), "nn", precision="tf32x3"), "dot")
-    for shape, layout in [((12, 64, 12), "tn"), ((64, 64, 64), "nt")]:  # gradients of shared operands
-        _add(found, _problem(shape, layout), "dot", SUM_CHUNK)
     return list(found.values())
 
 
@@ -60,7 +58,6 @@ def portable_jobs():
         for kernel in KERNELS:
             _add(found, _problem(shape, "nn", *number, arch="sm_80"), kernel)
     _add(found, _problem((3, 5, 7), "nt", arch="sm_80"), "registers")
-    _add(found, _problem((12, 64, 12), "tn", arch="sm_80"), "dot", SUM_CHUNK)
     return list(found.values())
 
 
@@ -71,19 +68,18 @@ def _problem(shape, layout, dtype="float32", precision="ieee", batch=1024, arch=
     return Problem(batch, m, n, k, dtype, precision, a_strides, b_strides, arch=arch)
 
 
-def _add(found, problem, kernel, chunk=1):
+def _add(found, problem, kernel):
     """The job of one launch, unless the same was compiled for another batch."""
     if kernel:
         config = choose(problem, kernel)
-        job = _job(problem, config, chunk)
+        job = _job(problem, config)
         found.setdefault(repr(replace(job, name="")), job)
 
 
-def _job(problem, config, chunk):
-    launch = describe_bmm(problem, config, chunk)
+def _job(problem, config):
+    launch = describe_bmm(problem, config)
     names = launch.kernel.arg_names
-    signature = dict.fromkeys(names[:2], POINTERS[problem.dtype])
-    signature[names[2]] = "*fp32" if chunk > 1 else POINTERS[problem.dtype]
+    signature = dict.fromkeys(names[:3], POINTERS[problem.dtype])
     alignments = (problem.a_alignment, problem.b_alignment, 16)
     attrs = {name: 16 for name, alignment in zip(names, alignments, strict=False) if alignment == 16}
     constexprs = dict(launch.constants)
@@ -96,7 +92,7 @@ def _job(problem, config, chunk):
             attrs[name] = 16
     options = dict(launch.options)
     return CompileJob(
-        name=f"{problem} {config}{' sum' if chunk > 1 else ''}",
+        name=f"{problem} {config}",
         kernel=launch.kernel,
         signature=signature,
         constexprs=constexprs,
@@ -129,9 +125,9 @@ def test_compiles_within_limits(job, target):
 
 def test_specialisation_is_tritons():
     """What `_job` says of the arguments is what Triton would find out from them."""
-    job = _job(_problem((12, 12, 64), "nn"), DotConfig(16, 16, 64, 1, 1), chunk=1)
+    job = _job(_problem((12, 12, 64), "nn"), DotConfig(16, 16, 64, 1, 1))
     assert (job.constexprs["stride_ak"], job.constexprs["stride_bn"]) == (1, 1)
     assert set(job.attrs) == {"a_ptr", "b_ptr", "c_ptr", "batch", "stride_ab", "stride_am", "stride_bb"}
     assert job.signature["stride_bk"] == "i32"
-    far = _job(replace(_problem((3, 5, 7), "nn"), a_strides=(0, 2**31, 1)), DotConfig(16, 16, 16, 1, 1), chunk=1)
+    far = _job(replace(_problem((3, 5, 7), "nn"), a_strides=(0, 2**31, 1)), DotConfig(16, 16, 16, 1, 1))
     assert far.signature["stride_am"] == "i64"

@@ -18,8 +18,14 @@ class DeviceFacts:
     l2_bytes: int
 
 
-@functools.cache
 def facts(device: torch.device) -> DeviceFacts:
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _facts(device)
+
+
+@functools.cache
+def _facts(device: torch.device) -> DeviceFacts:
     if device.type != "cuda":
         return DeviceFacts(name=device.type, arch=device.type, sm_count=0, shared_memory=0, l2_bytes=0)
     properties = torch.cuda.get_device_properties(device)

@@ -17,17 +17,17 @@ from triton.runtime.jit import JITFunction
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-_runtime = knobs.runtime
-
-
 class BoundKernel:
     """A kernel compiled for one specialisation on one device."""
 
     __slots__ = ("_compiled", "_constants", "_function", "_metadata", "_run")
 
     def __init__(self, compiled: Any, constants: Sequence[object]) -> None:
+        compiled._init_handles()  # load the module; `run` would take a load that failed before for one that succeeded
+        if compiled.function is None:
+            raise RuntimeError(f"{compiled.name} was compiled but not loaded")
         self._compiled = compiled
-        self._run = compiled.run  # loads the module
+        self._run = compiled.run
         self._function = compiled.function
         self._metadata = compiled.packed_metadata
         self._constants = tuple(constants)
@@ -35,15 +35,18 @@ class BoundKernel:
     def __call__(self, device: int, programs: int, *args: int) -> None:
         """Launch on `device`'s current stream. Tensors are given by address; `device` must be current."""
         stream = _current_stream(device)
-        enter, leave, described = _runtime.launch_enter_hook, _runtime.launch_exit_hook, None
-        if enter is not None and getattr(enter, "calls", True):
+        enter, leave, described = _listening(knobs.runtime.launch_enter_hook), knobs.runtime.launch_exit_hook, None
+        if enter is not None:
             described = self._compiled.launch_metadata((programs, 1, 1), stream, *args, *self._constants)
-        else:
-            enter = leave = None
         self._run(
-            programs, 1, 1, stream, self._function, self._metadata, described, enter, leave,
+            programs, 1, 1, stream, self._function, self._metadata, described, enter, _listening(leave),
             *args, *self._constants,
         )  # fmt: skip
+
+
+def _listening(hook: Any) -> Any:
+    """A launch hook, or None where nobody listens: Triton calls even an empty chain."""
+    return hook if hook is not None and getattr(hook, "calls", True) else None
 
 
 def bind(

@@ -1,7 +1,7 @@
-"""`isogemm.bmm`: validation, autocast and autograd.
+"""`isogemm.bmm`: autocast, autograd and the way to the plan.
 
-In eager mode a call goes straight to its plan (no dispatcher hop); under torch.compile, fake tensors, dispatch modes
-and function transforms it goes through the registered operator.
+In eager mode a call goes straight to its plan (no dispatcher hop); under torch.compile, fake tensors and dispatch modes
+it goes through the registered operator.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from isogemm.core.errors import require_precision, require_same, require_tensor
+from isogemm.core.errors import require_tensor
 from isogemm.tiny import op
-from isogemm.tiny.configs import MAX_SIZE
+from isogemm.tiny.configs import DTYPES, MAX_SIZE
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
-_SERVED = (torch.float32, torch.float16, torch.bfloat16)
+_SERVED = tuple(getattr(torch, name) for name in DTYPES)
 
 _Product = Callable[[torch.Tensor, torch.Tensor, str | None], torch.Tensor]
 
@@ -40,41 +40,30 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, precision: str | None = None) -> to
     around it. `isogemm.dispatch_log` shows which path served a call. Differentiable, twice.
     """
     if not _through_dispatcher(a, b) and a.is_cuda and not torch.is_autocast_enabled("cuda"):
-        plan = op.plans.get(op.key("bmm", a, b, precision))  # one that is known was valid
+        plan = op.plans.get(op.key(a, b, precision))  # one that is known was valid
         if plan is not None:
             return _served(plan, a, b, precision)
-    _validate(a, b, precision)
-    device_type = a.device.type
-    autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-    if autocast and a.dtype in _SERVED:
-        dtype = torch.get_autocast_dtype(device_type)
-        precision = precision if dtype is a.dtype else None
-        a, b = a.to(dtype), b.to(dtype)
+    require_tensor("a", a, 3, "[B or 1, M, K]")
+    require_tensor("b", b, 3, "[B or 1, K, N]")
+    a, b, precision = _autocast(a, b, precision)
+    op.validate(a, b, precision)
     if not _concerns_tiny(a, b, precision):
-        return op.torch_bmm(a, b)
+        return op.torch_bmm(a, b, precision)
     return _bmm(a, b, precision)
 
 
 def _bmm(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.Tensor:
-    if not is_compiling() and _has_tangents():
-        return op.torch_bmm(a, b)
+    if not is_compiling() and _in_transform(a, b):
+        return op.torch_bmm(a, b, precision)
     if _through_dispatcher(a, b):
         return cast(torch.Tensor, torch.ops.isogemm.bmm(a, b, precision))
-    return _served(op.plan("bmm", a, b, precision), a, b, precision)
+    return _served(op.plan(a, b, precision), a, b, precision)
 
 
 def _served(plan: op.Plan, a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.Tensor:
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return cast(torch.Tensor, cast(Any, _Bmm).apply(a, b, op.resolve_precision(a, precision), plan))
     return op.run(plan, a, b)
-
-
-def _bmm_sum(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.Tensor:
-    if _through_dispatcher(a, b):
-        return cast(torch.Tensor, torch.ops.isogemm.bmm_sum(a, b, precision))
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return cast(torch.Tensor, cast(Any, _BmmSum).apply(a, b, precision))
-    return op.bmm_sum(a, b, precision)
 
 
 class _Bmm(torch.autograd.Function):
@@ -86,42 +75,29 @@ class _Bmm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *_gradients(ctx, grads[0], _bmm, _bmm_sum), None
-
-
-class _BmmSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.precision = precision
-        return op.bmm_sum(a, b, precision)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _gradients(ctx, grads[0], _bmm, _bmm_sum)
+        return *_gradients(ctx, grads[0], _bmm), None
 
 
 def _gradients(
-    ctx: Any, grad: torch.Tensor, product: _Product, product_sum: _Product
+    ctx: Any, grad: torch.Tensor, product: _Product
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-    """dA = dC B^T and dB = A^T dC, of the product and of its sum over the batch alike.
+    """dA = dC B^T and dB = A^T dC; transposes are views.
 
-    Transposes are views. An operand with batch 1 in a larger batch takes the sum of its gradients.
+    An operand that the batch shares takes the sum over the batch: by torch.sum, whose order is fixed.
     """
     a, b = ctx.saved_tensors
 
     def multiply(x: torch.Tensor, y: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-        summed = of.shape[0] == 1 and (x.shape[0] != 1 or y.shape[0] != 1)
-        result = (product_sum if summed else product)(x, y, ctx.precision)
-        return result.expand(of.shape)  # of a sum over a shared operand: every matrix has the same gradient
+        result = product(x, y, ctx.precision)
+        return result if result.shape[0] == of.shape[0] else result.sum(0, keepdim=True)
 
-    da = multiply(grad, b.transpose(1, 2), a) if ctx.needs_input_grad[0] else None
-    db = multiply(a.transpose(1, 2), grad, b) if ctx.needs_input_grad[1] else None
+    da = multiply(grad, b.transpose(1, 2).conj(), a) if ctx.needs_input_grad[0] else None
+    db = multiply(a.transpose(1, 2).conj(), grad, b) if ctx.needs_input_grad[1] else None
     return da, db, None
 
 
 def _register_autograd() -> None:
-    """The registered operators' autograd: the same gradients, through the operators."""
+    """The registered operator's autograd: the same gradients, through the operator."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         a, b, precision = inputs
@@ -129,24 +105,22 @@ def _register_autograd() -> None:
         ctx.precision = op.resolve_precision(a, precision)
 
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _gradients(ctx, grad, torch.ops.isogemm.bmm, torch.ops.isogemm.bmm_sum)
+        return _gradients(ctx, grad, torch.ops.isogemm.bmm)
 
-    for name in ("isogemm::bmm", "isogemm::bmm_sum"):
-        torch.library.register_autograd(name, backward, setup_context=setup_context)
+    torch.library.register_autograd("isogemm::bmm", backward, setup_context=setup_context)
 
 
 _register_autograd()
 
 
-def _validate(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> None:
-    require_tensor("a", a, 3, "[B or 1, M, K]")
-    require_tensor("b", b, 3, "[B or 1, K, N]")
-    require_same("dtype", ("a", "b"), (a.dtype, b.dtype))
-    require_same("device", ("a", "b"), (a.device, b.device))
-    require_same("K (a is [B, M, K], b is [B, K, N])", ("a", "b"), (a.shape[2], b.shape[1]))
-    if a.shape[0] != 1 and b.shape[0] != 1:
-        require_same("batch, or one of them batch 1", ("a", "b"), (a.shape[0], b.shape[0]))
-    require_precision(precision, a.dtype)
+def _autocast(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> tuple[torch.Tensor, torch.Tensor, str | None]:
+    """What autocast makes of torch.bmm's arguments: each operand in its own turn."""
+    device = a.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return a, b, precision
+    dtype = torch.get_autocast_dtype(device)
+    a, b = (x.to(dtype) if x.dtype in _SERVED else x for x in (a, b))
+    return a, b, precision if dtype is torch.float32 else None
 
 
 def _concerns_tiny(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> bool:
@@ -157,9 +131,14 @@ def _concerns_tiny(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> b
     return precision is not None or (a_shape[1] <= MAX_SIZE and a_shape[2] <= MAX_SIZE and b_shape[2] <= MAX_SIZE)
 
 
-def _has_tangents() -> bool:
-    """Inside forward-mode AD or a torch.func transform, which torch.bmm knows and a custom operator does not."""
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+def _in_transform(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Inside forward-mode AD or vmap and its kin, which torch.bmm knows and a custom operator does not."""
+    return (
+        forward_ad._current_level >= 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._functorch.is_legacy_batchedtensor(a)
+        or torch._C._functorch.is_legacy_batchedtensor(b)
+    )
 
 
 def _through_dispatcher(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -168,12 +147,14 @@ def _through_dispatcher(a: torch.Tensor, b: torch.Tensor) -> bool:
         is_compiling()
         or type(a) not in _PLAIN
         or type(b) not in _PLAIN
-        or a.is_nested
-        or b.is_nested
         or torch._C._len_torch_dispatch_stack() > 0
-        or _has_tangents()
-        or a.is_neg()
-        or b.is_neg()
-        or a.layout is not _STRIDED
-        or b.layout is not _STRIDED
+        or torch._C._get_tracing_state() is not None
+        or _in_transform(a, b)
+        or _is_lazy(a)
+        or _is_lazy(b)
     )
+
+
+def _is_lazy(x: torch.Tensor) -> bool:
+    """Without memory that a kernel could read as it stands."""
+    return x.is_neg() or x._is_zerotensor() or x.layout is not _STRIDED or x.is_nested

@@ -17,15 +17,10 @@ MAX_SIZE = 64
 DTYPES = ("float32", "float16", "bfloat16")
 KERNELS = ("registers", "dot")
 
-# Where the kernels compile and were checked; the gate's figures are sm_90's.
-MEASURED_ARCH = "sm_90"
-_COMPILED_ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942")
+MEASURED_ARCH = "sm_90"  # whose figures the gate is
 
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _MASKED_K_STEP = 16  # the least K of tl.dot
-
-# Matrices one program adds up, in order, when an operand's gradient is reduced over the batch.
-SUM_CHUNK = 32
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,7 @@ Config = RegistersConfig | DotConfig
 def eligible(problem: Problem) -> str:
     """Empty where the tiny kernels can serve; else the reason why not."""
     if problem.batch < 2:
-        return "batch is 1"
+        return f"batch is {problem.batch}"
     if max(problem.m, problem.n, problem.k) > MAX_SIZE:
         return f"m, n or k is above {MAX_SIZE}"
     if min(problem.m, problem.n, problem.k) < 1:
@@ -112,8 +107,8 @@ def eligible(problem: Problem) -> str:
 
 
 def usable(arch: str) -> str:
-    """Empty where the kernels are known to compile for this architecture; else the reason why not."""
-    return "" if arch in _COMPILED_ARCHS else f"no kernel was compiled for {arch}"
+    """Empty where the kernels compile: sm_80 and later, and gfx942; else the reason why not."""
+    return "" if _sm(arch) >= 80 or arch == "gfx942" else f"the kernels need sm_80 or later, or gfx942; this is {arch}"
 
 
 def gate(problem: Problem) -> str:
@@ -122,17 +117,20 @@ def gate(problem: Problem) -> str:
     Both kernels give ieee float32 the same bits, so there the batch may choose between them.
     """
     m, n, k = (next(i for i, edge in enumerate(EDGES) if size <= edge) for size in (problem.m, problem.n, problem.k))
-    number = problem.precision if problem.dtype == "float32" else "half"
-    tables = (TABLES["ieee" if number == "tf32x3" else number, layout] for layout in _measured_layouts(problem.layout))
-    letters = {table[m][n][k] for table in tables}
-    letter = letters.pop() if len(letters) == 1 else "."
-    if letter == "b" and number == "tf32x3":  # measured with ieee, but its bits differ between the kernels
-        return "registers"
+    number = {"float32": {"ieee": "ieee", "tf32": "tf32", "tf32x3": "ieee"}[problem.precision]}.get(
+        problem.dtype, "half"
+    )
+    letters = {TABLES[number, layout][m][n][k] for layout in _measured_layouts(problem.layout)}
+    if "." in letters:
+        return ""
+    letter = letters.pop() if len(letters) == 1 else "r"
     if letter == "b":
+        same_bits = problem.precision == "ieee" and problem.arch == MEASURED_ARCH
         rows, cols, vec = _registers_tile(problem)
         # dot pads k to 16: at 4, registers win in every batch.
-        return "registers" if problem.k <= 4 or _fills(problem, rows, cols * vec, warps=32) else "dot"
-    return {"r": "registers", "d": "dot", ".": ""}[letter]
+        small = problem.k > 4 and not _fills(problem, rows, cols * vec, warps=32)
+        return "dot" if same_bits and small else "registers"
+    return {"r": "registers", "d": "dot"}[letter]
 
 
 def choose(problem: Problem, kernel: str) -> Config:
@@ -264,14 +262,17 @@ def _dot(problem: Problem) -> DotConfig:
 
 def _launches_early(problem: Problem, config: Config) -> bool:
     """Worth 0.5 us of a chain of small grids; in large ones waiting programs take the place of working ones."""
-    if not problem.arch.startswith("sm_") or int(problem.arch.removeprefix("sm_")) < 90:
-        return False
-    return programs(problem, config) <= 16 * problem.sm_count
+    return _sm(problem.arch) >= 90 and programs(problem, config) <= 16 * problem.sm_count
 
 
 def _measured_layouts(layout: str) -> tuple[str, ...]:
-    """tt and strided operands were not measured: they need the agreement of those that were."""
+    """tt and strided operands were not measured: nt and tn must both win."""
     return (layout,) if layout in ("nn", "nt", "tn") else ("nt", "tn")
+
+
+def _sm(arch: str) -> int:
+    """90 of sm_90; 0 of another maker's."""
+    return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0
 
 
 def _letter(inner: int, outer: int) -> str:
@@ -281,9 +282,8 @@ def _letter(inner: int, outer: int) -> str:
 
 
 def _vector(size: int, stride: int, others: tuple[int, ...], alignment: int, dtype: str) -> int:
-    if stride != 1 or size == 1:
-        return 1
-    return min(4, math.gcd(size, *others, alignment // _ITEMSIZE[dtype]))
+    aligned = alignment // _ITEMSIZE[dtype]
+    return min(4, math.gcd(size, *others, aligned)) if stride == 1 and aligned else 1
 
 
 def _k_step(config: RegistersConfig) -> int:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from isogemm.core.launch import BoundKernel, bind
-from isogemm.tiny.configs import SUM_CHUNK, Config, DotConfig, Problem, programs, unit
+from isogemm.tiny.configs import Config, DotConfig, Problem, programs, unit
 
 
 @triton.jit
@@ -135,26 +135,10 @@ def _registers_kernel(
 
 @triton.jit
 def _round_to_tf32(x):
-    """To nearest, ties away from zero; the tensor core would truncate. NaN stays NaN."""
+    """To nearest, ties away from zero; the tensor core would truncate, and make an infinity of some NaNs."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, x)
-
-
-@triton.jit
-def _dot_tile(
-    acc, a_ptr, b_ptr, m, n, k, live, stride_am, stride_ak, stride_bk, stride_bn,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """acc [BM, BN] += A[m, k] B[k, n]."""
-    a_live = live & (m[:, None] < M) & (k[None, :] < K)
-    b_live = live & (k[:, None] < K) & (n[None, :] < N)
-    a = tl.load(a_ptr + (m[:, None] * stride_am + k[None, :] * stride_ak), mask=a_live, other=0.0)  # [BM, BK]
-    b = tl.load(b_ptr + (k[:, None] * stride_bk + n[None, :] * stride_bn), mask=b_live, other=0.0)  # [BK, BN]
-    if PRECISION == "tf32":
-        a = _round_to_tf32(a)
-        b = _round_to_tf32(b)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    return tl.where(x == x, rounded, float("nan"))
 
 
 @triton.jit
@@ -162,12 +146,10 @@ def _dot_kernel(
     a_ptr, b_ptr, c_ptr, batch, stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     A_UNITS: tl.constexpr, B_UNITS: tl.constexpr, INDEX: tl.constexpr, EARLY_LAUNCH: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # CHUNK = 1: a tile of one matrix. CHUNK > 1: the same tile of CHUNK matrices, added up in order.
     N_TILES: tl.constexpr = (N + BN - 1) // BN
     TILES: tl.constexpr = (M + BM - 1) // BM * N_TILES
-    K_TILES: tl.constexpr = (K + BK - 1) // BK
     stride_ab = _aligned(stride_ab, A_UNITS[0])
     stride_am = _aligned(stride_am, A_UNITS[1])
     stride_ak = _aligned(stride_ak, A_UNITS[2])
@@ -176,21 +158,26 @@ def _dot_kernel(
     stride_bn = _aligned(stride_bn, B_UNITS[2])
     program = tl.program_id(0)
     tile = program % TILES
-    chunk = (program // TILES).to(tl.int64)
+    matrix = (program // TILES).to(tl.int64)
     m = (tile // N_TILES) * BM + tl.arange(0, BM).to(INDEX)
     n = (tile % N_TILES) * BN + tl.arange(0, BN).to(INDEX)
+    a_ptr += matrix * stride_ab
+    b_ptr += matrix * stride_bb
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     if EARLY_LAUNCH:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for step in tl.range(CHUNK * K_TILES):
-        matrix = chunk * CHUNK + step // K_TILES
-        k = (step % K_TILES) * BK + tl.arange(0, BK).to(INDEX)
-        acc = _dot_tile(
-            acc, a_ptr + matrix * stride_ab, b_ptr + matrix * stride_bb, m, n, k, matrix < batch,
-            stride_am, stride_ak, stride_bk, stride_bn, M, N, K, PRECISION,
-        )  # fmt: skip
-    c_ptrs = c_ptr + (chunk * (M * N) + m[:, None] * N + n[None, :])
+    for start in tl.range(0, K, BK):
+        k = start + tl.arange(0, BK).to(INDEX)
+        a_live = (m[:, None] < M) & (k[None, :] < K)
+        b_live = (k[:, None] < K) & (n[None, :] < N)
+        a = tl.load(a_ptr + (m[:, None] * stride_am + k[None, :] * stride_ak), mask=a_live, other=0.0)  # [BM, BK]
+        b = tl.load(b_ptr + (k[:, None] * stride_bk + n[None, :] * stride_bn), mask=b_live, other=0.0)  # [BK, BN]
+        if PRECISION == "tf32":
+            a = _round_to_tf32(a)
+            b = _round_to_tf32(b)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    c_ptrs = c_ptr + (matrix * (M * N) + m[:, None] * N + n[None, :])
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 
 
@@ -205,8 +192,7 @@ class Launch:
     options: dict[str, object]
 
 
-def describe_bmm(problem: Problem, config: Config, chunk: int = 1) -> Launch:
-    """The launch that computes `problem` with `config`; `chunk` > 1 adds up that many matrices per output."""
+def describe_bmm(problem: Problem, config: Config) -> Launch:
     offsets = (
         (problem.m - 1) * problem.a_strides[1] + (problem.k - 1) * problem.a_strides[2],
         (problem.k - 1) * problem.b_strides[1] + (problem.n - 1) * problem.b_strides[2],
@@ -226,9 +212,7 @@ def describe_bmm(problem: Problem, config: Config, chunk: int = 1) -> Launch:
     kernel: Any
     if isinstance(config, DotConfig):
         kernel = _dot_kernel
-        constants.update(
-            BM=config.block_m, BN=config.block_n, BK=config.block_k, PRECISION=problem.precision, CHUNK=chunk
-        )
+        constants.update(BM=config.block_m, BN=config.block_n, BK=config.block_k, PRECISION=problem.precision)
         options["num_stages"] = config.num_stages
     else:
         kernel = _registers_kernel
@@ -237,27 +221,16 @@ def describe_bmm(problem: Problem, config: Config, chunk: int = 1) -> Launch:
             UNROLL=config.unroll, BLOCK=32 * config.num_warps,
         )  # fmt: skip
         options["num_stages"] = 1
-    count = programs(problem, config)
-    if chunk > 1:
-        count = count // problem.batch * -(-problem.batch // chunk)
     scalars = (problem.batch, *problem.a_strides, *problem.b_strides)
-    return Launch(kernel, count, scalars, constants, options)
+    return Launch(kernel, programs(problem, config), scalars, constants, options)
 
 
 def launch_bmm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, problem: Problem, config: Config) -> None:
     """out[i] = a[i] b[i]; out [batch, m, n] is contiguous."""
-    _launch(describe_bmm(problem, config), out, a, b)
-
-
-def launch_bmm_sum(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, problem: Problem, config: DotConfig) -> None:
-    """out[i] = the sum of a[j] b[j] over chunk i, in order; out [chunks, m, n] is contiguous, float32."""
-    _launch(describe_bmm(problem, config, SUM_CHUNK), out, a, b)
+    launch = describe_bmm(problem, config)
+    launch.kernel[(launch.programs,)](a, b, out, *launch.scalars, **launch.constants, **launch.options)
 
 
 def bind_bmm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, launch: Launch) -> BoundKernel:
     """Compile on the current device for tensors like these."""
     return bind(launch.kernel, (a, b, out, *launch.scalars), launch.constants, launch.options)
-
-
-def _launch(launch: Launch, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    launch.kernel[(launch.programs,)](a, b, out, *launch.scalars, **launch.constants, **launch.options)
