@@ -16,7 +16,7 @@ PROBLEMS = [  # m, k, n, layout of b, dtype, precision
     (12, 64, 12, "transposed", torch.float32, None),
     (3, 7, 5, "contiguous", torch.float32, None),  # slices start at every alignment
     (42, 8, 42, "transposed", torch.float32, "tf32"),
-    (12, 24, 16, "contiguous", torch.float32, "tf32x3"),
+    (12, 24, 16, "contiguous", torch.float32, "tf32"),
     (12, 12, 64, "contiguous", torch.bfloat16, None),
 ]
 
@@ -112,7 +112,7 @@ def test_dot_configs_agree(dtype, precision, launch):
 
 
 @pytest.mark.parametrize("kernel", configs.KERNELS)
-@pytest.mark.parametrize("precision", ["ieee", "tf32x3"])
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_chosen_configs_agree(kernel, precision, launch):
     """All that `choose` gives for one problem as the batch grows."""
     a, b = _operands(12, 24, 16, "contiguous", torch.float32, "normal")

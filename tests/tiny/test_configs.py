@@ -23,7 +23,7 @@ from isogemm.tiny.configs import (
     usable,
 )
 
-PRECISIONS = ("ieee", "tf32", "tf32x3")
+PRECISIONS = ("ieee", "tf32")
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 
 
@@ -168,15 +168,6 @@ def test_chosen_is_legal_for_every_size():
                     problem = _problem(random.choice((2, 1024, 65536)), m, n, k, a=layout[0], b=layout[1])
                     for kernel in KERNELS:
                         assert illegal(problem, choose(problem, kernel)) == "", problem
-
-
-@hypothesis.settings(max_examples=300, deadline=None)
-@hypothesis.given(problem=problems(), batch=BATCHES, sm_count=st.integers(1, 200))
-def test_tf32x3_has_one_block_k(problem, batch, sm_count):
-    """Its bits follow block_k, so block_k may not follow the batch or the device."""
-    problem = replace(problem, dtype="float32", precision="tf32x3", a_alignment=4, b_alignment=4)
-    other = replace(problem, batch=batch, sm_count=sm_count, a_alignment=16, b_alignment=16)
-    assert choose(problem, "dot").block_k == choose(other, "dot").block_k
 
 
 @hypothesis.settings(max_examples=300, deadline=None)

@@ -32,7 +32,7 @@ class Problem:
     n: int
     k: int
     dtype: str
-    precision: str  # of float32: ieee, tf32, tf32x3; ieee for the 16-bit types
+    precision: str  # of float32: ieee or tf32; ieee for the 16-bit types
     a_strides: tuple[int, int, int]  # batch, m, k; in elements, batch 0 where shared
     b_strides: tuple[int, int, int]  # batch, k, n
     a_alignment: int = 16  # bytes, of the address; 16 counts as aligned
@@ -117,19 +117,16 @@ def gate(problem: Problem) -> str:
     Both kernels give ieee float32 the same bits, so there the batch may choose between them.
     """
     m, n, k = (next(i for i, edge in enumerate(EDGES) if size <= edge) for size in (problem.m, problem.n, problem.k))
-    number = {"float32": {"ieee": "ieee", "tf32": "tf32", "tf32x3": "ieee"}[problem.precision]}.get(
-        problem.dtype, "half"
-    )
+    number = problem.precision if problem.dtype == "float32" else "half"
     letters = {TABLES[number, layout][m][n][k] for layout in _measured_layouts(problem.layout)}
     if "." in letters:
         return ""
     letter = letters.pop() if len(letters) == 1 else "r"
     if letter == "b":
-        same_bits = problem.precision == "ieee" and problem.arch == MEASURED_ARCH
         rows, cols, vec = _registers_tile(problem)
         # dot pads k to 16: at 4, registers win in every batch.
         small = problem.k > 4 and not _fills(problem, rows, cols * vec, warps=32)
-        return "dot" if same_bits and small else "registers"
+        return "dot" if small and problem.arch == MEASURED_ARCH else "registers"
     return {"r": "registers", "d": "dot"}[letter]
 
 
@@ -248,7 +245,7 @@ def _dot(problem: Problem) -> DotConfig:
     if block_m == 64 and (k <= block_k or block_n == 8):  # a short walk: smaller tiles, less padding of m
         block_m = 16 if m <= 48 or 2 * problem.batch < few else 32
     if k == 64 and block_m * block_n <= 256:
-        block_k = 64 if many or problem.precision == "tf32x3" else 32
+        block_k = 64 if many else 32
     elif k == 64 and block_m * block_n == 4096:
         block_k = 32
     steps = _ceil(k, block_k)
