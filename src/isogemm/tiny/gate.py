@@ -12,7 +12,7 @@ TABLES = {
         ("rrbbb", "bbdbd", "bddbb", "ddddd", "ddddd"),
         ("bbdbd", "bdddd", "bdddd", "ddddd", "ddddd"),
         ("brddd", "bdddd", "ddddd", "ddddd", "ddddd"),
-        ("brrbb", "rdddd", "rdddd", "bddd.", "rdddd"),
+        ("brrbb", "rdddd", "rdddd", "bddd.", "rdd.d"),
         ("brdbd", "rdddd", "ddddd", "rdd..", "ddddd"),
     ),
     ("ieee", "nt"): (
