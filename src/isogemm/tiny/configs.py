@@ -14,12 +14,12 @@ from typing import Literal
 from isogemm.tiny.gate import EDGES, TABLES
 
 MAX_SIZE = 64
-DTYPES = ("float32", "float16", "bfloat16")
 KERNELS = ("registers", "dot")
 
 MEASURED_ARCH = "sm_90"  # whose figures the gate is
 
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPES = tuple(_ITEMSIZE)
 _MASKED_K_STEP = 16  # the least K of tl.dot
 
 
