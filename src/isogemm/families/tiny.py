@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -36,10 +37,8 @@ RANDOM_SHAPES = 60  # besides the chosen ones: what the gate gives where nobody 
 def usability(device: torch.device) -> Sequence[Usability]:
     arch = devices.facts(device).arch
     reason = "not on a GPU: torch.bmm serves" if device.type != "cuda" else configs.usable(arch)
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        reason = reason or "Triton is not installed"
+    if not reason and importlib.util.find_spec("triton") is None:
+        reason = "Triton is not installed"
     served = f"compiled for {arch}" + ("" if arch == configs.MEASURED_ARCH else "; gate measured on sm_90")
     return [Usability(not reason, f"tiny/{kernel}", reason or served) for kernel in configs.KERNELS]
 

@@ -13,7 +13,6 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from isogemm.core.errors import require_tensor
 from isogemm.tiny import op
 from isogemm.tiny.configs import DTYPES, MAX_SIZE
 
@@ -39,13 +38,12 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, precision: str | None = None) -> to
     Where the tiny kernels serve (a GPU; float32, float16, bfloat16; B > 1), a matrix's bits do not depend on the batch
     around it. `isogemm.dispatch_log` shows which path served a call. Differentiable, twice.
     """
-    if not _through_dispatcher(a, b) and a.is_cuda and not torch.is_autocast_enabled("cuda"):
+    if type(a) in _PLAIN and a.is_cuda and not (_through_dispatcher(a, b) or torch.is_autocast_enabled("cuda")):
         plan = op.plans.get(op.key(a, b, precision))  # one that is known was valid
         if plan is not None:
             return _served(plan, a, b, precision)
-    require_tensor("a", a, 3, "[B or 1, M, K]")
-    require_tensor("b", b, 3, "[B or 1, K, N]")
-    a, b, precision = _autocast(a, b, precision)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        a, b, precision = _autocast(a, b, precision)
     op.validate(a, b, precision)
     if not _concerns_tiny(a, b, precision):
         return op.torch_bmm(a, b, precision)
