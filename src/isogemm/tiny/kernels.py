@@ -193,6 +193,7 @@ class Launch:
 
 
 def describe_bmm(problem: Problem, config: Config) -> Launch:
+    """The launch that computes `problem` with `config`."""
     offsets = (
         (problem.m - 1) * problem.a_strides[1] + (problem.k - 1) * problem.a_strides[2],
         (problem.k - 1) * problem.b_strides[1] + (problem.n - 1) * problem.b_strides[2],
