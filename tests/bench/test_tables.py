@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from isogemm.bench import tables
+from isogemm.bench import summary, tables
 from isogemm.bench.store import Row
 from isogemm.bench.views import FamilyView, number_type, view_of
 
@@ -31,7 +31,7 @@ def test_headline(rows: list[Row]) -> None:
         "\n"
         "|  | points | geomean | min | max | of copy bandwidth, median (range) | CPU time per call |\n"
         "| :-- | --: | --: | --: | --: | --: | --: |\n"
-        "| bmm, fp32 ieee, cold | 3 | 2.00x | 0.50x | 8.00x | 80% at batch 1024 | 1.50x |\n"
+        "| bmm, fp32 ieee, cold | 3 | 2.00x | 0.50x | 8.00x | 80% at batch 1024 | 1.50x at batch 1024 |\n"
         "| bmm, fp32 ieee, hot | 1 | 3.00x | 3.00x | 3.00x | 10% at batch 256 |  |\n"
     )
 
@@ -122,3 +122,15 @@ def test_number_type(params: dict[str, int | str], expected: str) -> None:
 def test_a_family_without_a_view_gets_one_from_its_parameters(make_row: Callable[..., Row]) -> None:
     assert view_of("tiny", [make_row(cache="cold")]) == FamilyView("tiny", "tiny", ("m", "n", "k"))
     assert view_of("tiny", [], [VIEW]) is VIEW
+
+
+def test_cpu_time_is_that_of_the_smallest_batch(make_row: Callable[..., Row]) -> None:
+    """A large batch, where both variants wait for the device, does not flatter the mean."""
+    rows = [
+        make_row(256, (8, 8, 8), cpu={"isogemm": [30.0], "torch": [20.0]}),
+        make_row(256, (3, 5, 7), cpu={"isogemm": [48.0], "torch": [20.0]}),
+        make_row(65536, (8, 8, 8), cpu={"isogemm": [50.0], "torch": [100.0]}),
+    ]
+    cost = summary.host_cost(rows, VIEW)
+    assert cost is not None
+    assert tables.host_text(cost, VIEW) == "1.90x (worst 2.40x) at batch 256"

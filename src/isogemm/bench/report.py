@@ -141,7 +141,7 @@ def _headline(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) 
         speed = summary.speedups(group)
         if speed is None:
             continue
-        reached, cpu = summary.bandwidth(group, view, limits), summary.cpu_ratio(group)
+        reached, cpu = summary.bandwidth(group, view, limits), summary.host_cost(group, view)
         lines.append(
             [
                 Cell(label),
@@ -152,7 +152,7 @@ def _headline(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) 
                 ),
                 Cell(str(speed.behind), speed.behind),
                 Cell("") if reached is None else Cell(tables.bandwidth_text(reached, view), reached.median),
-                Cell("") if cpu is None else Cell(f"{cpu:.2f}x", cpu),
+                Cell("") if cpu is None else Cell(tables.host_text(cpu, view), cpu.geomean),
             ]
         )
     names = ["", "points", "geomean", "min", "max", "below 1x", "of copy bandwidth", "CPU time per call"]

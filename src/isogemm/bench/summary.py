@@ -79,10 +79,23 @@ def bandwidth(rows: Iterable[Row], view: FamilyView, ceilings: Ceilings) -> Band
     return Bandwidth(largest, median(chosen), min(chosen), max(chosen))
 
 
-def cpu_ratio(rows: Iterable[Row]) -> float | None:
-    """Geometric mean of isogemm's CPU time per call over torch's; None where not measured."""
-    ratios = [ratio for row in rows if (ratio := row.cpu_ratio) is not None]
-    return geomean(ratios) if ratios else None
+@dataclass(frozen=True)
+class HostCost:
+    """isogemm's CPU time per call over torch's."""
+
+    column: int | str
+    geomean: float
+    worst: float
+
+
+def host_cost(rows: Iterable[Row], view: FamilyView) -> HostCost | None:
+    """At the smallest batch: in large ones the host waits for the device, and the ratio says nothing of the call."""
+    measured = [(view.column_value(row.params), ratio) for row in rows if (ratio := row.cpu_ratio) is not None]
+    if not measured:
+        return None
+    smallest = min((column for column, _ in measured), key=sort_key)
+    ratios = [ratio for column, ratio in measured if column == smallest]
+    return HostCost(smallest, geomean(ratios), max(ratios))
 
 
 def by_gpu(rows: Iterable[Row]) -> dict[str, list[Row]]:

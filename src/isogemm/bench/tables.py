@@ -46,7 +46,7 @@ def headline(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -
         speed = summary.speedups(group)
         if speed is None:
             continue
-        reached, cpu = summary.bandwidth(group, view, limits), summary.cpu_ratio(group)
+        reached, cpu = summary.bandwidth(group, view, limits), summary.host_cost(group, view)
         body.append(
             [
                 label,
@@ -55,7 +55,7 @@ def headline(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -
                 f"{summary.speedup(speed.worst):.2f}x",
                 f"{summary.speedup(speed.best):.2f}x",
                 "" if reached is None else bandwidth_text(reached, view),
-                "" if cpu is None else f"{cpu:.2f}x",
+                "" if cpu is None else host_text(cpu, view),
             ]
         )
     return markdown(head, body)
@@ -97,6 +97,12 @@ def bandwidth_text(reached: summary.Bandwidth, view: FamilyView) -> str:
     where = "" if reached.column == "" else f" at {view.column} {reached.column}"
     span = "" if reached.least == reached.most else f" ({reached.least:.0%} to {reached.most:.0%})"
     return f"{reached.median:.0%}{span}{where}"
+
+
+def host_text(cost: summary.HostCost, view: FamilyView) -> str:
+    where = "" if cost.column == "" else f" at {view.column} {cost.column}"
+    mean, worst = f"{cost.geomean:.2f}x", f"{cost.worst:.2f}x"
+    return f"{mean}{where}" if mean == worst else f"{mean} (worst {worst}){where}"
 
 
 def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:

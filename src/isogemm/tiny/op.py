@@ -69,9 +69,7 @@ def torch_bmm(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.
         problem = describe(a, b, precision, placed=False)
         reason = unserved(problem, a.is_cuda) or "inside a transform"
         dispatch.record(Dispatch("bmm", "torch", str(problem), "", reason))
-    if precision is None or not a.is_cuda:
-        return cpu.bmm(a, b)
-    with torch_precision(precision):
+    with torch_precision(precision if a.is_cuda else None):
         return cpu.bmm(a, b)
 
 
@@ -204,6 +202,8 @@ def _after_failure(plan: Plan, a: torch.Tensor, b: torch.Tensor, error: Exceptio
 def _run_torch(plan: Plan, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if dispatch.active:
         dispatch.record(plan.dispatch)
+    if _torch_follows(plan.precision):
+        return cpu.bmm(a, b)
     with torch_precision(plan.precision):
         return cpu.bmm(a, b)
 
@@ -225,17 +225,21 @@ def torch_precision(precision: str | None) -> Iterator[None]:
 
     The setting is the process's: two calls that change it wait for each other, other threads can see it changed.
     """
-    wanted = "tf32" if precision == "tf32" else "ieee"
-    if precision is None or devices.matmul_precision() == wanted:
+    if _torch_follows(precision):
         yield
         return
     with _precision_lock:
         before = torch.backends.cuda.matmul.fp32_precision
-        torch.backends.cuda.matmul.fp32_precision = wanted
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
         try:
             yield
         finally:
             torch.backends.cuda.matmul.fp32_precision = before
+
+
+def _torch_follows(precision: str | None) -> bool:
+    """Whether torch as it is set computes what was asked for."""
+    return precision is None or (precision == "tf32") == (devices.matmul_precision() == "tf32")
 
 
 # torch.library is not typed.
