@@ -15,6 +15,7 @@ import torch
 import isogemm
 from isogemm import families
 from isogemm.bench import ceilings, report, runner, store, summary, tables
+from isogemm.bench.cases import Case
 from isogemm.bench.store import Row
 from isogemm.bench.views import FamilyView, view_of
 from isogemm.core.device import facts
@@ -89,6 +90,9 @@ def verify(args: argparse.Namespace, terminal: Terminal) -> int:
         raise UsageError(f"--trials: got {args.trials}, expected at least 1")
     checks = [(family, check) for family in _families(args.family) for check in family.checks]
     results = []
+    for family in _families(args.family):
+        if family.ahead_of_checks is not None:
+            family.ahead_of_checks(device, args.trials)
     with terminal.progress() as progress:
         for done, (family, check) in enumerate(checks):
             progress(done, len(checks), f"{family.name}: {check.name}")
@@ -122,7 +126,16 @@ def verify(args: argparse.Namespace, terminal: Terminal) -> int:
 def bench(args: argparse.Namespace, terminal: Terminal) -> int:
     """Measure the cases of each family, and the ceilings of the device, into JSON lines."""
     device = _device(args.device)
-    rows, failures = _measure(_families(args.family), device, args.quick, args.out, terminal, args.commit)
+    cases = _cases(_families(args.family), device, args.quick)
+    if args.only:
+        cases = [case for case in cases if any(text in case.label for text in args.only)]
+        if not cases:
+            raise UsageError(f"--only: no case has {' or '.join(map(repr, args.only))} in its label")
+    for family in _families(args.family):
+        mine = [case for case in cases if case.family == family.name]
+        if family.ahead_of_cases is not None:
+            family.ahead_of_cases(device, mine)
+    rows, failures = _measure(cases, device, args.out, terminal, args.commit)
     _speed_table(rows, terminal)
     terminal.line(f"{args.out}: {len(rows)} rows appended")
     return _failure_table(failures, terminal)
@@ -171,7 +184,7 @@ def demo(args: argparse.Namespace, terminal: Terminal) -> int:
     )
     measurements = args.out.with_suffix(".jsonl")
     measurements.unlink(missing_ok=True)
-    rows, failures = _measure(families.get(), device, True, measurements, terminal)
+    rows, failures = _measure(_cases(families.get(), device, quick=True), device, measurements, terminal)
     _speed_table(rows, terminal)
     code = _failure_table(failures, terminal)
     try:
@@ -307,16 +320,14 @@ def _run_demo(family: Family, device: torch.device) -> DemoResult:
         return DemoResult(family.summary, False, f"{type(error).__name__}: {error}", math.nan, math.nan, "")
 
 
+def _cases(chosen: Sequence[Family], device: torch.device, quick: bool) -> list[Case]:
+    return [*ceilings.cases(device), *(case for family in chosen for case in family.cases(device, quick))]
+
+
 def _measure(
-    chosen: Sequence[Family],
-    device: torch.device,
-    quick: bool,
-    out: Path,
-    terminal: Terminal,
-    commit: str | None = None,
+    cases: Sequence[Case], device: torch.device, out: Path, terminal: Terminal, commit: str | None = None
 ) -> tuple[list[Row], list[runner.Failure]]:
     """Measure and store: in `out` if it is a .jsonl file, else below it in a file per GPU and family."""
-    cases = [*ceilings.cases(device), *(case for family in chosen for case in family.cases(quick))]
     rows = []
     with terminal.progress() as progress:
         measuring = runner.Runner(device, progress=progress, env=runner.environment(device, commit))
@@ -344,7 +355,7 @@ def _speed_table(rows: Sequence[Row], terminal: Terminal) -> None:
         view = view_of(name, measured, _views())
         for label, group in summary.by_group(measured, view).items():
             if speed := summary.speedups(group):
-                figures = speed.geomean, summary.speedup(speed.worst), summary.speedup(speed.best)
+                figures = speed.geomean, speed.least, speed.most
                 lines.append([name, label, str(speed.points), *(f"{figure:.2f}x" for figure in figures)])
     terminal.table("torch's time over isogemm's", ["family", "", "points", "geomean", "min", "max"], lines)
 
@@ -394,6 +405,14 @@ def _parser() -> argparse.ArgumentParser:
 
     added = command("bench", bench, "measure each family against torch", family, device, epilog=BENCH_CODES)
     added.add_argument("--quick", action="store_true", help="fewer cases")
+    added.add_argument(
+        "--only",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="TEXT",
+        help="only cases with one of these in their label, as progress shows it, such as 'gemm linear m=1 '",
+    )
     added.add_argument("--commit", metavar="HASH", help="the commit to record, where git cannot tell")
     added.add_argument(
         "--out",

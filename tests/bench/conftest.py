@@ -19,7 +19,7 @@ ENV = {
 
 @pytest.fixture
 def make_row() -> Callable[..., Row]:
-    """A bmm point: torch takes `ratio` times isogemm's `us`."""
+    """A bmm point: torch takes `ratio` times isogemm's `us`, and `peer` times a fixed tile's."""
 
     def make(
         batch: int = 256,
@@ -27,6 +27,7 @@ def make_row() -> Callable[..., Row]:
         us: float = 4.0,
         ratio: float = 2.0,
         cpu: dict[str, list[float]] | None = None,
+        peer: float | None = None,
         env: dict[str, str] | None = None,
         **params: int | str,
     ) -> Row:
@@ -47,7 +48,11 @@ def make_row() -> Callable[..., Row]:
             bytes=4.0 * batch * (m * k + k * n + m * n),
             info={"path": "tiny"},
             error={"isogemm": 1.5e-7, "torch": 2.5e-7},
-            times_us={"isogemm": [us, us * 0.9, us * 1.2], "torch": [us * ratio] * 3},
+            times_us={
+                "isogemm": [us, us * 0.9, us * 1.2],
+                "torch": [us * ratio] * 3,
+                **({} if peer is None else {"fixed tile": [us * ratio / peer]}),
+            },
             env={**ENV, **(env or {})},
             cpu_us=cpu or {},
         )

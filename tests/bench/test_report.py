@@ -64,6 +64,13 @@ def test_the_report_has_the_numbers(rows: list[Row]) -> None:
     assert "GPU <Y>" not in html
 
 
+def test_peers_stand_beside_isogemm(make_row: Callable[..., Row]) -> None:
+    rows = [make_row(256, peer=0.5), make_row(1024, peer=0.125), make_row(cache="hot")]
+    cells = [cell.strip() for cell in Page(report.render(rows, [VIEW])).cells]
+    for text in ("fixed tile (min)", "0.25x (0.12x)", "fixed tile us", "16.0", "64.0"):
+        assert text in cells
+
+
 def test_the_report_loads_nothing(rows: list[Row]) -> None:
     html = report.render(rows, [VIEW])
     page = Page(html)

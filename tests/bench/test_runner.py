@@ -55,6 +55,20 @@ def test_a_failing_check_gives_no_time_and_the_others_still_run() -> None:
     assert run.exit_code == 1
 
 
+@pytest.mark.parametrize(
+    ("slowest_us", "burst", "bursts"),
+    [(10.0, 50, 30), (40.0, 50, 30), (1000.0, 20, 5), (2001.0, None, None)],
+)
+def test_cpu_time_is_bounded(
+    slowest_us: float, burst: int | None, bursts: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the device does meanwhile; beside a long call it is not measured."""
+    asked: dict[str, int] = {}
+    monkeypatch.setattr(runner.timer, "host_time", lambda variants, device, **how: asked.update(how) or {})
+    runner.Runner(torch.device("cuda", 0))._host_time({}, slowest_us)
+    assert (asked.get("burst"), asked.get("bursts")) == (burst, bursts)
+
+
 def test_a_case_that_cannot_be_built_is_a_failure() -> None:
     def build(device: torch.device) -> CaseRun:
         raise MemoryError("no room")

@@ -63,7 +63,9 @@ def test_params_in_another_order_are_the_same_point(make_row: Callable[..., Row]
 def test_derived_figures(make_row: Callable[..., Row]) -> None:
     row = make_row(us=4.0, ratio=2.5, cpu={"isogemm": [30.0, 31.0, 90.0], "torch": [20.0, 10.0, 62.0]})
     assert row.us == {"isogemm": 4.0, "torch": 10.0}
-    assert row.speedup == 2.5
+    assert row.speedup == row.speedup_of("isogemm") == 2.5
+    assert row.speedup_of("fixed tile") is None
+    assert make_row(us=4.0, ratio=2.0, peer=0.5).speedup_of("fixed tile") == 0.5
     assert row.cpu_ratio == 31.0 / 20.0
     assert row.bytes_per_s == row.bytes / 4e-6
     assert row.flops_per_s == row.flops / 4e-6

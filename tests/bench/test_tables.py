@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,35 @@ def test_cpu_time_is_that_of_the_smallest_batch(make_row: Callable[..., Row]) ->
     cost = summary.host_cost(rows, VIEW)
     assert cost is not None
     assert tables.host_text(cost, VIEW) == "1.90x (worst 2.40x) at batch 256"
+
+
+def test_peers_stand_beside_isogemm(make_row: Callable[..., Row]) -> None:
+    rows = [make_row(256, peer=0.5), make_row(1024, peer=0.125), make_row(256, cache="hot")]
+    made = tables.tables(rows, [VIEW])
+    assert made["tiny-headline"].endswith(
+        "|  | points | geomean | min | max | fixed tile, geomean (min) |\n"
+        "| :-- | --: | --: | --: | --: | --: |\n"
+        "| bmm, fp32 ieee | 2 | 2.00x | 2.00x | 2.00x | 0.25x (0.12x) |\n"
+        "| bmm, fp32 ieee, hot | 1 | 2.00x | 2.00x | 2.00x |  |\n"
+    )
+    assert made["tiny-fixed-tile"].endswith(
+        "**bmm, fp32 ieee**\n\n"
+        "| m x n x k | batch 256 | batch 1024 |\n| :-- | --: | --: |\n| 12x12x64 | 0.50x | 0.12x |\n"
+    )
+
+
+def test_errors_are_the_largest_of_a_group(make_row: Callable[..., Row]) -> None:
+    rows = [make_row(256), replace(make_row(1024), error={"isogemm": 3e-7, "torch": 1e-7}), make_row(cache="hot")]
+    assert tables.tables(rows, [VIEW])["tiny-errors"].endswith(
+        "|  | isogemm | torch |\n| :-- | --: | --: |\n"
+        "| bmm, fp32 ieee | 3.0e-07 | 2.5e-07 |\n"
+        "| bmm, fp32 ieee, hot | 1.5e-07 | 2.5e-07 |\n"
+    )
+
+
+def test_a_column_other_than_the_batch(make_row: Callable[..., Row], ceiling_rows: list[Row]) -> None:
+    view = FamilyView("tiny", "GEMM", ("n", "k"), column="m")
+    rows = [make_row(1, (m, 64, 32), cpu={"isogemm": [30.0], "torch": [20.0 + m]}) for m in (10, 2)]
+    made = tables.tables([*ceiling_rows, *rows], [view])
+    assert "| n x k | m 2 | m 10 |\n| :-- | --: | --: |\n| 64x32 | 2.00x | 2.00x |" in made["tiny-speedup"]
+    assert " at m 10 | 1.36x at m 2 |" in made["tiny-headline"]

@@ -58,6 +58,20 @@ def test_passes_fill_the_sample_within_the_cap(call_us: float, calls: int, passe
     assert timer._passes(call_us, calls, sample_us=200.0, most_calls=4096) == passes
 
 
+@pytest.mark.parametrize(("budget_us", "repeats"), [(1e9, 8), (75_000.0, 7), (1.0, 5)])
+def test_slow_walks_are_measured_fewer_times(budget_us: float, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(call_ms=2.5)
+    cuda.install(monkeypatch)
+
+    def thunk() -> torch.Tensor:
+        if cuda.capturing:
+            cuda.capturing.recorded.append("call")
+        return torch.empty(0)
+
+    times = timer.measure({"isogemm": [thunk], "torch": [thunk]}, CUDA, repeats=8, budget_us=budget_us)
+    assert times == {"isogemm": [2500.0] * repeats, "torch": [2500.0] * repeats}
+
+
 def test_host_time_is_per_call_and_interleaved() -> None:
     order: list[str] = []
 

@@ -34,7 +34,7 @@ def check_giving(result: CheckResult | Exception) -> Check:
     return Check("same bits", "a row's bits do not follow its batch", run)
 
 
-def sum_case(correct: bool = True) -> Case:
+def sum_case(correct: bool = True, **params: int) -> Case:
     def build(device: torch.device) -> CaseRun:
         x = torch.ones(8, device=device)
 
@@ -44,7 +44,7 @@ def sum_case(correct: bool = True) -> Case:
 
         return CaseRun({"isogemm": [x.sum], "torch": [x.sum]}, check, {"path": "sum"})
 
-    return Case("fake", "sum", {"batch": 2, "m": 8, "dtype": "float32"}, 8.0, 32.0, build)
+    return Case("fake", "sum", {"batch": 2, "m": 8, "dtype": "float32", **params}, 8.0, 32.0, build)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Register:
             summary="sums",
             usability=lambda device: [Usability(False, "sum_kernel", f"{device} has no [tensor] cores")],
             checks=[check_giving(PASSING)],
-            cases=lambda quick: [sum_case()],
+            cases=lambda device, quick: [sum_case()],
             demo=lambda device: DemoResult("sum of 8", True, "exact", 2.0, 5.0, "one launch"),
         )
         monkeypatch.setattr(families, "FAMILIES", (replace(fake, **fields),))
@@ -184,14 +184,38 @@ def test_bench_into_a_folder():
 
 def test_bench_passes_quick_on(register):
     asked = []
-    register(cases=lambda quick: asked.append(quick) or [])
+    register(cases=lambda device, quick: asked.append((device.type, quick)) or [])
     main(["bench"])
     main(["bench", "--quick"])
-    assert asked == [False, True]
+    assert asked == [("cpu", False), ("cpu", True)]
+
+
+def test_bench_of_a_part(register, monkeypatch, capsys):
+    register(cases=lambda device, quick: [sum_case(n=n) for n in (1, 2, 3)])
+    monkeypatch.setattr(ceilings, "cases", lambda device: [ceilings._copy(64)])
+    assert main(["bench", "--only", "sum batch=2", "--out", "part.jsonl"]) == 0
+    assert main(["bench", "--only", "n=1", "n=3", "--out", "parts.jsonl"]) == 0
+    assert [row.params["n"] for row in store.read(Path("part.jsonl"))] == [1, 2, 3]
+    assert [row.params["n"] for row in store.read(Path("parts.jsonl"))] == [1, 3]
+    assert main(["bench", "--only", "n=4"]) == 2
+    assert "--only: no case has 'n=4' in its label" in capsys.readouterr().err
+
+
+def test_families_compile_ahead(register):
+    asked = []
+    register(
+        cases=lambda device, quick: [sum_case(n=n) for n in (1, 2)],
+        ahead_of_cases=lambda device, cases: asked.append([case.params["n"] for case in cases]),
+        ahead_of_checks=lambda device, trials: asked.append(trials),
+    )
+    main(["bench"])
+    main(["bench", "--only", "n=2"])
+    main(["verify", "--trials", "3"])
+    assert asked == [[1, 2], [2], 3]
 
 
 def test_bench_with_a_failing_case(register, style, capsys):
-    register(cases=lambda quick: [sum_case(correct=False), sum_case()])
+    register(cases=lambda device, quick: [sum_case(correct=False), sum_case()])
     assert main(["bench", "--out", "rows.jsonl"]) == 1
     assert "wrong sum" in capsys.readouterr().out
     assert len(store.read(Path("rows.jsonl"))) == 1
@@ -280,7 +304,7 @@ def test_demo_of_a_failing_family(ending, register, capsys):
 
 
 def test_demo_when_nothing_could_be_measured(register, capsys):
-    register(cases=lambda quick: [sum_case(correct=False)])
+    register(cases=lambda device, quick: [sum_case(correct=False)])
     assert main(["demo"]) == 1
     assert "wrong sum" in capsys.readouterr().out
 

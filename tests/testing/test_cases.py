@@ -57,6 +57,14 @@ def test_cancelling_products_are_far_below_their_terms(k, dtype):
     assert (product > 0).any()
 
 
+def test_model_has_outlier_channels_and_scaled_outputs():
+    a, b = make_operands("model", (200, 1000), (1000, 50), seed=0)
+    channels, outputs = a.std(0), b.std(0)
+    assert int((channels > 30).sum()) == 10
+    assert channels[channels <= 30].max() < 2
+    assert 0.004 < outputs.min() < 0.01 < 0.04 < outputs.max() < 0.1
+
+
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "broadcast"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -34,3 +35,18 @@ class CaseRun:
     variants: dict[str, list[Thunk]]  # "isogemm", "torch", ...: one thunk per rotated input set
     check: Callable[[], dict[str, float]]  # against fp64 on poisoned outputs: errors by variant, or raises
     info: dict[str, str]  # the path and config that served it
+
+
+@contextmanager
+def fp32_precision(precision: str) -> Iterator[None]:
+    """torch's fp32 matmul precision set to "ieee" or "tf32"; as it is for ""."""
+    if not precision:
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before

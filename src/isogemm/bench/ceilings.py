@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from isogemm.bench.cases import Case, CaseRun
+from isogemm.bench.cases import Case, CaseRun, fp32_precision
 from isogemm.bench.store import Row
 from isogemm.bench.views import number_type
 
@@ -28,6 +27,11 @@ class Ceilings:
     def bandwidth_fraction(self, row: Row) -> float | None:
         """The row's traffic per second over a copy's."""
         return None if self.bytes_per_s is None else row.bytes_per_s / self.bytes_per_s
+
+    def roof_fraction(self, row: Row) -> float | None:
+        """What the row reached of what memory and arithmetic allow."""
+        reached = self.bandwidth_fraction(row)
+        return None if reached is None else reached / self.bandwidth_limit(row)
 
     def bandwidth_limit(self, row: Row) -> float:
         """The largest `bandwidth_fraction` that the row's arithmetic allows; 1 where memory is the bound."""
@@ -89,7 +93,7 @@ def _mm(size: int, dtype: str, precision: str = "") -> Case:
         out = torch.full((size, size), torch.nan, device=device, dtype=element)
 
         def multiply() -> torch.Tensor:
-            with _fp32_precision(precision):
+            with fp32_precision(precision):
                 return torch.mm(a, b, out=out)
 
         def check() -> dict[str, float]:
@@ -105,17 +109,3 @@ def _mm(size: int, dtype: str, precision: str = "") -> Case:
 
     item = 4 if dtype == "float32" else 2
     return Case(FAMILY, "mm", params, 2.0 * size**3, 3.0 * size**2 * item, build)
-
-
-@contextmanager
-def _fp32_precision(precision: str) -> Iterator[None]:
-    if not precision:
-        yield
-        return
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = precision
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before

@@ -75,31 +75,28 @@ def ramp_colours(values: Sequence[int | str]) -> dict[int | str, str]:
 
 @_styled
 def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
-    """A line per shape, a dot per batch: speed-up over torch and, beside it, memory traffic."""
+    """A line per shape, a dot per column value: speed-up over torch and, beside it, what of the roof was reached."""
     shapes = summary.shapes(rows, view)
     canvas = _Canvas(_WIDTH, 0.75 + 0.21 * len(shapes))
     colours = {value: canvas.colour(css) for value, css in ramp_colours(summary.columns(rows, view)).items()}
     left, right = canvas.figure.subplots(1, 2, sharey=True, width_ratios=[1.6, 1])
     canvas.figure.get_layout_engine().set(wspace=0.06)
-    unit = 1e9 if ceilings.bytes_per_s is None else ceilings.bytes_per_s / 100
     lines: dict[str, list[tuple[float, float]]] = {shape: [] for shape in shapes}
     for row in sorted(rows, key=lambda row: summary.sort_key(view.column_value(row.params))):
         ratio, shape = row.speedup, view.shape_label(row.params)
         if ratio is None:
             continue
         y, colour = shapes.index(shape), colours[view.column_value(row.params)]
-        tip, traffic = point_label(row, view), row.bytes_per_s / unit
-        lines[shape].append((ratio, traffic))
+        tip, fraction = point_label(row, view), ceilings.roof_fraction(row)
+        reached = row.bytes_per_s / 1e9 if fraction is None else 100 * fraction
+        lines[shape].append((ratio, reached))
         canvas.point(left, ratio, y, colour, tip)
-        canvas.point(right, traffic, y, colour, tip)
-        limit = ceilings.bandwidth_limit(row)
-        if limit < 1:
-            right.plot([100 * limit], [y], "|", color=_MUTED, markersize=9, zorder=2)
+        canvas.point(right, reached, y, colour, tip)
     for y, points in enumerate(lines.values()):
         for axes, values in zip((left, right), zip(*points, strict=True), strict=False):
             axes.plot([min(values), max(values)], [y, y], color=_LINE, linewidth=2.5, zorder=1)
     ratios = [ratio for points in lines.values() for ratio, _ in points]
-    most = max(traffic for points in lines.values() for _, traffic in points)
+    most = max(reached for points in lines.values() for _, reached in points)
     _speedup_axis(left, min(ratios), max(ratios))
     left.set_yticks(range(len(shapes)), shapes)
     left.set_ylim(len(shapes) - 0.4, -0.6)
@@ -111,7 +108,7 @@ def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
     else:
         right.axvline(100, color=_MUTED, linewidth=0.8)
         right.set_xlim(0, max(105.0, 1.05 * most))
-        right.set_xlabel("% of measured copy bandwidth")
+        right.set_xlabel("% of the measured roof")
     for axes in (left, right):
         axes.grid(axis="x")
         axes.tick_params(length=0)

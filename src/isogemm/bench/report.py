@@ -34,7 +34,7 @@ class Key:
 
     text: str
     colour: str = ""
-    mark: str = "dot"  # or "line", "tick"
+    mark: str = "dot"  # or "line"
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,12 @@ def _plots(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> 
             continue
         ramp = plots.ramp_colours(summary.columns(group, view))
         keys = [Key(f"{view.column} {value}", colour) for value, colour in ramp.items() if value != ""]
-        if any(limits.bandwidth_limit(row) < 1 for row in group):
-            keys.append(Key("limit set by arithmetic", "var(--muted)", "tick"))
         made.append(Plot(label, plots.speedup(group, view, limits), keys))
     return made
 
 
 def _headline(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> Table:
-    lines = []
+    lines, peers = [], summary.peers(rows)
     for label, group in summary.by_group(rows, view).items():
         speed = summary.speedups(group)
         if speed is None:
@@ -146,17 +144,20 @@ def _headline(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) 
             [
                 Cell(label),
                 Cell(str(speed.points), speed.points),
-                *(
-                    _speedup(value)
-                    for value in (speed.geomean, summary.speedup(speed.worst), summary.speedup(speed.best))
-                ),
+                *map(_speedup, (speed.geomean, speed.least, speed.most)),
                 Cell(str(speed.behind), speed.behind),
+                *(_peer(summary.speedups(group, peer)) for peer in peers),
                 Cell("") if reached is None else Cell(tables.bandwidth_text(reached, view), reached.median),
                 Cell("") if cpu is None else Cell(tables.host_text(cpu, view), cpu.geomean),
             ]
         )
-    names = ["", "points", "geomean", "min", "max", "below 1x", "of copy bandwidth", "CPU time per call"]
-    return _without_empty(Table(names, lines))
+    names = ["", "points", "geomean", "min", "max", "below 1x"]
+    names += [f"{peer} (min)" for peer in peers]
+    return _without_empty(Table([*names, "of copy bandwidth", "CPU time per call"], lines))
+
+
+def _peer(speed: summary.Speedups | None) -> Cell:
+    return Cell(tables.peer_text(speed), None if speed is None else speed.geomean)
 
 
 def _points(rows: Sequence[Row], limits: ceilings.Ceilings) -> Table:

@@ -15,12 +15,14 @@ from statistics import median
 import torch
 
 from isogemm.bench import timer
-from isogemm.bench.cases import Case
+from isogemm.bench.cases import Case, Thunk
 from isogemm.bench.store import Row
 
 Progress = Callable[[int, int, str], None]  # cases done, cases in all, the one about to run ("" at the end)
 
 _BURST_US = 20_000.0  # slow calls are long or many launches: fewer of them to a burst
+_HOST_US = 100_000.0  # about what a variant's bursts may take in all
+_LONGEST_CALL_US = 2_000.0  # beside a longer call its CPU time is nothing
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Runner:
         env = environment(self.device) if self.env is None else self.env
         for done, case in enumerate(cases):
             self._report(done, len(cases), case.label)
+            if self.device.type == "cuda":  # what the last case's graphs held is else not free for this one
+                torch.cuda.empty_cache()
             row = self._row(case, env)
             if row is not None:
                 yield row
@@ -65,11 +69,7 @@ class Runner:
             errors = run.check()
             stage = "time"
             times = timer.measure(run.variants, self.device, repeats=self.repeats)
-            host = {}
-            if self.device.type == "cuda":  # elsewhere a call ends when its work does
-                slowest = max(median(raw) for raw in times.values())
-                burst = round(min(50, max(5, _BURST_US / slowest)))
-                host = timer.host_time(run.variants, self.device, bursts=self.host_bursts, burst=burst)
+            host = self._host_time(run.variants, max(median(raw) for raw in times.values()))
         except Exception as error:  # whatever a case raises, the other cases still run
             self.failures.append(Failure(case.label, stage, f"{type(error).__name__}: {error}"))
             return None
@@ -85,6 +85,13 @@ class Runner:
             cpu_us=host,
             env=dict(env),
         )
+
+    def _host_time(self, variants: Mapping[str, Sequence[Thunk]], slowest_us: float) -> dict[str, list[float]]:
+        if self.device.type != "cuda" or slowest_us > _LONGEST_CALL_US:  # on a CPU a call ends when its work does
+            return {}
+        burst = round(min(50, max(5, _BURST_US / slowest_us)))
+        bursts = round(min(self.host_bursts, max(5, _HOST_US / (burst * slowest_us))))
+        return timer.host_time(variants, self.device, bursts=bursts, burst=burst)
 
     def _report(self, done: int, total: int, label: str) -> None:
         if self.progress is not None:

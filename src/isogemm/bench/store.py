@@ -57,9 +57,13 @@ class Row:
     @property
     def speedup(self) -> float | None:
         """torch's time over isogemm's, where both were measured."""
-        if "isogemm" not in self.us or "torch" not in self.us:
+        return self.speedup_of("isogemm")
+
+    def speedup_of(self, variant: str) -> float | None:
+        """torch's time over that of a variant, where both were measured."""
+        if variant not in self.us or "torch" not in self.us:
             return None
-        return self.us["torch"] / self.us["isogemm"]
+        return self.us["torch"] / self.us[variant]
 
     @property
     def cpu_ratio(self) -> float | None:

@@ -19,6 +19,8 @@ class Speedups:
 
     points: int
     geomean: float
+    least: float
+    most: float
     worst: Row
     best: Row
     behind: int  # points below 1.00x
@@ -34,12 +36,6 @@ class Bandwidth:
     most: float
 
 
-def speedup(row: Row) -> float:
-    if row.speedup is None:
-        raise ValueError(f"{row.family} {row.op}: no speed-up, variants are {', '.join(row.times_us)}")
-    return row.speedup
-
-
 def is_behind(ratio: float) -> bool:
     """Below 1 as it is printed, with two decimals."""
     return round(ratio, 2) < 1
@@ -49,19 +45,36 @@ def geomean(values: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def speedups(rows: Iterable[Row]) -> Speedups | None:
-    """None where no row has both isogemm and torch."""
-    compared = [row for row in rows if row.speedup is not None]
+def speedups(rows: Iterable[Row], variant: str = "isogemm") -> Speedups | None:
+    """None where no row has both the variant and torch."""
+    compared = [(row, ratio) for row in rows if (ratio := row.speedup_of(variant)) is not None]
     if not compared:
         return None
-    values = [speedup(row) for row in compared]
+    values = [ratio for _, ratio in compared]
+    least, most = min(values), max(values)
     return Speedups(
-        len(compared),
-        geomean(values),
-        min(compared, key=speedup),
-        max(compared, key=speedup),
-        sum(map(is_behind, values)),
+        points=len(compared),
+        geomean=geomean(values),
+        least=least,
+        most=most,
+        worst=compared[values.index(least)][0],
+        best=compared[values.index(most)][0],
+        behind=sum(map(is_behind, values)),
     )
+
+
+def peers(rows: Iterable[Row]) -> list[str]:
+    """The variants measured beside isogemm and torch."""
+    return list(dict.fromkeys(name for row in rows for name in row.times_us if name not in ("isogemm", "torch")))
+
+
+def largest_errors(rows: Iterable[Row]) -> dict[str, float]:
+    """By variant, over the rows."""
+    found: dict[str, float] = {}
+    for row in rows:
+        for variant, error in row.error.items():
+            found[variant] = max(found.get(variant, 0.0), error)
+    return found
 
 
 def bandwidth(rows: Iterable[Row], view: FamilyView, ceilings: Ceilings) -> Bandwidth | None:
@@ -89,7 +102,7 @@ class HostCost:
 
 
 def host_cost(rows: Iterable[Row], view: FamilyView) -> HostCost | None:
-    """At the smallest batch: in large ones the host waits for the device, and the ratio says nothing of the call."""
+    """At the smallest column: in large ones the host waits for the device, and the ratio says nothing of the call."""
     measured = [(view.column_value(row.params), ratio) for row in rows if (ratio := row.cpu_ratio) is not None]
     if not measured:
         return None

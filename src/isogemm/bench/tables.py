@@ -18,20 +18,25 @@ _ANY_MARKER = re.compile(r"<!-- /?figures\b.*?-->")
 
 
 def tables(rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> dict[str, str]:
-    """By name: `FAMILY-headline`, `FAMILY-speedup` and `FAMILY-bandwidth` for every family, and `ceilings`."""
+    """By name, for every family: `FAMILY-headline`, `-speedup`, `-bandwidth`, `-errors`, and `-PEER` (such as
+    `gemm-fixed-tile`) for each variant beside isogemm and torch. And `ceilings`.
+    """
     latest, views = newest(rows), tuple(views)
-    made = {}
+    made: dict[str, str] = {}
     for family, mine in summary.by_family(latest).items():
         view = view_of(family, mine, views)
-        heads, speeds, bandwidths = [], [], []
         for gpu, part in summary.by_gpu(mine).items():
-            limits = ceilings.read(latest, gpu)
-            heads.append(f"{_source(part)}\n\n{headline(part, view, limits)}")
-            speeds.append(f"{_source(part)}\n\n{speedup(part, view)}")
-            bandwidths.append(f"{_source(part)}\n\n{bandwidth(part, view, limits)}")
-        made[f"{family}-headline"] = "\n".join(heads)
-        made[f"{family}-speedup"] = "\n".join(speeds)
-        made[f"{family}-bandwidth"] = "\n".join(bandwidths)
+            limits, source = ceilings.read(latest, gpu), _source(part)
+            parts = {
+                "headline": headline(part, view, limits),
+                "speedup": speedup(part, view),
+                "bandwidth": bandwidth(part, view, limits),
+                "errors": errors(part, view),
+                **{peer.replace(" ", "-"): speedup(part, view, peer) for peer in summary.peers(part)},
+            }
+            for name, text in parts.items():
+                before = made.get(f"{family}-{name}")
+                made[f"{family}-{name}"] = ("" if before is None else f"{before}\n") + f"{source}\n\n{text}"
     measured = [row for row in latest if row.family == ceilings.FAMILY]
     if measured:
         made["ceilings"] = _ceilings(measured)
@@ -39,8 +44,11 @@ def tables(rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> dict[str, s
 
 
 def headline(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> str:
-    """One line per group: speed-up over torch, bandwidth at the largest batch, CPU time per call."""
-    head = ["", "points", "geomean", "min", "max", "of copy bandwidth, median (range)", "CPU time per call"]
+    """One line per group: speed-up over torch, the peers', bandwidth at the largest column, CPU time per call."""
+    peers = summary.peers(rows)
+    head = ["", "points", "geomean", "min", "max"]
+    head += [f"{peer}, geomean (min)" for peer in peers]
+    head += ["of copy bandwidth, median (range)", "CPU time per call"]
     body = []
     for label, group in summary.by_group(rows, view).items():
         speed = summary.speedups(group)
@@ -51,9 +59,8 @@ def headline(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -
             [
                 label,
                 str(speed.points),
-                f"{speed.geomean:.2f}x",
-                f"{summary.speedup(speed.worst):.2f}x",
-                f"{summary.speedup(speed.best):.2f}x",
+                *(f"{ratio:.2f}x" for ratio in (speed.geomean, speed.least, speed.most)),
+                *(peer_text(summary.speedups(group, peer)) for peer in peers),
                 "" if reached is None else bandwidth_text(reached, view),
                 "" if cpu is None else host_text(cpu, view),
             ]
@@ -61,14 +68,14 @@ def headline(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -
     return markdown(head, body)
 
 
-def speedup(rows: Sequence[Row], view: FamilyView) -> str:
-    """One table per group: a line per shape, a column per batch, speed-up over torch in the cells."""
+def speedup(rows: Sequence[Row], view: FamilyView, variant: str = "isogemm") -> str:
+    """One table per group: a line per shape, a column per column value, speed-up over torch in the cells."""
     parts = []
-    for label, group in summary.by_group(rows, view).items():
+    for label, group in summary.by_group((row for row in rows if variant in row.times_us), view).items():
         cells = {
-            (view.shape_label(row.params), view.column_value(row.params)): f"{row.speedup:.2f}x"
+            (view.shape_label(row.params), view.column_value(row.params)): f"{ratio:.2f}x"
             for row in group
-            if row.speedup is not None
+            if (ratio := row.speedup_of(variant)) is not None
         }
         columns = summary.columns(group, view)
         head = [" x ".join(view.shape), *(f"{view.column} {column}".strip() for column in columns)]
@@ -80,7 +87,7 @@ def speedup(rows: Sequence[Row], view: FamilyView) -> str:
 
 
 def bandwidth(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> str:
-    """At the largest batch: a line per shape, a column per group, of the copy bandwidth."""
+    """At the largest column: a line per shape, a column per group, of the copy bandwidth."""
     largest = max((view.column_value(row.params) for row in rows), key=summary.sort_key, default="")
     cells: dict[str, dict[str, str]] = {}
     for label, group in summary.by_group(rows, view).items():
@@ -91,6 +98,22 @@ def bandwidth(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) 
     labels = list(dict.fromkeys(label for line in cells.values() for label in line))
     head = [f"{' x '.join(view.shape)}, {view.column} {largest}", *labels]
     return markdown(head, ([shape, *(line.get(label, "") for label in labels)] for shape, line in cells.items()))
+
+
+def errors(rows: Sequence[Row], view: FamilyView) -> str:
+    """One line per group: the largest error of each variant against fp64, as the family's check measures it."""
+    groups = {label: summary.largest_errors(group) for label, group in summary.by_group(rows, view).items()}
+    variants = list(dict.fromkeys(variant for found in groups.values() for variant in found))
+    body = (
+        [label, *(f"{found[variant]:.1e}" if variant in found else "" for variant in variants)]
+        for label, found in groups.items()
+        if found
+    )
+    return markdown(["", *variants], body)
+
+
+def peer_text(speed: summary.Speedups | None) -> str:
+    return "" if speed is None else f"{speed.geomean:.2f}x ({speed.least:.2f}x)"
 
 
 def bandwidth_text(reached: summary.Bandwidth, view: FamilyView) -> str:

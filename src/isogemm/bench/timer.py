@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,7 @@ Sampler = Callable[[], float]  # one measurement, in microseconds per call
 
 _CPU_CACHE_BYTES = 32 << 20  # torch does not know the CPU's cache; larger than most per-core shares
 _MOST_ROTATIONS = 2048
+_LEAST_REPEATS = 5
 _CACHE_MULTIPLE = 4  # a cyclic walk over 4x the cache finds ~2 % of it there, even under random replacement
 
 
@@ -43,20 +45,30 @@ def measure(
     warmup: int = 3,
     sample_us: float = 200.0,
     most_calls: int = 4096,
+    budget_us: float = 500_000.0,
 ) -> dict[str, list[float]]:
     """Time every variant: `repeats` raw measurements each, in microseconds per call.
 
     A measurement walks the variant's thunks as often as it takes to last `sample_us`, within `most_calls`. On
-    CUDA the walk is one graph; elsewhere it is a loop.
+    CUDA the walk is one graph; elsewhere it is a loop. Where all variants together would pass `budget_us`, they are
+    measured fewer times, but at least 5 where `repeats` allows.
     """
     _require_thunks(variants)
     if device.type == "cuda":
         with torch.cuda.device(device):
-            samplers = {n: _graph_sampler(thunks, sample_us, most_calls) for n, thunks in variants.items()}
-            return interleave(samplers, repeats, warmup)
-    loops = {name: _loop_sampler(thunks, sample_us, most_calls) for name, thunks in variants.items()}
+            graphs = {n: _graph_walk(thunks, sample_us, most_calls) for n, thunks in variants.items()}
+            return _within(budget_us, graphs, repeats, warmup)
+    loops = {name: _loop_walk(thunks, sample_us, most_calls) for name, thunks in variants.items()}
     with _collector_paused():
-        return interleave(loops, repeats, warmup)
+        return _within(budget_us, loops, repeats, warmup)
+
+
+def _within(budget_us: float, walks: Mapping[str, _Walk], repeats: int, warmup: int) -> dict[str, list[float]]:
+    round_us = sum(walk.cost_us for walk in walks.values())
+    affordable = max(_LEAST_REPEATS, int(budget_us / max(round_us, 1e-3)))
+    if affordable < repeats:
+        repeats, warmup = affordable, min(warmup, 1)
+    return interleave({name: walk.sample for name, walk in walks.items()}, repeats, warmup)
 
 
 def host_time(
@@ -102,6 +114,12 @@ def interleave(samplers: Mapping[str, Sampler], repeats: int, warmup: int) -> di
     return times
 
 
+@dataclass(frozen=True)
+class _Walk:
+    sample: Sampler
+    cost_us: float  # of one sample
+
+
 class _Graph:
     """`passes` walks over the thunks, captured in one CUDA graph."""
 
@@ -128,7 +146,7 @@ class _Graph:
         return float(self.start.elapsed_time(self.end)) * 1e3 / self.calls
 
 
-def _graph_sampler(thunks: Sequence[Thunk], sample_us: float, most_calls: int) -> Sampler:
+def _graph_walk(thunks: Sequence[Thunk], sample_us: float, most_calls: int) -> _Walk:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compile, and let libraries initialise, outside the capture
@@ -137,14 +155,15 @@ def _graph_sampler(thunks: Sequence[Thunk], sample_us: float, most_calls: int) -
     torch.cuda.current_stream().wait_stream(stream)
     graph = _Graph(thunks, 1)
     graph.sample()
-    passes = _passes(graph.sample(), len(thunks), sample_us, most_calls)
+    call_us = graph.sample()
+    passes = _passes(call_us, len(thunks), sample_us, most_calls)
     if passes > 1:
         del graph  # its memory, before the next is captured
         graph = _Graph(thunks, passes)
-    return graph.sample
+    return _Walk(graph.sample, 2 * call_us * graph.calls)
 
 
-def _loop_sampler(thunks: Sequence[Thunk], sample_us: float, most_calls: int) -> Sampler:
+def _loop_walk(thunks: Sequence[Thunk], sample_us: float, most_calls: int) -> _Walk:
     def walk(passes: int) -> float:
         start = time.perf_counter()
         for _ in range(passes):
@@ -153,8 +172,9 @@ def _loop_sampler(thunks: Sequence[Thunk], sample_us: float, most_calls: int) ->
         return (time.perf_counter() - start) * 1e6 / (passes * len(thunks))
 
     walk(1)
-    passes = _passes(walk(1), len(thunks), sample_us, most_calls)
-    return lambda: walk(passes)
+    call_us = walk(1)
+    passes = _passes(call_us, len(thunks), sample_us, most_calls)
+    return _Walk(lambda: walk(passes), call_us * passes * len(thunks))
 
 
 def _passes(call_us: float, calls: int, sample_us: float, most_calls: int) -> int:

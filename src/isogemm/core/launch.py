@@ -1,56 +1,107 @@
 """Launching a compiled kernel by its handle, past the JIT's per-call work.
 
 Triton's JIT spends 31 us a call (H200 host) on binding arguments and finding the compiled kernel again. A caller that
-keeps a `BoundKernel` per problem, with everything Triton specialises on in its own key, pays 7 us.
+keeps a `BoundKernel` per problem, with everything Triton specialises on in its own key, pays 7 us. Descriptors for TMA
+are made once per address and kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from triton import knobs
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 # The raw handle of torch's current stream on a device: what Triton's own launcher asks for.
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
+_TFLOAT32 = 11  # CU_TENSOR_MAP_DATA_TYPE_TFLOAT32: the copy engine rounds float32 as it reads
+_MOST_MAPS = 1024  # addresses kept per argument
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A matrix in memory as TMA reads or writes it, a block at a time."""
+
+    shape: tuple[int, int]
+    strides: tuple[int, int]  # in elements; the last is 1
+    block: tuple[int, int]
+    round_to_tf32: bool = False
+
 
 class BoundKernel:
     """A kernel compiled for one specialisation on one device."""
 
-    __slots__ = ("_compiled", "_constants", "_function", "_metadata", "_run")
+    __slots__ = (
+        "_after",
+        "_before",
+        "_compiled",
+        "_constants",
+        "_encoders",
+        "_function",
+        "_grouped",
+        "_launch",
+        "_metadata",
+    )
 
     def __init__(self, compiled: Any, constants: Sequence[object]) -> None:
         compiled._init_handles()  # load the module; `run` would take a load that failed before for one that succeeded
         if compiled.function is None:
             raise RuntimeError(f"{compiled.name} was compiled but not loaded")
         self._compiled = compiled
-        self._run = compiled.run
         self._function = compiled.function
         self._metadata = compiled.packed_metadata
         self._constants = tuple(constants)
+        self._encoders = tuple(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        self._launch, self._before, self._after, self._grouped = _launcher(compiled, bool(self._encoders))
 
-    def __call__(self, device: int, programs: int, *args: int) -> None:
-        """Launch on `device`'s current stream. Tensors are given by address; `device` must be current."""
+    def __call__(self, device: int, programs: int, *args: Any) -> None:
+        """Launch on `device`'s current stream; `device` must be current.
+
+        Tensors are given by address, or by what a `describer` gives, unpacked.
+        """
         stream = _current_stream(device)
         enter, leave, described = _listening(knobs.runtime.launch_enter_hook), knobs.runtime.launch_exit_hook, None
-        if enter is not None:
+        if enter is not None and not self._encoders:
             described = self._compiled.launch_metadata((programs, 1, 1), stream, *args, *self._constants)
-        self._run(
-            programs, 1, 1, stream, self._function, self._metadata, described, enter, _listening(leave),
-            *args, *self._constants,
-        )  # fmt: skip
+        hooks = (self._metadata, described, enter, _listening(leave))
+        if self._grouped:
+            arguments = (*args, *self._constants)
+            self._launch(programs, 1, 1, stream, self._function, *self._before, *hooks, *self._after, arguments)
+        else:
+            self._launch(programs, 1, 1, stream, self._function, *self._before, *hooks, *args, *self._constants)
 
+    def describer(self, index: int, seen: TensorMap) -> Callable[[int], tuple[Any, ...]]:
+        """For the kernel's `index`-th descriptor: from an address to the arguments that describe the matrix there."""
+        meta = self._encoders[index]
+        element = _TFLOAT32 if seen.round_to_tf32 else _internals().element_types[meta["elem_type"]]
+        encode, shape, strides = _internals().encode, list(seen.shape), list(seen.strides)
+        kept: dict[int, tuple[Any, ...]] = {}
 
-def _listening(hook: Any) -> Any:
-    """A launch hook, or None where nobody listens: Triton calls even an empty chain."""
-    return hook if hook is not None and getattr(hook, "calls", True) else None
+        def describe(address: int) -> tuple[Any, ...]:
+            found = kept.get(address)
+            if found is None:
+                if len(kept) >= _MOST_MAPS:
+                    kept.clear()
+                tensor_map = encode(
+                    address, meta["swizzle"], meta["elem_size"], element, meta["block_size"], shape, strides, 0
+                )
+                found = kept[address] = (tensor_map, *shape, *strides)
+            return found
+
+        return describe
 
 
 def bind(
-    kernel: Any, args: Sequence[object], constants: Mapping[str, object], options: Mapping[str, object]
+    kernel: Any,
+    args: Sequence[object],
+    constants: Mapping[str, object],
+    options: Mapping[str, object],
 ) -> BoundKernel:
     """Compile `kernel` on the current device for arguments like `args`.
 
@@ -63,3 +114,54 @@ def bind(
         raise TypeError(f"constants are {list(constants)}; {kernel.__name__} expects {names}")
     compiled = kernel.warmup(*args, grid=(1,), **constants, **options)
     return BoundKernel(compiled, list(constants.values()))
+
+
+@functools.cache
+def descriptors_usable() -> bool:
+    """Whether this Triton's launcher is one that takes descriptors made here."""
+    try:
+        _internals()
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Internals:
+    encode: Callable[..., Any]
+    element_types: Mapping[int, int]  # from the compiler's numbers to the driver's
+
+
+@functools.cache
+def _internals() -> _Internals:
+    from triton.backends.nvidia import driver as nvidia
+
+    if driver.active.get_current_target().backend != "cuda":
+        raise AttributeError("no TMA here")
+    utils = driver.active.utils
+    encode = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor  # since Triton 3.7, before
+    return _Internals(encode, nvidia.TMA_DTYPE_DEVICE_TO_HOST)
+
+
+def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...], bool]:
+    """Triton's innermost launcher, what it takes before and after the hooks, and whether the rest is one tuple.
+
+    Around it Triton allocates scratch memory, which no kernel here wants, and makes every descriptor again at every
+    call. Where it is not as expected, the outermost one.
+    """
+    outer = compiled.run
+    launch = getattr(outer, "launch", None)
+    if described:
+        inside = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))  # type: ignore[union-attr]
+        launch = inside["launcher"].cell_contents
+    elif launch is None or any(getattr(outer, name, True) for name in ("global_scratch_size", "profile_scratch_size")):
+        return outer, (), (), False
+    modes = (outer.launch_cooperative_grid, outer.launch_pdl)
+    if hasattr(outer, "arg_annotations"):
+        return launch, modes, (None, None, outer.arg_annotations, outer.kernel_signature), True
+    return launch, (*modes, None, None), (), False
+
+
+def _listening(hook: Any) -> Any:
+    """A launch hook, or None where nobody listens: Triton calls even an empty chain."""
+    return hook if hook is not None and getattr(hook, "calls", True) else None

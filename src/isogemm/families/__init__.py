@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 
 from isogemm.families.base import DemoResult, Family, Usability
+from isogemm.families.gemm import FAMILY as GEMM
 from isogemm.families.tiny import FAMILY as TINY
 
-FAMILIES: tuple[Family, ...] = (TINY,)
+FAMILIES: tuple[Family, ...] = (GEMM, TINY)
 
 __all__ = ["FAMILIES", "DemoResult", "Family", "Usability", "get"]
 

@@ -39,6 +39,8 @@ class Family:
     summary: str
     usability: Callable[[torch.device], Sequence[Usability]]
     checks: Sequence[Check]
-    cases: Callable[[bool], Sequence[Case]]  # argument: quick
+    cases: Callable[[torch.device, bool], Sequence[Case]]  # (device, quick)
     demo: Callable[[torch.device], DemoResult]
+    ahead_of_checks: Callable[[torch.device, int], None] | None = None  # compiles what so many trials will need
+    ahead_of_cases: Callable[[torch.device, Sequence[Case]], None] | None = None
     view: FamilyView | None = None  # how its points are laid out; by default read from their parameters

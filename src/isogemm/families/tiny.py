@@ -212,7 +212,7 @@ def _on_gpu(name: str, device: torch.device) -> CheckResult | None:
 # bench
 
 
-def cases(quick: bool) -> Sequence[Case]:
+def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     if quick:
         points = ((12, 12, 64), (42, 42, 8), (8, 8, 8))
         return [_case(256, *shape, "float32", "ieee", "nn", "cold") for shape in points]

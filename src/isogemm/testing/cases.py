@@ -30,6 +30,8 @@ def make_data(
     products of a thousand elements stay finite).
     cancelling: along `reduce_dim` the second half repeats the first times `pair_sign`, a few ulp off. A
     product cancels when one operand has `pair_sign` -1 and the other +1: see `make_operands`.
+    model: as in a trained network. With `pair_sign` -1 activations, a few of whose channels (along `reduce_dim`)
+    are 50 times the others; with +1 weights of standard deviation 0.02, each output with a scale of its own.
     """
     if kind not in _MAKERS:
         raise ValueError(f"kind: got {kind!r}, expected one of {', '.join(DATA_KINDS)}")
@@ -96,10 +98,22 @@ def _cancelling(draw: _Draw, dtype: torch.dtype, reduce_dim: int, pair_sign: int
     return data
 
 
+def _model(draw: _Draw, dtype: torch.dtype, reduce_dim: int, pair_sign: int) -> torch.Tensor:
+    data, chance = draw.normal(), draw.uniform()
+    if pair_sign > 0:
+        return 0.02 * data * torch.exp2(4 * chance.narrow(reduce_dim, 0, min(1, chance.shape[reduce_dim])) - 2)
+    for axis in range(data.dim()):  # one draw per channel
+        if axis != reduce_dim % data.dim():
+            chance = chance.narrow(axis, 0, min(1, chance.shape[axis]))
+    rank = chance.argsort(reduce_dim).argsort(reduce_dim)
+    return torch.where(rank * 100 < data.shape[reduce_dim], 50 * data, data)
+
+
 _MAKERS: dict[str, Callable[[_Draw, torch.dtype, int, int], torch.Tensor]] = {
     "normal": _normal,
     "wide": _wide,
     "cancelling": _cancelling,
+    "model": _model,
 }
 DATA_KINDS = tuple(_MAKERS)
 

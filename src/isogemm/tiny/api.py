@@ -10,14 +10,12 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from isogemm.core.eager import PLAIN, autocast_dtype, in_transform, through_dispatcher
 from isogemm.tiny import op
 from isogemm.tiny.configs import DTYPES, MAX_SIZE
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_STRIDED = torch.strided
 _SERVED = tuple(getattr(torch, name) for name in DTYPES)
 
 _Product = Callable[[torch.Tensor, torch.Tensor, str | None], torch.Tensor]
@@ -38,7 +36,7 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, precision: str | None = None) -> to
     Where the tiny kernels serve (a GPU; float32, float16, bfloat16; B > 1), a matrix's bits do not depend on the batch
     around it. `isogemm.dispatch_log` shows which path served a call. Differentiable, twice.
     """
-    if type(a) in _PLAIN and a.is_cuda and not (_through_dispatcher(a, b) or torch.is_autocast_enabled("cuda")):
+    if type(a) in PLAIN and a.is_cuda and not (through_dispatcher(a, b) or torch.is_autocast_enabled("cuda")):
         plan = op.plans.get(op.key(a, b, precision))  # one that is known was valid
         if plan is not None:
             return _served(plan, a, b, precision)
@@ -51,9 +49,9 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, precision: str | None = None) -> to
 
 
 def _bmm(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.Tensor:
-    if not is_compiling() and _in_transform(a, b):
+    if not is_compiling() and in_transform(a, b):
         return op.torch_bmm(a, b, precision)
-    if _through_dispatcher(a, b):
+    if through_dispatcher(a, b):
         return cast(torch.Tensor, torch.ops.isogemm.bmm(a, b, precision))
     return _served(op.plan(a, b, precision), a, b, precision)
 
@@ -113,10 +111,9 @@ _register_autograd()
 
 def _autocast(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> tuple[torch.Tensor, torch.Tensor, str | None]:
     """What autocast makes of torch.bmm's arguments: each operand in its own turn."""
-    device = a.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    dtype = autocast_dtype(a.device)
+    if dtype is None:
         return a, b, precision
-    dtype = torch.get_autocast_dtype(device)
     a, b = (x.to(dtype) if x.dtype in _SERVED else x for x in (a, b))
     return a, b, precision if dtype is torch.float32 else None
 
@@ -127,32 +124,3 @@ def _concerns_tiny(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> b
         return False
     a_shape, b_shape = a.shape, b.shape
     return precision is not None or (a_shape[1] <= MAX_SIZE and a_shape[2] <= MAX_SIZE and b_shape[2] <= MAX_SIZE)
-
-
-def _in_transform(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Inside forward-mode AD or vmap and its kin, which torch.bmm knows and a custom operator does not."""
-    return (
-        forward_ad._current_level >= 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._functorch.is_legacy_batchedtensor(a)
-        or torch._C._functorch.is_legacy_batchedtensor(b)
-    )
-
-
-def _through_dispatcher(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether torch has anything to say to this call that the plain path would not hear."""
-    return (
-        is_compiling()
-        or type(a) not in _PLAIN
-        or type(b) not in _PLAIN
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or _in_transform(a, b)
-        or _is_lazy(a)
-        or _is_lazy(b)
-    )
-
-
-def _is_lazy(x: torch.Tensor) -> bool:
-    """Without memory that a kernel could read as it stands."""
-    return x.is_neg() or x._is_zerotensor() or x.layout is not _STRIDED or x.is_nested

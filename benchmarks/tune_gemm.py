@@ -1,0 +1,390 @@
+"""Measure the GEMM family's configurations on this GPU, and write its tables from the measurements.
+
+    python benchmarks/tune_gemm.py --raw times.jsonl --kinds linear dx dw     # on a GPU
+    python benchmarks/tune_gemm.py --raw times.jsonl ... --decide             # anywhere
+
+A configuration counts only where its result is bit for bit the canonical one's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isogemm.gemm import configs, kernels, op
+from isogemm.gemm.configs import Config, Problem
+
+TABLES = Path(__file__).resolve().parents[1] / "src/isogemm/gemm/tables.py"
+
+WEIGHTS = (  # n, k
+    (12288, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (32000, 4096), (128256, 4096), (1024, 4096),
+    (6144, 4096), (2048, 2048), (5120, 5120), (8192, 8192), (512, 2048), (3072, 768), (768, 3072), (256, 1024), (2560, 9728),
+)  # fmt: skip
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+NUMBERS = {  # dtype, precision
+    "half": ("bfloat16", "ieee"),
+    "tf32": ("float32", "tf32"),
+    "tf32x3": ("float32", "tf32x3"),
+    "ieee": ("float32", "ieee"),
+}
+KINDS = ("linear", "dx", "dw")
+
+
+@dataclass(frozen=True)
+class Point:
+    kind: str
+    number: str
+    tokens: int
+    n: int
+    k: int
+
+    @property
+    def problem(self) -> Problem:
+        dtype, precision = NUMBERS[self.number]
+        t, n, k = self.tokens, self.n, self.k
+        if self.kind == "linear":
+            return Problem(t, n, k, dtype, dtype, precision, (k, 1), (1, k), (n, 1), chunk=configs.walk_chunk(k))
+        if self.kind == "dx":
+            return Problem(t, k, n, dtype, dtype, precision, (n, 1), (k, 1), (k, 1), chunk=configs.walk_chunk(n))
+        chunk = configs.token_chunk(n, k, dtype)
+        return Problem(n, k, t, dtype, dtype, precision, (1, n), (k, 1), (k, 1), chunk=chunk)
+
+
+def candidates(point: Point) -> list[Config]:
+    problem = point.problem
+    made = _small(problem) if problem.m <= 16 else _medium(problem) if problem.m <= 128 else _large(problem)
+    if problem.number == "ieee":
+        made = _fma(problem)
+    chosen = []
+    for config in made:
+        if problem.chunks > 1:
+            config = replace(config, persistent=True, early_launch=False)
+            chosen.append(replace(config, parallel_chunks=True))
+        chosen.append(config)
+    fitted = (configs.fitted(problem, config) for config in chosen)
+    return list(dict.fromkeys(config for config in fitted if not configs.illegal(problem, config)))
+
+
+def _small(problem: Problem) -> Iterator[Config]:
+    """The weight's tile is the left operand, the tokens a few columns."""
+    wide = 2 if problem.dtype != "float32" else 1
+    columns = 8 if problem.m <= 8 else 16
+    for block_m, block_k, warps, stages in (
+        (16, 256, 2, 4), (16, 256, 1, 5), (32, 256, 2, 4), (32, 128, 2, 5), (64, 128, 2, 4), (64, 128, 4, 4),
+        (64, 64, 4, 6),
+        (128, 64, 4, 5), (128, 64, 8, 4), (16, 128, 2, 6), (32, 256, 4, 4),
+    ):  # fmt: skip
+        yield Config(block_m, columns, block_k * wide, warps, stages, swapped=True, early_launch=True)
+    yield Config(32, columns, 256 * wide, 2, 4, swapped=True)
+    yield Config(64, max(columns, 16), 64 * wide, 4, 6, "tma", swapped=True, early_launch=True)
+    yield Config(64, max(columns, 16), 128 * wide, 4, 4, "tma", swapped=True, early_launch=True)
+    yield Config(128, max(columns, 16), 64 * wide, 4, 5, "tma", swapped=True, early_launch=True)
+
+
+def _medium(problem: Problem) -> Iterator[Config]:
+    wide = 2 if problem.dtype != "float32" else 1
+    least = 16 if problem.n <= 4096 else 32
+    columns = [size for size in (16, 32, 64, 128) if least <= size <= problem.m or size == 32]
+    for block_n in columns:
+        for block_m, block_k, warps, stages in (
+            (64, 64, 4, 5), (64, 128, 4, 4), (128, 32, 4, 6), (128, 64, 4, 4), (128, 64, 8, 4), (64, 32, 4, 8),
+        ):  # fmt: skip
+            for kernel in ("tma", "pointer"):
+                if kernel == "pointer" and block_n == 128:
+                    continue
+                yield Config(block_m, block_n, block_k * wide, warps, stages, kernel, swapped=True, early_launch=True)
+    if problem.m >= 64:
+        for block_m, block_n in ((64, 128), (64, 256), (128, 128), (128, 256)):
+            if block_m <= problem.m:
+                for warps in (4, 8) if block_m * block_n <= 128 * 128 else (8,):
+                    yield Config(block_m, block_n, 32 * wide, warps, 4, "tma", early_launch=True)
+        for block_m, block_n, rest, warps in (
+            (64, 128, 64, 4),
+            (64, 64, 32, 4),
+            (128, 64, 32, 4),
+            (128, 32, 16, 4),
+            (64, 128, 32, 4),
+        ):
+            if block_m <= problem.m:
+                yield Config(block_m, block_n, 32 * wide, warps, 5, "tma", rest_n=rest, early_launch=True)
+
+
+def _large(problem: Problem) -> Iterator[Config]:
+    wide = 2 if problem.dtype != "float32" else 1
+    block_k = 32 * wide
+    stream = Config(128, 256, block_k, 8, 3, "stream", persistent=True)
+    for parts, group in ((1, 8), (2, 8), (2, 4), (2, 16), (4, 8)):
+        yield replace(stream, parts=parts, group=group)
+    yield replace(stream, parts=4, num_stages=4)
+    yield replace(stream, block_m=256, block_n=128, parts=2)
+    yield Config(128, 256, block_k, 8, 3, "tma", persistent=True, parts=2)
+    for block_m, block_n, warps, stages, residents in ((128, 128, 8, 5, 1), (128, 128, 4, 3, 2), (64, 256, 4, 4, 1)):
+        parts = 2 if residents > 1 else 1
+        tile = replace(stream, block_m=block_m, block_n=block_n, num_warps=warps, num_stages=stages)
+        yield replace(tile, residents=residents, parts=parts)
+    for block_m, block_n, rest, warps, stages in (
+        (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 32, 8, 4), (128, 128, 64, 4, 4), (128, 64, 32, 4, 5),
+        (64, 128, 64, 4, 4), (128, 64, 16, 4, 5), (64, 256, 64, 4, 3),
+    ):  # fmt: skip
+        yield Config(block_m, block_n, block_k, warps, stages, "tma", rest_n=rest, early_launch=True)
+    if problem.m * problem.n > 64 * 132 * 128 * 128:
+        return
+    for block_m, block_n, depth, warps, stages in (
+        (128, 128, 1, 4, 5), (128, 64, 2, 4, 4), (64, 128, 2, 4, 4), (64, 256, 1, 4, 4), (128, 64, 1, 4, 6),
+        (64, 64, 2, 4, 5),
+    ):  # fmt: skip
+        yield Config(block_m, block_n, block_k * depth, warps, stages, "tma", early_launch=True)
+    for block_m, block_n, depth, warps, stages in (
+        (128, 64, 2, 4, 4),
+        (128, 32, 2, 4, 4),
+        (64, 64, 2, 4, 5),
+        (128, 128, 1, 4, 5),
+    ):
+        yield Config(block_m, block_n, block_k * depth, warps, stages, "tma", swapped=True, early_launch=True)
+
+
+def _fma(problem: Problem) -> Iterator[Config]:
+    if problem.m <= 16:
+        for block_m, block_k, warps, stages in (
+            (16, 128, 4, 3),
+            (32, 64, 4, 3),
+            (32, 128, 4, 3),
+            (64, 64, 4, 3),
+            (16, 64, 2, 4),
+        ):
+            yield Config(block_m, 16, block_k, warps, stages, swapped=True, early_launch=True)
+        return
+    for block_m, block_n, block_k, warps, stages in (
+        (128, 128, 16, 8, 3), (128, 128, 32, 8, 2), (128, 128, 16, 8, 4), (64, 128, 32, 8, 3), (64, 64, 32, 4, 3),
+        (128, 64, 32, 8, 3), (128, 64, 16, 4, 3), (64, 128, 16, 4, 3), (32, 64, 32, 4, 3), (32, 32, 64, 4, 3),
+        (128, 128, 16, 16, 3),
+    ):  # fmt: skip
+        if block_m <= 2 * problem.m:
+            yield Config(block_m, block_n, block_k, warps, stages)
+            yield Config(block_m, block_n, block_k, warps, stages, swapped=True)
+
+
+def precompile(job: tuple[Problem, Config]) -> str:
+    problem, config = job
+    try:
+        op.plan_for(problem, config, torch.device("cuda", 0))
+    except Exception as error:
+        return f"{problem} {config}: {type(error).__name__}: {str(error)[-300:]}"
+    return ""
+
+
+class Operands:
+    """Weights of one shape, enough of them to be cold when their turn comes, and tokens to go with them."""
+
+    def __init__(self, n: int, k: int, dtype: torch.dtype) -> None:
+        self.n, self.k, self.dtype = n, k, dtype
+        size = n * k * dtype.itemsize
+        self.sets = max(1, min(64, math.ceil(4 * torch.cuda.get_device_properties(0).L2_cache_size / size)))
+        self.weights = torch.randn(self.sets, n, k, device="cuda", dtype=dtype)
+
+    def calls(self, point: Point) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Operand pairs (a, b) of the point's products."""
+        t = point.tokens
+        x = torch.randn(t, self.k, device="cuda", dtype=self.dtype)
+        grad = torch.randn(t, self.n, device="cuda", dtype=self.dtype)
+        if point.kind == "linear":
+            return [(x, weight.mT) for weight in self.weights]
+        if point.kind == "dx":
+            return [(grad, weight) for weight in self.weights]
+        return [(grad.mT, x)]
+
+
+def measure(point: Point, operands: Operands, chosen: list[Config], repeats: int) -> dict[str, object]:
+    """Microseconds per call of torch and of every configuration with the canonical one's bits."""
+    calls = operands.calls(point)
+    problem = point.problem
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if point.number == "tf32" else "ieee"
+    a, b = calls[0]
+    outs = [torch.empty(problem.m, problem.n, device="cuda", dtype=a.dtype) for _ in calls]
+    canonical = configs.fitted(problem, configs.canonical(problem))
+    wanted = op.plan_for(problem, canonical, a.device).run(a, b, None, None)
+    bits = torch.int16 if a.dtype.itemsize == 2 else torch.int32
+    runs: dict[str, Callable[[], None]] = {}
+    differing = []
+
+    def walk(call: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]) -> Callable[[], None]:
+        def run() -> None:
+            for (left, right), out in zip(calls, outs, strict=True):
+                call(left, right, out)
+
+        return run
+
+    for config in chosen:
+        plan = op.plan_for(problem, config, a.device)
+        outs[0].fill_(float("nan"))
+        plan.run(a, b, None, outs[0])
+        if torch.equal(outs[0].view(bits), wanted.view(bits)):
+            runs[str(config)] = walk(lambda left, right, out, plan=plan: plan.run(left, right, None, out))
+        else:
+            differing.append(str(config))
+    runs["torch"] = walk(lambda left, right, out: torch.mm(left, right, out=out))
+    times = interleaved(runs, len(calls), repeats)
+    return {"us": times, "differing": differing}
+
+
+def interleaved(runs: dict[str, Callable[[], None]], calls: int, repeats: int) -> dict[str, float]:
+    stream = torch.cuda.Stream()
+    graphs = {}
+    with torch.cuda.stream(stream):
+        for name, run in runs.items():
+            run()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin()
+            run()
+            graph.capture_end()
+            graphs[name] = graph
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for turn in range(repeats + 1):
+            for name, graph in graphs.items():
+                graph.replay()
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                if turn:
+                    times[name].append(start.elapsed_time(end) * 1e3 / calls)
+    return {name: round(statistics.median(values), 3) for name, values in times.items()}
+
+
+def sweep(points: list[Point], raw: Path, workers: int, seconds: float) -> None:
+    begun = time.perf_counter()
+    chosen = {point: candidates(point) for point in points}
+    jobs = {}
+    for point, made in chosen.items():
+        problem = point.problem
+        for config in (*made, configs.fitted(problem, configs.canonical(problem))):
+            launch = kernels.describe_gemm(problem, config)
+            key = (*launch.constants.values(), *launch.options.values())
+            jobs.setdefault(key, (problem, config))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        failures = list(filter(None, pool.map(precompile, jobs.values(), chunksize=2)))
+    print(f"compiled {len(jobs)} kernels in {time.perf_counter() - begun:.0f} s, {len(failures)} failed", flush=True)
+    for failure in failures[:5]:
+        print("failed:", failure, flush=True)
+    operands = None
+    with raw.open("a", encoding="utf-8") as file:
+        for point in points:
+            if time.perf_counter() - begun > seconds:
+                print(f"stopped before {point}", flush=True)
+                return
+            dtype = getattr(torch, NUMBERS[point.number][0])
+            if operands is None or (operands.n, operands.k, operands.dtype) != (point.n, point.k, dtype):
+                operands = None
+                torch.cuda.empty_cache()
+                operands = Operands(point.n, point.k, dtype)
+            flops = 2.0 * point.tokens * point.n * point.k
+            repeats = 3 if flops > 1e12 else 5 if flops > 1e11 else 7
+            try:
+                result = measure(point, operands, chosen[point], repeats)
+            except Exception as error:
+                print("failed:", point, type(error).__name__, str(error)[-300:], flush=True)
+                continue
+            row = {"kind": point.kind, "number": point.number, "tokens": point.tokens, "n": point.n, "k": point.k}
+            file.write(json.dumps({**row, **result}) + "\n")
+    print(f"measured {len(points)} points in {time.perf_counter() - begun:.0f} s", flush=True)
+
+
+NEAR = 1.015  # configurations this close to the best share a point: fewer kernels to compile
+
+
+def decide(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[tuple[int, int], dict[int, Config]]]:
+    """By kind of problem, weight and number of tokens: a configuration near the best, of as few as will do."""
+    measured: dict[Point, dict[str, list[float]]] = {}
+    for row in rows:
+        point = Point(row["kind"], row["number"], row["tokens"], row["n"], row["k"])
+        known = set(map(str, candidates(point)))  # of an older file, only what still is one counts
+        for name in known & row["us"].keys():
+            measured.setdefault(point, {}).setdefault(name, []).append(row["us"][name] / row["us"]["torch"])
+    near: dict[Point, set[str]] = {}
+    for point, ratios in measured.items():
+        means = {name: statistics.mean(values) for name, values in ratios.items()}
+        near[point] = {name for name, mean in means.items() if mean <= NEAR * min(means.values())}
+    chosen: dict[Point, str] = {}
+    while open_points := near.keys() - chosen.keys():
+        counts = Counter(name for point in open_points for name in near[point])
+        name = max(sorted(counts), key=counts.__getitem__)
+        chosen.update((point, name) for point in open_points if name in near[point])
+    tables: dict[tuple[str, str], dict[tuple[int, int], dict[int, Config]]] = {}
+    for point in sorted(chosen, key=lambda point: (point.number, point.kind, point.n, point.k, point.tokens)):
+        problem = point.problem
+        named = {str(config): config for config in candidates(point)}
+        sizes = (problem.m, problem.n) if point.kind == "dw" else (problem.n, problem.k)
+        tables.setdefault((problem.number, problem.layout), {}).setdefault(sizes, {})[point.tokens] = named[
+            chosen[point]
+        ]
+    return tables
+
+
+def source(tables: dict[tuple[str, str], dict[tuple[int, int], dict[int, Config]]]) -> str:
+    lines = [
+        '"""Measured configurations for sm_90, written by benchmarks/tune_gemm.py.',
+        "",
+        "By (number, layout): ((the weight's sizes), ((tokens up to, configuration), ...)), ...",
+        '"""',
+        "",
+        "# fmt: off",
+    ]
+    configurations = list(dict.fromkeys(c for table in tables.values() for by in table.values() for c in by.values()))
+    names = {config: f"C{index}" for index, config in enumerate(configurations)}
+    lines += [f"{names[config]} = {astuple(config)!r}" for config in configurations]
+    lines += ["", "TABLES: dict[tuple[str, str], tuple[Any, ...]] = {"]
+    for key, table in tables.items():
+        lines.append(f"    {key!r}: (")
+        for sizes, by_tokens in table.items():
+            steps = ", ".join(f"({tokens}, {names[config]})" for tokens, config in by_tokens.items())
+            lines.append(f"        ({sizes!r}, ({steps},)),")
+        lines.append("    ),")
+    lines += ["}", ""]
+    lines.insert(5, "from typing import Any")
+    lines.insert(6, "")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--raw", type=Path, nargs="+", required=True, help="times, JSONL; the first is added to")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--numbers", nargs="+", choices=list(NUMBERS), default=["half"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--weights", nargs="+", type=int, help="indices into WEIGHTS")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long")
+    parser.add_argument("--workers", type=int, default=max(1, multiprocessing.cpu_count() - 1))
+    parser.add_argument("--decide", action="store_true", help="write the tables from the raw files")
+    options = parser.parse_args()
+    if options.decide:
+        rows = [json.loads(line) for path in options.raw for line in path.read_text(encoding="utf-8").splitlines()]
+        TABLES.write_text(source(decide(rows)), encoding="utf-8")
+        return
+    weights = WEIGHTS if options.weights is None else [WEIGHTS[index] for index in options.weights]
+    points = [
+        Point(kind, number, tokens, n, k)
+        for number in options.numbers
+        for kind in options.kinds
+        for n, k in weights
+        for tokens in options.tokens
+        if kind == "linear" or tokens >= 256
+    ]
+    sweep(points, options.raw[0], options.workers, options.seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,398 @@
+"""Problems of the GEMM family, the tiles that may serve them, and which one does. Pure: no device, no tensors.
+
+A problem's bits are a function of its operands, its precision and its chunk. The chunk is a function of the weight's
+shape and dtype; everything in a Config may follow M.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from isogemm.gemm.tables import TABLES
+
+MEASURED_ARCH = "sm_90"  # whose figures the tables are
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPES = tuple(ITEMSIZE)
+
+WORKSPACE = 64 << 20  # bytes, the most that finished chunks may take
+LONGEST_WALK = 16384  # k of one sum in a product; longer ones are cut
+_CUT_WALK = 8192
+BIAS_CHUNK = 1024  # tokens of one sum in a bias gradient; divides every weight's chunk
+_LARGEST_CHUNK = 4096  # tokens of one sum in a weight gradient
+_PINNED_BLOCK_K = 32  # of tf32x3, whose bits follow it
+
+Walk = Literal["one", "in place", "scratch", "partials"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """C = A B (+ bias), or C += A B, for every one of a batch: A [m, k], B [k, n].
+
+    A batch, and k, may have two levels: index i is (i // inner, i % inner), each with its own stride.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    out_dtype: str
+    precision: str = "ieee"  # of float32: ieee, tf32 or tf32x3
+    a_strides: tuple[int, int] = (0, 1)  # m, k; in elements
+    b_strides: tuple[int, int] = (1, 0)  # k, n
+    c_strides: tuple[int, int] = (0, 1)  # m, n
+    a_aligned: bool = True  # its address is a multiple of 16 bytes
+    b_aligned: bool = True
+    c_aligned: bool = True
+    batch: int = 1
+    batch_inner: int = 1
+    a_batch_strides: tuple[int, int] = (0, 0)  # outer, inner
+    b_batch_strides: tuple[int, int] = (0, 0)
+    k_inner: int = 0  # 0: k has one level
+    k_outer_strides: tuple[int, int] = (0, 0)  # of A, of B
+    chunk: int = 0  # a new sum at every multiple of it; 0: one walk
+    accumulate: bool = False
+    bias: bool = False
+    arch: str = MEASURED_ARCH
+    sm_count: int = 132
+
+    def __str__(self) -> str:
+        number = self.dtype if self.dtype != "float32" else f"float32/{self.precision}"
+        parts = [f"[{self.m},{self.n},{self.k}]", number, self.layout]
+        if self.batch > 1:
+            parts.insert(0, f"{self.batch} x")
+        if self.out_dtype != self.dtype:
+            parts.append(f"-> {self.out_dtype}")
+        if self.chunk:
+            parts.append(f"chunk {self.chunk}")
+        if self.accumulate:
+            parts.append("accumulated")
+        return " ".join(parts)
+
+    @property
+    def layout(self) -> str:
+        """n or t for each operand as BLAS has it; x where no axis is contiguous."""
+        return _letter(self.a_strides[1], self.a_strides[0]) + _letter(self.b_strides[1], self.b_strides[0])
+
+    @property
+    def chunks(self) -> int:
+        """How many sums an element has."""
+        return -(-self.k // self.chunk) if self.chunk else 1
+
+    @property
+    def number(self) -> str:
+        """The kind of arithmetic, by which the tables are sorted."""
+        return self.precision if self.dtype == "float32" else "half"
+
+    def transposed(self) -> Problem:
+        """The same product as C^T = B^T A^T."""
+        return replace(
+            self, m=self.n, n=self.m, a_strides=self.b_strides[::-1], b_strides=self.a_strides[::-1],
+            c_strides=self.c_strides[::-1], a_aligned=self.b_aligned, b_aligned=self.a_aligned,
+            a_batch_strides=self.b_batch_strides, b_batch_strides=self.a_batch_strides,
+            k_outer_strides=self.k_outer_strides[::-1],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    kernel: Literal["pointer", "tma", "stream"] = "pointer"  # how operands are read: stream is TMA without a pause
+    swapped: bool = False  # computed as C^T = B^T A^T; block_m and block_n are of C^T
+    group: int = 8  # rows of tiles that are neighbours in time
+    persistent: bool = False  # a few programs per SM, several tiles each; stream is always
+    parts: int = 1  # in which a tile leaves the registers, side by side
+    rest_n: int = 0  # of tma: a tile has so many columns more
+    residents: int = 1  # programs of a persistent grid per SM
+    parallel_chunks: bool = False  # the chunks of a tile in different programs
+    early_launch: bool = False  # let the next kernel's launch overlap this one's end
+
+    def __str__(self) -> str:
+        marks = (
+            "swapped" * self.swapped, "persistent" * self.persistent, f"g{self.group}" * (self.group != 8),
+            f"p{self.parts}" * (self.parts > 1),
+            "parallel" * self.parallel_chunks,
+            f"r{self.residents}" * (self.residents > 1), "early" * self.early_launch,
+        )  # fmt: skip
+        columns = f"{self.block_n}+{self.rest_n}" if self.rest_n else str(self.block_n)
+        tile = f"{self.kernel} {self.block_m}x{columns}x{self.block_k} w{self.num_warps} s{self.num_stages}"
+        return " ".join(filter(None, (tile, *marks)))
+
+    @property
+    def columns(self) -> int:
+        """Of a tile."""
+        return self.block_n + self.rest_n
+
+    @property
+    def width(self) -> int:
+        """Columns that leave the registers at once."""
+        return min(self.block_n // self.parts, self.rest_n or self.block_n)
+
+
+@dataclass(frozen=True)
+class BiasGradConfig:
+    """Of the kernel that sums gradients over the tokens; one for all, since its parallelism is only along n."""
+
+    block_n: int = 16  # 32 bytes of a 16-bit row: one sector
+    block_t: int = 128
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+@dataclass(frozen=True)
+class BiasGradProblem:
+    """The sum of a [t, n] gradient over its rows."""
+
+    t: int
+    n: int
+    dtype: str
+    out_dtype: str
+    strides: tuple[int, int]  # t, n
+    chunk: int
+    t_inner: int = 0  # 0: t has one level
+    t_outer: int = 0  # stride of the outer level
+    out_stride: int = 1
+    accumulate: bool = False
+
+    def __str__(self) -> str:
+        return f"[{self.t},{self.n}] {self.dtype} chunk {self.chunk}" + " accumulated" * self.accumulate
+
+    @property
+    def reach(self) -> int:
+        """The largest offset, in elements."""
+        outer = -(-self.t // self.t_inner) * self.t_outer if self.t_inner else 0
+        return outer + self.t * self.strides[0] + self.n * self.strides[1]
+
+
+def token_chunk(n: int, k: int, dtype: str) -> int:
+    """Tokens of one sum in the gradients of an [n, k] weight and of its bias.
+
+    Small weights have few tiles: shorter chunks, which run side by side, fill the chip.
+    """
+    tiles = -(-n // 128) * -(-k // 128)
+    return _LARGEST_CHUNK if tiles >= 128 else _LARGEST_CHUNK // 2 if tiles >= 64 else _LARGEST_CHUNK // 4
+
+
+def walk_chunk(k: int) -> int:
+    """k of one sum in a product; 0 where one walk is all. Tensor cores truncate: a long walk is less exact."""
+    return _CUT_WALK if k > LONGEST_WALK else 0
+
+
+def usable(arch: str) -> str:
+    """Empty where the kernels compile: sm_80 and later, and gfx942; else the reason why not."""
+    return "" if _sm(arch) >= 80 or arch == "gfx942" else f"the kernels need sm_80 or later, or gfx942; this is {arch}"
+
+
+def choose(problem: Problem) -> Config:
+    """The configuration that serves a problem."""
+    entries = _table(problem)
+    wanted = _anchored(problem, entries) if entries else _default(problem)
+    for config in (wanted, _default(problem), canonical(problem)):
+        usable_here = fitted(problem, config)
+        if not illegal(problem, usable_here):
+            return usable_here
+    raise ValueError(f"no configuration serves {problem}: {illegal(problem, fitted(problem, canonical(problem)))}")
+
+
+def token_edges(problem: Problem, most: int) -> list[int]:
+    """Numbers of tokens, up to `most`, among which every choice for problems like this one is made.
+
+    Tokens are the rows of A; in a weight gradient, its k.
+    """
+    edges = {size for power in range(most.bit_length()) for size in (1 << power, (1 << power) + 1)}
+    edges.update(size for _, by_tokens in _table(problem) for tokens, _ in by_tokens for size in (tokens, tokens + 1))
+    if problem.layout == "tn":  # a last block that is not full, and chunks that wait for each other
+        edges.update(size for chunks in (1, 2) for size in (problem.chunk * chunks, problem.chunk * chunks + 1))
+    return sorted(size for size in {*edges, most} if size <= most)
+
+
+def candidates(problem: Problem) -> tuple[Config, ...]:
+    """Every configuration that may serve problems of this kind: all give the same bits."""
+    configs = [canonical(problem), _default(problem)]
+    for entry in _table(problem):
+        configs += [config for _, config in entry[1]]
+    usable_here = (fitted(problem, config) for config in configs)
+    return tuple(dict.fromkeys(config for config in usable_here if not illegal(problem, config)))
+
+
+def canonical(problem: Problem) -> Config:
+    """The plainest configuration: small, pointer loads, no overlap. The others are compared with it."""
+    return Config(32, 32, _PINNED_BLOCK_K, num_warps=4, num_stages=1)
+
+
+def illegal(problem: Problem, config: Config) -> str:
+    """Empty where `config` computes `problem`; else the rule it breaks. The one statement of legality."""
+    if not _power_of_two(config.block_m, config.block_n, config.block_k, config.num_warps):
+        return "blocks and num_warps are powers of two"
+    if config.block_m < 16 or config.block_n < 8 or config.block_k < 16:
+        return "blocks are at least 16 x 8 x 16"
+    if problem.precision == "tf32x3" and config.block_k != _PINNED_BLOCK_K:
+        return f"tf32x3 has block_k {_PINNED_BLOCK_K}: its bits follow it"
+    if problem.chunk % config.block_k:
+        return "block_k divides the chunk"
+    if config.kernel == "tma" and not (reads_a_by_tma(problem, config) or reads_b_by_tma(problem, config)):
+        return "no operand can be read by TMA"
+    if config.kernel == "stream" and not (reads_a_by_tma(problem, config) and reads_b_by_tma(problem, config)):
+        return "an operand cannot be read by TMA"
+    if config.rest_n and (config.kernel != "tma" or not _power_of_two(config.rest_n) or config.rest_n > config.block_n):
+        return "rest_n is a power of two up to block_n, and read by TMA"
+    if config.rest_n and not (reads_a_by_tma(problem, config) and reads_b_by_tma(problem, config)):
+        return "a tile with a rest has operands that TMA reads"
+    if (config.kernel == "stream") > config.persistent or config.early_launch * config.persistent:
+        return "stream is persistent, and nothing persistent launches early"
+    if walk(problem, config) == "scratch" and not config.persistent:
+        return "finished chunks that wait in scratch memory need a persistent grid"
+    if config.parallel_chunks and (problem.chunks < 2 or problem.batch > 1):
+        return "parallel chunks need two chunks or more, and no batch"
+    if workspace(problem, config) > WORKSPACE:
+        return f"finished chunks take {workspace(problem, config)} bytes, more than {WORKSPACE}"
+    if shared_memory(problem, config) > _SHARED_MEMORY.get(problem.arch, _LEAST_SHARED_MEMORY):
+        return f"takes about {shared_memory(problem, config)} bytes of shared memory"
+    return ""
+
+
+def walk(problem: Problem, config: Config) -> Walk:
+    """Where a tile's finished chunks wait for the next."""
+    if problem.chunks <= 1:
+        return "one"
+    if config.parallel_chunks:
+        return "partials"
+    return "in place" if problem.out_dtype == "float32" and not problem.bias else "scratch"
+
+
+def workspace(problem: Problem, config: Config) -> int:
+    """Bytes for finished chunks."""
+    kind = walk(problem, config)
+    if kind == "partials":
+        return 4 * problem.chunks * problem.m * problem.n
+    return 4 * programs(problem, config) * config.block_m * config.columns if kind == "scratch" else 0
+
+
+def programs(problem: Problem, config: Config) -> int:
+    m, n = (problem.n, problem.m) if config.swapped else (problem.m, problem.n)
+    tiles = problem.batch * -(-m // config.block_m) * -(-n // config.columns)
+    if walk(problem, config) == "partials":
+        tiles *= problem.chunks
+    return min(tiles, config.residents * problem.sm_count) if config.persistent else tiles
+
+
+def reads_a_by_tma(problem: Problem, config: Config) -> bool:
+    return _by_tma(problem, config, problem.a_strides, problem.a_aligned)
+
+
+def reads_b_by_tma(problem: Problem, config: Config) -> bool:
+    return _by_tma(problem, config, problem.b_strides, problem.b_aligned)
+
+
+def writes_c_by_tma(problem: Problem, config: Config) -> bool:
+    """Only what is rounded once and written once, row by row."""
+    if config.swapped or problem.accumulate or walk(problem, config) not in ("one", "scratch"):
+        return False
+    row = problem.c_strides[0] * ITEMSIZE[problem.out_dtype]
+    return config.kernel != "pointer" and problem.c_strides[1] == 1 and problem.c_aligned and row % 16 == 0 and row > 0
+
+
+def shared_memory(problem: Problem, config: Config) -> int:
+    """Bytes, about: the stages of both operands and, with TMA, the tile on its way out."""
+    stages = max(1, config.num_stages)
+    operands = stages * (config.block_m + config.columns) * config.block_k * ITEMSIZE[problem.dtype]
+    part = config.block_m * config.width
+    out = part * ITEMSIZE[problem.out_dtype] if writes_c_by_tma(problem, config) else 0
+    if config.kernel == "stream" and (walk(problem, config) == "scratch" or not out):
+        out += 4 * part  # sums on their way to and from memory, while the next operands arrive
+    return (operands + out) * config.residents
+
+
+def unit(size: int) -> int:
+    """The largest power of two up to 16 that divides a size: what the compiler may assume of it."""
+    return math.gcd(size, 16)
+
+
+_SHARED_MEMORY = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "sm_103": 232_448, "gfx942": 65_536}
+_LEAST_SHARED_MEMORY = 101_376  # sm_86, sm_89, sm_120
+
+
+def fitted(problem: Problem, config: Config) -> Config:
+    """The configuration with what the problem forces on it."""
+    by_tma = reads_a_by_tma(problem, config), reads_b_by_tma(problem, config)
+    if config.kernel == "stream" and not all(by_tma):
+        config = replace(config, kernel="tma")
+    if config.rest_n and not all(by_tma):
+        config = replace(config, rest_n=0)
+    if config.kernel == "tma" and not any(by_tma):
+        config = replace(config, kernel="pointer")
+    if problem.precision == "tf32x3":
+        config = replace(config, block_k=_PINNED_BLOCK_K)
+    if problem.chunk:
+        config = replace(config, block_k=min(config.block_k, problem.chunk & -problem.chunk))
+    if config.parallel_chunks and problem.chunks < 2:
+        config = replace(config, parallel_chunks=False)
+    if walk(problem, config) == "scratch":
+        config = replace(config, persistent=True, early_launch=False)
+    while config.num_stages > 1 and illegal(problem, config).startswith("takes"):
+        config = replace(config, num_stages=config.num_stages - 1)
+    return config
+
+
+def _table(problem: Problem) -> tuple[tuple[tuple[int, int], tuple[tuple[int, Config], ...]], ...]:
+    """Measured configurations: ((the weight's sizes), ((tokens up to, config), ...)), ...; empty where none are."""
+    if problem.arch != MEASURED_ARCH or problem.batch > 1:
+        return ()
+    return tuple(
+        (sizes, tuple((tokens, Config(*values)) for tokens, values in by_tokens))
+        for sizes, by_tokens in TABLES.get((problem.number, problem.layout), ())
+    )
+
+
+def _anchored(problem: Problem, entries: tuple[tuple[tuple[int, int], tuple[tuple[int, Config], ...]], ...]) -> Config:
+    """The entry of the nearest measured weight, at the next larger measured number of tokens."""
+    tokens, sizes = (
+        (problem.k, (problem.m, problem.n)) if problem.layout == "tn" else (problem.m, (problem.n, problem.k))
+    )
+
+    def distance(anchor: tuple[int, int]) -> float:
+        return sum(abs(math.log(max(size, 1) / other)) for size, other in zip(sizes, anchor, strict=True))
+
+    by_tokens = min(entries, key=lambda entry: distance(entry[0]))[1]
+    return next((config for most, config in by_tokens if tokens <= most), by_tokens[-1][1])
+
+
+def _default(problem: Problem) -> Config:
+    """Without measurements: tiles that fit the problem and any architecture."""
+    if problem.number == "ieee":
+        side = 64 if problem.m > 32 else 16
+        return Config(side, 64, 32, num_warps=4, num_stages=2)
+    if problem.m <= 16:
+        return Config(64, 16, 128 if problem.number == "half" else 64, num_warps=4, num_stages=3, swapped=True)
+    if problem.m <= 64:
+        return Config(64, 64, 64 if problem.number == "half" else 32, num_warps=4, num_stages=3)
+    return Config(128, 128, 64 if problem.number == "half" else 32, num_warps=8, num_stages=3, kernel="tma")
+
+
+def _by_tma(problem: Problem, config: Config, strides: tuple[int, int], aligned: bool) -> bool:
+    """TMA reads rows of 16-byte multiples from an aligned address."""
+    if config.kernel == "pointer" or not aligned or problem.batch > 1 or problem.k_inner or _sm(problem.arch) < 90:
+        return False
+    row = max(strides) * ITEMSIZE[problem.dtype]
+    return min(strides) == 1 and row % 16 == 0 and row < 2**40
+
+
+def _letter(inner: int, outer: int) -> str:
+    if inner == 1:
+        return "n"
+    return "t" if outer == 1 else "x"
+
+
+def _sm(arch: str) -> int:
+    """90 of sm_90; 0 of another maker's."""
+    return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0
+
+
+def _power_of_two(*sizes: int) -> bool:
+    return all(size > 0 and size & (size - 1) == 0 for size in sizes)

@@ -1,0 +1,1 @@
+"""What isogemm knows of other libraries' models. None of them is imported."""

@@ -1,0 +1,331 @@
+"""The CPU backend of the invariant GEMM: bits of rows, the chunked order of gradients, accuracy, any input."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isogemm.gemm import cpu
+from isogemm.testing import (
+    DATA_KINDS,
+    FLOAT_DTYPES,
+    LAYOUTS,
+    assert_bitwise_equal,
+    assert_no_worse_than_torch,
+    assert_same_nonfinite,
+    make_data,
+    make_operands,
+    poisoned_allocations,
+    with_layout,
+)
+from isogemm.testing.strategies import float_dtypes, seeds, sizes
+
+# Both sides of every boundary: 16 rows or columns, 64 rows, 384 of K, 512 columns.
+WEIGHTS = [(1, 1), (3, 17), (17, 3), (15, 385), (63, 65), (127, 384), (1000, 127), (513, 1000)]
+HEIGHTS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127)
+
+
+@pytest.fixture(params=["any height", "one height"])
+def height(request, monkeypatch):
+    """As the library is, and as it would be if a row's bits followed the height of the call."""
+    if request.param == "one height":
+        monkeypatch.setattr(cpu, "_height", lambda threads: cpu._FIXED)
+
+
+@pytest.fixture(autouse=True)
+def threads(request):
+    """One, unless the test asks for others: the tests run beside each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(getattr(request, "param", 1))
+    yield
+    torch.set_num_threads(before)
+
+
+on_one_and_two_threads = pytest.mark.parametrize("threads", [1, 2], ids=["1 thread", "2 threads"], indirect=True)
+
+
+def _linear(x, weight, bias=None, out_dtype=None):
+    return cpu.product(x, weight.mT, bias, out_dtype or x.dtype)
+
+
+def _case(m, n, k, dtype=torch.float32, kind="normal", seed=0):
+    x, b = make_operands(kind, (m, k), (k, n), seed=seed, dtype=dtype)
+    return x, b.mT.contiguous(), make_data("normal", (n,), seed=seed + 1, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "k"), WEIGHTS)
+@on_one_and_two_threads
+@pytest.mark.usefixtures("height")
+def test_rows_alone_and_in_any_batch(n, k, dtype):
+    """The needle: rows at both ends and in the middle, in batches of every kind of height."""
+    x, weight, bias = _case(200, n, k, dtype)
+    whole = _linear(x, weight, bias)
+    for m in HEIGHTS:
+        for start in (0, 200 - m):
+            rows = slice(start, start + m)
+            assert_bitwise_equal(_linear(x[rows], weight, bias), whole[rows], f"rows {start} to {start + m} of 200")
+
+
+@pytest.mark.parametrize("kind", DATA_KINDS)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_rows_in_any_order(dtype, kind):
+    x, weight, bias = _case(150, 100, 1000, dtype, kind)
+    order = torch.randperm(150, generator=torch.Generator().manual_seed(0))
+    for out_dtype in {dtype, torch.float32}:
+        expected = _linear(x, weight, bias, out_dtype)
+        assert_bitwise_equal(_linear(x[order], weight, bias, out_dtype), expected[order])
+
+
+def test_rows_past_the_tallest_call():
+    x, weight, bias = _case(cpu._MOST + 5, 17, 400)
+    whole = _linear(x, weight, bias)
+    assert_bitwise_equal(torch.cat([_linear(part, weight, bias) for part in x.split(100)]), whole)
+
+
+def test_zeros_keep_their_sign():
+    """A product of signed zeros is where kernels that start by a multiplication differ from those that add."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-30, -1e-30])
+    x, weight = (values[torch.randint(6, shape, generator=generator)] for shape in ((130, 40), (50, 40)))
+    x[:, 3:] *= 0
+    whole = _linear(x, weight)
+    for m in HEIGHTS:
+        assert_bitwise_equal(_linear(x[-m:], weight), whole[-m:], f"{m} rows")
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("m", [1, 8, 100])
+@pytest.mark.usefixtures("height")
+def test_neighbours_do_not_matter(m, dtype):
+    """Random, huge, Inf and NaN rows after the request's own, as padding leaves them, and before."""
+    x, weight, bias = _case(m, 65, 500, dtype)
+    alone = _linear(x, weight, bias)
+    random = make_data("wide", (28, 500), seed=9, dtype=dtype)
+    for other in (random, random * torch.inf, torch.full_like(random, torch.nan), torch.zeros_like(random)):
+        assert_bitwise_equal(_linear(torch.cat([x, other]), weight, bias)[:m], alone)
+        assert_bitwise_equal(_linear(torch.cat([other, x]), weight, bias)[28:], alone)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "broadcast"])
+@pytest.mark.parametrize("m", [1, 20, 100])
+def test_memory_does_not_matter(m, layout, dtype):
+    """Strides and alignment of x and bias, and alignment of the weight; its strides too where the height is free."""
+    x, weight, bias = _case(m, 67, 401, dtype)
+    expected = _linear(x, weight, bias)
+    assert_bitwise_equal(_linear(with_layout(x, layout), weight, bias), expected, "x")
+    if not cpu._height(1) or layout in ("sliced", "misaligned"):
+        assert_bitwise_equal(_linear(x, with_layout(weight, layout), bias), expected, "weight")
+    if layout != "transposed":
+        assert_bitwise_equal(_linear(x, weight, with_layout(bias, layout)), expected, "bias")
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_batch_dimensions(dtype):
+    """Broadcast as in torch.matmul; a row has the bits it has in a plain product."""
+    a, b = make_operands("normal", (2, 3, 5, 20), (3, 20, 33), seed=0, dtype=dtype)
+    result = cpu.product(a, b, None, dtype)
+    assert result.shape == (2, 3, 5, 33)
+    for i in range(2):
+        for j in range(3):
+            assert_bitwise_equal(result[i, j], cpu.product(a[i, j], b[j], None, dtype))
+    for shared in (b[0], b[:1], b[:1, None][0]):
+        expected = torch.stack([_linear(rows, b[0].mT) for rows in a.flatten(0, 1)]).view(2, 3, 5, 33)
+        assert_bitwise_equal(cpu.product(a, shared, None, dtype), expected)
+    assert_bitwise_equal(cpu.product(a[0, 0], b, None, dtype)[1], cpu.product(a[0, 0], b[1], None, dtype))
+    assert_bitwise_equal(cpu.product(a[0, 0], b[:1, None], None, dtype)[0, 0], cpu.product(a[0, 0], b[0], None, dtype))
+
+
+@pytest.mark.parametrize(
+    ("a_shape", "b_shape"),
+    [
+        ((0, 4), (4, 5)),
+        ((3, 4), (4, 0)),
+        ((3, 0), (0, 5)),
+        ((100, 0), (0, 20)),
+        ((0, 3, 4), (4, 5)),
+        ((0, 3, 4), (1, 4, 5)),
+        ((2, 3, 0), (2, 0, 5)),
+        ((0, 0), (0, 0)),
+    ],
+)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_empty_sizes(dtype, a_shape, b_shape):
+    a, b = torch.ones(a_shape, dtype=dtype), torch.ones(b_shape, dtype=dtype)
+    bias = torch.full(b_shape[-1:], 2.0, dtype=dtype)
+    with poisoned_allocations():
+        plain, biased = (cpu.product(a, b, addend, dtype) for addend in (None, bias))
+    assert_bitwise_equal(plain, torch.matmul(a, b))
+    assert_bitwise_equal(biased, torch.matmul(a, b) + bias)
+
+
+@pytest.mark.parametrize("kind", DATA_KINDS)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 17), (65, 63), (127, 385), (100, 1000), (16, 4097)])
+def test_accuracy(n, k, dtype, kind):
+    x, weight, bias = _case(100, n, k, dtype, kind)
+    scale = x.double().abs() @ weight.double().abs().mT
+    exact = x.double() @ weight.double().mT
+    assert_no_worse_than_torch(_linear(x, weight), x @ weight.mT, exact, scale=scale)
+    with_bias = torch.nn.functional.linear(x, weight, bias)
+    assert_no_worse_than_torch(_linear(x, weight, bias), with_bias, exact + bias, scale=scale + bias.abs())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("m", [1, 20, 100])
+def test_one_rounding(m, dtype):
+    """The bias is added before it."""
+    x, weight, bias = _case(m, 600, 400, dtype)
+    assert_bitwise_equal(_linear(x, weight, bias), _linear(x, weight, bias, torch.float32).to(dtype))
+    assert_bitwise_equal(_linear(x, weight, bias), (_linear(x, weight, None, torch.float32) + bias).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("m", [1, 100])
+def test_nonfinite(m, dtype):
+    x, weight, _ = _case(m, 40, 400, dtype)
+    x[0, 5], weight[3, 7], weight[4, 390] = torch.inf, torch.nan, -torch.inf
+    assert_same_nonfinite(_linear(x, weight), x.double() @ weight.double().mT)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_inputs_are_left_alone(dtype):
+    x, weight, bias = (y.requires_grad_() for y in _case(1, 64, 64, dtype))
+    before = [y.detach().clone() for y in (x, weight, bias)]
+    result = _linear(x, weight, bias)
+    assert not result.requires_grad
+    assert _linear(x[:, :0], weight[:, :0]).data_ptr() != x.data_ptr()
+    for now, then in zip((x, weight, bias), before, strict=True):
+        assert_bitwise_equal(now, then)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+def test_torch_precision_does_not_matter(precision):
+    """It is ieee inside, and what it was after."""
+    x, weight, _ = _case(20, 64, 64)
+    expected = _linear(x, weight)
+    setting = torch.backends.mkldnn.matmul
+    before = setting.fp32_precision
+    seen = []
+    setting.fp32_precision = precision
+    try:
+        assert_bitwise_equal(_linear(x, weight), expected)
+        cpu._exact(lambda: seen.append(setting.fp32_precision))()
+        assert (seen, setting.fp32_precision) == (["ieee"], precision)
+    finally:
+        setting.fp32_precision = before
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_threads_do_not_matter(dtype):
+    """Not promised, but so where a call of any height has the same bits."""
+    if any(cpu._height(count) for count in (1, 2)):
+        pytest.skip("this library's bits follow the height of the call")
+    x, weight, bias = _case(100, 300, 1000, dtype)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            results.append((_linear(x, weight, bias), cpu.weight_grad(x, x, None, torch.float32, 64)))
+    finally:
+        torch.set_num_threads(before)
+    for one, two in zip(*results, strict=True):
+        assert_bitwise_equal(one, two)
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=sizes(130), k=sizes(1000), m=sizes(130), dtype=float_dtypes(), seed=seeds(), data=st.data())
+def test_any_row_of_any_product(n, k, m, dtype, seed, data):
+    x, weight, bias = _case(m, n, k, dtype, data.draw(st.sampled_from(DATA_KINDS)), seed)
+    row = data.draw(st.integers(0, m - 1))
+    stop = data.draw(st.integers(row + 1, m))
+    whole = _linear(x, weight, bias)
+    assert_bitwise_equal(_linear(x[row : row + 1], weight, bias), whole[row : row + 1])
+    assert_bitwise_equal(_linear(x[row:stop], weight, bias), whole[row:stop])
+
+
+def _token_case(tokens, n, k, dtype, kind="normal"):
+    grad, x = make_operands(kind, (n, tokens), (tokens, k), seed=3, dtype=dtype)
+    return grad.mT.contiguous(), x
+
+
+GRADIENTS = {
+    "weight": lambda grad, x, total, dtype, chunk: cpu.weight_grad(grad, x, total, dtype, chunk),
+    "bias": lambda grad, x, total, dtype, chunk: cpu.bias_grad(grad, total, dtype, chunk),
+}
+SHAPE = {"weight": lambda n, k: (n, k), "bias": lambda n, k: (n,)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 40), (65, 15)])
+@pytest.mark.parametrize("chunk", [64, 512])
+@pytest.mark.parametrize("which", GRADIENTS)
+@on_one_and_two_threads
+@pytest.mark.usefixtures("height")
+def test_micro_batches(which, chunk, n, k, dtype):
+    """Cut at any multiple of the chunk; trailing zero rows; a total that starts at zero, or not."""
+    grad, x = _token_case(1100, n, k, dtype)
+    gradient = GRADIENTS[which]
+    start = make_data("normal", SHAPE[which](n, k), seed=5)
+    whole = gradient(grad, x, start.clone(), dtype, chunk)
+    for cuts in ([chunk], [64 * chunk], [chunk, 2 * chunk]):
+        total = start.clone()
+        for grads, rows in zip(grad.tensor_split(cuts), x.tensor_split(cuts), strict=True):
+            assert gradient(grads, rows, total, dtype, chunk) is total
+        assert_bitwise_equal(total, whole, f"cut at {cuts}")
+    zeros = torch.zeros_like(start)
+    assert_bitwise_equal(gradient(grad, x, None, dtype, chunk), gradient(grad, x, zeros, dtype, chunk).to(dtype))
+    for tokens in (1, 2, 15, 17, 1025):
+        expected = gradient(grad[:tokens], x[:tokens], None, torch.float32, chunk)
+        for padding in (1, 14, 16, 300):
+            longer = (torch.cat([y[:tokens], y.new_zeros(padding, y.shape[1])]) for y in (grad, x))
+            assert_bitwise_equal(gradient(*longer, None, torch.float32, chunk), expected, f"{tokens} + {padding}")
+
+
+@pytest.mark.parametrize("which", GRADIENTS)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "broadcast"])
+def test_gradients_from_any_memory(layout, which):
+    operands = _token_case(300, 33, 20, torch.bfloat16)
+    awkward = (with_layout(y, layout) for y in operands)
+    with poisoned_allocations():
+        result = GRADIENTS[which](*awkward, None, torch.float32, 128)
+    assert_bitwise_equal(result, GRADIENTS[which](*operands, None, torch.float32, 128))
+
+
+@pytest.mark.parametrize("kind", DATA_KINDS)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 17, 63, 65, 127, 1000, 3000])
+def test_gradients_accuracy(tokens, dtype, kind):
+    grad, x = _token_case(tokens, 40, 33, dtype, kind)
+    exact, scale = grad.double().mT @ x.double(), grad.double().mT.abs() @ x.double().abs()
+    for out_dtype in {dtype, torch.float32}:
+        theirs = (grad.mT @ x) if out_dtype == dtype else grad.float().mT @ x.float()
+        assert_no_worse_than_torch(cpu.weight_grad(grad, x, None, out_dtype, 1024), theirs, exact, scale=scale)
+    grads = grad.double()
+    theirs = grad.sum(0, dtype=torch.float32).to(dtype)
+    ours = cpu.bias_grad(grad, None, dtype, 1024)
+    assert_no_worse_than_torch(ours, theirs, grads.sum(0), scale=grads.abs().sum(0))
+
+
+@pytest.mark.parametrize(("tokens", "n", "k"), [(0, 3, 4), (5, 0, 4), (5, 3, 0), (0, 0, 0)])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_empty_gradients(dtype, tokens, n, k):
+    grad, x = torch.ones(tokens, n, dtype=dtype), torch.ones(tokens, k, dtype=dtype)
+    with poisoned_allocations():
+        assert_bitwise_equal(cpu.weight_grad(grad, x, None, dtype, 64), torch.zeros(n, k, dtype=dtype))
+        assert_bitwise_equal(cpu.bias_grad(grad, None, dtype, 64), torch.full((n,), float(tokens), dtype=dtype))
+        total = torch.full((n, k), 3.0)
+        assert_bitwise_equal(cpu.weight_grad(grad, x, total, dtype, 64), torch.full((n, k), 3.0))
+
+
+def test_the_probe_sees_a_library_whose_bits_follow_the_height(monkeypatch):
+    """A taller call that cuts K elsewhere."""
+    mm = torch.mm
+
+    def cut(x, y):
+        return mm(x, y) if len(x) < 100 else mm(x[:, :100], y[:100]) + mm(x[:, 100:], y[100:])
+
+    monkeypatch.setattr(torch, "mm", cut)
+    assert cpu._height.__wrapped__(torch.get_num_threads()) == cpu._FIXED

@@ -1,0 +1,236 @@
+"""A row's bits follow nothing but the row and the weights: not M, its place, its neighbours, the tile or the run."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+import isogemm
+from isogemm.gemm import configs, op
+from isogemm.testing import DATA_KINDS, assert_bitwise_equal, make_data, make_operands, with_layout
+
+DEVICE = "cuda"
+LLM = [(4096, 12288), (4096, 4096), (4096, 14336), (14336, 4096), (4096, 32000)]  # K, N
+ODD = [(1000, 1003), (127, 65), (4095, 257)]
+NUMBERS = {  # name: (dtype, precision)
+    "bf16": (torch.bfloat16, None),
+    "fp16": (torch.float16, None),
+    "ieee": (torch.float32, "ieee"),
+    "tf32": (torch.float32, "tf32"),
+    "tf32x3": (torch.float32, "tf32x3"),
+}
+CASES = [("bf16", *sizes) for sizes in LLM + ODD]
+CASES += [("fp16", 4096, 4096), ("tf32", 4096, 4096), ("ieee", 4096, 1024)]
+CASES += [("tf32", 1000, 1003), ("ieee", 1000, 1003), ("tf32x3", 1000, 1003)]
+
+
+@pytest.fixture(autouse=True)
+def free_memory():
+    yield
+    _operands.cache_clear()
+
+
+@functools.lru_cache(maxsize=1)
+def _operands(number, k, n, m=512):
+    """x [m, k], weight [n, k], and 28 rows of other data."""
+    dtype, _ = NUMBERS[number]
+    x = make_data("normal", (m, k), seed=0, dtype=dtype, device=DEVICE)
+    weight = make_data("normal", (n, k), seed=1, dtype=dtype, device=DEVICE)
+    return x, weight, make_data("wide", (28, k), seed=2, dtype=dtype, device=DEVICE)
+
+
+def _linear(number, x, weight, bias=None):
+    """The fp32 sums, before a 16-bit output would hide their last bits."""
+    return isogemm.linear(x, weight, bias, out_dtype=torch.float32, precision=NUMBERS[number][1])
+
+
+def _id(case):
+    return "-".join(map(str, case))
+
+
+@pytest.mark.parametrize("case", CASES, ids=_id)
+def test_a_row_follows_nothing_but_itself(case):
+    number, k, n = case
+    x, weight, noise = _operands(number, k, n)
+    linear = functools.partial(_linear, number, weight=weight)
+    with isogemm.dispatch_log() as log:
+        whole = linear(x)
+        for row in (0, 1, 255, 511):
+            assert_bitwise_equal(linear(x[row : row + 1]), whole[row : row + 1], f"row {row} alone")
+        cut = torch.cat([linear(x[:100]), linear(x[100:256])])
+        assert_bitwise_equal(cut, whole[:256], "256 rows as 100 + 156")
+        assert_bitwise_equal(linear(torch.cat([x[:100], noise]))[:100], whole[:100], "100 rows beside 28 others")
+        order = torch.randperm(512, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        assert_bitwise_equal(linear(x[order]), whole[order], "rows permuted")
+        assert_bitwise_equal(linear(x.view(4, 8, 16, k)).view(512, n), whole, "rows in a batch")
+        assert_bitwise_equal(linear(x), whole, "again")
+    assert {entry.path for entry in log} == {"gemm"}
+
+
+@pytest.mark.parametrize("number", ["bf16", "tf32"])
+def test_a_row_at_every_position(number):
+    x, weight, noise = _operands(number, 4096, 1024)
+    expected = _linear(number, x[:1], weight)
+    for size, positions in ((28, range(28)), (512, (0, 1, 31, 63, 64, 127, 128, 255, 256, 383, 510, 511))):
+        for position in positions:
+            batch = noise.repeat(19, 1)[:size]
+            batch[position] = x[0]
+            got = _linear(number, batch, weight)[position : position + 1]
+            assert_bitwise_equal(got, expected, f"at {position} of {size}")
+
+
+def test_neighbours_may_be_nan():
+    x, weight, _ = _operands("bf16", 4096, 1024)
+    expected = _linear("bf16", x, weight)
+    sick = x.clone()
+    sick[1::4], sick[3::4] = torch.nan, torch.inf
+    assert_bitwise_equal(_linear("bf16", sick, weight)[::2], expected[::2])
+
+
+@pytest.mark.parametrize("number", ["bf16", "ieee"])
+def test_bias_and_rounding_come_once_and_last(number):
+    """The epilogue of every M: the fp32 sum plus the bias, rounded once."""
+    x, weight, _ = _operands(number, 4096, 1024)
+    bias = make_data("normal", (1024,), seed=3, dtype=x.dtype, device=DEVICE)
+    sums = _linear(number, x, weight)
+    precision = NUMBERS[number][1]
+    for m in (1, 512):
+        expected = sums[:m] + bias.float()
+        assert_bitwise_equal(_linear(number, x[:m], weight, bias), expected, f"{m} rows, fp32")
+        rounded = isogemm.linear(x[:m], weight, bias, precision=precision)
+        assert_bitwise_equal(rounded, expected.to(x.dtype), f"{m} rows")
+        assert_bitwise_equal(isogemm.linear(x[:m], weight, precision=precision), sums[:m].to(x.dtype), f"{m} rows")
+
+
+LAYOUTS = {"nn": ("contiguous", "contiguous"), "nt": ("contiguous", "transposed")}
+LAYOUTS |= {"tn": ("transposed", "contiguous"), "tt": ("transposed", "transposed")}
+
+
+@pytest.mark.parametrize(("number", "rows"), [("bf16", (1, 512)), ("tf32", (512,))])
+def test_four_layouts_and_others_have_the_same_bits(number, rows):
+    dtype, precision = NUMBERS[number]
+    a, b = make_operands("normal", (512, 1024), (1024, 1536), seed=4, dtype=dtype, device=DEVICE)
+    expected = isogemm.mm(a, b, out_dtype=torch.float32, precision=precision)
+    views = LAYOUTS | {"misaligned": ("misaligned", "misaligned"), "strided": ("strided", "contiguous")}
+    for name, (a_layout, b_layout) in views.items():
+        for m in rows:
+            left, right = with_layout(a[:m], a_layout), with_layout(b, b_layout)
+            result = isogemm.mm(left, right, out_dtype=torch.float32, precision=precision)
+            assert_bitwise_equal(result, expected[:m], f"{name}, {m} rows")
+
+
+def test_gradients_of_x_are_the_product_with_the_weight():
+    """dX = dY W: each row of it the row that isogemm.mm gives for any M."""
+    weight = make_data("normal", (4096, 1024), seed=5, dtype=torch.bfloat16, device=DEVICE)
+    grad = make_data("normal", (512, 4096), seed=6, dtype=torch.bfloat16, device=DEVICE)
+    whole = isogemm.mm(grad, weight)
+    for rows in (slice(0, 1), slice(511, 512), slice(0, 100), slice(100, 256), slice(0, 512)):
+        x = torch.zeros_like(grad[rows, :1024]).requires_grad_()
+        (dx,) = torch.autograd.grad(isogemm.linear(x, weight), x, grad[rows])
+        assert_bitwise_equal(dx, whole[rows], f"rows {rows}")
+
+
+ROWS = sorted({*range(1, 601), *(size + off for size in (1024, 2048, 4096, 8192) for off in (-1, 0, 1))})
+BOUNDED = [("bf16", 4096, 4096), ("bf16", 4096, 1024), ("bf16", 14336, 4096), ("tf32", 4096, 4096)]
+
+
+def _describe(number, x, weight):
+    return op.describe(x, weight.T, out_dtype=torch.float32, precision=NUMBERS[number][1])
+
+
+def _boundaries(number, x, weight):
+    """The numbers of rows on both sides of each change of configuration, one pair for each two configurations."""
+    chosen = {m: configs.choose(_describe(number, x[:m], weight)) for m in ROWS}
+    pairs = {}
+    for before, after in itertools.pairwise(ROWS):
+        if chosen[before] != chosen[after]:
+            pairs.setdefault((chosen[before], chosen[after]), (before, after))
+    return sorted({m for pair in pairs.values() for m in pair})
+
+
+@pytest.mark.parametrize("case", BOUNDED, ids=_id)
+def test_both_sides_of_every_dispatch_boundary(case):
+    number, k, n = case
+    x, weight, _ = _operands(number, k, n, max(ROWS))
+    canonical = configs.canonical(_describe(number, x, weight))
+    expected = _gemm(number, x, weight.T, config=canonical)
+    boundaries = _boundaries(number, x, weight)
+    assert boundaries, "one configuration for every M"
+    for m in boundaries:
+        with isogemm.dispatch_log() as log:
+            result = _linear(number, x[:m], weight)
+        assert_bitwise_equal(result, expected[:m], f"{m} rows by {log[0].config}")
+
+
+def _gemm(number, a, b, **options):
+    return op.gemm(a, b, out_dtype=torch.float32, precision=NUMBERS[number][1], **options)
+
+
+SWEPT = [("bf16", 200, 1024, 1536), ("bf16", 33, 1000, 1003), ("tf32", 200, 1024, 512)]  # M, K, N; x @ weight.T
+
+
+@pytest.mark.parametrize("case", SWEPT, ids=_id)
+def test_every_configuration_has_the_bits_of_the_canonical_one(case):
+    number, m, k, n = case
+    for kind in DATA_KINDS:
+        x, b = make_operands(kind, (m, k), (k, n), seed=7, dtype=NUMBERS[number][0], device=DEVICE)
+        weight = b.T.contiguous()
+        problem = _describe(number, x, weight)
+        candidates = configs.candidates(problem)
+        assert len(candidates) > 1
+        expected = _gemm(number, x, weight.T, config=configs.canonical(problem))
+        for config in candidates:
+            result = _gemm(number, x, weight.T, config=config)
+            assert_bitwise_equal(result, expected, f"{config}, {kind} data")
+
+
+def test_a_batch_of_products_is_each_of_them():
+    a, b = make_operands("normal", (5, 65, 512), (5, 512, 96), seed=8, dtype=torch.bfloat16, device=DEVICE)
+    matmul = functools.partial(isogemm.matmul, out_dtype=torch.float32)
+    whole = matmul(a, b)
+    for i in range(5):
+        assert_bitwise_equal(matmul(a[i], b[i]), whole[i], f"matrix {i} alone")
+    assert_bitwise_equal(matmul(a[1:3], b[1:3]), whole[1:3], "two of them")
+    assert_bitwise_equal(matmul(a[:, 7:8], b), whole[:, 7:8], "one row of each")
+    shared = matmul(a, b[0])
+    assert_bitwise_equal(matmul(a, b[:1].repeat(5, 1, 1)), shared, "a shared operand as if copied")
+
+
+def test_k_longer_than_one_walk():
+    """Sums that are cut: in the output's own memory where it is fp32, elsewhere beside it."""
+    x, weight, _ = _operands("bf16", configs.LONGEST_WALK + 1000, 256)
+    bias = make_data("normal", (256,), seed=3, dtype=torch.bfloat16, device=DEVICE)
+    whole = _linear("bf16", x, weight)
+    for rows in (slice(0, 1), slice(100, 256), slice(511, 512), slice(0, 512)):
+        assert_bitwise_equal(_linear("bf16", x[rows], weight), whole[rows], f"rows {rows}")
+        rounded = isogemm.linear(x[rows], weight, bias)
+        assert_bitwise_equal(rounded, (whole[rows] + bias.float()).bfloat16(), f"rows {rows}, bias and rounding")
+
+
+def test_signed_zeros_do_not_follow_the_padding():
+    """Sums of negative zeros: a tile padded with zeros may not turn them positive for one M and not for another."""
+    choice = torch.tensor([-1.0, -0.0, 0.0, 1.0], dtype=torch.bfloat16, device=DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(9)
+    x, weight = (
+        choice[torch.randint(0, 4, shape, generator=generator, device=DEVICE)] for shape in ((512, 37), (65, 37))
+    )
+    x[7], x[300] = -0.0, 0.0
+    whole = _linear("bf16", x, weight)
+    for m in (1, 8, 33, 100, 301):
+        assert_bitwise_equal(_linear("bf16", x[:m], weight), whole[:m], f"{m} rows")
+
+
+def test_bits_beside_other_work():
+    """Another stream keeps the chip busy: programs start in another order, at other times."""
+    x, weight, _ = _operands("bf16", 4096, 1024)
+    expected = _linear("bf16", x, weight)
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    load = torch.randn(2048, 2048, device=DEVICE)
+    for _ in range(10):
+        with torch.cuda.stream(other):
+            load = torch.tanh(load @ load)
+        for m in (1, 64, 512):
+            assert_bitwise_equal(_linear("bf16", x[:m], weight), expected[:m], f"{m} rows")
+    torch.cuda.synchronize()
