@@ -30,7 +30,8 @@ TABLES = Path(__file__).resolve().parents[1] / "src/isogemm/gemm/tables.py"
 
 WEIGHTS = (  # n, k
     (12288, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (32000, 4096), (128256, 4096), (1024, 4096),
-    (6144, 4096), (2048, 2048), (5120, 5120), (8192, 8192), (512, 2048), (3072, 768), (768, 3072), (256, 1024), (2560, 9728),
+    (6144, 4096), (2048, 2048), (5120, 5120), (8192, 8192), (512, 2048), (3072, 768), (768, 3072),
+    (256, 1024), (2560, 9728),
 )  # fmt: skip
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 NUMBERS = {  # dtype, precision
@@ -55,9 +56,13 @@ class Point:
         dtype, precision = NUMBERS[self.number]
         t, n, k = self.tokens, self.n, self.k
         if self.kind == "linear":
-            return Problem(t, n, k, dtype, dtype, precision, (k, 1), (1, k), (n, 1), chunk=configs.walk_chunk(k))
+            return Problem(
+                t, n, k, dtype, dtype, precision, (k, 1), (1, k), (n, 1), chunk=configs.walk_chunk(k, dtype, dtype)
+            )
         if self.kind == "dx":
-            return Problem(t, k, n, dtype, dtype, precision, (n, 1), (k, 1), (k, 1), chunk=configs.walk_chunk(n))
+            return Problem(
+                t, k, n, dtype, dtype, precision, (n, 1), (k, 1), (k, 1), chunk=configs.walk_chunk(n, dtype, dtype)
+            )
         chunk = configs.token_chunk(n, k, dtype)
         return Problem(n, k, t, dtype, dtype, precision, (1, n), (k, 1), (k, 1), chunk=chunk)
 
@@ -65,8 +70,8 @@ class Point:
 def candidates(point: Point) -> list[Config]:
     problem = point.problem
     made = _small(problem) if problem.m <= 16 else _medium(problem) if problem.m <= 128 else _large(problem)
-    if problem.number == "ieee":
-        made = _fma(problem)
+    if problem.number in ("ieee", "tf32x3"):
+        made = _fma(problem) if problem.number == "ieee" else _split(problem)
     chosen = []
     for config in made:
         if problem.chunks > 1:
@@ -156,24 +161,27 @@ def _large(problem: Problem) -> Iterator[Config]:
 
 
 def _fma(problem: Problem) -> Iterator[Config]:
+    """ieee: block_k is pinned; operands pass through registers."""
     if problem.m <= 16:
-        for block_m, block_k, warps, stages in (
-            (16, 128, 4, 3),
-            (32, 64, 4, 3),
-            (32, 128, 4, 3),
-            (64, 64, 4, 3),
-            (16, 64, 2, 4),
-        ):
-            yield Config(block_m, 16, block_k, warps, stages, swapped=True, early_launch=True)
+        for block_m, warps, stages in ((16, 2, 8), (32, 4, 8), (32, 2, 8), (64, 4, 8), (64, 2, 6)):
+            yield Config(block_m, 8 if problem.m <= 8 else 16, 16, warps, stages, swapped=True, early_launch=True)
         return
-    for block_m, block_n, block_k, warps, stages in (
-        (128, 128, 16, 8, 3), (128, 128, 32, 8, 2), (128, 128, 16, 8, 4), (64, 128, 32, 8, 3), (64, 64, 32, 4, 3),
-        (128, 64, 32, 8, 3), (128, 64, 16, 4, 3), (64, 128, 16, 4, 3), (32, 64, 32, 4, 3), (32, 32, 64, 4, 3),
-        (128, 128, 16, 16, 3),
-    ):  # fmt: skip
+    for block_m, block_n, warps, stages in ((128, 64, 4, 2), (64, 64, 2, 4), (64, 64, 4, 4), (32, 64, 2, 5)):
         if block_m <= 2 * problem.m:
-            yield Config(block_m, block_n, block_k, warps, stages)
-            yield Config(block_m, block_n, block_k, warps, stages, swapped=True)
+            yield Config(block_m, block_n, 16, warps, stages)
+            yield Config(block_m, block_n, 16, warps, stages, swapped=True)
+
+
+def _split(problem: Problem) -> Iterator[Config]:
+    """tf32x3: three products of halves that are made in registers."""
+    for block_m, block_n, warps, stages in (
+        (16, 32, 2, 5), (16, 64, 4, 5), (16, 128, 4, 4), (32, 64, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3),
+        (64, 128, 8, 3),
+        (128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 3),
+    ):  # fmt: skip
+        if block_m <= max(16, 2 * problem.m):
+            yield Config(block_m, block_n, 32, warps, stages)
+            yield Config(block_m, block_n, 32, warps, stages, "tma")
 
 
 def precompile(job: tuple[Problem, Config]) -> str:

@@ -39,8 +39,8 @@ class Runner:
     """Measures cases on a device; `failures` collects the cases that gave no time."""
 
     device: torch.device
-    repeats: int = 20
-    host_bursts: int = 30
+    repeats: int = 12
+    host_bursts: int = 15
     progress: Progress | None = None
     env: Mapping[str, str] | None = None
     failures: list[Failure] = field(default_factory=list)

@@ -45,7 +45,7 @@ def measure(
     warmup: int = 3,
     sample_us: float = 200.0,
     most_calls: int = 4096,
-    budget_us: float = 500_000.0,
+    budget_us: float = 250_000.0,
 ) -> dict[str, list[float]]:
     """Time every variant: `repeats` raw measurements each, in microseconds per call.
 

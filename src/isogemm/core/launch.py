@@ -7,10 +7,11 @@ are made once per address and kept.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from triton import knobs
@@ -57,7 +58,7 @@ class BoundKernel:
         self._function = compiled.function
         self._metadata = compiled.packed_metadata
         self._constants = tuple(constants)
-        self._encoders = tuple(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        self._encoders = tuple(getattr(getattr(compiled, "metadata", None), "tensordesc_meta", None) or ())
         self._launch, self._before, self._after, self._grouped = _launcher(compiled, bool(self._encoders))
 
     def __call__(self, device: int, programs: int, *args: Any) -> None:
@@ -76,7 +77,7 @@ class BoundKernel:
         else:
             self._launch(programs, 1, 1, stream, self._function, *self._before, *hooks, *args, *self._constants)
 
-    def describer(self, index: int, seen: TensorMap) -> Callable[[int], tuple[Any, ...]]:
+    def describer(self, index: int, seen: TensorMap, device: int) -> Callable[[int], tuple[Any, ...]]:
         """For the kernel's `index`-th descriptor: from an address to the arguments that describe the matrix there."""
         meta = self._encoders[index]
         element = _TFLOAT32 if seen.round_to_tf32 else _internals().element_types[meta["elem_type"]]
@@ -88,6 +89,7 @@ class BoundKernel:
             if found is None:
                 if len(kept) >= _MOST_MAPS:
                     kept.clear()
+                _enter_context(device)
                 tensor_map = encode(
                     address, meta["swizzle"], meta["elem_size"], element, meta["block_size"], shape, strides, 0
                 )
@@ -121,9 +123,18 @@ def descriptors_usable() -> bool:
     """Whether this Triton's launcher is one that takes descriptors made here."""
     try:
         _internals()
-    except (ImportError, AttributeError):
+        from triton.backends.nvidia.driver import wrap_handle_tensordesc
+
+        _below_descriptors(wrap_handle_tensordesc(print, {0: "tensordesc<fp32[1, 1]>"}, None))
+    except (ImportError, AttributeError, KeyError, TypeError, RuntimeError):
         return False
     return True
+
+
+def _below_descriptors(launch: Any) -> Callable[..., None]:
+    """What Triton's launcher of kernels with descriptors calls when it has made them."""
+    inside = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))
+    return cast("Callable[..., None]", inside["launcher"].cell_contents)
 
 
 @dataclass(frozen=True)
@@ -143,6 +154,22 @@ def _internals() -> _Internals:
     return _Internals(encode, nvidia.TMA_DTYPE_DEVICE_TO_HOST)
 
 
+def _enter_context(device: int) -> None:
+    """Give this thread the device's context: a new one, such as autograd's, has none until its first launch."""
+    cuda, context = _libcuda(), ctypes.c_void_p()
+    cuda.cuCtxGetCurrent(ctypes.byref(context))
+    if not context.value:
+        handle = ctypes.c_int()
+        cuda.cuDeviceGet(ctypes.byref(handle), device)
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
+        cuda.cuCtxSetCurrent(context)
+
+
+@functools.cache
+def _libcuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...], bool]:
     """Triton's innermost launcher, what it takes before and after the hooks, and whether the rest is one tuple.
 
@@ -150,11 +177,10 @@ def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., None], tupl
     call. Where it is not as expected, the outermost one.
     """
     outer = compiled.run
-    launch = getattr(outer, "launch", None)
+    launch: Any = getattr(outer, "launch", None)
     if described:
-        inside = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))  # type: ignore[union-attr]
-        launch = inside["launcher"].cell_contents
-    elif launch is None or any(getattr(outer, name, True) for name in ("global_scratch_size", "profile_scratch_size")):
+        launch = _below_descriptors(launch)
+    elif type(outer).__name__ != "CudaLauncher" or outer.global_scratch_size or outer.profile_scratch_size:
         return outer, (), (), False
     modes = (outer.launch_cooperative_grid, outer.launch_pdl)
     if hasattr(outer, "arg_annotations"):

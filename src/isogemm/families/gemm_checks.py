@@ -80,6 +80,10 @@ class _Setting:
         if (group + number) % 2:
             self.layouts = self.rng.choice(LAYOUTS), self.rng.choice(LAYOUTS)
 
+    def walk_chunk(self, k: int) -> int:
+        """Of a product over k with an fp32 result."""
+        return configs.walk_chunk(k, str(self.dtype).removeprefix("torch."), "float32")
+
     def batch_sizes(self) -> list[int]:
         """Every edge is met within four trials."""
         return [*self.sizes.edges[self.seed % 4 :: 4], *(self.rng.randint(1, self.sizes.most) for _ in range(2))]
@@ -208,8 +212,8 @@ def _any_tile(each: _Setting) -> Iterator[BitDiff]:
     grad, weight = each.operands(m, each.n, each.k)
     token_grad, token_x = each.weight_operands(tokens)
     for left, right, cut in (
-        (with_layout(x, layouts[0]), with_layout(b.mT, layouts[1]).mT, configs.walk_chunk(each.k)),
-        (with_layout(grad, layouts[0]), with_layout(weight, layouts[1]), configs.walk_chunk(each.n)),
+        (with_layout(x, layouts[0]), with_layout(b.mT, layouts[1]).mT, each.walk_chunk(each.k)),
+        (with_layout(grad, layouts[0]), with_layout(weight, layouts[1]), each.walk_chunk(each.n)),
         (token_grad.mT, token_x, chunk),
     ):
         how: Any = {"out_dtype": each.wide, "precision": each.precision or None, "chunk": cut}

@@ -59,10 +59,8 @@ def _forward(weight: torch.Tensor, bias: bool, out_dtype: torch.dtype | None, pr
     """Of one token."""
     x = torch.empty((1, weight.shape[1]), dtype=weight.dtype, device=weight.device)
     op.validate_linear(x, weight, None, out_dtype, precision)
-    return replace(
-        op.describe(x, weight.mT, out_dtype=out_dtype, precision=precision, chunk=configs.walk_chunk(weight.shape[1])),
-        bias=bias,
-    )
+    problem = op.describe(x, weight.mT, out_dtype=out_dtype, precision=precision)
+    return replace(problem, bias=bias, chunk=configs.walk_chunk(problem.k, problem.dtype, problem.out_dtype))
 
 
 def _every(problem: Problem, tokens: int) -> Iterator[Problem]:
@@ -77,7 +75,7 @@ def _gradients(forward: Problem, tokens: int) -> Iterator[Problem]:
     bk, bn = forward.b_strides
     dx = replace(
         forward, n=k, k=n, out_dtype=dtype, a_strides=(n, 1), b_strides=(bn, bk), c_strides=(k, 1), bias=False,
-        chunk=configs.walk_chunk(n),
+        chunk=configs.walk_chunk(n, dtype, dtype),
     )  # fmt: skip
     yield from _every(dx, tokens)
     dw = replace(

@@ -20,11 +20,14 @@ DTYPES = tuple(ITEMSIZE)
 WORKSPACE = 64 << 20  # bytes, the most that finished chunks may take
 LONGEST_WALK = 16384  # k of one sum in a product; longer ones are cut
 _CUT_WALK = 8192
+_PINNED = {"ieee": 16, "tf32x3": 32}  # block_k, where bits follow it
 BIAS_CHUNK = 1024  # tokens of one sum in a bias gradient; divides every weight's chunk
 _LARGEST_CHUNK = 4096  # tokens of one sum in a weight gradient
-_PINNED_BLOCK_K = 32  # of tf32x3, whose bits follow it
 
-Walk = Literal["one", "in place", "scratch", "partials"]
+_WIDE_WALK = 1024  # k of one sum in a float32 result of 16-bit operands, whose rounding hides nothing
+_REGISTERS = 64  # of a thread, for finished chunks
+
+Walk = Literal["one", "registers", "in place", "scratch", "partials"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Problem:
     chunk: int = 0  # a new sum at every multiple of it; 0: one walk
     accumulate: bool = False
     bias: bool = False
+    tma: bool = True  # whether it can be launched here, where the architecture has it
     arch: str = MEASURED_ARCH
     sm_count: int = 132
 
@@ -139,10 +143,10 @@ class Config:
 class BiasGradConfig:
     """Of the kernel that sums gradients over the tokens; one for all, since its parallelism is only along n."""
 
-    block_n: int = 16  # 32 bytes of a 16-bit row: one sector
-    block_t: int = 128
+    block_n: int = 32
+    block_t: int = 32  # tokens of the innermost sums: bits follow it
     num_warps: int = 4
-    num_stages: int = 4
+    num_stages: int = 6
 
 
 @dataclass(frozen=True)
@@ -179,8 +183,10 @@ def token_chunk(n: int, k: int, dtype: str) -> int:
     return _LARGEST_CHUNK if tiles >= 128 else _LARGEST_CHUNK // 2 if tiles >= 64 else _LARGEST_CHUNK // 4
 
 
-def walk_chunk(k: int) -> int:
+def walk_chunk(k: int, dtype: str, out_dtype: str) -> int:
     """k of one sum in a product; 0 where one walk is all. Tensor cores truncate: a long walk is less exact."""
+    if dtype != out_dtype:
+        return _WIDE_WALK if k > _WIDE_WALK else 0
     return _CUT_WALK if k > LONGEST_WALK else 0
 
 
@@ -223,7 +229,7 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
 
 def canonical(problem: Problem) -> Config:
     """The plainest configuration: small, pointer loads, no overlap. The others are compared with it."""
-    return Config(32, 32, _PINNED_BLOCK_K, num_warps=4, num_stages=1)
+    return Config(32, 32, _PINNED.get(problem.number, 32), num_warps=4, num_stages=1)
 
 
 def illegal(problem: Problem, config: Config) -> str:
@@ -232,8 +238,10 @@ def illegal(problem: Problem, config: Config) -> str:
         return "blocks and num_warps are powers of two"
     if config.block_m < 16 or config.block_n < 8 or config.block_k < 16:
         return "blocks are at least 16 x 8 x 16"
-    if problem.precision == "tf32x3" and config.block_k != _PINNED_BLOCK_K:
-        return f"tf32x3 has block_k {_PINNED_BLOCK_K}: its bits follow it"
+    if config.block_k != _PINNED.get(problem.number, config.block_k):
+        return f"{problem.number} has block_k {_PINNED[problem.number]}: its bits follow it"
+    if problem.number == "tf32x3" and config.swapped:
+        return "tf32x3 is not swapped: its small products would change places"
     if problem.chunk % config.block_k:
         return "block_k divides the chunk"
     if config.kernel == "tma" and not (reads_a_by_tma(problem, config) or reads_b_by_tma(problem, config)):
@@ -263,6 +271,9 @@ def walk(problem: Problem, config: Config) -> Walk:
         return "one"
     if config.parallel_chunks:
         return "partials"
+    sums = config.block_m * config.block_n // (32 * config.num_warps)
+    if sums <= _REGISTERS and config.kernel != "stream" and not (config.rest_n or problem.accumulate):
+        return "registers"
     return "in place" if problem.out_dtype == "float32" and not problem.bias else "scratch"
 
 
@@ -292,7 +303,7 @@ def reads_b_by_tma(problem: Problem, config: Config) -> bool:
 
 def writes_c_by_tma(problem: Problem, config: Config) -> bool:
     """Only what is rounded once and written once, row by row."""
-    if config.swapped or problem.accumulate or walk(problem, config) not in ("one", "scratch"):
+    if config.swapped or problem.accumulate or walk(problem, config) in ("in place", "partials"):
         return False
     row = problem.c_strides[0] * ITEMSIZE[problem.out_dtype]
     return config.kernel != "pointer" and problem.c_strides[1] == 1 and problem.c_aligned and row % 16 == 0 and row > 0
@@ -327,12 +338,13 @@ def fitted(problem: Problem, config: Config) -> Config:
         config = replace(config, rest_n=0)
     if config.kernel == "tma" and not any(by_tma):
         config = replace(config, kernel="pointer")
-    if problem.precision == "tf32x3":
-        config = replace(config, block_k=_PINNED_BLOCK_K)
+    config = replace(config, block_k=_PINNED.get(problem.number, config.block_k))
     if problem.chunk:
         config = replace(config, block_k=min(config.block_k, problem.chunk & -problem.chunk))
     if config.parallel_chunks and problem.chunks < 2:
         config = replace(config, parallel_chunks=False)
+    if problem.chunk == _WIDE_WALK and walk(problem, config) in ("in place", "scratch") and not problem.accumulate:
+        config = Config(128, 128, config.block_k, 8, 4, "tma" if all(by_tma) else "pointer")  # chunks in registers
     if walk(problem, config) == "scratch":
         config = replace(config, persistent=True, early_launch=False)
     while config.num_stages > 1 and illegal(problem, config).startswith("takes"):
@@ -365,9 +377,9 @@ def _anchored(problem: Problem, entries: tuple[tuple[tuple[int, int], tuple[tupl
 
 def _default(problem: Problem) -> Config:
     """Without measurements: tiles that fit the problem and any architecture."""
-    if problem.number == "ieee":
-        side = 64 if problem.m > 32 else 16
-        return Config(side, 64, 32, num_warps=4, num_stages=2)
+    if problem.number in _PINNED:
+        rows = 128 if problem.m > 128 and problem.number == "tf32x3" else 64 if problem.m > 32 else 16
+        return Config(rows, 64, _PINNED[problem.number], num_warps=4, num_stages=2)
     if problem.m <= 16:
         return Config(64, 16, 128 if problem.number == "half" else 64, num_warps=4, num_stages=3, swapped=True)
     if problem.m <= 64:
@@ -377,7 +389,9 @@ def _default(problem: Problem) -> Config:
 
 def _by_tma(problem: Problem, config: Config, strides: tuple[int, int], aligned: bool) -> bool:
     """TMA reads rows of 16-byte multiples from an aligned address."""
-    if config.kernel == "pointer" or not aligned or problem.batch > 1 or problem.k_inner or _sm(problem.arch) < 90:
+    if config.kernel == "pointer" or not (problem.tma and _sm(problem.arch) >= 90):
+        return False
+    if not aligned or problem.batch > 1 or problem.k_inner:
         return False
     row = max(strides) * ITEMSIZE[problem.dtype]
     return min(strides) == 1 and row % 16 == 0 and row < 2**40

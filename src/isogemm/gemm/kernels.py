@@ -1,8 +1,8 @@
 """The kernels of the GEMM family and their launchers.
 
 Every output element is one fp32 sum that walks k in ascending order. A chunked walk starts a new sum at every multiple
-of the chunk and adds the finished ones in ascending order, one fp32 addition each, wherever they wait: in the output, in
-memory of the program's own, or for a second kernel.
+of the chunk and adds the finished ones in ascending order, one fp32 addition each, wherever they wait: in
+registers, in the output, in memory of the program's own, or for a second kernel.
 """
 
 from __future__ import annotations
@@ -46,6 +46,12 @@ def _split_tf32(x):
 
 
 @triton.jit
+def _added(block, acc):
+    """acc + block; as a fused multiply-add, since Triton would make one longer chain of a plain sum with a dot."""
+    return tl.fma(block, tl.full(block.shape, 1.0, tl.float32), acc)
+
+
+@triton.jit
 def _multiply(a, b, acc, PRECISION: tl.constexpr, A_ROUNDED: tl.constexpr, B_ROUNDED: tl.constexpr):
     """acc + a b, in ascending k."""
     if PRECISION == "tf32":
@@ -60,8 +66,10 @@ def _multiply(a, b, acc, PRECISION: tl.constexpr, A_ROUNDED: tl.constexpr, B_ROU
         acc = tl.dot(a_small, b_large, acc, input_precision="tf32")
         acc = tl.dot(a_large, b_small, acc, input_precision="tf32")
         return tl.dot(a_large, b_large, acc, input_precision="tf32")
+    elif PRECISION == "ieee":
+        return _added(tl.dot(a, b, input_precision="ieee"), acc)
     else:
-        return tl.dot(a, b, acc, input_precision="ieee")
+        return tl.dot(a, b, acc)
 
 
 @triton.jit
@@ -224,7 +232,9 @@ def _gemm_kernel(
         if BATCHED or WALK == "partials":
             c_to = c + layer.to(tl.int64) * M * N
         begin_first = layer * CHUNK if WALK == "partials" else 0
-        begin_end = K if WALK == "in place" or WALK == "scratch" else begin_first + 1
+        begin_end = begin_first + 1 if WALK == "one" or WALK == "partials" else K
+        if WALK == "registers":
+            total = tl.zeros((BM, BN), dtype=tl.float32)
         for begin in tl.range(begin_first, begin_end, CHUNK if CHUNK > 0 else 1):
             end = min(begin + CHUNK, K) if CHUNK > 0 else K
             n = column * (BN + BN_REST)
@@ -252,15 +262,23 @@ def _gemm_kernel(
             if WALK == "scratch":
                 kept = scratch + program.to(tl.int64) * (BM * (BN + BN_REST))
                 kept_rest = kept + BM * BN
-            _finish(
-                acc, c_to, bias, kept, row * BM, n, begin == 0, end == K, M, N, stride_cm, stride_cn,
-                BM, BN, WIDTH, C_TMA, BIAS, WALK, ACCUMULATE, INDEX,
-            )  # fmt: skip
+            if WALK == "registers":
+                total += acc
+            else:
+                _finish(
+                    acc, c_to, bias, kept, row * BM, n, begin == 0, end == K, M, N, stride_cm, stride_cn,
+                    BM, BN, WIDTH, C_TMA, BIAS, WALK, ACCUMULATE, INDEX,
+                )  # fmt: skip
             if BN_REST > 0:
                 _finish(
                     acc_rest, c_to, bias, kept_rest, row * BM, n + BN, begin == 0, end == K, M, N, stride_cm, stride_cn,
                     BM, BN_REST, WIDTH, C_TMA, BIAS, WALK, ACCUMULATE, INDEX,
                 )  # fmt: skip
+        if WALK == "registers":
+            _finish(
+                total, c_to, bias, scratch, row * BM, column * BN, True, True, M, N, stride_cm, stride_cn,
+                BM, BN, WIDTH, C_TMA, BIAS, "one", False, INDEX,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "N", "K"])
@@ -386,7 +404,7 @@ def _bias_grad_kernel(
                 grad, tl.program_id(0) * BN, t, N, T, stride_n, stride_t, t_inner, stride_t_outer,
                 BN, BT, False, False, True, True, LEVELS, INDEX,
             )  # fmt: skip
-            acc = tl.dot(ones, tile, acc, input_precision="ieee")
+            acc = _added(tl.dot(ones, tile, input_precision="ieee"), acc)
         total += tl.sum(tl.where(first, acc, 0.0), axis=0)  # one row of sixteen equal ones
     tl.store(out + n * stride_out, total.to(out.dtype.element_ty), mask=live)
 
@@ -430,7 +448,7 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
         "GROUP": config.group, "C_TMA": c_tma, "A_K_CONTIGUOUS": a_by_k, "B_K_CONTIGUOUS": b_by_k, "UNITS": units,
         "BIAS": "" if not seen.bias or walk == "partials" else "m" if config.swapped else "n",
         "WALK": walk, "CHUNK": seen.chunk, "ACCUMULATE": seen.accumulate and walk != "partials",
-        "PRECISION": seen.precision if seen.dtype == "float32" else "ieee",
+        "PRECISION": seen.precision if seen.dtype == "float32" else "",
         "INDEX": tl.int64 if _reach(seen) >= _WIDE else tl.int32,
     }  # fmt: skip
     blocks: dict[str, object] = {"BM": config.block_m, "BN": config.block_n}

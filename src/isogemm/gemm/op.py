@@ -386,7 +386,7 @@ def _multiply(
         empty = torch.zeros(shape, dtype=dtype, device=a.device)
         return empty if bias is None else empty.copy_(bias)
     a, b = (x.expand(*shape[:-2], *x.shape[-2:]) for x in (a, b))
-    problem = _problem(a, b, bias, dtype, precision, configs.walk_chunk(a.shape[-1]))
+    problem = _problem(a, b, bias, dtype, precision, _walk_chunk(a, dtype))
     if problem is not None:
         plan = _keep(key, _gemm_plan("matmul", shape, dtype, a.device, problem, configs.choose(problem)))
         return plan.run(a, b, bias, None)
@@ -399,7 +399,7 @@ def _multiply_into(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, precision: str | None
 ) -> None:
     """More than two levels of batch: a launch for each place in the outer ones."""
-    problem = _problem(a, b, bias, out.dtype, precision, configs.walk_chunk(a.shape[-1]))
+    problem = _problem(a, b, bias, out.dtype, precision, _walk_chunk(a, out.dtype))
     if problem is None:
         for places in zip(out, a, b, strict=True):
             _multiply_into(*places, bias, precision)
@@ -434,7 +434,7 @@ def _problem(
         c_strides=(n, 1),
         a_aligned=aligned(a), b_aligned=aligned(b), batch=batch, batch_inner=inner,
         a_batch_strides=(a_outer, a_inner), b_batch_strides=(b_outer, b_inner),
-        chunk=chunk, bias=bias is not None, arch=facts.arch, sm_count=facts.sm_count,
+        chunk=chunk, bias=bias is not None, tma=_tma(), arch=facts.arch, sm_count=facts.sm_count,
     )  # fmt: skip
 
 
@@ -460,7 +460,7 @@ def _token_problem(
         c_strides=(k, 1) if total is None else _pair(total.stride()),
         a_aligned=aligned(grad), b_aligned=aligned(x), c_aligned=total is None or aligned(total),
         k_inner=inner if len(levels) == 2 else 0, k_outer_strides=(g_outer, x_outer),
-        chunk=chunk, accumulate=total is not None, arch=facts.arch, sm_count=facts.sm_count,
+        chunk=chunk, accumulate=total is not None, tma=_tma(), arch=facts.arch, sm_count=facts.sm_count,
     )  # fmt: skip
 
 
@@ -513,8 +513,18 @@ def aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % 16 == 0
 
 
+def _walk_chunk(a: torch.Tensor, out_dtype: torch.dtype) -> int:
+    return configs.walk_chunk(a.shape[-1], _name(a.dtype), _name(out_dtype))
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _tma() -> bool:
+    from isogemm.core.launch import descriptors_usable
+
+    return descriptors_usable()
 
 
 def _is_empty(problem: Problem, out: torch.Tensor) -> bool:
@@ -594,7 +604,9 @@ def _step(launch: Launch, places: Sequence[_Place | None], device: torch.device)
             bound = _bound[key] = kernels.bind_launch(launch, like)
     maps = (*launch.maps, *(None,) * (len(places) - len(launch.maps)))
     places_of_maps = itertools.count()
-    describers = tuple(None if seen is None else bound.describer(next(places_of_maps), seen) for seen in maps)
+    describers = tuple(
+        None if seen is None else bound.describer(next(places_of_maps), seen, _index(device)) for seen in maps
+    )
     pick = operator.itemgetter(*(place[1] if place else _NOTHING for place in places))
     return Step(bound, launch.programs, pick, describers if any(maps) else (), launch.scalars)
 

@@ -22,6 +22,7 @@ from isogemm.testing.compile_matrix import (
     Outcome,
     Resources,
     compile_job,
+    disassemble,
     limit_violations,
     run_matrix,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "assert_same_nonfinite",
     "compare_bits",
     "compile_job",
+    "disassemble",
     "interpreting",
     "is_interpreted",
     "layouts_for",

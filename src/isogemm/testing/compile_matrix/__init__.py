@@ -153,15 +153,8 @@ _INSTRUCTIONS = {
 
 def compile_job(job: CompileJob, target: str) -> Resources:
     """Compile for one of `TARGETS`, no GPU needed; Triton's errors pass through."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     goal = _target(target)
-    source = _source(job)
-    options = {"num_warps": job.num_warps, "num_stages": job.num_stages, **job.options}
-    _check_options(options)
-    gpu = GPUTarget(goal.backend, goal.arch, goal.warp_size)
-    compiled = triton.compile(source, target=gpu, options=options)
+    compiled, gpu = _compile(job, goal)
     if goal.backend == "hip":
         assembly = compiled.asm["amdgcn"]
         registers, spill_bytes = _amd_usage(assembly)
@@ -176,6 +169,17 @@ def compile_job(job: CompileJob, target: str) -> Resources:
         instructions=frozenset(name for name, pattern in _INSTRUCTIONS.items() if pattern.search(assembly)),
         binary="hsaco" if goal.backend == "hip" else "cubin",
     )
+
+
+def disassemble(job: CompileJob, target: str) -> str:
+    """The machine code of a job on an NVIDIA target, as text."""
+    from triton import knobs
+
+    compiled, _ = _compile(job, _target(target))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return _output([knobs.nvidia.cuobjdump.path, "-sass", file.name])
 
 
 def limit_violations(job: CompileJob, target: str, resources: Resources) -> tuple[str, ...]:
@@ -242,6 +246,17 @@ def _outcome(job: CompileJob, target: str) -> Outcome:
     except Exception as error:  # whatever stops a compilation is its outcome
         return Outcome(job.name, target, None, error=f"{type(error).__name__}: {error}")
     return Outcome(job.name, target, resources, violations=limit_violations(job, target, resources))
+
+
+def _compile(job: CompileJob, goal: Target) -> tuple[Any, GPUTarget]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    source = _source(job)
+    options = {"num_warps": job.num_warps, "num_stages": job.num_stages, **job.options}
+    _check_options(options)
+    gpu = GPUTarget(goal.backend, goal.arch, goal.warp_size)
+    return triton.compile(source, target=gpu, options=options), gpu
 
 
 def _target(name: str) -> Target:

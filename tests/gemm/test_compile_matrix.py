@@ -1,0 +1,247 @@
+"""The GEMM kernels compiled for GPUs that are not here, as `choose` would have them.
+
+From a shell, with PYTHONPATH=src:tests/gemm:
+`python -m isogemm.testing.compile_matrix test_compile_matrix:table_jobs --target sm_90`.
+"""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+pytest.importorskip("triton")
+
+from isogemm.gemm import configs
+from isogemm.gemm.configs import BIAS_CHUNK, BiasGradProblem, Problem
+from isogemm.gemm.kernels import describe_add_partials, describe_bias_grad, describe_gemm
+from isogemm.gemm.tables import TABLES
+from isogemm.testing import CompileJob, compile_job, disassemble, limit_violations
+
+NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+NUMBERS = {  # dtype, precision
+    "half": ("bfloat16", "ieee"),
+    "tf32": ("float32", "tf32"),
+    "tf32x3": ("float32", "tf32x3"),
+    "ieee": ("float32", "ieee"),
+}
+
+
+def _problem(m, n, k, layout="nt", dtype="bfloat16", precision="ieee", out_dtype=None, **others):
+    a_strides = (k, 1) if layout[0] == "n" else (1, m)
+    b_strides = (n, 1) if layout[1] == "n" else (1, k)
+    return Problem(m, n, k, dtype, out_dtype or dtype, precision, a_strides, b_strides, (n, 1), **others)
+
+
+def _measured():
+    """The problems of the tables, one for each configuration of each."""
+    found = {}
+    for (number, layout), entries in TABLES.items():
+        dtype = NUMBERS[number][0]
+        for sizes, by_tokens in entries:
+            for tokens, _ in by_tokens:
+                if layout == "tn":
+                    chunk = configs.token_chunk(*sizes, dtype)
+                    problem = _problem(*sizes, tokens, layout, *NUMBERS[number], chunk=chunk)
+                else:
+                    chunk = configs.walk_chunk(sizes[1], NUMBERS[number][0], NUMBERS[number][0])
+                    problem = _problem(tokens, *sizes, layout, *NUMBERS[number], chunk=chunk)
+                config = configs.choose(problem)
+                found.setdefault((number, layout, config, configs.walk(problem, config)), (problem, config))
+    return found.values()
+
+
+def _job(problem, config):
+    walk = configs.walk(problem, config)
+    launch = describe_gemm(problem, config)
+    operand, out = NAMES[problem.dtype], NAMES["float32" if walk == "partials" else problem.out_dtype]
+    rest = () if config.kernel == "stream" else (operand if config.rest_n else None,)
+    bias = operand if launch.constants["BIAS"] else None
+    scratch = "fp32" if walk == "scratch" else None
+    left, right = (problem.b_aligned, problem.a_aligned)[:: 1 if config.swapped else -1]
+    aligned = (left, right, *(right for _ in rest), walk == "partials" or problem.c_aligned, False, True)
+    return _launch_job(f"{problem} {config}", launch, (operand, operand, *rest, out, bias, scratch), aligned)
+
+
+def _launch_job(name, launch, addressed, aligned):
+    """`addressed`: the elements' type behind each address, None where the launch has no use for it."""
+    arguments = launch.kernel.arg_names
+    signature, constexprs, attrs = {}, dict(launch.constants), {}
+    maps = (*launch.maps, *(None,) * (len(addressed) - len(launch.maps)))
+    for argument, kind, seen, even in zip(arguments, addressed, maps, aligned, strict=False):
+        if kind is None:
+            constexprs[argument] = None
+        elif seen is not None:
+            signature[argument] = f"tensordesc<{kind}{list(seen.block)}>"
+        else:
+            signature[argument] = f"*{kind}"
+            if even:
+                attrs[argument] = 16
+    for param, value in zip(
+        launch.kernel.params[len(addressed) :], launch.scalars, strict=False
+    ):  # as Triton specialises integers
+        if value is None or (value == 1 and not param.do_not_specialize):
+            constexprs[param.name] = value
+            continue
+        signature[param.name] = "i32" if value < 2**31 else "i64"
+        if value % 16 == 0 and not param.do_not_specialize:
+            attrs[param.name] = 16
+    options = dict(launch.options)
+    return CompileJob(
+        name=name,
+        kernel=launch.kernel,
+        signature=signature,
+        constexprs=constexprs,
+        attrs=attrs,
+        num_warps=options.pop("num_warps"),
+        num_stages=options.pop("num_stages", 3),
+        options=options,
+    )
+
+
+def _other_cases():
+    """For sm_90: numbers, layouts, walks and ends that the tables' own problems do not have."""
+    accumulated = {"out_dtype": "float32", "accumulate": True}
+    for tokens in (1, 64, 4096):
+        yield _problem(tokens, 4096, 4096, dtype="float16", bias=True)
+        yield _problem(tokens, 4096, 4096, out_dtype="float32", bias=True)
+        yield _problem(tokens, 4096, 4096, dtype="float32", precision="tf32", bias=True)
+        yield _problem(tokens, 4096, 4096, dtype="float32", precision="tf32x3", bias=True)
+    for layout in ("nn", "tn", "tt"):
+        for number in ("half", "tf32", "tf32x3", "ieee"):
+            yield _problem(512, 4096, 4096, layout, *NUMBERS[number])
+    yield _problem(4096, 4096, 4096, "tn", chunk=4096, **accumulated)
+    yield _problem(4096, 4096, 8192, "tn", chunk=4096, **accumulated)
+    yield _problem(256, 1024, 8192, "tn", chunk=1024, **accumulated)
+    yield _problem(4096, 4096, 8192, "tn", *NUMBERS["tf32"], chunk=4096, accumulate=True)
+    yield _problem(4096, 4096, 8192, "tn", *NUMBERS["ieee"], chunk=4096, accumulate=True)
+    yield _problem(100, 1001, 999)
+    yield _problem(100, 1001, 999, "tn", *NUMBERS["tf32"])
+    yield _problem(100, 4096, 32768, chunk=8192, bias=True)
+    square = _problem(512, 512, 512)
+    yield replace(square, a_aligned=False, b_aligned=False, c_aligned=False)
+    yield replace(square, a_strides=(1024, 2), b_strides=(2, 1024))
+    yield replace(square, a_strides=(2**31, 1))
+    yield replace(square, batch=6, batch_inner=3, a_batch_strides=(2**20, 2**18), b_batch_strides=(0, 2**18))
+    tokens = _problem(512, 512, 512, "tn", chunk=256, **accumulated)
+    yield replace(tokens, k_inner=32, k_outer_strides=(2**15, 2**14))
+
+
+def _portable_cases(arch):
+    """What `choose` gives where nothing was measured."""
+    for number, tokens in product(NUMBERS, (8, 48, 512)):
+        yield _problem(tokens, 1024, 1024, "nt", *NUMBERS[number], arch=arch)
+    for number in ("half", "tf32"):
+        yield _problem(512, 1024, 8192, "tn", *NUMBERS[number], chunk=1024, arch=arch)
+    yield _problem(512, 1024, 1024, "nn", arch=arch, bias=True, out_dtype="float32")
+
+
+def _bias_grad_jobs():
+    for dtype, accumulate in product(NAMES, (False, True)):
+        out_dtype = "float32" if accumulate else dtype
+        problem = BiasGradProblem(4096, 1024, dtype, out_dtype, (1024, 1), BIAS_CHUNK, accumulate=accumulate)
+        launch = describe_bias_grad(problem)
+        yield _launch_job(f"bias gradient {problem}", launch, (NAMES[dtype], NAMES[out_dtype]), (True, True))
+
+
+def _adding_jobs():
+    for problem in (
+        _problem(256, 1024, 8192, "tn", chunk=1024),
+        _problem(256, 1024, 8192, "tn", chunk=1024, out_dtype="float32", accumulate=True),
+        _problem(256, 1024, 32768, chunk=8192, bias=True),
+    ):
+        bias = NAMES[problem.dtype] if problem.bias else None
+        launch = describe_add_partials(problem)
+        yield _launch_job(f"sum of {problem}", launch, ("fp32", NAMES[problem.out_dtype], bias), (True, True, False))
+
+
+def table_jobs():
+    return [_job(*case) for case in MEASURED]
+
+
+MEASURED = list(_measured())
+OTHERS = [(problem, configs.choose(problem)) for problem in _other_cases()]
+PORTABLE = [
+    (problem, configs.choose(problem)) for arch in ("sm_80", "sm_100", "gfx942") for problem in _portable_cases(arch)
+]
+SMALL = [(job, target) for job in (*_bias_grad_jobs(), *_adding_jobs()) for target in ("sm_80", "sm_90", "gfx942")]
+TENSOR_CORES = {"sm_80": {"mma"}, "sm_100": {"mma", "tcgen05"}, "gfx942": {"mfma"}}
+
+
+def _ids(cases):
+    return [f"{problem.arch} {problem} {config}" for problem, config in cases]
+
+
+@pytest.mark.parametrize(("problem", "config"), MEASURED + OTHERS, ids=_ids(MEASURED + OTHERS))
+def test_compiles_within_limits(problem, config):
+    used = _compiled(problem, config)
+    tensor_cores = used.instructions & {"mma", "wgmma"}
+    if problem.number == "ieee":
+        assert not tensor_cores
+    elif config.block_m >= 64 and config.block_n >= 16 and config.num_warps >= 4:
+        assert tensor_cores == {"wgmma"}
+    else:
+        assert tensor_cores == {"mma"}
+    by_tma = configs.reads_a_by_tma(problem, config) or configs.reads_b_by_tma(problem, config)
+    assert ("tma" in used.instructions) == by_tma
+
+
+@pytest.mark.parametrize(("problem", "config"), PORTABLE, ids=_ids(PORTABLE))
+def test_defaults_compile_within_limits(problem, config):
+    used = _compiled(problem, config)
+    tensor_cores = used.instructions & {"mma", "wgmma", "tcgen05", "mfma"}
+    if problem.number == "ieee" and problem.arch != "gfx942":  # whose matrix cores do fp32
+        assert not tensor_cores
+    else:
+        assert tensor_cores & TENSOR_CORES[problem.arch]
+
+
+def _compiled(problem, config):
+    """Within the limits, and with no more shared memory than `configs` expected, but for barriers."""
+    job = _job(problem, config)
+    used = compile_job(job, problem.arch)
+    assert limit_violations(job, problem.arch, used) == ()
+    assert used.shared_bytes <= configs.shared_memory(problem, config) // config.residents + BARRIERS
+    return used
+
+
+BARRIERS = 128  # bytes of shared memory, at most
+
+
+@pytest.mark.parametrize(("job", "target"), SMALL, ids=[f"{target} {job.name}" for job, target in SMALL])
+def test_sums_compile_within_limits(job, target):
+    assert limit_violations(job, target, compile_job(job, target)) == ()
+
+
+def _kinds():
+    """One measured configuration of each make: disassembling takes longer than compiling."""
+    found = {}
+    for problem, config in MEASURED:
+        kind = problem.number, problem.layout, config.kernel, config.swapped, bool(config.rest_n)
+        if config.block_m >= 64 and config.block_n >= 16 and config.num_warps >= 4 and problem.number != "ieee":
+            found.setdefault(kind, (problem, config))
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("problem", "config"), _kinds(), ids=_ids(_kinds()))
+def test_tensor_cores_need_not_wait(problem, config):
+    """Where the compiler cannot tell what a wgmma reads or writes, it waits for each before the next."""
+    code = disassemble(_job(problem, config), "sm_90")
+    assert code.count("WARPGROUP.DEPBAR") < code.count("HGMMA")
+
+
+def test_specialisation_is_tritons():
+    """What `_job` says of the arguments is what Triton would find out from them."""
+    problem = _problem(100, 1024, 1000, "nn", bias=True)
+    job = _job(problem, configs.canonical(problem))
+    assert {name for name, value in job.constexprs.items() if value is None} == {
+        "b_rest", "scratch", "k_inner", "stride_ak_outer", "stride_bk_outer",
+        "batch", "batch_inner", "stride_ab_outer", "stride_ab", "stride_bb_outer", "stride_bb",
+    }  # fmt: skip
+    assert (job.constexprs["stride_ak"], job.constexprs["stride_bn"], job.constexprs["stride_cn"]) == (1, 1, 1)
+    assert job.attrs == dict.fromkeys(("a", "b", "c", "stride_bk", "stride_cm"), 16)
+    assert job.signature["stride_am"] == job.signature["M"] == "i32"
+    far = _job(replace(problem, a_strides=(2**31, 1)), configs.canonical(problem))
+    assert far.signature["stride_am"] == "i64"
+    tma = configs.choose(_problem(4096, 4096, 4096))
+    described = _job(_problem(4096, 4096, 4096), tma).signature
+    assert described["a"] == f"tensordesc<bf16[{tma.block_m}, {tma.block_k}]>"
