@@ -93,17 +93,21 @@ def _assert_close(actual, a, b, *others, reference=None):
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @every_config
 def test_layouts(config, layout):
-    a, b = _operands((24, 40, 40), layout)
+    a, b = _operands((24, 40, 40), layout, torch.float16)
     _assert_close(_launch(_problem(a, b), config, a, b), a, b)
 
 
-@pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32], ids=str)
 @every_config
-def test_float16(config, out_dtype):
-    a, b = _operands((24, 40, 40), dtype=torch.float16)
-    actual = _launch(_problem(a, b, out_dtype=out_dtype), replace(config, block_k=16), a, b)
-    assert actual.dtype is out_dtype
-    _assert_close(actual, a, b)
+def test_float32(config):
+    a, b = _operands((24, 40, 24))
+    _assert_close(_launch(_problem(a, b), config, a, b), a, b)
+
+
+@pytest.mark.parametrize("block_k", [16, 64])
+@pytest.mark.parametrize("name", ["pointer", "tma", "stream"])
+def test_depths(name, block_k):
+    a, b = _operands((24, 24, 72), dtype=torch.float16)
+    _assert_close(_launch(_problem(a, b), replace(CONFIGS[name], block_k=block_k), a, b), a, b)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 33, 5), (17, 1, 31), (33, 17, 33)], ids=str)
@@ -259,13 +263,13 @@ def test_groups_of_tiles(name, group):
     _assert_close(_launch(_problem(a, b), replace(CONFIGS[name], group=group), a, b), a, b)
 
 
-BATCHES = {  # a and b of a [2, 3] batch of [5, 24] @ [24, 20]
-    "one level": ((2, 3, 5, 24), (2, 3, 24, 20), lambda a, b: (a.flatten(0, 1), b.flatten(0, 1))),
-    "a's levels apart": ((3, 2, 5, 24), (2, 3, 24, 20), lambda a, b: (a.transpose(0, 1), b)),
-    "b shared by the outer": ((2, 3, 5, 24), (3, 24, 20), lambda a, b: (a, b.expand(2, 3, 24, 20))),
-    "b shared by the inner": ((2, 3, 5, 24), (2, 1, 24, 20), lambda a, b: (a, b.expand(2, 3, 24, 20))),
-    "a shared by all": ((5, 24), (2, 3, 24, 20), lambda a, b: (a.expand(2, 3, 5, 24), b)),
-    "heads of one tensor": ((2, 5, 3, 24), (2, 20, 3, 24), lambda a, b: (a.transpose(1, 2), b.permute(0, 2, 3, 1))),
+BATCHES = {  # a and b of a [2, 3] batch of [5, 24] @ [24, 12]
+    "one level": ((2, 3, 5, 24), (2, 3, 24, 12), lambda a, b: (a.flatten(0, 1), b.flatten(0, 1))),
+    "a's levels apart": ((3, 2, 5, 24), (2, 3, 24, 12), lambda a, b: (a.transpose(0, 1), b)),
+    "b shared by the outer": ((2, 3, 5, 24), (3, 24, 12), lambda a, b: (a, b.expand(2, 3, 24, 12))),
+    "b shared by the inner": ((2, 3, 5, 24), (2, 1, 24, 12), lambda a, b: (a, b.expand(2, 3, 24, 12))),
+    "a shared by all": ((5, 24), (2, 3, 24, 12), lambda a, b: (a.expand(2, 3, 5, 24), b)),
+    "heads of one tensor": ((2, 5, 3, 24), (2, 12, 3, 24), lambda a, b: (a.transpose(1, 2), b.permute(0, 2, 3, 1))),
 }
 
 
@@ -276,15 +280,14 @@ def test_batches(levels, name):
     a, b = arrange(*make_operands("normal", a_shape, b_shape, seed=0))
     problem = _problem(a, b)
     assert problem.batch > 1
-    _assert_close(_launch(problem, CONFIGS[name], a, b).view(*a.shape[:-1], 20), a, b)
+    _assert_close(_launch(problem, CONFIGS[name], a, b).view(*a.shape[:-1], 12), a, b)
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("arrange", [lambda config: config, _beyond_registers], ids=["registers", "memory"])
-def test_batches_in_chunks(arrange, dtype, biased):
-    a, b = make_operands("normal", (3, 20, 70), (3, 70, 17), seed=0, dtype=dtype)
-    bias = _bias(17, dtype) if biased else None
+def test_batches_in_chunks(arrange, biased):
+    a, b = make_operands("normal", (3, 20, 70), (3, 70, 17), seed=0, dtype=torch.float16)
+    bias = _bias(17, torch.float16) if biased else None
     problem = _problem(a, b, bias=bias, chunk=32)
     actual = _launch(problem, arrange(replace(POINTER, persistent=True)), a, b, bias)
     _assert_close(actual, a, b, *([bias] if biased else []))
@@ -459,9 +462,9 @@ BIAS_GRADS = {  # the gradient's layout, or a [t_outer, t_inner] one; the sum's 
 @pytest.mark.parametrize("accumulated", [False, True], ids=["", "accumulated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", BIAS_GRADS)
-@pytest.mark.parametrize("size", [(3, 1), (129, 17), (390, 40)], ids=str)
+@pytest.mark.parametrize("size", [(3, 1), (390, 40)], ids=str)
 def test_bias_grad(size, layout, dtype, accumulated):
-    """Chunks of 256 rows: one, or 256 + 134, each a whole number of blocks or not."""
+    """Chunks of 256 rows: a part of one, and 256 + 134."""
     t, n = size
     arrange, out_stride = BIAS_GRADS[layout]
     flat = make_data("normal", (t, n), seed=0, dtype=dtype)

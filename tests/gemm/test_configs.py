@@ -1,0 +1,248 @@
+"""The pure part of the family: problems, the configurations that may serve them, and which one does."""
+
+from dataclasses import replace
+from itertools import product
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from isogemm.gemm import configs
+from isogemm.gemm.configs import (
+    BIAS_CHUNK,
+    DTYPES,
+    WORKSPACE,
+    BiasGradConfig,
+    BiasGradProblem,
+    Config,
+    Problem,
+    candidates,
+    canonical,
+    choose,
+    fitted,
+    illegal,
+    programs,
+    token_chunk,
+    token_edges,
+    usable,
+    walk,
+    walk_chunk,
+    workspace,
+)
+from isogemm.gemm.tables import TABLES
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+NUMBERS = [("bfloat16", "ieee"), ("float16", "ieee"), *(("float32", name) for name in ("ieee", "tf32", "tf32x3"))]
+WEIGHTS = [(4096, 4096), (14336, 4096), (4096, 14336), (256, 1024), (1000, 1001), (128256, 4096), (64, 64), (4096, 32768)]
+
+
+def _problem(m=512, n=4096, k=4096, layout="nt", dtype="bfloat16", precision="ieee", **changes):
+    """Contiguous operands, or transposed views of contiguous ones."""
+    a_strides = (k, 1) if layout[0] == "n" else (1, m)
+    b_strides = (n, 1) if layout[1] == "n" else (1, k)
+    problem = Problem(m, n, k, dtype, dtype, precision, a_strides, b_strides, (n, 1))
+    return replace(problem, **changes)
+
+
+def _linear(tokens, n, k, dtype="bfloat16", precision="ieee", **changes):
+    return _problem(tokens, n, k, "nt", dtype, precision, chunk=walk_chunk(k, dtype, dtype), **changes)
+
+
+def _input_grad(tokens, n, k, dtype="bfloat16", precision="ieee", **changes):
+    return _problem(tokens, k, n, "nn", dtype, precision, chunk=walk_chunk(n, dtype, dtype), **changes)
+
+
+def _weight_grad(tokens, n, k, dtype="bfloat16", precision="ieee", **changes):
+    return _problem(n, k, tokens, "tn", dtype, precision, chunk=token_chunk(n, k, dtype), **changes)
+
+
+SIZES = st.one_of(
+    st.sampled_from([1, 3, 8, 16, 17, 33, 63, 64, 65, 127, 128, 1000, 1024, 4096, 4097, 14336, 32000, 128256]),
+    st.integers(1, 2**17),
+)
+
+
+@st.composite
+def problems(draw):
+    """All that operations ask for: layouts, gaps, misalignment, batches, two levels of k, chunks, accumulation, bias."""
+    m, n, k = draw(SIZES), draw(SIZES), draw(SIZES)
+    dtype, precision = draw(st.sampled_from(NUMBERS))
+
+    def strides(rows, columns):
+        outer, inner = draw(st.sampled_from([(columns, 1), (1, rows), (2 * columns, 2), (columns + 3, 1), (1, rows + 8)]))
+        return outer, inner
+
+    kind = draw(st.sampled_from(["product", "weight gradient"]))
+    out_dtype = draw(st.sampled_from([dtype, "float32"]))
+    problem = Problem(
+        m, n, k, dtype, out_dtype, precision, strides(m, k), strides(k, n), (n, 1),
+        a_aligned=draw(st.booleans()), b_aligned=draw(st.booleans()),
+        arch=draw(st.sampled_from(ARCHS)), sm_count=draw(st.sampled_from([1, 20, 108, 132, 148, 304])),
+    )  # fmt: skip
+    if kind == "product":
+        batch = draw(st.sampled_from([1, 1, 2, 6, 4096]))
+        inner = 3 if batch == 6 else batch
+        return replace(
+            problem, chunk=walk_chunk(k, dtype, out_dtype), bias=draw(st.booleans()), batch=batch, batch_inner=inner,
+            a_batch_strides=(inner * m * k, m * k) if batch > 1 else (0, 0),
+        )  # fmt: skip
+    accumulate = draw(st.booleans())
+    k_inner = draw(st.sampled_from([0, 0, 7]))
+    return replace(
+        problem, chunk=token_chunk(m, n, dtype), accumulate=accumulate, out_dtype="float32" if accumulate else dtype,
+        c_strides=draw(st.sampled_from([(n, 1), (1, m), (n + 5, 1)])) if accumulate else (n, 1),
+        c_aligned=not accumulate or draw(st.booleans()), k_inner=k_inner, k_outer_strides=(7 * m, 9 * n) if k_inner else (0, 0),
+    )  # fmt: skip
+
+
+@hypothesis.settings(max_examples=1500, deadline=None)
+@hypothesis.given(problem=problems())
+def test_chosen_is_legal_and_a_candidate(problem):
+    chosen, all_of_them = choose(problem), candidates(problem)
+    assert choose(problem) == chosen
+    assert chosen in all_of_them
+    assert fitted(problem, canonical(problem)) == all_of_them[0]
+    assert len({str(config) for config in all_of_them}) == len(set(all_of_them)) == len(all_of_them)
+    for config in all_of_them:
+        assert illegal(problem, config) == ""
+        assert fitted(problem, config) == config
+        assert workspace(problem, config) <= WORKSPACE
+        assert programs(problem, config) >= 1
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(problem=problems())
+def test_bits_do_not_follow_the_configuration(problem):
+    """Where block_k or the side of an operand would change them, every candidate has the same."""
+    shared = {(config.block_k, config.swapped) for config in candidates(problem)}
+    if problem.number == "tf32x3":
+        assert shared == {(32, False)}
+    elif problem.number == "ieee":
+        assert len({block_k for block_k, _ in shared}) == 1
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(problem=problems())
+def test_programs_cover_every_output(problem):
+    """A program for every tile and chunk, or no more than fit the chip at once."""
+    config = choose(problem)
+    m, n = (problem.n, problem.m) if config.swapped else (problem.m, problem.n)
+    tiles = problem.batch * -(-m // config.block_m) * -(-n // config.columns)
+    work = tiles * (problem.chunks if walk(problem, config) == "partials" else 1)
+    assert programs(problem, config) == (min(work, config.residents * problem.sm_count) if config.persistent else work)
+
+
+@pytest.mark.parametrize("arch", ["sm_70", "sm_75", "gfx90a", "gfx1100", "cpu", ""])
+def test_other_architectures_are_not_served(arch):
+    assert arch in usable(arch)
+    assert usable(arch)
+
+
+@pytest.mark.parametrize("arch", [*ARCHS, "sm_103", "sm_121"])
+def test_architectures_served(arch):
+    assert usable(arch) == ""
+    for tokens, (dtype, precision) in product((1, 64, 4096), NUMBERS):
+        assert illegal(
+            problem := _linear(tokens, 4096, 4096, dtype, precision, arch=arch), choose(problem)
+        ) == "", problem  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "gfx942"])
+def test_only_what_the_hardware_has(arch):
+    for tokens, kind in product((1, 16, 128, 4096), (_linear, _input_grad, _weight_grad)):
+        config = choose(kind(tokens, 4096, 4096, arch=arch))
+        assert config.kernel == "pointer"
+        assert not config.early_launch
+
+
+@pytest.mark.parametrize(("dtype", "precision"), NUMBERS)
+def test_the_chunk_follows_the_weight_alone(dtype, precision):
+    """A power of two that every block_k of a candidate divides; it has no way to know the number of tokens."""
+    for n, k in product((1, 3, 64, 100, 128, 1000, 1024, 4096, 14336, 128256), repeat=2):
+        chunk = token_chunk(n, k, dtype)
+        assert chunk & (chunk - 1) == 0
+        assert BIAS_CHUNK <= chunk <= 4096
+        assert chunk % BIAS_CHUNK == 0
+    for n, k in ((256, 1024), (1000, 1001), (4096, 4096)):
+        for config in candidates(_weight_grad(10000, n, k, dtype, precision)):
+            assert token_chunk(n, k, dtype) % config.block_k == 0
+
+
+def test_chunks_of_bias_gradients():
+    assert BIAS_CHUNK % BiasGradConfig().block_t == 0
+
+
+def test_long_walks_are_cut():
+    """Of 16-bit operands with a float32 result sooner: their rounding hides nothing."""
+    for dtype in DTYPES:
+        assert walk_chunk(configs.LONGEST_WALK, dtype, dtype) == 0
+        chunk = walk_chunk(configs.LONGEST_WALK + 1, dtype, dtype)
+        assert 0 < chunk <= configs.LONGEST_WALK
+        assert chunk & (chunk - 1) == 0
+    wide = walk_chunk(4096, "bfloat16", "float32")
+    assert 0 < wide < 4096
+    assert wide & (wide - 1) == 0
+    assert walk_chunk(wide, "bfloat16", "float32") == 0
+
+
+@pytest.mark.parametrize(("dtype", "precision"), NUMBERS)
+@pytest.mark.parametrize("kind", [_linear, _input_grad, _weight_grad], ids=lambda kind: kind.__name__.strip("_"))
+def test_every_choice_is_made_at_an_edge(kind, dtype, precision):
+    """So that whoever compiles for the edges has compiled for every number of tokens."""
+    most = 4200
+    for n, k in WEIGHTS[:5]:
+        edges = token_edges(kind(1, n, k, dtype, precision), most)
+        assert edges == sorted(set(edges))
+        assert (edges[0], edges[-1]) == (1, most)
+        at_edges = {choose(kind(tokens, n, k, dtype, precision)) for tokens in edges}
+        for tokens in range(1, most + 1):
+            assert choose(kind(tokens, n, k, dtype, precision)) in at_edges, (tokens, n, k)
+
+
+def test_the_walk_of_each_configuration():
+    small, large = Config(64, 64, 64, 4, 3), Config(128, 256, 64, 8, 3, persistent=True)
+    one, chunked = _weight_grad(1024, 4096, 4096), _weight_grad(10000, 4096, 4096)
+    into_total = {"accumulate": True, "out_dtype": "float32"}
+    assert walk(one, large) == "one"
+    assert walk(chunked, small) == "registers"
+    assert walk(chunked, large) == "scratch"
+    assert walk(replace(chunked, out_dtype="float32"), large) == "in place"
+    assert walk(replace(chunked, **into_total), small) == "in place"
+    assert walk(replace(chunked, out_dtype="float32", bias=True), large) == "scratch"
+    assert walk(chunked, replace(small, parallel_chunks=True)) == "partials"
+    assert workspace(chunked, small) == workspace(one, large) == 0
+    assert workspace(chunked, large) == 4 * 132 * 128 * 256
+    assert workspace(_weight_grad(3000, 256, 1024), replace(small, parallel_chunks=True)) == 4 * 3 * 256 * 1024
+
+
+MISALIGNED = {
+    "address": {"a_aligned": False},
+    "row": {"a_strides": (4097, 1)},
+    "no contiguous axis": {"a_strides": (8192, 2)},
+    "shared row": {"a_strides": (0, 1)},
+}
+
+
+@pytest.mark.parametrize("change", MISALIGNED.values(), ids=MISALIGNED.keys())
+def test_tma_reads_rows_of_16_bytes_from_aligned_addresses(change):
+    tma = Config(128, 128, 64, 8, 3, "tma")
+    problem = _problem()
+    assert configs.reads_a_by_tma(problem, tma)
+    changed = replace(problem, **change)
+    assert configs.reads_a_by_tma(changed, tma) == (change.get("a_strides") == (0, 1) and False)
+    assert configs.reads_b_by_tma(changed, tma)
+    assert illegal(changed, tma) == ""
+    assert "cannot be read by TMA" in illegal(changed, replace(tma, kernel="stream", persistent=True))
+    assert fitted(changed, replace(tma, kernel="stream", persistent=True)).kernel == "tma"
+    other = {key.replace("a_", "b_"): value[::-1] if isinstance(value, tuple) else value for key, value in change.items()}
+    neither = replace(changed, **other)
+    assert illegal(neither, tma) == "no operand can be read by TMA"
+    assert fitted(neither, tma).kernel == "pointer"
+
+
+def test_tma_serves_no_batches_and_no_levels():
+    tma = Config(128, 128, 64, 8, 3, "tma")
+    for change in ({"batch": 2}, {"k_inner": 64}, {"arch": "sm_80"}, {"arch": "gfx942"}):
+        problem = _problem(**change)
+        assert not configs.reads_a_by_tma(problem, tma)
+        assert choose(problem).kernel == "pointer"
