@@ -1,13 +1,15 @@
-"""The documents' tables are those of the recorded measurements, and the gate is that of the recorded tuning."""
+"""The documents' tables are those of the recorded measurements, and configurations are those of the recorded tuning."""
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from isogemm.bench import store, tables
 from isogemm.families import FAMILIES
+from isogemm.gemm import tables as gemm_tables
 from isogemm.tiny import gate
 
 ROOT = Path(__file__).parents[1]
@@ -22,10 +24,23 @@ def test_figures_are_the_measured_ones(document):
     assert tables.rendered(text, tables.tables(rows, views)) == text, "run make docs"
 
 
-def test_gate_is_the_measured_one():
-    spec = importlib.util.spec_from_file_location("tune_tiny", ROOT / "benchmarks" / "tune_tiny.py")
-    tune = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tune)
-    raw = (ROOT / "benchmarks" / "tuning" / "h200" / "tiny.jsonl").read_text(encoding="utf-8")
-    rows = [json.loads(line) for line in raw.splitlines()]
+def test_gate_is_the_measured_one(monkeypatch):
+    tune, (rows,) = _tuning("tiny", "tiny.jsonl", monkeypatch)
     assert tune.gate_source(tune.decide(rows)) == Path(gate.__file__).read_text(encoding="utf-8")
+
+
+def test_gemm_tables_are_the_measured_ones(monkeypatch):
+    pytest.importorskip("triton")  # the tuning script's
+    tune, files = _tuning("gemm", "gemm_*.jsonl", monkeypatch)
+    rows = [row for file in files for row in file]
+    assert tune.source(tune.decide(rows)) == Path(gemm_tables.__file__).read_text(encoding="utf-8")
+
+
+def _tuning(family, pattern, monkeypatch):
+    """A family's tuning script as a module, and the rows of each of its recorded files."""
+    spec = importlib.util.spec_from_file_location(f"tune_{family}", ROOT / "benchmarks" / f"tune_{family}.py")
+    tune = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, tune)  # where dataclasses look for their annotations
+    spec.loader.exec_module(tune)
+    files = sorted((ROOT / "benchmarks" / "tuning" / "h200").glob(pattern))
+    return tune, [[json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in files]

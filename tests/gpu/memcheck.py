@@ -11,7 +11,8 @@ import isogemm
 from isogemm.gemm import configs, op
 
 NUMBERS = (
-    (torch.bfloat16, None), (torch.float16, None), (torch.float32, "tf32"), (torch.float32, "ieee"), (torch.float32, "tf32x3"),
+    (torch.bfloat16, None), (torch.float16, None),
+    (torch.float32, "tf32"), (torch.float32, "ieee"), (torch.float32, "tf32x3"),
 )  # fmt: skip
 SIZES = ((1, 65, 129), (17, 63, 40), (130, 264, 1040))  # m, n, k
 

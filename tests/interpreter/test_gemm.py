@@ -32,9 +32,9 @@ CONFIGS = {  # what a Config can say, but early launches, which the interpreter 
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 
-def _problem(a, b, *, arch="sm_90", sm_count=2, **described):
+def _problem(a, b, *, sm_count=2, **described):
     """As `op.describe` has it, for a GPU of few SMs."""
-    return replace(op.describe(a, b, **described), arch=arch, sm_count=sm_count)
+    return replace(op.describe(a, b, **described), arch="sm_90", tma=True, sm_count=sm_count)
 
 
 def _launch(problem, config, a, b, bias=None, total=None):
@@ -156,7 +156,6 @@ WALKS = {  # walk: (chunk, dtype of the output, bias, accumulate, parallel chunk
     "in place, accumulated": (64, torch.float32, False, True, False),
     "scratch": (64, None, False, False, False),
     "scratch, biased": (128, None, True, False, False),
-    "scratch, biased, float32": (64, torch.float32, True, False, False),
     "partials": (64, None, False, False, True),
     "partials, biased": (128, None, True, False, True),
     "partials, accumulated": (64, torch.float32, False, True, True),
@@ -179,7 +178,7 @@ def test_walks(config, walk):
     config = replace(config, parallel_chunks=parallel, persistent=config.persistent or kind == "scratch")
     if kind in ("in place", "scratch"):
         config = _beyond_registers(config)
-    m, n = 12, 2 * (config.block_m if config.swapped else config.columns) + 8
+    m, n = 12, (config.block_m if config.swapped else config.columns) + 8
     a, b = _operands((m, n, 136), dtype=torch.float16)
     bias = _bias(n, torch.float16) if biased else None
     total = make_data("normal", (m, n), seed=9) if accumulated else None
@@ -201,7 +200,7 @@ def _beyond_registers(config):
 def test_chunks_are_added_from_left_to_right(name, accumulated):
     """Each is a product alone; one fp32 addition each, wherever they wait. Trailing zeros add nothing."""
     config = _beyond_registers(replace(CONFIGS[name], persistent=True))
-    m, n = 12, 40
+    m, n = 12, 24
     a, b = _operands((m, n, 72))
     padded = torch.nn.functional.pad(a, (0, 24)), torch.nn.functional.pad(b.mT, (0, 24)).mT
     total = make_data("normal", (m, n), seed=9) if accumulated else None
@@ -232,8 +231,8 @@ def test_chunks_are_added_from_left_to_right(name, accumulated):
 @pytest.mark.parametrize("name", ["pointer", "tma persistent", "stream swapped"])
 @pytest.mark.parametrize("parallel", [False, True], ids=["", "parallel"])
 def test_accumulates_into_any_strides(name, layout, parallel):
-    a, b = _operands((24, 40, 72), "tn")
-    total = with_layout(make_data("normal", (24, 40), seed=9), layout)
+    a, b = _operands((12, 24, 40), "tn")
+    total = with_layout(make_data("normal", (12, 24), seed=9), layout)
     before = total.clone()
     problem = _problem(a, b, chunk=32, total=total)
     config = replace(CONFIGS[name], parallel_chunks=parallel)
@@ -243,7 +242,7 @@ def test_accumulates_into_any_strides(name, layout, parallel):
         assert int(whole.isnan().sum()) == whole.numel() - total.numel()
 
 
-@pytest.mark.parametrize("sm_count", [1, 2, 5, 100])
+@pytest.mark.parametrize("sm_count", [1, 5, 100])
 @pytest.mark.parametrize("walk", ["one", "scratch", "partials"])
 @pytest.mark.parametrize("name", ["pointer persistent", "tma with a rest, parts", "stream"])
 def test_persistent_grids(name, walk, sm_count):

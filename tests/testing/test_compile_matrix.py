@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isogemm.testing import TARGETS, CompileJob, compile_job, limit_violations, run_matrix
+from isogemm.testing import TARGETS, CompileJob, compile_job, disassemble, limit_violations, run_matrix
 from isogemm.testing.compile_matrix import Reference
 
 HERE = Path(__file__).parent
@@ -41,6 +41,11 @@ def test_fusion_option_reaches_the_compiler(kernels, target):
 def test_alignment_reaches_the_compiler(kernels):
     assert "cp.async" in compile_job(kernels.MATMUL, "sm_80").instructions
     assert "cp.async" not in compile_job(replace(kernels.MATMUL, attrs={}), "sm_80").instructions
+
+
+def test_disassembly_is_machine_code(kernels):
+    assert "HGMMA" in disassemble(kernels.MATMUL, "sm_90")
+    assert "HMMA" in disassemble(kernels.MATMUL, "sm_80")
 
 
 def test_matrix_reports_each_kind_of_failure(kernels):

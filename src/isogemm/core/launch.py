@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 _TFLOAT32 = 11  # CU_TENSOR_MAP_DATA_TYPE_TFLOAT32: the copy engine rounds float32 as it reads
-_MOST_MAPS = 1024  # addresses kept per argument
+_MOST_MAPS = 256  # addresses kept per plan and argument: a model's weights of one shape, and what its layers pass on
 
 
 @dataclass(frozen=True)

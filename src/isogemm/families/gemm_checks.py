@@ -80,9 +80,10 @@ class _Setting:
         if (group + number) % 2:
             self.layouts = self.rng.choice(LAYOUTS), self.rng.choice(LAYOUTS)
 
-    def walk_chunk(self, k: int) -> int:
-        """Of a product over k with an fp32 result."""
-        return configs.walk_chunk(k, str(self.dtype).removeprefix("torch."), "float32")
+    def walk_chunk(self, k: int, out_dtype: torch.dtype | None) -> int:
+        """Of a product over k."""
+        names = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, out_dtype or self.dtype)]
+        return configs.walk_chunk(k, *names)
 
     def batch_sizes(self) -> list[int]:
         """Every edge is met within four trials."""
@@ -211,16 +212,24 @@ def _any_tile(each: _Setting) -> Iterator[BitDiff]:
     x, b = each.operands(m, each.k, each.n)
     grad, weight = each.operands(m, each.n, each.k)
     token_grad, token_x = each.weight_operands(tokens)
-    for left, right, cut in (
-        (with_layout(x, layouts[0]), with_layout(b.mT, layouts[1]).mT, each.walk_chunk(each.k)),
-        (with_layout(grad, layouts[0]), with_layout(weight, layouts[1]), each.walk_chunk(each.n)),
-        (token_grad.mT, token_x, chunk),
+    way = each.seed % 3  # as it is served; bits before rounding, in one walk; with an fp32 result
+    out_dtype = None if way == 0 else each.wide
+    chunks = [each.walk_chunk(k, out_dtype) if way != 1 else 0 for k in (each.k, each.n)]
+    total = torch.randn(each.n, each.k, device=each.device) if way == 1 else None
+    for left, right, cut, sums in (
+        (with_layout(x, layouts[0]), with_layout(b.mT, layouts[1]).mT, chunks[0], None),
+        (with_layout(grad, layouts[0]), with_layout(weight, layouts[1]), chunks[1], None),
+        (token_grad.mT, token_x, chunk, total),
     ):
-        how: Any = {"out_dtype": each.wide, "precision": each.precision or None, "chunk": cut}
-        problem = op.describe(left, right, **how)
-        expected = op.gemm(left, right, **how, config=configs.canonical(problem))
-        for config in configs.candidates(problem):
-            yield compare_bits(op.gemm(left, right, **how, config=config), expected)
+        how: Any = {"out_dtype": out_dtype, "precision": each.precision or None, "chunk": cut}
+
+        problem = op.describe(left, right, **how, total=sums)
+        results = (
+            op.gemm(left, right, **how, total=None if sums is None else sums.clone(), config=config)
+            for config in (configs.canonical(problem), *configs.candidates(problem))
+        )
+        expected = next(results)
+        yield from (compare_bits(result, expected) for result in results)
 
 
 # dW and db.

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from isogemm.core.eager import autocast_dtype
 from isogemm.gemm import configs, op
 from isogemm.gemm.configs import BiasGradProblem, Problem
 
@@ -60,6 +61,11 @@ def _forward(weight: torch.Tensor, bias: bool, out_dtype: torch.dtype | None, pr
     x = torch.empty((1, weight.shape[1]), dtype=weight.dtype, device=weight.device)
     op.validate_linear(x, weight, None, out_dtype, precision)
     problem = op.describe(x, weight.mT, out_dtype=out_dtype, precision=precision)
+    cast = autocast_dtype(weight.device)
+    if cast is not None:  # the copies that autocast makes are contiguous
+        dtype = str(cast).removeprefix("torch.")
+        wide = out_dtype is torch.float32
+        problem = replace(problem, dtype=dtype, out_dtype="float32" if wide else dtype, b_strides=(1, problem.k))
     return replace(problem, bias=bias, chunk=configs.walk_chunk(problem.k, problem.dtype, problem.out_dtype))
 
 

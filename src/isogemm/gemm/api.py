@@ -138,7 +138,7 @@ class _Owners:
     __slots__ = ("bias", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias = _parameter(weight), _parameter(bias)
 
 
 class _Linear(torch.autograd.Function):
@@ -159,11 +159,24 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        owners = ctx.owners
-        return *_linear_gradients(
-            ctx, grads[0], x, weight,
-            (owners.weight, _main_grad(owners.weight)), (owners.bias, _main_grad(owners.bias)),
-        ), None, None, None  # fmt: skip
+        accumulated = (
+            (owner, _main_grad(owner) if _is_accumulated(ctx, index) else None)
+            for index, owner in ((1, ctx.owners.weight), (2, ctx.owners.bias))
+        )
+        return *_linear_gradients(ctx, grads[0], x, weight, *accumulated), None, None, None
+
+
+def _is_accumulated(ctx: Any, index: int) -> bool:
+    """Whether this backward is to accumulate the gradient of an input: not if it is not asked for.
+
+    torch.autograd.grad, which returns gradients and accumulates none, does not tell; it is given them.
+    """
+    if not ctx.needs_input_grad[index]:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(ctx.next_functions[index][0]))
+    except RuntimeError:
+        return False
 
 
 _Accumulated = tuple[torch.Tensor | None, torch.Tensor | None]  # a parameter and its main_grad, if it has one
@@ -173,7 +186,7 @@ def _linear_gradients(
     ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, of_weight: _Accumulated, of_bias: _Accumulated
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """dX = dY W, dW = dY^T X and db, the sum of dY over the tokens."""
-    grad = grad.to(x.dtype)
+    unrounded, grad = grad, grad.to(x.dtype)
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     if needs_weight and of_weight[1] is not None:  # both, before either is touched
         op.require_total("weight.main_grad", of_weight[1], weight.shape, x.device)
@@ -193,11 +206,11 @@ def _linear_gradients(
     if needs_bias:
         owner, main_grad = of_bias
         if owner is None or main_grad is None:
-            db = _bias_grad(grad)
-        elif through_dispatcher(main_grad, grad):
-            torch.ops.isogemm.add_bias_grad(main_grad, grad, owner)
+            db = _bias_grad(unrounded).to(x.dtype)
+        elif through_dispatcher(main_grad, unrounded):
+            torch.ops.isogemm.add_bias_grad(main_grad, unrounded, owner)
         else:
-            op.add_bias_grad(main_grad, grad, owner)
+            op.add_bias_grad(main_grad, unrounded, owner)
     return dx, dw, db
 
 
@@ -314,12 +327,14 @@ def _register_autograd() -> None:
 
     def save_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         x, weight, _, owner, main_grad, bias_owner, bias_main_grad, _, precision = inputs
-        ctx.save_for_backward(x, weight, owner, main_grad, bias_owner, bias_main_grad)
+        ctx.save_for_backward(x, weight)
+        # Not saved tensors: another micro-batch's backward may change a main_grad before this one's does.
+        ctx.accumulated = (owner, main_grad), (bias_owner, bias_main_grad)
         ctx.precision = op.resolve_precision(x, precision)
 
     def linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, owner, main_grad, bias_owner, bias_main_grad = ctx.saved_tensors
-        gradients = _linear_gradients(ctx, grad, x, weight, (owner, main_grad), (bias_owner, bias_main_grad))
+        x, weight = ctx.saved_tensors
+        gradients = _linear_gradients(ctx, grad, x, weight, *ctx.accumulated)
         return *gradients, None, None, None, None, None, None
 
     def save_shape(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -335,6 +350,11 @@ def _register_autograd() -> None:
 
 
 _register_autograd()
+
+
+def _parameter(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x, where it may carry a main_grad: a passing tensor is not to be kept alive for it."""
+    return x if x is not None and (x.is_leaf or hasattr(x, "main_grad")) else None
 
 
 def _main_grad(parameter: torch.Tensor | None) -> torch.Tensor | None:

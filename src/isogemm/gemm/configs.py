@@ -6,6 +6,7 @@ shape and dtype; everything in a Config may follow M.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -171,7 +172,7 @@ class BiasGradProblem:
     def reach(self) -> int:
         """The largest offset, in elements."""
         outer = -(-self.t // self.t_inner) * self.t_outer if self.t_inner else 0
-        return outer + self.t * self.strides[0] + self.n * self.strides[1]
+        return outer + self.t * self.strides[0] + self.n * max(self.strides[1], self.out_stride)
 
 
 def token_chunk(n: int, k: int, dtype: str) -> int:
@@ -317,6 +318,9 @@ def shared_memory(problem: Problem, config: Config) -> int:
     out = part * ITEMSIZE[problem.out_dtype] if writes_c_by_tma(problem, config) else 0
     if config.kernel == "stream" and (walk(problem, config) == "scratch" or not out):
         out += 4 * part  # sums on their way to and from memory, while the next operands arrive
+    if problem.number == "tf32" and config.kernel != "pointer":  # operands that must be turned, on the newest twice
+        turned = config.block_m * (problem.a_strides[1] != 1) + config.columns * (problem.b_strides[0] != 1)
+        out += 2 * turned * config.block_k * ITEMSIZE[problem.dtype]
     return (operands + out) * config.residents
 
 
@@ -332,18 +336,20 @@ _LEAST_SHARED_MEMORY = 101_376  # sm_86, sm_89, sm_120
 def fitted(problem: Problem, config: Config) -> Config:
     """The configuration with what the problem forces on it."""
     by_tma = reads_a_by_tma(problem, config), reads_b_by_tma(problem, config)
-    if config.kernel == "stream" and not all(by_tma):
-        config = replace(config, kernel="tma")
-    if config.rest_n and not all(by_tma):
-        config = replace(config, rest_n=0)
-    if config.kernel == "tma" and not any(by_tma):
-        config = replace(config, kernel="pointer")
+    if config.kernel != "pointer" and not all(by_tma):
+        kernel: Literal["tma", "pointer"] = "tma" if any(by_tma) else "pointer"
+        config = replace(config, kernel=kernel, rest_n=0, residents=1)
+        if problem.tma and problem.batch == 1 and not problem.k_inner and _sm(problem.arch) >= 90:
+            # Rows that TMA cannot read are read in pieces, each with an address in a register: smaller tiles.
+            block_k = min(config.block_k, 128 // ITEMSIZE[problem.dtype])
+            config = replace(config, block_m=64, block_n=min(config.block_n, 64), block_k=block_k, num_warps=4, parts=1)
     config = replace(config, block_k=_PINNED.get(problem.number, config.block_k))
     if problem.chunk:
         config = replace(config, block_k=min(config.block_k, problem.chunk & -problem.chunk))
     if config.parallel_chunks and problem.chunks < 2:
         config = replace(config, parallel_chunks=False)
-    if problem.chunk == _WIDE_WALK and walk(problem, config) in ("in place", "scratch") and not problem.accumulate:
+    wide = problem.dtype != problem.out_dtype and not problem.accumulate
+    if wide and problem.chunk == _WIDE_WALK and walk(problem, config) in ("in place", "scratch"):
         config = Config(128, 128, config.block_k, 8, 4, "tma" if all(by_tma) else "pointer")  # chunks in registers
     if walk(problem, config) == "scratch":
         config = replace(config, persistent=True, early_launch=False)
@@ -352,17 +358,25 @@ def fitted(problem: Problem, config: Config) -> Config:
     return config
 
 
-def _table(problem: Problem) -> tuple[tuple[tuple[int, int], tuple[tuple[int, Config], ...]], ...]:
+Entries = tuple[tuple[tuple[int, int], tuple[tuple[int, Config], ...]], ...]
+
+
+def _table(problem: Problem) -> Entries:
     """Measured configurations: ((the weight's sizes), ((tokens up to, config), ...)), ...; empty where none are."""
     if problem.arch != MEASURED_ARCH or problem.batch > 1:
         return ()
+    return _entries(problem.number, problem.layout)
+
+
+@functools.cache
+def _entries(number: str, layout: str) -> Entries:
     return tuple(
         (sizes, tuple((tokens, Config(*values)) for tokens, values in by_tokens))
-        for sizes, by_tokens in TABLES.get((problem.number, problem.layout), ())
+        for sizes, by_tokens in TABLES.get((number, layout), ())
     )
 
 
-def _anchored(problem: Problem, entries: tuple[tuple[tuple[int, int], tuple[tuple[int, Config], ...]], ...]) -> Config:
+def _anchored(problem: Problem, entries: Entries) -> Config:
     """The entry of the nearest measured weight, at the next larger measured number of tokens."""
     tokens, sizes = (
         (problem.k, (problem.m, problem.n)) if problem.layout == "tn" else (problem.m, (problem.n, problem.k))
@@ -379,7 +393,7 @@ def _default(problem: Problem) -> Config:
     """Without measurements: tiles that fit the problem and any architecture."""
     if problem.number in _PINNED:
         rows = 128 if problem.m > 128 and problem.number == "tf32x3" else 64 if problem.m > 32 else 16
-        return Config(rows, 64, _PINNED[problem.number], num_warps=4, num_stages=2)
+        return Config(rows, 64, _PINNED[problem.number], num_warps=8 if rows == 128 else 4, num_stages=2)
     if problem.m <= 16:
         return Config(64, 16, 128 if problem.number == "half" else 64, num_warps=4, num_stages=3, swapped=True)
     if problem.m <= 64:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
@@ -30,21 +31,37 @@ _TILE = 512  # columns of a 16-bit weight, widened at a time
 _Arguments = ParamSpec("_Arguments")
 
 
+class _Ieee:
+    """fp32 products in fp32, whatever torch.set_float32_matmul_precision says, while any thread is inside."""
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._before = threading.Lock(), 0, ""
+
+    def __enter__(self) -> None:
+        setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        with self._lock:
+            self._users += 1
+            if setting.fp32_precision not in ("none", "ieee"):
+                self._before, setting.fp32_precision = setting.fp32_precision, "ieee"
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._before and not self._users:
+                torch.backends.mkldnn.matmul.fp32_precision = self._before  # type: ignore[attr-defined]
+                self._before = ""
+
+
+_ieee = _Ieee()
+
+
 def _exact(function: Callable[_Arguments, torch.Tensor]) -> Callable[_Arguments, torch.Tensor]:
-    """Without autograd, and with fp32 products in fp32 whatever torch.set_float32_matmul_precision says."""
+    """Without autograd, and in ieee fp32."""
 
     @functools.wraps(function)
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> torch.Tensor:
-        setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-        before = setting.fp32_precision
-        with torch.no_grad():
-            if before in ("none", "ieee"):
-                return function(*args, **kwargs)
-            setting.fp32_precision = "ieee"
-            try:
-                return function(*args, **kwargs)
-            finally:
-                setting.fp32_precision = before
+        with torch.no_grad(), _ieee:
+            return function(*args, **kwargs)
 
     return run
 

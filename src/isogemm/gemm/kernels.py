@@ -147,7 +147,7 @@ def _write(
 def _finish(
     acc, c, bias, kept_here, m, n, first_chunk, last_chunk, M, N, stride_cm, stride_cn,
     BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr, C_TMA: tl.constexpr,
-    BIAS: tl.constexpr, WALK: tl.constexpr, ACCUMULATE: tl.constexpr, INDEX: tl.constexpr,
+    BIAS: tl.constexpr, WALK: tl.constexpr, ACCUMULATE: tl.constexpr, INDEX: tl.constexpr, BARRIER: tl.constexpr,
 ):  # fmt: skip
     """What becomes of the sums acc [BM, BN] at (m, n) at the end of a chunk, WIDTH columns at a time."""
     sums = _column_parts(acc, BM, BN, BN // WIDTH)
@@ -160,12 +160,16 @@ def _finish(
             _write(total, c, bias, rows, cols, m, at, M, N, stride_cm, stride_cn, C_TMA, "", INDEX)
         elif WALK == "scratch":
             kept = kept_here + (tl.arange(0, BM)[:, None] * BN + (part * WIDTH + tl.arange(0, WIDTH)[None, :]))
-            if not first_chunk:
+            if first_chunk:
+                total += 0.0
+            else:
                 total += tl.load(kept)
             if last_chunk:
                 _write(total, c, bias, rows, cols, m, at, M, N, stride_cm, stride_cn, C_TMA, BIAS, INDEX)
             else:
                 tl.store(kept, total)
+                if BARRIER:
+                    tl.debug_barrier()  # another thread may be the one to load it
         else:
             if ACCUMULATE or WALK == "in place":
                 live = (rows < M)[:, None] & (cols < N)[None, :]
@@ -176,6 +180,8 @@ def _finish(
             else:
                 total += 0.0  # a sum that underflowed to -0 is +0, as one with more padding is
             _write(total, c, bias, rows, cols, m, at, M, N, stride_cm, stride_cn, C_TMA, BIAS, INDEX)
+            if WALK == "in place" and BARRIER:
+                tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["M", "N", "K", "batch", "batch_inner", "k_inner"])
@@ -267,17 +273,17 @@ def _gemm_kernel(
             else:
                 _finish(
                     acc, c_to, bias, kept, row * BM, n, begin == 0, end == K, M, N, stride_cm, stride_cn,
-                    BM, BN, WIDTH, C_TMA, BIAS, WALK, ACCUMULATE, INDEX,
+                    BM, BN, WIDTH, C_TMA, BIAS, WALK, ACCUMULATE, INDEX, True,
                 )  # fmt: skip
             if BN_REST > 0:
                 _finish(
                     acc_rest, c_to, bias, kept_rest, row * BM, n + BN, begin == 0, end == K, M, N, stride_cm, stride_cn,
-                    BM, BN_REST, WIDTH, C_TMA, BIAS, WALK, ACCUMULATE, INDEX,
+                    BM, BN_REST, WIDTH, C_TMA, BIAS, WALK, ACCUMULATE, INDEX, True,
                 )  # fmt: skip
         if WALK == "registers":
             _finish(
                 total, c_to, bias, scratch, row * BM, column * BN, True, True, M, N, stride_cm, stride_cn,
-                BM, BN, WIDTH, C_TMA, BIAS, "one", False, INDEX,
+                BM, BN, WIDTH, C_TMA, BIAS, "one", False, INDEX, False,
             )  # fmt: skip
 
 
@@ -342,14 +348,14 @@ def _stream_kernel(
         ends = last
         if WALK == "in place" or WALK == "scratch":
             ends = last | ((block + 1) % (CHUNK // BK) == 0)
-        if ends:
+        if ends:  # no barrier: its own loads and stores agree on threads, and one would end the overlap
             first = k < CHUNK
             c_to = c
             if WALK == "partials":
                 c_to = c + layer.to(tl.int64) * M * N
             _finish(
                 acc, c_to, bias, kept, m, n, first, last, M, N, stride_cm, stride_cn,
-                BM, BN, WIDTH, C_TMA, BIAS, WALK, ACCUMULATE, INDEX,
+                BM, BN, WIDTH, C_TMA, BIAS, WALK, ACCUMULATE, INDEX, False,
             )  # fmt: skip
             acc = tl.zeros((BM, BN), dtype=tl.float32)
 
@@ -357,12 +363,9 @@ def _stream_kernel(
 @triton.jit(do_not_specialize=["M", "N", "chunks"])
 def _add_partials_kernel(
     partials, c, bias, M, N, chunks, stride_cm, stride_cn,
-    ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY_LAUNCH: tl.constexpr,
+    ACCUMULATE: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """c = (c or 0) + partials[0] + partials[1] + ... (+ bias), from left to right."""
-    if EARLY_LAUNCH:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     size = M.to(tl.int64) * N
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < size
@@ -392,7 +395,7 @@ def _bias_grad_kernel(
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     live = n < N
     if ACCUMULATE:
-        total = tl.load(out + n * stride_out, mask=live, other=0.0)
+        total = tl.load(out + n.to(INDEX) * stride_out, mask=live, other=0.0)
     else:
         total = tl.zeros((BN,), dtype=tl.float32)
     ones = tl.full((16, BT), 1.0, dtype=grad.dtype.element_ty)
@@ -406,7 +409,7 @@ def _bias_grad_kernel(
             )  # fmt: skip
             acc = _added(tl.dot(ones, tile, input_precision="ieee"), acc)
         total += tl.sum(tl.where(first, acc, 0.0), axis=0)  # one row of sixteen equal ones
-    tl.store(out + n * stride_out, total.to(out.dtype.element_ty), mask=live)
+    tl.store(out + n.to(INDEX) * stride_out, total.to(out.dtype.element_ty), mask=live)
 
 
 @dataclass(frozen=True)
@@ -482,7 +485,7 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
 def describe_add_partials(problem: Problem) -> Launch:
     """The launch that adds the partial sums; its addresses are the partials, c and bias."""
     constants: dict[str, object] = {
-        "ACCUMULATE": problem.accumulate, "BIAS": problem.bias, "BLOCK": _ADDED_AT_ONCE, "EARLY_LAUNCH": False,
+        "ACCUMULATE": problem.accumulate, "BIAS": problem.bias, "BLOCK": _ADDED_AT_ONCE,
     }  # fmt: skip
     return Launch(
         _add_partials_kernel,

@@ -336,6 +336,12 @@ def validate_linear(
     _require_bias(bias, x, weight.shape[0])
 
 
+def validate_token_sum(grad: torch.Tensor, x: torch.Tensor, precision: str | None) -> None:
+    """Of weight_grad's arguments."""
+    _require_operands(("grad", grad), ("x", x), None, precision)
+    require_same("tokens (grad is [..., N], x is [..., K])", ("grad", "x"), (grad.shape[:-1], x.shape[:-1]))
+
+
 def _require_operands(
     left: tuple[str, torch.Tensor],
     right: tuple[str, torch.Tensor],
@@ -348,6 +354,8 @@ def _require_operands(
             raise TypeError(f"{name} has dtype {x.dtype}; accepted: {', '.join(map(str, ACCEPTED))}")
     require_same("dtype", names, (a.dtype, b.dtype))
     require_same("device", names, (a.device, b.device))
+    if a.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"{names[0]} is on {a.device}; accepted: cpu and cuda")
     require_precision(precision, a.dtype)
     if out_dtype is not None and out_dtype is not a.dtype and (out_dtype is not torch.float32 or a.dtype.itemsize != 2):
         raise ValueError(
@@ -399,13 +407,20 @@ def _multiply_into(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, precision: str | None
 ) -> None:
     """More than two levels of batch: a launch for each place in the outer ones."""
-    problem = _problem(a, b, bias, out.dtype, precision, _walk_chunk(a, out.dtype))
-    if problem is None:
-        for places in zip(out, a, b, strict=True):
-            _multiply_into(*places, bias, precision)
-    else:
-        plan = _gemm_plan("matmul", out.shape, out.dtype, a.device, problem, configs.choose(problem))
-        plan.run(a, b, bias, out)
+    key = (
+        "into", a.dtype, out.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
+        out.data_ptr() & 15, a.get_device(), bias_key(bias), precision,
+    )  # fmt: skip
+    plan = plans.get(key)
+    if plan is None:
+        problem = _problem(a, b, bias, out.dtype, precision, _walk_chunk(a, out.dtype))
+        if problem is None:
+            for places in zip(out, a, b, strict=True):
+                _multiply_into(*places, bias, precision)
+            return
+        problem = replace(problem, c_aligned=aligned(out))
+        plan = _keep(key, _gemm_plan("matmul", out.shape, out.dtype, a.device, problem, configs.choose(problem)))
+    plan.run(a, b, bias, out)
 
 
 def _problem(
@@ -588,10 +603,11 @@ _bound: dict[tuple[Any, ...], BoundKernel] = {}
 def _step(launch: Launch, places: Sequence[_Place | None], device: torch.device) -> Step:
     from isogemm.gemm import kernels
 
+    names = launch.kernel.arg_names[len(places) : len(places) + len(launch.scalars)]
     key = (
         launch.kernel, _index(device), tuple(launch.constants.values()), tuple(launch.options.items()),
         tuple(place and place[0] for place in places), tuple(seen and seen.block for seen in launch.maps),
-        tuple(scalar and (scalar == 1, scalar % 16, scalar >= 2**31) for scalar in launch.scalars),
+        tuple(itertools.starmap(_seen_by_triton, zip(names, launch.scalars, strict=True))),
     )  # fmt: skip
     bound = _bound.get(key)
     if bound is None:
@@ -609,6 +625,13 @@ def _step(launch: Launch, places: Sequence[_Place | None], device: torch.device)
     )
     pick = operator.itemgetter(*(place[1] if place else _NOTHING for place in places))
     return Step(bound, launch.programs, pick, describers if any(maps) else (), launch.scalars)
+
+
+def _seen_by_triton(name: str, scalar: int | None) -> tuple[bool, ...] | None:
+    """What a kernel is compiled for: of a stride more than of a size, which is not specialised on."""
+    if scalar is None:
+        return None
+    return (scalar == 1, scalar % 16 == 0, scalar >= 2**31) if name.startswith("stride") else (scalar >= 2**31,)
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -678,6 +701,7 @@ def _linear(
 
 
 def _weight_grad(grad: torch.Tensor, x: torch.Tensor, precision: str | None = None) -> torch.Tensor:
+    validate_token_sum(grad, x, precision)
     return weight_grad(grad, x, None, x.dtype, precision)
 
 
@@ -689,6 +713,7 @@ def add_weight_grad(
     main_grad: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, owner: torch.Tensor, precision: str | None = None
 ) -> None:
     """Accumulate into the owner's main_grad, and tell it so."""
+    validate_token_sum(grad, x, precision)
     require_total("weight.main_grad", main_grad, (grad.shape[-1], x.shape[-1]), x.device)
     weight_grad(grad, x, main_grad, torch.float32, precision)
     owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # what Megatron-style trainers look for
@@ -754,6 +779,7 @@ def _linear_fake(
 
 @_fake("weight_grad")  # type: ignore[untyped-decorator]
 def _weight_grad_fake(grad: torch.Tensor, x: torch.Tensor, precision: str | None = None) -> torch.Tensor:
+    validate_token_sum(grad, x, precision)
     return x.new_empty((grad.shape[-1], x.shape[-1]))
 
 
