@@ -353,6 +353,8 @@ def fitted(problem: Problem, config: Config) -> Config:
         config = Config(128, 128, config.block_k, 8, 4, "tma" if all(by_tma) else "pointer")  # chunks in registers
     if walk(problem, config) == "scratch":
         config = replace(config, persistent=True, early_launch=False)
+    if walk(problem, config) in ("scratch", "in place") and config.parts == 1:
+        config = replace(config, parts=2)  # the sums and those they are added to would not fit the registers at once
     while config.num_stages > 1 and illegal(problem, config).startswith("takes"):
         config = replace(config, num_stages=config.num_stages - 1)
     return config
