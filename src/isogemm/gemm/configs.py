@@ -134,11 +134,6 @@ class Config:
         """Of a tile."""
         return self.block_n + self.rest_n
 
-    @property
-    def width(self) -> int:
-        """Columns that leave the registers at once."""
-        return min(self.block_n // self.parts, self.rest_n or self.block_n)
-
 
 @dataclass(frozen=True)
 class BiasGradConfig:
@@ -294,6 +289,12 @@ def programs(problem: Problem, config: Config) -> int:
     return min(tiles, config.residents * problem.sm_count) if config.persistent else tiles
 
 
+def width(problem: Problem, config: Config) -> int:
+    """Columns of a tile that leave the registers at once: not all of them with sums that waited in memory."""
+    waited = config.parts == 1 and walk(problem, config) in ("scratch", "in place")
+    return min(config.block_n // (2 if waited else config.parts), config.rest_n or config.block_n)
+
+
 def reads_a_by_tma(problem: Problem, config: Config) -> bool:
     return _by_tma(problem, config, problem.a_strides, problem.a_aligned)
 
@@ -314,7 +315,7 @@ def shared_memory(problem: Problem, config: Config) -> int:
     """Bytes, about: the stages of both operands and, with TMA, the tile on its way out."""
     stages = max(1, config.num_stages)
     operands = stages * (config.block_m + config.columns) * config.block_k * ITEMSIZE[problem.dtype]
-    part = config.block_m * config.width
+    part = config.block_m * width(problem, config)
     out = part * ITEMSIZE[problem.out_dtype] if writes_c_by_tma(problem, config) else 0
     if config.kernel == "stream" and (walk(problem, config) == "scratch" or not out):
         out += 4 * part  # sums on their way to and from memory, while the next operands arrive
@@ -353,8 +354,6 @@ def fitted(problem: Problem, config: Config) -> Config:
         config = Config(128, 128, config.block_k, 8, 4, "tma" if all(by_tma) else "pointer")  # chunks in registers
     if walk(problem, config) == "scratch":
         config = replace(config, persistent=True, early_launch=False)
-    if walk(problem, config) in ("scratch", "in place") and config.parts == 1:
-        config = replace(config, parts=2)  # the sums and those they are added to would not fit the registers at once
     while config.num_stages > 1 and illegal(problem, config).startswith("takes"):
         config = replace(config, num_stages=config.num_stages - 1)
     return config

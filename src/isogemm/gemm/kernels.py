@@ -459,10 +459,10 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
     rounded = seen.precision == "tf32"
     a_map = _operand_map((seen.m, am), (seen.k, ak), a_block, rounded) if a_tma else None
     b_map = _operand_map((seen.n, bn), (seen.k, bk), b_block, rounded) if b_tma else None
-    c_map = TensorMap((seen.m, seen.n), (cm, cn), (config.block_m, config.width)) if c_tma else None
+    c_map = TensorMap((seen.m, seen.n), (cm, cn), (config.block_m, configs.width(problem, config))) if c_tma else None
     c_scalars = (None, None) if c_tma else (cm, cn)
     programs, options = configs.programs(problem, config), _options(config)
-    blocks |= {"BK": config.block_k, "WIDTH": config.width}
+    blocks |= {"BK": config.block_k, "WIDTH": configs.width(problem, config)}
     if config.kernel == "stream":
         scalars = (seen.m, seen.n, seen.k, *c_scalars)
         return Launch(_stream_kernel, programs, scalars, blocks | constants, options, (a_map, b_map, c_map))
