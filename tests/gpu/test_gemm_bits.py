@@ -53,7 +53,13 @@ def _id(case):
 def test_a_row_follows_nothing_but_itself(case):
     number, k, n = case
     x, weight, noise = _operands(number, k, n)
-    linear = functools.partial(_linear, number, weight=weight)
+    for out_dtype in {None, None if x.dtype == torch.float32 else torch.float32}:
+        linear = functools.partial(isogemm.linear, weight=weight, out_dtype=out_dtype, precision=NUMBERS[number][1])
+        _assert_rows_follow_themselves(linear, x, noise)
+
+
+def _assert_rows_follow_themselves(linear, x, noise):
+    k = x.shape[1]
     with isogemm.dispatch_log() as log:
         whole = linear(x)
         for row in (0, 1, 255, 511):
@@ -63,7 +69,7 @@ def test_a_row_follows_nothing_but_itself(case):
         assert_bitwise_equal(linear(torch.cat([x[:100], noise]))[:100], whole[:100], "100 rows beside 28 others")
         order = torch.randperm(512, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         assert_bitwise_equal(linear(x[order]), whole[order], "rows permuted")
-        assert_bitwise_equal(linear(x.view(4, 8, 16, k)).view(512, n), whole, "rows in a batch")
+        assert_bitwise_equal(linear(x.view(4, 8, 16, k)).view(512, -1), whole, "rows in a batch")
         assert_bitwise_equal(linear(x), whole, "again")
     assert {entry.path for entry in log} == {"gemm"}
 
@@ -91,7 +97,7 @@ def test_neighbours_may_be_nan():
 @pytest.mark.parametrize("number", ["bf16", "ieee"])
 def test_bias_and_rounding_come_once_and_last(number):
     """The epilogue of every M: the fp32 sum plus the bias, rounded once."""
-    x, weight, _ = _operands(number, 4096, 1024)
+    x, weight, _ = _operands(number, 1024, 1024)  # a K up to which an fp32 result is one walk too
     bias = make_data("normal", (1024,), seed=3, dtype=x.dtype, device=DEVICE)
     sums = _linear(number, x, weight)
     precision = NUMBERS[number][1]
@@ -139,9 +145,16 @@ def _describe(number, x, weight):
     return op.describe(x, weight.T, out_dtype=torch.float32, precision=NUMBERS[number][1])
 
 
+def _walk(number, k):
+    """The chunk of a product in its own dtype."""
+    name = str(NUMBERS[number][0]).removeprefix("torch.")
+    return configs.walk_chunk(k, name, name)
+
+
 def _boundaries(number, x, weight):
     """The numbers of rows on both sides of each change of configuration, one pair for each two configurations."""
-    chosen = {m: configs.choose(_describe(number, x[:m], weight)) for m in ROWS}
+    precision, walk = NUMBERS[number][1], _walk(number, x.shape[1])
+    chosen = {m: configs.choose(op.describe(x[:m], weight.T, precision=precision, chunk=walk)) for m in ROWS}
     pairs = {}
     for before, after in itertools.pairwise(ROWS):
         if chosen[before] != chosen[after]:
@@ -153,14 +166,19 @@ def _boundaries(number, x, weight):
 def test_both_sides_of_every_dispatch_boundary(case):
     number, k, n = case
     x, weight, _ = _operands(number, k, n, max(ROWS))
-    canonical = configs.canonical(_describe(number, x, weight))
-    expected = _gemm(number, x, weight.T, config=canonical)
+    (dtype, precision), walk = NUMBERS[number], _walk(number, k)
+    expected = _gemm(number, x, weight.T, chunk=walk, config=configs.canonical(_describe(number, x, weight)))
     boundaries = _boundaries(number, x, weight)
     assert boundaries, "one configuration for every M"
     for m in boundaries:
         with isogemm.dispatch_log() as log:
-            result = _linear(number, x[:m], weight)
-        assert_bitwise_equal(result, expected[:m], f"{m} rows by {log[0].config}")
+            served = isogemm.linear(x[:m], weight, precision=precision)
+        assert_bitwise_equal(served, expected[:m].to(dtype), f"{m} rows by {log[0].config}")
+        config = configs.choose(op.describe(x[:m], weight.T, precision=precision, chunk=walk))
+        assert str(config) == log[0].config
+        unrounded = op.describe(x[:m], weight.T, out_dtype=torch.float32, precision=precision, chunk=walk)
+        result = _gemm(number, x[:m], weight.T, chunk=walk, config=configs.fitted(unrounded, config))
+        assert_bitwise_equal(result, expected[:m], f"{m} rows by {config}, not rounded")
 
 
 def _gemm(number, a, b, **options):
@@ -202,10 +220,11 @@ def test_k_longer_than_one_walk():
     x, weight, _ = _operands("bf16", configs.LONGEST_WALK + 1000, 256)
     bias = make_data("normal", (256,), seed=3, dtype=torch.bfloat16, device=DEVICE)
     whole = _linear("bf16", x, weight)
+    served = _gemm("bf16", x, weight.T, chunk=_walk("bf16", x.shape[1]))
     for rows in (slice(0, 1), slice(100, 256), slice(511, 512), slice(0, 512)):
         assert_bitwise_equal(_linear("bf16", x[rows], weight), whole[rows], f"rows {rows}")
         rounded = isogemm.linear(x[rows], weight, bias)
-        assert_bitwise_equal(rounded, (whole[rows] + bias.float()).bfloat16(), f"rows {rows}, bias and rounding")
+        assert_bitwise_equal(rounded, (served[rows] + bias.float()).bfloat16(), f"rows {rows}, bias and rounding")
 
 
 def test_signed_zeros_do_not_follow_the_padding():

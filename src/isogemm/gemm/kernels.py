@@ -53,7 +53,10 @@ def _added(block, acc):
 
 @triton.jit
 def _multiply(a, b, acc, PRECISION: tl.constexpr, A_ROUNDED: tl.constexpr, B_ROUNDED: tl.constexpr):
-    """acc + a b, in ascending k."""
+    """acc + a b, in ascending k.
+
+    ieee and tf32x3 add finished blocks: a tensor core's own sum truncates, and a long chain rounds as often.
+    """
     if PRECISION == "tf32":
         if not A_ROUNDED:
             a = _round_to_tf32(a)
@@ -63,9 +66,9 @@ def _multiply(a, b, acc, PRECISION: tl.constexpr, A_ROUNDED: tl.constexpr, B_ROU
     elif PRECISION == "tf32x3":
         a_large, a_small = _split_tf32(a)
         b_large, b_small = _split_tf32(b)
-        acc = tl.dot(a_small, b_large, acc, input_precision="tf32")
-        acc = tl.dot(a_large, b_small, acc, input_precision="tf32")
-        return tl.dot(a_large, b_large, acc, input_precision="tf32")
+        block = tl.dot(a_small, b_large, input_precision="tf32")
+        block = tl.dot(a_large, b_small, block, input_precision="tf32")
+        return _added(tl.dot(a_large, b_large, block, input_precision="tf32"), acc)
     elif PRECISION == "ieee":
         return _added(tl.dot(a, b, input_precision="ieee"), acc)
     else:
