@@ -1,7 +1,9 @@
 """Gradients on the CPU: finite differences, fp64, the chunked order of dW and db, main_grad."""
 
 import functools
+import gc
 import itertools
+import weakref
 
 import hypothesis
 import pytest
@@ -539,3 +541,48 @@ def test_main_grad_under_checkpointing(use_reentrant):
     for got, same in zip(actual, expected, strict=True):
         assert got.grad is None
         assert_bitwise_equal(got.main_grad, same.main_grad)
+
+
+def _layer_with_main_grad():
+    weight = torch.nn.Parameter(torch.randn(7, 8))
+    weight.main_grad = torch.zeros(7, 8)
+    x = torch.randn(5, 8, requires_grad=True)
+    return x, weight, isogemm.linear(x, weight).sum()
+
+
+def test_main_grad_is_left_alone_where_no_weight_gradient_is_asked_for():
+    x, weight, loss = _layer_with_main_grad()
+    torch.autograd.grad(loss, [x], retain_graph=True)
+    loss.backward(inputs=[x], retain_graph=True)
+    assert not weight.main_grad.any()
+    (returned,) = torch.autograd.grad(loss, [weight], retain_graph=True)
+    assert not weight.main_grad.any()
+    loss.backward(inputs=[weight])
+    assert_bitwise_equal(weight.main_grad, returned)
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("grad", "x", "message"),
+    [
+        (torch.ones(8, 4), torch.ones(9, 6), "same tokens"),
+        (torch.ones(8, 4), torch.ones(8, 6, dtype=torch.bfloat16), "same dtype"),
+    ],
+)
+def test_token_sums_are_validated(grad, x, message):
+    with pytest.raises(ValueError, match=message):
+        torch.ops.isogemm.weight_grad(grad, x)
+    with pytest.raises(ValueError, match=message):
+        torch.ops.isogemm.add_weight_grad(torch.zeros(4, 6), grad, x, torch.zeros(4, 6))
+
+
+def test_a_passing_weight_is_not_kept_alive():
+    base = torch.randn(7, 8, requires_grad=True)
+    weight = base * 2
+    out = isogemm.linear(torch.randn(5, 8), weight)
+    alive = weakref.ref(weight)
+    out.sum().backward()
+    del weight
+    gc.collect()
+    assert alive() is None
+    assert out.shape == (5, 7)

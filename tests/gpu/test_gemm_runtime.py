@@ -179,7 +179,7 @@ assert isogemm.warmup(weight, tokens=300, backward=True, bias=True) > 0
 assert isogemm.warmup(weight, tokens=300, backward=True, bias=True) == 0
 loaded = []
 knobs.runtime.kernel_load_start_hook.add(lambda module, function, name, metadata_group, hash: loaded.append(name))
-for m in (1, 2, 17, 64, 65, 300):
+for m in (1, 2, 6, 7, 17, 64, 65, 131, 300):
     x = torch.randn(m, 256, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         graph = torch.cuda.CUDAGraph()

@@ -96,5 +96,5 @@ def _gradients(forward: Problem, tokens: int) -> Iterator[Problem]:
 def _bias_gradient(forward: Problem, accumulate: bool) -> BiasGradProblem:
     return BiasGradProblem(
         t=1, n=forward.n, dtype=forward.dtype, out_dtype="float32" if accumulate else forward.dtype,
-        strides=(forward.n, 1), chunk=configs.BIAS_CHUNK, accumulate=accumulate,
+        strides=(forward.n, 1), chunk=configs.BIAS_CHUNK, accumulate=accumulate, arch=forward.arch,
     )  # fmt: skip

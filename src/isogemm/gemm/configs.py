@@ -159,6 +159,9 @@ class BiasGradProblem:
     t_outer: int = 0  # stride of the outer level
     out_stride: int = 1
     accumulate: bool = False
+    aligned: bool = True  # its address is a multiple of 16 bytes
+    out_aligned: bool = True
+    arch: str = MEASURED_ARCH
 
     def __str__(self) -> str:
         return f"[{self.t},{self.n}] {self.dtype} chunk {self.chunk}" + " accumulated" * self.accumulate

@@ -220,9 +220,10 @@ def bias_grad(grad: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype
         problem = BiasGradProblem(
             t=grad.numel() // n, n=n, dtype=_name(grad.dtype), out_dtype=_name(dtype if total is None else total.dtype),
             strides=(t_stride, grad.stride(-1)), chunk=chunk, t_inner=t if len(levels) > 1 else 0, t_outer=outer,
-            out_stride=1 if total is None else total.stride(0), accumulate=total is not None,
+            out_stride=1 if total is None else total.stride(0), accumulate=total is not None, aligned=aligned(grad),
+            out_aligned=total is None or aligned(total), arch=devices.facts(grad.device).arch,
         )  # fmt: skip
-        plan = _keep(key, _bias_grad_plan(problem, grad, total))
+        plan = _keep(key, _bias_grad_plan(problem, grad.device))
     return plan.run(grad, grad, None, total)
 
 
@@ -291,8 +292,7 @@ def plan_for(problem: Problem, config: Config, device: torch.device) -> Plan:
 
 
 def prepare_bias_grad(problem: BiasGradProblem, device: torch.device) -> None:
-    dummy = torch.empty(1, dtype=getattr(torch, problem.dtype), device=device)
-    _bias_grad_plan(problem, dummy, None)
+    _bias_grad_plan(problem, device)
 
 
 def require_total(name: str, total: torch.Tensor, shape: Sequence[int], device: torch.device) -> None:
@@ -583,16 +583,16 @@ def _gemm_plan(
     return Plan(served, *_contiguous(shape), dtype, device, _index(device), scratch_elements, tuple(steps))
 
 
-def _bias_grad_plan(problem: BiasGradProblem, grad: torch.Tensor, total: torch.Tensor | None) -> Plan:
+def _bias_grad_plan(problem: BiasGradProblem, device: torch.device) -> Plan:
     from isogemm.gemm import kernels
 
-    if reason := configs.usable(devices.facts(grad.device).arch):
+    if reason := configs.usable(problem.arch):
         raise RuntimeError(f"isogemm bias gradient {problem}: {reason}")
-    dtype = getattr(torch, problem.out_dtype)
-    places = ((grad.dtype, aligned(grad)), 0), ((dtype, total is None or aligned(total)), 2)
-    step = _step(kernels.describe_bias_grad(problem), places, grad.device)
+    operand, dtype = getattr(torch, problem.dtype), getattr(torch, problem.out_dtype)
+    places = ((operand, problem.aligned), 0), ((dtype, problem.out_aligned), 2)
+    step = _step(kernels.describe_bias_grad(problem), places, device)
     served = Dispatch("bias_grad", "gemm", str(problem), "", "")
-    return Plan(served, (problem.n,), (1,), dtype, grad.device, _index(grad.device), 0, (step,))
+    return Plan(served, (problem.n,), (1,), dtype, device, _index(device), 0, (step,))
 
 
 _Place = tuple[tuple[torch.dtype, bool], int]  # (dtype, aligned to 16 bytes), and which address it is

@@ -1,0 +1,62 @@
+"""warmup compiles for every number of tokens: nothing is bound later. Without a GPU: binding is only counted."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from isogemm.gemm import ahead, configs, kernels, op
+from isogemm.gemm.configs import Problem
+
+DEVICE = torch.device("cuda", 0)
+TOKENS = 300
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """The launches that were bound, in order."""
+    launches = []
+
+    class Bound:
+        def describer(self, *seen):
+            return None
+
+    monkeypatch.setattr(op, "_bound", {})
+    monkeypatch.setattr(op, "_like", lambda *seen: None)
+    monkeypatch.setattr(kernels, "bind_launch", lambda launch, like: launches.append(launch) or Bound())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    return launches
+
+
+def _forward(n, k, dtype, precision, out_dtype):
+    chunk = configs.walk_chunk(k, dtype, out_dtype)
+    return Problem(1, n, k, dtype, out_dtype, precision, (k, 1), (1, k), (n, 1), chunk=chunk, bias=True)
+
+
+@pytest.mark.parametrize(
+    "number", [("bfloat16", "ieee", "bfloat16"), ("float16", "ieee", "float32"), ("float32", "tf32", "float32")]
+)
+@pytest.mark.parametrize(("n", "k"), [(192, 256), (1000, 999), (4096, 2048), (64, 20000)])
+def test_no_number_of_tokens_is_left_out(bound, n, k, number):
+    forward = _forward(n, k, *number)
+    warmed = [*ahead._every(forward, TOKENS), *ahead._gradients(forward, TOKENS)]
+    for problem in warmed:
+        op.plan_for(problem, configs.choose(problem), DEVICE)
+    for accumulate in (False, True):
+        op.prepare_bias_grad(ahead._bias_gradient(forward, accumulate), DEVICE)
+    count = len(bound)
+    assert 0 < count < 150
+    dx = next(problem for problem in warmed if problem.n == k and problem.layout != "tn" and problem.k == n)
+    weight_gradients = [problem for problem in warmed if problem.layout == "tn"][:2]
+    for tokens in range(1, TOKENS + 1):
+        for problem in (replace(forward, m=tokens), replace(dx, m=tokens)):
+            op.plan_for(problem, configs.choose(problem), DEVICE)
+        for problem in weight_gradients:
+            op.plan_for(replace(problem, k=tokens), configs.choose(replace(problem, k=tokens)), DEVICE)
+        for accumulate in (False, True):
+            op.prepare_bias_grad(replace(ahead._bias_gradient(forward, accumulate), t=tokens), DEVICE)
+    assert [str(launch.scalars) for launch in bound[count:]] == []
