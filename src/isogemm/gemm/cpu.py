@@ -26,7 +26,7 @@ _LEAST = 16  # rows and columns of a call
 _TURNED = 64  # below this many rows the library is faster with the weight as the left operand
 _MOST = 1024  # rows of a call
 _FIXED = 32  # rows of every call, where bits follow the height
-_TILE = 512  # columns of a 16-bit weight, widened at a time
+_TILE = 1024  # columns of a 16-bit weight, widened at a time
 
 _Arguments = ParamSpec("_Arguments")
 
