@@ -112,10 +112,11 @@ def host_cost(rows: Iterable[Row], view: FamilyView) -> HostCost | None:
 
 
 def by_gpu(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """By device, CPUs last."""
     split: dict[str, list[Row]] = {}
     for row in rows:
         split.setdefault(row.gpu, []).append(row)
-    return split
+    return dict(sorted(split.items(), key=lambda item: item[0].startswith("CPU")))
 
 
 def by_family(rows: Iterable[Row]) -> dict[str, list[Row]]:

@@ -95,10 +95,10 @@ def weight_grad(
     """grad [T, N]^T @ x [T, K] in the chunked order: added to `total` (fp32 [N, K], in place), or in `dtype`."""
     tokens, n = grad.shape
     k = x.shape[1]
-    sums = grad.new_zeros((n, k), dtype=torch.float32) if total is None else total
+    sums = total
     step = min(_TOKEN_STEP, chunk)
     fixed = _height(torch.get_num_threads()) > 0
-    for first in range(0, tokens if sums.numel() else 0, chunk):
+    for first in range(0, tokens if n and k else 0, chunk):
         partial = grad.new_zeros((max(n, _LEAST), max(k, _LEAST)), dtype=torch.float32)
         end = min(first + chunk, tokens)
         for start in range(first, end, step):
@@ -108,8 +108,10 @@ def weight_grad(
             left = _widened(grad[start:stop], length, len(partial), copy=fixed)
             right = _widened(x[start:stop], length, partial.shape[1], copy=fixed)
             partial.addmm_(left.t(), right)
-        sums += partial[:n, :k]
-    return sums.to(dtype) if total is None else sums
+        sums = partial[:n, :k] if sums is None else sums.add_(partial[:n, :k])
+    if sums is None:
+        return grad.new_zeros((n, k), dtype=dtype)
+    return sums.to(dtype).contiguous() if total is None else sums
 
 
 @_exact
