@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from isogemm.gemm import configs, kernels, op
+from isogemm.gemm import configs, kernels
 from isogemm.gemm.configs import Config, Problem
+from isogemm.gemm.plan import plan_for
 
 TABLES = Path(__file__).resolve().parents[1] / "src/isogemm/gemm/tables.py"
 
@@ -187,7 +188,7 @@ def _split(problem: Problem) -> Iterator[Config]:
 def precompile(job: tuple[Problem, Config]) -> str:
     problem, config = job
     try:
-        op.plan_for(problem, config, torch.device("cuda", 0))
+        plan_for(problem, config, torch.device("cuda", 0))
     except Exception as error:
         return f"{problem} {config}: {type(error).__name__}: {str(error)[-300:]}"
     return ""
@@ -222,7 +223,7 @@ def measure(point: Point, operands: Operands, chosen: list[Config], repeats: int
     a, b = calls[0]
     outs = [torch.empty(problem.m, problem.n, device="cuda", dtype=a.dtype) for _ in calls]
     canonical = configs.fitted(problem, configs.canonical(problem))
-    wanted = op.plan_for(problem, canonical, a.device).run(a, b, None, None)
+    wanted = plan_for(problem, canonical, a.device).run(a, b, None, None)
     bits = torch.int16 if a.dtype.itemsize == 2 else torch.int32
     runs: dict[str, Callable[[], None]] = {}
     differing = []
@@ -235,7 +236,7 @@ def measure(point: Point, operands: Operands, chosen: list[Config], repeats: int
         return run
 
     for config in chosen:
-        plan = op.plan_for(problem, config, a.device)
+        plan = plan_for(problem, config, a.device)
         outs[0].fill_(float("nan"))
         plan.run(a, b, None, outs[0])
         if torch.equal(outs[0].view(bits), wanted.view(bits)):

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from isogemm.gemm import ahead, configs, kernels, op
+from isogemm.gemm import ahead, configs, kernels, plan
 from isogemm.gemm.configs import Problem
 
 DEVICE = torch.device("cuda", 0)
@@ -24,8 +24,8 @@ def bound(monkeypatch):
         def describer(self, *seen):
             return None
 
-    monkeypatch.setattr(op, "_bound", {})
-    monkeypatch.setattr(op, "_like", lambda *seen: None)
+    monkeypatch.setattr(plan, "_bound", {})
+    monkeypatch.setattr(plan, "_like", lambda *seen: None)
     monkeypatch.setattr(kernels, "bind_launch", lambda launch, like: launches.append(launch) or Bound())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
@@ -45,18 +45,18 @@ def test_no_number_of_tokens_is_left_out(bound, n, k, number):
     forward = _forward(n, k, *number)
     warmed = [*ahead._every(forward, TOKENS), *ahead._gradients(forward, TOKENS)]
     for problem in warmed:
-        op.plan_for(problem, configs.choose(problem), DEVICE)
+        plan.plan_for(problem, configs.choose(problem), DEVICE)
     for accumulate in (False, True):
-        op.prepare_bias_grad(ahead._bias_gradient(forward, accumulate), DEVICE)
+        plan.bias_grad_plan(ahead._bias_gradient(forward, accumulate), DEVICE)
     count = len(bound)
     assert 0 < count < 150
     dx = next(problem for problem in warmed if problem.n == k and problem.layout != "tn" and problem.k == n)
     weight_gradients = [problem for problem in warmed if problem.layout == "tn"][:2]
     for tokens in range(1, TOKENS + 1):
         for problem in (replace(forward, m=tokens), replace(dx, m=tokens)):
-            op.plan_for(problem, configs.choose(problem), DEVICE)
+            plan.plan_for(problem, configs.choose(problem), DEVICE)
         for problem in weight_gradients:
-            op.plan_for(replace(problem, k=tokens), configs.choose(replace(problem, k=tokens)), DEVICE)
+            plan.plan_for(replace(problem, k=tokens), configs.choose(replace(problem, k=tokens)), DEVICE)
         for accumulate in (False, True):
-            op.prepare_bias_grad(replace(ahead._bias_gradient(forward, accumulate), t=tokens), DEVICE)
+            plan.bias_grad_plan(replace(ahead._bias_gradient(forward, accumulate), t=tokens), DEVICE)
     assert [str(launch.scalars) for launch in bound[count:]] == []

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 
 from isogemm.core.eager import autocast_dtype
-from isogemm.gemm import configs, op
+from isogemm.gemm import configs, op, plan
 from isogemm.gemm.configs import BiasGradProblem, Problem
+from isogemm.gemm.problem import aligned
 
 
 def warmup(
@@ -22,20 +23,20 @@ def warmup(
 ) -> int:
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}; expected at least 1")
-    before = op.compiled()
+    before = plan.compiled()
     seen: set[tuple[object, ...]] = set()
     for weight, biased in _each(weights, bias):
-        key = (weight.shape, weight.stride(), weight.dtype, weight.device, op.aligned(weight), biased)
+        key = (weight.shape, weight.stride(), weight.dtype, weight.device, aligned(weight), biased)
         if not weight.is_cuda or weight.dtype not in op.SERVED or key in seen:
             continue  # nothing is compiled for the CPU and for float64
         seen.add(key)
         forward = _forward(weight, biased, out_dtype, precision)
         for problem in (*_every(forward, tokens), *(_gradients(forward, tokens) if backward else ())):
-            op.plan_for(problem, configs.choose(problem), weight.device)
+            plan.plan_for(problem, configs.choose(problem), weight.device)
         if backward and biased:
             for accumulate in (False, True):
-                op.prepare_bias_grad(_bias_gradient(forward, accumulate), weight.device)
-    return op.compiled() - before
+                plan.bias_grad_plan(_bias_gradient(forward, accumulate), weight.device)
+    return plan.compiled() - before
 
 
 def _each(

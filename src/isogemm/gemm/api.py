@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from isogemm.core.eager import autocast_dtype, in_transform, through_dispatcher
 from isogemm.core.errors import require_tensor
 from isogemm.gemm import ahead, op
+from isogemm.gemm.problem import resolve_precision
 
 Tensors = torch.Tensor | Iterable[torch.Tensor] | torch.nn.Module
 
@@ -100,7 +101,7 @@ def linear(
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        resolved = op.resolve_precision(x, precision)
+        resolved = resolve_precision(x, precision)
         return cast(
             torch.Tensor, cast(Any, _Linear).apply(x, weight, bias, _Owners(owner, bias_owner), out_dtype, resolved)
         )
@@ -222,7 +223,7 @@ def _matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None, pre
         _refuse_transforms("matmul", a, b)
         return cast(torch.Tensor, torch.ops.isogemm.matmul(a, b, out_dtype, precision))
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return cast(torch.Tensor, cast(Any, _Matmul).apply(a, b, out_dtype, op.resolve_precision(a, precision)))
+        return cast(torch.Tensor, cast(Any, _Matmul).apply(a, b, out_dtype, resolve_precision(a, precision)))
     return op.product(a, b, None, out_dtype, precision)
 
 
@@ -323,14 +324,14 @@ def _register_autograd() -> None:
 
     def save_two(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.save_for_backward(inputs[0], inputs[1])
-        ctx.precision = op.resolve_precision(inputs[0], inputs[-1])
+        ctx.precision = resolve_precision(inputs[0], inputs[-1])
 
     def save_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         x, weight, _, owner, main_grad, bias_owner, bias_main_grad, _, precision = inputs
         ctx.save_for_backward(x, weight)
         # Not saved tensors: another micro-batch's backward may change a main_grad before this one's does.
         ctx.accumulated = (owner, main_grad), (bias_owner, bias_main_grad)
-        ctx.precision = op.resolve_precision(x, precision)
+        ctx.precision = resolve_precision(x, precision)
 
     def linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors

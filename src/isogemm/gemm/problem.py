@@ -1,0 +1,152 @@
+"""From tensors to problems: leading sizes merged, strides and alignment read off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from isogemm.core import device as devices
+from isogemm.gemm import configs
+from isogemm.gemm.configs import BiasGradProblem, Problem
+
+
+def of_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    precision: str | None,
+    chunk: int,
+) -> Problem | None:
+    """Of [*, M, K] @ [*, K, N] with the same leading sizes; None where those have more than two levels."""
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    (am, ak), (bk, bn) = a.stride()[-2:], b.stride()[-2:]
+    levels = _levels(a.shape[:-2], a.stride()[:-2], b.stride()[:-2])
+    while levels and levels[-1][2] == 0 and (m == 1 or levels[-1][1] == m * am):  # rows of one matrix, all of them
+        size, stride, _ = levels.pop()
+        m, am = m * size, stride if m == 1 else am
+    if len(levels) > 2:
+        return None
+    batch, (inner, a_inner, b_inner) = math.prod(size for size, *_ in levels), levels[-1] if levels else (1, 0, 0)
+    _, a_outer, b_outer = levels[0] if len(levels) == 2 else (1, 0, 0)
+    facts = devices.facts(a.device)
+    return Problem(
+        m=m, n=n, k=k, dtype=dtype_name(a.dtype), out_dtype=dtype_name(out_dtype), precision=precision or "ieee",
+        a_strides=_matrix_strides((m, k), (am, ak)), b_strides=_matrix_strides((n, k), (bn, bk))[::-1],
+        c_strides=(n, 1),
+        a_aligned=aligned(a), b_aligned=aligned(b), batch=batch, batch_inner=inner,
+        a_batch_strides=(a_outer, a_inner), b_batch_strides=(b_outer, b_inner),
+        chunk=chunk, bias=bias is not None, tma=_tma(), arch=facts.arch, sm_count=facts.sm_count,
+    )  # fmt: skip
+
+
+def of_weight_grad(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    total: torch.Tensor | None,
+    dtype: torch.dtype,
+    precision: str | None,
+    chunk: int,
+) -> Problem:
+    """Of grad^T x, whose k are the tokens; `by_token` has seen to it that these have one level or two."""
+    n, k = grad.shape[-1], x.shape[-1]
+    levels = _levels(grad.shape[:-1], grad.stride()[:-1], x.stride()[:-1]) or [(1, n, k)]
+    inner, g_token, x_token = levels[-1]
+    _, g_outer, x_outer = levels[0] if len(levels) == 2 else (1, 0, 0)
+    tokens = math.prod(grad.shape[:-1])
+    facts = devices.facts(x.device)
+    return Problem(
+        m=n, n=k, k=tokens, dtype=dtype_name(x.dtype), out_dtype=dtype_name(dtype if total is None else torch.float32),
+        precision=precision or "ieee", a_strides=_matrix_strides((tokens, n), (g_token, grad.stride(-1)))[::-1],
+        b_strides=_matrix_strides((tokens, k), (x_token, x.stride(-1))),
+        c_strides=(k, 1) if total is None else pair(total.stride()),
+        a_aligned=aligned(grad), b_aligned=aligned(x), c_aligned=total is None or aligned(total),
+        k_inner=inner if len(levels) == 2 else 0, k_outer_strides=(g_outer, x_outer),
+        chunk=chunk, accumulate=total is not None, tma=_tma(), arch=facts.arch, sm_count=facts.sm_count,
+    )  # fmt: skip
+
+
+def of_bias_grad(grad: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype) -> BiasGradProblem:
+    """Of the sum of a gradient, nothing empty, over its tokens."""
+    levels = _levels(grad.shape[:-1], grad.stride()[:-1])
+    n = grad.shape[-1]
+    (t, t_stride), outer = levels[-1] if levels else (1, n), levels[0][1] if len(levels) > 1 else 0
+    out_dtype = dtype if total is None else total.dtype
+    return BiasGradProblem(
+        t=grad.numel() // n, n=n, dtype=dtype_name(grad.dtype), out_dtype=dtype_name(out_dtype),
+        strides=(t_stride, grad.stride(-1)), chunk=configs.BIAS_CHUNK, t_inner=t if len(levels) > 1 else 0,
+        t_outer=outer, out_stride=1 if total is None else total.stride(0), accumulate=total is not None,
+        aligned=aligned(grad), out_aligned=total is None or aligned(total), arch=devices.facts(grad.device).arch,
+    )  # fmt: skip
+
+
+def by_token(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same tensors, made contiguous if their leading sizes have more than the two levels a kernel walks."""
+    if grad.ndim > 3 and len(_levels(grad.shape[:-1], grad.stride()[:-1], x.stride()[:-1])) > 2:
+        return grad.contiguous(), x.contiguous()
+    return grad, x
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """[*, N] as [tokens, N], empty sizes too."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+
+
+def walk_chunk(a: torch.Tensor, out_dtype: torch.dtype) -> int:
+    return configs.walk_chunk(a.shape[-1], dtype_name(a.dtype), dtype_name(out_dtype))
+
+
+def resolve_precision(a: torch.Tensor, precision: str | None) -> str | None:
+    """None becomes torch's setting of this moment, where it matters: float32 on a GPU."""
+    if precision is None and a.dtype is torch.float32 and a.is_cuda:
+        return devices.matmul_precision()
+    return precision
+
+
+def aligned(x: torch.Tensor) -> bool:
+    """To 16 bytes, as TMA and wide loads need."""
+    return x.data_ptr() % 16 == 0
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _levels(sizes: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...]]:
+    """(size, stride, stride, ...) of leading dimensions, outermost first, merged where every tensor allows it."""
+    levels: list[tuple[int, ...]] = []
+    for size, *steps in zip(sizes, *strides, strict=True):
+        if size == 1:
+            continue
+        if levels and all(outer == size * step for outer, step in zip(levels[-1][1:], steps, strict=True)):
+            levels[-1] = (levels[-1][0] * size, *steps)
+        else:
+            levels.append((size, *steps))
+    return levels
+
+
+def _matrix_strides(sizes: tuple[int, int], strides: tuple[int, int]) -> tuple[int, int]:
+    """Of (rows, columns), with those of sizes of 1, which torch leaves open, as in a contiguous matrix."""
+    (rows, columns), (row, column) = sizes, strides
+    if columns == 1:
+        column = 1 if row != 1 else rows
+    if rows == 1:
+        row = columns if column == 1 else 1
+    return row, column
+
+
+def pair(values: Sequence[int]) -> tuple[int, int]:
+    first, second = values
+    return first, second
+
+
+def _tma() -> bool:
+    from isogemm.core.launch import descriptors_usable
+
+    return descriptors_usable()
