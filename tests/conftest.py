@@ -1,0 +1,6 @@
+"""A run of the suite is a function of the code: hypothesis draws the same examples every time."""
+
+import hypothesis
+
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("repeatable")
