@@ -23,16 +23,17 @@ from typing import Any
 
 import torch
 
+from isogemm.epilogues.spec import Epilogue
 from isogemm.gemm import configs, kernels
 from isogemm.gemm.configs import Config, Problem
-from isogemm.gemm.plan import plan_for
+from isogemm.gemm.plan import Plan, gemm_plan
 
 TABLES = Path(__file__).resolve().parents[1] / "src/isogemm/gemm/tables.py"
 
 WEIGHTS = (  # n, k
     (12288, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (32000, 4096), (128256, 4096), (1024, 4096),
     (6144, 4096), (2048, 2048), (5120, 5120), (8192, 8192), (512, 2048), (3072, 768), (768, 3072),
-    (256, 1024), (2560, 9728),
+    (256, 1024), (2560, 9728), (4096, 1024), (1024, 256), (11008, 4096), (2048, 768),
 )  # fmt: skip
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 NUMBERS = {  # dtype, precision
@@ -41,7 +42,13 @@ NUMBERS = {  # dtype, precision
     "tf32x3": ("float32", "tf32x3"),
     "ieee": ("float32", "ieee"),
 }
-KINDS = ("linear", "dx", "dw")
+EPILOGUES = {  # what stands for a kind of epilogue: its kind of problem
+    "activated": Epilogue(bias="n", activation="gelu_tanh"),
+    "gated": Epilogue(activation="swiglu"),
+    "gradient": Epilogue(activation="gelu", gradient="pre"),  # of the hidden layer, in the product that gives it
+    "gated gradient": Epilogue(activation="swiglu", gradient="pre"),
+}
+KINDS = ("linear", "dx", "dw", *EPILOGUES)
 
 
 @dataclass(frozen=True)
@@ -56,14 +63,17 @@ class Point:
     def problem(self) -> Problem:
         dtype, precision = NUMBERS[self.number]
         t, n, k = self.tokens, self.n, self.k
-        if self.kind == "linear":
+        epilogue = EPILOGUES.get(self.kind, Epilogue())
+        if self.kind in ("linear", "activated", "gated"):
             return Problem(
-                t, n, k, dtype, dtype, precision, (k, 1), (1, k), (n, 1), chunk=configs.walk_chunk(k, dtype, dtype)
-            )
-        if self.kind == "dx":
+                t, n, k, dtype, dtype, precision, (k, 1), (1, k), (n, 1), chunk=configs.walk_chunk(k, dtype, dtype),
+                epilogue=epilogue,
+            )  # fmt: skip
+        if self.kind != "dw":
             return Problem(
-                t, k, n, dtype, dtype, precision, (n, 1), (k, 1), (k, 1), chunk=configs.walk_chunk(n, dtype, dtype)
-            )
+                t, k, n, dtype, dtype, precision, (n, 1), (k, 1), (k, 1), chunk=configs.walk_chunk(n, dtype, dtype),
+                epilogue=epilogue,
+            )  # fmt: skip
         chunk = configs.token_chunk(n, k, dtype)
         return Problem(n, k, t, dtype, dtype, precision, (1, n), (k, 1), (k, 1), chunk=chunk)
 
@@ -79,6 +89,8 @@ def candidates(point: Point) -> list[Config]:
             config = replace(config, persistent=True, early_launch=False)
             chosen.append(replace(config, parallel_chunks=True))
         chosen.append(config)
+    if point.kind in EPILOGUES:  # which would spill registers with so wide a tile
+        chosen = [config for config in chosen if not (config.rest_n and config.num_warps == 4)]
     fitted = (configs.fitted(problem, config) for config in chosen)
     return list(dict.fromkeys(config for config in fitted if not configs.illegal(problem, config)))
 
@@ -136,10 +148,12 @@ def _large(problem: Problem) -> Iterator[Config]:
     yield replace(stream, parts=4, num_stages=4)
     yield replace(stream, block_m=256, block_n=128, parts=2)
     yield Config(128, 256, block_k, 8, 3, "tma", persistent=True, parts=2)
-    for block_m, block_n, warps, stages, residents in ((128, 128, 8, 5, 1), (128, 128, 4, 3, 2), (64, 256, 4, 4, 1)):
-        parts = 2 if residents > 1 else 1
+    for block_m, block_n, warps, stages, residents in (
+        (128, 128, 8, 5, 1), (128, 128, 4, 3, 2), (128, 128, 8, 3, 2), (64, 256, 4, 4, 1), (128, 64, 4, 2, 3),
+    ):  # fmt: skip
         tile = replace(stream, block_m=block_m, block_n=block_n, num_warps=warps, num_stages=stages)
-        yield replace(tile, residents=residents, parts=parts)
+        for parts in (2, 4) if residents == 2 else (1,):
+            yield replace(tile, residents=residents, parts=parts)
     for block_m, block_n, rest, warps, stages in (
         (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 32, 8, 4), (128, 128, 64, 4, 4), (128, 64, 32, 4, 5),
         (64, 128, 64, 4, 4), (128, 64, 16, 4, 5), (64, 256, 64, 4, 3),
@@ -149,7 +163,7 @@ def _large(problem: Problem) -> Iterator[Config]:
         return
     for block_m, block_n, depth, warps, stages in (
         (128, 128, 1, 4, 5), (128, 64, 2, 4, 4), (64, 128, 2, 4, 4), (64, 256, 1, 4, 4), (128, 64, 1, 4, 6),
-        (64, 64, 2, 4, 5),
+        (64, 64, 2, 4, 5), (64, 128, 1, 4, 3), (64, 64, 1, 4, 4),
     ):  # fmt: skip
         yield Config(block_m, block_n, block_k * depth, warps, stages, "tma", early_launch=True)
     for block_m, block_n, depth, warps, stages in (
@@ -185,10 +199,20 @@ def _split(problem: Problem) -> Iterator[Config]:
             yield Config(block_m, block_n, 32, warps, stages, "tma")
 
 
+def plan(problem: Problem, config: Config) -> Plan:
+    dtype, device = getattr(torch, problem.dtype), torch.device("cuda", 0)
+    read: list[tuple[torch.dtype, bool] | None] = [None] * len(kernels.READ)
+    names = {"bias": problem.epilogue.bias, "saved": problem.epilogue.gradient}
+    names["second"] = problem.epilogue.gated and problem.epilogue.gradient
+    for name, is_read in names.items():
+        read[kernels.READ.index(name)] = (dtype, name != "bias") if is_read else None
+    return gemm_plan("tuned", (problem.m, problem.n), dtype, device, problem, config, read)
+
+
 def precompile(job: tuple[Problem, Config]) -> str:
     problem, config = job
     try:
-        plan_for(problem, config, torch.device("cuda", 0))
+        plan(problem, config)
     except Exception as error:
         return f"{problem} {config}: {type(error).__name__}: {str(error)[-300:]}"
     return ""
@@ -200,19 +224,50 @@ class Operands:
     def __init__(self, n: int, k: int, dtype: torch.dtype) -> None:
         self.n, self.k, self.dtype = n, k, dtype
         size = n * k * dtype.itemsize
-        self.sets = max(1, min(64, math.ceil(4 * torch.cuda.get_device_properties(0).L2_cache_size / size)))
+        self.sets = max(2, min(64, math.ceil(4 * torch.cuda.get_device_properties(0).L2_cache_size / size)))
         self.weights = torch.randn(self.sets, n, k, device="cuda", dtype=dtype)
 
-    def calls(self, point: Point) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Operand pairs (a, b) of the point's products."""
-        t = point.tokens
+    def calls(self, point: Point) -> list[Call]:
+        """The point's products."""
+        t, problem = point.tokens, point.problem
         x = torch.randn(t, self.k, device="cuda", dtype=self.dtype)
         grad = torch.randn(t, self.n, device="cuda", dtype=self.dtype)
-        if point.kind == "linear":
-            return [(x, weight.mT) for weight in self.weights]
-        if point.kind == "dx":
-            return [(grad, weight) for weight in self.weights]
-        return [(grad.mT, x)]
+        if point.kind == "dw":
+            pairs = [(grad.mT, x, None)]
+        elif point.kind == "gated":
+            pairs = [(x, *pair.mT) for pair in self.weights[: self.sets // 2 * 2].unflatten(0, (-1, 2))]
+        elif point.kind in ("linear", "activated"):
+            pairs = [(x, weight.mT, None) for weight in self.weights]
+        else:
+            pairs = [(grad, weight, None) for weight in self.weights]
+        read: list[torch.Tensor | None] = [None] * len(kernels.READ)
+        shape, gradient = (problem.m, problem.n), problem.epilogue.gradient
+        if problem.epilogue.bias:
+            read[kernels.READ.index("bias")] = torch.randn(self.n, device="cuda", dtype=self.dtype)
+        if gradient:
+            both = (2, *shape) if problem.epilogue.gated else shape
+            read[kernels.READ.index("saved")] = torch.randn(both, device="cuda", dtype=self.dtype)
+        if gradient and problem.epilogue.gated:
+            read[kernels.READ.index("second")] = torch.empty(shape, device="cuda", dtype=self.dtype)
+        return [Call(*pair, read, torch.empty(shape, device="cuda", dtype=self.dtype)) for pair in pairs]
+
+
+@dataclass(frozen=True)
+class Call:
+    a: torch.Tensor
+    b: torch.Tensor
+    b_up: torch.Tensor | None
+    read: list[torch.Tensor | None]
+    out: torch.Tensor
+
+    def run(self, plan: Plan) -> None:
+        plan.run(self.a, self.b, self.read, self.out, self.b_up)
+
+    def run_torch(self) -> None:
+        """The bare product: what every epilogue is compared with."""
+        torch.mm(self.a, self.b, out=self.out)
+        if self.b_up is not None:
+            torch.mm(self.a, self.b_up, out=self.out)
 
 
 def measure(point: Point, operands: Operands, chosen: list[Config], repeats: int) -> dict[str, object]:
@@ -220,30 +275,33 @@ def measure(point: Point, operands: Operands, chosen: list[Config], repeats: int
     calls = operands.calls(point)
     problem = point.problem
     torch.backends.cuda.matmul.fp32_precision = "tf32" if point.number == "tf32" else "ieee"
-    a, b = calls[0]
-    outs = [torch.empty(problem.m, problem.n, device="cuda", dtype=a.dtype) for _ in calls]
-    canonical = configs.fitted(problem, configs.canonical(problem))
-    wanted = plan_for(problem, canonical, a.device).run(a, b, None, None)
-    bits = torch.int16 if a.dtype.itemsize == 2 else torch.int32
+    first = calls[0]
+    first.run(plan(problem, configs.fitted(problem, configs.canonical(problem))))
+    wanted = first.out.clone()
+    bits = torch.int16 if wanted.dtype.itemsize == 2 else torch.int32
     runs: dict[str, Callable[[], None]] = {}
     differing = []
 
-    def walk(call: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]) -> Callable[[], None]:
-        def run() -> None:
-            for (left, right), out in zip(calls, outs, strict=True):
-                call(left, right, out)
+    def walk(run: Callable[[Call], None]) -> Callable[[], None]:
+        def walked() -> None:
+            for call in calls:
+                run(call)
 
-        return run
+        return walked
 
     for config in chosen:
-        plan = plan_for(problem, config, a.device)
-        outs[0].fill_(float("nan"))
-        plan.run(a, b, None, outs[0])
-        if torch.equal(outs[0].view(bits), wanted.view(bits)):
-            runs[str(config)] = walk(lambda left, right, out, plan=plan: plan.run(left, right, None, out))
+        try:
+            planned = plan(problem, config)
+        except Exception as error:
+            differing.append(f"{config}: {type(error).__name__}")
+            continue
+        first.out.fill_(float("nan"))
+        first.run(planned)
+        if torch.equal(first.out.view(bits), wanted.view(bits)):
+            runs[str(config)] = walk(lambda call, planned=planned: call.run(planned))
         else:
             differing.append(str(config))
-    runs["torch"] = walk(lambda left, right, out: torch.mm(left, right, out=out))
+    runs["torch"] = walk(Call.run_torch)
     times = interleaved(runs, len(calls), repeats)
     return {"us": times, "differing": differing}
 
@@ -328,18 +386,18 @@ def decide(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[tuple[int, 
         means = {name: statistics.mean(values) for name, values in ratios.items()}
         near[point] = {name for name, mean in means.items() if mean <= NEAR * min(means.values())}
     chosen: dict[Point, str] = {}
-    while open_points := near.keys() - chosen.keys():
-        counts = Counter(name for point in open_points for name in near[point])
-        name = max(sorted(counts), key=counts.__getitem__)
-        chosen.update((point, name) for point in open_points if name in near[point])
+    for followed in (False, True):  # what is measured of epilogues does not change the plain tables
+        points = {point for point in near if (point.kind in EPILOGUES) is followed}
+        while open_points := points - chosen.keys():
+            counts = Counter(name for point in open_points for name in near[point])
+            name = max(sorted(counts), key=counts.__getitem__)
+            chosen.update((point, name) for point in open_points if name in near[point])
     tables: dict[tuple[str, str], dict[tuple[int, int], dict[int, Config]]] = {}
     for point in sorted(chosen, key=lambda point: (point.number, point.kind, point.n, point.k, point.tokens)):
         problem = point.problem
         named = {str(config): config for config in candidates(point)}
         sizes = (problem.m, problem.n) if point.kind == "dw" else (problem.n, problem.k)
-        tables.setdefault((problem.number, problem.layout), {}).setdefault(sizes, {})[point.tokens] = named[
-            chosen[point]
-        ]
+        tables.setdefault((problem.number, problem.kind), {}).setdefault(sizes, {})[point.tokens] = named[chosen[point]]
     return tables
 
 
@@ -347,7 +405,7 @@ def source(tables: dict[tuple[str, str], dict[tuple[int, int], dict[int, Config]
     lines = [
         '"""Measured configurations for sm_90, written by benchmarks/tune_gemm.py.',
         "",
-        "By (number, layout): ((the weight's sizes), ((tokens up to, configuration), ...)), ...",
+        "By (number, kind): ((the weight's sizes), ((tokens up to, configuration), ...)), ...",
         '"""',
         "",
         "# fmt: off",
@@ -390,7 +448,7 @@ def main() -> None:
         for kind in options.kinds
         for n, k in weights
         for tokens in options.tokens
-        if kind == "linear" or tokens >= 256
+        if kind in ("linear", "activated", "gated") or tokens >= 256
     ]
     sweep(points, options.raw[0], options.workers, options.seconds)
 

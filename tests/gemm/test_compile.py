@@ -62,7 +62,8 @@ OPERATORS = _operators()
 
 def test_every_operator_is_checked():
     registered = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if "isogemm::" in name}
-    assert registered - {"bmm"} == set(OPERATORS)
+    fused = {"fused", "mlp", "activation_grad", "hidden_grad", "epilogue_grad", "chunk_sums", "add_chunk_sums"}
+    assert registered - {"bmm"} - fused == set(OPERATORS)  # those are checked in test_fused_compile
 
 
 @pytest.mark.parametrize(("name", "case"), [(name, i) for name, calls in OPERATORS.items() for i in range(len(calls))])

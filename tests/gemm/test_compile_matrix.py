@@ -11,9 +11,17 @@ import pytest
 
 pytest.importorskip("triton")
 
+from isogemm.epilogues import ACTIVATIONS
+from isogemm.epilogues.spec import Epilogue
 from isogemm.gemm import configs
-from isogemm.gemm.configs import BIAS_CHUNK, BiasGradProblem, Problem
-from isogemm.gemm.kernels import describe_add_partials, describe_bias_grad, describe_gemm
+from isogemm.gemm.configs import BIAS_CHUNK, ActivationGradProblem, BiasGradProblem, Config, Problem
+from isogemm.gemm.kernels import (
+    READ,
+    describe_activation_grad,
+    describe_add_partials,
+    describe_bias_grad,
+    describe_gemm,
+)
 from isogemm.gemm.tables import TABLES
 from isogemm.testing import CompileJob, compile_job, disassemble, limit_violations
 
@@ -28,6 +36,15 @@ NUMBERS = {  # dtype, precision
 }
 
 
+BIASED = Epilogue(bias="n")
+KINDS = {  # what stands for the epilogues of a kind of problem
+    "activated": Epilogue(bias="n", activation="gelu_tanh"),
+    "gated": Epilogue(activation="swiglu"),
+    "gradient": Epilogue(activation="gelu", gradient="pre"),
+    "gated gradient": Epilogue(activation="swiglu", gradient="pre"),
+}
+
+
 def _problem(m, n, k, layout="nt", dtype="bfloat16", precision="ieee", out_dtype=None, **others):
     a_strides = (k, 1) if layout[0] == "n" else (1, m)
     b_strides = (n, 1) if layout[1] == "n" else (1, k)
@@ -37,8 +54,10 @@ def _problem(m, n, k, layout="nt", dtype="bfloat16", precision="ieee", out_dtype
 def _measured():
     """The problems of the tables, one for each configuration of each."""
     found = {}
-    for (number, layout), entries in TABLES.items():
+    for (number, kind), entries in TABLES.items():
         dtype = NUMBERS[number][0]
+        layout, _, followed = kind.partition(" ")
+        epilogue = KINDS.get(followed, Epilogue())
         for sizes, by_tokens in entries:
             for tokens, _ in by_tokens:
                 if layout == "tn":
@@ -46,9 +65,9 @@ def _measured():
                     problem = _problem(*sizes, tokens, layout, *NUMBERS[number], chunk=chunk)
                 else:
                     chunk = configs.walk_chunk(sizes[1], dtype, dtype)
-                    problem = _problem(tokens, *sizes, layout, *NUMBERS[number], chunk=chunk)
+                    problem = _problem(tokens, *sizes, layout, *NUMBERS[number], chunk=chunk, epilogue=epilogue)
                 config = configs.choose(problem)
-                found.setdefault((number, layout, config, configs.walk(problem, config)), (problem, config))
+                found.setdefault((number, kind, config, configs.walk(problem, config)), (problem, config))
     return found.values()
 
 
@@ -56,12 +75,29 @@ def _job(problem, config):
     walk = configs.walk(problem, config)
     launch = describe_gemm(problem, config)
     operand, out = NAMES[problem.dtype], NAMES["float32" if walk == "partials" else problem.out_dtype]
-    rest = () if config.kernel == "stream" else (operand if config.rest_n else None,)
-    bias = operand if launch.constants["BIAS"] else None
+    apart = problem.weights > 1 and not configs.reads_b_by_tma(problem, config)
+    rest = () if config.kernel == "stream" else (operand if config.rest_n or apart else None,)
     scratch = "fp32" if walk == "scratch" else None
     left, right = (problem.b_aligned, problem.a_aligned)[:: 1 if config.swapped else -1]
-    aligned = (left, right, *(right for _ in rest), walk == "partials" or problem.c_aligned, False, True)
-    return _launch_job(f"{problem} {config}", launch, (operand, operand, *rest, out, bias, scratch), aligned)
+    aligned = (left, right, *(right for _ in rest), walk == "partials" or problem.c_aligned, True)
+    read = _read(Epilogue() if walk == "partials" else problem.epilogue, operand)
+    addressed = (operand, operand, *rest, out, scratch, *read.values())
+    vectors = ("bias", "bias_up", "row_scale", "col_scale")
+    return _launch_job(f"{problem} {config}", launch, addressed, (*aligned, *(name not in vectors for name in read)))
+
+
+def _read(e, operand):
+    """The type behind each address that an epilogue reads or writes."""
+    wanted = {
+        "bias": operand if e.bias else None, "bias_up": operand if e.bias_up else None,
+        "addend": operand if e.beta else None, "residual": operand if e.residual else None,
+        "row_scale": "fp32" if e.row_scale else None, "col_scale": "fp32" if e.col_scale else None,
+        "alpha": "fp32" if e.alpha == "device" else None, "beta": "fp32" if e.beta == "device" else None,
+        "seed": "i64" if e.dropout else None, "second": operand if e.gated and e.gradient else None,
+    }  # fmt: skip
+    if e.saves or e.gradient:
+        wanted["saved"] = "u8" if "mask" in (e.saves, e.gradient) else operand
+    return {name: wanted.get(name) for name in READ}
 
 
 def _launch_job(name, launch, addressed, aligned):
@@ -79,10 +115,13 @@ def _launch_job(name, launch, addressed, aligned):
             if even:
                 attrs[argument] = 16
     for param, value in zip(
-        launch.kernel.params[len(addressed) :], launch.scalars, strict=False
+        launch.kernel.params[len(addressed) :], (*launch.scalars, *launch.numbers), strict=False
     ):  # as Triton specialises integers
-        if value is None or (value == 1 and not param.do_not_specialize):
+        if value is None or (value == 1 and not isinstance(value, float) and not param.do_not_specialize):
             constexprs[param.name] = value
+            continue
+        if isinstance(value, float):
+            signature[param.name] = "fp32"
             continue
         signature[param.name] = "i32" if value < 2**31 else "i64"
         if value % 16 == 0 and not param.do_not_specialize:
@@ -105,10 +144,10 @@ def _other_cases():
     """For sm_90: numbers, layouts, walks and ends that the tables' own problems do not have."""
     accumulated = {"out_dtype": "float32", "accumulate": True}
     for tokens in (1, 64, 4096):
-        yield _problem(tokens, 4096, 4096, dtype="float16", bias=True)
-        yield _problem(tokens, 4096, 4096, out_dtype="float32", bias=True)
-        yield _problem(tokens, 4096, 4096, dtype="float32", precision="tf32", bias=True)
-        yield _problem(tokens, 4096, 4096, dtype="float32", precision="tf32x3", bias=True)
+        yield _problem(tokens, 4096, 4096, dtype="float16", epilogue=BIASED)
+        yield _problem(tokens, 4096, 4096, out_dtype="float32", epilogue=BIASED)
+        yield _problem(tokens, 4096, 4096, dtype="float32", precision="tf32", epilogue=BIASED)
+        yield _problem(tokens, 4096, 4096, dtype="float32", precision="tf32x3", epilogue=BIASED)
     for layout in ("nn", "tn", "tt"):
         for number in ("half", "tf32", "tf32x3", "ieee"):
             yield _problem(512, 4096, 4096, layout, *NUMBERS[number])
@@ -119,7 +158,7 @@ def _other_cases():
     yield _problem(4096, 4096, 8192, "tn", *NUMBERS["ieee"], chunk=4096, accumulate=True)
     yield _problem(100, 1001, 999)
     yield _problem(100, 1001, 999, "tn", *NUMBERS["tf32"])
-    yield _problem(100, 4096, 32768, chunk=8192, bias=True)
+    yield _problem(100, 4096, 32768, chunk=8192, epilogue=BIASED)
     square = _problem(512, 512, 512)
     yield replace(square, a_aligned=False, b_aligned=False, c_aligned=False)
     yield replace(square, a_strides=(1024, 2), b_strides=(2, 1024))
@@ -129,13 +168,44 @@ def _other_cases():
     yield replace(tokens, k_inner=32, k_outer_strides=(2**15, 2**14))
 
 
+def _epilogue_cases():
+    """For sm_90: every epilogue in two configurations, and for training."""
+    large = Config(128, 256, 64, 8, 3, "stream", persistent=True, parts=4)
+    small = Config(64, 32, 64, 4, 4, swapped=True)
+    everything = Epilogue(
+        bias="m", alpha="host", row_scale=True, col_scale=True, beta="device", dropout=True, residual=True
+    )
+    epilogues = [everything]
+    for name, entry in ACTIVATIONS.items():
+        arguments = tuple(entry.arguments.values())
+        saves = "pre" if entry.gate or entry.saved == "out" else entry.saved
+        epilogues += [
+            Epilogue(bias="n", activation=name, arguments=arguments, saves=saves),
+            Epilogue(activation=name, arguments=arguments, exact=True, eager=True, residual=True),
+        ]
+    for epilogue, config, tokens in product(epilogues, (large, small), (1024,)):
+        if (epilogue.eager and config is large) or (epilogue.saves and config is small):
+            continue
+        problem = _problem(tokens, 1024, 1024, epilogue=epilogue, read_strides=(1024, 1024))
+        yield problem, configs.fitted(problem, config)
+    for name, kind in (("relu", "out"), ("silu", "pre"), ("reglu", "pre")):
+        problem = _problem(1024, 1024, 1024, "nn", epilogue=Epilogue(activation=name, gradient=kind, dropout=True))
+        yield problem, configs.fitted(problem, large)
+    apart = _problem(1024, 1024, 1024, epilogue=Epilogue(bias="n", bias_up=True, activation="swiglu"))
+    yield apart, configs.fitted(apart, Config(64, 64, 64, 4, 3))
+    unaligned = replace(apart, b_aligned=False)
+    yield unaligned, configs.choose(unaligned)
+
+
 def _portable_cases(arch):
     """What `choose` gives where nothing was measured."""
     for number, tokens in product(NUMBERS, (8, 48, 512)):
         yield _problem(tokens, 1024, 1024, "nt", *NUMBERS[number], arch=arch)
     for number in ("half", "tf32"):
         yield _problem(512, 1024, 8192, "tn", *NUMBERS[number], chunk=1024, arch=arch)
-    yield _problem(512, 1024, 1024, "nn", arch=arch, bias=True, out_dtype="float32")
+    yield _problem(512, 1024, 1024, "nn", arch=arch, epilogue=BIASED, out_dtype="float32")
+    for kind in ("activated", "gated"):
+        yield _problem(512, 1024, 1024, arch=arch, epilogue=KINDS[kind])
 
 
 def _bias_grad_jobs():
@@ -150,11 +220,22 @@ def _adding_jobs():
     for problem in (
         _problem(256, 1024, 8192, "tn", chunk=1024),
         _problem(256, 1024, 8192, "tn", chunk=1024, out_dtype="float32", accumulate=True),
-        _problem(256, 1024, 32768, chunk=8192, bias=True),
+        _problem(256, 1024, 32768, chunk=8192, epilogue=BIASED),
     ):
-        bias = NAMES[problem.dtype] if problem.bias else None
+        bias = NAMES[problem.dtype] if problem.epilogue.bias else None
         launch = describe_add_partials(problem)
         yield _launch_job(f"sum of {problem}", launch, ("fp32", NAMES[problem.out_dtype], bias), (True, True, False))
+
+
+def _activation_grad_jobs():
+    for epilogue, saved in (
+        (Epilogue(activation="relu", gradient="mask"), "u8"),
+        (Epilogue(activation="swiglu", gradient="pre", dropout=True), "bf16"),
+        (Epilogue(dropout=True), None),
+    ):
+        problem = ActivationGradProblem(4096, 1024, "bfloat16", epilogue, 1024, sums=True)
+        addressed = ("bf16", saved, "i64" if epilogue.dropout else None, "bf16", "fp32")
+        yield _launch_job(f"gradient of {problem}", describe_activation_grad(problem), addressed, (True,) * 5)
 
 
 def table_jobs():
@@ -162,11 +243,15 @@ def table_jobs():
 
 
 MEASURED = list(_measured())
-OTHERS = [(problem, configs.choose(problem)) for problem in _other_cases()]
+OTHERS = [(problem, configs.choose(problem)) for problem in _other_cases()] + list(_epilogue_cases())
 PORTABLE = [
     (problem, configs.choose(problem)) for arch in ("sm_80", "sm_100", "gfx942") for problem in _portable_cases(arch)
 ]
-SMALL = [(job, target) for job in (*_bias_grad_jobs(), *_adding_jobs()) for target in ("sm_80", "sm_90", "gfx942")]
+SMALL = [
+    (job, target)
+    for job in (*_bias_grad_jobs(), *_adding_jobs(), *_activation_grad_jobs())
+    for target in ("sm_80", "sm_90", "gfx942")
+]
 TENSOR_CORES = {"sm_80": {"mma"}, "sm_100": {"mma", "tcgen05"}, "gfx942": {"mfma"}}
 
 
@@ -203,7 +288,8 @@ def _compiled(problem, config):
     job = _job(problem, config)
     used = compile_job(job, problem.arch)
     assert limit_violations(job, problem.arch, used) == ()
-    assert used.shared_bytes <= configs.shared_memory(problem, config) // config.residents + BARRIERS
+    biases = 4 * max(config.block_m, config.block_n) if problem.epilogue.bias_first else 0  # turned on their way
+    assert used.shared_bytes <= configs.shared_memory(problem, config) // config.residents + BARRIERS + biases
     return used
 
 
@@ -216,7 +302,7 @@ def _kinds():
     """One measured configuration of each make: disassembling takes longer than compiling."""
     found = {}
     for problem, config in MEASURED:
-        kind = problem.number, problem.layout, config.kernel, config.swapped, bool(config.rest_n)
+        kind = problem.number, problem.kind, config.kernel, config.swapped, bool(config.rest_n)
         if config.block_m >= 64 and config.block_n >= 16 and config.num_warps >= 4 and problem.number != "ieee":
             found.setdefault(kind, (problem, config))
     return list(found.values())
@@ -231,12 +317,14 @@ def test_tensor_cores_need_not_wait(problem, config):
 
 def test_specialisation_is_tritons():
     """What `_job` says of the arguments is what Triton would find out from them."""
-    problem = _problem(100, 1024, 1000, "nn", bias=True)
+    problem = _problem(100, 1024, 1000, "nn", epilogue=BIASED)
     job = _job(problem, configs.canonical(problem))
-    assert {name for name, value in job.constexprs.items() if value is None} == {
-        "b_rest", "scratch", "k_inner", "stride_ak_outer", "stride_bk_outer",
-        "batch", "batch_inner", "stride_ab_outer", "stride_ab", "stride_bb_outer", "stride_bb",
+    unused = {name for name, value in job.constexprs.items() if value is None}
+    assert unused >= {
+        "b_rest", "scratch", "k_inner", "stride_ak_outer", "stride_bk_outer", "residual", "seed", "stride_residual",
+        "batch", "batch_inner", "stride_ab_outer", "stride_ab", "stride_bb_outer", "stride_bb", "alpha_value",
     }  # fmt: skip
+    assert not unused & {"a", "b", "c", "bias", "stride_am", "stride_bk", "stride_cm"}
     assert (job.constexprs["stride_ak"], job.constexprs["stride_bn"], job.constexprs["stride_cn"]) == (1, 1, 1)
     assert job.attrs == dict.fromkeys(("a", "b", "c", "stride_bk", "stride_cm"), 16)
     assert job.signature["stride_am"] == job.signature["M"] == "i32"

@@ -7,6 +7,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from isogemm.epilogues.spec import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import (
     BIAS_CHUNK,
@@ -61,9 +62,16 @@ SIZES = st.one_of(
 )
 
 
+EPILOGUES = (
+    Epilogue(), Epilogue(bias="n"), Epilogue(bias="n", activation="gelu"), Epilogue(bias="m", residual=True),
+    Epilogue(activation="swiglu", saves="pre"), Epilogue(bias="n", bias_up=True, activation="geglu"),
+    Epilogue(activation="silu", gradient="pre"), Epilogue(activation="swiglu", gradient="pre"),
+)  # fmt: skip
+
+
 @st.composite
 def problems(draw):
-    """All that operations ask for: layouts, gaps, misalignment, batches, levels of k, chunks, accumulation, bias."""
+    """All that operations ask for: layouts, gaps, misalignment, batches, levels of k, chunks, sums, epilogues."""
     m, n, k = draw(SIZES), draw(SIZES), draw(SIZES)
     dtype, precision = draw(st.sampled_from(NUMBERS))
 
@@ -83,8 +91,9 @@ def problems(draw):
     if kind == "product":
         batch = draw(st.sampled_from([1, 1, 2, 6, 4096]))
         inner = 3 if batch == 6 else batch
+        epilogue = draw(st.sampled_from(EPILOGUES if batch == 1 else EPILOGUES[:2]))
         return replace(
-            problem, chunk=walk_chunk(k, dtype, out_dtype), bias=draw(st.booleans()), batch=batch, batch_inner=inner,
+            problem, chunk=walk_chunk(k, dtype, out_dtype), epilogue=epilogue, batch=batch, batch_inner=inner,
             a_batch_strides=(inner * m * k, m * k) if batch > 1 else (0, 0),
         )  # fmt: skip
     accumulate = draw(st.booleans())
@@ -129,7 +138,9 @@ def test_programs_cover_every_output(problem):
     """A program for every tile and chunk, or no more than fit the chip at once."""
     config = choose(problem)
     m, n = (problem.n, problem.m) if config.swapped else (problem.m, problem.n)
-    tiles = problem.batch * -(-m // config.block_m) * -(-n // config.columns)
+    block_m = config.block_m // (problem.weights if config.swapped else 1)
+    block_n = config.columns // (1 if config.swapped else problem.weights)
+    tiles = problem.batch * -(-m // block_m) * -(-n // block_n)
     work = tiles * (problem.chunks if walk(problem, config) == "partials" else 1)
     assert programs(problem, config) == (min(work, config.residents * problem.sm_count) if config.persistent else work)
 
@@ -212,7 +223,7 @@ def test_the_walk_of_each_configuration():
     assert walk(chunked, large) == "scratch"
     assert walk(replace(chunked, out_dtype="float32"), large) == "in place"
     assert walk(replace(chunked, **into_total), small) == "in place"
-    assert walk(replace(chunked, out_dtype="float32", bias=True), large) == "scratch"
+    assert walk(replace(chunked, out_dtype="float32", epilogue=Epilogue(bias="n")), large) == "scratch"
     assert walk(chunked, replace(small, parallel_chunks=True)) == "partials"
     assert workspace(chunked, small) == workspace(one, large) == 0
     assert workspace(chunked, large) == 4 * 132 * 128 * 256

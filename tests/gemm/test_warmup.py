@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from isogemm.epilogues.spec import Epilogue
 from isogemm.gemm import ahead, configs, kernels, plan
 from isogemm.gemm.configs import Problem
 
@@ -34,7 +35,9 @@ def bound(monkeypatch):
 
 def _forward(n, k, dtype, precision, out_dtype):
     chunk = configs.walk_chunk(k, dtype, out_dtype)
-    return Problem(1, n, k, dtype, out_dtype, precision, (k, 1), (1, k), (n, 1), chunk=chunk, bias=True)
+    return Problem(
+        1, n, k, dtype, out_dtype, precision, (k, 1), (1, k), (n, 1), chunk=chunk, epilogue=Epilogue(bias="n")
+    )
 
 
 @pytest.mark.parametrize(

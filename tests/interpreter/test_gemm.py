@@ -57,8 +57,9 @@ def _launch(problem, config, a, b, bias=None, total=None):
             right,
             *rest,
             scratch if walk == "partials" else out,
-            bias if launch.constants["BIAS"] else None,
             scratch if walk == "scratch" else None,
+            bias if walk != "partials" else None,
+            *(None,) * (len(kernels.READ) - 1),
         ),
     )
     if walk == "partials":

@@ -27,11 +27,14 @@ _MOST_MAPS = 256  # addresses kept per plan and argument: a model's weights of o
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A matrix in memory as TMA reads or writes it, a block at a time."""
+    """A matrix in memory as TMA reads or writes it, a block at a time.
 
-    shape: tuple[int, int]
-    strides: tuple[int, int]  # in elements; the last is 1
-    block: tuple[int, int]
+    With three axes, two matrices of one shape: the first stride is their distance, known with their addresses.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements; the last is 1
+    block: tuple[int, ...]
     round_to_tf32: bool = False
 
 
@@ -77,22 +80,26 @@ class BoundKernel:
         else:
             self._launch(programs, 1, 1, stream, self._function, *self._before, *hooks, *args, *self._constants)
 
-    def describer(self, index: int, seen: TensorMap, device: int) -> Callable[[int], tuple[Any, ...]]:
-        """For the kernel's `index`-th descriptor: from an address to the arguments that describe the matrix there."""
+    def describer(self, index: int, seen: TensorMap, device: int) -> Callable[[Any], tuple[Any, ...]]:
+        """For the kernel's `index`-th descriptor: from an address to the arguments that describe the matrix there.
+
+        From a pair of addresses, where the map is of two matrices.
+        """
         meta = self._encoders[index]
         element = _TFLOAT32 if seen.round_to_tf32 else _internals().element_types[meta["elem_type"]]
-        encode, shape, strides = _internals().encode, list(seen.shape), list(seen.strides)
-        kept: dict[int, tuple[Any, ...]] = {}
+        encode, shape, size = _internals().encode, list(seen.shape), meta["elem_size"]
+        kept: dict[Any, tuple[Any, ...]] = {}
 
-        def describe(address: int) -> tuple[Any, ...]:
+        def describe(address: Any) -> tuple[Any, ...]:
             found = kept.get(address)
             if found is None:
                 if len(kept) >= _MOST_MAPS:
                     kept.clear()
                 _enter_context(device)
-                tensor_map = encode(
-                    address, meta["swizzle"], meta["elem_size"], element, meta["block_size"], shape, strides, 0
-                )
+                first, strides = address, list(seen.strides)
+                if isinstance(address, tuple):
+                    first, strides[0] = min(address), abs(address[1] - address[0]) // size
+                tensor_map = encode(first, meta["swizzle"], size, element, meta["block_size"], shape, strides, 0)
                 found = kept[address] = (tensor_map, *shape, *strides)
             return found
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 from isogemm.core.eager import autocast_dtype
-from isogemm.gemm import configs, op, plan
+from isogemm.epilogues import spec
+from isogemm.epilogues.spec import Epilogue
+from isogemm.gemm import configs, fused, op, plan
 from isogemm.gemm.configs import BiasGradProblem, Problem
+from isogemm.gemm.fused import Fusion
 from isogemm.gemm.problem import aligned
 
 
@@ -18,6 +22,8 @@ def warmup(
     tokens: int,
     backward: bool,
     bias: bool,
+    activation: str | None,
+    activation_args: Mapping[str, float] | None,
     out_dtype: torch.dtype | None,
     precision: str | None,
 ) -> int:
@@ -25,6 +31,10 @@ def warmup(
         raise ValueError(f"tokens is {tokens}; expected at least 1")
     before = plan.compiled()
     seen: set[tuple[object, ...]] = set()
+    layers = list(_layers(weights, bias, activation, activation_args))
+    for layer in layers:
+        if layer.weight.is_cuda and layer.weight.dtype in op.SERVED:
+            _fused(layer, tokens, backward, out_dtype, precision)
     for weight, biased in _each(weights, bias):
         key = (weight.shape, weight.stride(), weight.dtype, weight.device, aligned(weight), biased)
         if not weight.is_cuda or weight.dtype not in op.SERVED or key in seen:
@@ -37,6 +47,75 @@ def warmup(
             for accumulate in (False, True):
                 plan.bias_grad_plan(_bias_gradient(forward, accumulate), weight.device)
     return plan.compiled() - before
+
+
+class _Layer(NamedTuple):
+    """A layer that an activation follows, and the one after it inside an mlp."""
+
+    weight: torch.Tensor
+    weight_up: torch.Tensor | None
+    bias: torch.Tensor | None
+    bias_up: torch.Tensor | None
+    activation: str
+    arguments: tuple[float, ...]
+    down: torch.Tensor | None = None
+
+
+def _layers(
+    weights: torch.Tensor | Iterable[torch.Tensor] | torch.nn.Module,
+    bias: bool,
+    activation: str | None,
+    activation_args: Mapping[str, float] | None,
+) -> Iterator[_Layer]:
+    if isinstance(weights, torch.nn.Module):
+        module: Any  # an isogemm.nn.Linear or MLP, which are above here
+        for module in weights.modules():
+            name = getattr(module, "activation", None)
+            if not isinstance(name, str) or name not in spec.ACTIVATIONS:
+                continue
+            arguments = spec.argument_values(spec.activation(name), getattr(module, "activation_args", None))
+            if isinstance(module, torch.nn.Linear):
+                yield _Layer(module.weight, None, module.bias, None, name, arguments)
+            elif isinstance(getattr(module, "up", None), torch.nn.Linear) and hasattr(module, "down"):
+                first, second = (module.up, None) if module.gate is None else (module.gate, module.up)
+                weight_up, bias_up = (None, None) if second is None else (second.weight, second.bias)
+                yield _Layer(first.weight, weight_up, first.bias, bias_up, name, arguments, module.down.weight)
+    elif activation is not None:
+        entry = spec.activation(activation)
+        if entry.gate:
+            raise ValueError(f"activation is {activation!r}, of two weights; expected one of one, or a module")
+        arguments = spec.argument_values(entry, activation_args)
+        for weight, biased in _each(weights, bias):
+            like = torch.empty(weight.shape[0], dtype=weight.dtype, device=weight.device) if biased else None
+            yield _Layer(weight, None, like, None, activation, arguments)
+
+
+def _fused(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | None, precision: str | None) -> None:
+    """By calls with nothing in particular: what they compile is theirs to know."""
+    dtype = autocast_dtype(layer.weight.device) or layer.weight.dtype
+    weight, weight_up, bias, bias_up, down = (
+        None if each is None else each.detach().to(dtype)
+        for each in (layer.weight, layer.weight_up, layer.bias, layer.bias_up, layer.down)
+    )
+    assert weight is not None
+    fusion = Fusion(bias, bias_up, activation=layer.activation, arguments=layer.arguments)
+    x = torch.empty((tokens, weight.shape[1]), dtype=dtype, device=weight.device)
+    b, b_up = weight.mT, None if weight_up is None else weight_up.mT
+    out_dtype = None if down is not None else out_dtype
+    problem = fused.describe(x[:1], b, b_up, fusion, out_dtype=out_dtype, precision=precision)
+    kind = fusion.saved if down is None else fusion.saved_hidden
+    for edge in configs.token_edges(problem, tokens):
+        h, _ = fused.fused(x[:edge], b, b_up, fusion, out_dtype, precision, "")
+        if not backward:
+            continue
+        saved: torch.Tensor | None = h
+        if kind != "out":
+            _, saved = fused.fused(x[:edge], b, b_up, fusion, out_dtype, precision, kind)
+        assert saved is not None
+        if down is not None:
+            fused.hidden_grad(x.new_empty((edge, down.shape[0])), down, saved, kind, fusion, precision)
+        else:
+            fused.activation_grad(h, saved, kind, fusion, dtype, bias is not None)
 
 
 def _each(
@@ -67,7 +146,8 @@ def _forward(weight: torch.Tensor, bias: bool, out_dtype: torch.dtype | None, pr
         dtype = str(cast).removeprefix("torch.")
         wide = out_dtype is torch.float32
         problem = replace(problem, dtype=dtype, out_dtype="float32" if wide else dtype, b_strides=(1, problem.k))
-    return replace(problem, bias=bias, chunk=configs.walk_chunk(problem.k, problem.dtype, problem.out_dtype))
+    epilogue = Epilogue(bias="n" if bias else "")
+    return replace(problem, epilogue=epilogue, chunk=configs.walk_chunk(problem.k, problem.dtype, problem.out_dtype))
 
 
 def _every(problem: Problem, tokens: int) -> Iterator[Problem]:
@@ -81,13 +161,13 @@ def _gradients(forward: Problem, tokens: int) -> Iterator[Problem]:
     n, k, dtype = forward.n, forward.k, forward.dtype
     bk, bn = forward.b_strides
     dx = replace(
-        forward, n=k, k=n, out_dtype=dtype, a_strides=(n, 1), b_strides=(bn, bk), c_strides=(k, 1), bias=False,
+        forward, n=k, k=n, out_dtype=dtype, a_strides=(n, 1), b_strides=(bn, bk), c_strides=(k, 1), epilogue=Epilogue(),
         chunk=configs.walk_chunk(n, dtype, dtype),
     )  # fmt: skip
     yield from _every(dx, tokens)
     dw = replace(
         forward, m=n, n=k, k=1, out_dtype=dtype, a_strides=(1, n), b_strides=(k, 1), c_strides=(k, 1), b_aligned=True,
-        bias=False, chunk=configs.token_chunk(n, k, dtype),
+        epilogue=Epilogue(), chunk=configs.token_chunk(n, k, dtype),
     )  # fmt: skip
     for edge in configs.token_edges(dw, tokens):
         yield replace(dw, k=edge)

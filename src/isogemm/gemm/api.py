@@ -1,4 +1,4 @@
-"""`isogemm.mm`, `matmul`, `linear` and `warmup`: autocast, autograd and the way to the plan.
+"""`isogemm.mm`, `matmul`, `linear`, `matmul_fused` and `warmup`: autocast, and the way to autograd or to the plan.
 
 In eager mode a call goes straight to its plan (no dispatcher hop); under torch.compile, fake tensors and dispatch modes
 it goes through the registered operators.
@@ -6,16 +6,19 @@ it goes through the registered operators.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch.compiler import is_compiling
 
-from isogemm.core.eager import autocast_dtype, in_transform, through_dispatcher
+from isogemm.core.eager import autocast_dtype, through_dispatcher
 from isogemm.core.errors import require_tensor
-from isogemm.gemm import ahead, op
+from isogemm.epilogues import spec
+from isogemm.gemm import ahead, autograd, fused_autograd, op
+from isogemm.gemm.fused import ROUNDINGS, Call, new_seed
 from isogemm.gemm.problem import resolve_precision
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # defaults are integers: torch.compile keeps 0 and 1 as they are
 
 Tensors = torch.Tensor | Iterable[torch.Tensor] | torch.nn.Module
 
@@ -56,7 +59,7 @@ def matmul(
     row, column = a.ndim == 1, b.ndim == 1
     a = a[None] if row else a
     b = b[:, None] if column else b
-    result = _matmul(a, b, out_dtype, precision)
+    result = autograd.matmul(a, b, out_dtype, precision)
     if column:
         result = result.squeeze(-1)
     return result.squeeze(-1 if column else -2) if row else result
@@ -67,6 +70,20 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    activation: str | None = None,
+    activation_args: Mapping[str, float] | None = None,
+    weight_up: torch.Tensor | None = None,
+    bias_up: torch.Tensor | None = None,
+    alpha: float | torch.Tensor = 1,
+    beta: float | torch.Tensor = 0,
+    c: torch.Tensor | None = None,
+    row_scale: torch.Tensor | None = None,
+    col_scale: torch.Tensor | None = None,
+    dropout_p: float = 0,
+    residual: torch.Tensor | None = None,
+    epilogue: str | None = None,
+    aux: Sequence[torch.Tensor] = (),
+    rounding: str = "once",
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
 ) -> torch.Tensor:
@@ -77,10 +94,31 @@ def linear(
         weight: [N, K], any strides, read where it lies. With a float32 `weight.main_grad` the backward accumulates into
             that, gives the weight no gradient and sets `weight.grad_added_to_main_grad`.
         bias: [N], likewise.
+        weight_up, bias_up: [N, K] and [N], the second factor of a gated activation:
+            act(x @ weight.T + bias) * (x @ weight_up.T + bias_up). Goes with no alpha, beta, c or scale.
+        activation .. rounding: what follows in the same launch, as in `matmul_fused`.
         out_dtype, precision: as in `matmul`.
     """
     if not all(isinstance(each, torch.Tensor) for each in (x, weight)) or not isinstance(bias, torch.Tensor | None):
         op.validate_linear(x, weight, bias, out_dtype, precision)
+    fused = (activation, activation_args, weight_up, bias_up, c, row_scale, col_scale, residual, epilogue)
+    if (
+        any(each is not None for each in fused) or dropout_p or aux or rounding != "once"
+        or isinstance(alpha, torch.Tensor) or alpha != 1 or isinstance(beta, torch.Tensor) or beta
+    ):  # fmt: skip
+        require_tensor("weight", weight, 2, "[N, K]")
+        if x.ndim == 0:
+            raise ValueError("x has no dimensions; expected [..., K]")
+        if x.ndim == 1:
+            c, row_scale, residual = (
+                each[None] if isinstance(each, torch.Tensor) else each for each in (c, row_scale, residual)
+            )
+        result = _fused(
+            x[None] if x.ndim == 1 else x, weight, bias, weight_up, bias_up, -1, activation, activation_args, alpha,
+            beta, c, row_scale, col_scale, dropout_p, residual, epilogue, aux, rounding, out_dtype, precision,
+            by_rows=True,
+        )  # fmt: skip
+        return result[0] if x.ndim == 1 else result
     owner, bias_owner = weight, bias
     dtype = autocast_dtype(x.device)
     if dtype is not None:
@@ -89,11 +127,8 @@ def linear(
         precision = precision if dtype is torch.float32 else None
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if through_dispatcher(*tensors):
-        _refuse_transforms("linear", *tensors)
-        main_grads = _main_grad(owner), _main_grad(bias_owner)
-        owners = tuple(
-            None if main_grad is None else of for of, main_grad in zip((owner, bias_owner), main_grads, strict=True)
-        )
+        autograd.refuse_transforms("linear", *tensors)
+        owners, main_grads = autograd.with_main_grad(owner, bias_owner)
         result = torch.ops.isogemm.linear(
             x, weight, bias, owners[0], main_grads[0], owners[1], main_grads[1], out_dtype, precision
         )
@@ -101,11 +136,183 @@ def linear(
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        resolved = resolve_precision(x, precision)
-        return cast(
-            torch.Tensor, cast(Any, _Linear).apply(x, weight, bias, _Owners(owner, bias_owner), out_dtype, resolved)
-        )
+        differentiable: Any = autograd.Linear
+        owned = autograd.Owners(owner, bias_owner)
+        result = differentiable.apply(x, weight, bias, owned, out_dtype, resolve_precision(x, precision))
+        return cast(torch.Tensor, result)
     return op.linear(x, weight, bias, out_dtype, precision)
+
+
+def matmul_fused(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    bias_dim: int = -1,
+    activation: str | None = None,
+    activation_args: Mapping[str, float] | None = None,
+    alpha: float | torch.Tensor = 1,
+    beta: float | torch.Tensor = 0,
+    c: torch.Tensor | None = None,
+    row_scale: torch.Tensor | None = None,
+    col_scale: torch.Tensor | None = None,
+    dropout_p: float = 0,
+    residual: torch.Tensor | None = None,
+    epilogue: str | None = None,
+    aux: Sequence[torch.Tensor] = (),
+    rounding: str = "once",
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+) -> torch.Tensor:
+    """residual + dropout(act(alpha * row_scale * col_scale * (a @ b) + beta * c + bias)) in one launch.
+
+    Args:
+        a: [..., M, K], any strides.
+        b: [K, N], any strides.
+        bias: [N], or [..., M] with bias_dim=-2; of the inputs' dtype.
+        activation: a name in `isogemm.epilogues.ACTIVATIONS` that is not gated; "gelu" is erf, as in torch.
+        activation_args: of the activation, such as {"negative_slope": 0.2}.
+        alpha, beta: numbers, or 0-d tensors on the device.
+        c, residual: [..., M, N], of the inputs' dtype or float32.
+        row_scale, col_scale: [..., M] and [N], likewise.
+        dropout_p: the probability of a zero; the rest is scaled up. The mask depends on the seed, which torch's
+            generator draws on the device, and an element's row and column alone.
+        epilogue: the name of a registered one (`isogemm.epilogues.register`) in the activation's place; `aux` are the
+            tensors it reads, broadcast to [..., M, N].
+        rounding: "once": all in float32, rounded at the end; "eager": rounded after the product and each operation,
+            bit-equal to `isogemm.mm` followed by torch's own (which do follow it, launched one by one, where the
+            activation is gelu or quick_gelu, and for a registered epilogue).
+        out_dtype, precision: as in `matmul`.
+
+    Batch-invariant and differentiable, twice, as `matmul`: docs/contract.md.
+    """
+    if not isinstance(a, torch.Tensor):
+        raise TypeError(f"a is a {type(a).__name__}; expected a torch.Tensor [..., M, K]")
+    if a.ndim < 2:
+        raise ValueError(f"a has shape {list(a.shape)}; expected [..., M, K]")
+    require_tensor("b", b, 2, "[K, N]")
+    return _fused(
+        a, b, bias, None, None, bias_dim, activation, activation_args, alpha, beta, c, row_scale, col_scale, dropout_p,
+        residual, epilogue, aux, rounding, out_dtype, precision, by_rows=False,
+    )  # fmt: skip
+
+
+def mlp(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_down: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    bias_down: torch.Tensor | None = None,
+    weight_up: torch.Tensor | None = None,
+    bias_up: torch.Tensor | None = None,
+    activation: str = "gelu",
+    activation_args: Mapping[str, float] | None = None,
+    hidden_dropout_p: float = 0,
+    dropout_p: float = 0,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+) -> torch.Tensor:
+    """residual + dropout(dropout(act(x @ weight.T + bias)) @ weight_down.T + bias_down), two launches.
+
+    As two calls of `linear`, but for the backward: the activation's derivative is the epilogue of the product that
+    gives its gradient, and what is kept for it is let go as soon as it was read.
+    """
+    if isinstance(x, torch.Tensor) and x.ndim == 1:
+        residual = residual[None] if isinstance(residual, torch.Tensor) else residual
+        return mlp(
+            x[None], weight, weight_down, bias=bias, bias_down=bias_down, weight_up=weight_up, bias_up=bias_up,
+            activation=activation, activation_args=activation_args, hidden_dropout_p=hidden_dropout_p,
+            dropout_p=dropout_p, residual=residual, out_dtype=out_dtype, precision=precision,
+        )[0]  # fmt: skip
+    if isinstance(hidden_dropout_p, int | float) and not 0 <= hidden_dropout_p <= 1:
+        raise ValueError(f"hidden_dropout_p is {hidden_dropout_p}; expected a probability")
+    hidden = _call(
+        x, weight, bias, weight_up, bias_up, -1, activation, activation_args, 1.0, 0.0, None, None, None,
+        hidden_dropout_p, None, None, (), "once", None, precision, by_rows=True,
+    )  # fmt: skip
+    require_tensor("weight_down", weight_down, 2, "[N, hidden]")
+    if weight_down.shape[1] != weight.shape[0]:
+        raise ValueError(
+            f"weight_down has shape {list(weight_down.shape)}; expected [N, {weight.shape[0]}], "
+            f"since weight is {list(weight.shape)}"
+        )
+    down = _call(
+        hidden.x, weight_down, bias_down, None, None, -1, None, None, 1.0, 0.0, None, None, None, dropout_p, residual,
+        None, (), "once", out_dtype, precision, by_rows=True,
+    )  # fmt: skip
+    return fused_autograd.run_mlp(hidden, down)
+
+
+def _fused(x: torch.Tensor, *args: Any, by_rows: bool) -> torch.Tensor:
+    return fused_autograd.run(_call(x, *args, by_rows=by_rows))
+
+
+def _call(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight_up: torch.Tensor | None,
+    bias_up: torch.Tensor | None,
+    bias_dim: int,
+    activation: str | None,
+    activation_args: Mapping[str, float] | None,
+    alpha: float | torch.Tensor,
+    beta: float | torch.Tensor,
+    c: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
+    col_scale: torch.Tensor | None,
+    dropout_p: float,
+    residual: torch.Tensor | None,
+    epilogue: str | None,
+    aux: Sequence[torch.Tensor],
+    rounding: str,
+    out_dtype: torch.dtype | None,
+    precision: str | None,
+    *,
+    by_rows: bool,
+) -> Call:
+    """What the arguments say, after autocast; what is wrong with the tensors is found by what serves them."""
+    arguments: tuple[float, ...] = ()
+    if activation is not None:
+        arguments = spec.argument_values(spec.activation(activation), activation_args)
+    elif activation_args:
+        raise ValueError(f"activation_args is {dict(activation_args)} without an activation")
+    if epilogue is not None:
+        spec.registered(epilogue)
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding is {rounding!r}; accepted: {', '.join(map(repr, ROUNDINGS))}")
+    for name, tensor in (
+        ("bias", bias), ("weight_up", weight_up), ("bias_up", bias_up), ("c", c), ("row_scale", row_scale),
+        ("col_scale", col_scale), ("residual", residual), *((f"aux[{index}]", each) for index, each in enumerate(aux)),
+    ):  # fmt: skip
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name.startswith("aux")):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor")
+    if weight_up is not None:
+        require_tensor("weight_up", weight_up, 2, "[N, K]")
+    for name, number in (("alpha", alpha), ("beta", beta), ("dropout_p", dropout_p)):
+        if not isinstance(number, _NUMBERS) and not (isinstance(number, torch.Tensor) and name != "dropout_p"):
+            raise TypeError(f"{name} is {number!r}; expected a number" + " or a 0-d tensor" * (name != "dropout_p"))
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p is {dropout_p}; expected a probability")
+    owners = tuple(map(autograd.parameter, (weight, bias, weight_up, bias_up))) if by_rows else (None,) * 4
+    dtype = autocast_dtype(x.device)
+    if dtype is not None:
+        x, weight = _cast(x, dtype), _cast(weight, dtype)
+        bias, weight_up, bias_up = (each if each is None else _cast(each, dtype) for each in (bias, weight_up, bias_up))
+        precision = precision if dtype is torch.float32 else None
+    if not isinstance(beta, torch.Tensor) and beta == 0:
+        c = None
+    return Call(
+        x, weight, weight_up, bias, bias_up, c, residual, row_scale, col_scale,
+        alpha if isinstance(alpha, torch.Tensor) else None, beta if isinstance(beta, torch.Tensor) else None,
+        tuple(aux), new_seed(x.device) if 0 < dropout_p <= 1 else None,
+        1.0 if isinstance(alpha, torch.Tensor) else float(alpha),
+        0.0 if isinstance(beta, torch.Tensor) else float(beta),
+        float(dropout_p), activation or "", arguments, epilogue or "", bias_dim, rounding == "eager", by_rows, "",
+        owners, (None,) * 4, out_dtype, precision,
+    )  # fmt: skip
 
 
 def warmup(
@@ -114,261 +321,27 @@ def warmup(
     tokens: int = 8192,
     backward: bool = False,
     bias: bool = False,
+    activation: str | None = None,
+    activation_args: Mapping[str, float] | None = None,
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
 ) -> int:
     """Compile all that `linear` will need for these weights: nothing is compiled later, in a server or a graph capture.
 
     Args:
-        weights: [N, K] weights on a GPU, or a module, of which every linear is taken.
+        weights: [N, K] weights on a GPU, or a module, of which every linear and every isogemm.nn.MLP is taken.
         tokens: the most rows of x; every number up to it is covered.
         backward: the gradients too, of up to `tokens` rows.
         bias: with a bias; a module's linears are taken as they are.
+        activation, activation_args: also followed by it; a module's are known.
         out_dtype, precision: as in the calls to come.
 
     Returns:
         The number of kernels that were compiled or found in Triton's cache. x, outputs and gradients are taken to be
         contiguous and aligned to 16 bytes, as torch allocates them.
     """
-    return ahead.warmup(weights, tokens, backward, bias, out_dtype, precision)
-
-
-class _Owners:
-    """The parameters themselves, where autocast multiplies by copies: they carry main_grad."""
-
-    __slots__ = ("bias", "weight")
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight, self.bias = _parameter(weight), _parameter(bias)
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        owners: _Owners,
-        out_dtype: torch.dtype | None,
-        precision: str | None,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.owners, ctx.precision = owners, precision
-        return op.linear(x, weight, bias, out_dtype, precision)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        accumulated = (
-            (owner, _main_grad(owner) if _is_accumulated(ctx, index) else None)
-            for index, owner in ((1, ctx.owners.weight), (2, ctx.owners.bias))
-        )
-        return *_linear_gradients(ctx, grads[0], x, weight, *accumulated), None, None, None
-
-
-def _is_accumulated(ctx: Any, index: int) -> bool:
-    """Whether this backward is to accumulate the gradient of an input: not if it is not asked for.
-
-    torch.autograd.grad, which returns gradients and accumulates none, does not tell; it is given them.
-    """
-    if not ctx.needs_input_grad[index]:
-        return False
-    try:
-        return bool(torch._C._will_engine_execute_node(ctx.next_functions[index][0]))
-    except RuntimeError:
-        return False
-
-
-_Accumulated = tuple[torch.Tensor | None, torch.Tensor | None]  # a parameter and its main_grad, if it has one
-
-
-def _linear_gradients(
-    ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, of_weight: _Accumulated, of_bias: _Accumulated
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """dX = dY W, dW = dY^T X and db, the sum of dY over the tokens."""
-    unrounded, grad = grad, grad.to(x.dtype)
-    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    if needs_weight and of_weight[1] is not None:  # both, before either is touched
-        op.require_total("weight.main_grad", of_weight[1], weight.shape, x.device)
-    if needs_bias and of_bias[1] is not None:
-        op.require_total("bias.main_grad", of_bias[1], weight.shape[:1], x.device)
-    dx = dw = db = None
-    if needs_x:
-        dx = _by_rows(grad, weight, ctx.precision)
-    if needs_weight:
-        owner, main_grad = of_weight
-        if owner is None or main_grad is None:
-            dw = _weight_grad(grad, x, ctx.precision)
-        elif through_dispatcher(main_grad, grad, x):
-            torch.ops.isogemm.add_weight_grad(main_grad, grad, x, owner, ctx.precision)
-        else:
-            op.add_weight_grad(main_grad, grad, x, owner, ctx.precision)
-    if needs_bias:
-        owner, main_grad = of_bias
-        if owner is None or main_grad is None:
-            db = _bias_grad(unrounded).to(x.dtype)
-        elif through_dispatcher(main_grad, unrounded):
-            torch.ops.isogemm.add_bias_grad(main_grad, unrounded, owner)
-        else:
-            op.add_bias_grad(main_grad, unrounded, owner)
-    return dx, dw, db
-
-
-# The differentiable operations that the gradients are made of.
-
-
-def _matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None, precision: str | None) -> torch.Tensor:
-    if through_dispatcher(a, b):
-        _refuse_transforms("matmul", a, b)
-        return cast(torch.Tensor, torch.ops.isogemm.matmul(a, b, out_dtype, precision))
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return cast(torch.Tensor, cast(Any, _Matmul).apply(a, b, out_dtype, resolve_precision(a, precision)))
-    return op.product(a, b, None, out_dtype, precision)
-
-
-class _Matmul(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None, precision: str | None
-    ) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.precision = precision
-        return op.product(a, b, None, out_dtype, precision)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *_matmul_gradients(ctx, grads[0]), None, None
-
-
-def _matmul_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dA = dC B^T; dB = A^T dC, in the order of a weight's gradient where one b serves all rows."""
-    a, b = ctx.saved_tensors
-    grad = grad.to(a.dtype)
-    da = db = None
-    if ctx.needs_input_grad[0]:
-        da = _sum_to(_matmul(grad, b.mT, _wide(grad, a), ctx.precision), a)
-    if ctx.needs_input_grad[1]:
-        if b.ndim == 2:
-            db = _weight_grad(a, grad, ctx.precision)
-        else:
-            db = _sum_to(_matmul(a.mT, grad, _wide(grad, b), ctx.precision), b)
-    return da, db
-
-
-def _wide(grad: torch.Tensor, of: torch.Tensor) -> torch.dtype | None:
-    """float32 where a broadcast operand's gradient is yet to be summed over the batch."""
-    summed = of.shape[:-2] != grad.shape[:-2] and of.dtype.itemsize == 2
-    return torch.float32 if summed else None
-
-
-def _sum_to(gradient: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """Over what was broadcast; torch.sum's order is fixed."""
-    return gradient if gradient.shape == of.shape else gradient.sum_to_size(of.shape).to(of.dtype)
-
-
-def _weight_grad(grad: torch.Tensor, x: torch.Tensor, precision: str | None) -> torch.Tensor:
-    if through_dispatcher(grad, x):
-        return cast(torch.Tensor, torch.ops.isogemm.weight_grad(grad, x, precision))
-    if torch.is_grad_enabled() and (grad.requires_grad or x.requires_grad):
-        return cast(torch.Tensor, cast(Any, _WeightGrad).apply(grad, x, precision))
-    return op.weight_grad(grad, x, None, x.dtype, precision)
-
-
-class _WeightGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, x: torch.Tensor, precision: str | None) -> torch.Tensor:
-        ctx.save_for_backward(grad, x)
-        ctx.precision = precision
-        return op.weight_grad(grad, x, None, x.dtype, precision)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *_weight_grad_gradients(ctx, grads[0]), None
-
-
-def _weight_grad_gradients(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of W = G^T X with dW `above`: dG = X dW^T and dX = G dW."""
-    grad, x = ctx.saved_tensors
-    d_grad = _by_rows(x, above.mT, ctx.precision) if ctx.needs_input_grad[0] else None
-    d_x = _by_rows(grad, above, ctx.precision) if ctx.needs_input_grad[1] else None
-    return d_grad, d_x
-
-
-def _by_rows(x: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.Tensor:
-    """x [..., K] @ b [K, N]."""
-    return _matmul(x, b, None, precision) if x.ndim > 1 else _matmul(x[None], b, None, precision)[0]
-
-
-def _bias_grad(grad: torch.Tensor) -> torch.Tensor:
-    if through_dispatcher(grad):
-        return cast(torch.Tensor, torch.ops.isogemm.bias_grad(grad))
-    if torch.is_grad_enabled() and grad.requires_grad:
-        return cast(torch.Tensor, cast(Any, _BiasGrad).apply(grad))
-    return op.bias_grad(grad, None, grad.dtype)
-
-
-class _BiasGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        ctx.shape = grad.shape
-        return op.bias_grad(grad, None, grad.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor]:
-        return (grads[0].expand(ctx.shape),)
-
-
-def _register_autograd() -> None:
-    """The registered operators' autograd: the same gradients, through the operators."""
-
-    def save_two(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.save_for_backward(inputs[0], inputs[1])
-        ctx.precision = resolve_precision(inputs[0], inputs[-1])
-
-    def save_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        x, weight, _, owner, main_grad, bias_owner, bias_main_grad, _, precision = inputs
-        ctx.save_for_backward(x, weight)
-        # Not saved tensors: another micro-batch's backward may change a main_grad before this one's does.
-        ctx.accumulated = (owner, main_grad), (bias_owner, bias_main_grad)
-        ctx.precision = resolve_precision(x, precision)
-
-    def linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        gradients = _linear_gradients(ctx, grad, x, weight, *ctx.accumulated)
-        return *gradients, None, None, None, None, None, None
-
-    def save_shape(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.shape = inputs[0].shape
-
-    register: Any = torch.library.register_autograd
-    register("isogemm::linear", linear_backward, setup_context=save_linear)
-    register("isogemm::matmul", lambda ctx, grad: (*_matmul_gradients(ctx, grad), None, None), setup_context=save_two)
-    register(
-        "isogemm::weight_grad", lambda ctx, above: (*_weight_grad_gradients(ctx, above), None), setup_context=save_two
-    )
-    register("isogemm::bias_grad", lambda ctx, above: above.expand(ctx.shape), setup_context=save_shape)
-
-
-_register_autograd()
-
-
-def _parameter(x: torch.Tensor | None) -> torch.Tensor | None:
-    """x, where it may carry a main_grad: a passing tensor is not to be kept alive for it."""
-    return x if x is not None and (x.is_leaf or hasattr(x, "main_grad")) else None
-
-
-def _main_grad(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    return None if parameter is None else cast("torch.Tensor | None", getattr(parameter, "main_grad", None))
+    return ahead.warmup(weights, tokens, backward, bias, activation, activation_args, out_dtype, precision)
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype) if x.dtype in op.SERVED else x
-
-
-def _refuse_transforms(name: str, *tensors: torch.Tensor) -> None:
-    if not is_compiling() and in_transform(*tensors):
-        raise RuntimeError(
-            f"isogemm.{name} has no rule for forward-mode AD and torch.func transforms, and falls back to nothing: "
-            "the contract would not hold"
-        )

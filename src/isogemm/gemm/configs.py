@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from isogemm.epilogues.spec import NOTHING, Epilogue
 from isogemm.gemm.tables import TABLES
 
 MEASURED_ARCH = "sm_90"  # whose figures the tables are
@@ -33,9 +34,10 @@ Walk = Literal["one", "registers", "in place", "scratch", "partials"]
 
 @dataclass(frozen=True)
 class Problem:
-    """C = A B (+ bias), or C += A B, for every one of a batch: A [m, k], B [k, n].
+    """C = A B and its epilogue, or C += A B, for every one of a batch: A [m, k], B [k, n].
 
-    A batch, and k, may have two levels: index i is (i // inner, i % inner), each with its own stride.
+    A batch, and k, may have two levels: index i is (i // inner, i % inner), each with its own stride. An epilogue of
+    two products has a second B, with the strides of the first.
     """
 
     m: int
@@ -58,7 +60,10 @@ class Problem:
     k_outer_strides: tuple[int, int] = (0, 0)  # of A, of B
     chunk: int = 0  # a new sum at every multiple of it; 0: one walk
     accumulate: bool = False
-    bias: bool = False
+    epilogue: Epilogue = NOTHING
+    read_strides: tuple[int, ...] = ()  # of its addend's and residual's rows, and of its aux tensors: m, n
+    up_first: bool = False  # of two weights the second lies before the first in memory
+    up_near: bool = True  # and one TMA map reaches both
     tma: bool = True  # whether it can be launched here, where the architecture has it
     arch: str = MEASURED_ARCH
     sm_count: int = 132
@@ -74,7 +79,15 @@ class Problem:
             parts.append(f"chunk {self.chunk}")
         if self.accumulate:
             parts.append("accumulated")
-        return " ".join(parts)
+        return " ".join((*parts, *self._followed()))
+
+    def _followed(self) -> tuple[str, ...]:
+        """The epilogue in words."""
+        e = self.epilogue
+        names = [name for name in ("alpha", "row_scale", "col_scale", "beta", "bias") if getattr(e, name)]
+        names += [name for name in (e.activation, e.user) if name]
+        names += [name for name in ("dropout", "residual", "gradient", "eager") if getattr(e, name)]
+        return ("+", *names) if names else ()
 
     @property
     def layout(self) -> str:
@@ -85,6 +98,18 @@ class Problem:
     def chunks(self) -> int:
         """How many sums an element has."""
         return -(-self.k // self.chunk) if self.chunk else 1
+
+    @property
+    def kind(self) -> str:
+        """The layout and how much follows the sums: what configurations are measured for."""
+        e = self.epilogue
+        followed = " gated" * e.gated + " gradient" * bool(e.gradient)
+        return self.layout + (followed or " activated" * bool(e.activation or e.user))
+
+    @property
+    def weights(self) -> int:
+        """How many B there are."""
+        return 2 if self.epilogue.paired else 1
 
     @property
     def number(self) -> str:
@@ -173,6 +198,31 @@ class BiasGradProblem:
         return outer + self.t * self.strides[0] + self.n * max(self.strides[1], self.out_stride)
 
 
+@dataclass(frozen=True)
+class ActivationGradProblem:
+    """dz [t, n] of a gradient with rows `stride` apart, and the sums of its chunks of rows."""
+
+    t: int
+    n: int
+    dtype: str  # of dz
+    epilogue: Epilogue
+    stride: int
+    sums: bool = False
+    arch: str = MEASURED_ARCH
+
+    def __str__(self) -> str:
+        return f"[{self.t},{self.n}] {self.dtype} {self.epilogue.activation or 'dropout'}" + " + sums" * self.sums
+
+    @property
+    def chunk(self) -> int:
+        """Rows of a program: with sums those of one sum."""
+        return BIAS_CHUNK if self.sums else 4 * BiasGradConfig.block_t
+
+    @property
+    def reach(self) -> int:
+        return self.t * max(self.stride, 2 * self.n)
+
+
 def token_chunk(n: int, k: int, dtype: str) -> int:
     """Tokens of one sum in the gradients of an [n, k] weight and of its bias.
 
@@ -251,6 +301,14 @@ def illegal(problem: Problem, config: Config) -> str:
         return "rest_n is a power of two up to block_n, and read by TMA"
     if config.rest_n and not (reads_a_by_tma(problem, config) and reads_b_by_tma(problem, config)):
         return "a tile with a rest has operands that TMA reads"
+    if problem.weights > 1 and (config.rest_n or (config.block_m if config.swapped else config.block_n) < 32):
+        return "two weights share a tile of at least 32 of their columns, without a rest"
+    if problem.weights > 1 and walk(problem, config) not in ("one", "registers"):
+        return "two weights' finished chunks wait in registers"
+    if not problem.epilogue.plain and (problem.batch > 1 or problem.accumulate):
+        return "an epilogue follows one product, of no batch, that is not accumulated"
+    if not problem.epilogue.plain and config.parallel_chunks:
+        return "an epilogue follows a tile's whole sums"
     if (config.kernel == "stream") > config.persistent or config.early_launch * config.persistent:
         return "stream is persistent, and nothing persistent launches early"
     if walk(problem, config) == "scratch" and not config.persistent:
@@ -273,7 +331,7 @@ def walk(problem: Problem, config: Config) -> Walk:
     sums = config.block_m * config.block_n // (32 * config.num_warps)
     if sums <= _REGISTERS and config.kernel != "stream" and not (config.rest_n or problem.accumulate):
         return "registers"
-    return "in place" if problem.out_dtype == "float32" and not problem.bias else "scratch"
+    return "in place" if problem.out_dtype == "float32" and problem.epilogue == NOTHING else "scratch"
 
 
 def workspace(problem: Problem, config: Config) -> int:
@@ -285,17 +343,24 @@ def workspace(problem: Problem, config: Config) -> int:
 
 
 def programs(problem: Problem, config: Config) -> int:
-    m, n = (problem.n, problem.m) if config.swapped else (problem.m, problem.n)
-    tiles = problem.batch * -(-m // config.block_m) * -(-n // config.columns)
+    rows, columns = tile(problem, config)
+    tiles = problem.batch * -(-problem.m // rows) * -(-problem.n // columns)
     if walk(problem, config) == "partials":
         tiles *= problem.chunks
     return min(tiles, config.residents * problem.sm_count) if config.persistent else tiles
 
 
+def tile(problem: Problem, config: Config) -> tuple[int, int]:
+    """Rows and columns of C in a tile."""
+    rows, columns = (config.columns, config.block_m) if config.swapped else (config.block_m, config.columns)
+    return rows, columns // problem.weights
+
+
 def width(problem: Problem, config: Config) -> int:
     """Columns of a tile that leave the registers at once: not all of them with sums that waited in memory."""
     waited = config.parts == 1 and walk(problem, config) in ("scratch", "in place")
-    return min(config.block_n // (2 if waited else config.parts), config.rest_n or config.block_n)
+    columns = config.block_n if config.swapped else config.block_n // problem.weights
+    return max(8, min(columns // (2 if waited else config.parts), config.rest_n or columns))
 
 
 def reads_a_by_tma(problem: Problem, config: Config) -> bool:
@@ -303,7 +368,9 @@ def reads_a_by_tma(problem: Problem, config: Config) -> bool:
 
 
 def reads_b_by_tma(problem: Problem, config: Config) -> bool:
-    return _by_tma(problem, config, problem.b_strides, problem.b_aligned)
+    # Two lie in one map, whose innermost axis is k.
+    together = problem.weights == 1 or (problem.b_strides[0] == 1 and problem.up_near)
+    return together and _by_tma(problem, config, problem.b_strides, problem.b_aligned)
 
 
 def writes_c_by_tma(problem: Problem, config: Config) -> bool:
@@ -322,6 +389,9 @@ def shared_memory(problem: Problem, config: Config) -> int:
     out = part * ITEMSIZE[problem.out_dtype] if writes_c_by_tma(problem, config) else 0
     if config.kernel == "stream" and (walk(problem, config) == "scratch" or not out):
         out += 4 * part  # sums on their way to and from memory, while the next operands arrive
+    e = problem.epilogue
+    if config.kernel == "stream" and (e.residual or e.beta or e.aux or e.saves == "pre" or e.gradient):
+        out += part * ITEMSIZE[problem.out_dtype]  # on their way to or from the registers
     if problem.number == "tf32" and config.kernel != "pointer":  # operands that must be turned, on the newest twice
         turned = config.block_m * (problem.a_strides[1] != 1) + config.columns * (problem.b_strides[0] != 1)
         out += 2 * turned * config.block_k * ITEMSIZE[problem.dtype]
@@ -348,12 +418,19 @@ def fitted(problem: Problem, config: Config) -> Config:
             block_k = min(config.block_k, 128 // ITEMSIZE[problem.dtype])
             config = replace(config, block_m=64, block_n=min(config.block_n, 64), block_k=block_k, num_warps=4, parts=1)
     config = replace(config, block_k=_PINNED.get(problem.number, config.block_k))
+    if problem.weights > 1:
+        config = replace(config, rest_n=0)
+        if config.swapped:
+            config = replace(config, block_m=max(config.block_m, 32))
+        else:
+            config = replace(config, block_n=max(config.block_n, 32))
     if problem.chunk:
         config = replace(config, block_k=min(config.block_k, problem.chunk & -problem.chunk))
-    if config.parallel_chunks and problem.chunks < 2:
+    if config.parallel_chunks and (problem.chunks < 2 or not problem.epilogue.plain):
         config = replace(config, parallel_chunks=False)
     wide = problem.dtype != problem.out_dtype and not problem.accumulate
-    if wide and problem.chunk == _WIDE_WALK and walk(problem, config) in ("in place", "scratch"):
+    in_registers = problem.weights > 1 or (wide and problem.chunk == _WIDE_WALK)
+    if in_registers and walk(problem, config) in ("in place", "scratch"):
         config = Config(128, 128, config.block_k, 8, 4, "tma" if all(by_tma) else "pointer")  # chunks in registers
     if walk(problem, config) == "scratch":
         config = replace(config, persistent=True, early_launch=False)
@@ -369,21 +446,27 @@ def _table(problem: Problem) -> Entries:
     """Measured configurations: ((the weight's sizes), ((tokens up to, config), ...)), ...; empty where none are."""
     if problem.arch != MEASURED_ARCH or problem.batch > 1:
         return ()
-    return _entries(problem.number, problem.layout)
+    return _entries(problem.number, problem.kind) or _entries(problem.number, problem.layout)
 
 
 @functools.cache
-def _entries(number: str, layout: str) -> Entries:
+def _entries(number: str, kind: str) -> Entries:
     return tuple(
         (sizes, tuple((tokens, Config(*values)) for tokens, values in by_tokens))
-        for sizes, by_tokens in TABLES.get((number, layout), ())
+        for sizes, by_tokens in TABLES.get((number, kind), ())
     )
 
 
 def _anchored(problem: Problem, entries: Entries) -> Config:
-    """The entry of the nearest measured weight, at the next larger measured number of tokens."""
+    """The entry of the nearest measured weight, at the next larger measured number of tokens.
+
+    Two weights without a table of their own take that of one twice as wide.
+    """
+    own = entries == _entries(problem.number, problem.kind)
     tokens, sizes = (
-        (problem.k, (problem.m, problem.n)) if problem.layout == "tn" else (problem.m, (problem.n, problem.k))
+        (problem.k, (problem.m, problem.n))
+        if problem.layout == "tn"
+        else (problem.m, (problem.n if own else problem.weights * problem.n, problem.k))
     )
 
     def distance(anchor: tuple[int, int]) -> float:

@@ -16,8 +16,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isogemm.core.launch import BoundKernel, TensorMap, bind
+from isogemm.epilogues import device, spec
+from isogemm.epilogues.spec import Epilogue
 from isogemm.gemm import configs
-from isogemm.gemm.configs import BiasGradConfig, BiasGradProblem, Config, Problem
+from isogemm.gemm.configs import ActivationGradProblem, BiasGradConfig, BiasGradProblem, Config, Problem
 
 _WIDE = 2**31  # elements an int32 offset does not reach
 _ADDED_AT_ONCE = 1024
@@ -79,11 +81,16 @@ def _multiply(a, b, acc, PRECISION: tl.constexpr, A_ROUNDED: tl.constexpr, B_ROU
 def _load(
     source, first, k, rows, K, stride_row, stride_k, k_inner, stride_k_outer,
     ROWS: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, K_CONTIGUOUS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    MASK_K: tl.constexpr, K_LEVELS: tl.constexpr, INDEX: tl.constexpr,
+    MASK_K: tl.constexpr, K_LEVELS: tl.constexpr, INDEX: tl.constexpr, PAIRED: tl.constexpr, to_second,
 ):  # fmt: skip
-    """Rows first .. first + ROWS - 1 of an operand at k .. k + BK - 1: [ROWS, BK], or [BK, ROWS] if TRANSPOSED."""
+    """Rows first .. first + ROWS - 1 of an operand at k .. k + BK - 1: [ROWS, BK], or [BK, ROWS] if TRANSPOSED.
+
+    PAIRED: ROWS // 2 rows of one matrix, then as many of another, that many elements further (by TMA: one map of both).
+    """
     if TMA:
-        if K_CONTIGUOUS:
+        if PAIRED:
+            tile = tl.reshape(source.load([0, first, k]), (ROWS, BK))
+        elif K_CONTIGUOUS:
             tile = source.load([first, k])
         else:
             tile = source.load([k, first])
@@ -91,13 +98,18 @@ def _load(
             tile = tile.T
         return tile
     else:
-        row = first + tl.arange(0, ROWS)
+        if PAIRED:
+            row = first + tl.arange(0, ROWS) % (ROWS // 2)
+        else:
+            row = first + tl.arange(0, ROWS)
         ks = k + tl.arange(0, BK)
         if K_LEVELS == 1:
             k_offset = ks.to(INDEX) * stride_k
         else:
             k_offset = (ks // k_inner).to(INDEX) * stride_k_outer + (ks % k_inner).to(INDEX) * stride_k
         row_offset = row.to(INDEX) * stride_row
+        if PAIRED:
+            row_offset += (tl.arange(0, ROWS) // (ROWS // 2)).to(tl.int64) * to_second
         if TRANSPOSED:
             live = (row < rows)[None, :]
             if MASK_K:
@@ -130,80 +142,353 @@ def _place(at, m_tiles, n_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _write(
-    total, c, bias, rows, cols, m, n, M, N, stride_cm, stride_cn,
-    C_TMA: tl.constexpr, BIAS: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
-    """Add the bias, round once, store."""
-    if BIAS == "n":
-        total += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-    elif BIAS == "m":
-        total += tl.load(bias + rows, mask=rows < M, other=0.0).to(tl.float32)[:, None]
-    if C_TMA:
-        c.store([m, n], total.to(c.dtype))
+def _row_halves(x, BM: tl.constexpr, BN: tl.constexpr):
+    """x [BM, BN] as its upper and lower half."""
+    return tl.split(tl.permute(tl.reshape(x, (2, BM // 2, BN)), (1, 2, 0)))
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr, EAGER: tl.constexpr):
+    """As torch's next operation would read it."""
+    return x.to(DTYPE).to(tl.float32) if EAGER else x
+
+
+@triton.jit
+def _packed(bits, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAPPED: tl.constexpr):
+    """Eight of the result's columns in a byte, the first in the lowest bit; those are the rows of a swapped tile."""
+    if SWAPPED:
+        shifted = bits.to(tl.int32) << (tl.arange(0, ROWS) & 7)[:, None]
+        return tl.sum(tl.reshape(shifted, (ROWS // 8, 8, COLUMNS)), axis=1).to(tl.uint8)
     else:
-        at = rows.to(INDEX)[:, None] * stride_cm + cols.to(INDEX)[None, :] * stride_cn
-        tl.store(c + at, total.to(c.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
+        shifted = bits.to(tl.int32) << (tl.arange(0, COLUMNS) & 7)[None, :]
+        return tl.sum(tl.reshape(shifted, (ROWS, COLUMNS // 8, 8)), axis=2).to(tl.uint8)
+
+
+@triton.jit
+def _kept(seed, m, n, row, col, dropped, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAPPED: tl.constexpr):
+    """Where dropout keeps an element, as in `epilogues.random`: (m, n) is the tile's place, row and col its numbers."""
+    if SWAPPED or COLUMNS < 32:
+        zero = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
+        w0, w1, w2, w3 = tl.philox(seed, (col >> 5 << 2) + (col >> 1 & 3) + zero, row + zero, zero, zero)
+        which = (col >> 3 & 3) + zero
+        word = tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
+        bits = tl.where((col & 1) + zero == 1, word >> 16, word & 0xFFFF)
+    else:  # one call for eight columns
+        zero = tl.zeros((ROWS, COLUMNS // 8), dtype=tl.int32)
+        group = n // 8 + tl.arange(0, COLUMNS // 8)[None, :]
+        w0, w1, w2, w3 = tl.philox(seed, group + zero, row + zero, zero, zero)
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [ROWS, COLUMNS // 8, 2, 2]: word 2 i + j
+        words = tl.reshape(words, (ROWS, COLUMNS // 32, 4, 4))
+        words = tl.permute(words, (0, 1, 3, 2))
+        halves = tl.join(words & 0xFFFF, words >> 16)
+        bits = tl.reshape(halves, (ROWS, COLUMNS))
+    return bits.to(tl.int32) >= dropped
+
+
+@triton.jit
+def _read(at, row, col, M, N, stride, INDEX: tl.constexpr):
+    """A tile of a matrix that is contiguous along n, in fp32."""
+    live = (row < M) & (col < N)
+    return tl.load(at + (row.to(INDEX) * stride + col), mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _before_activation(
+    z, row, col, M, N, e, steps, numbers, E: tl.constexpr, EARLY: tl.constexpr, DTYPE: tl.constexpr, INDEX: tl.constexpr
+):  # fmt: skip
+    """alpha row_scale col_scale z + beta addend + bias"""
+    z = _rounded(z, DTYPE, E.eager)
+    if E.alpha == "host":
+        z = _rounded(z * numbers[0], DTYPE, E.eager)
+    elif E.alpha == "device":
+        z = _rounded(z * tl.load(e[6]).to(tl.float32), DTYPE, E.eager)
+    if E.row_scale:
+        z = _rounded(z * tl.load(e[4] + row, mask=row < M, other=0.0).to(tl.float32), DTYPE, E.eager)
+    if E.col_scale:
+        z = _rounded(z * tl.load(e[5] + col, mask=col < N, other=0.0).to(tl.float32), DTYPE, E.eager)
+    if E.beta != "":
+        addend = _rounded(_read(e[2], row, col, M, N, steps[0], INDEX), DTYPE, E.eager)
+        if E.beta == "host":
+            addend = _rounded(addend * numbers[1], DTYPE, E.eager)
+        else:
+            addend = _rounded(addend * tl.load(e[7]).to(tl.float32), DTYPE, E.eager)
+        z = _rounded(z + addend, DTYPE, E.eager)
+    if E.bias == "n" and not EARLY:
+        z = _rounded(z + tl.load(e[0] + col, mask=col < N, other=0.0).to(tl.float32), DTYPE, E.eager)
+    elif E.bias == "m":
+        z = _rounded(z + tl.load(e[0] + row, mask=row < M, other=0.0).to(tl.float32), DTYPE, E.eager)
+    return z
+
+
+@triton.jit
+def _aux(at, row, col, M, N, stride_m, stride_n, INDEX: tl.constexpr):
+    """A tile of an aux tensor, in fp32; its strides are 0 where it is broadcast."""
+    live = (row < M) & (col < N)
+    return tl.load(at + (row.to(INDEX) * stride_m + col.to(INDEX) * stride_n), mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _user(z, row, col, M, N, e, steps, E: tl.constexpr, ACT: tl.constexpr, INDEX: tl.constexpr):
+    """A registered epilogue."""
+    if E.aux > 0:
+        a0 = _aux(e[11], row, col, M, N, steps[2], steps[3], INDEX)
+    if E.aux > 1:
+        a1 = _aux(e[12], row, col, M, N, steps[4], steps[5], INDEX)
+    if E.aux > 2:
+        a2 = _aux(e[13], row, col, M, N, steps[6], steps[7], INDEX)
+    if E.aux > 3:
+        a3 = _aux(e[14], row, col, M, N, steps[8], steps[9], INDEX)
+    if E.aux == 0:
+        return ACT(z, col, row)
+    elif E.aux == 1:
+        return ACT(z, col, row, a0)
+    elif E.aux == 2:
+        return ACT(z, col, row, a0, a1)
+    elif E.aux == 3:
+        return ACT(z, col, row, a0, a1, a2)
+    else:
+        return ACT(z, col, row, a0, a1, a2, a3)
+
+
+@triton.jit
+def _activated(z, ACT: tl.constexpr, E: tl.constexpr):
+    if len(E.arguments) == 0:
+        return ACT(z, E.exact)
+    else:
+        return ACT(z, E.exact, E.arguments[0])
+
+
+@triton.jit
+def _slope(row, col, M, N, saved, ACT: tl.constexpr, SLOPE: tl.constexpr, E: tl.constexpr, INDEX: tl.constexpr):
+    """The activation's derivative, from what the forward saved; gated: of the gate's factor and of up's."""
+    if E.gradient == "mask":
+        live = (row < M) & (col < N)
+        bytes_ = tl.load(saved + (row.to(INDEX) * ((N + 7) // 8) + (col >> 3)), mask=live, other=0).to(tl.int32)
+        sign = tl.where((bytes_ >> (col & 7) & 1) == 1, 1.0, -1.0)
+        return _activated(sign, SLOPE, E), sign
+    else:
+        z = _read(saved, row, col, M, N, N, INDEX)
+        if E.gated:
+            up = _read(saved + M.to(tl.int64) * N, row, col, M, N, N, INDEX)
+            return _activated(z, SLOPE, E) * up, _activated(z, ACT, E)
+        else:
+            return _activated(z, SLOPE, E), z
+
+
+@triton.jit
+def _store(
+    value, c, m, n, row, col, M, N, stride_cm, stride_cn, C_TMA: tl.constexpr, INDEX: tl.constexpr
+):  # fmt: skip
+    """Round once, store."""
+    if C_TMA:
+        c.store([m, n], value.to(c.dtype))
+    else:
+        live = (row < M) & (col < N)
+        tl.store(c + (row.to(INDEX) * stride_cm + col.to(INDEX) * stride_cn), value.to(c.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _write(
+    total, up, c, e, steps, numbers, m, n, M, N, stride_cm, stride_cn, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    C_TMA: tl.constexpr, SWAPPED: tl.constexpr, E: tl.constexpr, EARLY: tl.constexpr, ACT: tl.constexpr,
+    SLOPE: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """The epilogue of sums [ROWS, COLUMNS] at (m, n), in fp32, and its one rounding.
+
+    A swapped tile's rows are the result's columns.
+    """
+    if SWAPPED:
+        row = (m + tl.arange(0, COLUMNS))[None, :]
+        col = (n + tl.arange(0, ROWS))[:, None]
+    else:
+        row = (m + tl.arange(0, ROWS))[:, None]
+        col = (n + tl.arange(0, COLUMNS))[None, :]
+    DTYPE: tl.constexpr = c.dtype if C_TMA else c.dtype.element_ty
+    if E.gradient != "":
+        if E.dropout:
+            kept = _kept(tl.load(e[8]), m, n, row, col, numbers[2], ROWS, COLUMNS, SWAPPED)
+            total = tl.where(kept, total * numbers[3], 0.0)
+        slope, other = _slope(row, col, M, N, e[9], ACT, SLOPE, E, INDEX)
+        _store(total * slope, c, m, n, row, col, M, N, stride_cm, stride_cn, C_TMA, INDEX)
+        if E.gated:
+            _store(total * other, e[10], m, n, row, col, M, N, N, 1, False, INDEX)
+    else:
+        value = _before_activation(total, row, col, M, N, e, steps, numbers, E, EARLY, DTYPE, INDEX)
+        if E.gated:
+            up = _rounded(up, DTYPE, E.eager)
+            if E.bias_up and not EARLY:
+                up = _rounded(up + tl.load(e[1] + col, mask=col < N, other=0.0).to(tl.float32), DTYPE, E.eager)
+        if E.saves == "mask":
+            packed = _packed((_activated(value, SLOPE, E) == 1.0) & (col < N), ROWS, COLUMNS, SWAPPED)
+            if SWAPPED:
+                byte = (n // 8 + tl.arange(0, ROWS // 8))[:, None]
+            else:
+                byte = (n // 8 + tl.arange(0, COLUMNS // 8))[None, :]
+            row_bytes = (N + 7) // 8
+            tl.store(e[9] + (row.to(INDEX) * row_bytes + byte), packed, mask=(row < M) & (byte < row_bytes))
+        elif E.saves == "pre":
+            _store(value, e[9], m, n, row, col, M, N, N, 1, False, INDEX)
+            if E.gated:
+                _store(up, e[9] + M.to(tl.int64) * N, m, n, row, col, M, N, N, 1, False, INDEX)
+        if E.user != "":
+            value = _user(value, row, col, M, N, e, steps, E, ACT, INDEX)
+        elif E.activation != "":
+            value = _rounded(_activated(value, ACT, E), DTYPE, E.eager)
+            if E.gated:
+                value = _rounded(value * up, DTYPE, E.eager)
+        if E.dropout:
+            kept = _kept(tl.load(e[8]), m, n, row, col, numbers[2], ROWS, COLUMNS, SWAPPED)
+            value = _rounded(tl.where(kept, value * numbers[3], 0.0), DTYPE, E.eager)
+        if E.residual:
+            value = _read(e[3], row, col, M, N, steps[1], INDEX) + value
+        _store(value, c, m, n, row, col, M, N, stride_cm, stride_cn, C_TMA, INDEX)
+
+
+@triton.jit
+def _no_biases(SIZE: tl.constexpr):
+    return tl.zeros((SIZE,), dtype=tl.float32), tl.zeros((SIZE,), dtype=tl.float32)
+
+
+@triton.jit
+def _biases(e, at, N, SIZE: tl.constexpr, E: tl.constexpr):
+    """Those of SIZE columns of the result, all at once: parts of a tile would each wait for theirs.
+
+    A bias of -0 is made +0, and with it a sum that underflowed to -0, as one with more padding is.
+    """
+    col = at + tl.arange(0, SIZE)
+    bias, bias_up = _no_biases(SIZE)
+    if E.bias_first and E.bias == "n":
+        bias = tl.load(e[0] + col, mask=col < N, other=0.0).to(tl.float32) + 0.0
+    if E.bias_first and E.bias_up:
+        bias_up = tl.load(e[1] + col, mask=col < N, other=0.0).to(tl.float32) + 0.0
+    return bias, bias_up
+
+
+@triton.jit
+def _with_bias(acc, bias, SWAPPED: tl.constexpr):
+    return acc + (bias[:, None] if SWAPPED else bias[None, :])
 
 
 @triton.jit
 def _finish(
-    acc, c, bias, kept_here, m, n, first_chunk, last_chunk, M, N, stride_cm, stride_cn,
-    BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr, C_TMA: tl.constexpr,
-    BIAS: tl.constexpr, WALK: tl.constexpr, ACCUMULATE: tl.constexpr, INDEX: tl.constexpr, BARRIER: tl.constexpr,
+    acc, c, kept_here, e, early, steps, numbers, m, n, first_chunk, last_chunk, M, N, stride_cm, stride_cn,
+    BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr, C_TMA: tl.constexpr, SWAPPED: tl.constexpr,
+    UP_FIRST: tl.constexpr, E: tl.constexpr, ACT: tl.constexpr, SLOPE: tl.constexpr, WALK: tl.constexpr,
+    ACCUMULATE: tl.constexpr, INDEX: tl.constexpr, BARRIER: tl.constexpr,
 ):  # fmt: skip
-    """What becomes of the sums acc [BM, BN] at (m, n) at the end of a chunk, WIDTH columns at a time."""
-    sums = _column_parts(acc, BM, BN, BN // WIDTH)
-    rows = m + tl.arange(0, BM)
-    for part in tl.static_range(BN // WIDTH):
-        at = n + part * WIDTH
-        cols = at + tl.arange(0, WIDTH)
-        total = sums[part]
-        if WALK == "partials":
-            _write(total, c, bias, rows, cols, m, at, M, N, stride_cm, stride_cn, C_TMA, "", INDEX)
-        elif WALK == "scratch":
-            kept = kept_here + (tl.arange(0, BM)[:, None] * BN + (part * WIDTH + tl.arange(0, WIDTH)[None, :]))
-            if first_chunk:
-                total += 0.0
+    """What becomes of the sums acc [BM, BN] at (m, n) at the end of a chunk, WIDTH columns at a time.
+
+    A swapped tile's m and n, M and N and strides are exchanged here: from now on they are the result's.
+    """
+    if SWAPPED:
+        m, n = n, m
+        M, N = N, M
+        stride_cm, stride_cn = stride_cn, stride_cm
+    EARLY: tl.constexpr = E.bias_first and WALK == "one" and not ACCUMULATE
+    if E.paired:
+        gate, up = _row_halves(acc, BM, BN) if SWAPPED else _column_parts(acc, BM, BN, 2)
+        if UP_FIRST:
+            gate, up = up, gate
+        if EARLY:
+            gate = _with_bias(gate, early[0], SWAPPED)
+            up = _with_bias(up, early[1], SWAPPED)
+        ROWS: tl.constexpr = BM // 2 if SWAPPED else BM
+        COLUMNS: tl.constexpr = BN if SWAPPED else BN // 2
+        gates = _column_parts(gate, ROWS, COLUMNS, COLUMNS // WIDTH)
+        ups = _column_parts(up, ROWS, COLUMNS, COLUMNS // WIDTH)
+        for part in tl.static_range(COLUMNS // WIDTH):
+            at_m = m + part * WIDTH if SWAPPED else m
+            at_n = n if SWAPPED else n + part * WIDTH
+            _write(
+                gates[part], ups[part], c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, ROWS, WIDTH,
+                C_TMA, SWAPPED, E, EARLY, ACT, SLOPE, INDEX,
+            )  # fmt: skip
+    else:
+        if EARLY:
+            acc = _with_bias(acc, early[0], SWAPPED)
+        sums = _column_parts(acc, BM, BN, BN // WIDTH)
+        for part in tl.static_range(BN // WIDTH):
+            at_m = m + part * WIDTH if SWAPPED else m
+            at_n = n if SWAPPED else n + part * WIDTH
+            total = sums[part]
+            if WALK == "partials":
+                _write(
+                    total, total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, BM, WIDTH, C_TMA,
+                    SWAPPED, E, EARLY, ACT, SLOPE, INDEX,
+                )  # fmt: skip
+            elif WALK == "scratch":
+                kept = kept_here + (tl.arange(0, BM)[:, None] * BN + (part * WIDTH + tl.arange(0, WIDTH)[None, :]))
+                if first_chunk:
+                    total += 0.0
+                else:
+                    total += tl.load(kept)
+                if last_chunk:
+                    _write(
+                        total, total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, BM, WIDTH, C_TMA,
+                        SWAPPED, E, EARLY, ACT, SLOPE, INDEX,
+                    )  # fmt: skip
+                else:
+                    tl.store(kept, total)
+                    if BARRIER:
+                        tl.debug_barrier()  # another thread may be the one to load it
             else:
-                total += tl.load(kept)
-            if last_chunk:
-                _write(total, c, bias, rows, cols, m, at, M, N, stride_cm, stride_cn, C_TMA, BIAS, INDEX)
-            else:
-                tl.store(kept, total)
-                if BARRIER:
-                    tl.debug_barrier()  # another thread may be the one to load it
-        else:
-            if ACCUMULATE or WALK == "in place":
-                live = (rows < M)[:, None] & (cols < N)[None, :]
-                if not ACCUMULATE:
-                    live = live & (not first_chunk)
-                before = rows.to(INDEX)[:, None] * stride_cm + cols.to(INDEX)[None, :] * stride_cn
-                total += tl.load(c + before, mask=live, other=0.0)
-            else:
-                total += 0.0  # a sum that underflowed to -0 is +0, as one with more padding is
-            _write(total, c, bias, rows, cols, m, at, M, N, stride_cm, stride_cn, C_TMA, BIAS, INDEX)
-            if WALK == "in place" and BARRIER:
-                tl.debug_barrier()
+                if ACCUMULATE or WALK == "in place":
+                    if SWAPPED:
+                        row = (at_m + tl.arange(0, WIDTH))[None, :]
+                        col = (at_n + tl.arange(0, BM))[:, None]
+                    else:
+                        row = (at_m + tl.arange(0, BM))[:, None]
+                        col = (at_n + tl.arange(0, WIDTH))[None, :]
+                    live = (row < M) & (col < N)
+                    if not ACCUMULATE:
+                        live = live & (not first_chunk)
+                    total += tl.load(c + (row.to(INDEX) * stride_cm + col.to(INDEX) * stride_cn), mask=live, other=0.0)
+                elif not EARLY:
+                    total += 0.0  # a sum that underflowed to -0 is +0, as one with more padding is
+                _write(
+                    total, total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, BM, WIDTH, C_TMA,
+                    SWAPPED, E, EARLY, ACT, SLOPE, INDEX,
+                )  # fmt: skip
+                if WALK == "in place" and BARRIER:
+                    tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["M", "N", "K", "batch", "batch_inner", "k_inner"])
+@triton.jit(do_not_specialize=["M", "N", "K", "batch", "batch_inner", "k_inner", "dropped"])
 def _gemm_kernel(
-    a, b, b_rest, c, bias, scratch, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+    a, b, b_rest, c, scratch,
+    bias, bias_up, addend, residual, row_scale, col_scale, alpha, beta, seed, saved, second, aux0, aux1, aux2, aux3,
+    M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
     k_inner, stride_ak_outer, stride_bk_outer,
     batch, batch_inner, stride_ab_outer, stride_ab, stride_bb_outer, stride_bb,
+    stride_addend, stride_residual, stride_aux0m, stride_aux0n, stride_aux1m, stride_aux1n, stride_aux2m, stride_aux2n,
+    stride_aux3m, stride_aux3n, alpha_value, beta_value, dropped, kept_scale,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     A_TMA: tl.constexpr, B_TMA: tl.constexpr, C_TMA: tl.constexpr,
     A_K_CONTIGUOUS: tl.constexpr, B_K_CONTIGUOUS: tl.constexpr,
-    UNITS: tl.constexpr, BIAS: tl.constexpr, WALK: tl.constexpr, CHUNK: tl.constexpr, ACCUMULATE: tl.constexpr,
-    PRECISION: tl.constexpr, INDEX: tl.constexpr,
+    UNITS: tl.constexpr, WALK: tl.constexpr, CHUNK: tl.constexpr, ACCUMULATE: tl.constexpr,
+    PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr, E: tl.constexpr,
+    ACT: tl.constexpr, SLOPE: tl.constexpr,
     BN_REST: tl.constexpr, PERSISTENT: tl.constexpr, MASK_K: tl.constexpr, K_LEVELS: tl.constexpr,
     BATCHED: tl.constexpr, EARLY_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Any operands; a program for every tile, or a few programs that take them in turn.
 
-    A tile is BN + BN_REST wide: two sums side by side, since each must be a power of two.
+    A tile is BN + BN_REST wide: two sums side by side, since each must be a power of two. Where two weights are
+    paired, half of BN (of BM, if swapped) is of either; b_rest is then the second.
     """
+    e = (
+        bias, bias_up, addend, residual, row_scale, col_scale, alpha, beta, seed, saved, second, aux0, aux1, aux2, aux3,
+    )  # fmt: skip
+    steps = (
+        stride_addend, stride_residual, stride_aux0m, stride_aux0n, stride_aux1m, stride_aux1n, stride_aux2m,
+        stride_aux2n, stride_aux3m, stride_aux3n,
+    )  # fmt: skip
+    numbers = (alpha_value, beta_value, dropped, kept_scale)
+    A_PAIRED: tl.constexpr = E.paired and SWAPPED
+    B_PAIRED: tl.constexpr = E.paired and not SWAPPED
+    TILE_M: tl.constexpr = BM // 2 if A_PAIRED else BM
+    TILE_N: tl.constexpr = BN // 2 if B_PAIRED else BN + BN_REST
+    BIASED: tl.constexpr = BN // 2 if B_PAIRED else BN
     M = _multiple(M, UNITS[0])
     N = _multiple(N, UNITS[1])
     K = _multiple(K, UNITS[2])
@@ -216,8 +501,13 @@ def _gemm_kernel(
     if not C_TMA:
         stride_cm = _multiple(stride_cm, UNITS[7])
         stride_cn = _multiple(stride_cn, UNITS[8])
-    m_tiles = tl.cdiv(M, BM)
-    n_tiles = tl.cdiv(N, BN + BN_REST)
+    m_tiles = tl.cdiv(M, TILE_M)
+    n_tiles = tl.cdiv(N, TILE_N)
+    to_second = 0
+    if E.paired and not (A_TMA if SWAPPED else B_TMA):
+        first = a if SWAPPED else b
+        to_second = (b_rest.to(tl.int64) - first.to(tl.int64)) // (first.dtype.element_ty.primitive_bitwidth // 8)
+        to_second = _multiple(to_second, UNITS[9])
     tiles = m_tiles * n_tiles
     if WALK == "partials":
         tiles *= tl.cdiv(K, CHUNK)
@@ -230,6 +520,11 @@ def _gemm_kernel(
     for tile in tl.range(program, tiles if PERSISTENT else program + 1, tl.num_programs(0)):
         layer = tile // (m_tiles * n_tiles)  # of the batch, or of the chunks
         row, column = _place(tile % (m_tiles * n_tiles), m_tiles, n_tiles, GROUP)
+        m = row * TILE_M
+        n = column * TILE_N
+        early = _biases(e, m if SWAPPED else n, M if SWAPPED else N, TILE_M if SWAPPED else BIASED, E)
+        if BN_REST > 0:
+            early_rest = _biases(e, n + BN, N, BN_REST, E)
         a_from = a
         b_from = b
         c_to = c
@@ -246,24 +541,23 @@ def _gemm_kernel(
             total = tl.zeros((BM, BN), dtype=tl.float32)
         for begin in tl.range(begin_first, begin_end, CHUNK if CHUNK > 0 else 1):
             end = min(begin + CHUNK, K) if CHUNK > 0 else K
-            n = column * (BN + BN_REST)
             acc = tl.zeros((BM, BN), dtype=tl.float32)
             if BN_REST > 0:
                 acc_rest = tl.zeros((BM, BN_REST), dtype=tl.float32)
             for k in tl.range(begin, end, BK):
                 a_tile = _load(
-                    a_from, row * BM, k, M, K, stride_am, stride_ak, k_inner, stride_ak_outer,
-                    BM, BK, A_TMA, A_K_CONTIGUOUS, False, MASK_K, K_LEVELS, INDEX,
+                    a_from, m, k, M, K, stride_am, stride_ak, k_inner, stride_ak_outer,
+                    BM, BK, A_TMA, A_K_CONTIGUOUS, False, MASK_K, K_LEVELS, INDEX, A_PAIRED, to_second,
                 )  # fmt: skip
                 b_tile = _load(
                     b_from, n, k, N, K, stride_bn, stride_bk, k_inner, stride_bk_outer,
-                    BN, BK, B_TMA, B_K_CONTIGUOUS, True, MASK_K, K_LEVELS, INDEX,
+                    BN, BK, B_TMA, B_K_CONTIGUOUS, True, MASK_K, K_LEVELS, INDEX, B_PAIRED, to_second,
                 )  # fmt: skip
                 acc = _multiply(a_tile, b_tile, acc, PRECISION, A_TMA, B_TMA)
                 if BN_REST > 0:
                     rest_tile = _load(
                         b_rest, n + BN, k, N, K, stride_bn, stride_bk, k_inner, stride_bk_outer,
-                        BN_REST, BK, B_TMA, B_K_CONTIGUOUS, True, MASK_K, K_LEVELS, INDEX,
+                        BN_REST, BK, B_TMA, B_K_CONTIGUOUS, True, MASK_K, K_LEVELS, INDEX, False, 0,
                     )  # fmt: skip
                     acc_rest = _multiply(a_tile, rest_tile, acc_rest, PRECISION, A_TMA, B_TMA)
             kept = scratch
@@ -275,40 +569,58 @@ def _gemm_kernel(
                 total += acc
             else:
                 _finish(
-                    acc, c_to, bias, kept, row * BM, n, begin == 0, end == K, M, N, stride_cm, stride_cn,
-                    BM, BN, WIDTH, C_TMA, BIAS, WALK, ACCUMULATE, INDEX, True,
+                    acc, c_to, kept, e, early, steps, numbers, m, n, begin == 0, end == K, M, N, stride_cm, stride_cn,
+                    BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, WALK, ACCUMULATE, INDEX, True,
                 )  # fmt: skip
             if BN_REST > 0:
                 _finish(
-                    acc_rest, c_to, bias, kept_rest, row * BM, n + BN, begin == 0, end == K, M, N, stride_cm, stride_cn,
-                    BM, BN_REST, WIDTH, C_TMA, BIAS, WALK, ACCUMULATE, INDEX, True,
+                    acc_rest, c_to, kept_rest, e, early_rest, steps, numbers, m, n + BN, begin == 0, end == K, M, N,
+                    stride_cm, stride_cn, BM, BN_REST, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, WALK, ACCUMULATE,
+                    INDEX, True,
                 )  # fmt: skip
         if WALK == "registers":
             _finish(
-                total, c_to, bias, scratch, row * BM, column * BN, True, True, M, N, stride_cm, stride_cn,
-                BM, BN, WIDTH, C_TMA, BIAS, "one", False, INDEX, False,
+                total, c_to, scratch, e, early, steps, numbers, m, n, True, True, M, N, stride_cm, stride_cn,
+                BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, "one", False, INDEX, False,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "N", "K"])
+@triton.jit(do_not_specialize=["M", "N", "K", "dropped"])
 def _stream_kernel(
-    a, b, c, bias, scratch, M, N, K, stride_cm, stride_cn,
+    a, b, c, scratch,
+    bias, bias_up, addend, residual, row_scale, col_scale, alpha, beta, seed, saved, second, aux0, aux1, aux2, aux3,
+    M, N, K, stride_cm, stride_cn,
+    stride_addend, stride_residual, stride_aux0m, stride_aux0n, stride_aux1m, stride_aux1n, stride_aux2m, stride_aux2n,
+    stride_aux3m, stride_aux3n, alpha_value, beta_value, dropped, kept_scale,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     C_TMA: tl.constexpr, A_K_CONTIGUOUS: tl.constexpr, B_K_CONTIGUOUS: tl.constexpr,
-    UNITS: tl.constexpr, BIAS: tl.constexpr, WALK: tl.constexpr, CHUNK: tl.constexpr, ACCUMULATE: tl.constexpr,
-    PRECISION: tl.constexpr, INDEX: tl.constexpr,
+    UNITS: tl.constexpr, WALK: tl.constexpr, CHUNK: tl.constexpr, ACCUMULATE: tl.constexpr,
+    PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr, E: tl.constexpr,
+    ACT: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
     """Operands by TMA; a few programs, each with one endless loop through the k of its tiles.
 
     The next tile's operands are on their way while this one's result is written.
     """
+    e = (
+        bias, bias_up, addend, residual, row_scale, col_scale, alpha, beta, seed, saved, second, aux0, aux1, aux2, aux3,
+    )  # fmt: skip
+    steps = (
+        stride_addend, stride_residual, stride_aux0m, stride_aux0n, stride_aux1m, stride_aux1n, stride_aux2m,
+        stride_aux2n, stride_aux3m, stride_aux3n,
+    )  # fmt: skip
+    numbers = (alpha_value, beta_value, dropped, kept_scale)
+    A_PAIRED: tl.constexpr = E.paired and SWAPPED
+    B_PAIRED: tl.constexpr = E.paired and not SWAPPED
+    TILE_M: tl.constexpr = BM // 2 if A_PAIRED else BM
+    TILE_N: tl.constexpr = BN // 2 if B_PAIRED else BN
     M = _multiple(M, UNITS[0])
     N = _multiple(N, UNITS[1])
     if not C_TMA:
         stride_cm = _multiple(stride_cm, UNITS[7])
         stride_cn = _multiple(stride_cn, UNITS[8])
-    m_tiles = tl.cdiv(M, BM)
-    n_tiles = tl.cdiv(N, BN)
+    m_tiles = tl.cdiv(M, TILE_M)
+    n_tiles = tl.cdiv(N, TILE_N)
     blocks = tl.cdiv(K, BK)
     tiles = m_tiles * n_tiles
     if WALK == "partials":
@@ -319,33 +631,34 @@ def _stream_kernel(
     tile = program - programs
     block = blocks - 1
     begin = 0
-    steps = tl.cdiv(tiles - program, programs) * blocks
+    turns = tl.cdiv(tiles - program, programs) * blocks
     if WALK == "partials":  # a tile is one chunk of one place; the last chunk may be shorter
         CHUNK_BLOCKS: tl.constexpr = CHUNK // BK
         last_blocks = blocks - (tl.cdiv(K, CHUNK) - 1) * CHUNK_BLOCKS
         of_place = m_tiles * n_tiles
         short = tl.maximum(tl.cdiv(tiles - program, programs) - tl.cdiv(tiles - of_place - program, programs), 0)
-        steps = (tl.cdiv(tiles - program, programs) - short) * CHUNK_BLOCKS + short * last_blocks
+        turns = (tl.cdiv(tiles - program, programs) - short) * CHUNK_BLOCKS + short * last_blocks
         block = CHUNK_BLOCKS - 1
         blocks = CHUNK_BLOCKS
     layer = 0
     m = 0
     n = 0
+    BIASED: tl.constexpr = TILE_M if SWAPPED else TILE_N
     acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for _ in tl.range(0, steps):
+    for _ in tl.range(0, turns):
         block = tl.where(block == blocks - 1, 0, block + 1)
         if block == 0:
             tile += programs
             layer = tile // (m_tiles * n_tiles)
             row, column = _place(tile % (m_tiles * n_tiles), m_tiles, n_tiles, GROUP)
-            m = row * BM
-            n = column * BN
+            m = row * TILE_M
+            n = column * TILE_N
             if WALK == "partials":
                 begin = layer * CHUNK
                 blocks = tl.minimum(tl.cdiv(K - begin, BK), CHUNK // BK)
         k = begin + block * BK
-        a_tile = _load(a, m, k, M, K, 0, 0, 0, 0, BM, BK, True, A_K_CONTIGUOUS, False, False, 1, INDEX)
-        b_tile = _load(b, n, k, N, K, 0, 0, 0, 0, BN, BK, True, B_K_CONTIGUOUS, True, False, 1, INDEX)
+        a_tile = _load(a, m, k, M, K, 0, 0, 0, 0, BM, BK, True, A_K_CONTIGUOUS, False, False, 1, INDEX, A_PAIRED, 0)
+        b_tile = _load(b, n, k, N, K, 0, 0, 0, 0, BN, BK, True, B_K_CONTIGUOUS, True, False, 1, INDEX, B_PAIRED, 0)
         acc = _multiply(a_tile, b_tile, acc, PRECISION, True, True)
         last = block == blocks - 1
         ends = last
@@ -356,9 +669,10 @@ def _stream_kernel(
             c_to = c
             if WALK == "partials":
                 c_to = c + layer.to(tl.int64) * M * N
+            early = _biases(e, m if SWAPPED else n, M if SWAPPED else N, BIASED, E)
             _finish(
-                acc, c_to, bias, kept, m, n, first, last, M, N, stride_cm, stride_cn,
-                BM, BN, WIDTH, C_TMA, BIAS, WALK, ACCUMULATE, INDEX, False,
+                acc, c_to, kept, e, early, steps, numbers, m, n, first, last, M, N, stride_cm, stride_cn,
+                BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, WALK, ACCUMULATE, INDEX, False,
             )  # fmt: skip
             acc = tl.zeros((BM, BN), dtype=tl.float32)
 
@@ -408,11 +722,66 @@ def _bias_grad_kernel(
         for t in tl.range(begin, min(begin + CHUNK, T), BT):
             tile = _load(
                 grad, tl.program_id(0) * BN, t, N, T, stride_n, stride_t, t_inner, stride_t_outer,
-                BN, BT, False, False, True, True, LEVELS, INDEX,
+                BN, BT, False, False, True, True, LEVELS, INDEX, False, 0,
             )  # fmt: skip
             acc = _added(tl.dot(ones, tile, input_precision="ieee"), acc)
         total += tl.sum(tl.where(first, acc, 0.0), axis=0)  # one row of sixteen equal ones
     tl.store(out + n.to(INDEX) * stride_out, total.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["T", "N", "dropped"])
+def _activation_grad_kernel(
+    grad, saved, seed, dz, sums, T, N, stride_grad, dropped, kept_scale,
+    UNITS: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, SUMS: tl.constexpr, E: tl.constexpr,
+    ACT: tl.constexpr, SLOPE: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """dz = dropout's gradient of grad times the activation's derivative, for a chunk of rows of BN columns.
+
+    SUMS: and each chunk's sum over its rows, in the order of `_bias_grad_kernel`.
+    """
+    N = _multiple(N, UNITS[0])
+    stride_grad = _multiple(stride_grad, UNITS[1])
+    DTYPE: tl.constexpr = dz.dtype.element_ty
+    n = tl.program_id(0) % tl.cdiv(N, BN) * BN
+    chunk = tl.program_id(0) // tl.cdiv(N, BN)
+    col = (n + tl.arange(0, BN))[None, :]
+    ones = tl.full((16, BT), 1.0, dtype=DTYPE)
+    acc = tl.zeros((16, BN), dtype=tl.float32)
+    acc_up = tl.zeros((16, BN), dtype=tl.float32)
+    for t in tl.range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, T), BT):
+        row = (t + tl.arange(0, BT))[:, None]
+        above = _read(grad, row, col, T, N, stride_grad, INDEX)
+        if E.dropout:
+            kept = _kept(tl.load(seed), t, n, row, col, dropped, BT, BN, False)
+            above = tl.where(kept, above * kept_scale, 0.0)
+        if E.activation != "":
+            slope, other = _slope(row, col, T, N, saved, ACT, SLOPE, E, INDEX)
+            value = above * slope
+        else:
+            value = above
+        _store(value, dz, t, n, row, col, T, N, N, 1, False, INDEX)
+        if SUMS:
+            acc = _added(tl.dot(ones, value.to(DTYPE), input_precision="ieee"), acc)
+        if E.gated:
+            of_up = above * other
+            _store(of_up, dz + T.to(tl.int64) * N, t, n, row, col, T, N, N, 1, False, INDEX)
+            if SUMS:
+                acc_up = _added(tl.dot(ones, of_up.to(DTYPE), input_precision="ieee"), acc_up)
+    if SUMS:
+        first = (tl.arange(0, 16) == 0)[:, None]
+        at = sums + (chunk.to(tl.int64) * N + n + tl.arange(0, BN))
+        live = n + tl.arange(0, BN) < N
+        tl.store(at, tl.sum(tl.where(first, acc, 0.0), axis=0), mask=live)
+        if E.gated:
+            at += tl.cdiv(T, CHUNK).to(tl.int64) * N
+            tl.store(at, tl.sum(tl.where(first, acc_up, 0.0), axis=0), mask=live)
+
+
+# What an epilogue reads and writes besides the result, in the kernels' order.
+READ = (
+    "bias", "bias_up", "addend", "residual", "row_scale", "col_scale", "alpha", "beta", "seed", "saved", "second",
+    *(f"aux{index}" for index in range(spec.MOST_AUX)),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -425,12 +794,15 @@ class Launch:
     constants: dict[str, object]
     options: dict[str, object]
     maps: tuple[TensorMap | None, ...] = ()  # for each address: how TMA sees the tensor there, or None
+    numbers: tuple[float | None, ...] = ()  # like those that come with a call, after the scalars
 
 
 def describe_gemm(problem: Problem, config: Config) -> Launch:
-    """The launch that computes `problem` with `config`; its addresses are a, b, (b again), c, bias and scratch memory.
+    """The launch that computes `problem` with `config`.
 
-    A swapped configuration's a and b change places. In a walk by partials, c is their memory.
+    Its addresses are a, b, (b's rest, or the second weight), c, scratch memory and what the epilogue reads and writes
+    (`READ`). A swapped configuration's a and b change places. In a walk by partials, c is their memory. Its numbers
+    are alpha, beta, the dropout's threshold and its scale.
     """
     walk = configs.walk(problem, config)
     a_tma, b_tma = configs.reads_a_by_tma(problem, config), configs.reads_b_by_tma(problem, config)
@@ -449,26 +821,37 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
         1 if tokens_are_n and b_by_k else configs.unit(seen.n),
         configs.unit(seen.k) if a_by_k or b_by_k else 1,
         *map(configs.unit, (am, ak, bk, bn, cm, cn)),
+        16 // configs.ITEMSIZE[seen.dtype] if problem.b_aligned else 1,  # between two weights, both aligned
     )
+    epilogue = problem.epilogue if walk != "partials" else Epilogue()
+    act, slope = _functions(epilogue)
     constants: dict[str, object] = {
         "GROUP": config.group, "C_TMA": c_tma, "A_K_CONTIGUOUS": a_by_k, "B_K_CONTIGUOUS": b_by_k, "UNITS": units,
-        "BIAS": "" if not seen.bias or walk == "partials" else "m" if config.swapped else "n",
         "WALK": walk, "CHUNK": seen.chunk, "ACCUMULATE": seen.accumulate and walk != "partials",
         "PRECISION": seen.precision if seen.dtype == "float32" else "",
         "INDEX": tl.int64 if _reach(seen) >= _WIDE else tl.int32,
+        "SWAPPED": config.swapped, "UP_FIRST": problem.up_first and (b_tma if not config.swapped else a_tma),
+        "E": epilogue, "ACT": act, "SLOPE": slope,
     }  # fmt: skip
     blocks: dict[str, object] = {"BM": config.block_m, "BN": config.block_n}
     a_block, b_block = (config.block_m, config.block_k), (config.block_n, config.block_k)
     rounded = seen.precision == "tf32"
     a_map = _operand_map((seen.m, am), (seen.k, ak), a_block, rounded) if a_tma else None
     b_map = _operand_map((seen.n, bn), (seen.k, bk), b_block, rounded) if b_tma else None
+    if epilogue.paired:
+        a_map, b_map = (_paired(a_map), b_map) if config.swapped else (a_map, _paired(b_map))
     c_map = TensorMap((seen.m, seen.n), (cm, cn), (config.block_m, configs.width(problem, config))) if c_tma else None
     c_scalars = (None, None) if c_tma else (cm, cn)
     programs, options = configs.programs(problem, config), _options(config)
+    host, dropout = epilogue.alpha == "host", epilogue.dropout
+    numbers = (
+        1.0 if host else None, 1.0 if epilogue.beta == "host" else None,
+        1 if dropout else None, 1.0 if dropout else None,
+    )  # fmt: skip
     blocks |= {"BK": config.block_k, "WIDTH": configs.width(problem, config)}
     if config.kernel == "stream":
-        scalars = (seen.m, seen.n, seen.k, *c_scalars)
-        return Launch(_stream_kernel, programs, scalars, blocks | constants, options, (a_map, b_map, c_map))
+        scalars = (seen.m, seen.n, seen.k, *c_scalars, *_read_scalars(problem))
+        return Launch(_stream_kernel, programs, scalars, blocks | constants, options, (a_map, b_map, c_map), numbers)
     rest = _operand_map((seen.n, bn), (seen.k, bk), (config.rest_n, config.block_k), rounded) if config.rest_n else None
     batched, levels = seen.batch > 1, 2 if seen.k_inner else 1
     constants = {"GROUP": constants.pop("GROUP"), "A_TMA": a_tma, "B_TMA": b_tma} | constants
@@ -481,14 +864,15 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
         *c_scalars,
         *((seen.k_inner, *seen.k_outer_strides) if levels > 1 else (None,) * 3),
         *((seen.batch, seen.batch_inner, *seen.a_batch_strides, *seen.b_batch_strides) if batched else (None,) * 6),
+        *_read_scalars(problem),
     )  # fmt: skip
-    return Launch(_gemm_kernel, programs, scalars, blocks | constants, options, (a_map, b_map, rest, c_map))
+    return Launch(_gemm_kernel, programs, scalars, blocks | constants, options, (a_map, b_map, rest, c_map), numbers)
 
 
 def describe_add_partials(problem: Problem) -> Launch:
     """The launch that adds the partial sums; its addresses are the partials, c and bias."""
     constants: dict[str, object] = {
-        "ACCUMULATE": problem.accumulate, "BIAS": problem.bias, "BLOCK": _ADDED_AT_ONCE,
+        "ACCUMULATE": problem.accumulate, "BIAS": problem.epilogue.bias == "n", "BLOCK": _ADDED_AT_ONCE,
     }  # fmt: skip
     return Launch(
         _add_partials_kernel,
@@ -516,23 +900,48 @@ def describe_bias_grad(problem: BiasGradProblem) -> Launch:
     return Launch(_bias_grad_kernel, -(-problem.n // config.block_n), scalars, constants, options)
 
 
+def describe_activation_grad(problem: ActivationGradProblem) -> Launch:
+    """The launch that computes dz; its addresses are the gradient, what was saved, the seed, dz and the sums."""
+    config = BiasGradConfig()
+    act, slope = _functions(problem.epilogue)
+    constants: dict[str, object] = {
+        "UNITS": (configs.unit(problem.n), configs.unit(problem.stride)), "CHUNK": problem.chunk,
+        "BN": 2 * config.block_n, "BT": config.block_t, "SUMS": problem.sums, "E": problem.epilogue, "ACT": act,
+        "SLOPE": slope, "INDEX": tl.int64 if problem.reach >= _WIDE else tl.int32,
+    }  # fmt: skip
+    programs = -(-problem.n // (2 * config.block_n)) * -(-problem.t // problem.chunk)
+    numbers = (1, 1.0) if problem.epilogue.dropout else (None, None)
+    options = {"num_warps": config.num_warps, "num_stages": 3, "enable_fp_fusion": False}
+    scalars = (problem.t, problem.n, problem.stride)
+    return Launch(_activation_grad_kernel, programs, scalars, constants, options, numbers=numbers)
+
+
 def bind_launch(launch: Launch, addressed: tuple[torch.Tensor | None, ...]) -> BoundKernel:
     """Compile on the current device for tensors like these, in the order of the launch's addresses."""
-    return bind(launch.kernel, (*_arguments(launch, addressed), *launch.scalars), launch.constants, launch.options)
+    arguments = (*_arguments(launch, addressed), *launch.scalars, *launch.numbers)
+    return bind(launch.kernel, arguments, launch.constants, launch.options)
 
 
-def launch(launch: Launch, addressed: tuple[torch.Tensor | None, ...]) -> None:
+def launch(launch: Launch, addressed: tuple[Any, ...], numbers: tuple[float | None, ...] = ()) -> None:
     """Through Triton's own JIT: where nothing can be bound, as in its interpreter."""
-    arguments = (*_arguments(launch, addressed), *launch.scalars)
+    arguments = (*_arguments(launch, addressed), *launch.scalars, *(numbers or launch.numbers))
     launch.kernel[(launch.programs,)](*arguments, **launch.constants, **launch.options)
 
 
-def _arguments(launch: Launch, addressed: tuple[torch.Tensor | None, ...]) -> tuple[Any, ...]:
+def _arguments(launch: Launch, addressed: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Tensors as Triton's JIT takes them; a pair of them where two matrices have one map."""
     maps = (*launch.maps, *(None,) * (len(addressed) - len(launch.maps)))
     return tuple(
-        tensor if seen is None else TensorDescriptor(tensor, list(seen.shape), list(seen.strides), list(seen.block))
-        for tensor, seen in zip(addressed, maps, strict=True)
+        tensor if seen is None else _described(tensor, seen) for tensor, seen in zip(addressed, maps, strict=True)
     )
+
+
+def _described(tensor: Any, seen: TensorMap) -> TensorDescriptor:
+    strides = list(seen.strides)
+    if isinstance(tensor, tuple):
+        tensor, second = sorted(tensor, key=torch.Tensor.data_ptr)
+        strides[0] = (second.data_ptr() - tensor.data_ptr()) // tensor.element_size()
+    return TensorDescriptor(tensor, list(seen.shape), strides, list(seen.block))
 
 
 def _operand_map(row: tuple[int, int], k: tuple[int, int], block: tuple[int, int], rounded: bool) -> TensorMap:
@@ -541,6 +950,35 @@ def _operand_map(row: tuple[int, int], k: tuple[int, int], block: tuple[int, int
     if k_stride == 1:
         return TensorMap((rows, ks), (row_stride, 1), block, rounded)
     return TensorMap((ks, rows), (k_stride, 1), block[::-1], rounded)
+
+
+def _paired(seen: TensorMap | None) -> TensorMap | None:
+    """The map of two matrices as one: how far the second is from the first is known with their addresses."""
+    if seen is None:
+        return None
+    rows, k = seen.block
+    return replace(seen, shape=(2, *seen.shape), strides=(0, *seen.strides), block=(2, rows // 2, k))
+
+
+def _functions(epilogue: Epilogue) -> tuple[Any, Any]:
+    """The device forms that an epilogue calls: of its value, and of the activation's derivative."""
+    if epilogue.user:
+        return spec.registered(epilogue.user).function, None
+    if not epilogue.activation:
+        return None, None
+    name = spec.ACTIVATIONS[epilogue.activation].gate or epilogue.activation
+    if not epilogue.gradient and epilogue.saves != "mask":
+        return getattr(device, name), None
+    by_output = epilogue.gradient == "out" and hasattr(device, f"{name}_of_output")
+    return getattr(device, name), getattr(device, f"{name}_{'of_output' if by_output else 'derivative'}")
+
+
+def _read_scalars(problem: Problem) -> tuple[int | None, ...]:
+    """Strides of what an epilogue reads: the addend's and the residual's rows, then the aux tensors'."""
+    e = problem.epilogue
+    addend, residual, *aux = problem.read_strides or (0, 0)
+    strides = (addend if e.beta else None, residual if e.residual else None, *aux)
+    return (*strides, *(None,) * (2 + 2 * spec.MOST_AUX - len(strides)))
 
 
 def _options(config: Config) -> dict[str, object]:
@@ -557,7 +995,13 @@ def _reach(problem: Problem) -> int:
     strides = (problem.a_strides, problem.b_strides[::-1], problem.c_strides)
     sizes = ((problem.m, problem.k), (problem.n, problem.k), (problem.m, problem.n))
     outer = -(-problem.k // problem.k_inner) * max(problem.k_outer_strides) if problem.k_inner else 0
+    addend, residual, *aux = problem.read_strides or (0, 0)
+    largest = max(problem.m, problem.n)  # which is m and which n follows the tile
+    read = largest * max(addend, residual, *(sum(pair) for pair in zip(aux[::2], aux[1::2], strict=True)), 0) + largest
     return outer + max(
-        sum(size * stride for size, stride in zip(size, stride, strict=True))
-        for size, stride in zip(sizes, strides, strict=True)
+        read,
+        *(
+            sum(size * stride for size, stride in zip(size, stride, strict=True))
+            for size, stride in zip(sizes, strides, strict=True)
+        ),
     )

@@ -44,7 +44,7 @@ def product(
     )  # fmt: skip
     plan = plans.get(key)
     if plan is not None:
-        return plan.run(a, b, bias, None)
+        return plan.run(a, b, (bias,), None)
     validate(a, b, bias, out_dtype, precision)
     return _multiply(key, a, b, bias, out_dtype, precision)
 
@@ -62,7 +62,7 @@ def linear(
         key = linear_key(x, weight, bias, out_dtype, precision)
         plan = plans.get(key)
         if plan is not None:
-            return plan.run(x, weight, bias, None)
+            return plan.run(x, weight, (bias,), None)
     validate_linear(x, weight, bias, out_dtype, precision)
     if x.ndim == 1:
         return linear(x[None], weight, bias, out_dtype, precision)[0]
@@ -117,8 +117,8 @@ def weight_grad(
         out = torch.empty(n, k, dtype=dtype, device=x.device) if total is None else total
         if _is_empty(problem, out):
             return out if total is not None else out.zero_()
-        plan = _keep(key, gemm_plan("weight_grad", (n, k), out.dtype, x.device, problem, configs.choose(problem)))
-    return plan.run(grad, x, None, total)
+        plan = keep(key, gemm_plan("weight_grad", (n, k), out.dtype, x.device, problem, configs.choose(problem)))
+    return plan.run(grad, x, (), total)
 
 
 def bias_grad(grad: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -138,8 +138,8 @@ def bias_grad(grad: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype
     if plan is None:
         if grad.numel() == 0:
             return torch.zeros(n, dtype=dtype, device=grad.device) if total is None else total
-        plan = _keep(key, bias_grad_plan(problems.of_bias_grad(grad, total, dtype), grad.device))
-    return plan.run(grad, grad, None, total)
+        plan = keep(key, bias_grad_plan(problems.of_bias_grad(grad, total, dtype), grad.device))
+    return plan.run(grad, grad, (), total)
 
 
 def gemm(
@@ -163,7 +163,7 @@ def gemm(
         raise ValueError(f"config {config} for problem {problem}: {reason}")
     shape = (*problems.broadcast(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     dtype = getattr(torch, problem.out_dtype)
-    return gemm_plan("matmul", shape, dtype, a.device, problem, config).run(a, b, bias, total)
+    return gemm_plan("matmul", shape, dtype, a.device, problem, config).run(a, b, (bias,), total)
 
 
 def describe(
@@ -203,13 +203,13 @@ def validate(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None, precision: str | None
 ) -> None:
     """Of product's arguments."""
-    _require_operands(("a", a), ("b", b), out_dtype, precision)
+    require_operands(("a", a), ("b", b), out_dtype, precision)
     require_same("K (a is [..., M, K], b is [..., K, N])", ("a", "b"), (a.shape[-1], b.shape[-2]))
     try:
         problems.broadcast(a.shape[:-2], b.shape[:-2])
     except RuntimeError as error:
         raise ValueError(f"a has shape {list(a.shape)}, b {list(b.shape)}: leading sizes do not broadcast") from error
-    _require_bias(bias, a, b.shape[-1])
+    require_bias(bias, a, b.shape[-1])
 
 
 def validate_linear(
@@ -224,18 +224,18 @@ def validate_linear(
     require_tensor("weight", weight, 2, "[N, K]")
     if x.ndim < 1:
         raise ValueError("x has no dimensions; expected [..., K]")
-    _require_operands(("x", x), ("weight", weight), out_dtype, precision)
+    require_operands(("x", x), ("weight", weight), out_dtype, precision)
     require_same("K (x is [..., K], weight is [N, K])", ("x", "weight"), (x.shape[-1], weight.shape[-1]))
-    _require_bias(bias, x, weight.shape[0])
+    require_bias(bias, x, weight.shape[0])
 
 
 def validate_token_sum(grad: torch.Tensor, x: torch.Tensor, precision: str | None) -> None:
     """Of weight_grad's arguments."""
-    _require_operands(("grad", grad), ("x", x), None, precision)
+    require_operands(("grad", grad), ("x", x), None, precision)
     require_same("tokens (grad is [..., N], x is [..., K])", ("grad", "x"), (grad.shape[:-1], x.shape[:-1]))
 
 
-def _require_operands(
+def require_operands(
     left: tuple[str, torch.Tensor],
     right: tuple[str, torch.Tensor],
     out_dtype: torch.dtype | None,
@@ -257,14 +257,14 @@ def _require_operands(
         )
 
 
-def _require_bias(bias: torch.Tensor | None, like: torch.Tensor, n: int) -> None:
+def require_bias(bias: torch.Tensor | None, like: torch.Tensor, n: int, name: str = "bias") -> None:
     if bias is None:
         return
-    require_tensor("bias", bias, 1, "[N]")
-    require_same("dtype", ("bias", "the inputs"), (bias.dtype, like.dtype))
-    require_same("device", ("bias", "the inputs"), (bias.device, like.device))
+    require_tensor(name, bias, 1, "[N]")
+    require_same("dtype", (name, "the inputs"), (bias.dtype, like.dtype))
+    require_same("device", (name, "the inputs"), (bias.device, like.device))
     if bias.shape[0] != n:
-        raise ValueError(f"bias has shape {list(bias.shape)}; expected [{n}]")
+        raise ValueError(f"{name} has shape {list(bias.shape)}; expected [{n}]")
 
 
 def _multiply(
@@ -286,8 +286,8 @@ def _multiply(
     a, b = (x.expand(*shape[:-2], *x.shape[-2:]) for x in (a, b))
     problem = problems.of_product(a, b, bias, dtype, precision, problems.walk_chunk(a, dtype))
     if problem is not None:
-        plan = _keep(key, gemm_plan("matmul", shape, dtype, a.device, problem, configs.choose(problem)))
-        return plan.run(a, b, bias, None)
+        plan = keep(key, gemm_plan("matmul", shape, dtype, a.device, problem, configs.choose(problem)))
+        return plan.run(a, b, (bias,), None)
     out = torch.empty(shape, dtype=dtype, device=a.device)
     _multiply_into(out, a, b, bias, precision)
     return out
@@ -309,15 +309,15 @@ def _multiply_into(
                 _multiply_into(*places, bias, precision)
             return
         problem = replace(problem, c_aligned=problems.aligned(out))
-        plan = _keep(key, gemm_plan("matmul", out.shape, out.dtype, a.device, problem, configs.choose(problem)))
-    plan.run(a, b, bias, out)
+        plan = keep(key, gemm_plan("matmul", out.shape, out.dtype, a.device, problem, configs.choose(problem)))
+    plan.run(a, b, (bias,), out)
 
 
 def _is_empty(problem: Problem, out: torch.Tensor) -> bool:
     return problem.k == 0 or out.numel() == 0
 
 
-def _keep(key: tuple[Any, ...], plan: Plan) -> Plan:
+def keep(key: tuple[Any, ...], plan: Plan) -> Plan:
     if len(plans) >= _MOST_PLANS:
         plans.clear()
     plans[key] = plan

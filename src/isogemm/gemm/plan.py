@@ -6,46 +6,53 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from isogemm.core import dispatch
 from isogemm.core.dispatch import Dispatch
 from isogemm.gemm import configs
-from isogemm.gemm.configs import BiasGradProblem, Config, Problem
+from isogemm.gemm.configs import ActivationGradProblem, BiasGradProblem, Config, Problem
 
 if TYPE_CHECKING:
     from isogemm.core.launch import BoundKernel
     from isogemm.gemm.kernels import Launch
 
-Describer = Callable[[int], Sequence[Any]]  # from an address to a kernel's arguments for it
+Describer = Callable[[Any], Sequence[Any]]  # from an address to a kernel's arguments for it
+Seen = tuple[torch.dtype, bool]  # all that Triton sees of a tensor: its dtype, and whether it is aligned to 16 bytes
 
-_NOTHING = 5  # the place of an argument that a launch has no use for
+_NO_NUMBERS = (None, None, None, None)
+
+# Places of a call's addresses; what an epilogue reads follows. _NOTHING: an argument that a launch has no use for.
+_A, _B, _OUT, _SCRATCH, _NOTHING, _B_UP, _PAIR, _READ = range(8)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One launch. Its addresses are picked from a, b, out, bias, scratch memory and nothing, in this order."""
+    """One launch. Its addresses are picked from those of a call."""
 
     kernel: BoundKernel
     programs: int
     pick: Callable[[tuple[int | None, ...]], tuple[int | None, ...]]
     describers: tuple[Describer | None, ...]  # of each address; empty where none is described
     scalars: tuple[int | None, ...]
+    numbered: bool  # whether a call's numbers follow
 
-    def run(self, index: int, addresses: tuple[int | None, ...]) -> None:
+    def run(self, index: int, addresses: tuple[Any, ...], numbers: tuple[float | None, ...]) -> None:
         picked = self.pick(addresses)
+        if not self.numbered:
+            numbers = ()  # a kernel that adds what others computed
         if not self.describers:
-            self.kernel(index, self.programs, *picked, *self.scalars)
+            self.kernel(index, self.programs, *picked, *self.scalars, *numbers)
             return
         args: list[Any] = []
         for address, describe in zip(picked, self.describers, strict=True):
             if describe is None:
                 args.append(address)
             else:
-                args += describe(address)  # type: ignore[arg-type]  # what is described has an address
-        self.kernel(index, self.programs, *args, *self.scalars)
+                args += describe(address)
+        self.kernel(index, self.programs, *args, *self.scalars, *numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +67,43 @@ class Plan:
     steps: tuple[Step, ...]
 
     def run(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, total: torch.Tensor | None
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        read: Sequence[torch.Tensor | None],
+        total: torch.Tensor | None,
+        b_up: torch.Tensor | None = None,
+        numbers: tuple[float | None, ...] = _NO_NUMBERS,
     ) -> torch.Tensor:
-        """Into `total` where it is given, else into new memory."""
+        """Into `total` where it is given, else into new memory.
+
+        read: what the epilogue reads, in its order, as far as there is something; numbers: alpha, beta and dropout's.
+        """
         out = (
             torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
             if total is None
             else total
         )
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device) if self.scratch else None
+        at = b.data_ptr()
+        up = None if b_up is None else b_up.data_ptr()
         addresses = (
             a.data_ptr(),
-            b.data_ptr(),
+            at,
             out.data_ptr(),
-            None if bias is None else bias.data_ptr(),
             None if scratch is None else scratch.data_ptr(),
             None,
+            up,
+            None if up is None else (at, up),
+            *[None if each is None else each.data_ptr() for each in read],
         )
         if self.index == torch.cuda.current_device():
             for step in self.steps:
-                step.run(self.index, addresses)
+                step.run(self.index, addresses, numbers)
         else:
             with torch.cuda.device(self.index):
                 for step in self.steps:
-                    step.run(self.index, addresses)
+                    step.run(self.index, addresses, numbers)
         if dispatch.active:
             dispatch.record(self.dispatch)
         return out
@@ -95,8 +115,15 @@ def plan_for(problem: Problem, config: Config, device: torch.device) -> Plan:
 
 
 def gemm_plan(
-    name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, problem: Problem, config: Config
+    name: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    problem: Problem,
+    config: Config,
+    read: Sequence[Seen | None] = (),
 ) -> Plan:
+    """read: how Triton sees what the epilogue reads; by default its bias alone."""
     from isogemm.gemm import kernels
 
     if reason := configs.usable(problem.arch):
@@ -105,17 +132,28 @@ def gemm_plan(
     operand = getattr(torch, problem.dtype)
     launch = kernels.describe_gemm(problem, config)
     sums = torch.float32
-    a, b = ((operand, problem.a_aligned), 0), ((operand, problem.b_aligned), 1)
+    a, b = ((operand, problem.a_aligned), _A), ((operand, problem.b_aligned), _B)
+    second = None
+    if problem.weights > 1:
+        if configs.reads_b_by_tma(problem, config):
+            b = (operand, problem.b_aligned), _PAIR
+        else:
+            second = (operand, problem.b_aligned), _B_UP
     left, right = (b, a) if config.swapped else (a, b)
-    out = ((sums, True), 4) if walk == "partials" else ((dtype, problem.c_aligned), 2)
-    bias = ((operand, False), 3) if launch.constants["BIAS"] else None
-    scratch = ((sums, True), 4) if walk == "scratch" else None
-    rest = () if config.kernel == "stream" else (right if config.rest_n else None,)
-    steps = [_step(launch, (left, right, *rest, out, bias, scratch), device)]
+    out = ((sums, True), _SCRATCH) if walk == "partials" else ((dtype, problem.c_aligned), _OUT)
+    scratch = ((sums, True), _SCRATCH) if walk == "scratch" else None
+    rest = () if config.kernel == "stream" else (right if config.rest_n else second,)
+    if problem.epilogue.bias and not read:
+        read = ((operand, False),)
+    reads = [None if seen is None else (seen, _READ + index) for index, seen in enumerate(read)]
+    bias = reads[0] if reads else None
+    if walk == "partials":
+        reads = []
+    reads += [None] * (len(kernels.READ) - len(reads))
+    steps = [_step(launch, (left, right, *rest, out, scratch, *reads), device)]
     if walk == "partials":
         adding = kernels.describe_add_partials(problem)
-        bias = ((operand, False), 3) if problem.bias else None
-        steps.append(_step(adding, (((sums, True), 4), ((dtype, problem.c_aligned), 2), bias), device))
+        steps.append(_step(adding, (((sums, True), _SCRATCH), ((dtype, problem.c_aligned), _OUT), bias), device))
     scratch_elements = configs.workspace(problem, config) // 4
     served = Dispatch(name, "gemm", str(problem), str(config), "")
     return Plan(served, *_contiguous(shape), dtype, device, _index(device), scratch_elements, tuple(steps))
@@ -127,10 +165,42 @@ def bias_grad_plan(problem: BiasGradProblem, device: torch.device) -> Plan:
     if reason := configs.usable(problem.arch):
         raise RuntimeError(f"isogemm bias gradient {problem}: {reason}")
     operand, dtype = getattr(torch, problem.dtype), getattr(torch, problem.out_dtype)
-    places = ((operand, problem.aligned), 0), ((dtype, problem.out_aligned), 2)
+    places = ((operand, problem.aligned), _A), ((dtype, problem.out_aligned), _OUT)
     step = _step(kernels.describe_bias_grad(problem), places, device)
     served = Dispatch("bias_grad", "gemm", str(problem), "", "")
     return Plan(served, (problem.n,), (1,), dtype, device, _index(device), 0, (step,))
+
+
+def activation_grad_plan(
+    problem: ActivationGradProblem, shape: Sequence[int], device: torch.device, seen: Sequence[Seen | None]
+) -> Plan:
+    """seen: the gradient, what was saved, the seed and the sums, as Triton sees them."""
+    from isogemm.gemm import kernels
+
+    if reason := configs.usable(problem.arch):
+        raise RuntimeError(f"isogemm activation gradient {problem}: {reason}")
+    dtype = getattr(torch, problem.dtype)
+    grad, saved, seed, sums = seen
+    places = (
+        (cast(Seen, grad), _A), saved and (saved, _READ), seed and (seed, _READ + 1), ((dtype, True), _OUT),
+        sums and (sums, _READ + 2),
+    )  # fmt: skip
+    step = _step(kernels.describe_activation_grad(problem), places, device)
+    served = Dispatch("activation_grad", "gemm", str(problem), "", "")
+    return Plan(served, *_contiguous(shape), dtype, device, _index(device), 0, (step,))
+
+
+def chunk_sums_plan(chunks: int, n: int, dtype: torch.dtype, stride: int | None, device: torch.device) -> Plan:
+    """The sum of [chunks, n] sums, from first to last; added to what there is, `stride` apart, where that is given."""
+    from isogemm.gemm import kernels
+
+    name = str(dtype).removeprefix("torch.")
+    strides = (n, 1 if stride is None else stride)
+    problem = Problem(1, n, chunks, name, name, c_strides=strides, chunk=1, accumulate=stride is not None)
+    places = ((torch.float32, False), _A), ((dtype, False), _OUT), None
+    step = _step(kernels.describe_add_partials(problem), places, device)
+    served = Dispatch("bias_grad", "gemm", f"[{chunks},{n}] sums", "", "")
+    return Plan(served, (n,), (1,), dtype, device, _index(device), 0, (step,))
 
 
 def compiled() -> int:
@@ -138,7 +208,7 @@ def compiled() -> int:
     return len(_bound)
 
 
-_Place = tuple[tuple[torch.dtype, bool], int]  # (dtype, aligned to 16 bytes), and which address it is
+_Place = tuple[Seen, int]  # and which address it is
 
 _bound: dict[tuple[Any, ...], BoundKernel] = {}
 
@@ -167,7 +237,7 @@ def _step(launch: Launch, places: Sequence[_Place | None], device: torch.device)
         None if seen is None else bound.describer(next(places_of_maps), seen, _index(device)) for seen in maps
     )
     pick = operator.itemgetter(*(place[1] if place else _NOTHING for place in places))
-    return Step(bound, launch.programs, pick, describers if any(maps) else (), launch.scalars)
+    return Step(bound, launch.programs, pick, describers if any(maps) else (), launch.scalars, bool(launch.numbers))
 
 
 def _seen_by_triton(name: str, scalar: int | None) -> tuple[bool, ...] | None:

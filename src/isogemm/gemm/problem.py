@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from isogemm.core import device as devices
+from isogemm.epilogues.spec import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import BiasGradProblem, Problem
 
@@ -38,7 +39,8 @@ def of_product(
         c_strides=(n, 1),
         a_aligned=aligned(a), b_aligned=aligned(b), batch=batch, batch_inner=inner,
         a_batch_strides=(a_outer, a_inner), b_batch_strides=(b_outer, b_inner),
-        chunk=chunk, bias=bias is not None, tma=_tma(), arch=facts.arch, sm_count=facts.sm_count,
+        chunk=chunk, epilogue=Epilogue(bias="n" if bias is not None else ""), tma=_tma(), arch=facts.arch,
+        sm_count=facts.sm_count,
     )  # fmt: skip
 
 
@@ -91,7 +93,11 @@ def by_token(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 def flat(x: torch.Tensor) -> torch.Tensor:
     """[*, N] as [tokens, N], empty sizes too."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x.reshape(rows(x), x.shape[-1])
+
+
+def rows(x: torch.Tensor) -> int:
+    return math.prod(x.shape[:-1])
 
 
 def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:

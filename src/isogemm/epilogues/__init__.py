@@ -1,0 +1,5 @@
+"""The epilogue library: what may follow a product in its one launch."""
+
+from isogemm.epilogues.spec import ACTIVATIONS, Activation, UserEpilogue, of_module, recognise, register
+
+__all__ = ["ACTIVATIONS", "Activation", "UserEpilogue", "of_module", "recognise", "register"]

@@ -1,0 +1,49 @@
+"""The dropout generator: Philox 4x32-10 keyed by the seed, counting (row, group of columns).
+
+One call of it serves 8 columns, 16 bits each: those whose numbers agree but for bits 0, 3 and 4, which a thread holds
+together in a tensor core's result. An element's mask depends on (seed, row, column) alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_ROUNDS = 10
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+LEVELS = 1 << 16  # to which a probability is rounded
+
+
+def threshold(p: float) -> int:
+    """An element is dropped where its 16 bits are below it."""
+    return round(p * LEVELS)
+
+
+def scale(p: float) -> float:
+    """Of what is kept, so that the mean stays; 0 where nothing is."""
+    dropped = threshold(p)
+    return LEVELS / (LEVELS - dropped) if dropped < LEVELS else 0.0
+
+
+def kept(seed: torch.Tensor, rows: int, columns: int, p: float) -> torch.Tensor:
+    """[rows, columns] bool; seed: an int64 tensor of one element."""
+    row = torch.arange(rows, device=seed.device)[:, None]
+    column = torch.arange(columns, device=seed.device)[None, :]
+    words = _philox(seed, (column >> 5 << 2) + (column >> 1 & 3), row)
+    word = torch.stack(words).gather(0, (column >> 3 & 3).expand(1, rows, columns))[0]
+    bits = torch.where(column & 1 == 1, word >> 16, word & 0xFFFF)
+    return bits >= threshold(p)
+
+
+def _philox(seed: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Four 32-bit words for each counter (first, second, 0, 0), in int64."""
+    zero = torch.zeros_like(first + second)
+    c0, c1, c2, c3 = first + zero, second + zero, zero, zero
+    k0, k1 = seed & _WORD, seed >> 32 & _WORD
+    for _ in range(_ROUNDS):
+        left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # the low 64 bits are right, wrapped or not
+        c0, c1, c2, c3 = right >> 32 & _WORD ^ c1 ^ k0, right & _WORD, left >> 32 & _WORD ^ c3 ^ k1, left & _WORD
+        k0, k1 = k0 + _KEY_STEPS[0] & _WORD, k1 + _KEY_STEPS[1] & _WORD
+    return c0, c1, c2, c3

@@ -1,0 +1,320 @@
+"""What may follow a product, each entry stated once: its name, torch form, derivative and what its backward reads.
+
+The device form of an entry is the function of the same name in `device`. A torch form is written in torch's own
+operations, so that it is also what `rounding="eager"` computes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch.nn import Module
+
+Form = Callable[..., torch.Tensor]
+
+_SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+_CUBIC = 0.044715  # of gelu's tanh form
+_QUICK = 1.702  # of quick_gelu
+
+
+@dataclass(frozen=True)
+class Activation:
+    """act(z), or act(gate) * up.
+
+    saved: what the backward reads: a bit per element (mask), the result (out) or the pre-activation (pre).
+    """
+
+    name: str
+    torch: Form  # of z and the arguments; of the gate, where gated
+    derivative: Form  # at z
+    saved: Literal["mask", "out", "pre"]
+    of_output: Form | None = None  # the derivative, from the result alone
+    arguments: Mapping[str, float] = field(default_factory=dict)  # and their defaults
+    gate: str = ""  # the activation of the gate, where there is one
+    functions: tuple[Callable[..., Any], ...] = ()  # torch's functions and methods for it
+    modules: tuple[type[Module], ...] = ()
+    options: Mapping[str, object] = field(default_factory=dict)  # what those must be called with to mean it
+    has_torchs_bits: bool = True  # the exact device form: one torch operation, bit for bit
+
+
+def _relu_derivative(z: torch.Tensor) -> torch.Tensor:
+    return (~(z <= 0)).to(z.dtype)  # torch lets a NaN's gradient pass
+
+
+def _gelu_derivative(z: torch.Tensor) -> torch.Tensor:
+    density = torch.exp(-0.5 * z * z) * (1 / math.sqrt(2 * math.pi))
+    return 0.5 * (1 + torch.erf(z * math.sqrt(0.5))) + z * density
+
+
+def _gelu_tanh(z: torch.Tensor) -> torch.Tensor:
+    return F.gelu(z, approximate="tanh")
+
+
+def _gelu_tanh_derivative(z: torch.Tensor) -> torch.Tensor:
+    inner = torch.tanh(_SQRT_2_OVER_PI * (z + _CUBIC * z * z * z))
+    slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * z * z)
+    return 0.5 * (1 + inner) + 0.5 * z * (1 - inner * inner) * slope
+
+
+def _quick_gelu(z: torch.Tensor) -> torch.Tensor:
+    return z * torch.sigmoid(_QUICK * z)
+
+
+def _quick_gelu_derivative(z: torch.Tensor) -> torch.Tensor:
+    gate = torch.sigmoid(_QUICK * z)
+    return gate + _QUICK * z * gate * (1 - gate)
+
+
+def _silu_derivative(z: torch.Tensor) -> torch.Tensor:
+    gate = torch.sigmoid(z)
+    return gate + z * gate * (1 - gate)
+
+
+def _tanh_of_output(y: torch.Tensor) -> torch.Tensor:
+    return 1 - y * y
+
+
+def _sigmoid_of_output(y: torch.Tensor) -> torch.Tensor:
+    return y * (1 - y)
+
+
+def _relu2(z: torch.Tensor) -> torch.Tensor:
+    return torch.square(torch.relu(z))
+
+
+def _relu2_derivative(z: torch.Tensor) -> torch.Tensor:
+    return 2 * torch.relu(z)
+
+
+def _leaky_relu(z: torch.Tensor, negative_slope: float = 0.01) -> torch.Tensor:
+    return F.leaky_relu(z, negative_slope)
+
+
+def _leaky_relu_derivative(z: torch.Tensor, negative_slope: float = 0.01) -> torch.Tensor:
+    return torch.where(z > 0, torch.ones_like(z), torch.full_like(z, negative_slope))
+
+
+_PLAIN = (
+    Activation(
+        "relu", torch.relu, _relu_derivative, "mask", _relu_derivative,
+        functions=(torch.relu, torch.Tensor.relu, F.relu), modules=(torch.nn.ReLU,), options={"inplace": False},
+    ),
+    Activation(
+        "gelu", F.gelu, _gelu_derivative, "pre",
+        functions=(F.gelu,), modules=(torch.nn.GELU,), options={"approximate": "none"}, has_torchs_bits=False,
+    ),
+    Activation(
+        "gelu_tanh", _gelu_tanh, _gelu_tanh_derivative, "pre",
+        functions=(F.gelu,), modules=(torch.nn.GELU,), options={"approximate": "tanh"},
+    ),
+    Activation("quick_gelu", _quick_gelu, _quick_gelu_derivative, "pre", has_torchs_bits=False),
+    Activation(
+        "silu", F.silu, _silu_derivative, "pre",
+        functions=(F.silu,), modules=(torch.nn.SiLU,), options={"inplace": False},
+    ),
+    Activation(
+        "tanh", torch.tanh, lambda z: _tanh_of_output(torch.tanh(z)), "out", _tanh_of_output,
+        functions=(torch.tanh, torch.Tensor.tanh, F.tanh), modules=(torch.nn.Tanh,),
+    ),
+    Activation(
+        "sigmoid", torch.sigmoid, lambda z: _sigmoid_of_output(torch.sigmoid(z)), "out", _sigmoid_of_output,
+        functions=(torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.special.expit), modules=(torch.nn.Sigmoid,),
+    ),
+    Activation("relu2", _relu2, _relu2_derivative, "pre"),
+    Activation(
+        "leaky_relu", _leaky_relu, _leaky_relu_derivative, "mask", arguments={"negative_slope": 0.01},
+        functions=(F.leaky_relu,), modules=(torch.nn.LeakyReLU,), options={"inplace": False},
+    ),
+)  # fmt: skip
+_GATES = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+
+ACTIVATIONS: dict[str, Activation] = {entry.name: entry for entry in _PLAIN}
+ACTIVATIONS |= {
+    name: Activation(
+        name,
+        ACTIVATIONS[gate].torch,
+        ACTIVATIONS[gate].derivative,
+        "pre",
+        gate=gate,
+        has_torchs_bits=ACTIVATIONS[gate].has_torchs_bits,
+    )
+    for name, gate in _GATES.items()
+}
+
+
+@dataclass(frozen=True)
+class UserEpilogue:
+    """A function of the user's: `function` on the device, `torch` elsewhere and for gradients."""
+
+    name: str
+    function: Any  # @triton.jit (acc, col, row, *aux): fp32 tiles that broadcast to acc's
+    torch: Form  # (acc, col, row, *aux)
+    aux: int  # how many
+
+
+REGISTERED: dict[str, UserEpilogue] = {}
+MOST_AUX = 4
+
+
+def register(name: str, function: Any, torch_form: Form) -> UserEpilogue:
+    """Make an epilogue of your own known to `matmul_fused(..., epilogue=name, aux=...)`, in the activation's place.
+
+    Args:
+        name: an identifier, not an activation's.
+        function: @triton.jit function (acc, col, row, *aux) of fp32 tiles: the pre-activation [BM, BN], its column and
+            row numbers and the aux tensors there, all broadcasting to acc. It may not mix elements (no reductions):
+            the tile's shape is not yours to know.
+        torch_form: the same of whole tensors, differentiable: what the CPU computes and gradients come from.
+
+    Registered again under its name, it replaces the former.
+    """
+    if not isinstance(name, str) or not name.isidentifier() or name in ACTIVATIONS:
+        raise ValueError(f"name is {name!r}; expected an identifier that is no activation's")
+    if not callable(torch_form):
+        raise TypeError(f"torch_form is a {type(torch_form).__name__}; expected a function (acc, col, row, *aux)")
+    names = list(getattr(function, "arg_names", ()))  # of a Triton function
+    if len(names) < 3:
+        raise TypeError(f"function is {function!r}; expected a @triton.jit function (acc, col, row, *aux)")
+    if len(names) - 3 > MOST_AUX:
+        raise ValueError(f"function takes {len(names) - 3} aux tensors; at most {MOST_AUX} are passed")
+    parameters = inspect.signature(torch_form).parameters.values()
+    any_number = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)
+    if len(parameters) != len(names) and not any_number:
+        raise ValueError(f"torch_form does not take what function does: ({', '.join(names)})")
+    entry = REGISTERED[name] = UserEpilogue(name, function, torch_form, len(names) - 3)
+    return entry
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What a kernel does with its sums: what is compiled in, operands and numbers apart.
+
+    out = residual + dropout(act(alpha row_scale col_scale sums + beta addend + bias)); or, of a gradient, dropout's
+    gradient of the sums times the activation's derivative.
+    """
+
+    bias: Literal["", "n", "m"] = ""
+    bias_up: bool = False
+    alpha: Literal["", "host", "device"] = ""
+    row_scale: bool = False
+    col_scale: bool = False
+    beta: Literal["", "host", "device"] = ""  # and with it an addend
+    activation: str = ""
+    arguments: tuple[float, ...] = ()
+    user: str = ""  # a registered epilogue's name
+    aux: int = 0
+    exact: bool = False  # torch's own forms
+    eager: bool = False  # rounded after each operation
+    saves: Literal["", "mask", "pre"] = ""
+    dropout: bool = False
+    residual: bool = False
+    gradient: Literal["", "mask", "out", "pre"] = ""  # what the derivative is read from
+
+    @property
+    def gated(self) -> bool:
+        return bool(self.activation) and bool(ACTIVATIONS[self.activation].gate)
+
+    @property
+    def paired(self) -> bool:
+        """Two products, side by side in a tile."""
+        return self.gated and not self.gradient
+
+    @property
+    def bias_first(self) -> bool:
+        """The biases come right after the sums, so that they can be at hand by then."""
+        between = self.alpha or self.row_scale or self.col_scale or self.beta or self.eager
+        return (self.bias == "n" or self.bias_up) and not between
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but a bias along n, which every kernel adds."""
+        return self == Epilogue(bias=self.bias) and self.bias != "m"
+
+
+NOTHING = Epilogue()
+
+
+def activation(name: str) -> Activation:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation is {name!r}; accepted: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def registered(name: str) -> UserEpilogue:
+    if name not in REGISTERED:
+        raise ValueError(
+            f"epilogue is {name!r}; registered: {', '.join(REGISTERED) or 'none yet (isogemm.epilogues.register)'}"
+        )
+    return REGISTERED[name]
+
+
+def argument_values(entry: Activation, given: Mapping[str, float] | None) -> tuple[float, ...]:
+    """Those given and the defaults of the rest, in the entry's order."""
+    given = given or {}
+    for name, value in given.items():
+        if name not in entry.arguments:
+            raise ValueError(
+                f"activation_args has {name!r}; {entry.name} takes {', '.join(entry.arguments) or 'no arguments'}"
+            )
+        if not isinstance(value, int | float):
+            raise TypeError(f"activation_args has {name} = {value!r}; expected a number")
+    return tuple(float(given.get(name, default)) for name, default in entry.arguments.items())
+
+
+_BY_FUNCTION: dict[Any, list[Activation]] = {}
+_BY_MODULE: dict[type[torch.nn.Module], list[Activation]] = {}
+for _entry in _PLAIN:
+    for _function in _entry.functions:
+        _BY_FUNCTION.setdefault(_function, []).append(_entry)
+    for _module in _entry.modules:
+        _BY_MODULE.setdefault(_module, []).append(_entry)
+
+# What the C functions among them take after their input, in order.
+_POSITIONAL: dict[Any, tuple[str, ...]] = {
+    F.gelu: ("approximate",),
+    F.relu: ("inplace",),
+    F.silu: ("inplace",),
+    F.leaky_relu: ("negative_slope", "inplace"),
+}
+
+
+def recognise(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[str, dict[str, float]] | None:
+    """The activation that a call of a torch function or method is, and its arguments; None where it is none."""
+    entries = _BY_FUNCTION.get(function)
+    if entries is None or not args:
+        return None
+    positional = zip(_POSITIONAL.get(function, ()), args[1:], strict=False)
+    given = {**dict(positional), **kwargs}
+    if len(args) - 1 > len(_POSITIONAL.get(function, ())):
+        return None
+    return _matching(entries, given)
+
+
+def of_module(module: torch.nn.Module) -> tuple[str, dict[str, float]] | None:
+    """The activation that a module is, and its arguments; None where it is none."""
+    entries = _BY_MODULE.get(type(module))
+    if entries is None:
+        return None
+    names = {name for entry in entries for name in (*entry.options, *entry.arguments)}
+    given = {name: getattr(module, name) for name in names}
+    given.pop("inplace", None)  # of a value that nothing else sees
+    return _matching(entries, given)
+
+
+def _matching(entries: Sequence[Activation], given: Mapping[str, Any]) -> tuple[str, dict[str, float]] | None:
+    for entry in entries:
+        defaults: dict[str, Any] = {"inplace": False, "approximate": "none"}
+        known = {*entry.options, *entry.arguments}
+        if given.keys() <= known and all(
+            given.get(name, defaults[name]) == value for name, value in entry.options.items()
+        ):
+            return entry.name, {name: given[name] for name in entry.arguments if name in given}
+    return None

@@ -1,0 +1,937 @@
+"""Products with an epilogue and their gradients, without autograd, and their registration with torch.library."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from isogemm.core import device as devices
+from isogemm.core import dispatch
+from isogemm.core.dispatch import Dispatch
+from isogemm.core.errors import require_same
+from isogemm.epilogues import random, spec
+from isogemm.epilogues.spec import Epilogue
+from isogemm.gemm import configs, cpu, op
+from isogemm.gemm import problem as problems
+from isogemm.gemm.configs import ActivationGradProblem, Config, Problem
+from isogemm.gemm.plan import Plan, activation_grad_plan, chunk_sums_plan, gemm_plan
+
+ROUNDINGS = ("once", "eager")
+
+
+_NAMES = ("a", "b", "bias", "dropout_p")  # of what a caller may call otherwise
+
+
+class Fusion(NamedTuple):
+    """The operands of an epilogue: residual + dropout(act(alpha row_scale col_scale (x b) + beta c + bias)).
+
+    With `bias_up` or a second weight: act(gate) * up.
+    """
+
+    bias: torch.Tensor | None = None
+    bias_up: torch.Tensor | None = None
+    c: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    row_scale: torch.Tensor | None = None
+    col_scale: torch.Tensor | None = None
+    alpha: torch.Tensor | None = None  # where it is on the device
+    beta: torch.Tensor | None = None
+    seed: torch.Tensor | None = None  # of the dropout
+    aux: tuple[torch.Tensor, ...] = ()
+    alpha_value: float = 1.0
+    beta_value: float = 0.0
+    dropout_p: float = 0.0
+    activation: str = ""
+    arguments: tuple[float, ...] = ()
+    epilogue: str = ""  # the name of a registered one, in the activation's place
+    bias_dim: int = -1
+    eager: bool = False
+
+    @property
+    def gated(self) -> bool:
+        return bool(self.activation) and bool(spec.ACTIVATIONS[self.activation].gate)
+
+    @property
+    def saved(self) -> str:
+        """What the backward reads of the forward: "", mask, out or pre."""
+        if self.epilogue:
+            return "pre"
+        if not self.activation:
+            return ""
+        kind = spec.ACTIVATIONS[self.activation].saved
+        # The result is the activation's alone if nothing follows it.
+        return "pre" if kind == "out" and (self.dropout_p or self.residual is not None) else kind
+
+    @property
+    def saved_hidden(self) -> str:
+        """The same inside an mlp, which keeps the result: relu's own sign tells, through a dropout too."""
+        return "out" if self.activation == "relu" else "pre"
+
+
+def validate(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    b_up: torch.Tensor | None,
+    fusion: Fusion,
+    out_dtype: torch.dtype | None,
+    precision: str | None,
+    names: tuple[str, str, str, str] = _NAMES,
+) -> None:
+    """Of `fused`'s arguments; x [..., K], b [K, N]; names: what the caller calls x, b, bias and dropout_p."""
+    x_name, b_name, bias_name, dropout_name = names
+    op.require_operands((x_name, x), (b_name, b), out_dtype, precision)
+    require_same(f"K (of {x_name} [..., K] and {b_name})", (x_name, b_name), (x.shape[-1], b.shape[0]))
+    rows, n = x.shape[:-1], b.shape[-1]
+    op.require_bias(fusion.bias if fusion.bias_dim == -1 else None, x, n, bias_name)
+    if fusion.bias_dim not in (-1, -2):
+        raise ValueError(f"bias_dim is {fusion.bias_dim}; expected -1 (a bias for each column) or -2 (for each row)")
+    if fusion.bias is not None and fusion.bias_dim == -2:
+        _require("bias", fusion.bias, rows, x, (x.dtype,))
+    if fusion.activation and fusion.epilogue:
+        raise ValueError(f"activation is {fusion.activation!r} and epilogue {fusion.epilogue!r}; one takes the place")
+    if not 0 <= fusion.dropout_p <= 1:
+        raise ValueError(f"{dropout_name} is {fusion.dropout_p}; expected a probability")
+    _validate_gate(b, b_up, fusion)
+    accepted = (x.dtype, torch.float32)
+    for name, tensor, shape in (
+        ("c", fusion.c, (*rows, n)),
+        ("residual", fusion.residual, (*rows, n)),
+        ("row_scale", fusion.row_scale, rows),
+        ("col_scale", fusion.col_scale, (n,)),
+        ("alpha", fusion.alpha, ()),
+        ("beta", fusion.beta, ()),
+    ):
+        if tensor is not None:
+            _require(name, tensor, shape, x, accepted)
+    if (fusion.beta is not None or fusion.beta_value) and fusion.c is None:
+        raise ValueError("beta is given without c; expected c [..., M, N]")
+    if fusion.aux and not fusion.epilogue:
+        raise ValueError(f"aux has {len(fusion.aux)} tensors and there is no epilogue to read them")
+    if fusion.epilogue:
+        _validate_aux(fusion, (*rows, n), x, accepted)
+
+
+def _validate_gate(b: torch.Tensor, b_up: torch.Tensor | None, fusion: Fusion) -> None:
+    if fusion.gated != (b_up is not None):
+        gated = ", ".join(entry.name for entry in spec.ACTIVATIONS.values() if entry.gate)
+        raise ValueError(
+            f"activation is {fusion.activation or None!r} {'with' if b_up is not None else 'without'} weight_up; "
+            f"weight_up goes with a gated one: {gated}"
+        )
+    if b_up is None:
+        if fusion.bias_up is not None:
+            raise ValueError("bias_up is given without weight_up")
+        return
+    require_same("shape", ("weight", "weight_up"), (b.shape[::-1], b_up.shape[::-1]))
+    require_same("dtype", ("weight", "weight_up"), (b.dtype, b_up.dtype))
+    require_same("device", ("weight", "weight_up"), (b.device, b_up.device))
+    if fusion.bias_up is not None:
+        _require("bias_up", fusion.bias_up, b_up.shape[1:], b, (b.dtype,))
+    others = {name: getattr(fusion, name) for name in ("c", "row_scale", "col_scale", "alpha", "beta")}
+    others |= {"alpha": fusion.alpha if fusion.alpha_value == 1 else fusion.alpha_value}
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"{name} does not go with the gated activation {fusion.activation!r}")
+    if fusion.bias_dim != -1:
+        raise ValueError(f"bias_dim is {fusion.bias_dim}; a gated activation's biases are along columns (-1)")
+
+
+def _validate_aux(fusion: Fusion, shape: Sequence[int], x: torch.Tensor, accepted: tuple[torch.dtype, ...]) -> None:
+    entry = spec.registered(fusion.epilogue)
+    if len(fusion.aux) != entry.aux:
+        raise ValueError(f"aux has {len(fusion.aux)} tensors; epilogue {entry.name!r} reads {entry.aux}")
+    for index, tensor in enumerate(fusion.aux):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"aux[{index}] is a {type(tensor).__name__}; expected a torch.Tensor")
+        try:
+            fits = problems.broadcast(tensor.shape, shape) == tuple(shape)
+        except RuntimeError:
+            fits = False
+        _require(f"aux[{index}]", tensor, tensor.shape if fits else shape, x, accepted)
+
+
+def _require(
+    name: str, tensor: torch.Tensor, shape: Sequence[int], x: torch.Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor {list(shape)}")
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(shape)}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {', '.join(map(str, dict.fromkeys(dtypes)))}")
+    require_same("device", (name, "the inputs"), (tensor.device, x.device))
+
+
+def new_seed(device: torch.device) -> torch.Tensor:
+    """Drawn on the device from torch's generator: another one at every replay of a captured graph."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
+def fused(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    b_up: torch.Tensor | None,
+    fusion: Fusion,
+    out_dtype: torch.dtype | None,
+    precision: str | None,
+    save: str,
+    names: tuple[str, str, str, str] = _NAMES,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x [..., K], b [K, N]: the result [..., N] and, where asked to save it, a mask or the pre-activation."""
+    if not x.is_cuda or x.dtype is torch.float64:
+        validate(x, b, b_up, fusion, out_dtype, precision, names)
+        return _in_torch(x, b, b_up, fusion, out_dtype or x.dtype, precision, save)
+    precision = problems.resolve_precision(x, precision)
+    x = _by_rows(x)
+    if b_up is not None:
+        b, b_up = _alike(b, b_up)
+    try:
+        read = _operands(x, b, fusion)
+    except (RuntimeError, IndexError):
+        validate(x, b, b_up, fusion, out_dtype, precision, names)  # which says what does not fit
+        raise
+    key = (
+        "fused", x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device(), *_weight_key(b),
+        None if b_up is None else (*_weight_key(b_up), *_apart(b, b_up)), *map(_read_key, read),
+        *(None if each is None else each.shape for each in (*fusion[:8], *fusion.aux)),
+        fusion.activation, fusion.arguments, fusion.epilogue and spec.REGISTERED.get(fusion.epilogue),
+        fusion.alpha_value != 1, fusion.beta_value != 0, fusion.dropout_p > 0, fusion.bias_dim, fusion.eager, save,
+        out_dtype, precision,
+    )  # fmt: skip
+    plan = op.plans.get(key)
+    if plan is None:
+        validate(x, b, b_up, fusion, out_dtype, precision, names)
+        dtype = out_dtype or x.dtype
+        if 0 in (*x.shape, b.shape[1]) or (fusion.eager and not _has_torchs_bits(fusion)):
+            return _in_torch(x, b, b_up, fusion, dtype, precision, save)
+        problem = _problem(x, b, b_up, fusion, dtype, precision, save, read)
+        plan = op.keep(key, _plan(x, b, problem, configs.choose(problem), dtype, read))
+    saved = read[_SAVED] = _saved(plan.shape, x, save, b_up is not None)
+    return plan.run(x, b, read, None, b_up, _call_numbers(fusion)), saved
+
+
+def describe(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    b_up: torch.Tensor | None,
+    fusion: Fusion,
+    *,
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+) -> Problem:
+    """The problem of `fused`, of tensors on a GPU, x [M, K]."""
+    precision, dtype = problems.resolve_precision(x, precision), out_dtype or x.dtype
+    return _problem(x, b, b_up, fusion, dtype, precision, "", _operands(x, b, fusion))
+
+
+def gemm(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    b_up: torch.Tensor | None,
+    fusion: Fusion,
+    *,
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """`fused` by a configuration of the caller's: for tests and `verify`."""
+    problem = describe(x, b, b_up, fusion, out_dtype=out_dtype, precision=precision)
+    config = configs.choose(problem) if config is None else config
+    if reason := configs.illegal(problem, config):
+        raise ValueError(f"config {config} for problem {problem}: {reason}")
+    read = _operands(x, b, fusion)
+    plan = _plan(x, b, problem, config, out_dtype or x.dtype, read)
+    return plan.run(x, b, read, None, b_up, _call_numbers(fusion))
+
+
+def _plan(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    problem: Problem,
+    config: Config,
+    dtype: torch.dtype,
+    read: Sequence[torch.Tensor | None],
+) -> Plan:
+    seen = [
+        None if each is None else (each.dtype, problems.aligned(each) and index not in _VECTORS)
+        for index, each in enumerate(read)
+    ]
+    if problem.epilogue.saves:
+        seen[_SAVED] = (torch.uint8 if problem.epilogue.saves == "mask" else x.dtype), True
+    return gemm_plan("fused", (*x.shape[:-1], b.shape[1]), dtype, x.device, problem, config, seen)
+
+
+def _has_torchs_bits(fusion: Fusion) -> bool:
+    return not fusion.epilogue and (not fusion.activation or spec.ACTIVATIONS[fusion.activation].has_torchs_bits)
+
+
+def _apart(b: torch.Tensor, b_up: torch.Tensor) -> tuple[bool, bool]:
+    """Whether the second weight lies before the first, and whether one TMA map reaches both."""
+    distance = b_up.data_ptr() - b.data_ptr()
+    return distance < 0, abs(distance) < 2**40
+
+
+_SAVED, _SECOND = 9, 10  # their places among what an epilogue reads
+_VECTORS = (0, 1, 4, 5)  # read an element at a time: one kernel for any alignment
+
+
+def _by_rows(x: torch.Tensor) -> torch.Tensor:
+    """x whose rows have one stride, copied where they do not."""
+    return x if x.ndim == 2 or x.is_contiguous() else problems.flat(x).view(x.shape)
+
+
+def _alike(b: torch.Tensor, b_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two weights that one kernel reads: with the same strides, and at two places."""
+    if b.stride() != b_up.stride():
+        b, b_up = b.mT.contiguous().mT, b_up.mT.contiguous().mT
+    return (b, b_up.clone()) if b.data_ptr() == b_up.data_ptr() else (b, b_up)
+
+
+def _operands(x: torch.Tensor, b: torch.Tensor, fusion: Fusion) -> list[torch.Tensor | None]:
+    """What the epilogue reads, in the kernels' order, as they read it: vectors, and matrices by rows."""
+    n = b.shape[-1]
+    rows = problems.rows(x)
+    aux = [each.expand(*x.shape[:-1], n).reshape(rows, n) for each in fusion.aux]
+    return [
+        _vector(fusion.bias), _vector(fusion.bias_up), _matrix(fusion.c), _matrix(fusion.residual),
+        _vector(fusion.row_scale), _vector(fusion.col_scale), fusion.alpha, fusion.beta, fusion.seed, None, None, *aux,
+    ]  # fmt: skip
+
+
+def _vector(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.reshape(-1).contiguous()
+
+
+def _matrix(x: torch.Tensor | None) -> torch.Tensor | None:
+    """[rows, n], contiguous along n."""
+    if x is None or (x.ndim == 2 and x.stride(1) == 1):
+        return x
+    flat = problems.flat(x)
+    return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
+def _weight_key(b: torch.Tensor) -> tuple[Any, ...]:
+    return b.dtype, b.shape, b.stride(), b.data_ptr() & 15, b.get_device()
+
+
+def _read_key(x: torch.Tensor | None) -> tuple[Any, ...] | None:
+    return None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device())
+
+
+def _saved(shape: Sequence[int], x: torch.Tensor, save: str, paired: bool) -> torch.Tensor | None:
+    if save == "pre":
+        return torch.empty((2, *shape) if paired else shape, dtype=x.dtype, device=x.device)
+    if save == "mask":
+        return torch.empty((*shape[:-1], -(-shape[-1] // 8)), dtype=torch.uint8, device=x.device)
+    return None
+
+
+def _call_numbers(fusion: Fusion) -> tuple[float | None, ...]:
+    """Alpha, beta, the dropout's threshold and its scale, where a kernel takes them."""
+    alpha = fusion.alpha_value if fusion.alpha is None and fusion.alpha_value != 1 else None
+    beta = fusion.beta_value if fusion.beta is None and fusion.beta_value != 0 else None
+    if not fusion.dropout_p:
+        return alpha, beta, None, None
+    return alpha, beta, random.threshold(fusion.dropout_p), random.scale(fusion.dropout_p)
+
+
+def _problem(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    b_up: torch.Tensor | None,
+    fusion: Fusion,
+    dtype: torch.dtype,
+    precision: str | None,
+    save: str,
+    read: list[torch.Tensor | None],
+) -> Problem:
+    exact = fusion.eager or (dtype is torch.float32 and precision != "tf32")
+    epilogue = Epilogue(
+        bias="" if fusion.bias is None else "n" if fusion.bias_dim == -1 else "m",
+        bias_up=fusion.bias_up is not None,
+        alpha="device" if fusion.alpha is not None else "host" if fusion.alpha_value != 1 else "",
+        row_scale=fusion.row_scale is not None,
+        col_scale=fusion.col_scale is not None,
+        beta="device" if fusion.beta is not None else "host" if fusion.beta_value else "",
+        activation=fusion.activation,
+        arguments=fusion.arguments,
+        user=fusion.epilogue,
+        aux=len(fusion.aux),
+        exact=exact and bool(fusion.activation),
+        eager=fusion.eager and dtype is not torch.float32,
+        saves=cast(Any, save),
+        dropout=fusion.dropout_p > 0,
+        residual=fusion.residual is not None,
+    )
+    aux = tuple(stride for each in read[_SECOND + 1 :] if each is not None for stride in each.stride())
+    addend, residual = (0 if each is None else each.stride(0) for each in (read[2], read[3]))
+    flat = problems.flat(x)
+    problem = problems.of_product(flat, b, None, dtype, precision, problems.walk_chunk(x, dtype))
+    assert problem is not None
+    return replace(
+        problem, epilogue=epilogue, read_strides=(addend, residual, *aux),
+        b_aligned=problem.b_aligned and (b_up is None or problems.aligned(b_up)),
+        up_first=b_up is not None and _apart(b, b_up)[0], up_near=b_up is None or _apart(b, b_up)[1],
+    )  # fmt: skip
+
+
+def _in_torch(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    b_up: torch.Tensor | None,
+    fusion: Fusion,
+    out_dtype: torch.dtype,
+    precision: str | None,
+    save: str,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The epilogue in torch's operations: on the CPU, of float64, of nothing, and where torch's are several."""
+    with torch.no_grad():
+        dtype = out_dtype if fusion.eager else cpu.sums_dtype(x.dtype)
+        sums, up = (None if each is None else _sums(x, each, dtype, precision) for each in (b, b_up))
+        assert sums is not None
+        pre, pre_up = before_activation(sums, up, fusion)
+        result = after_activation(pre, pre_up, fusion).to(out_dtype)
+        saved = None
+        if save == "mask":
+            saved = packed(spec.ACTIVATIONS[fusion.activation].derivative(pre, *fusion.arguments) == 1)
+        elif save == "pre":
+            saved = (pre if pre_up is None else torch.stack((pre, pre_up))).to(x.dtype)
+    if dispatch.active:
+        path, reason = "torch", "torch's own operations follow the product"
+        if x.dtype is torch.float64:
+            reason = "float64"
+        elif not x.is_cuda:
+            path, reason = "cpu", "not on a GPU"
+        problem = f"{list(x.shape)} {problems.dtype_name(x.dtype)}"
+        dispatch.record(Dispatch("fused", path, problem, fusion.activation or fusion.epilogue, reason))
+    return result, saved
+
+
+def _sums(x: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, precision: str | None) -> torch.Tensor:
+    if x.dtype is torch.float64:
+        return torch.matmul(x, b)
+    if x.is_cuda:
+        return op.product(x, b, None, dtype if dtype is not x.dtype else None, precision)
+    return cpu.product(x, b, None, dtype)
+
+
+# The epilogue in torch's operations, of the sums' dtype; with rounding="eager" that is the result's.
+
+
+def before_activation(
+    sums: torch.Tensor, up: torch.Tensor | None, fusion: Fusion
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """alpha row_scale col_scale sums + beta c + bias; and up + bias_up."""
+    dtype, z = sums.dtype, sums
+    for scale in (
+        fusion.alpha if fusion.alpha is not None else fusion.alpha_value if fusion.alpha_value != 1 else None,
+        None if fusion.row_scale is None else fusion.row_scale[..., None],
+        fusion.col_scale,
+    ):
+        if scale is not None:
+            z = (z * scale).to(dtype)
+    if fusion.c is not None and (fusion.beta is not None or fusion.beta_value):
+        z = z + (fusion.c.to(dtype) * (fusion.beta_value if fusion.beta is None else fusion.beta)).to(dtype)
+    if fusion.bias is not None:
+        z = z + (fusion.bias if fusion.bias_dim == -1 else fusion.bias[..., None]).to(dtype)
+    if up is not None and fusion.bias_up is not None:
+        up = up + fusion.bias_up.to(dtype)
+    return z, up
+
+
+def after_activation(z: torch.Tensor, up: torch.Tensor | None, fusion: Fusion) -> torch.Tensor:
+    """residual + dropout(act(z))."""
+    dtype, value = z.dtype, z
+    if fusion.epilogue:
+        value = _user_form(z, fusion).to(dtype)
+    elif fusion.activation:
+        entry = spec.ACTIVATIONS[fusion.activation]
+        value = cpu.elementwise(lambda part: entry.torch(part, *fusion.arguments), z)
+        if up is not None:
+            value = value * up
+    if fusion.dropout_p:
+        value = dropped(value, fusion)
+    if fusion.residual is not None:
+        value = fusion.residual.to(torch.promote_types(dtype, fusion.residual.dtype)) + value
+    return value
+
+
+def dropped(value: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    """Zero, or scaled up: of a value, and of a gradient."""
+    assert fusion.seed is not None
+    n = value.shape[-1]
+    kept = random.kept(fusion.seed, value.numel() // max(n, 1), n, fusion.dropout_p).view(value.shape)
+    scaled = value.to(cpu.sums_dtype(value.dtype)) * random.scale(fusion.dropout_p)
+    return torch.where(kept, scaled, 0.0).to(value.dtype)
+
+
+def _user_form(z: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    rows, n = math.prod(z.shape[:-1]), z.shape[-1]
+    col, row = torch.arange(n, device=z.device)[None, :], torch.arange(rows, device=z.device)[:, None]
+    aux = (each.expand(z.shape).reshape(rows, n).to(z.dtype) for each in fusion.aux)
+    return spec.registered(fusion.epilogue).torch(z.reshape(rows, n), col, row, *aux).view(z.shape)
+
+
+def packed(bits: torch.Tensor) -> torch.Tensor:
+    """[..., N] bool -> [..., ceil(N / 8)] uint8, the first of eight in the lowest bit."""
+    n = bits.shape[-1]
+    padded = torch.nn.functional.pad(bits, (0, -n % 8))
+    eights = padded.view(*bits.shape[:-1], -(-n // 8), 8).to(torch.uint8)
+    shifted: torch.Tensor = eights << torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return shifted.sum(-1, dtype=torch.uint8)
+
+
+def unpacked(mask: torch.Tensor, n: int) -> torch.Tensor:
+    bits = mask[..., None] >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
+    return bits.flatten(-2)[..., :n].bool()
+
+
+def activation_grad(
+    grad: torch.Tensor, saved: torch.Tensor | None, kind: str, fusion: Fusion, dtype: torch.dtype, sums: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """dz [..., N] (gated: [2, ..., N], of the gate and of up) in `dtype`, from that of dropout(act(z)).
+
+    saved: z, act(z) or a mask, as `kind` says. sums: on a GPU also the sums of dz over chunks of rows, in the same
+    pass: `chunk_sums` makes the bias's gradient of them.
+    """
+    n = grad.shape[-1]
+    if not grad.is_cuda or dtype is torch.float64 or not grad.numel():
+        dz = _activation_grad_in_torch(grad, saved, kind, fusion, dtype)
+        if not (sums and grad.is_cuda) or dtype is torch.float64:
+            return dz, None
+        chunks = -(-problems.rows(grad) // configs.BIAS_CHUNK)
+        none = torch.zeros((chunks, n), dtype=torch.float32, device=grad.device)
+        return dz, torch.stack((none, none)) if fusion.gated else none
+    rows = cast(torch.Tensor, _matrix(grad))
+    saved = None if saved is None else saved.contiguous()
+    key = (
+        "activation_grad", _read_key(rows), _read_key(saved), kind, fusion.activation, fusion.arguments,
+        fusion.dropout_p > 0, dtype, sums, grad.shape,
+    )  # fmt: skip
+    chunks = -(-rows.shape[0] // configs.BIAS_CHUNK)
+    partial = None
+    if sums:
+        partial = torch.empty((2, chunks, n) if fusion.gated else (chunks, n), dtype=torch.float32, device=grad.device)
+    read = (saved, fusion.seed, partial)
+    plan = op.plans.get(key)
+    if plan is None:
+        epilogue = Epilogue(
+            activation=fusion.activation, arguments=fusion.arguments, dropout=fusion.dropout_p > 0,
+            exact=dtype is torch.float32, gradient=cast(Any, kind),
+        )  # fmt: skip
+        arch = devices.facts(grad.device).arch
+        problem = ActivationGradProblem(
+            rows.shape[0], n, problems.dtype_name(dtype), epilogue, rows.stride(0), sums, arch
+        )
+        seen = [None if each is None else (each.dtype, problems.aligned(each)) for each in (rows, *read)]
+        shape = (2, *grad.shape) if fusion.gated else grad.shape
+        plan = op.keep(key, activation_grad_plan(problem, shape, grad.device, seen))
+    dz = plan.run(rows, rows, read, None, None, _call_numbers(fusion)[2:])
+    return dz, partial
+
+
+def _activation_grad_in_torch(
+    grad: torch.Tensor, saved: torch.Tensor | None, kind: str, fusion: Fusion, dtype: torch.dtype
+) -> torch.Tensor:
+    with torch.no_grad():
+        wide = grad.to(cpu.sums_dtype(dtype))
+        if fusion.dropout_p:
+            wide = dropped(wide, fusion)
+        if fusion.activation:
+            assert saved is not None
+            wide = wide * derivative(saved, kind, fusion, grad.shape[-1], wide.dtype)
+        return wide.to(dtype)
+
+
+def chunk_sums(partial: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """The [N] sum of [chunks, N] sums, from first to last; added to `total` where given."""
+    chunks, n = partial.shape
+    if not partial.is_cuda:
+        sums = partial.new_zeros(n) if total is None else total
+        for chunk in partial:
+            sums += chunk
+        return sums.to(dtype) if total is None else sums
+    if not partial.numel():
+        return torch.zeros(n, dtype=dtype, device=partial.device) if total is None else total
+    partial = partial.contiguous()
+    stride = None if total is None else total.stride(0)
+    key = ("chunk_sums", chunks, n, dtype, stride, partial.get_device())
+    plan = op.plans.get(key)
+    if plan is None:
+        plan = op.keep(key, chunk_sums_plan(chunks, n, dtype if total is None else total.dtype, stride, partial.device))
+    return plan.run(partial, partial, (), total)
+
+
+def derivative(saved: torch.Tensor, kind: str, fusion: Fusion, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """act' [..., N]; gated: of both factors, [2, ..., N]."""
+    entry = spec.ACTIVATIONS[fusion.activation]
+    if fusion.gated:
+        gate, up = saved.to(dtype)
+        return torch.stack((up * cpu.elementwise(entry.derivative, gate), cpu.elementwise(entry.torch, gate)))
+    if kind == "mask":
+        saved = unpacked(saved, n).to(dtype) * 2 - 1  # any two numbers with the signs
+    form = entry.of_output if kind == "out" else entry.derivative
+    assert form is not None
+    return cpu.elementwise(lambda part: form(part, *fusion.arguments), saved.to(dtype))
+
+
+def hidden_grad(
+    grad: torch.Tensor, weight: torch.Tensor, saved: torch.Tensor, kind: str, fusion: Fusion, precision: str | None
+) -> torch.Tensor:
+    """dz as `activation_grad` has it, from the gradient of dropout(act(z)) @ weight.T: one launch."""
+    grad = grad.to(weight.dtype)
+    if not grad.is_cuda or grad.dtype is torch.float64 or 0 in (*grad.shape, weight.shape[1]):
+        above = op.product(grad, weight, None, None if grad.dtype is torch.float64 else torch.float32, precision)
+        return activation_grad(above, saved, kind, fusion, weight.dtype, False)[0]
+    precision = problems.resolve_precision(grad, precision)
+    grad, saved = _by_rows(grad), saved.contiguous()
+    shape = (*grad.shape[:-1], weight.shape[1])
+    out = torch.empty((2, *shape) if fusion.gated else shape, dtype=weight.dtype, device=weight.device)
+    first, second = (out[0], out[1]) if fusion.gated else (out, None)
+    read = [*(None,) * 8, fusion.seed, saved, second]
+    key = (
+        "hidden_grad", grad.dtype, grad.shape, grad.stride(), grad.data_ptr() & 15, grad.get_device(),
+        *_weight_key(weight), *map(_read_key, read), kind, fusion.activation, fusion.arguments, fusion.dropout_p > 0,
+        precision,
+    )  # fmt: skip
+    plan = op.plans.get(key)
+    if plan is None:
+        op.validate(grad, weight, None, None, precision)
+        epilogue = Epilogue(
+            activation=fusion.activation, arguments=fusion.arguments, dropout=fusion.dropout_p > 0,
+            exact=grad.dtype is torch.float32 and precision != "tf32", gradient=cast(Any, kind),
+        )  # fmt: skip
+        chunk = problems.walk_chunk(grad, grad.dtype)
+        problem = problems.of_product(problems.flat(grad), weight, None, grad.dtype, precision, chunk)
+        assert problem is not None
+        problem = replace(problem, epilogue=epilogue)
+        config = configs.choose(problem)
+        seen = [None if each is None else (each.dtype, problems.aligned(each)) for each in read]
+        plan = op.keep(key, gemm_plan("hidden_grad", shape, grad.dtype, grad.device, problem, config, seen))
+    plan.run(grad, weight, read, first, None, _call_numbers(fusion))
+    return out
+
+
+def epilogue_grad(
+    grad: torch.Tensor, saved: torch.Tensor, fusion: Fusion, wanted: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """Of a registered epilogue: dz and, where wanted, those of the aux tensors, by its torch form."""
+    with torch.enable_grad(), _autograd_here():
+        z = saved.detach().to(cpu.sums_dtype(saved.dtype)).requires_grad_()
+        aux = tuple(each.detach().requires_grad_(want) for each, want in zip(fusion.aux, wanted, strict=True))
+        value = _user_form(z, fusion._replace(aux=aux))
+        if fusion.dropout_p:
+            value = dropped(value, fusion)
+        inputs = [z, *(each for each in aux if each.requires_grad)]
+        found = iter(torch.autograd.grad(value, inputs, grad.to(value.dtype), allow_unused=True))
+    dz = next(found)
+    gradients: list[torch.Tensor | None] = [torch.zeros_like(saved) if dz is None else dz.to(saved.dtype)]
+    for each in aux:
+        of_aux = next(found) if each.requires_grad else None
+        gradients.append(torch.zeros_like(each) if each.requires_grad and of_aux is None else of_aux)
+    return gradients
+
+
+@contextlib.contextmanager
+def _autograd_here() -> Iterator[None]:
+    """Autograd, inside an operator too, where the dispatcher has left it behind."""
+    excluded = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in _AUTOGRAD]
+    try:
+        for key in _AUTOGRAD:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        yield
+    finally:
+        for key, was in zip(_AUTOGRAD, excluded, strict=True):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, was)
+
+
+_AUTOGRAD = tuple(
+    getattr(torch._C.DispatchKey, name)
+    for name in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "AutogradFunctionality", "ADInplaceOrView")
+)
+
+
+# registration with torch.library, for torch.compile, fake tensors and dispatch modes
+
+
+class Call(NamedTuple):
+    """The arguments of the operator isogemm::fused."""
+
+    x: torch.Tensor  # [..., K]
+    weight: torch.Tensor
+    weight_up: torch.Tensor | None
+    bias: torch.Tensor | None
+    bias_up: torch.Tensor | None
+    c: torch.Tensor | None
+    residual: torch.Tensor | None
+    row_scale: torch.Tensor | None
+    col_scale: torch.Tensor | None
+    alpha: torch.Tensor | None
+    beta: torch.Tensor | None
+    aux: Sequence[torch.Tensor]
+    seed: torch.Tensor | None
+    alpha_value: float
+    beta_value: float
+    dropout_p: float
+    activation: str
+    arguments: Sequence[float]
+    epilogue: str
+    bias_dim: int
+    eager: bool
+    by_rows: bool  # the weights are [N, K], else [K, N]
+    save: str
+    owners: Sequence[torch.Tensor | None]  # of the main_grads of weight, bias, weight_up and bias_up
+    main_grads: Sequence[torch.Tensor | None]
+    out_dtype: torch.dtype | None
+    precision: str | None
+
+    @property
+    def fusion(self) -> Fusion:
+        return Fusion(
+            self.bias, self.bias_up, self.c, self.residual, self.row_scale, self.col_scale, self.alpha, self.beta,
+            self.seed, tuple(self.aux), self.alpha_value, self.beta_value, self.dropout_p, self.activation,
+            tuple(self.arguments), self.epilogue, self.bias_dim, self.eager,
+        )  # fmt: skip
+
+    @property
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weights as [K, N]."""
+        if not self.by_rows:
+            return self.weight, self.weight_up
+        return self.weight.mT, None if self.weight_up is None else self.weight_up.mT
+
+
+def _fused(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = Call(*args)
+    result, saved = fused(call.x, *call.columns, call.fusion, call.out_dtype, call.precision, call.save)
+    return result, call.x.new_empty(0) if saved is None else saved
+
+
+def _fused_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = Call(*args)
+    x, fusion = call.x, call.fusion
+    validate(x, *call.columns, fusion, call.out_dtype, call.precision)
+    shape = (*x.shape[:-1], call.columns[0].shape[-1])
+    saved = x.new_empty(0)
+    if call.save == "pre":
+        saved = x.new_empty((2, *shape) if fusion.gated else shape)
+    elif call.save == "mask":
+        saved = x.new_empty((*shape[:-1], (shape[-1] + 7) // 8), dtype=torch.uint8)
+    return x.new_empty(shape, dtype=call.out_dtype or x.dtype), saved
+
+
+class MlpCall(NamedTuple):
+    """The arguments of the operator isogemm::mlp."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    weight_up: torch.Tensor | None
+    bias: torch.Tensor | None
+    bias_up: torch.Tensor | None
+    weight_down: torch.Tensor
+    bias_down: torch.Tensor | None
+    residual: torch.Tensor | None
+    seed: torch.Tensor | None
+    down_seed: torch.Tensor | None
+    activation: str
+    arguments: Sequence[float]
+    hidden_dropout_p: float
+    dropout_p: float
+    save: bool
+    owners: Sequence[torch.Tensor | None]  # of the main_grads of weight, bias, weight_up, bias_up, and those below
+    main_grads: Sequence[torch.Tensor | None]
+    out_dtype: torch.dtype | None
+    precision: str | None
+
+    @property
+    def hidden(self) -> Fusion:
+        return Fusion(
+            self.bias, self.bias_up, seed=self.seed, dropout_p=self.hidden_dropout_p, activation=self.activation,
+            arguments=tuple(self.arguments),
+        )  # fmt: skip
+
+    @property
+    def down(self) -> Fusion:
+        return Fusion(self.bias_down, residual=self.residual, seed=self.down_seed, dropout_p=self.dropout_p)
+
+    @property
+    def written(self) -> str:
+        """What the first layer writes besides its result."""
+        kind = self.hidden.saved_hidden
+        return kind if self.save and kind != "out" else ""
+
+
+def _mlp(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The result, the hidden value and its pre-activation; those empty where they are not kept."""
+    call = MlpCall(*args)
+    up = None if call.weight_up is None else call.weight_up.mT
+    h, z = fused(call.x, call.weight.mT, up, call.hidden, None, call.precision, call.written)
+    result, _ = fused(h, call.weight_down.mT, None, call.down, call.out_dtype, call.precision, "")
+    return result, h if call.save else call.x.new_empty(0), call.x.new_empty(0) if z is None else z
+
+
+def _mlp_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    call = MlpCall(*args)
+    x, shape = call.x, (*call.x.shape[:-1], call.weight.shape[0])
+    up = None if call.weight_up is None else call.weight_up.mT
+    validate(x, call.weight.mT, up, call.hidden, None, call.precision)
+    h = x.new_empty(shape)
+    validate(h, call.weight_down.mT, None, call.down, call.out_dtype, call.precision)
+    z = x.new_empty(((2, *shape) if call.hidden.gated else shape) if call.written else 0)
+    result = x.new_empty((*shape[:-1], call.weight_down.shape[0]), dtype=call.out_dtype or x.dtype)
+    return result, h if call.save else x.new_empty(0), z
+
+
+class GradientCall(NamedTuple):
+    """The arguments that isogemm::activation_grad and ::hidden_grad end with: of the forward's epilogue."""
+
+    saved: torch.Tensor | None
+    kind: str
+    seed: torch.Tensor | None
+    dropout_p: float
+    activation: str
+    arguments: Sequence[float]
+
+    @property
+    def fusion(self) -> Fusion:
+        return Fusion(
+            seed=self.seed, dropout_p=self.dropout_p, activation=self.activation, arguments=tuple(self.arguments)
+        )
+
+
+def gradient_call(saved: torch.Tensor | None, kind: str, fusion: Fusion) -> GradientCall:
+    return GradientCall(saved, kind, fusion.seed, fusion.dropout_p, fusion.activation, list(fusion.arguments))
+
+
+def _activation_grad(
+    grad: torch.Tensor, dtype: torch.dtype, sums: bool, *args: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    call = GradientCall(*args)
+    dz, partial = activation_grad(grad, call.saved, call.kind, call.fusion, dtype, sums)
+    return dz, dz.new_empty(0, dtype=torch.float32) if partial is None else partial
+
+
+def _activation_grad_fake(
+    grad: torch.Tensor, dtype: torch.dtype, sums: bool, *args: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    fusion = GradientCall(*args).fusion
+    dz = grad.new_empty((2, *grad.shape) if fusion.gated else grad.shape, dtype=dtype)
+    if not (sums and grad.device.type == "cuda") or dtype is torch.float64:
+        return dz, grad.new_empty(0, dtype=torch.float32)
+    chunks = (problems.rows(grad) + configs.BIAS_CHUNK - 1) // configs.BIAS_CHUNK
+    shape = (2, chunks, grad.shape[-1]) if fusion.gated else (chunks, grad.shape[-1])
+    return dz, grad.new_empty(shape, dtype=torch.float32)
+
+
+def _chunk_sums(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return chunk_sums(partial, None, dtype)
+
+
+def _chunk_sums_fake(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return partial.new_empty(partial.shape[-1:], dtype=dtype)
+
+
+def add_chunk_sums(main_grad: torch.Tensor, partial: torch.Tensor, owner: torch.Tensor) -> None:
+    """Accumulate into the owner's main_grad, and tell it so."""
+    op.require_total("bias.main_grad", main_grad, partial.shape[-1:], partial.device)
+    chunk_sums(partial, main_grad, torch.float32)
+    owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+
+def _add_chunk_sums_fake(main_grad: torch.Tensor, partial: torch.Tensor, owner: torch.Tensor) -> None:
+    op.require_total("bias.main_grad", main_grad, partial.shape[-1:], partial.device)
+
+
+def _hidden_grad(grad: torch.Tensor, weight: torch.Tensor, precision: str | None, *args: Any) -> torch.Tensor:
+    call = GradientCall(*args)
+    assert call.saved is not None
+    return hidden_grad(grad, weight, call.saved, call.kind, call.fusion, precision)
+
+
+def _hidden_grad_fake(grad: torch.Tensor, weight: torch.Tensor, precision: str | None, *args: Any) -> torch.Tensor:
+    shape = (*grad.shape[:-1], weight.shape[-1])
+    return weight.new_empty((2, *shape) if GradientCall(*args).fusion.gated else shape)
+
+
+def _epilogue_grad(
+    grad: torch.Tensor,
+    saved: torch.Tensor,
+    aux: Sequence[torch.Tensor],
+    seed: torch.Tensor | None,
+    dropout_p: float,
+    epilogue: str,
+    wanted: Sequence[bool],
+) -> list[torch.Tensor]:
+    fusion = Fusion(seed=seed, dropout_p=dropout_p, epilogue=epilogue, aux=tuple(aux))
+    found = epilogue_grad(grad, saved, fusion, wanted)
+    return [saved.new_empty(0) if gradient is None else _apart_from(grad, gradient) for gradient in found]
+
+
+def _apart_from(grad: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """An operator's results are its own."""
+    return gradient.clone() if gradient.data_ptr() == grad.data_ptr() else gradient
+
+
+def _epilogue_grad_fake(
+    grad: torch.Tensor,
+    saved: torch.Tensor,
+    aux: Sequence[torch.Tensor],
+    seed: torch.Tensor | None,
+    dropout_p: float,
+    epilogue: str,
+    wanted: Sequence[bool],
+) -> list[torch.Tensor]:
+    of_aux = (torch.empty_like(each) if want else saved.new_empty(0) for each, want in zip(aux, wanted, strict=True))
+    return [torch.empty_like(saved), *of_aux]
+
+
+_OF_FORWARD = "Tensor? saved, str kind, Tensor? seed, float dropout_p, str activation, float[] arguments"
+
+_library: Any = torch.library.Library("isogemm", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _schema, _function, _fake in (
+    (
+        "fused(Tensor x, Tensor weight, Tensor? weight_up, Tensor? bias, Tensor? bias_up, Tensor? c, Tensor? residual, "
+        "Tensor? row_scale, Tensor? col_scale, Tensor? alpha, Tensor? beta, Tensor[] aux, Tensor? seed, "
+        "float alpha_value, float beta_value, float dropout_p, str activation, float[] arguments, str epilogue, "
+        "int bias_dim, bool eager, bool by_rows, str save, Tensor?[] owners, Tensor?[] main_grads, "
+        "ScalarType? out_dtype, str? precision) -> (Tensor, Tensor)",
+        _fused,
+        _fused_fake,
+    ),
+    (
+        "mlp(Tensor x, Tensor weight, Tensor? weight_up, Tensor? bias, Tensor? bias_up, Tensor weight_down, "
+        "Tensor? bias_down, Tensor? residual, Tensor? seed, Tensor? down_seed, str activation, float[] arguments, "
+        "float hidden_dropout_p, float dropout_p, bool save, Tensor?[] owners, Tensor?[] main_grads, "
+        "ScalarType? out_dtype, str? precision) -> (Tensor, Tensor, Tensor)",
+        _mlp,
+        _mlp_fake,
+    ),
+    (
+        f"activation_grad(Tensor grad, ScalarType dtype, bool sums, {_OF_FORWARD}) -> (Tensor, Tensor)",
+        _activation_grad,
+        _activation_grad_fake,
+    ),
+    ("chunk_sums(Tensor partial, ScalarType dtype) -> Tensor", _chunk_sums, _chunk_sums_fake),
+    ("add_chunk_sums(Tensor(a!) main_grad, Tensor partial, Tensor owner) -> ()", add_chunk_sums, _add_chunk_sums_fake),
+    (
+        f"hidden_grad(Tensor grad, Tensor weight, str? precision, {_OF_FORWARD}) -> Tensor",
+        _hidden_grad,
+        _hidden_grad_fake,
+    ),
+    (
+        "epilogue_grad(Tensor grad, Tensor saved, Tensor[] aux, Tensor? seed, float dropout_p, str epilogue, "
+        "bool[] wanted) -> Tensor[]",
+        _epilogue_grad,
+        _epilogue_grad_fake,
+    ),
+):
+    _library.define(_schema)
+    _name = _schema.partition("(")[0]
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _function, _key)
+    torch.library.register_fake(f"isogemm::{_name}", _fake, lib=_library)

@@ -1,0 +1,273 @@
+"""The epilogues in the kernels, interpreted: every one in every kind of tile, against fp64 and on poisoned memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from isogemm.epilogues import ACTIVATIONS, random, register
+from isogemm.gemm import configs, fused, kernels
+from isogemm.gemm.configs import Config
+from isogemm.gemm.fused import Fusion
+from isogemm.testing import assert_bitwise_equal, make_data
+
+GUARD = 16
+M, N, K = 21, 72, 40
+CONFIGS = {
+    "pointer": Config(16, 32, 32, 4, 1),
+    "pointer swapped": Config(32, 8, 32, 4, 1, swapped=True),
+    "tma": Config(16, 32, 32, 4, 2, "tma"),
+    "tma in parts": Config(16, 64, 32, 4, 2, "tma", persistent=True, parts=2),
+    "tma swapped": Config(32, 16, 32, 4, 2, "tma", swapped=True),
+    "stream": Config(16, 64, 32, 4, 2, "stream", persistent=True, parts=2),
+    "stream swapped": Config(32, 16, 32, 4, 2, "stream", persistent=True, swapped=True),
+}
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+PLAIN = [name for name, entry in ACTIVATIONS.items() if not entry.gate]
+
+
+def _normal(*shape, seed=0, dtype=torch.float32):
+    return make_data("normal", shape, seed=seed, dtype=dtype)
+
+
+def _guarded(shape, dtype):
+    """Memory of NaN (or 0xFF) with as much on either side, which must stay so."""
+    size = torch.Size(shape).numel()
+    buffer = torch.full((GUARD + size + GUARD,), 255 if dtype is torch.uint8 else torch.nan, dtype=dtype)
+    return buffer, buffer[GUARD : GUARD + size].view(shape)
+
+
+def _untouched(buffer):
+    edges = torch.cat((buffer[:GUARD], buffer[-GUARD:]))
+    return bool((edges == 255).all() if buffer.dtype is torch.uint8 else edges.isnan().all())
+
+
+def _launch(config, problem, x, b, b_up, read, out, numbers):
+    problem = replace(problem, arch="sm_90", tma=True, sm_count=2)
+    config = replace(config, block_k=configs.fitted(problem, config).block_k)
+    assert configs.illegal(problem, config) == ""
+    launch = kernels.describe_gemm(problem, config)
+    by_map = configs.reads_b_by_tma(problem, config)
+    weight = (b, b_up) if b_up is not None and by_map else b
+    left, right = (weight, x) if config.swapped else (x, weight)
+    second = None if by_map else b_up
+    rest = () if config.kernel == "stream" else (second,)
+    scratch = torch.full((configs.workspace(problem, config) // 4 + GUARD,), torch.nan)
+    waits = scratch if configs.walk(problem, config) == "scratch" else None
+    kernels.launch(launch, (left, right, *rest, out, waits, *read), numbers)
+
+
+def _run(config, x, b, fusion, b_up=None, save="", out_dtype=None):
+    """As `fused.fused` on a GPU of few SMs."""
+    dtype = out_dtype or x.dtype
+    read = fused._operands(x, b, fusion)
+    problem = fused._problem(x, b, b_up, fusion, dtype, "ieee", save, read)
+    buffer, out = _guarded((x.shape[0], b.shape[1]), dtype)
+    saved_buffer = saved = None
+    if save:
+        shape = fused._saved(out.shape, x, save, b_up is not None).shape
+        saved_buffer, saved = _guarded(shape, torch.uint8 if save == "mask" else x.dtype)
+    read[fused._SAVED] = saved
+    read += [None] * (len(kernels.READ) - len(read))
+    _launch(config, problem, x, b, b_up, read, out, fused._call_numbers(fusion))
+    assert _untouched(buffer)
+    assert saved is None or _untouched(saved_buffer)
+    return out, saved
+
+
+def _exact(x, b, fusion, b_up=None):
+    """In fp64, by the torch forms."""
+    wide = Fusion(
+        *(each.double() if isinstance(each, torch.Tensor) and each.is_floating_point() else each for each in fusion)
+    )
+    wide = wide._replace(aux=tuple(each.double() for each in fusion.aux), eager=False)
+    return fused._in_torch(
+        x.double(), b.double(), None if b_up is None else b_up.double(), wide, torch.float64, None, ""
+    )[0]
+
+
+def _assert_close(actual, exact, scale=1.0):
+    error = (actual.double() - exact).abs()
+    allowed = (torch.finfo(actual.dtype).eps + 2e-5) * (exact.abs() + scale)
+    assert bool((error <= allowed).all()), f"largest error {error.max()}, or poison left"
+
+
+def _operands(dtype=torch.float32):
+    return _normal(M, K, dtype=dtype), _normal(N, K, seed=1, dtype=dtype).t()
+
+
+def _everything():
+    return Fusion(
+        bias=_normal(N, seed=2), c=_normal(M, N, seed=3), residual=_normal(M, N + 8, seed=4)[:, 8:],
+        row_scale=_normal(M, seed=5), col_scale=_normal(N, seed=6), alpha_value=0.5, beta_value=-2.0,
+    )  # fmt: skip
+
+
+@every_config
+def test_everything_linear(config):
+    x, b = _operands()
+    fusion = _everything()
+    _assert_close(_run(config, x, b, fusion)[0], _exact(x, b, fusion), scale=10)
+
+
+@every_config
+def test_scalars_on_the_device(config):
+    x, b = _operands()
+    fusion = _everything()._replace(alpha=torch.tensor(0.25), beta=torch.tensor(3.0), alpha_value=1.0, beta_value=0.0)
+    _assert_close(_run(config, x, b, fusion)[0], _exact(x, b, fusion), scale=10)
+
+
+@every_config
+def test_bias_along_m(config):
+    x, b = _operands()
+    fusion = Fusion(bias=_normal(M, seed=2), bias_dim=-2)
+    _assert_close(_run(config, x, b, fusion)[0], _exact(x, b, fusion), scale=10)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("activation", PLAIN)
+def test_activations(activation, exact):
+    """The short forms (16-bit results) and torch's own."""
+    dtype = torch.float32 if exact else torch.float16
+    x, b = _operands(dtype)
+    x = x / 4
+    fusion = Fusion(
+        bias=_normal(N, seed=2, dtype=dtype), activation=activation, arguments=(0.2,) * (activation == "leaky_relu")
+    )
+    _assert_close(_run(CONFIGS["tma"], x, b, fusion)[0], _exact(x, b, fusion), scale=0.1)
+
+
+@pytest.mark.parametrize(("activation", "up_first"), [("swiglu", False), ("geglu", True)])
+@every_config
+def test_gated(config, activation, up_first):
+    x = _normal(M, K)
+    weights = _normal(3, N, K, seed=1)  # the one between is not read
+    weights[1] = torch.nan
+    b, b_up = (weights[2].t(), weights[0].t()) if up_first else (weights[0].t(), weights[2].t())
+    fusion = Fusion(bias=_normal(N, seed=2), bias_up=_normal(N, seed=3), activation=activation)
+    exact = _exact(x, b, fusion, b_up)
+    result, saved = _run(config, x, b, fusion, b_up, save="pre")
+    _assert_close(result, exact, scale=20)
+    for pre, weight, bias in zip(saved, (b, b_up), (fusion.bias, fusion.bias_up), strict=True):
+        _assert_close(pre, x.double() @ weight.double() + bias.double(), scale=10)
+
+
+@pytest.mark.parametrize("columns", [N, N - 3])
+@every_config
+def test_mask(config, columns):
+    x, b = _operands()
+    b = b[:, :columns]
+    fusion = Fusion(bias=_normal(columns, seed=2), activation="relu")
+    result, saved = _run(config, x, b, fusion, save="mask")
+    assert_bitwise_equal(fused.unpacked(saved, columns), result > 0)
+    assert not bool((saved[:, -1] >> (columns % 8 or 8)).any())  # bits of no column
+
+
+@every_config
+def test_pre_activation(config):
+    x, b = _operands(torch.float16)
+    result, saved = _run(config, x, b, Fusion(activation="gelu"), save="pre")
+    _assert_close(saved, x.double() @ b.double(), scale=10)
+    assert bool(result.isfinite().all())
+
+
+@pytest.mark.parametrize("p", [0.3, 1.0])
+@every_config
+def test_dropout_is_the_torch_forms(config, p):
+    x, b = _operands()
+    seed = torch.tensor([0x123456789ABCDEF])
+    fusion = Fusion(seed=seed, dropout_p=p, residual=torch.zeros(M, N))
+    result, _ = _run(config, x, b, fusion)
+    kept = random.kept(seed, M, N, p)
+    plain, _ = _run(config, x, b, Fusion(residual=torch.zeros(M, N)))
+    assert_bitwise_equal(result, torch.where(kept, plain * random.scale(p), 0.0))
+
+
+@every_config
+def test_eager_rounds_after_each_operation(config):
+    x, b = _operands(torch.float16)
+    bias, residual = _normal(N, seed=2, dtype=torch.float16), _normal(M, N, seed=3, dtype=torch.float16)
+    product, _ = _run(config, x, b, Fusion(row_scale=torch.ones(M)))
+    fusion = Fusion(bias=bias, residual=residual, alpha_value=0.3, activation="relu", eager=True)
+    assert_bitwise_equal(_run(config, x, b, fusion)[0], residual + torch.relu(product * 0.3 + bias))
+
+
+@triton.jit
+def _weighed(acc, col, row, gain, shift):
+    return acc * gain + shift + tl.where(col == row, 100.0, 0.0)
+
+
+@pytest.mark.parametrize("config", list(CONFIGS.values())[:4], ids=list(CONFIGS)[:4])
+def test_user_epilogue(config):
+    register(
+        "weighed_in_test",
+        _weighed,
+        lambda acc, col, row, gain, shift: acc * gain + shift + torch.where(col == row, 100.0, 0.0),
+    )
+    x, b = _operands()
+    fusion = Fusion(epilogue="weighed_in_test", aux=(_normal(N, seed=2), _normal(M, 1, seed=3)))
+    _assert_close(_run(config, x, b, fusion)[0], _exact(x, b, fusion), scale=10)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+@every_config
+def test_gradient_in_the_epilogue(config, activation):
+    """dz from the product of dY and the second layer's weight."""
+    grad, weight = _normal(M, K), _normal(K, N, seed=1)
+    gated = bool(ACTIVATIONS[activation].gate)
+    kind = "out" if activation == "relu" else "pre"
+    fusion = Fusion(activation=activation, arguments=(0.2,) * (activation == "leaky_relu"))
+    saved = _normal(*((2, M, N) if gated else (M, N)), seed=2)
+    saved = saved.relu() if kind == "out" else saved
+    buffer, out = _guarded((2, M, N) if gated else (M, N), torch.float32)
+    first, second = (out[0], out[1]) if gated else (out, None)
+    epilogue = fused.Epilogue(activation=activation, arguments=fusion.arguments, gradient=kind, exact=True)
+    problem = fused.problems.of_product(grad, weight, None, grad.dtype, "ieee", 0)
+    read = [*(None,) * 9, saved, second, *(None,) * 4]
+    _launch(config, replace(problem, epilogue=epilogue), grad, weight, None, read, first, (None,) * 4)
+    exact = fused._activation_grad_in_torch(
+        grad.double() @ weight.double(), saved.double(), kind, fusion, torch.float64
+    )
+    assert _untouched(buffer)
+    _assert_close(out, exact, scale=20)
+
+
+@pytest.mark.parametrize(
+    ("activation", "kind"), [("relu", "mask"), ("gelu", "pre"), ("tanh", "out"), ("swiglu", "pre"), ("", "")]
+)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_activation_grad(activation, kind, dropout_p):
+    """dz, and the sums of its chunks in the order of the bias gradient's kernel."""
+    if not (activation or dropout_p):
+        pytest.skip("nothing to do")
+    tokens, n = 1100, 70
+    seed = torch.tensor([99]) if dropout_p else None
+    fusion = Fusion(activation=activation, dropout_p=dropout_p, seed=seed)
+    grad = _normal(tokens, n + 2)[:, 2:]
+    z = _normal(*((2, tokens, n) if fusion.gated else (tokens, n)), seed=1)
+    saved = {"mask": lambda: fused.packed(z > 0), "out": z.tanh, "pre": lambda: z, "": lambda: None}[kind]()
+    epilogue = fused.Epilogue(activation=activation, dropout=dropout_p > 0, gradient=kind, exact=True)
+    problem = configs.ActivationGradProblem(tokens, n, "float32", epilogue, grad.stride(0), True)
+    buffer, dz = _guarded(z.shape, torch.float32)
+    sums_buffer, sums = _guarded((2, 2, n) if fusion.gated else (1, 2, n), torch.float32)
+    launch = kernels.describe_activation_grad(problem)
+    kernels.launch(launch, (grad, saved, seed, dz, sums), fused._call_numbers(fusion)[2:])
+    exact = fused._activation_grad_in_torch(
+        grad.double(),
+        None if saved is None else saved if kind == "mask" else saved.double(),
+        kind,
+        fusion,
+        torch.float64,
+    )
+    assert _untouched(buffer)
+    assert _untouched(sums_buffer)
+    _assert_close(dz, exact)
+    for half, of_half in zip(dz.view(-1, tokens, n), sums, strict=True):
+        bias_grad, out = (
+            configs.BiasGradProblem(tokens, n, "float32", "float32", (n, 1), configs.BIAS_CHUNK),
+            torch.empty(n),
+        )
+        kernels.launch(kernels.describe_bias_grad(bias_grad), (half, out))
+        assert_bitwise_equal(of_half[0] + of_half[1], out)
