@@ -1,6 +1,7 @@
 """isogemm.nn.Linear: a torch.nn.Linear in all but who computes."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -9,9 +10,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrizations, prune
 
 import isogemm
+from isogemm.epilogues import ACTIVATIONS
 from isogemm.gemm.api import linear
 from isogemm.nn import Linear
-from isogemm.testing import assert_bitwise_equal, make_data
+from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch, make_data
+
+PLAIN = [name for name, entry in ACTIVATIONS.items() if not entry.gate]
+GATED = [name for name, entry in ACTIVATIONS.items() if entry.gate]
 
 
 def _input(rows=5, features=12, dtype=torch.float32):
@@ -46,6 +51,13 @@ def test_is_torch_linear_to_its_users():
     ours.load_state_dict(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
     assert repr(ours) == repr(theirs)
+
+
+def test_arguments_in_torchs_order():
+    ours = list(inspect.signature(Linear).parameters.values())
+    theirs = list(inspect.signature(torch.nn.Linear).parameters)
+    assert [parameter.name for parameter in ours[: len(theirs)]] == theirs
+    assert {parameter.kind for parameter in ours[len(theirs) :]} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 def test_same_initial_values():
@@ -177,6 +189,9 @@ REFUSED = {
     "load_state_dict pre-hook": _with_load_hook,
     "weight is a Parameter of a sharded": _flattened,
     "weight is a _Wrapped of a sharded or quantized": _with_tensor_subclass,
+    "it has an activation, leaky_relu\\(negative_slope=0.2\\)": lambda: Linear(
+        12, 7, activation="leaky_relu", activation_args={"negative_slope": 0.2}
+    ),
     "its dtype is torch.complex64": lambda: torch.nn.Linear(12, 7, dtype=torch.complex64),
 }
 
@@ -203,3 +218,81 @@ def test_parametrized_afterwards(change):
     assert_bitwise_equal(result, linear(x, module.weight, module.bias))
     result.sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def _trained(module, x, grad, then=lambda y: y):
+    """The result and the gradients of x and the parameters."""
+    x = x.detach().requires_grad_()
+    module.zero_grad()
+    result = then(module(x))
+    result.backward(grad.to(result.dtype))
+    return [result.detach(), x.grad, *(parameter.grad for parameter in module.parameters())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", PLAIN)
+def test_activation_trains_as_torchs(activation, dtype):
+    torch.manual_seed(0)
+    ours = Linear(33, 17, activation=activation, dtype=dtype)
+    theirs = torch.nn.Linear(33, 17, dtype=dtype)
+    theirs.load_state_dict(ours.state_dict())
+    x, grad = _input(65, 33, dtype), make_data("normal", (65, 17), seed=1, dtype=dtype)
+    act = ACTIVATIONS[activation].torch
+    exact = _trained(copy.deepcopy(theirs).double(), x.double(), grad, act)
+    for mine, torchs, reference in zip(_trained(ours, x, grad), _trained(theirs, x, grad, act), exact, strict=True):
+        assert_no_worse_than_torch(mine, torchs, reference)
+    for mine, reference in zip(_trained(ours.double(), x.double(), grad), exact, strict=True):
+        torch.testing.assert_close(mine, reference)
+
+
+def test_rows_with_an_activation_alone_and_together():
+    module = Linear(64, 33, activation="gelu")
+    x = _input(rows=37, features=64)
+    together = module(x)
+    for row in range(37):
+        assert_bitwise_equal(module(x[row : row + 1])[0], together[row], f"row {row} alone")
+
+
+def test_activation_is_one_call():
+    module = Linear(12, 7, activation="relu")
+    with isogemm.dispatch_log() as log:
+        module(_input())
+    assert len(log) == 1
+
+
+def test_activation_is_kept():
+    module = Linear(12, 7, activation="leaky_relu", activation_args={"negative_slope": 0.5}, precision="ieee")
+    assert module.extra_repr() == (
+        "in_features=12, out_features=7, bias=True, activation=leaky_relu(negative_slope=0.5), precision=ieee"
+    )
+    x = _input()
+    expected = linear(x, module.weight, module.bias, activation="leaky_relu", activation_args={"negative_slope": 0.5})
+    theirs = torch.nn.Linear(12, 7)
+    theirs.load_state_dict(module.state_dict())
+    again = Linear.from_torch(theirs, activation="leaky_relu", activation_args={"negative_slope": 0.5})
+    for same in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module)), again):
+        assert_bitwise_equal(same(x), expected)
+
+
+def test_activation_compiled():
+    torch._dynamo.reset()
+    module = Linear(12, 7, activation="leaky_relu", activation_args={"negative_slope": 0.5})
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x, grad = _input(), make_data("normal", (5, 7), seed=1)
+    for eager, traced in zip(_trained(module, x, grad), _trained(compiled, x, grad), strict=True):
+        assert_bitwise_equal(traced, eager)
+
+
+@pytest.mark.parametrize("make", [lambda **of: Linear(2, 3, **of), lambda **of: Linear.from_torch(Linear(2, 3), **of)])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation": "mish"}, "activation is 'mish'; accepted: relu"),
+        *(({"activation": gated}, f"activation is '{gated}', .*isogemm.nn.MLP") for gated in GATED),
+        ({"activation": "relu", "activation_args": {"slope": 1}}, "activation_args has 'slope'; relu takes no"),
+        ({"activation_args": {"slope": 1}}, "activation_args is {'slope': 1} without an activation"),
+    ],
+)
+def test_unknown_activation(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)

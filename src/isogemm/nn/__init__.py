@@ -1,6 +1,7 @@
 """Modules over isogemm's operations, and the way to put them into an existing model."""
 
 from isogemm.nn.linear import Linear
-from isogemm.nn.swap import Kept, SwapReport, swap
+from isogemm.nn.mlp import MLP
+from isogemm.nn.swap import Folded, Kept, SwapReport, Unfolded, swap
 
-__all__ = ["Kept", "Linear", "SwapReport", "swap"]
+__all__ = ["MLP", "Folded", "Kept", "Linear", "SwapReport", "Unfolded", "swap"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Self
 
 import torch
 
 from isogemm.core.errors import require_precision
+from isogemm.epilogues import spec
 from isogemm.gemm.api import linear
 
 # A module's own dicts of what it holds. Hooks' dicts are shared instead: a handle removes its hook from both.
@@ -19,10 +21,13 @@ class Linear(torch.nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as of torch.nn.Linear; so is the state_dict.
+        activation, activation_args: what follows in the same launch, see isogemm.matmul_fused; not gated (see MLP).
         precision: of float32 inputs, see isogemm.linear.
         out_dtype: of the output, see isogemm.linear.
     """
 
+    activation: str | None
+    activation_args: dict[str, float]
     precision: str | None
     out_dtype: torch.dtype | None
 
@@ -34,15 +39,23 @@ class Linear(torch.nn.Linear):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
+        activation: str | None = None,
+        activation_args: Mapping[str, float] | None = None,
         precision: str | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._set_numerics(precision, out_dtype)
+        self._set_options(activation, activation_args, precision, out_dtype)
 
     @classmethod
     def from_torch(
-        cls, module: torch.nn.Linear, *, precision: str | None = None, out_dtype: torch.dtype | None = None
+        cls,
+        module: torch.nn.Linear,
+        *,
+        activation: str | None = None,
+        activation_args: Mapping[str, float] | None = None,
+        precision: str | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> Self:
         """A Linear that shares the module's parameters, hooks and other attributes."""
         if not isinstance(module, torch.nn.Linear):
@@ -52,21 +65,48 @@ class Linear(torch.nn.Linear):
         made = cls.__new__(cls)
         made.__dict__.update(module.__dict__)
         made.__dict__.update({name: copy.copy(module.__dict__[name]) for name in _HOLDINGS})
-        made._set_numerics(precision, out_dtype)
+        made._set_options(activation, activation_args, precision, out_dtype)
         return made
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return linear(input, self.weight, self.bias, out_dtype=self.out_dtype, precision=self.precision)
+        return linear(
+            input, self.weight, self.bias, activation=self.activation, activation_args=self.activation_args,
+            out_dtype=self.out_dtype, precision=self.precision,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
-        numerics = {"precision": self.precision, "out_dtype": self.out_dtype}
-        chosen = (f"{name}={value}" for name, value in numerics.items() if value is not None)
+        activation = self.activation and in_words(self.activation, self.activation_args)
+        options = {"activation": activation, "precision": self.precision, "out_dtype": self.out_dtype}
+        chosen = (f"{name}={value}" for name, value in options.items() if value is not None)
         return ", ".join((super().extra_repr(), *chosen))
 
-    def _set_numerics(self, precision: str | None, out_dtype: torch.dtype | None) -> None:
+    def _set_options(
+        self,
+        activation: str | None,
+        activation_args: Mapping[str, float] | None,
+        precision: str | None,
+        out_dtype: torch.dtype | None,
+    ) -> None:
+        if activation is not None:
+            entry = spec.activation(activation)
+            if entry.gate:
+                raise ValueError(
+                    f"activation is {activation!r}, which is gated by a second weight: isogemm.nn.MLP has it"
+                )
+            spec.argument_values(entry, activation_args)
+        elif activation_args:
+            raise ValueError(f"activation_args is {dict(activation_args)} without an activation")
         require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
+        self.activation = activation
+        self.activation_args = dict(activation_args or {})
         self.precision = precision
         self.out_dtype = out_dtype
+
+
+def in_words(activation: str, arguments: Mapping[str, float]) -> str:
+    """relu, leaky_relu(negative_slope=0.2)."""
+    listed = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    return f"{activation}({listed})" if listed else activation
 
 
 def obstacle(module: torch.nn.Linear) -> str:
@@ -77,6 +117,8 @@ def obstacle(module: torch.nn.Linear) -> str:
         return "its forward was replaced on the instance (as accelerate does to place devices)"
     if module._compiled_call_impl is not None:
         return "it is compiled: swap first, then compile"
+    if isinstance(module, Linear) and module.activation is not None:
+        return f"it has an activation, {in_words(module.activation, module.activation_args)}"
     for name in ("weight", "bias"):
         if name not in module._parameters:
             return f"its {name} is made from other parameters (parametrization, weight norm, pruning): swap first"

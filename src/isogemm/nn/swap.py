@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.nn.parameter import is_lazy
 
+from isogemm.epilogues import of_module
 from isogemm.gemm.configs import DTYPES
-from isogemm.nn.linear import Linear, obstacle
+from isogemm.nn.linear import Linear, in_words, obstacle
 
 Predicate = Callable[[str, torch.nn.Module], bool]
 
@@ -32,21 +34,40 @@ class Kept(NamedTuple):
     reason: str
 
 
+class Folded(NamedTuple):
+    linear: str
+    activation: str  # the module that is now a torch.nn.Identity
+    epilogue: str  # what the Linear computes in its place
+
+
+class Unfolded(NamedTuple):
+    linear: str
+    activation: str
+    epilogue: str
+    reason: str
+
+
 @dataclass(frozen=True)
 class SwapReport:
     """What `swap` did, by the modules' names in the model; a module under two names is listed under both."""
 
     swapped: tuple[str, ...]
     kept: tuple[Kept, ...]  # linears that stay, and other modules with matrices that torch multiplies
+    folded: tuple[Folded, ...] = ()  # of the swapped
+    unfolded: tuple[Unfolded, ...] = ()  # of the swapped, those with an activation after them that stays
 
     def __str__(self) -> str:
-        groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-        for name, kind, reason in self.kept:
-            groups[kind, reason].append(name)
-        lines = [f"swapped {len(self.swapped)}, kept {len(self.kept)}"]
+        folded = f"folded {len(self.folded)}, " if self.folded else ""
+        lines = [f"swapped {len(self.swapped)}, {folded}kept {len(self.kept)}"]
         lines += [f"  swapped {words}" for words in summarize(self.swapped)]
-        for (kind, reason), names in groups.items():
-            lines += [f"  kept {words} ({kind}): {reason}" for words in summarize(names)]
+        for epilogue, words in _grouped((pair.epilogue, pair.linear) for pair in self.folded):
+            lines.append(f"  folded {epilogue} into {words}")
+        for (epilogue, reason), words in _grouped(
+            ((pair.epilogue, pair.reason), pair.linear) for pair in self.unfolded
+        ):
+            lines.append(f"  not folded {epilogue} into {words}: {reason}")
+        for (kind, reason), words in _grouped(((kind, reason), name) for name, kind, reason in self.kept):
+            lines.append(f"  kept {words} ({kind}): {reason}")
         return "\n".join(lines)
 
 
@@ -54,6 +75,7 @@ def swap(
     model: torch.nn.Module,
     only: str | Sequence[str] | Predicate | None = None,
     *,
+    fold: bool = True,
     precision: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> SwapReport:
@@ -63,10 +85,13 @@ def swap(
         model: changed in place. Parameters stay the very same objects: tied weights stay tied, optimizers valid.
         only: the linears to replace: a name or glob pattern as in model.named_modules(), several of them, or a
             predicate (name, module) -> bool; None for all.
+        fold: in a torch.nn.Sequential, let a linear compute the activation after it too, whose place a
+            torch.nn.Identity takes: names and state_dict stay. Code that calls the two by themselves, or hooks that
+            come later, see the linear's output activated.
         precision, out_dtype: of the new modules, see isogemm.linear.
 
     Returns:
-        What was swapped, what was not, and why.
+        What was swapped and folded, what was not, and why.
 
     Swap before compiling, sharding or parametrizing. Code that reads a linear's weight past its forward is not reached.
     """
@@ -74,20 +99,34 @@ def swap(
         raise ValueError("model is itself a Linear and cannot be replaced in place; use isogemm.nn.Linear.from_torch")
     places = list(_places(model))
     reasons = _reasons_to_keep(places, _selector(only, places))
-    made = {
-        module: Linear.from_torch(module, precision=precision, out_dtype=out_dtype)
-        for module in dict.fromkeys(place.module for place in places)
-        if isinstance(module, torch.nn.Linear) and module not in reasons
-    }
+    linears = dict.fromkeys(
+        module for place in places if isinstance(module := place.module, torch.nn.Linear) and module not in reasons
+    )
+    pairs = _pairs(places, linears) if fold else []
+    unfolded = _reasons_not_to_fold(places, pairs)
+    folded = [pair for pair in pairs if pair.linear.name not in unfolded]
+    activations = {pair.linear.module: pair.epilogue for pair in folded}
+    made = {}
+    for module in linears:
+        activation, arguments = activations.get(module, (None, None))
+        made[module] = Linear.from_torch(
+            module, activation=activation, activation_args=arguments, precision=precision, out_dtype=out_dtype
+        )
     for place in places:
         if place.module in made:
             setattr(place.parent, place.attribute, made[place.module])
+    for _, place, _ in folded:
+        setattr(place.parent, place.attribute, torch.nn.Identity().train(place.module.training))
     return SwapReport(
         swapped=tuple(place.name for place in places if place.module in made),
         kept=tuple(
             Kept(place.name, type(place.module).__name__, reasons[place.module])
             for place in places
             if place.module in reasons
+        ),
+        folded=tuple(Folded(*pair.in_words()) for pair in folded),
+        unfolded=tuple(
+            Unfolded(*pair.in_words(), unfolded[pair.linear.name]) for pair in pairs if pair.linear.name in unfolded
         ),
     )
 
@@ -97,6 +136,15 @@ class _Place(NamedTuple):
     parent: torch.nn.Module
     attribute: str
     module: torch.nn.Module
+
+
+class _Pair(NamedTuple):
+    linear: _Place
+    activation: _Place
+    epilogue: tuple[str, dict[str, float]]  # name, arguments
+
+    def in_words(self) -> tuple[str, str, str]:
+        return self.linear.name, self.activation.name, in_words(*self.epilogue)
 
 
 def _places(model: torch.nn.Module) -> Iterator[_Place]:
@@ -160,6 +208,62 @@ def _multiplied_by_torch(module: torch.nn.Module) -> str:
     parameters = module.named_parameters(recurse=False)
     matrices = [name for name, parameter in parameters if is_lazy(parameter) or parameter.ndim >= 2]
     return f"is no Linear: torch computes products with its {', '.join(matrices)}" if matrices else ""
+
+
+def _pairs(places: list[_Place], linears: Container[torch.nn.Module]) -> list[_Pair]:
+    """The linears that an activation follows in a Sequential."""
+    found = []
+    for first, second in pairwise(places):  # a Linear has no children: what comes next is its neighbour, or elsewhere
+        if first.module in linears and second.parent is first.parent and isinstance(first.parent, torch.nn.Sequential):
+            epilogue = of_module(second.module)
+            if epilogue is not None:
+                found.append(_Pair(first, second, epilogue))
+    return found
+
+
+def _reasons_not_to_fold(places: list[_Place], pairs: list[_Pair]) -> dict[str, str]:
+    """By the linear's name."""
+    reasons = {pair.linear.name: reason for pair in pairs if (reason := _unfoldable(pair))}
+    after = {pair.linear.name: pair.epilogue for pair in pairs if pair.linear.name not in reasons}
+    names: defaultdict[torch.nn.Module, list[str]] = defaultdict(list)
+    for place in places:
+        names[place.module].append(place.name)
+    for linear, _, epilogue in pairs:
+        others = [name for name in names[linear.module] if after.get(name) != epilogue]
+        if others and linear.name not in reasons:
+            reasons[linear.name] = f"the same Linear is {', '.join(summarize(others))}, where it cannot be folded"
+    return reasons
+
+
+def _unfoldable(pair: _Pair) -> str:
+    (_, parent, _, linear), (_, _, _, activation), _ = pair
+    if type(parent) is not torch.nn.Sequential:
+        return f"{type(parent).__name__} is a subclass of torch.nn.Sequential, which may call its modules otherwise"
+    if "forward" in parent.__dict__:
+        return "the forward of its Sequential was replaced on the instance"
+    if linear._forward_hooks or linear._backward_pre_hooks or linear._backward_hooks:
+        return "the Linear has hooks that see its output or the gradient of it"
+    if any(value for name, value in vars(activation).items() if name.endswith("_hooks")):
+        return f"the {type(activation).__name__} has hooks"
+    if "forward" in activation.__dict__:
+        return f"the forward of the {type(activation).__name__} was replaced on the instance"
+    if activation._compiled_call_impl is not None:
+        return f"the {type(activation).__name__} is compiled: swap first, then compile"
+    if activation._parameters or activation._buffers or activation._modules:
+        return f"the {type(activation).__name__} holds parameters, buffers or modules"
+    return ""
+
+
+_Key = TypeVar("_Key")
+
+
+def _grouped(items: Iterable[tuple[_Key, str]]) -> Iterator[tuple[_Key, str]]:
+    """The names under each key, summarized."""
+    groups: defaultdict[_Key, list[str]] = defaultdict(list)
+    for key, name in items:
+        groups[key].append(name)
+    for key, names in groups.items():
+        yield from ((key, words) for words in summarize(names))
 
 
 def summarize(names: Iterable[str]) -> list[str]:

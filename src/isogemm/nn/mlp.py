@@ -1,0 +1,172 @@
+"""`isogemm.nn.MLP`: two linear layers and the activation between them, plain or gated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+import torch
+
+from isogemm.core.errors import require_precision
+from isogemm.epilogues import spec
+from isogemm.gemm.api import mlp
+from isogemm.nn.linear import Linear, in_words
+
+_FORWARDS = (Linear.forward, torch.nn.Linear.forward)
+
+
+class MLP(torch.nn.Module):
+    """down(act(up(x))), or down(act(gate(x)) * up(x)) with a gated activation: two launches, trained fused.
+
+    Args:
+        in_features, hidden_features: of x, and between the layers.
+        out_features: None: in_features.
+        activation, activation_args: see isogemm.matmul_fused; gated: "swiglu", "geglu", "reglu".
+        bias: of every layer.
+        hidden_dropout_p, dropout_p: after the activation and after `down`, in training mode.
+        precision, out_dtype: see isogemm.linear.
+        device, dtype: of the parameters, which are initialised as torch.nn.Linear's.
+
+    `gate`, `up` and `down` hold the parameters; their weights, parametrized or tied, are read past their forwards. What
+    would need these to run (hooks, another module in their place) raises RuntimeError.
+    """
+
+    gate: Linear | None
+    up: Linear
+    down: Linear
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        activation: str = "gelu",
+        activation_args: Mapping[str, float] | None = None,
+        bias: bool = True,
+        hidden_dropout_p: float = 0.0,
+        dropout_p: float = 0.0,
+        precision: str | None = None,
+        out_dtype: torch.dtype | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._set_options(activation, activation_args, hidden_dropout_p, dropout_p, precision, out_dtype)
+        out_features = in_features if out_features is None else out_features
+        gated = bool(spec.activation(activation).gate)
+        self.gate = Linear(in_features, hidden_features, bias, device, dtype) if gated else None
+        self.up = Linear(in_features, hidden_features, bias, device, dtype)
+        self.down = Linear(hidden_features, out_features, bias, device, dtype)
+
+    @classmethod
+    def from_linears(
+        cls,
+        up: torch.nn.Linear,
+        down: torch.nn.Linear,
+        gate: torch.nn.Linear | None = None,
+        *,
+        activation: str,
+        activation_args: Mapping[str, float] | None = None,
+        hidden_dropout_p: float = 0.0,
+        dropout_p: float = 0.0,
+        precision: str | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Self:
+        """An MLP that shares the parameters of linears that are there, each taken by `Linear.from_torch`.
+
+        A Llama block's, for one: MLP.from_linears(up_proj, down_proj, gate_proj, activation="swiglu").
+        """
+        made = cls.__new__(cls)
+        torch.nn.Module.__init__(made)
+        made._set_options(activation, activation_args, hidden_dropout_p, dropout_p, precision, out_dtype)
+        if bool(spec.activation(activation).gate) != (gate is not None):
+            gated = ", ".join(entry.name for entry in spec.ACTIVATIONS.values() if entry.gate)
+            raise ValueError(
+                f"activation is {activation!r} {'without' if gate is None else 'with'} gate; gated ones: {gated}"
+            )
+        made.gate = None if gate is None else _shared("gate", gate)
+        made.up = _shared("up", up)
+        made.down = _shared("down", down)
+        if made.gate is not None and made.gate.weight.shape != made.up.weight.shape:
+            raise ValueError(f"gate is {made.gate}; expected the sizes of up, {made.up}")
+        if made.down.in_features != made.up.out_features:
+            raise ValueError(f"down is {made.down}; expected in_features={made.up.out_features}, as up is {made.up}")
+        made.training = up.training
+        return made
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., in_features] -> [..., out_features], to which `residual` is added in the same launch."""
+        gate, up, down = self.gate, self.up, self.down
+        for name, layer in (("gate", gate), ("up", up), ("down", down)):
+            if layer is not None and (reason := _needs_its_forward(layer)):
+                raise RuntimeError(f"{name} {reason}, and MLP reads its weight alone; use isogemm.nn.Linear layers")
+        first, second = (up, None) if gate is None else (gate, up)
+        return mlp(
+            x,
+            first.weight,
+            down.weight,
+            bias=first.bias,
+            bias_down=down.bias,
+            weight_up=None if second is None else second.weight,
+            bias_up=None if second is None else second.bias,
+            activation=self.activation,
+            activation_args=self.activation_args,
+            hidden_dropout_p=self.hidden_dropout_p if self.training else 0.0,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            residual=residual,
+            out_dtype=self.out_dtype,
+            precision=self.precision,
+        )
+
+    def extra_repr(self) -> str:
+        options = {
+            "activation": in_words(self.activation, self.activation_args),
+            "hidden_dropout_p": self.hidden_dropout_p or None,
+            "dropout_p": self.dropout_p or None,
+            "precision": self.precision,
+            "out_dtype": self.out_dtype,
+        }
+        return ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
+
+    def _set_options(
+        self,
+        activation: str,
+        activation_args: Mapping[str, float] | None,
+        hidden_dropout_p: float,
+        dropout_p: float,
+        precision: str | None,
+        out_dtype: torch.dtype | None,
+    ) -> None:
+        spec.argument_values(spec.activation(activation), activation_args)
+        for name, p in (("hidden_dropout_p", hidden_dropout_p), ("dropout_p", dropout_p)):
+            if not 0 <= p <= 1:
+                raise ValueError(f"{name} is {p}; expected a probability")
+        require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
+        self.activation = activation
+        self.activation_args = dict(activation_args or {})
+        self.hidden_dropout_p = hidden_dropout_p
+        self.dropout_p = dropout_p
+        self.precision = precision
+        self.out_dtype = out_dtype
+
+
+def _shared(name: str, module: torch.nn.Linear) -> Linear:
+    try:
+        made = Linear.from_torch(module)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
+    if reason := _needs_its_forward(made):
+        raise ValueError(f"{name} {reason}, and MLP reads its weight alone")
+    return made
+
+
+def _needs_its_forward(layer: torch.nn.Module) -> str:
+    """What of a layer's call would be lost if its weight is read past it; empty if nothing."""
+    if type(layer).forward not in _FORWARDS or "forward" in layer.__dict__:
+        return f"is a {type(layer).__name__} with a forward of its own"
+    if isinstance(layer, Linear) and layer.activation is not None:
+        return f"has an activation, {in_words(layer.activation, layer.activation_args)}"
+    if layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks:
+        return "has hooks"
+    return ""
