@@ -1,0 +1,130 @@
+"""What a call's result depends on beside its operands: read when a call is deferred, restored when it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
+
+from isogemm.core.device import matmul_precision
+
+_C: Any = torch._C
+Hooks = tuple[Any, Any] | None
+
+
+class Enclosure(NamedTuple):
+    """What a deferred result may not get out of, nor into: a block defers where this is as it was at its entry."""
+
+    hooks: Hooks  # of saved tensors, the innermost
+    backward: int  # number of the backward that is running
+    in_function: bool  # in an autograd.Function's forward
+    capturing: bool  # the current stream's work goes into a CUDA graph
+
+
+class Ambient(NamedTuple):
+    grad: bool
+    inference: bool
+    autocast: torch.dtype | None
+    dispatch_modes: int
+    enclosure: Enclosure
+    stream: tuple[int, int, int] | None  # CUDA's: id, device and kind
+    precision: str  # of float32 products on CUDA
+
+
+def read(x: torch.Tensor) -> Ambient:
+    """As it is now, for a call that computes on x's device."""
+    kind, stream, precision = "cpu", None, ""
+    if x.is_cuda:
+        kind, stream, precision = "cuda", _C._cuda_getCurrentStream(x.get_device()), matmul_precision()
+    return Ambient(
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        _C._len_torch_dispatch_stack(),
+        read_enclosure(),
+        stream,
+        precision,
+    )
+
+
+def read_enclosure() -> Enclosure:
+    return Enclosure(
+        _top_hooks(),
+        _C._current_graph_task_id(),
+        not _C._is_fwd_grad_enabled(),  # autograd turns it off there, and no_grad does not
+        _is_cuda_initialized() and _C._cuda_isCurrentStreamCapturing(),
+    )
+
+
+def obstacle(entered: Enclosure, now: Ambient) -> str:
+    """Why no call may be deferred now, whatever its operands, in a block that was entered so; else empty."""
+    if now.dispatch_modes > 0 or _C._get_tracing_state() is not None:
+        return "a dispatch mode or a tracer listens"
+    if in_transform():
+        return "it is inside forward-mode AD or a torch.func transform"
+    if now.inference:
+        return "changes of an input cannot be seen in inference mode; torch.no_grad() would do"
+    if now.enclosure == entered:
+        return ""
+    if now.enclosure.in_function != entered.in_function:
+        return "it is inside an autograd.Function, which takes its result at once"
+    if now.enclosure.backward != entered.backward:
+        return "it is computed in a backward"
+    what = "hooks of saved tensors (a checkpoint)" if now.enclosure.hooks != entered.hooks else "a CUDA graph's capture"
+    return f"{what} began inside the block; enter the block inside of it"
+
+
+def in_transform() -> bool:
+    return forward_ad._current_level >= 0 or _C._functorch.peek_interpreter_stack() is not None
+
+
+@contextmanager
+def restored(then: Ambient, now: Ambient, device: torch.device) -> Iterator[None]:
+    """Compute as if at the time of `then`."""
+    with ExitStack() as stack:
+        if now.enclosure.capturing != then.enclosure.capturing:
+            raise RuntimeError(
+                "a product was deferred on one side of a CUDA graph's capture and is read on the other; "
+                "enter and leave isogemm.autofuse() on one side"
+            )
+        if now.stream is not None and now.stream != then.stream:
+            before, current = _stream(then), _stream(now)
+            stack.callback(current.wait_stream, before)  # the reader is on this one
+            stack.enter_context(torch.cuda.stream(before))
+        if now.precision != then.precision:
+            settings: Any = torch.backends.cuda.matmul
+            stack.callback(setattr, settings, "fp32_precision", settings.fp32_precision)
+            settings.fp32_precision = then.precision
+        if now.dispatch_modes:
+            stack.enter_context(_disable_current_modes())
+        if now.inference:
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(then.grad))
+        if now.autocast != then.autocast:
+            stack.enter_context(torch.autocast(device.type, then.autocast, enabled=then.autocast is not None))
+        _set_hooks_aside(stack, then.enclosure.hooks)
+        yield
+
+
+def _stream(ambient: Ambient) -> Any:
+    assert ambient.stream is not None
+    number, index, kind = ambient.stream
+    return torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)  # type: ignore[no-untyped-call]
+
+
+def _set_hooks_aside(stack: ExitStack, outermost: Hooks) -> None:
+    """Those entered since: a checkpoint's are not to see what was called before it began."""
+    while (top := _top_hooks()) is not None and top != outermost:
+        _C._autograd._pop_saved_tensors_default_hooks()
+        stack.callback(_C._autograd._push_saved_tensors_default_hooks, *top)
+
+
+def _top_hooks() -> Hooks:
+    return cast(Hooks, _C._autograd._top_saved_tensors_default_hooks(True))
+
+
+_is_cuda_initialized: Any = torch.cuda.is_initialized

@@ -1,0 +1,683 @@
+"""Fusion under torch.compile: an Inductor pass over the graphs that Dynamo captured, before autograd sees them.
+
+A product and what follows it become one call of `isogemm.linear` or `isogemm.matmul_fused`, whose operators bring their
+own gradients; two layers in a row become one call of `mlp`. These graphs are not functional: tensors are views of each
+other and are modified in place. So a chain is fused only where nothing between its first and its last node could tell.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.node import map_arg
+
+from isogemm.epilogues import ACTIVATIONS, recognise
+from isogemm.fusion import rules
+from isogemm.fusion.report import Report
+from isogemm.fusion.rules import Arguments, Function, Product
+from isogemm.gemm import api
+
+Pass = Callable[[Graph], None]
+Passes = Pass | Sequence[Pass] | None
+
+_PASS = "pre_grad_custom_pass"
+# The pass goes before the caches are asked: their keys see what it made of the graph, and the report is whole even
+# where the compiled graph comes from a cache. torch 2.11 has no other time, and no setting.
+_TIMING = "pre_grad_pass_timing"
+_CACHEABLE = "unsafe_marked_cacheable_functions"
+
+
+class compile_fusion:
+    """Turn fusion under torch.compile on or off, at once; as a `with` block, until its end.
+
+    `report` (and what the block gives) says what was fused in the graphs compiled since and, for the candidates left,
+    why not. A function that was compiled before keeps its graph until torch.compiler.reset(). It is a setting of
+    Inductor's: newer torch keeps those by thread. A pre_grad_custom_pass of yours stays, and sees the graphs first.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self._before = {name: getattr(config, name) for name in (_PASS, _TIMING, _CACHEABLE) if hasattr(config, name)}
+        _uninstall()
+        self.report = _install().report if enabled else Report()
+
+    def __enter__(self) -> Report:
+        return self.report
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for name, value in self._before.items():
+            setattr(config, name, value)
+
+
+class FusionPass(CustomGraphPass):
+    """What `compile_fusion` gives Inductor as pre_grad_custom_pass."""
+
+    def __init__(self, before: Passes = None, timing: str = "") -> None:
+        self.before, self.timing = before, timing  # what it displaced: somebody else's passes, and their time
+        self.report = Report()
+
+    def __call__(self, graph: Graph) -> None:
+        for other in _passes(self.before):
+            other(graph)
+        fuse(graph, self.report)
+
+    def uuid(self) -> Any:
+        """Of the code that decides and the code that is traced; None where somebody else's pass has none."""
+        others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in _passes(self.before)]
+        return None if None in others else (_code_hash(), *others)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """torch 2.11 pickles the pass into its caches' keys: the report is no part of that."""
+        return FusionPass, (self.before, self.timing)
+
+
+def _install() -> FusionPass:
+    installed = FusionPass(getattr(config, _PASS), getattr(config, _TIMING, ""))
+    setattr(config, _PASS, installed)
+    if installed.timing:
+        setattr(config, _TIMING, "early")
+    setattr(config, _CACHEABLE, {**getattr(config, _CACHEABLE), **dict.fromkeys(_traced_names(), _code_hash())})
+    return installed
+
+
+def _uninstall() -> None:
+    passes = _passes(getattr(config, _PASS))
+    ours = [each for each in passes if isinstance(each, FusionPass)]
+    if not ours:
+        return
+    rest = [other for each in passes for other in (_passes(each.before) if isinstance(each, FusionPass) else (each,))]
+    setattr(config, _PASS, rest if len(rest) > 1 else next(iter(rest), None))
+    if ours[0].timing:
+        setattr(config, _TIMING, ours[0].timing)
+    marks = getattr(config, _CACHEABLE)
+    setattr(config, _CACHEABLE, {name: mark for name, mark in marks.items() if name not in _traced_names()})
+
+
+def _passes(given: Passes) -> tuple[Pass, ...]:
+    if given is None:
+        return ()
+    return (given,) if callable(given) else tuple(given)
+
+
+def _traced_names() -> tuple[str, ...]:
+    functions = (api.linear, api.matmul_fused, api.mlp)
+    return tuple(f"{function.__module__}.{function.__name__}" for function in functions)
+
+
+@cache
+def _code_hash() -> str:
+    package = Path(__file__).parent.parent
+    files = (str(path) for path in package.rglob("*.py"))
+    return get_hash_for_files(tuple(sorted(files))).hex()
+
+
+def fuse(graph: Graph, report: Report) -> None:
+    """Fuse what can be, in place."""
+    if any(map(_is_transform, graph.nodes)):
+        if any(_parse(_PRODUCTS, _call(node)) for node in graph.nodes):
+            report.add_left("all products", "the graph is of torch.func or forward-mode AD")
+        return
+    for gated in (True, False):  # a gate takes in the product it multiplies before that one goes its own way
+        for node in list(graph.nodes):
+            if not node._erased and (start := _begin(node)) is not None:
+                _fuse_from(graph, start, report, gated)
+
+
+def _fuse_from(graph: Graph, start: _Chain, report: Report, gated: bool) -> None:
+    """The longest chain from here that nothing disturbs."""
+    chains, reason = _grow(start)
+    chains = [
+        chain
+        for chain in chains
+        if chain.steps() != start.steps() and chain.nodes[-1] is not chain.view and (chain.up is not None or not gated)
+    ]
+    if gated and not chains:
+        return
+    what = start.describe()
+    if start.unfit:
+        chains, reason = [], start.unfit if chains or reason else ""
+    refusals = []
+    while chains and (refused := _fuse_chain(graph, chains.pop(), report)):
+        refusals.append(refused)
+        if gated and not chains:
+            return  # the other round takes what it can of it, and says why not more
+    if reason := next(iter(refusals), reason):
+        report.add_left(what, reason)
+
+
+def _fuse_chain(graph: Graph, chain: _Chain, report: Report) -> str:
+    what, below = chain.describe(), _layer_below(chain)
+    if below is not None and not _replace(graph, _mlp_call(chain, below)):
+        report.add_fused(what, (*chain.steps(), below.describe(), *below.steps()))
+        return ""
+    refused = _replace(graph, _fused_call(chain))
+    if not refused:
+        report.add_fused(what, chain.steps())
+    return refused
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """A product and what follows it: the nodes, and the arguments of the one call that would replace them."""
+
+    product: Product
+    arguments: Arguments
+    nodes: tuple[Node, ...]  # the value of the last one is the chain's
+    up: Product | None = None  # of a gated activation
+    view: Node | None = None  # that gives a flat product's rows their dimensions back
+    unfit: str = ""  # why the product itself is not for us
+
+    def describe(self) -> str:
+        return rules.describe(self.product.is_linear, _like(self.product.a), _like(self.product.b))
+
+    def steps(self) -> tuple[str, ...]:
+        return rules.steps(rules.final(self.arguments))
+
+
+def _begin(node: Node) -> _Chain | None:
+    parsed = _parse(_PRODUCTS, _call(node))
+    if parsed is None:
+        return None
+    a, b, result, addend = map(_like, (parsed.a, parsed.b, node, parsed.c))
+    if not (isinstance(a, _Like) and isinstance(b, _Like) and isinstance(result, _Like)):
+        return None
+    product = rules.start(parsed.a, parsed.b, parsed.is_linear, a, b, result.dtype)
+    if isinstance(product, str):
+        stand_in = Product(parsed.a, parsed.b, parsed.is_linear, result.shape, result.dtype, result.device)
+        return _Chain(stand_in, {}, (node,), unfit=product)
+    arguments = rules.with_addend(product, parsed, addend)
+    if isinstance(arguments, str):
+        return _Chain(product, {}, (node,), unfit=arguments)
+    return _Chain(product, arguments, (node,))
+
+
+def _grow(start: _Chain) -> tuple[list[_Chain], str]:
+    """Chains, each by one step longer, and why there are no more of them where another candidate follows."""
+    chains = [start]
+    while True:
+        chain = chains[-1]
+        steps = {user: step for user in chain.nodes[-1].users if (step := _followed(chain, user)) is not None}
+        step = next(iter(steps.values()), "")
+        if len(chain.nodes[-1].users) > 1:
+            step = _written_out(chain) or _read_by_others(chain.nodes[-1], steps)
+        if isinstance(step, str):
+            return chains, step
+        chains.append(step)
+
+
+def _read_by_others(value: Node, steps: Mapping[Node, _Chain | str]) -> str:
+    candidates = (_name(user) for user, step in steps.items() if isinstance(step, _Chain))
+    return next((f"the value before {name} is read {len(value.users)} times" for name in candidates), "")
+
+
+def _followed(chain: _Chain, user: Node) -> _Chain | str | None:
+    """The chain with one of its value's users taken in, or why not; None where that is no epilogue's work at all."""
+    call = _call(user)
+    if call is None:
+        return None
+    if call.function in _VIEWS:
+        return _viewed(chain, user)
+    longer = _after_factor(chain, call, user)
+    if longer is None:
+        arguments = _after_sum(chain, call)
+        arguments = _after_function(chain, call) if arguments is None else arguments
+        if not isinstance(arguments, dict):
+            return arguments
+        longer = replace(chain, arguments=arguments, nodes=(*chain.nodes, user))
+    if isinstance(longer, str):
+        return longer
+    if call.in_place and call.args[0] is not chain.nodes[-1]:
+        return "it goes into another tensor in place"
+    result, product = _like(user), chain.product
+    if not isinstance(result, _Like) or result.shape != product.shape:
+        return "the result has another shape"
+    if result.dtype != product.dtype:
+        return f"the result is {rules.name_of(result.dtype)} and the product {rules.name_of(product.dtype)}"
+    return longer
+
+
+def _after_function(chain: _Chain, call: _Call) -> Arguments | str | None:
+    """An activation, a square, dropout."""
+    if not call.args or call.args[0] is not chain.nodes[-1]:
+        return None
+    if recognised := recognise(call.function, call.args, call.kwargs):
+        return rules.activated(chain.product, chain.arguments, *recognised)
+    if call.function in rules.SQUARES and call.args[1:] in ((), (2,)) and not call.kwargs:
+        return rules.squared(chain.arguments)
+    p = _parse(_DROPOUTS, call)
+    if p is None:
+        return None
+    if config.fallback_random:
+        return "fallback_random asks for torch's own random numbers"
+    return rules.dropped(chain.arguments, p) if p else chain.arguments
+
+
+def _after_sum(chain: _Chain, call: _Call) -> Arguments | str | None:
+    parsed = _parse(rules.SUMS, call)
+    if parsed is None:
+        return None
+    value, arguments = chain.nodes[-1], chain.arguments
+    if parsed.left is parsed.right:
+        return "it is added to itself"
+    left, right = (parsed.left, parsed.left_scale), (parsed.right, parsed.right_scale)
+    (_, own), (addend, scale) = (left, right) if parsed.left is value else (right, left)
+    if own != 1:
+        scaled = rules.scaled(chain.product, arguments, own, own)
+        if isinstance(scaled, str):
+            return scaled
+        arguments = scaled
+    return rules.added(chain.product, arguments, addend, _like(addend), scale)
+
+
+def _after_factor(chain: _Chain, call: _Call, user: Node) -> _Chain | str | None:
+    parsed = _parse(rules.FACTORS, call)
+    if parsed is None:
+        return None
+    value = chain.nodes[-1]
+    if parsed.divides and parsed.right is value:
+        return "it divides"
+    factor = parsed.right if parsed.left is value else parsed.left
+    like = _like(factor)
+    if factor is value:
+        arguments = rules.squared(chain.arguments)
+    elif isinstance(like, _Like) and like.shape == chain.product.shape and not parsed.divides:
+        return _gated(chain, factor, user)
+    else:
+        arguments = rules.scaled(chain.product, chain.arguments, factor, like, divides=parsed.divides)
+    return arguments if isinstance(arguments, str) else replace(chain, arguments=arguments, nodes=(*chain.nodes, user))
+
+
+def _gated(gate: _Chain, factor: Node, user: Node) -> _Chain | str:
+    """act(x @ gate) * (x @ up): both products and the sum of the up one's bias have no other readers."""
+    up = _begin(factor)
+    for operand in factor.all_input_nodes if up is None else ():
+        start = _begin(operand) if len(operand.users) == 1 else None
+        longer = None if start is None else _followed(start, factor)
+        up = longer if isinstance(longer, _Chain) else up
+    if up is None or up.unfit or len(factor.users) > 1:
+        return "it is multiplied by a tensor of its own shape"
+    arguments = rules.gated(gate.product, gate.arguments, up.product, up.arguments)
+    if isinstance(arguments, str):
+        return arguments
+    return replace(gate, arguments=arguments, nodes=(*gate.nodes, *up.nodes, user), up=up.product)
+
+
+def _viewed(chain: _Chain, user: Node) -> _Chain | None:
+    """The rows of a flat product [B T, N] as [B, T, N]: what follows works on either."""
+    like, product = _like(user), chain.product
+    if chain.view is not None or len(product.shape) != 2 or not isinstance(like, _Like):
+        return None
+    if like.dtype != product.dtype or len(like.shape) < 3 or like.shape[-1] != product.shape[-1]:
+        return None
+    shaped = Product(product.a, product.b, product.is_linear, like.shape, product.dtype, product.device)
+    return replace(chain, product=shaped, nodes=(*chain.nodes, user), view=user)
+
+
+_LONGEST = 32  # nodes from a value to the end of an activation written out
+_TOLERANCE = 1e-8  # of its constants
+
+
+def _written_out(chain: _Chain) -> _Chain | None:
+    """An activation as a formula: the nodes computed from the value and numbers alone, up to the one others read.
+
+    Only analytic functions are taken, so to agree on an interval is to agree.
+    """
+    value = node = chain.nodes[-1]
+    inside = {value}
+    for _ in range(_LONGEST):
+        node = node.next
+        if node.op == "output":
+            return None
+        call = _call(node)
+        if call is None or not node.all_input_nodes or not inside.issuperset(node.all_input_nodes):
+            continue
+        if call.in_place or call.function not in _ANALYTIC:
+            return None
+        inside.add(node)
+        if all(inside.issuperset(each.users) for each in inside if each is not node):
+            return _recognised_formula(chain, [each for each in sorted(inside) if each is not value])
+    return None
+
+
+def _recognised_formula(chain: _Chain, nodes: Sequence[Node]) -> _Chain | None:
+    with unset_fake_temporarily():
+        sample = torch.linspace(-6, 6, 97, dtype=torch.float64, device="cpu")
+        values: dict[Node, Any] = {chain.nodes[-1]: sample}
+        for node in nodes:
+            call = cast(_Call, _call(node))
+            args, kwargs = map_arg((call.args, call.kwargs), values.__getitem__)
+            values[node] = call.function(*args, **kwargs)
+        name = next((name for name in _FORMULAS if _agree(ACTIVATIONS[name].torch(sample), values[nodes[-1]])), None)
+    if name is None or _like(nodes[-1]) != _like(chain.nodes[-1]):
+        return None
+    arguments = rules.activated(chain.product, chain.arguments, name, {})
+    return None if isinstance(arguments, str) else replace(chain, arguments=arguments, nodes=(*chain.nodes, *nodes))
+
+
+def _agree(a: torch.Tensor, b: Any) -> bool:
+    return isinstance(b, torch.Tensor) and torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+_FORMULAS = ("gelu", "gelu_tanh", "quick_gelu", "silu")
+_ANALYTIC = {*rules.SUMS, *rules.FACTORS, *rules.SQUARES}
+_ANALYTIC |= {function for name in ("tanh", "sigmoid") for function in ACTIVATIONS[name].functions}
+_ANALYTIC |= {torch.erf, torch.Tensor.erf, torch.special.erf, torch.exp, torch.Tensor.exp}
+
+_VIEWS = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape}
+
+_HIDDEN = frozenset({"bias", "activation", "activation_args", "dropout_p", "weight_up", "bias_up"})
+_OUTPUT = frozenset({"bias", "dropout_p", "residual"})
+
+
+def _layer_below(chain: _Chain) -> _Chain | None:
+    """The layer whose only input is this one, where `mlp` computes both."""
+    if "activation" not in chain.arguments or chain.arguments.keys() - _HIDDEN:
+        return None
+    hidden = chain.nodes[-1]
+    between: tuple[Node, ...] = ()
+    if chain.view is not None:  # it is undone for the next product
+        flat = _only_user(hidden)
+        call = None if flat is None else _call(flat)
+        if flat is None or call is None or call.function not in _VIEWS or _like(flat) != _like(chain.view.args[0]):
+            return None
+        hidden, between = flat, (flat,)
+    user = _only_user(hidden)
+    below = None if user is None else _begin(user)
+    if below is None or below.unfit or below.product.a is not hidden or below.product.b is hidden:
+        return None
+    below = _grow(below)[0][-1]
+    if rules.final(below.arguments).keys() - _OUTPUT or below.nodes[-1] is below.view:
+        return None
+    return replace(below, nodes=(*between, *below.nodes))
+
+
+def _only_user(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+class _View(NamedTuple):
+    """An operand as the fused function takes it."""
+
+    of: Node
+    method: str
+    args: tuple[Any, ...] = ()
+
+
+class _FusedCall(NamedTuple):
+    function: Function
+    args: tuple[Any, ...]
+    kwargs: Arguments
+    nodes: tuple[Node, ...]  # that it replaces
+    view: Node | None  # to repeat on the result
+    autocast: torch.dtype | None  # what autocast makes of the operands, where it does
+
+
+def _fused_call(chain: _Chain) -> _FusedCall:
+    product, arguments = chain.product, _operands(chain)
+    function: Function = api.matmul_fused
+    b = _View(product.b, "t") if product.is_linear else product.b
+    if chain.up is not None:
+        arguments["weight_up"] = _weight(chain.up)
+    if chain.up is not None or (product.is_linear and "bias_dim" not in arguments):
+        function, b = api.linear, _weight(product)
+    return _FusedCall(function, (product.a, b), arguments, chain.nodes, chain.view, _autocast(product))
+
+
+def _mlp_call(chain: _Chain, below: _Chain) -> _FusedCall:
+    arguments, output = _operands(chain), _operands(below)
+    if chain.up is not None:
+        arguments["weight_up"] = _weight(chain.up)
+    if "dropout_p" in arguments:
+        arguments["hidden_dropout_p"] = arguments.pop("dropout_p")
+    if "bias" in output:
+        output["bias_down"] = output.pop("bias")
+    args = (chain.product.a, _weight(chain.product), _weight(below.product))
+    nodes = (*chain.nodes, *below.nodes)
+    return _FusedCall(api.mlp, args, arguments | output, nodes, below.view, _autocast(chain.product))
+
+
+def _weight(product: Product) -> Any:
+    return product.b if product.is_linear else _View(product.b, "t")
+
+
+def _operands(chain: _Chain) -> Arguments:
+    """[..., M, 1] as [..., M], [1, ..., N] as [N], and what a view's result was added to as flat as the product."""
+    arguments = dict(rules.final(chain.arguments))
+    columns = {"row_scale"} | ({"bias"} if "bias_dim" in arguments else set())
+    for name in ("row_scale", "col_scale", "bias", "bias_up", "c", "residual"):
+        if name not in arguments:
+            continue
+        operand, ndim = arguments[name], len(_like(arguments[name]).shape)
+        if name in columns:
+            arguments[name] = _View(operand, "squeeze", (-1,)) if chain.view is None else _View(operand, "flatten")
+        elif name in ("c", "residual"):
+            arguments[name] = _View(operand, "flatten", (0, -2)) if chain.view is not None and ndim > 2 else operand
+        else:
+            arguments[name] = _View(operand, "flatten") if ndim > 1 else operand
+    return arguments
+
+
+def _autocast(product: Product) -> torch.dtype | None:
+    return None if _like(product.a).dtype == product.dtype else product.dtype
+
+
+def _replace(graph: Graph, call: _FusedCall) -> str:
+    """Put the call in its nodes' place; or the reason why not, and the graph is as it was."""
+    nodes = sorted(call.nodes)
+    if reason := _disturbance(nodes):
+        return reason
+    last = nodes[-1]
+    like: FakeTensor = last.meta["example_value"]
+    autocast = torch.autocast(like.device.type, call.autocast, enabled=call.autocast is not None)
+    try:
+        with like.fake_mode, torch.no_grad(), autocast:
+            value = call.function(*map(_value, call.args), **{name: _value(arg) for name, arg in call.kwargs.items()})
+            shaped = value if call.view is None else value.view(like.shape)
+    except (TypeError, ValueError, GuardOnDataDependentSymNode) as error:
+        return str(error)
+    if _like_value(shaped) != _like(last):
+        return f"isogemm gives {_like_value(shaped)} and torch {_like(last)}"
+    with graph.inserting_before(last):
+        args = tuple(_placed(graph, arg) for arg in call.args)
+        kwargs = {name: _placed(graph, arg) for name, arg in call.kwargs.items()}
+        result = graph.call_function(call.function, args, kwargs)
+        result.meta = {**last.meta, "example_value": value}
+        if call.view is not None:
+            again = (result, *call.view.args[1:])
+            result = graph.create_node(call.view.op, call.view.target, again, call.view.kwargs)
+            result.meta = {**call.view.meta, "example_value": shaped}
+    last.replace_all_uses_with(result)
+    for node in reversed(nodes):
+        graph.erase_node(node)
+    return ""
+
+
+def _value(argument: Any) -> Any:
+    if isinstance(argument, _View):
+        return getattr(_value(argument.of), argument.method)(*argument.args)
+    return argument.meta["example_value"] if isinstance(argument, Node) else argument
+
+
+def _placed(graph: Graph, argument: Any) -> Any:
+    if not isinstance(argument, _View):
+        return argument
+    node = graph.call_method(argument.method, (argument.of, *argument.args))
+    with argument.of.meta["example_value"].fake_mode, torch.no_grad():
+        node.meta["example_value"] = _value(argument)
+    return node
+
+
+# What the graph says.
+
+
+class _Like(NamedTuple):
+    """A value's look. Sizes are numbers or expressions, whose comparison adds no guard to the graph."""
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _like(operand: Any) -> Any:
+    """Of a node: its look, None where it is no plain tensor; anything else stands for itself."""
+    return _like_value(operand.meta.get("example_value")) if isinstance(operand, Node) else operand
+
+
+def _like_value(value: Any) -> _Like | None:
+    if not isinstance(value, FakeTensor) or value.layout is not torch.strided or value.is_nested:
+        return None
+    sizes = (size.node.expr if isinstance(size, torch.SymInt) else size for size in value.shape)
+    return _Like(tuple(sizes), value.dtype, value.device)
+
+
+class _Call(NamedTuple):
+    """A call of a function or method; out of place, if only what it writes to is the chain's own value."""
+
+    function: Function
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    in_place: bool
+
+
+def _call(node: Node) -> _Call | None:
+    if node.op == "call_method":
+        function = getattr(torch.Tensor, str(node.target), None)
+    else:
+        function = node.target if node.op == "call_function" else None
+    if function is None:
+        return None
+    if function in rules.OUT_OF_PLACE:
+        return _Call(rules.OUT_OF_PLACE[function], node.args, dict(node.kwargs), True)
+    bound = _bound_in_place(function, node)
+    if bound is not None:
+        bound.arguments["inplace"] = False
+        return _Call(function, bound.args, bound.kwargs, True)
+    return _Call(function, node.args, dict(node.kwargs), False)
+
+
+def _bound_in_place(function: Function, node: Node) -> inspect.BoundArguments | None:
+    """The arguments of a call with inplace=True."""
+    signature = _signature(function)
+    if signature is None:
+        return None
+    bound = signature.bind(*node.args, **node.kwargs)
+    return bound if bound.arguments.get("inplace") else None
+
+
+@cache
+def _signature(function: Function) -> inspect.Signature | None:
+    """Of torch.nn.functional's functions with an inplace argument."""
+    if getattr(function, "__module__", "") != F.__name__ or inspect.isbuiltin(function):
+        return None
+    signature = inspect.signature(function)
+    return signature if "inplace" in signature.parameters else None
+
+
+def _parse(table: Mapping[Function, Function], call: _Call | None) -> Any:
+    """The call in the table's normal form; None where it has none."""
+    parser = None if call is None else table.get(call.function)
+    if call is None or parser is None:
+        return None
+    try:
+        return parser(*call.args, **call.kwargs)
+    except TypeError:
+        return None
+
+
+def _plain(call: rules.ProductCall, settings: Sequence[Any]) -> rules.ProductCall | None:
+    """A product of isogemm's own, where it has no main_grad, out_dtype or precision."""
+    return call if all(setting is None for setting in settings) else None
+
+
+_PRODUCTS: dict[Function, Function] = {
+    **rules.PRODUCTS,
+    torch.ops.isogemm.linear: lambda x, w, bias, *rest: _plain(rules.ProductCall(x, w, True, bias), rest),
+    torch.ops.isogemm.matmul: lambda a, b, *rest: _plain(rules.ProductCall(a, b, False), rest),
+}
+
+
+def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> float:
+    return float(p) if training else 0.0
+
+
+_DROPOUTS: dict[Function, Function] = {
+    F.dropout: _dropout,
+    torch.dropout: lambda input, p, train: _dropout(input, p, train),
+}
+
+_MODE = re.compile(r"(^|_)(set|enter|exit|seed)(_|$)")  # autocast, grad mode and their kin
+
+# Functions that write to what they are given without saying so by an underscore.
+_WRITERS = {F.batch_norm, F.instance_norm, F.embedding, F.embedding_bag, operator.setitem, operator.delitem}
+_WRITERS |= {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod}
+_WRITERS |= {operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor}
+_WRITERS |= {operator.ilshift, operator.irshift, operator.iconcat}
+
+
+def _disturbance(nodes: Sequence[Node]) -> str:
+    """What stands between the first and the last of the nodes and may not be reordered with them; "" for nothing."""
+    members = set(nodes)
+    memory = {_memory(operand) for node in nodes for operand in node.all_input_nodes if operand not in members}
+    node = nodes[0]
+    while (node := node.next) is not nodes[-1]:
+        if node in members:
+            continue
+        if node.op == "call_function" and _MODE.search(_name(node)):
+            return f"{_name(node)} stands between the product and what follows it"
+        if _writes(node) and not memory.isdisjoint(map(_memory, node.all_input_nodes)):
+            return f"{_name(node)} may modify an operand between the product and what follows it"
+    return ""
+
+
+def _memory(node: Node) -> int | None:
+    """The storage of a node's value, the same for its views; None for what has none, or an unknown one."""
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, FakeTensor) else None
+
+
+def _writes(node: Node) -> bool:
+    """Whether a node may write to what it is given."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    target = node.target
+    if node.op == "call_module" or isinstance(target, HigherOrderOperator):
+        return True
+    if isinstance(target, OpOverload):
+        return target._schema.is_mutable
+    if isinstance(target, OpOverloadPacket):
+        return any(schema.is_mutable for schema in target._schemas.values())
+    name = _name(node)
+    return (
+        (name.endswith("_") and not name.endswith("__"))
+        or target in _WRITERS
+        or re.fullmatch("__i[a-z]+__|__setitem__", name) is not None
+        or node.kwargs.get("out") is not None
+        or (node.op == "call_function" and _bound_in_place(cast(Function, target), node) is not None)
+    )
+
+
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def _is_transform(node: Node) -> bool:
+    """Of torch.func or forward-mode AD, for which isogemm's operators have no rules."""
+    module = getattr(node.target, "__module__", None) or ""
+    return "_functorch" in module or "forward_ad" in module or "dual_level" in _name(node)

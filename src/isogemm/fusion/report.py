@@ -1,0 +1,58 @@
+"""What automatic fusion did: the products it fused, and for the others why not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Fused(NamedTuple):
+    """One launch for a product and what follows it."""
+
+    product: str  # linear [8, 64] x [256, 64] bfloat16
+    steps: tuple[str, ...]  # bias, gelu, residual
+
+    def __str__(self) -> str:
+        return f"{self.product} + {' + '.join(self.steps)}"
+
+
+class Left(NamedTuple):
+    """A product that was a candidate and was left to torch."""
+
+    product: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.product}: {self.reason}"
+
+
+class Report:
+    """What was fused and what was left, each with how often, in the order it first happened."""
+
+    def __init__(self) -> None:
+        self.fused: Counter[Fused] = Counter()
+        self.left: Counter[Left] = Counter()
+        self.repeated: Counter[Left] = Counter()  # computed in a fused launch and once more: something else read them
+
+    def add_fused(self, product: str, steps: Sequence[str]) -> None:
+        self.fused[Fused(product, tuple(steps))] += 1
+
+    def add_left(self, product: str, reason: str) -> None:
+        self.left[Left(product, reason)] += 1
+
+    def add_repeated(self, product: str, reason: str) -> None:
+        self.repeated[Left(product, reason)] += 1
+
+    def __str__(self) -> str:
+        kinds: tuple[tuple[str, Counter[Fused] | Counter[Left]], ...] = (
+            ("fused", self.fused),
+            ("left", self.left),
+            ("computed twice", self.repeated),
+        )
+        lines = [", ".join(f"{verb} {entries.total()}" for verb, entries in kinds if verb == "fused" or entries)]
+        for verb, entries in kinds:
+            lines += [f"  {verb} {e}" + (f" (x {count})" if count > 1 else "") for e, count in entries.items()]
+        return "\n".join(lines)
+
+    __repr__ = __str__
