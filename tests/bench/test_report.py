@@ -4,12 +4,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from isogemm.bench import report
+from isogemm.bench import ceilings, report, tables
 from isogemm.bench.extras import need
 from isogemm.bench.store import Row
 from isogemm.bench.views import FamilyView
@@ -69,6 +70,19 @@ def test_peers_stand_beside_isogemm(make_row: Callable[..., Row]) -> None:
     cells = [cell.strip() for cell in Page(report.render(rows, [VIEW])).cells]
     for text in ("fixed tile (min)", "0.25x (0.12x)", "fixed tile us", "16.0", "64.0"):
         assert text in cells
+
+
+def test_against_rivals_the_report_says_what_the_tables_say(make_row: Callable[..., Row]) -> None:
+    rows = [make_row(256, peer=0.5), make_row(1024, peer=0.125)]  # torch takes twice isogemm's time
+    for row, ours in zip(rows, ("70", "50"), strict=True):
+        row.info.update({"isogemm peak MiB": ours, "torch peak MiB": "100"})
+    view = replace(VIEW, against=True)
+    cells = [cell.strip() for cell in Page(report.render(rows, [view])).cells]
+    line = tables.headline(rows, view, ceilings.Ceilings(None, {}))
+    for text in ("8.00x (4.00x)", "0.70x"):
+        assert text in cells
+        assert f"| {text} |" in line
+    assert {"over fixed tile (min)", "peak memory"} <= set(cells)
 
 
 def test_the_report_loads_nothing(rows: list[Row]) -> None:

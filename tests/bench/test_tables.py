@@ -167,3 +167,57 @@ def test_a_column_other_than_the_batch(make_row: Callable[..., Row], ceiling_row
     made = tables.tables([*ceiling_rows, *rows], [view])
     assert "| n x k | m 2 | m 10 |\n| :-- | --: | --: |\n| 64x32 | 2.00x | 2.00x |" in made["tiny-speedup"]
     assert " at m 10 | 1.36x at m 2 |" in made["tiny-headline"]
+
+
+@pytest.fixture
+def fused_rows(make_row: Callable[..., Row]) -> list[Row]:
+    """Two epilogues, an mlp with its memory, and what deferring costs."""
+
+    def row(op: str, m: int, info: dict[str, str], cpu: dict[str, list[float]] | None = None, **us: float) -> Row:
+        named = {name.replace("_", " "): [each] for name, each in us.items()}
+        params = {"m": m, "n": 64, "k": 32, "dtype": "bfloat16"}
+        made = replace(make_row(), family="fused", op=op, params=params, info=info, times_us=named)
+        return replace(made, cpu_us=cpu or {})
+
+    fused_call = {"torch call": "_addmm_activation"}
+    host = {"isogemm": [60.0], "torch": [45.0], "fused calls": [30.0]}
+    return [
+        row("bias relu", 512, fused_call, isogemm=10.0, torch=10.0, eager=20.0, plain=9.5),
+        row("bias relu", 1, fused_call, isogemm=10.0, torch=40.0, eager=5.0),
+        row("mlp gelu", 512, {"isogemm peak MiB": "300", "torch peak MiB": "400"}, isogemm=10.0, torch=12.0),
+        row("autofuse", 1, {"torch call": "relu", "deferred": "6"}, host, isogemm=4.0, torch=8.0, fused_calls=4.0),
+    ]
+
+
+FUSED = FamilyView("fused", "Fused epilogues", ("m", "n", "k"), column="m", against=True)
+
+
+def test_rivals_are_what_isogemm_is_measured_against(fused_rows: list[Row]) -> None:
+    made = tables.tables(fused_rows, [FUSED])
+    assert made["fused-headline"].endswith(
+        "|  | torch's call | points | geomean | min | max | over eager, geomean (min) | over plain, geomean (min) "
+        "| over fused calls, geomean (min) | peak memory | CPU time per call |\n"
+        "| :-- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |\n"
+        "| bias relu, bf16 | _addmm_activation | 2 | 2.00x | 1.00x | 4.00x | 1.00x (0.50x) | 0.95x (0.95x) |  |  |  |\n"
+        "| mlp gelu, bf16 |  | 1 | 1.20x | 1.20x | 1.20x |  |  |  | 0.75x |  |\n"
+        "| autofuse, bf16 | relu | 1 | 2.00x | 2.00x | 2.00x |  |  | 1.00x (1.00x) |  | 1.33x at m 1 |\n"
+    )
+    assert (
+        "**bias relu, bf16**\n\n"
+        "| m x n x k | over torch | over eager | over plain |\n"
+        "| :-- | --: | --: | --: |\n"
+        "| 512x64x32 | 1.00x | 2.00x | 0.95x |\n"
+        "| 1x64x32 | 4.00x | 0.50x |  |\n"
+    ) in made["fused-speedup"]
+    assert not {"fused-eager", "fused-plain"} & made.keys()
+
+
+def test_what_deferring_costs(fused_rows: list[Row]) -> None:
+    assert tables.tables(fused_rows, [FUSED])["fused-deferred"].endswith(
+        "| relu, bf16 | 60.0 us | 45.0 us | 30.0 us | 2.5 us | 5.0 us |\n"
+    )
+    on_a_cpu = [replace(row, cpu_us={}) for row in fused_rows]  # where a call ends when its work does
+    assert tables.tables(on_a_cpu, [FUSED])["fused-deferred"].endswith(
+        "| relu, bf16 | 4.0 us | 8.0 us | 4.0 us | -0.7 us | 0.0 us |\n"
+    )
+    assert "fused-deferred" not in tables.tables(fused_rows[:3], [FUSED])

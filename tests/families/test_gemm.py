@@ -7,7 +7,7 @@ import torch
 
 from isogemm.bench import runner, store, timer
 from isogemm.core import device as devices
-from isogemm.families import gemm, gemm_checks
+from isogemm.families import gemm, gemm_checks, trials
 from isogemm.gemm import op
 from isogemm.testing import compare_bits
 
@@ -65,9 +65,9 @@ def test_checks_pass_on_the_cpu(check):
 
 
 def test_default_trials_meet_every_number_with_every_kind_of_data():
-    trials = [gemm_checks._Setting(seed, CPU) for seed in range(20)]
-    assert len({(trial.dtype, trial.precision, trial.kind) for trial in trials}) == 20
-    assert set(gemm_checks._CPU.edges) <= {m for trial in trials[:4] for m in trial.batch_sizes()}
+    settings = [gemm_checks._Setting(seed, CPU) for seed in range(20)]
+    assert len({(trial.dtype, trial.precision, trial.kind) for trial in settings}) == 20
+    assert set(trials.CPU.edges) <= {m for trial in settings[:4] for m in trial.batch_sizes()}
 
 
 def test_a_trial_is_its_seed():

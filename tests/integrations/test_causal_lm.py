@@ -88,6 +88,27 @@ def test_nothing_varies_where_nothing_does():
     assert report.bypassed == ()
 
 
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_an_mlp_is_one_covered_part(activation):
+    model = _Toy()
+    for layer in model.layers:
+        layer.second = nn.MLP(8, 24, activation=activation)
+    model.spare = nn.MLP(8, 24)
+    report = _report(model)
+    assert report.varying == ()
+    mlps = {f"layers.{index}.second" for index in range(3)}
+    assert {part.module for part in report.covered} == {"head", *mlps}
+    assert {part.module for part in report.parts if ".second" in part.module} == mlps
+    assert all(part.total for part in report.covered)
+    assert report.bypassed == ("spare",)
+
+
+def test_finds_what_enters_an_mlp():
+    model = _Toy()
+    model.layers[1].second, model.layers[1].before = nn.MLP(8, 24), _Plus(0).forward
+    assert _varying(_report(model)) == {("batch", "ops before", "layers.1.second")}
+
+
 AXES = pytest.mark.parametrize(("axis", "ways"), [(0, {"batch"}), (1, {"padded", "chunked"})])
 
 

@@ -146,14 +146,15 @@ def _headline(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) 
                 Cell(str(speed.points), speed.points),
                 *map(_speedup, (speed.geomean, speed.least, speed.most)),
                 Cell(str(speed.behind), speed.behind),
-                *(_peer(summary.speedups(group, peer)) for peer in peers),
+                *(_peer(tables.peer_speedups(group, peer, view)) for peer in peers),
                 Cell("") if reached is None else Cell(tables.bandwidth_text(reached, view), reached.median),
+                Cell(tables.memory_text(group)),
                 Cell("") if cpu is None else Cell(tables.host_text(cpu, view), cpu.geomean),
             ]
         )
     names = ["", "points", "geomean", "min", "max", "below 1x"]
-    names += [f"{peer} (min)" for peer in peers]
-    return _without_empty(Table([*names, "of copy bandwidth", "CPU time per call"], lines))
+    names += [f"{view.peer_label(peer)} (min)" for peer in peers]
+    return _without_empty(Table([*names, "of copy bandwidth", "peak memory", "CPU time per call"], lines))
 
 
 def _peer(speed: summary.Speedups | None) -> Cell:

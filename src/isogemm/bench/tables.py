@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from isogemm.bench import ceilings, summary
 from isogemm.bench.store import Row, newest
-from isogemm.bench.views import FamilyView, view_of
+from isogemm.bench.views import FamilyView, number_type, view_of
 
 _MARKED = re.compile(r"(<!-- figures:(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- /figures -->)", re.DOTALL)
 _ANY_MARKER = re.compile(r"<!-- /?figures\b.*?-->")
@@ -19,7 +21,8 @@ _ANY_MARKER = re.compile(r"<!-- /?figures\b.*?-->")
 
 def tables(rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> dict[str, str]:
     """By name, for every family: `FAMILY-headline`, `-speedup`, `-bandwidth`, `-errors`, and `-PEER` (such as
-    `gemm-fixed-tile`) for each variant beside isogemm and torch. And `ceilings`.
+    `gemm-fixed-tile`) for each variant beside isogemm and torch, unless `-speedup` has them; `-deferred` where it was
+    measured. And `ceilings`.
     """
     latest, views = newest(rows), tuple(views)
     made: dict[str, str] = {}
@@ -29,11 +32,14 @@ def tables(rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> dict[str, s
             limits, source = ceilings.read(latest, gpu), _source(part)
             parts = {
                 "headline": headline(part, view, limits),
-                "speedup": speedup(part, view),
+                "speedup": against(part, view) if view.against else speedup(part, view),
                 "bandwidth": bandwidth(part, view, limits),
                 "errors": errors(part, view),
-                **{peer.replace(" ", "-"): speedup(part, view, peer) for peer in summary.peers(part)},
             }
+            if not view.against:
+                parts |= {peer.replace(" ", "-"): speedup(part, view, peer) for peer in summary.peers(part)}
+            if cost := deferred(part):
+                parts["deferred"] = cost
             for name, text in parts.items():
                 before = made.get(f"{family}-{name}")
                 made[f"{family}-{name}"] = ("" if before is None else f"{before}\n") + f"{source}\n\n{text}"
@@ -44,11 +50,11 @@ def tables(rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> dict[str, s
 
 
 def headline(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> str:
-    """One line per group: speed-up over torch, the peers', bandwidth at the largest column, CPU time per call."""
+    """One line per group: speed-up over torch, the peers', bandwidth at the largest column, memory, CPU time."""
     peers = summary.peers(rows)
-    head = ["", "points", "geomean", "min", "max"]
-    head += [f"{peer}, geomean (min)" for peer in peers]
-    head += ["of copy bandwidth, median (range)", "CPU time per call"]
+    head = ["", "torch's call", "points", "geomean", "min", "max"]
+    head += [f"{view.peer_label(peer)}, geomean (min)" for peer in peers]
+    head += ["of copy bandwidth, median (range)", "peak memory", "CPU time per call"]
     body = []
     for label, group in summary.by_group(rows, view).items():
         speed = summary.speedups(group)
@@ -58,10 +64,12 @@ def headline(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -
         body.append(
             [
                 label,
+                " or ".join(dict.fromkeys(row.info.get("torch call", "") for row in group)),
                 str(speed.points),
                 *(f"{ratio:.2f}x" for ratio in (speed.geomean, speed.least, speed.most)),
-                *(peer_text(summary.speedups(group, peer)) for peer in peers),
+                *(peer_text(peer_speedups(group, peer, view)) for peer in peers),
                 "" if reached is None else bandwidth_text(reached, view),
+                memory_text(group),
                 "" if cpu is None else host_text(cpu, view),
             ]
         )
@@ -84,6 +92,53 @@ def speedup(rows: Sequence[Row], view: FamilyView, variant: str = "isogemm") -> 
         ]
         parts.append(f"**{label}**\n\n{markdown(head, body)}")
     return "\n".join(parts)
+
+
+def against(rows: Sequence[Row], view: FamilyView) -> str:
+    """One table per group: a line per shape, a column per rival, isogemm's speed-up over it in the cells."""
+    parts = []
+    for label, group in summary.by_group(rows, view).items():
+        rivals = [name for name in ("torch", *summary.peers(group)) if any(name in row.times_us for row in group)]
+        body = []
+        for row in group:
+            ratios = (_in_torchs_place(row, rival).speedup for rival in rivals)
+            cells = ("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)
+            body.append([view.shape_label(row.params), *cells])
+        parts.append(f"**{label}**\n\n{markdown([' x '.join(view.shape), *map(view.peer_label, rivals)], body)}")
+    return "\n".join(parts)
+
+
+def peer_speedups(rows: Iterable[Row], peer: str, view: FamilyView) -> summary.Speedups | None:
+    """isogemm's over the peer, or the peer's over torch, as the view has it."""
+    if view.against:
+        return summary.speedups(_in_torchs_place(row, peer) for row in rows)
+    return summary.speedups(rows, peer)
+
+
+def _in_torchs_place(row: Row, rival: str) -> Row:
+    """The row as if `rival` were torch; without torch where it has none."""
+    times = {name: each for name, each in row.times_us.items() if name != "torch"}
+    if rival in row.times_us:
+        times["torch"] = row.times_us[rival]
+    return replace(row, times_us=times)
+
+
+def deferred(rows: Iterable[Row]) -> str:
+    """What deferring costs: the CPU time of each variant, and how much more a deferred operation takes."""
+    body = []
+    names = ("isogemm", "torch", "fused calls")
+    for row in rows:
+        if "deferred" not in row.info:
+            continue
+        cpu_us = [median((row.cpu_us or row.times_us)[name]) for name in names]
+        extra = ((cpu_us[0] - other) / int(row.info["deferred"]) for other in cpu_us[1:])
+        label = f"{row.info['torch call']}, {number_type(row.params)}"
+        body.append([label, *(f"{us:.1f} us" for us in cpu_us), *(f"{us:.1f} us" for us in extra)])
+    if not body:
+        return ""
+    head = ["CPU time", "autofuse", "plain code", "fused calls"]
+    head += [f"more per deferred operation than {other}" for other in head[2:]]
+    return markdown(head, body)
 
 
 def bandwidth(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> str:
@@ -120,6 +175,13 @@ def bandwidth_text(reached: summary.Bandwidth, view: FamilyView) -> str:
     where = "" if reached.column == "" else f" at {view.column} {reached.column}"
     span = "" if reached.least == reached.most else f" ({reached.least:.0%} to {reached.most:.0%})"
     return f"{reached.median:.0%}{span}{where}"
+
+
+def memory_text(rows: Iterable[Row]) -> str:
+    """isogemm's peak memory over torch's, where both were measured; the largest of the rows."""
+    names = "isogemm peak MiB", "torch peak MiB"
+    measured = [[float(row.info[name]) for name in names] for row in rows if all(name in row.info for name in names)]
+    return f"{max(ours / torchs for ours, torchs in measured):.2f}x" if measured else ""
 
 
 def host_text(cost: summary.HostCost, view: FamilyView) -> str:

@@ -22,12 +22,16 @@ _SHORT_DTYPES = {
 
 @dataclass(frozen=True)
 class FamilyView:
-    """`shape` parameters label a table's lines, `column` its columns; the others each choose a table."""
+    """`shape` parameters label a table's lines, `column` its columns; the others each choose a table.
+
+    With `against` every other variant is a rival: a table's columns are isogemm's speed-up over each.
+    """
 
     family: str
     title: str
     shape: tuple[str, ...]
     column: str = "batch"
+    against: bool = False
 
     def shape_label(self, params: Params) -> str:
         """Such as 12x12x64."""
@@ -42,6 +46,10 @@ class FamilyView:
         placed = {*self.shape, self.column, "dtype", "precision"}
         others = (v if isinstance(v, str) else f"{n}={v}" for n, v in params.items() if n not in placed)
         return ", ".join(part for part in (op, number_type(params), *others) if part)
+
+    def peer_label(self, peer: str) -> str:
+        """Of what a table says of a peer: isogemm's speed-up over it, or its own over torch."""
+        return f"over {peer}" if self.against else peer
 
 
 def number_type(params: Params) -> str:

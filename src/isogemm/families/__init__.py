@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 
 from isogemm.families.base import DemoResult, Family, Usability
+from isogemm.families.fused import FAMILY as FUSED
 from isogemm.families.gemm import FAMILY as GEMM
 from isogemm.families.tiny import FAMILY as TINY
 
-FAMILIES: tuple[Family, ...] = (GEMM, TINY)
+FAMILIES: tuple[Family, ...] = (GEMM, FUSED, TINY)
 
 __all__ = ["FAMILIES", "DemoResult", "Family", "Usability", "get"]
 

@@ -18,6 +18,7 @@ from isogemm.core.dispatch import dispatch_log
 from isogemm.families.ahead import run_ahead
 from isogemm.families.base import DemoResult, Family, Usability
 from isogemm.families.gemm_checks import CHECKS, ahead_of_checks, assert_accurate
+from isogemm.families.trials import sampled
 from isogemm.gemm import configs, op
 from isogemm.gemm.api import linear, warmup
 from isogemm.gemm.configs import Problem
@@ -187,7 +188,7 @@ def _errors(variants: dict[str, list[Thunk]], a: torch.Tensor, b: torch.Tensor, 
     Every element is written: the outputs are poisoned, and the whole of each must be finite.
     """
     rng = random.Random(0)
-    rows, columns = (_sample(size, most, rng, a.device) for size, most in ((len(a), 64), (b.shape[1], 1024)))
+    rows, columns = (sampled(size, most, rng, a.device) for size, most in ((len(a), 64), (b.shape[1], 1024)))
     left, right = a[rows], b[:, columns]
     found = {}
     for name, thunks in variants.items():
@@ -201,12 +202,6 @@ def _errors(variants: dict[str, list[Thunk]], a: torch.Tensor, b: torch.Tensor, 
         torchs = None if precision == "tf32" and name != "torch" else found["torch"]
         errors[name] = assert_accurate(result, left, right, precision, torchs=torchs, what=name).max_scaled
     return errors
-
-
-def _sample(size: int, most: int, rng: random.Random, device: torch.device) -> torch.Tensor:
-    """Places among `size`, the first and the last with them."""
-    chosen = range(size) if size <= most else sorted({0, size - 1, *rng.sample(range(size), most - 2)})
-    return torch.tensor(list(chosen), device=device)
 
 
 def _main_grad_case(tokens: int, n: int, k: int, dtype: str = "bfloat16", micro_batch: int = MICRO_BATCH) -> Case:

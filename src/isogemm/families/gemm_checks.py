@@ -2,102 +2,35 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from isogemm.bench.cases import fp32_precision
 from isogemm.core import device as devices
+from isogemm.families import trials
 from isogemm.families.ahead import run_ahead
+from isogemm.families.trials import Rows, Trained, Trials, torch_product
 from isogemm.gemm import configs, op, reference
 from isogemm.gemm.api import linear
-from isogemm.testing.cases import DATA_KINDS, make_data, make_operands, with_layout
-from isogemm.testing.checks import Check, CheckResult, run_trials, skip
+from isogemm.testing.cases import make_data, with_layout
 from isogemm.testing.compare import BitDiff, compare_bits
 from isogemm.testing.error import Errors, assert_no_worse_than_torch, measure_errors
-from isogemm.testing.poison import poisoned_allocations
-
-NUMBERS = (("bfloat16", ""), ("float16", ""), ("float32", "ieee"), ("float32", "tf32"), ("float32", "tf32x3"))
-LAYOUTS = ("contiguous", "transposed", "sliced", "strided", "misaligned")
-
-Rows = Callable[[torch.Tensor], torch.Tensor]  # [rows, ...] -> [rows, ...], each row on its own
-Property = Callable[[Rows, torch.Tensor, random.Random], Iterator[BitDiff]]
-Trial = Callable[["_Setting"], Iterator[BitDiff]]
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """What a device takes in a moment."""
-
-    weights: tuple[tuple[int, int], ...]  # n, k
-    edges: tuple[int, ...]  # batch sizes beside which configurations may change
-    most: int  # rows
-    most_tokens: int  # elements of those of a weight's gradient, beyond two chunks
-
-
-_GPU = _Sizes(
-    weights=(
-        (4096, 4096), (1024, 4096), (4096, 1024), (2048, 2048), (1536, 512), (512, 14336),
-        (1000, 1000), (17, 127), (63, 257), (1, 65), (129, 3), (64, 20000),
-    ),
-    edges=(
-        1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513,
-        1000, 1023, 1024, 1025, 2048, 3000, 4095, 4096,
-    ),
-    most=4096,
-    most_tokens=1 << 26,
-)  # fmt: skip
-_CPU = _Sizes(
-    weights=((96, 64), (64, 300), (17, 127), (33, 65), (1, 65), (129, 3)),
-    edges=(1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257),
-    most=300,
-    most_tokens=1 << 18,
-)
-
-
-def _sizes(device: torch.device) -> _Sizes:
-    return _GPU if device.type == "cuda" else _CPU
-
-
-class _Setting:
-    """One weight's shape with its numbers, data and strides, all from the seed: the same in every check."""
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self.rng = random.Random(seed)
-        self.seed, self.device = seed, device
-        self.sizes = _sizes(device)
-        group, number = divmod(seed, len(NUMBERS))
-        name, self.precision = NUMBERS[number]
-        self.kind = DATA_KINDS[group % len(DATA_KINDS)]
-        self.n, self.k = self.sizes.weights[seed % len(self.sizes.weights)]
-        self.dtype: torch.dtype = getattr(torch, name)
-        self.wide = None if self.dtype == torch.float32 else torch.float32  # out_dtype of an fp32 result
-        self.layouts = "contiguous", "contiguous"
-        if (group + number) % 2:
-            self.layouts = self.rng.choice(LAYOUTS), self.rng.choice(LAYOUTS)
+class _Setting(trials.Setting):
+    """Products and their gradients."""
 
     def walk_chunk(self, k: int, out_dtype: torch.dtype | None) -> int:
         """Of a product over k."""
         names = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, out_dtype or self.dtype)]
         return configs.walk_chunk(k, *names)
 
-    def batch_sizes(self) -> list[int]:
-        """Every edge is met within four trials."""
-        return [*self.sizes.edges[self.seed % 4 :: 4], *(self.rng.randint(1, self.sizes.most) for _ in range(2))]
-
-    def operands(self, m: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[m, k] and [k, n]."""
-        return make_operands(self.kind, (m, k), (k, n), seed=self.seed, dtype=self.dtype, device=self.device)
-
     def forward(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
         """x, and the ways to multiply it: with an fp32 result, and with one of its own dtype."""
         x, b = self.operands(m, self.k, self.n)
         weight = with_layout(b.mT, self.layouts[1])
-        bias = make_data("normal", (self.n,), seed=self.seed, dtype=self.dtype, device=self.device)
+        bias = self.normal(self.n)
         return x, [self._linear(weight, bias, out) for out in dict.fromkeys((self.wide, None))]
 
     def _linear(self, weight: torch.Tensor, bias: torch.Tensor, out_dtype: torch.dtype | None) -> Rows:
@@ -122,89 +55,15 @@ class _Setting:
 
         return grad, [product, backward]
 
-    def tokens(self) -> tuple[int, int]:
-        """How many, some chunks and a part of one; and the chunk."""
-        chunk = configs.token_chunk(self.n, self.k, str(self.dtype).removeprefix("torch."))
-        most = self.sizes.most_tokens // (chunk * max(self.n, self.k))
-        return chunk * self.rng.randint(2, min(max(most, 2), 5)) + self.rng.randrange(chunk), chunk
+    def trained(self, tokens: int) -> Sequence[Trained]:
+        grad, x = self.weight_operands(tokens)
 
-    def weight_operands(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """grad [tokens, n] and x [tokens, k]."""
-        left, x = self.operands(self.n, tokens, self.k)
-        return left.mT.contiguous(), x
+        def layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            return linear(x, weight, bias, precision=self.precision or None)
 
-
-# What is true of each row, however its batch is made.
-
-
-def _needle(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
-    """The first row at every position: at a random half of them, then at the others."""
-    alone, others = way(rows[:1]), rows.flip(0)
-    half = torch.tensor([rng.random() < 0.5 for _ in range(len(rows))], device=rows.device)
-    for there in (half, ~half):
-        found = way(torch.where(there[:, None], rows[:1], others))[there]
-        yield compare_bits(found, alone.expand_as(found))
-
-
-def _cut(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
-    cuts = sorted(rng.randint(0, len(rows)) for _ in range(rng.randint(1, 6)))
-    parts = [way(rows[start:end]) for start, end in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
-    yield compare_bits(torch.cat(parts), way(rows))
-
-
-def _padded(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
-    expected, huge = way(rows), torch.finfo(rows.dtype).max
-    for value in (*rng.sample((torch.nan, torch.inf, -torch.inf, huge, 0.0), 2), None):
-        other = 3 * rows.flip(0) if value is None else torch.full_like(rows, value)
-        before, after = other[: rng.randint(0, 40)], other[: rng.randint(0, len(rows))]
-        found = way(torch.cat([before, rows, after]))
-        yield compare_bits(found[len(before) : len(before) + len(rows)], expected)
-
-
-def _permuted(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
-    order = torch.tensor(rng.sample(range(len(rows)), len(rows)), device=rows.device)
-    yield compare_bits(way(rows[order]), way(rows)[order])
-
-
-def _repeated(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
-    first = way(rows)
-    with _other_work(rows.device):
-        for _ in range(3):
-            yield compare_bits(way(rows), first)
-
-
-@contextmanager
-def _other_work(device: torch.device) -> Iterator[None]:
-    """On a GPU, load on another stream."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-        load = torch.randn(4096, 4096, device=device)
-        for _ in range(8):
-            load = torch.sin(load @ load)
-    yield
-    torch.cuda.synchronize(device)
-
-
-def _rows(holds: Property) -> Trial:
-    def trial(each: _Setting) -> Iterator[BitDiff]:
-        sizes = each.batch_sizes() if holds is _needle else [each.rng.randint(2, each.sizes.most)]
-        x, ways = each.forward(max(sizes))
-        for m in sizes:
-            for way in ways:
-                yield from holds(way, x[:m], each.rng)
-
-    return trial
-
-
-def _input_gradient(each: _Setting) -> Iterator[BitDiff]:
-    sizes = each.rng.sample(each.batch_sizes(), 2)
-    grad, ways = each.input_gradient(max(sizes))
-    for m in sizes:
-        for way in ways:
-            for holds in (_needle, _cut, _padded, _permuted, _repeated):
-                yield from holds(way, grad[:m], each.rng)
+        shapes = ((self.n, self.k), (self.n,))
+        parameters = [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+        return [Trained(layer, parameters, x, grad)]
 
 
 def _any_tile(each: _Setting) -> Iterator[BitDiff]:
@@ -232,50 +91,6 @@ def _any_tile(each: _Setting) -> Iterator[BitDiff]:
         yield from (compare_bits(result, expected) for result in results)
 
 
-# dW and db.
-
-
-def _gradients(
-    each: _Setting, grad: torch.Tensor, x: torch.Tensor, cuts: Sequence[int] = (), *, main_grad: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dW and db of micro-batches cut there: what is in main_grad afterwards, or in .grad."""
-    start = make_data("normal", (each.n, each.k), seed=each.seed, device=each.device)
-    weight = torch.zeros((each.n, each.k), dtype=each.dtype, device=each.device).requires_grad_()
-    bias = torch.zeros((each.n,), dtype=each.dtype, device=each.device).requires_grad_()
-    parameters: tuple[Any, Any] = weight, bias
-    if main_grad:
-        parameters[0].main_grad, parameters[1].main_grad = start, start[:, 0].clone()
-    for first, last in zip([0, *cuts], [*cuts, len(x)], strict=True):
-        out = linear(x[first:last], weight, bias, precision=each.precision or None)
-        torch.autograd.backward(out, grad[first:last])
-    dw, db = ((p.main_grad if main_grad else p.grad) for p in parameters)
-    return dw, db
-
-
-def _weight_gradient(each: _Setting) -> Iterator[BitDiff]:
-    tokens, chunk = each.tokens()
-    grad, x = each.weight_operands(tokens)
-    places = range(chunk, tokens, chunk)
-    cuts = sorted(each.rng.sample(places, each.rng.randint(1, len(places))))
-    zeros = each.rng.randint(1, 2 * chunk)
-    longer_grad, longer_x = (torch.cat([rows, rows.new_zeros(zeros, rows.shape[1])]) for rows in (grad, x))
-    whole = _gradients(each, grad, x)
-    alone = _gradients(each, grad, x, main_grad=False)
-    yield from _same(_gradients(each, grad, x, cuts), whole)
-    yield from _same(_gradients(each, longer_grad, longer_x), whole)
-    yield from _same(_gradients(each, longer_grad, longer_x, main_grad=False), alone)
-    with _other_work(each.device):
-        yield from _same(_gradients(each, grad, x), whole)
-        yield from _same(_gradients(each, grad, x, main_grad=False), alone)
-
-
-def _same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Iterator[BitDiff]:
-    return (compare_bits(one, other) for one, other in zip(found, expected, strict=True))
-
-
-# Accuracy.
-
-
 def assert_accurate(
     found: torch.Tensor,
     a: torch.Tensor,
@@ -294,8 +109,8 @@ def assert_accurate(
     """
     signs = torch.randint(2, (64, a.shape[1]), device=a.device, generator=torch.Generator(a.device).manual_seed(0))
     more = (2 * signs - 1) * a[torch.arange(64, device=a.device) % len(a)]
-    torchs = _torch_product(a, b, bias, found.dtype, precision) if torchs is None else torchs
-    torchs_more = _torch_product(more, b, bias, found.dtype, precision)
+    torchs = _torchs(a, b, bias, found.dtype, precision) if torchs is None else torchs
+    torchs_more = _torchs(more, b, bias, found.dtype, precision)
     all_a = torch.cat([a, more])
     exact, scale = reference.matmul(all_a, b, bias), reference.matmul_scale(all_a, b)
     if bias is not None:
@@ -311,19 +126,10 @@ def assert_accurate(
     return measure_errors(found, exact[: len(a)], scale=scale[: len(a)])
 
 
-def _torch_product(
+def _torchs(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, precision: str
 ) -> torch.Tensor:
-    # cuBLAS takes TF32 or not as it likes; the exact product of rounded operands is TF32's own error.
-    if precision == "tf32" and a.is_cuda:
-        return reference.matmul(reference.round_to_tf32(a), reference.round_to_tf32(b), bias).float()
-    if out_dtype == a.dtype:
-        with fp32_precision("ieee" if a.is_cuda and a.dtype == torch.float32 else ""):
-            product = a @ b
-    elif a.is_cuda:
-        product = torch.mm(a, b, out_dtype=out_dtype)
-    else:  # torch has no such product there
-        product = a.to(out_dtype) @ b.to(out_dtype)
+    product = torch_product(a, b, out_dtype, precision)
     return product if bias is None else product + bias
 
 
@@ -332,7 +138,7 @@ def _accuracy(each: _Setting) -> Iterator[BitDiff]:
     m, precision = min(each.rng.choice(each.sizes.edges), 1000), each.precision
     x, b = each.operands(m, each.k, each.n)
     grad = make_data(each.kind, (m, each.n), seed=each.seed, dtype=each.dtype, device=each.device)
-    bias = make_data("normal", (each.n,), seed=each.seed, dtype=each.dtype, device=each.device)
+    bias = each.normal(each.n)
     inputs = [with_layout(x, each.layouts[0]), with_layout(b.mT, each.layouts[1]), bias]
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     out = linear(*leaves, precision=precision or None)
@@ -348,37 +154,52 @@ def _accuracy(each: _Setting) -> Iterator[BitDiff]:
     yield from ()
 
 
-# (name, what it says, what a trial does, what was covered)
-_CHECKS: tuple[tuple[str, str, Trial, str], ...] = (
-    (
+_TRIALS = (
+    Trials(
         "any tile",
         "every configuration of the tables gives the same bits",
         _any_tile,
         "every configuration for forward, dX and dW",
+        of_tiles=True,
     ),
-    (
+    Trials(
         "needle",
         "a row has the same bits at every position of any batch",
-        _rows(_needle),
+        trials.of_rows(trials.needle),
         "every position of 1 .. {most} rows",
     ),
-    ("prefill cuts", "rows have the same bits in parts as at once", _rows(_cut), "random cuts"),
-    ("padding", "other rows change nothing", _rows(_padded), "random, NaN, Inf, huge and zero rows at both ends"),
-    ("permutation", "rows in another order have the same bits", _rows(_permuted), "random orders"),
-    ("run to run", "a call has the same bits every time", _rows(_repeated), "4 runs, other work beside"),
-    (
+    Trials("prefill cuts", "rows have the same bits in parts as at once", trials.of_rows(trials.cut), "random cuts"),
+    Trials(
+        "padding",
+        "other rows change nothing",
+        trials.of_rows(trials.padded),
+        "random, NaN, Inf, huge and zero rows at both ends",
+    ),
+    Trials(
+        "permutation",
+        "rows in another order have the same bits",
+        trials.of_rows(trials.permuted),
+        "random orders",
+    ),
+    Trials(
+        "run to run",
+        "a call has the same bits every time",
+        trials.of_rows(trials.repeated),
+        "4 runs, other work beside",
+    ),
+    Trials(
         "dX",
         "the input's gradient has the forward's contract",
-        _input_gradient,
+        trials.input_gradient,
         "every position, cuts, garbage rows, permutations, runs under load",
     ),
-    (
+    Trials(
         "dW, db",
         "micro-batches cut at chunks have the bits of one pass",
-        _weight_gradient,
+        trials.micro_batches,
         "cuts at multiples of the chunk into main_grad, trailing zeros, runs under load",
     ),
-    (
+    Trials(
         "accuracy",
         "the error is at most twice torch's and one ulp",
         _accuracy,
@@ -386,35 +207,15 @@ _CHECKS: tuple[tuple[str, str, Trial, str], ...] = (
     ),
 )
 
-
-def _check(name: str, what: str, trial: Trial, covered: str) -> Check:
-    def run(device: torch.device, trials: int) -> CheckResult:
-        if device.type == "cuda":
-            reason = configs.usable(devices.facts(device).arch)
-        else:
-            reason = "there are no tiles to choose from on the CPU" if trial is _any_tile else ""
-        if reason:
-            return skip(name, reason)
-        detail = covered.format(most=_sizes(device).most)
-        return run_trials(name, trials, lambda seed: _poisoned(trial, _Setting(seed, device)), covered=detail)
-
-    return Check(name, what, run)
-
-
-def _poisoned(trial: Trial, each: _Setting) -> Iterator[BitDiff]:
-    with poisoned_allocations():
-        yield from trial(each)
-
-
-CHECKS = tuple(_check(*fields) for fields in _CHECKS)
+CHECKS = tuple(each.check(_Setting) for each in _TRIALS)
 
 
 def ahead_of_checks(device: torch.device, trials: int) -> None:
     if not configs.usable(devices.facts(device).arch):
-        run_ahead(_rehearse, device, [(seed, place) for seed in range(trials) for place in range(len(_CHECKS))])
+        run_ahead(_rehearse, device, [(seed, place) for seed in range(trials) for place in range(len(_TRIALS))])
 
 
 def _rehearse(device: str, job: tuple[int, int]) -> None:
     seed, place = job
-    for _ in _CHECKS[place][2](_Setting(seed, torch.device(device))):
+    for _ in _TRIALS[place].trial(_Setting(seed, torch.device(device))):
         pass

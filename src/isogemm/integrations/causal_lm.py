@@ -17,12 +17,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from isogemm.nn.linear import Linear
+from isogemm.nn.mlp import MLP
 from isogemm.nn.swap import summarize, without_indices
 
-# What computed a tensor: a module without submodules, as a whole; a module with some, besides them; or the caller of
-# a module, on the way to it.
+# What computed a tensor: a module without submodules, or an MLP, as a whole; a module with some, besides them; or the
+# caller of a module, on the way to it.
 Part = Literal["module", "ops inside", "ops before"]
 
+_COVERED = (Linear, MLP)
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -34,7 +36,7 @@ class Comparison:
     part: Part
     module: str  # its name in the model; the model itself is ""
     type: str
-    covered: bool  # an isogemm.nn.Linear computed them
+    covered: bool  # an isogemm.nn.Linear or MLP computed them
     differing: int
     total: int  # 0: none could be told to be the sequence's
 
@@ -51,7 +53,7 @@ class InvarianceReport:
     ways: Mapping[str, str]  # name, in words
     logits: tuple[Comparison, ...]  # of each way, from end to end
     parts: tuple[Comparison, ...]  # of each way and part, given what entered it when the sequence ran alone
-    bypassed: tuple[str, ...]  # isogemm linears whose forward never ran; their weights may be read past it
+    bypassed: tuple[str, ...]  # isogemm layers whose forward never ran; their weights may be read past it
 
     @property
     def covered(self) -> tuple[Comparison, ...]:
@@ -144,7 +146,7 @@ def invariance_report(
         logits=tuple(end_to_end),
         parts=tuple(parts),
         bypassed=tuple(
-            name for name, module in model.named_modules() if isinstance(module, Linear) and name not in called
+            name for name, module in _parts(model) if isinstance(module, _COVERED) and name not in called
         ),
     )
 
@@ -199,6 +201,12 @@ class _Call:
 _See = Callable[[_Call, _Place, torch.Tensor], torch.Tensor]
 
 
+def _parts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """The modules that are called: an MLP reads the weights of its layers past them, and refuses their hooks."""
+    within = {id(layer) for mlp in model.modules() if isinstance(mlp, MLP) for layer in mlp.children()}
+    return [(name, module) for name, module in model.named_modules() if id(module) not in within]
+
+
 def _judge(
     model: torch.nn.Module, way: str, calls: Sequence[_Call], recorded: Mapping[_Place, torch.Tensor]
 ) -> Iterator[Comparison]:
@@ -222,13 +230,13 @@ def _judge(
         return tensor
 
     _logits(model, calls, heal)
-    modules = dict(model.named_modules())
+    modules = dict(_parts(model))
     for (name, side), elements in total.items():
         module = modules[name]
-        leaf = next(module.children(), None) is None
+        leaf = isinstance(module, MLP) or next(module.children(), None) is None
         part: Part = "ops before" if side == "input" else "module" if leaf else "ops inside"
         if elements or part == "module":
-            covered = part == "module" and isinstance(module, Linear)
+            covered = part == "module" and isinstance(module, _COVERED)
             yield Comparison(way, part, name, type(module).__name__, covered, differing[name, side], elements)
 
 
@@ -270,7 +278,7 @@ def _watched(model: torch.nn.Module, call: _Call, see: _See | None) -> Iterator[
         return _map_tensors(lambda path, tensor: see(call, _Place(name, side, times[name], path), tensor), value)
 
     with ExitStack() as handles:
-        for name, module in model.named_modules():
+        for name, module in _parts(model):
             before, after = hooks(name)
             handles.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.enter_context(module.register_forward_hook(after))

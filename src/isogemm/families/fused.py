@@ -1,0 +1,500 @@
+"""The fused family's entry: its cases and its demo. Its checks are in `fused_checks`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+
+from isogemm.bench import timer
+from isogemm.bench.cases import Case, CaseRun, Thunk
+from isogemm.bench.views import FamilyView
+from isogemm.core.dispatch import dispatch_log
+from isogemm.epilogues import ACTIVATIONS
+from isogemm.families import gemm
+from isogemm.families.ahead import run_ahead
+from isogemm.families.base import DemoResult, Family, Usability
+from isogemm.families.fused_checks import CHECKS, Layer, Tokens, ahead_of_checks, assert_accurate
+from isogemm.families.trials import sampled
+from isogemm.fusion.lazy import autofuse
+from isogemm.gemm.api import linear, matmul_fused, mlp
+from isogemm.testing.compare import compare_bits
+from isogemm.testing.poison import poisoned_allocations
+
+SHAPES = (  # m, n, k
+    (8192, 4096, 1024), (4096, 4096, 4096), (32768, 1024, 256), (2048, 3072, 768), (512, 3072, 768),
+    (16384, 11008, 4096), (64, 4096, 4096), (1, 14336, 4096),
+)  # fmt: skip
+COMPILED = ((8192, 4096, 1024), (4096, 4096, 4096), (512, 3072, 768))  # in bf16: torch.compile tunes for each
+GATED = ((4096, 14336, 4096), (64, 14336, 4096), (1, 14336, 4096), (8192, 4096, 1024))
+BLOCK = (4096, 14336, 4096)  # tokens, hidden, width
+DEFERRED = (16, 256, 256)
+CPU_SHAPES = ((512, 1024, 1024), (64, 4096, 1024), (1, 4096, 1024))
+COMPUTE_BOUND = 800  # FLOP per element moved: twice where an H200's measured ceilings meet, in 16 bits and in TF32
+TUNED = "max-autotune-no-cudagraphs"
+
+Forward = Callable[..., torch.Tensor]  # of x and what follows it
+
+
+def usability(device: torch.device) -> Sequence[Usability]:
+    """The GEMM's kernels, with an epilogue."""
+    found = [replace(each, kernel=each.kernel.replace("gemm/", "fused/")) for each in gemm.usability(device)]
+    if device.type != "cuda":
+        return [replace(each, reason="the GEMM's sums followed by torch's operations in fp32") for each in found]
+    return found
+
+
+# bench
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """What is computed of x [m, k] and the operands after it, by isogemm, by torch and by others."""
+
+    shapes: Callable[[int, int, int], Sequence[tuple[int, ...]]]  # (m, n, k) -> the operands', x's first
+    isogemm: Forward
+    torch: Forward
+    torch_call: str
+    products: int = 1  # of m n k
+    peers: Mapping[str, Forward] = field(default_factory=dict)
+
+
+def _biased(activation: str, *, on_gpu: bool) -> _Operation:
+    act = ACTIVATIONS[activation].torch
+
+    def isogemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return linear(x, weight, bias, activation=activation)
+
+    def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch._addmm_activation(bias, x, weight.t(), use_gelu=activation != "relu")
+
+    def eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return act(F.linear(x, weight, bias))
+
+    def three_ops(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return act(x @ weight.t() + bias)
+
+    operation = _Operation(_linear_shapes, isogemm, eager, f"{activation}(linear)", peers={"three ops": three_ops})
+    if activation == "relu" or (activation == "gelu_tanh" and on_gpu):  # on a CPU torch's is erf
+        peers = {"eager": eager, "three ops": three_ops}
+        operation = replace(operation, torch=fused, torch_call="_addmm_activation", peers=peers)
+    return operation
+
+
+def _linear_shapes(m: int, n: int, k: int) -> Sequence[tuple[int, ...]]:
+    return (m, k), (n, k), (n,)
+
+
+def _swiglu(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return linear(x, gate, weight_up=up, activation="swiglu")
+
+
+def _torch_swiglu(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(x @ gate.t()) * (x @ up.t())
+
+
+def _gelu_block(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, weight_down: torch.Tensor, bias_down: torch.Tensor
+) -> torch.Tensor:
+    return mlp(x, weight, weight_down, bias=bias, bias_down=bias_down, activation="gelu")
+
+
+def _torch_gelu_block(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, weight_down: torch.Tensor, bias_down: torch.Tensor
+) -> torch.Tensor:
+    return F.linear(F.gelu(F.linear(x, weight, bias)), weight_down, bias_down)
+
+
+def _swiglu_block(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return mlp(x, gate, down, weight_up=up, activation="swiglu")
+
+
+def _torch_swiglu_block(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+def _plain_code(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
+    """All alive until the end: a deferred tensor that nobody holds is never computed."""
+    return [torch.relu(x @ b + bias) for _ in range(4)]
+
+
+def _deferred(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    with autofuse():
+        results = _plain_code(x, b, bias)
+    return results[-1]
+
+
+def _not_deferred(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return _plain_code(x, b, bias)[-1]
+
+
+def _fused_calls(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return [matmul_fused(x, b, bias=bias, activation="relu") for _ in range(4)][-1]
+
+
+_DEFERRED_OPERATIONS = 4 * 3  # of _plain_code
+
+_SWIGLU = _Operation(lambda m, n, k: ((m, k), (n, k), (n, k)), _swiglu, _torch_swiglu, "silu(mm) * mm", products=2)
+BLOCKS = {  # m tokens, hidden n, width k
+    "mlp gelu": _Operation(
+        lambda m, n, k: ((m, k), (n, k), (n,), (k, n), (k,)), _gelu_block, _torch_gelu_block, "eager", products=2
+    ),
+    "mlp swiglu": _Operation(
+        lambda m, n, k: ((m, k), (n, k), (n, k), (k, n)), _swiglu_block, _torch_swiglu_block, "eager", products=3
+    ),
+}
+_AUTOFUSE = _Operation(
+    lambda m, n, k: ((m, k), (k, n), (n,)),
+    _deferred,
+    _not_deferred,
+    "4 x relu(x @ b + bias)",
+    products=4,
+    peers={"fused calls": _fused_calls},
+)
+
+
+def operation(name: str, *, on_gpu: bool) -> _Operation:
+    """Of a case."""
+    named = {"swiglu": _SWIGLU, "autofuse": _AUTOFUSE, **BLOCKS}
+    return named[name] if name in named else _biased(name.removeprefix("bias "), on_gpu=on_gpu)
+
+
+def cases(device: torch.device, quick: bool) -> Sequence[Case]:
+    if quick:
+        return list(_quick_cases(device))
+    if device.type != "cuda":
+        return [
+            *(
+                _case(f"bias {activation}", shape, dtype, precision)
+                for dtype, precision in (("float32", "ieee"), ("bfloat16", ""))
+                for activation in ("relu", "gelu_tanh", "gelu")
+                for shape in CPU_SHAPES
+            ),
+            *(_case("swiglu", shape, "bfloat16") for shape in CPU_SHAPES),
+            *(_block_case(name, (512, 1024, 256), "float32", "ieee") for name in BLOCKS),
+            _autofuse_case("float32", "ieee"),
+        ]
+    return [
+        *(
+            _case(f"bias {activation}", shape, dtype, precision)
+            for dtype, precision in (("bfloat16", ""), ("float16", ""), ("float32", "tf32"))
+            for activation in ("relu", "gelu_tanh")
+            for shape in SHAPES
+        ),
+        *(_case("bias gelu", shape, "bfloat16") for shape in SHAPES),
+        *(_case("swiglu", shape, "bfloat16") for shape in GATED),
+        *(_block_case(name, BLOCK, "bfloat16") for name in BLOCKS),
+        _autofuse_case("bfloat16"),
+    ]
+
+
+def _quick_cases(device: torch.device) -> Iterator[Case]:
+    gpu = device.type == "cuda"
+    shapes = ((4096, 4096, 4096), (64, 4096, 4096)) if gpu else ((64, 512, 256), (1, 512, 256))
+    for dtype, precision in (("bfloat16", ""), ("float32", "tf32" if gpu else "ieee")):
+        for activation in ("relu", "gelu_tanh"):
+            for shape in shapes:
+                yield _case(f"bias {activation}", shape, dtype, precision, most_sets=8, compiled=False)
+    yield _case("swiglu", shapes[0], "bfloat16", most_sets=8)
+    for name in BLOCKS:
+        yield _block_case(name, (1024, 4096, 1024) if gpu else (64, 256, 64), "bfloat16", compiled=False)
+    yield _autofuse_case("bfloat16") if gpu else _autofuse_case("float32", "ieee")
+
+
+def ahead_of_cases(device: torch.device, cases: Sequence[Case]) -> None:
+    run_ahead(_compile, device, [(case.op, dict(case.params)) for case in cases])
+
+
+def _compile(device: str, job: tuple[str, dict[str, int | str]]) -> None:
+    name, params = job
+    chosen = operation(name, on_gpu=True)
+    _set_precision(str(params.get("precision", "")), torch.device(device))
+    shape, dtype = _shape(params), getattr(torch, str(params["dtype"]))
+    operands = [torch.zeros(each, dtype=dtype, device=device) for each in chosen.shapes(*shape)]
+    if name in BLOCKS:
+        _step(chosen.isogemm, [each.requires_grad_() for each in operands], torch.zeros_like(operands[0]))
+        return
+    chosen.isogemm(*operands)
+    if name.startswith("bias "):
+        linear(*operands[:2])
+
+
+def _set_precision(precision: str, device: torch.device) -> None:
+    if device.type == "cuda" and precision:  # all variants follow torch's setting, as a user's calls do
+        torch.backends.cuda.matmul.fp32_precision = precision
+
+
+def _shape(params: Mapping[str, int | str]) -> tuple[int, int, int]:
+    m, n, k = (int(params[name]) for name in ("m", "n", "k"))
+    return m, n, k
+
+
+def _params(shape: tuple[int, int, int], dtype: str, precision: str) -> dict[str, int | str]:
+    named: dict[str, int | str] = {**dict(zip(("m", "n", "k"), shape, strict=True)), "dtype": dtype}
+    return {**named, "precision": precision} if precision else named
+
+
+def _operands(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, fan_in: int
+) -> list[torch.Tensor]:
+    """x of variance 1, and weights that keep it: an activation that nothing saturates."""
+    first, *others = (torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
+    return [first, *(each * (fan_in**-0.5 if each.ndim > 1 else 1.0) for each in others)]
+
+
+def _thunk(function: Forward, operands: Sequence[torch.Tensor]) -> Thunk:
+    return lambda: function(*operands)
+
+
+def _case(
+    name: str,
+    shape: tuple[int, int, int],
+    dtype: str,
+    precision: str = "",
+    *,
+    most_sets: int = 2048,
+    compiled: bool = True,
+) -> Case:
+    m, n, k = shape
+    element = getattr(torch, dtype)
+    shapes = operation(name, on_gpu=True).shapes(m, n, k)
+    moved = m * n + sum(map(_elements, shapes))
+    flops = 2.0 * m * n * k * operation(name, on_gpu=True).products
+
+    def build(device: torch.device) -> CaseRun:
+        on_gpu = device.type == "cuda"
+        _set_precision(precision, device)
+        chosen = operation(name, on_gpu=on_gpu)
+        functions = {"isogemm": chosen.isogemm, "torch": chosen.torch, **chosen.peers}
+        info = {"torch call": chosen.torch_call}
+        if name.startswith("bias ") and flops / moved >= COMPUTE_BOUND:
+            functions["plain"] = _plain
+        if compiled and on_gpu and "eager" in functions and dtype == "bfloat16" and shape in COMPILED:
+            torch.compiler.reset()
+            functions["compiled"] = torch.compile(functions["eager"], mode=TUNED, dynamic=False, fullgraph=True)
+            info["compiled mode"] = TUNED
+        sets = [
+            _operands(shapes, element, device, k)
+            for _ in range(timer.rotations(float(element.itemsize * moved), device, most_sets))
+        ]
+        variants = {each: [_thunk(function, one) for one in sets] for each, function in functions.items()}
+        if "compiled" in variants:
+            variants["compiled"][0]()  # compiles: not while allocations are poisoned
+        layer = _layer(name, sets[0])
+
+        def check() -> dict[str, float]:
+            return _errors({each: thunks[0] for each, thunks in variants.items()}, layer, sets[0][0], precision)
+
+        return CaseRun(variants, check, info | _served(variants["isogemm"][0]))
+
+    return Case("fused", name, _params(shape, dtype, precision), flops, float(element.itemsize * moved), build)
+
+
+def _plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return linear(x, weight)
+
+
+def _elements(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _layer(name: str, operands: Sequence[torch.Tensor]) -> Layer:
+    _, weight, other = operands
+    if name == "swiglu":
+        return Layer(weight, weight_up=other, activation=name)
+    if name == "autofuse":
+        return Layer(weight.mT, other, activation="relu")
+    return Layer(weight, other, activation=name.removeprefix("bias "))
+
+
+def _served(thunk: Thunk) -> dict[str, str]:
+    with dispatch_log() as log:
+        thunk()
+    return {"path": log[0].path, "config": log[0].config}
+
+
+def _errors(thunks: Mapping[str, Thunk], layer: Layer, x: torch.Tensor, precision: str) -> dict[str, float]:
+    """The largest error of each variant in units of |x| |weight|; of 64 rows and 1024 columns at most.
+
+    isogemm's is within its bound, and the others' within twice that: they compute the same. Every element is written:
+    the outputs are poisoned, and the whole of each must be finite.
+    """
+    rng = random.Random(0)
+    rows, columns = (sampled(size, most, rng, x.device) for size, most in ((len(x), 64), (len(layer.weight), 1024)))
+    part = _of_columns(layer, columns)
+    errors = {}
+    for name, thunk in thunks.items():
+        whole = _result(name, thunk)
+        if not bool(whole.isfinite().all()):
+            raise AssertionError(f"{name}: NaN or Inf in the result of finite operands")
+        expected = Layer(part.weight) if name == "plain" else part
+        factor = 2 if name == "isogemm" else 4
+        found = whole[rows][:, columns]
+        errors[name] = assert_accurate(found, expected, Tokens(x[rows]), precision, factor=factor, what=name).max_scaled
+    return errors
+
+
+def _of_columns(layer: Layer, columns: torch.Tensor) -> Layer:
+    bias, up = (None if each is None else each[columns] for each in (layer.bias, layer.weight_up))
+    return replace(layer, weight=layer.weight[columns], bias=bias, weight_up=up)
+
+
+def _result(name: str, thunk: Thunk) -> torch.Tensor:
+    if name == "compiled":  # its memory comes from elsewhere
+        return thunk()
+    with poisoned_allocations():
+        return thunk()
+
+
+def _block_case(
+    name: str, shape: tuple[int, int, int], dtype: str, precision: str = "", *, compiled: bool = True
+) -> Case:
+    """Forward and backward; on a GPU one graph has both. The memory is what a step has at most, its operands aside."""
+    m, n, k = shape
+    chosen, element = BLOCKS[name], getattr(torch, dtype)
+    shapes = chosen.shapes(m, n, k)
+    size = float(element.itemsize * (2 * sum(map(_elements, shapes)) + 2 * m * k))  # operands, gradients, out and dout
+
+    def build(device: torch.device) -> CaseRun:
+        _set_precision(precision, device)
+        functions = {"isogemm": chosen.isogemm, "torch": chosen.torch}
+        info = {"torch call": chosen.torch_call}
+        if compiled and device.type == "cuda":
+            torch.compiler.reset()
+            functions["compiled"] = torch.compile(chosen.torch, dynamic=False, fullgraph=True)
+            info["compiled mode"] = "default"
+        sets = [
+            [each.requires_grad_() for each in _operands(shapes, element, device, k)]
+            for _ in range(timer.rotations(size, device, 8))
+        ]
+        grad = torch.randn((m, k), dtype=element, device=device)
+        steps = {each: [_first(function, one, grad) for one in sets] for each, function in functions.items()}
+        info |= _served(steps["isogemm"][0])
+        if device.type == "cuda":
+            info |= {f"{each} peak MiB": f"{_peak_bytes(step[0], device) / 2**20:.0f}" for each, step in steps.items()}
+
+        def check() -> dict[str, float]:
+            return _block_errors(functions, chosen.torch, sets[0], grad)
+
+        return CaseRun(steps, check, info)
+
+    return Case("fused", name, _params(shape, dtype, precision), 6.0 * m * n * k * chosen.products, size, build)
+
+
+def _step(function: Forward, operands: Sequence[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
+    """The result and every operand's gradient."""
+    out = function(*operands)
+    return [out.detach(), *torch.autograd.grad(out, operands, grad)]
+
+
+def _first(function: Forward, operands: Sequence[torch.Tensor], grad: torch.Tensor) -> Thunk:
+    return lambda: _step(function, operands, grad)[0]
+
+
+def _peak_bytes(step: Thunk, device: torch.device) -> int:
+    """What a step has allocated at most, beyond what was before it."""
+    step()  # libraries' workspaces, and compilation
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _block_errors(
+    functions: Mapping[str, Forward], in_torch: Forward, operands: Sequence[torch.Tensor], grad: torch.Tensor
+) -> dict[str, float]:
+    """Of the result and the gradients, relative to their norms, the largest; isogemm's at most twice torch's, each."""
+    exact = _step(in_torch, [each.detach().double().requires_grad_() for each in operands], grad.double())
+    errors = {}
+    for name, function in functions.items():
+        found = _results(name, function, operands, grad)
+        errors[name] = [
+            float((one.double() - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True)
+        ]
+    least = torch.finfo(grad.dtype).eps / 2
+    for place, (ours, torchs) in enumerate(zip(errors["isogemm"], errors["torch"], strict=True)):
+        if not ours <= max(2 * torchs, least):
+            what = "the result" if place == 0 else f"gradient {place - 1}"
+            raise AssertionError(f"{what}: error {ours:.2e}, expected at most twice torch's, {2 * torchs:.2e}")
+    return {name: max(each) for name, each in errors.items()}
+
+
+def _results(name: str, function: Forward, operands: Sequence[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
+    if name == "compiled":
+        return _step(function, operands, grad)
+    with poisoned_allocations():
+        return _step(function, operands, grad)
+
+
+def _autofuse_case(dtype: str, precision: str = "") -> Case:
+    """Small, so that CPU time is what there is: in the block, as plain code, and as the calls that it becomes."""
+    m, n, k = DEFERRED
+    element = getattr(torch, dtype)
+    shapes, flops = _AUTOFUSE.shapes(m, n, k), 2.0 * m * n * k * _AUTOFUSE.products
+    size = float(element.itemsize * _AUTOFUSE.products * (m * n + sum(map(_elements, shapes))))
+
+    def build(device: torch.device) -> CaseRun:
+        _set_precision(precision, device)
+        operands = _operands(shapes, element, device, k)
+        functions = {"isogemm": _AUTOFUSE.isogemm, "torch": _AUTOFUSE.torch, **_AUTOFUSE.peers}
+        variants = {name: [_thunk(function, operands)] for name, function in functions.items()}
+
+        def check() -> dict[str, float]:
+            thunks = {name: each[0] for name, each in variants.items()}
+            return _errors(thunks, _layer("autofuse", operands), operands[0], precision)
+
+        info = {"torch call": _AUTOFUSE.torch_call, "deferred": str(_DEFERRED_OPERATIONS)}
+        return CaseRun(variants, check, info | _served(variants["isogemm"][0]))
+
+    return Case("fused", "autofuse", _params(DEFERRED, dtype, precision), flops, size, build)
+
+
+# demo
+
+
+def demo(device: torch.device) -> DemoResult:
+    """relu(x @ weight.T + bias), one call against three; and its rows alone and in their batch."""
+    shape, dtype = ((8192, 4096, 1024), "bfloat16") if device.type == "cuda" else ((256, 1024, 256), "float32")
+    chosen = _biased("relu", on_gpu=device.type == "cuda")
+    operands = _operands(chosen.shapes(*shape), getattr(torch, dtype), device, shape[2])
+    thunks = {
+        "isogemm": _thunk(chosen.isogemm, operands),
+        "torch": _thunk(chosen.peers["three ops"], operands),
+    }
+    x, *others = operands
+    alone = torch.cat([chosen.isogemm(row, *others) for row in torch.split(x[:64], 1)])
+    differing = compare_bits(alone, thunks["isogemm"]()[:64]).count
+    try:
+        errors = _errors(thunks, _layer("bias relu", operands), x, "ieee" if dtype == "float32" else "")
+        accuracy = f"error {errors['isogemm']:.1e} of |x||weight| (torch {errors['torch']:.1e}), against fp64"
+    except AssertionError as error:
+        errors, accuracy = {}, str(error)
+    times = timer.measure({name: [thunk] for name, thunk in thunks.items()}, device, repeats=10)
+    m, n, k = shape
+    return DemoResult(
+        f"relu(x @ weight.T + bias) [{m}, {k}] x [{k}, {n}] {dtype}",
+        bool(errors) and differing == 0,
+        f"{accuracy}; 64 rows alone and in their batch: {differing} of {64 * n} elements differ",
+        median(times["isogemm"]),
+        median(times["torch"]),
+        "one call instead of three operations",
+    )
+
+
+FAMILY = Family(
+    name="fused",
+    summary="the GEMM with bias, activation, residual and more in its one launch, and trained so",
+    usability=usability,
+    checks=CHECKS,
+    cases=cases,
+    demo=demo,
+    ahead_of_checks=ahead_of_checks,
+    ahead_of_cases=ahead_of_cases,
+    view=FamilyView("fused", "Fused epilogues", ("m", "n", "k"), column="m", against=True),
+)

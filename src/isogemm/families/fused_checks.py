@@ -1,0 +1,373 @@
+"""What `isogemm verify --family fused` tries: the GEMM's contract with epilogues on, and the epilogues themselves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from isogemm.core import device as devices
+from isogemm.epilogues import ACTIVATIONS, random
+from isogemm.families import trials
+from isogemm.families.ahead import run_ahead
+from isogemm.families.trials import Rows, Trained, Trials, torch_product
+from isogemm.gemm import configs, cpu, fused, reference
+from isogemm.gemm.api import linear, mlp, mm
+from isogemm.gemm.fused import Fusion, new_seed
+from isogemm.testing.cases import make_data, with_layout
+from isogemm.testing.compare import BitDiff, compare_bits
+from isogemm.testing.error import Errors, assert_no_worse_than_torch, measure_errors
+
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_MORE = 64, 4096  # rows, and elements, on which torch's error is measured as well
+
+
+class Tokens(NamedTuple):
+    """What belongs to a row: x [M, K], c and residual [M, N], row_scale [M]."""
+
+    x: torch.Tensor
+    c: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    row_scale: torch.Tensor | None = None
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Tokens:
+        return Tokens(function(self.x), *(None if each is None else function(each) for each in self[1:]))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """residual + act(alpha row_scale col_scale (x @ weight.T) + beta c + bias), or gated."""
+
+    weight: torch.Tensor  # [N, K]
+    bias: torch.Tensor | None = None
+    weight_up: torch.Tensor | None = None
+    bias_up: torch.Tensor | None = None
+    col_scale: torch.Tensor | None = None
+    activation: str = ""
+    arguments: Mapping[str, float] = field(default_factory=dict)
+    alpha: float = 1.0
+    beta: float = 0.0
+
+    def isogemm(self, tokens: Tokens, **how: Any) -> torch.Tensor:
+        """In one launch."""
+        return linear(
+            tokens.x, self.weight, self.bias, activation=self.activation or None, activation_args=self.arguments,
+            weight_up=self.weight_up, bias_up=self.bias_up, alpha=self.alpha, beta=self.beta, c=tokens.c,
+            row_scale=tokens.row_scale, col_scale=self.col_scale, residual=tokens.residual, **how,
+        )  # fmt: skip
+
+    def after(self, product: torch.Tensor, up: torch.Tensor | None, tokens: Tokens) -> torch.Tensor:
+        """What follows the products, in torch's operations, each rounded to the products' dtype."""
+        z = product
+        for scale in (
+            None if self.alpha == 1 else self.alpha,
+            None if tokens.row_scale is None else tokens.row_scale[:, None],
+            self.col_scale,
+        ):
+            z = z if scale is None else z * scale
+        if tokens.c is not None:
+            z = z + tokens.c.to(z.dtype) * self.beta
+        z = z if self.bias is None else z + self.bias
+        if self.activation:
+            z = cpu.elementwise(functools.partial(ACTIVATIONS[self.activation].torch, **self.arguments), z)
+        if up is not None:
+            z = z * (up if self.bias_up is None else up + self.bias_up)
+        return z if tokens.residual is None else tokens.residual + z
+
+    def sizes(self, product: torch.Tensor, up: torch.Tensor | None, tokens: Tokens) -> torch.Tensor:
+        """The unit of an element's error, from |x| |weight|: no activation but relu2 grows faster than its argument."""
+        whole = replace(
+            self,
+            bias=_size(self.bias),
+            bias_up=_size(self.bias_up),
+            col_scale=_size(self.col_scale),
+            activation="relu2" if self.activation == "relu2" else "",
+            alpha=abs(self.alpha),
+            beta=abs(self.beta),
+        )
+        return whole.after(product, up, tokens.map(lambda each: each.double().abs()))
+
+    def products(self, multiply: Multiply, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        b, b_up = self.columns
+        return multiply(x, b), None if b_up is None else multiply(x, b_up)
+
+    def fusion(self, tokens: Tokens, dropout_p: float = 0.0, seed: torch.Tensor | None = None) -> Fusion:
+        return Fusion(
+            self.bias, self.bias_up, tokens.c, tokens.residual, tokens.row_scale, self.col_scale, seed=seed,
+            alpha_value=self.alpha, beta_value=self.beta, dropout_p=dropout_p, activation=self.activation,
+            arguments=tuple(self.arguments.values()),
+        )  # fmt: skip
+
+    @property
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weights as [K, N]."""
+        return self.weight.mT, None if self.weight_up is None else self.weight_up.mT
+
+
+def _size(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.double().abs()
+
+
+def assert_accurate(
+    found: torch.Tensor, layer: Layer, tokens: Tokens, precision: str, *, factor: float = 2, what: str = ""
+) -> Errors:
+    """`found` is the layer of the tokens to within `factor` times the error of torch's separate operations and one ulp.
+
+    So that a few elements on which torch is lucky are no measure, its error is also that of more rows, the given ones
+    with other signs.
+    """
+    m, (n, k), device = len(tokens.x), layer.weight.shape, tokens.x.device
+    added = max(_MORE[0], _MORE[1] // n)
+    rows = torch.cat([torch.arange(m, device=device), torch.arange(added, device=device) % m])
+    more = tokens.map(lambda each: each[rows])
+    more.x[m:] *= 2 * torch.randint(2, (added, k), device=device, generator=torch.Generator(device).manual_seed(0)) - 1
+
+    def of_torch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch_product(a, b, found.dtype, precision)
+
+    with torch.no_grad():
+        torchs, exact = (layer.after(*layer.products(way, more.x), more) for way in (of_torch, reference.matmul))
+        scale = layer.sizes(*layer.products(reference.matmul_scale, more.x), more) + exact.abs()
+    assert_no_worse_than_torch(torch.cat([found, torchs[m:]]), torchs, exact, scale=scale, factor=factor, what=what)
+    return measure_errors(found, exact[:m], scale=scale[:m])
+
+
+class _Setting(trials.Setting):
+    """A layer with one of the activations, or none, and what else the seed puts into its epilogue."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__(seed, device)
+        self.activation = (*ACTIVATIONS, "")[seed % (len(ACTIVATIONS) + 1)]
+        entry = ACTIVATIONS.get(self.activation)
+        self.gated = entry is not None and bool(entry.gate)
+        self.arguments = {name: self.rng.random() for name in entry.arguments} if entry else {}
+        self.biased, residual, scaled, added = (self.rng.random() < 0.6 for _ in range(4))
+        self.scaled = scaled and not self.gated
+        self.alpha = self.rng.uniform(-2, 2) if self.scaled else 1.0
+        self.beta = self.rng.uniform(-2, 2) if added and not self.gated else 0.0
+        self.widths = {"x": self.k, "c": self.n * bool(self.beta), "residual": self.n * residual}
+        self.widths["row_scale"] = int(self.scaled)
+
+    def layer(self, weight: torch.Tensor) -> Layer:
+        """With this [N, K] weight."""
+        bias, bias_up, col_scale = (self.normal(self.n, seed=at) for at in range(1, 4))
+        up = self._weight(self.seed + 1) if self.gated else None
+        return Layer(
+            with_layout(weight, self.layouts[1]),
+            bias if self.biased else None,
+            None if up is None else with_layout(up, self.layouts[1]),
+            bias_up if self.gated and self.biased else None,
+            col_scale if self.scaled else None,
+            self.activation,
+            self.arguments,
+            self.alpha,
+            self.beta,
+        )
+
+    def _weight(self, seed: int) -> torch.Tensor:
+        shape = (self.n, self.k)
+        return make_data(self.kind, shape, seed=seed, dtype=self.dtype, device=self.device, pair_sign=1)
+
+    def packed(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        """All that belongs to a row in one, so that rows are cut, moved and padded with what belongs to them."""
+        added = [self.normal(len(x), width, seed=at) for at, width in enumerate(list(self.widths.values())[1:], 4)]
+        return torch.cat([x, *added, *more], dim=1)
+
+    def tokens_of(self, rows: torch.Tensor) -> Tokens:
+        widths = list(self.widths.values())
+        x, c, residual, row_scale = torch.split(rows[:, : sum(widths)], widths, dim=1)
+        return Tokens(
+            with_layout(x, self.layouts[0]),
+            c if self.widths["c"] else None,
+            residual if self.widths["residual"] else None,
+            row_scale[:, 0] if self.scaled else None,
+        )
+
+    def forward(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+        """Rows, and the ways: with an fp32 result, with one of its own dtype, rounding as torch does, and an mlp."""
+        x, b = self.operands(m, self.k, self.n)
+        layer, precision = self.layer(b.mT), self.precision or None
+
+        def way(**how: Any) -> Rows:
+            return lambda rows: layer.isogemm(self.tokens_of(rows), precision=precision, **how)
+
+        ways = [way(out_dtype=out) for out in dict.fromkeys((self.wide, None))] + [way(rounding="eager")]
+        if self.activation:
+            down = self._down()
+            ways.append(lambda rows: self._mlp(layer, down, self.tokens_of(rows).x))
+        return self.packed(x), ways
+
+    def _down(self) -> torch.Tensor:
+        """The weight of a second layer."""
+        return self.normal(self.k, self.n, seed=8)
+
+    def _mlp(self, layer: Layer, down: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return mlp(
+            x, layer.weight, down, bias=layer.bias, weight_up=layer.weight_up,
+            bias_up=layer.bias_up, activation=layer.activation, activation_args=layer.arguments,
+            precision=self.precision or None,
+        )  # fmt: skip
+
+    def input_gradient(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+        """Rows with their gradient, and dX of the layer and of an mlp."""
+        x, b = self.operands(m, self.k, self.n)
+        layer, down = self.layer(b.mT), self._down()
+        widest = max(self.n, self.k)
+
+        def of_layer(rows: torch.Tensor) -> torch.Tensor:
+            tokens = self.tokens_of(rows)
+            tokens = tokens._replace(x=tokens.x.requires_grad_())
+            out = layer.isogemm(tokens, precision=self.precision or None)
+            return torch.autograd.grad(out, tokens.x, rows[:, -widest:][:, : self.n])[0]
+
+        def of_mlp(rows: torch.Tensor) -> torch.Tensor:
+            x = self.tokens_of(rows).x.requires_grad_()
+            return torch.autograd.grad(self._mlp(layer, down, x), x, rows[:, -widest:][:, : self.k])[0]
+
+        ways: list[Rows] = [of_layer, of_mlp] if self.activation else [of_layer]
+        return self.packed(x, self.normal(m, widest, seed=9)), ways
+
+    def trained(self, tokens: int) -> Sequence[Trained]:
+        grad, x = self.weight_operands(tokens)
+        layer = self.layer(self._weight(self.seed))
+        names = [name for name in ("weight", "bias", "weight_up", "bias_up") if getattr(layer, name) is not None]
+
+        def given(parameters: Sequence[torch.Tensor]) -> Layer:
+            return replace(layer, **dict(zip(names, parameters, strict=True)))  # type: ignore[arg-type]
+
+        def one(rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+            return given(parameters).isogemm(self.tokens_of(rows), precision=self.precision or None)
+
+        def two(rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+            return self._mlp(given(parameters[:-1]), parameters[-1], self.tokens_of(rows).x)
+
+        rows, parameters = self.packed(x), [getattr(layer, name) for name in names]
+        trained = [Trained(one, parameters, rows, grad)]
+        if self.activation:
+            trained.append(Trained(two, [*parameters, self._down()], rows, self.normal(tokens, self.k, seed=9)))
+        return trained
+
+
+def _any_tile(each: _Setting) -> Iterator[BitDiff]:
+    m = each.rng.choice(each.sizes.edges)
+    x, b = each.operands(m, each.k, each.n)
+    layer, tokens = each.layer(b.mT), each.tokens_of(each.packed(x))
+    p = each.rng.choice((0.0, 0.3))
+    seed = torch.full((1,), each.seed, dtype=torch.int64, device=each.device) if p else None
+    how: Any = {"out_dtype": each.wide if each.seed % 2 else None, "precision": each.precision or None}
+    operands = tokens.x, *layer.columns, layer.fusion(tokens, p, seed)
+    problem = fused.describe(*operands, **how)
+    results = (
+        fused.gemm(*operands, **how, config=config)
+        for config in (configs.canonical(problem), *configs.candidates(problem))
+    )
+    expected = next(results)
+    yield from (compare_bits(result, expected) for result in results)
+
+
+def _accuracy(each: _Setting) -> Iterator[BitDiff]:
+    """Raises where a result is not accurate; there are no bits to compare."""
+    x, b = each.operands(min(each.rng.choice(each.sizes.edges), 1000), each.k, each.n)
+    layer, tokens = each.layer(b.mT), each.tokens_of(each.packed(x))
+    for out_dtype in dict.fromkeys((None, each.wide)):
+        # Tensor cores sum an fp32 result of 16-bit operands, and tf32x3, less exactly: as in the gemm family.
+        factor = 4 if out_dtype is not None or each.precision == "tf32x3" else 2
+        found = layer.isogemm(tokens, out_dtype=out_dtype, precision=each.precision or None)
+        assert_accurate(found, layer, tokens, each.precision, factor=factor, what=each.activation or "no activation")
+    yield from ()
+
+
+def _eager(each: _Setting) -> Iterator[BitDiff]:
+    x, b = each.operands(each.rng.choice(each.sizes.edges), each.k, each.n)
+    layer, tokens = each.layer(b.mT), each.tokens_of(each.packed(x))
+    precision = each.precision or None
+    found = layer.isogemm(tokens, rounding="eager", precision=precision)
+    with torch.no_grad():
+        products = layer.products(functools.partial(mm, precision=precision), tokens.x)
+        expected = layer.after(*products, tokens)
+    yield compare_bits(found, expected)
+
+
+def _dropout(each: _Setting) -> Iterator[BitDiff]:
+    m, p = each.rng.choice(each.sizes.edges), each.rng.choice((0.1, 0.5, 0.9))
+    x, b = each.operands(m, each.k, each.n)
+    layer, tokens = each.layer(b.mT), each.tokens_of(each.packed(x))._replace(residual=None)
+    precision = each.precision or None
+    with torch.random.fork_rng([each.device] if each.device.type == "cuda" else []):
+        torch.manual_seed(each.seed)
+        kept = random.kept(new_seed(each.device), m, each.n, p)
+        torch.manual_seed(each.seed)
+        found = layer.isogemm(tokens, dropout_p=p, precision=precision)
+        c, grad = each.normal(m, each.n).requires_grad_(), each.normal(m, each.n, seed=1)
+        torch.manual_seed(each.seed)
+        dropped = linear(tokens.x, layer.weight, c=c, beta=1.0, dropout_p=p, precision=precision)
+        (backward,) = torch.autograd.grad(dropped, c, grad)
+    whole = layer.isogemm(tokens, precision=precision)
+    seen = whole != 0
+    yield compare_bits((found != 0) & seen, kept & seen)
+    scaled = torch.where(kept, grad.float() * random.scale(p), 0.0).to(grad.dtype)
+    yield compare_bits(backward + 0.0, scaled + 0.0)  # either zero will do
+
+
+_TRIALS = (
+    Trials(
+        "any tile",
+        "every configuration gives the same bits with an epilogue on",
+        _any_tile,
+        "every configuration; activations, scales, addends, residuals and dropout",
+        of_tiles=True,
+    ),
+    Trials(
+        "rows",
+        "a row with its epilogue has the same bits in any batch",
+        trials.forward,
+        "every position, cuts, garbage rows, permutations, runs under load; both roundings, and two layers",
+    ),
+    Trials(
+        "dX",
+        "the input's gradient has the forward's contract",
+        trials.input_gradient,
+        "every position, cuts, garbage rows, permutations, runs under load; one layer and two",
+    ),
+    Trials(
+        "dW, db",
+        "micro-batches cut at chunks have the bits of one pass",
+        trials.micro_batches,
+        "cuts at multiples of the chunk into main_grad, trailing zeros, runs under load; one layer and two",
+    ),
+    Trials(
+        "dropout",
+        "the mask is that of (seed, row, column), in the backward too",
+        _dropout,
+        "1 .. {most} rows, a tenth to nine tenths dropped",
+    ),
+    Trials(
+        "eager rounding",
+        "isogemm.mm followed by torch's operations, bit for bit",
+        _eager,
+        "activations, scales, addends and residuals",
+    ),
+    Trials(
+        "accuracy",
+        "the error is at most twice that of torch's operations and one ulp",
+        _accuracy,
+        "every activation, against fp64; 4x torch's error for fp32 of 16-bit inputs and for tf32x3",
+    ),
+)
+
+CHECKS = tuple(each.check(_Setting) for each in _TRIALS)
+
+
+def ahead_of_checks(device: torch.device, trials: int) -> None:
+    if not configs.usable(devices.facts(device).arch):
+        run_ahead(_rehearse, device, [(seed, place) for seed in range(trials) for place in range(len(_TRIALS))])
+
+
+def _rehearse(device: str, job: tuple[int, int]) -> None:
+    seed, place = job
+    for _ in _TRIALS[place].trial(_Setting(seed, torch.device(device))):
+        pass
