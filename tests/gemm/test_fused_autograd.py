@@ -837,3 +837,87 @@ def test_what_mlp_keeps(activation, tensors):
     kept = Kept(mlp, layer, activation=activation)
     assert kept.bytes == tensors * ROWS * WIDTH * 2
     assert not kept.result
+
+
+FIXED = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def _first_order(function, inputs, **options):
+    return torch.autograd.grad(function(*inputs).sum(), inputs, **options)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: isogemm.matmul_fused(x, x, activation="gelu"),
+        lambda x: isogemm.linear(x, x.T, c=2 * x, beta=1.0),
+        lambda x: isogemm.linear(x, FIXED, row_scale=x.norm(dim=-1), activation="tanh"),
+        lambda x: isogemm.linear(FIXED, x, weight_up=x, activation="swiglu"),
+    ],
+    ids=["both operands", "addend", "scale", "both weights"],
+)
+def test_operands_made_from_each_other(function):
+    """With a graph of the gradient or without, each path counts once."""
+    x = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    (plain,) = _first_order(function, [x])
+    (with_graph,) = _first_order(function, [x], create_graph=True)
+    torch.testing.assert_close(with_graph, plain)
+    assert torch.autograd.gradcheck(function, (x,))
+    assert torch.autograd.gradgradcheck(function, (x,))
+
+
+def test_autocast_of_a_parameter_in_float32():
+    """What a second layer meets: x in autocast's dtype, its weight not yet."""
+    x, weight = torch.randn(3, 4).bfloat16(), torch.randn(5, 4, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = isogemm.linear(x, weight, activation="relu")
+    assert result.dtype is torch.bfloat16
+    result.float().sum().backward()
+    assert weight.grad.dtype is torch.float32
+
+
+def test_matmul_fused_leaves_a_main_grad_alone():
+    """As matmul does: a main_grad is a linear's."""
+    a, b = torch.randn(3, 4), torch.nn.Parameter(torch.randn(4, 4))
+    b.main_grad = torch.zeros(4, 4)
+    isogemm.matmul_fused(a, b, activation="relu").sum().backward()
+    assert b.grad is not None
+    assert not b.main_grad.any()
+
+
+def test_gradients_of_float32_operands_are_not_rounded():
+    x, weight = torch.randn(3, 16).bfloat16(), torch.randn(5, 16).bfloat16()
+    c = torch.randn(3, 5, requires_grad=True)
+    grad = torch.randn(3, 5)
+    result = isogemm.linear(x, weight, c=c, beta=1.0, out_dtype=torch.float32)
+    assert torch.equal(torch.autograd.grad(result, c, grad)[0], grad)
+
+
+def test_registered_again_before_the_backward():
+    @triton.jit
+    def doubled(acc, col, row):
+        return acc * 2
+
+    isogemm.epilogues.register("registered_twice", doubled, lambda acc, col, row: acc * 2)
+    a = torch.randn(3, 4, requires_grad=True)
+    result = isogemm.matmul_fused(a, torch.randn(4, 5), epilogue="registered_twice")
+    isogemm.epilogues.register("registered_twice", doubled, lambda acc, col, row: acc * 5)
+    with pytest.raises(RuntimeError, match="registered_twice.*registered again"):
+        result.sum().backward()
+
+
+def test_second_derivative_of_a_checkpointed_mlp_raises():
+    """The hidden value would be taken for a constant."""
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weight, down = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((6, 4), (4, 6)))
+    result = torch.utils.checkpoint.checkpoint(mlp, x, weight, down, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="second derivative of mlp"):
+        torch.autograd.grad(result.sum(), [x, weight, down], create_graph=True)
+
+
+def test_dropped_infinities_are_zero():
+    torch.manual_seed(0)
+    x = torch.full((64, 16), torch.inf)
+    result = isogemm.linear(x, torch.ones(8, 16), dropout_p=0.5)
+    assert not result.isnan().any()
+    assert bool((result == 0).any() and (result == torch.inf).any())

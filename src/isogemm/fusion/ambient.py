@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -16,21 +16,23 @@ _C: Any = torch._C
 Hooks = tuple[Any, Any] | None
 
 
-class Enclosure(NamedTuple):
-    """What a deferred result may not get out of, nor into: a block defers where this is as it was at its entry."""
+Enclosure = tuple[Hooks, int, bool, bool]  # the first fields of an Ambient
 
+
+class Ambient(NamedTuple):
+    # What a deferred result may not get out of, nor into: a block defers where this is as it was at its entry.
     hooks: Hooks  # of saved tensors, the innermost
     backward: int  # number of the backward that is running
     in_function: bool  # in an autograd.Function's forward
     capturing: bool  # the current stream's work goes into a CUDA graph
-
-
-class Ambient(NamedTuple):
-    grad: bool
-    inference: bool
-    autocast: torch.dtype | None
+    # What no result is deferred under.
     dispatch_modes: int
-    enclosure: Enclosure
+    tracing: bool
+    transform: bool
+    inference: bool
+    # What a result is computed under.
+    grad: bool
+    autocast: torch.dtype | None
     stream: tuple[int, int, int] | None  # CUDA's: id, device and kind
     precision: str  # of float32 products on CUDA
 
@@ -40,53 +42,51 @@ def read(x: torch.Tensor) -> Ambient:
     kind, stream, precision = "cpu", None, ""
     if x.is_cuda:
         kind, stream, precision = "cuda", _C._cuda_getCurrentStream(x.get_device()), matmul_precision()
-    return Ambient(
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-        _C._len_torch_dispatch_stack(),
-        read_enclosure(),
+    fields = (
+        _top_hooks(True),
+        _backward(),
+        not _is_forward_ad_enabled(),
+        _cuda._initialized and _is_capturing(),
+        _dispatch_modes(),
+        _tracing_state() is not None,
+        forward_ad._current_level >= 0 or _interpreter() is not None,
+        _is_inference(),
+        _is_grad(),
+        _autocast_dtype(kind) if _is_autocast(kind) else None,
         stream,
         precision,
     )
+    return tuple.__new__(Ambient, fields)  # a third of the time of Ambient(...), at every call
 
 
 def read_enclosure() -> Enclosure:
-    return Enclosure(
-        _top_hooks(),
-        _C._current_graph_task_id(),
-        not _C._is_fwd_grad_enabled(),  # autograd turns it off there, and no_grad does not
-        _is_cuda_initialized() and _C._cuda_isCurrentStreamCapturing(),
-    )
+    return _top_hooks(True), _backward(), not _is_forward_ad_enabled(), _cuda._initialized and _is_capturing()
 
 
 def obstacle(entered: Enclosure, now: Ambient) -> str:
     """Why no call may be deferred now, whatever its operands, in a block that was entered so; else empty."""
-    if now.dispatch_modes > 0 or _C._get_tracing_state() is not None:
+    if now.dispatch_modes > 0 or now.tracing:
         return "a dispatch mode or a tracer listens"
-    if in_transform():
+    if now.transform:
         return "it is inside forward-mode AD or a torch.func transform"
     if now.inference:
         return "changes of an input cannot be seen in inference mode; torch.no_grad() would do"
-    if now.enclosure == entered:
+    if now[: len(entered)] == entered:
         return ""
-    if now.enclosure.in_function != entered.in_function:
+    hooks, backward, in_function, _ = entered
+    if now.in_function != in_function:
         return "it is inside an autograd.Function, which takes its result at once"
-    if now.enclosure.backward != entered.backward:
+    if now.backward != backward:
         return "it is computed in a backward"
-    what = "hooks of saved tensors (a checkpoint)" if now.enclosure.hooks != entered.hooks else "a CUDA graph's capture"
+    what = "hooks of saved tensors (a checkpoint)" if now.hooks != hooks else "a CUDA graph's capture"
     return f"{what} began inside the block; enter the block inside of it"
-
-
-def in_transform() -> bool:
-    return forward_ad._current_level >= 0 or _C._functorch.peek_interpreter_stack() is not None
 
 
 @contextmanager
 def restored(then: Ambient, now: Ambient, device: torch.device) -> Iterator[None]:
     """Compute as if at the time of `then`."""
     with ExitStack() as stack:
-        if now.enclosure.capturing != then.enclosure.capturing:
+        if now.capturing != then.capturing:
             raise RuntimeError(
                 "a product was deferred on one side of a CUDA graph's capture and is read on the other; "
                 "enter and leave isogemm.autofuse() on one side"
@@ -106,7 +106,7 @@ def restored(then: Ambient, now: Ambient, device: torch.device) -> Iterator[None
         stack.enter_context(torch.set_grad_enabled(then.grad))
         if now.autocast != then.autocast:
             stack.enter_context(torch.autocast(device.type, then.autocast, enabled=then.autocast is not None))
-        _set_hooks_aside(stack, then.enclosure.hooks)
+        _set_hooks_aside(stack, then.hooks)
         yield
 
 
@@ -118,13 +118,24 @@ def _stream(ambient: Ambient) -> Any:
 
 def _set_hooks_aside(stack: ExitStack, outermost: Hooks) -> None:
     """Those entered since: a checkpoint's are not to see what was called before it began."""
-    while (top := _top_hooks()) is not None and top != outermost:
+    while (top := _top_hooks(True)) is not None and top != outermost:
         _C._autograd._pop_saved_tensors_default_hooks()
         stack.callback(_C._autograd._push_saved_tensors_default_hooks, *top)
 
 
-def _top_hooks() -> Hooks:
-    return cast(Hooks, _C._autograd._top_saved_tensors_default_hooks(True))
+def _is_capturing() -> bool:
+    return bool(torch.cuda.is_initialized() and _C._cuda_isCurrentStreamCapturing())
 
 
-_is_cuda_initialized: Any = torch.cuda.is_initialized
+# Looked up once: they are asked at every call.
+_cuda: Any = torch.cuda
+_top_hooks: Any = _C._autograd._top_saved_tensors_default_hooks
+_backward: Any = _C._current_graph_task_id
+_is_forward_ad_enabled: Any = _C._is_fwd_grad_enabled  # autograd turns it off in a Function, and no_grad does not
+_dispatch_modes: Any = _C._len_torch_dispatch_stack
+_tracing_state: Any = _C._get_tracing_state
+_interpreter: Any = _C._functorch.peek_interpreter_stack
+_is_inference: Any = torch.is_inference_mode_enabled
+_is_grad: Any = torch.is_grad_enabled
+_autocast_dtype: Any = torch.get_autocast_dtype
+_is_autocast: Any = torch.is_autocast_enabled

@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.node import map_arg
 
 from isogemm.epilogues import ACTIVATIONS, recognise
-from isogemm.fusion import rules
+from isogemm.fusion import questions, rules
 from isogemm.fusion.report import Report
 from isogemm.fusion.rules import Arguments, Function, Product
 from isogemm.gemm import api
@@ -261,7 +261,7 @@ def _after_function(chain: _Chain, call: _Call) -> Arguments | str | None:
         return rules.activated(chain.product, chain.arguments, *recognised)
     if call.function in rules.SQUARES and call.args[1:] in ((), (2,)) and not call.kwargs:
         return rules.squared(chain.arguments)
-    p = _parse(_DROPOUTS, call)
+    p = _parse(rules.DROPOUTS, call)
     if p is None:
         return None
     if config.fallback_random:
@@ -348,7 +348,7 @@ def _written_out(chain: _Chain) -> _Chain | None:
         call = _call(node)
         if call is None or not node.all_input_nodes or not inside.issuperset(node.all_input_nodes):
             continue
-        if call.in_place or call.function not in _ANALYTIC:
+        if call.in_place or call.function not in _ANALYTIC or call.kwargs.keys() - {"alpha"}:
             return None
         inside.add(node)
         if all(inside.issuperset(each.users) for each in inside if each is not node):
@@ -565,29 +565,11 @@ def _call(node: Node) -> _Call | None:
         return None
     if function in rules.OUT_OF_PLACE:
         return _Call(rules.OUT_OF_PLACE[function], node.args, dict(node.kwargs), True)
-    bound = _bound_in_place(function, node)
+    bound = questions.bound_in_place(function, node.args, node.kwargs)
     if bound is not None:
         bound.arguments["inplace"] = False
         return _Call(function, bound.args, bound.kwargs, True)
     return _Call(function, node.args, dict(node.kwargs), False)
-
-
-def _bound_in_place(function: Function, node: Node) -> inspect.BoundArguments | None:
-    """The arguments of a call with inplace=True."""
-    signature = _signature(function)
-    if signature is None:
-        return None
-    bound = signature.bind(*node.args, **node.kwargs)
-    return bound if bound.arguments.get("inplace") else None
-
-
-@cache
-def _signature(function: Function) -> inspect.Signature | None:
-    """Of torch.nn.functional's functions with an inplace argument."""
-    if getattr(function, "__module__", "") != F.__name__ or inspect.isbuiltin(function):
-        return None
-    signature = inspect.signature(function)
-    return signature if "inplace" in signature.parameters else None
 
 
 def _parse(table: Mapping[Function, Function], call: _Call | None) -> Any:
@@ -613,22 +595,7 @@ _PRODUCTS: dict[Function, Function] = {
 }
 
 
-def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> float:
-    return float(p) if training else 0.0
-
-
-_DROPOUTS: dict[Function, Function] = {
-    F.dropout: _dropout,
-    torch.dropout: lambda input, p, train: _dropout(input, p, train),
-}
-
 _MODE = re.compile(r"(^|_)(set|enter|exit|seed)(_|$)")  # autocast, grad mode and their kin
-
-# Functions that write to what they are given without saying so by an underscore.
-_WRITERS = {F.batch_norm, F.instance_norm, F.embedding, F.embedding_bag, operator.setitem, operator.delitem}
-_WRITERS |= {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod}
-_WRITERS |= {operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor}
-_WRITERS |= {operator.ilshift, operator.irshift, operator.iconcat}
 
 
 def _disturbance(nodes: Sequence[Node]) -> str:
@@ -660,17 +627,11 @@ def _writes(node: Node) -> bool:
     if node.op == "call_module" or isinstance(target, HigherOrderOperator):
         return True
     if isinstance(target, OpOverload):
-        return target._schema.is_mutable
+        return target._schema.is_mutable or questions.writes_by_name(target)
     if isinstance(target, OpOverloadPacket):
-        return any(schema.is_mutable for schema in target._schemas.values())
-    name = _name(node)
-    return (
-        (name.endswith("_") and not name.endswith("__"))
-        or target in _WRITERS
-        or re.fullmatch("__i[a-z]+__|__setitem__", name) is not None
-        or node.kwargs.get("out") is not None
-        or (node.op == "call_function" and _bound_in_place(cast(Function, target), node) is not None)
-    )
+        return any(schema.is_mutable for schema in target._schemas.values()) or questions.writes_by_name(target)
+    function = getattr(torch.Tensor, target, None) if isinstance(target, str) else target
+    return function is None or questions.may_write(function, node.args, node.kwargs)
 
 
 def _name(node: Node) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch._ops import OpOverload, OpOverloadPacket
 
 from isogemm.core.eager import PLAIN
@@ -60,19 +62,52 @@ def storage(x: torch.Tensor) -> int:
 
 
 _OPERATORS = "add and div floordiv lshift mod mul or pow rshift sub truediv xor"
-_WRITING = frozenset({"__delete__", "__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())})
+_WRITING = frozenset(
+    {"__delete__", "__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())}
+    | {"delitem", "setitem", "iconcat", "imatmul", *(f"i{name}" for name in _OPERATORS.split())}
+    # Buffers and rows of weights, of which neither a schema nor `_version` tells.
+    | {"batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+    | {"batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_update_stats"}
+    | {"embedding", "embedding_bag", "fused_moving_avg_obs_fake_quant"}
+)
 
 
-def may_write(function: Any, kwargs: Mapping[str, Any]) -> bool:
+def may_write(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call may change one of its arguments: in place, by out=, by assignment, or as a custom operator."""
-    called = getattr(function, "__name__", "")
     return (
-        (called.endswith("_") and not called.endswith("__"))
-        or called in _WRITING
-        or "out" in kwargs
-        or bool(kwargs.get("inplace"))
+        writes_by_name(function)
+        or kwargs.get("out") is not None
+        or bound_in_place(function, args, kwargs) is not None
         or isinstance(function, OpOverload | OpOverloadPacket)
     )
+
+
+@functools.lru_cache(1024)
+def writes_by_name(function: Any) -> bool:
+    """Whether a function that changes its arguments is called so; operators as well."""
+    called = str(getattr(function, "__name__", "")).partition(".")[0]
+    return called in _WRITING or (called.endswith("_") and not called.endswith("__"))
+
+
+def bound_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments | None:
+    """The arguments of a call with inplace=True."""
+    signature = _signature(function) if kwargs or len(args) > 1 else None
+    if signature is None:
+        return None
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:  # torch will say what is wrong
+        return None
+    return bound if bound.arguments.get("inplace") else None
+
+
+@functools.lru_cache(1024)
+def _signature(function: Any) -> inspect.Signature | None:
+    """Of torch.nn.functional's functions with an inplace argument."""
+    if getattr(function, "__module__", "") != F.__name__ or inspect.isbuiltin(function):
+        return None
+    signature = inspect.signature(function)
+    return signature if "inplace" in signature.parameters else None
 
 
 def name(function: Any) -> str:

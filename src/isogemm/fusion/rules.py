@@ -108,6 +108,14 @@ def _neg(input: Any) -> Factors:
     return Factors(input, -1)
 
 
+def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> float:
+    return p if training or not 0 <= p <= 1 else 0.0
+
+
+def _torch_dropout(input: Any, p: float, train: bool) -> float:
+    return _dropout(input, p, train)
+
+
 def _table(*rows: tuple[Function, Sequence[Function]]) -> dict[Function, Function]:
     return {function: parser for parser, functions in rows for function in functions}
 
@@ -132,6 +140,7 @@ FACTORS = _table(
     (_div, (Tensor.__truediv__, operator.truediv)),
     (_neg, (torch.neg, torch.negative, Tensor.neg, Tensor.negative, Tensor.__neg__, operator.neg)),
 )
+DROPOUTS = _table((_dropout, (F.dropout,)), (_torch_dropout, (torch.dropout,)))  # its probability, 0 where it is off
 SQUARES: frozenset[Function] = frozenset(
     {torch.square, Tensor.square, torch.pow, Tensor.pow, Tensor.__pow__, operator.pow}
 )
@@ -200,15 +209,16 @@ def scaled(product: Product, arguments: Arguments, factor: Any, like: Any, *, di
         return "the factor is neither a number nor a tensor"
     if divides:
         return "it is divided by a tensor"
-    shape = tuple(like.shape)
+    is_scalar = len(like.shape) == 0
     # A float32 scalar is no wider than the numbers that torch multiplies 16-bit tensors by.
-    if reason := _unlike(product, like, torch.float32 if shape == () else None):
+    if reason := _unlike(product, like, torch.float32 if is_scalar else None):
         return f"the factor {reason}"
-    if shape == ():
+    if is_scalar:
         return "it has two scalar factors" if "alpha" in arguments else {**arguments, "alpha": factor}
-    if is_row(shape, product.shape):
+    by_columns, by_rows, _ = _fit(like.shape, product.shape)
+    if by_columns:
         return _once(arguments, "col_scale", factor)
-    if shape == (*product.shape[:-1], 1):
+    if by_rows:
         return _once(arguments, "row_scale", factor)
     return "the factor is neither a scalar, a row nor a column"
 
@@ -223,11 +233,11 @@ def added(product: Product, arguments: Arguments, addend: Any, like: Any, scale:
         return f"the addend {reason}"
     if "residual" in arguments:
         return "more is added after the residual"
-    shape, before_activation = tuple(like.shape), _AFTER_SUM.isdisjoint(arguments)
-    by_columns, by_rows = is_row(shape, product.shape), shape == (*product.shape[:-1], 1)
+    before_activation = _AFTER_SUM.isdisjoint(arguments)
+    by_columns, by_rows, is_whole = _fit(like.shape, product.shape)
     if before_activation and scale == 1 and "bias" not in arguments and (by_columns or by_rows):
         return {**arguments, "bias": addend} if by_columns else {**arguments, "bias": addend, "bias_dim": -2}
-    if shape != tuple(product.shape):
+    if not is_whole:
         kind = "a second, a late or a scaled bias" if by_columns or by_rows else "neither a bias nor of its shape"
         return f"the addend is {kind}"
     if before_activation and "c" not in arguments:
@@ -259,6 +269,8 @@ def squared(arguments: Arguments) -> Arguments | str:
 
 
 def dropped(arguments: Arguments, p: float) -> Arguments | str:
+    if not 0 <= p <= 1:
+        return f"the probability of dropout is {p}"
     if "dropout_p" in arguments or "residual" in arguments:
         return "dropout comes after dropout or the residual"
     return {**arguments, "dropout_p": p}
@@ -277,9 +289,11 @@ def gated(gate: Product, gate_arguments: Arguments, up: Product, up_arguments: A
     return arguments
 
 
-def is_row(shape: Sequence[Any], of: Sequence[Any]) -> bool:
-    """[N], or [1, ..., N]."""
-    return 0 < len(shape) <= len(of) and shape[-1] == of[-1] and all(size == 1 for size in shape[:-1])
+@functools.lru_cache
+def _fit(shape: Sequence[Any], of: Sequence[Any]) -> tuple[bool, bool, bool]:
+    """Whether it is a row ([N], or [1, ..., N]), a column ([..., M, 1]), and of the very shape."""
+    is_row = 0 < len(shape) <= len(of) and shape[-1] == of[-1] and all(size == 1 for size in shape[:-1])
+    return is_row, tuple(shape) == (*of[:-1], 1), tuple(shape) == tuple(of)
 
 
 def steps(arguments: Arguments) -> tuple[str, ...]:
@@ -287,7 +301,7 @@ def steps(arguments: Arguments) -> tuple[str, ...]:
     found: list[str] = [name for name in ("alpha", "row_scale", "col_scale") if name in arguments]
     if "bias" in arguments:
         found.append("bias" if arguments.get("bias_dim", -1) == -1 else "column bias")
-    found += ["c"] if "c" in arguments else []
+    found += [name for name in ("bias_up", "c") if name in arguments]
     found += [arguments["activation"]] if "activation" in arguments else []
     found += ["dropout"] if "dropout_p" in arguments else []
     return (*found, "residual") if "residual" in arguments else tuple(found)

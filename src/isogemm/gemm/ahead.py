@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from isogemm.core.eager import autocast_dtype
 from isogemm.epilogues import spec
 from isogemm.epilogues.spec import Epilogue
-from isogemm.gemm import configs, fused, op, plan
+from isogemm.gemm import configs, fused, fused_autograd, op, plan
 from isogemm.gemm.configs import BiasGradProblem, Problem
 from isogemm.gemm.fused import Fusion
 from isogemm.gemm.problem import aligned
@@ -31,8 +32,8 @@ def warmup(
         raise ValueError(f"tokens is {tokens}; expected at least 1")
     before = plan.compiled()
     seen: set[tuple[object, ...]] = set()
-    layers = list(_layers(weights, bias, activation, activation_args))
-    for layer in layers:
+    layers = {layer.key: layer for layer in _layers(weights, bias, activation, activation_args)}
+    for layer in layers.values():
         if layer.weight.is_cuda and layer.weight.dtype in op.SERVED:
             _fused(layer, tokens, backward, out_dtype, precision)
     for weight, biased in _each(weights, bias):
@@ -59,6 +60,18 @@ class _Layer(NamedTuple):
     activation: str
     arguments: tuple[float, ...]
     down: torch.Tensor | None = None
+    bias_down: torch.Tensor | None = None
+    dropouts: tuple[float, float] = (0, 0)  # of an mlp: of its hidden value, and after it
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """All that its kernels depend on."""
+        tensors = (each for each in self if each is None or isinstance(each, torch.Tensor))
+        seen = (
+            None if each is None else (each.shape, each.stride(), each.dtype, each.device, aligned(each))
+            for each in tensors
+        )
+        return self.activation, self.arguments, tuple(p > 0 for p in self.dropouts), *seen
 
 
 def _layers(
@@ -76,10 +89,13 @@ def _layers(
             arguments = spec.argument_values(spec.activation(name), getattr(module, "activation_args", None))
             if isinstance(module, torch.nn.Linear):
                 yield _Layer(module.weight, None, module.bias, None, name, arguments)
-            elif isinstance(getattr(module, "up", None), torch.nn.Linear) and hasattr(module, "down"):
+            elif hasattr(module, "hidden_dropout_p"):
                 first, second = (module.up, None) if module.gate is None else (module.gate, module.up)
                 weight_up, bias_up = (None, None) if second is None else (second.weight, second.bias)
-                yield _Layer(first.weight, weight_up, first.bias, bias_up, name, arguments, module.down.weight)
+                yield _Layer(
+                    first.weight, weight_up, first.bias, bias_up, name, arguments, module.down.weight,
+                    module.down.bias, (module.hidden_dropout_p, module.dropout_p),
+                )  # fmt: skip
     elif activation is not None:
         entry = spec.activation(activation)
         if entry.gate:
@@ -91,31 +107,42 @@ def _layers(
 
 
 def _fused(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | None, precision: str | None) -> None:
-    """By calls with nothing in particular: what they compile is theirs to know."""
+    """By calls with nothing in particular, forward and backward: what they compile is theirs to know."""
     dtype = autocast_dtype(layer.weight.device) or layer.weight.dtype
-    weight, weight_up, bias, bias_up, down = (
-        None if each is None else each.detach().to(dtype)
-        for each in (layer.weight, layer.weight_up, layer.bias, layer.bias_up, layer.down)
+    weight, weight_up, bias, bias_up, down, bias_down = (
+        None if each is None else each.detach().to(dtype).detach().requires_grad_(backward)
+        for each in (layer.weight, layer.weight_up, layer.bias, layer.bias_up, layer.down, layer.bias_down)
     )
     assert weight is not None
-    fusion = Fusion(bias, bias_up, activation=layer.activation, arguments=layer.arguments)
     x = torch.empty((tokens, weight.shape[1]), dtype=dtype, device=weight.device)
-    b, b_up = weight.mT, None if weight_up is None else weight_up.mT
-    out_dtype = None if down is not None else out_dtype
-    problem = fused.describe(x[:1], b, b_up, fusion, out_dtype=out_dtype, precision=precision)
-    kind = fusion.saved if down is None else fusion.saved_hidden
-    for edge in configs.token_edges(problem, tokens):
-        h, _ = fused.fused(x[:edge], b, b_up, fusion, out_dtype, precision, "")
-        if not backward:
-            continue
-        saved: torch.Tensor | None = h
-        if kind != "out":
-            _, saved = fused.fused(x[:edge], b, b_up, fusion, out_dtype, precision, kind)
-        assert saved is not None
-        if down is not None:
-            fused.hidden_grad(x.new_empty((edge, down.shape[0])), down, saved, kind, fusion, precision)
-        else:
-            fused.activation_grad(h, saved, kind, fusion, dtype, bias is not None)
+    fusion = Fusion(bias, bias_up, activation=layer.activation, arguments=layer.arguments)
+    b_up = None if weight_up is None else weight_up.mT
+    problem = fused.describe(x[:1], weight.mT, b_up, fusion, precision=precision)
+    modes = [(False, (0.0, 0.0))] + [(True, (0.0, 0.0)), (True, layer.dropouts)][: 1 + any(layer.dropouts)] * backward
+    for edge, (differentiated, dropouts) in product(configs.token_edges(problem, tokens), modes):
+        rows = x[:edge].detach().requires_grad_(differentiated)
+        call = fused_autograd.plain_call(rows, weight, precision)._replace(
+            weight_up=weight_up, bias=bias, bias_up=bias_up, activation=layer.activation, arguments=layer.arguments,
+            **_dropout(dropouts[0], x.device), out_dtype=None if down is not None else out_dtype,
+        )  # fmt: skip
+        with torch.set_grad_enabled(differentiated):
+            if down is None:
+                result = fused_autograd.run(call)
+            else:
+                second = fused_autograd.plain_call(rows, down, precision)._replace(
+                    bias=bias_down, out_dtype=out_dtype, **_dropout(dropouts[1], x.device)
+                )
+                result = fused_autograd.run_mlp(call, second)
+        if differentiated:
+            inputs = [each for each in (rows, weight, weight_up, bias, bias_up, down, bias_down) if each is not None]
+            torch.autograd.grad(result, inputs, torch.empty_like(result))
+    if backward and bias is not None and down is None:  # into a main_grad
+        sums = torch.zeros((1, weight.shape[0]), dtype=torch.float32, device=x.device)
+        fused.chunk_sums(sums, torch.zeros_like(sums[0]), torch.float32)
+
+
+def _dropout(p: float, device: torch.device) -> dict[str, Any]:
+    return {"dropout_p": p, "seed": fused.new_seed(device) if p else None}
 
 
 def _each(
