@@ -56,7 +56,11 @@ def test_default_trials_meet_every_activation_with_and_without_the_rest():
     plain = [each for each in settings if not each.gated]
     for met in ([each.biased for each in settings], [each.scaled for each in plain], [bool(e.beta) for e in plain]):
         assert set(met) == {True, False}
-    assert {bool(each.widths["residual"]) for each in settings} == {True, False}
+    for met in ([bool(e.widths["residual"]) for e in settings], [e.by_row for e in plain if e.biased]):
+        assert set(met) == {True, False}
+    for name in ("alpha", "beta"):
+        assert {type(getattr(each, name)) for each in plain} == {float, torch.Tensor}
+    assert sum(each.registered for each in settings) == 1
 
 
 def test_a_row_carries_what_belongs_to_it():
@@ -88,8 +92,9 @@ def test_rows_sees_a_residual_of_another_row(monkeypatch):
         return fused.linear(x, *args, residual=None if residual is None else residual.roll(1, 0), **how)
 
     monkeypatch.setattr(fused_checks, "linear", linear)
-    seeds = [seed for seed in range(8) if fused_checks._Setting(seed, CPU).widths["residual"]]
-    assert CHECKS["rows"].run(CPU, seeds[0] + 1).failures == 1
+    settings = (fused_checks._Setting(seed, CPU) for seed in range(8))
+    first = next(each.seed for each in settings if each.widths["residual"] and not each.by_row)
+    assert CHECKS["rows"].run(CPU, first + 1).failures == 1
 
 
 def test_dx_sees_bits_that_follow_the_batch_size(monkeypatch):
@@ -132,8 +137,62 @@ def test_accuracy_sees_a_bad_epilogue(monkeypatch):
     assert "relu: " in result.detail
 
 
+class Halved(torch.autograd.Function):
+    """The tensor, and half of its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / 2
+
+
+@pytest.mark.parametrize("place", ["x", "weight", "bias", "weight_up", "bias_up"])
+@pytest.mark.parametrize("layers", ["linear", "mlp"])
+def test_accuracy_sees_a_wrong_gradient(layers, place, monkeypatch):
+    right = getattr(fused, layers)
+
+    def linear(x, weight, bias=None, **how):
+        operands = {"x": x, "weight": weight, "bias": bias, **how}
+        if operands.get(place) is not None:
+            operands[place] = Halved.apply(operands[place])
+        return right(**operands)
+
+    def mlp(x, weight, weight_down, bias=None, **how):
+        return linear(x, weight, bias, weight_down=weight_down, **how)
+
+    monkeypatch.setattr(fused_checks, layers, {"linear": linear, "mlp": mlp}[layers])
+    result = CHECKS["accuracy"].run(CPU, 14)
+    assert result.failures
+    assert f", {place}: error " in result.detail or f", mlp's {place}: error " in result.detail
+
+
+def test_accuracy_sees_wrong_gradients_of_a_bias_by_rows(monkeypatch):
+    def matmul_fused(a, b, *, bias, **how):
+        return fused.matmul_fused(Halved.apply(a), b, bias=bias, **how)
+
+    monkeypatch.setattr(fused_checks, "matmul_fused", matmul_fused)
+    assert ", x: error " in CHECKS["accuracy"].run(CPU, 14).detail
+
+
+def test_accuracy_sees_a_wrong_mlp(monkeypatch):
+    monkeypatch.setattr(fused_checks, "mlp", lambda *args, **how: fused.mlp(*args, **how) / 2)
+    assert "relu, mlp's result: error " in CHECKS["accuracy"].run(CPU, 1).detail
+
+
+@pytest.mark.parametrize("scale", [0.5, 1 + 2**-6])
+def test_dropout_sees_another_scale(scale, monkeypatch):
+    def linear(*args, dropout_p=0.0, **how):
+        return fused.linear(*args, dropout_p=dropout_p, **how) * (scale if dropout_p else 1)
+
+    monkeypatch.setattr(fused_checks, "linear", linear)
+    assert CHECKS["dropout"].run(CPU, 3).failures == 3
+
+
 @pytest.mark.parametrize("wrong", [None, "b"])
-def test_any_tile_compares_every_configuration(wrong, monkeypatch):
+def test_any_tile_compares_configurations(wrong, monkeypatch):
     calls = []
 
     def gemm(x, b, b_up, fusion, *, out_dtype, precision, config):
@@ -141,14 +200,18 @@ def test_any_tile_compares_every_configuration(wrong, monkeypatch):
         out = served.fused(x, b, b_up, fusion, out_dtype, precision, "")[0]
         return -out if config == wrong else out
 
-    monkeypatch.setattr(served, "describe", lambda *operands, out_dtype, precision: "problem", raising=False)
-    monkeypatch.setattr(served, "gemm", gemm, raising=False)
+    monkeypatch.setattr(served, "describe", lambda *operands, out_dtype, precision: "problem")
+    monkeypatch.setattr(served, "gemm", gemm)
     monkeypatch.setattr(configs, "canonical", lambda problem: "canonical")
-    monkeypatch.setattr(configs, "candidates", lambda problem: ["a", "b"])
-    for seed in range(13):
+    monkeypatch.setattr(configs, "candidates", lambda problem: ["canonical", "a", "b"])
+    for seed in range(14):
+        calls.clear()
         same = [diff.equal for diff in fused_checks._any_tile(fused_checks._Setting(seed, CPU))]
-        assert same == [True, wrong is None]
-    assert calls == ["canonical", "a", "b"] * 13
+        assert sorted(same) == [wrong is None, True]
+        assert calls[0] == "canonical"
+        assert sorted(calls) == ["a", "b", "canonical"]
+    monkeypatch.setattr(configs, "candidates", lambda problem: list("acdefghij"))
+    assert len(list(fused_checks._any_tile(fused_checks._Setting(0, CPU)))) == 6
 
 
 # bench
@@ -159,10 +222,11 @@ def test_the_grid_on_a_gpu():
     assert len({case.label for case in cases}) == len(cases)
     counts = {name: sum(case.op == name for case in cases) for name in dict.fromkeys(case.op for case in cases)}
     assert counts == {
-        "bias relu": 24, "bias gelu_tanh": 24, "bias gelu": 8, "swiglu": 4, "mlp gelu": 1, "mlp swiglu": 1,
-        "autofuse": 1,
+        "bias relu": 24, "bias gelu_tanh": 24, "swiglu": 4, "mlp gelu": 1, "mlp swiglu": 1, "autofuse": 1,
+        "bias gelu": 8, "compiled gelu_tanh": 4, "compiled relu": 2,
     }  # fmt: skip
-    assert set(fused.COMPILED) <= set(fused.SHAPES)
+    assert all(set(shapes) <= set(fused.SHAPES) for shapes in fused.COMPILED.values())
+    assert [case.op.startswith("compiled") for case in cases] == [False] * (len(cases) - 6) + [True] * 6
     block = next(case for case in cases if case.op == "mlp swiglu")
     assert block.flops == 3 * 3 * 2 * 4096 * 4096 * 14336
 
@@ -251,10 +315,41 @@ def test_a_wrong_gradient_is_not_timed():
     def detached(x, weight, bias, *down):
         return block.torch(x, weight, bias.detach() + 0.5 * (bias - bias.detach()), *down)
 
+    grad = torch.randn(SMALL[0], SMALL[2])
     with pytest.raises(AssertionError, match="gradient 2: error 5"):
-        fused._block_errors(
-            {"isogemm": detached, "torch": block.torch}, block.torch, operands, torch.randn(SMALL[0], SMALL[2])
+        fused._block_errors({"isogemm": detached, "torch": block.torch}, operands, grad)
+
+
+def test_one_wrong_element_is_not_timed():
+    """Too small for the norm to show it."""
+    block = fused.BLOCKS["mlp gelu"]
+    operands = [torch.randn(shape, dtype=torch.bfloat16) for shape in block.shapes(512, 48, 256)]
+
+    def patched(*given):
+        out = block.torch(*given)
+        return torch.where(
+            torch.arange(out.numel()).view(out.shape) == 1000, out + 0.05 * out.detach().abs().max(), out
         )
+
+    with pytest.raises(AssertionError, match="the result, an element: error"):
+        fused._block_errors(
+            {"isogemm": patched, "torch": block.torch}, operands, torch.randn(512, 256, dtype=torch.bfloat16)
+        )
+
+
+def test_a_tuned_compilation_is_a_case_of_its_own(monkeypatch):
+    modes = []
+
+    def compiled(function, *, mode, dynamic, fullgraph):
+        modes.append(mode)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    run = runner.Runner(CPU, repeats=1)
+    (row,) = run.rows([fused._case("compiled relu", SMALL, "bfloat16")])
+    assert run.failures == []
+    assert set(row.times_us) == set(row.error) == {"isogemm", "torch", "compiled"}
+    assert modes == [row.info["compiled mode"]] == [fused.TUNED]
 
 
 def test_what_is_compiled_ahead(monkeypatch):

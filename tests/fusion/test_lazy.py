@@ -81,7 +81,7 @@ SPELLINGS = {
     "row": (lambda x, w, b, **_: x @ w + b[None], ["bias"]),
     "both": (lambda x, w, b, r, **_: F.leaky_relu(x @ w + r + b, 0.2) + r, ["bias", "c", "leaky_relu", "residual"]),
     "swiglu": (lambda x, w, w3, **_: F.silu(x @ w) * (x @ w3), ["swiglu"]),
-    "geglu": (lambda x, w, w3, b, **_: (x @ w3 + b) * F.gelu(F.linear(x, w.t(), b)), ["bias", "geglu"]),
+    "geglu": (lambda x, w, w3, b, **_: (x @ w3 + b) * F.gelu(F.linear(x, w.t(), b)), ["bias", "bias_up", "geglu"]),
     "reglu": (lambda x, w, w3, r, **_: torch.relu(F.linear(x, w.t())) * (x @ w3) + r, ["reglu", "residual"]),
     "relu2": (lambda x, w, **_: torch.square(F.relu(x @ w)), ["relu2"]),
     "power": (lambda x, w, **_: F.relu(x @ w) ** 2, ["relu2"]),
@@ -212,8 +212,11 @@ def test_errors_are_torchs():
             torch.matmul(leaves["x"])
         with pytest.raises(TypeError):
             torch.pow(torch.relu(leaves["x"] @ leaves["w"]))
-        with pytest.raises(ValueError, match="dropout probability"):
-            F.dropout(leaves["x"] @ leaves["w"], 2.0)
+        for training in (True, False):
+            with pytest.raises(ValueError, match="dropout probability"):
+                F.dropout(leaves["x"] @ leaves["w"], 2.0, training)
+        with pytest.raises(TypeError):
+            F.dropout(leaves["x"] @ leaves["w"], train=False)
 
 
 # What a deferred tensor is to those who look at it.
@@ -281,6 +284,7 @@ LOOKS = {
     "backward": lambda z: z.sum().backward(),
     "autograd": lambda z: torch.autograd.backward(z.sum()),
     "dlpack": lambda z: torch.from_dlpack(z.detach()),
+    "new parameter": torch.nn.Parameter,
     "requires_grad_": lambda z: z.requires_grad_(),
 }
 
@@ -325,6 +329,62 @@ def test_retain_grad_and_hooks():
         torch.relu(z).sum().backward()
     assert torch.equal(z.grad, (z > 0).float())
     assert torch.equal(seen[0], z.grad)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda z, loss: z.retain_grad(),
+        lambda z, loss: z.register_hook(print),
+        lambda z, loss: torch.autograd.grad(loss, z),
+        lambda z, loss: torch.autograd.grad(loss, inputs=[z]),
+        lambda z, loss: loss.backward(inputs=[z]),
+    ],
+)
+def test_a_gradient_that_a_fused_step_lost_raises(ask):
+    leaves = _leaves()
+    for is_read in (False, True):
+        with autofuse():
+            z = leaves["x"] @ leaves["w"] + leaves["b"]
+            loss = torch.relu(z).square().sum()
+            if is_read:
+                z.sum()
+            with pytest.raises(RuntimeError, match="look at the product before that step"):
+                ask(z, loss)
+    with autofuse():
+        z = leaves["x"] @ leaves["w"] + leaves["b"]
+        z.sum()
+        ask(z, torch.relu(z).square().sum())
+
+
+def test_a_parameter_is_one():
+    leaves = _leaves()
+    with autofuse():
+        parameter = torch.nn.Parameter(leaves["x"] @ leaves["w"])
+    assert type(parameter) is torch.nn.Parameter
+    assert parameter.is_leaf
+    _same(parameter.detach(), (leaves["x"] @ leaves["w"]).detach())
+
+
+def test_memory_is_not_given_away_before_it_is_there():
+    leaves = {name: leaf.detach() for name, leaf in _leaves().items()}
+    with autofuse():
+        z = leaves["x"] @ leaves["w"]
+        with pytest.raises(RuntimeError, match="data pointer"):
+            torch.utils.dlpack.to_dlpack(z)
+        assert torch.from_dlpack(z).data_ptr() == z.data_ptr()
+    _same(z, leaves["x"] @ leaves["w"])
+
+
+def test_long_chains():
+    def compute(x, w, **_):
+        z = x @ w
+        for _ in range(2000):
+            z = -z
+        return z
+
+    report = _compare(compute)
+    assert set(_steps(report)) <= {("alpha",)}
 
 
 # Used twice.
@@ -445,9 +505,25 @@ CHANGES = {
     "functional": lambda t: F.relu(t, inplace=True),
     "operator": lambda t: torch.ops.aten.add_.Tensor(t, 1),
     "init": lambda t: torch.nn.init.zeros_(t),
+    "positional": lambda t: F.leaky_relu(t, 0.5, True),
+    "batch_norm": lambda t: F.batch_norm(torch.randn(4, t.shape[-1]), _last(t), torch.ones(t.shape[-1]), training=True),
+    "torch.batch_norm": lambda t: torch.batch_norm(
+        torch.randn(4, t.shape[-1]), None, None, _last(t), torch.ones(t.shape[-1]), True, 0.1, 1e-5, False
+    ),
+    "batch_norm operator": lambda t: torch.ops.aten.native_batch_norm(
+        torch.randn(4, t.shape[-1]), None, None, _last(t), torch.ones(t.shape[-1]), True, 0.1, 1e-5
+    ),
+    "instance_norm": lambda t: F.instance_norm(torch.randn(4, t.shape[-1], 3), _last(t), torch.ones(t.shape[-1])),
+    "embedding": lambda t: F.embedding(torch.tensor([0]), torch.atleast_2d(t), max_norm=0.1),
+    "embedding_bag": lambda t: F.embedding_bag(torch.tensor([[0]]), torch.atleast_2d(t), max_norm=0.1),
     "optimizer": lambda t: _step_of_sgd(t),
     "deferred": lambda t: t.copy_(torch.ones(t.shape[0], 3) @ torch.ones(3, t.shape[-1])) if t.ndim == 2 else t.add_(1),
 }
+
+
+def _last(t):
+    """A row of t, as a buffer."""
+    return t if t.ndim == 1 else t[-1]
 
 
 def _step_of_sgd(t):
@@ -484,6 +560,22 @@ def test_results_written_into_an_operand(write):
         y = torch.relu(leaves["x"] @ leaves["w"])
         write(leaves["x"])
     torch.testing.assert_close(y, expected)
+
+
+def test_a_write_computes_the_readers_of_that_memory_only():
+    leaves = {name: leaf.detach() for name, leaf in _leaves().items()}
+    other = leaves["x"].clone()
+    with autofuse():
+        read, unread = torch.relu(leaves["x"] @ leaves["w"]), torch.relu(other @ leaves["w"])
+        in_place = other @ leaves["w3"]
+        leaves["x"].add_(1)
+        assert (type(read), type(unread)) == (torch.Tensor, Deferred)
+        in_place += leaves["b"]
+        leaves["b"].add_(1)
+        assert (type(in_place), type(unread)) == (torch.Tensor, Deferred)
+        leaves["w"].add_(1)
+        assert type(unread) is torch.Tensor
+    _same(read, unread)
 
 
 @pytest.mark.parametrize("operand", ["x", "w", "b", "r"])
@@ -631,6 +723,26 @@ def test_autocast(inside):
         _same(*(torch.autograd.grad(each.sum(), leaves["b"], retain_graph=True)[0] for each in (result, plain)))
     assert ("bias", "relu", "residual") in _steps(report) if inside else ("bias", "relu") in _steps(report)
     assert any("float32 and the product bfloat16" in entry.reason for entry in report.left)
+
+
+def test_squares_under_autocast_of_cuda_are_float32():
+    leaves = _leaves()
+    with torch.autocast("cpu", torch.bfloat16), autofuse() as report:
+        z = torch.relu(leaves["x"] @ leaves["w"])
+        z._node.product.device = torch.device("cuda")  # which is all that the rule looks at
+        for square in (torch.square, lambda z: z**2):
+            square(z)
+            assert type(z) is torch.Tensor
+    assert _steps(report) == [("relu",)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_squares_under_autocast_on_cuda():
+    x, w = torch.randn(16, 16, device="cuda"), torch.randn(16, 16, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        with autofuse():
+            y = torch.relu(x @ w) ** 2
+        assert y.dtype == (torch.relu(x @ w) ** 2).dtype
 
 
 def test_autocast_left_before_the_next_step():
@@ -864,7 +976,7 @@ def test_nested_blocks():
             z = torch.sigmoid(leaves["x"] @ leaves["w"])
             assert type(z) is Deferred
         assert type(z) is torch.Tensor
-        assert type(y) is torch.Tensor
+        assert type(y) is Deferred  # the outer block's
         again = torch.tanh(leaves["x"] @ leaves["w"])
         assert type(again) is Deferred
     assert _steps(inner) == [("sigmoid",)]
@@ -965,6 +1077,56 @@ def test_dropout():
     _same((y - 1)[kept], expected[kept])
     assert 0.3 < kept.float().mean() < 0.7
     assert _steps(report) == [("sigmoid", "dropout")]
+
+
+@pytest.mark.parametrize("first", ["operand", "dropout", "sums", "changed", "none"])
+def test_one_call_of_dropout_has_one_mask(first):
+    leaves = {name: leaf.detach() for name, leaf in _leaves(torch.float64).items()}
+    r, s = leaves["r"], leaves["r"] * 3
+    with autofuse(dropout=True):
+        z = torch.tanh(leaves["x"] @ leaves["w"])
+        h = F.dropout(z, 0.5)
+        a = h + r
+        if first == "operand":
+            z.sum()
+        elif first == "dropout":
+            h.sum()
+        elif first == "sums":
+            a.sum()
+        elif first == "changed":
+            kept = h.clone()
+            h.add_(1)
+            _same(a - kept, r)
+            h = kept
+        b = h + s
+    _same(a - b, r - s)
+    _same(a - h, r)
+    assert (h == 0).any()
+
+
+def test_dropout_fuses_with_the_residual_where_nobody_else_reads_it():
+    leaves = _leaves()
+    with autofuse(dropout=True) as report:
+        y = leaves["r"] + F.dropout(leaves["x"] @ leaves["w"] + leaves["b"], 0.5)
+        in_place = F.dropout(torch.tanh(leaves["x"] @ leaves["w"]), 0.5)
+        in_place += leaves["r"]
+        held = F.dropout(torch.sigmoid(leaves["x"] @ leaves["w"]), 0.5)
+        z = held + leaves["r"]
+    _same(z - held, leaves["r"])
+    assert y.requires_grad
+    assert in_place.requires_grad
+    assert _steps(report) == [("bias", "dropout", "residual"), ("tanh", "dropout", "residual"), ("sigmoid", "dropout")]
+
+
+def test_a_dropout_changed_unseen_raises():
+    leaves = {name: leaf.detach() for name, leaf in _leaves().items()}
+    with autofuse(dropout=True):
+        h = F.dropout(leaves["x"] @ leaves["w"], 0.5)
+        y = h + leaves["r"]
+        h.sum()
+        _elsewhere(lambda: h.add_(1))
+        with pytest.raises(RuntimeError, match="was changed in place"):
+            y.sum()
 
 
 def test_threads():

@@ -122,7 +122,7 @@ def test_written_by_hand():
     torch.manual_seed(0)
     steps = _compare(_Written().double(), torch.randn(4, 8, dtype=torch.float64))
     assert steps == [
-        ("bias", "swiglu"),
+        ("bias", "bias_up", "swiglu"),
         ("bias", "residual"),
         ("bias", "relu", "residual"),
         ("col_scale", "sigmoid", "residual"),

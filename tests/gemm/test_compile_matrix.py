@@ -80,17 +80,18 @@ def _job(problem, config):
     scratch = "fp32" if walk == "scratch" else None
     left, right = (problem.b_aligned, problem.a_aligned)[:: 1 if config.swapped else -1]
     aligned = (left, right, *(right for _ in rest), walk == "partials" or problem.c_aligned, True)
-    read = _read(Epilogue() if walk == "partials" else problem.epilogue, operand)
+    matrix = "fp32" if problem.reads_float32 else operand
+    read = _read(Epilogue() if walk == "partials" else problem.epilogue, operand, matrix)
     addressed = (operand, operand, *rest, out, scratch, *read.values())
     vectors = ("bias", "bias_up", "row_scale", "col_scale")
     return _launch_job(f"{problem} {config}", launch, addressed, (*aligned, *(name not in vectors for name in read)))
 
 
-def _read(e, operand):
+def _read(e, operand, matrix):
     """The type behind each address that an epilogue reads or writes."""
     wanted = {
         "bias": operand if e.bias else None, "bias_up": operand if e.bias_up else None,
-        "addend": operand if e.beta else None, "residual": operand if e.residual else None,
+        "addend": matrix if e.beta else None, "residual": matrix if e.residual else None,
         "row_scale": "fp32" if e.row_scale else None, "col_scale": "fp32" if e.col_scale else None,
         "alpha": "fp32" if e.alpha == "device" else None, "beta": "fp32" if e.beta == "device" else None,
         "seed": "i64" if e.dropout else None, "second": operand if e.gated and e.gradient else None,
@@ -193,6 +194,9 @@ def _epilogue_cases():
         yield problem, configs.fitted(problem, large)
     apart = _problem(1024, 1024, 1024, epilogue=Epilogue(bias="n", bias_up=True, activation="swiglu"))
     yield apart, configs.fitted(apart, Config(64, 64, 64, 4, 3))
+    wide = _problem(1024, 1024, 1024, epilogue=everything, read_strides=(1024, 1024), reads_float32=True)
+    for parts in (1, 2, 4):
+        yield wide, configs.fitted(wide, replace(large, parts=parts))
     unaligned = replace(apart, b_aligned=False)
     yield unaligned, configs.choose(unaligned)
 

@@ -902,7 +902,7 @@ def test_registered_again_before_the_backward():
     a = torch.randn(3, 4, requires_grad=True)
     result = isogemm.matmul_fused(a, torch.randn(4, 5), epilogue="registered_twice")
     isogemm.epilogues.register("registered_twice", doubled, lambda acc, col, row: acc * 5)
-    with pytest.raises(RuntimeError, match="registered_twice.*registered again"):
+    with pytest.raises(RuntimeError, match=r"registered_twice.*registered again"):
         result.sum().backward()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from importlib.util import find_spec
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -28,17 +29,17 @@ _TILES = 6  # configurations of a trial
 _LEAST = 64  # sizes of a layer whose gradients are judged by torch's: of fewer elements torch may be lucky
 
 
-def _device_form(acc, col, row, gain, shift):  # type: ignore[no-untyped-def]
+def _gain_and_shift(acc, col, row, gain, shift):  # type: ignore[no-untyped-def]
+    """Triton's language and torch's."""
     return acc * (gain + col % 2) + shift
 
 
 @functools.cache
 def _registered() -> str:
-    """The name of an epilogue of our own."""
+    """The name of an epilogue as users have them."""
     from isogemm.epilogues import device
 
-    register("gain_and_shift", type(device.relu)(_device_form), _device_form)
-    return "gain_and_shift"
+    return register("gain_and_shift", type(device.relu)(_gain_and_shift), _gain_and_shift).name
 
 
 class Tokens(NamedTuple):
@@ -91,7 +92,8 @@ class Layer:
         if self.activation:
             z = cpu.elementwise(functools.partial(ACTIVATIONS[self.activation].torch, **self.arguments), z)
         if aux := self._aux(tokens):
-            z = _device_form(z, torch.arange(z.shape[-1], device=z.device), None, *aux)
+            form: Callable[..., torch.Tensor] = _gain_and_shift
+            z = form(z, torch.arange(z.shape[-1], device=z.device), None, *(each.to(z.dtype) for each in aux))
         if up is not None:
             z = z * (up if self.bias_up is None else up + self.bias_up)
         return z if tokens.residual is None else tokens.residual + z
@@ -119,8 +121,8 @@ class Layer:
             bias_up=_size(self.bias_up),
             col_scale=_size(self.col_scale),
             activation="relu2" if self.activation == "relu2" else "",
-            alpha=abs(self.alpha),
-            beta=abs(self.beta),
+            alpha=_absolute(self.alpha),
+            beta=_absolute(self.beta),
             gain=_size(self.gain),
         )
         return whole.after(product, up, tokens.map(lambda each: each.double().abs()))
@@ -144,7 +146,7 @@ class Layer:
         """As the first layer of an mlp is: without scales and addends."""
         return replace(self, col_scale=None, alpha=1.0, beta=0.0)
 
-    def cast(self, dtype: torch.dtype) -> Layer:
+    def of_dtype(self, dtype: torch.dtype) -> Layer:
         """With what is no parameter in this dtype."""
         col_scale, gain = (None if each is None else each.to(dtype) for each in (self.col_scale, self.gain))
         return replace(self, col_scale=col_scale, gain=gain)
@@ -157,6 +159,10 @@ class Layer:
 
 def _size(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.double().abs()
+
+
+def _absolute(number: float | torch.Tensor) -> float | torch.Tensor:
+    return number.abs() if isinstance(number, torch.Tensor) else abs(number)
 
 
 def assert_accurate(
@@ -189,9 +195,9 @@ class _Setting(trials.Setting):
     def __init__(self, seed: int, device: torch.device, least: int = 1) -> None:
         super().__init__(seed, device)
         self.n, self.k = max(self.n, least), max(self.k, least)
-        chosen = (*ACTIVATIONS, "", "registered")[seed % (len(ACTIVATIONS) + 2)]
-        self.registered = chosen == "registered"
-        self.activation = "" if self.registered else chosen
+        place = seed % (len(ACTIVATIONS) + 2)
+        self.activation = (*ACTIVATIONS, "", "")[place]
+        self.registered = place == len(ACTIVATIONS) and find_spec("triton") is not None
         entry = ACTIVATIONS.get(self.activation)
         self.gated = entry is not None and bool(entry.gate)
         self.arguments = {name: self.rng.random() for name in entry.arguments} if entry else {}
@@ -202,9 +208,9 @@ class _Setting(trials.Setting):
         self.beta: float | torch.Tensor = self.rng.uniform(-2, 2) if added else 0.0
         self.on_device = self.rng.random() < 0.5  # alpha and beta
         if self.on_device and self.scaled:
-            self.alpha = torch.tensor(self.alpha, device=device)
+            self.alpha = torch.tensor(self.alpha, dtype=self.dtype, device=device)
         if self.on_device and added:
-            self.beta = torch.tensor(self.beta, device=device)
+            self.beta = torch.tensor(self.beta, dtype=self.dtype, device=device)
         self.by_row = self.biased and not self.gated and self.rng.random() < 0.5  # the bias
         self.widths = {
             "x": self.k, "c": self.n * added, "residual": self.n * residual, "row_scale": int(self.scaled),
@@ -360,11 +366,12 @@ class _TorchProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         (a, b), (grad,) = ctx.saved_tensors, grads
-        return tuple(torch_product(*pair, a.dtype, ctx.precision) for pair in ((grad, b.mT), (a.mT, grad))) + (None,)
+        of_a = torch_product(grad, b.mT, a.dtype, ctx.precision)
+        return of_a, torch_product(a.mT, grad, a.dtype, ctx.precision), None
 
 
 def _assert_trained_accurately(each: _Setting) -> None:
-    """One layer and two: results and gradients, the largest error of each at most twice torch's and an ulp.
+    """Results and gradients of one layer and of two, the largest error of each by torch's.
 
     No pre-activation is near 0, where a derivative may jump: there the right one is a matter of rounding.
     """
@@ -372,12 +379,12 @@ def _assert_trained_accurately(each: _Setting) -> None:
     layer, tokens, down = _smooth(each, m)
     names = [name for name in ("weight", "bias", "weight_up", "bias_up") if getattr(layer, name) is not None]
     precision = each.precision or None
+    differentiable: Any = _TorchProduct
 
     def in_torch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if a.dtype == torch.float64:
             return a @ b
-        product: torch.Tensor = _TorchProduct.apply(a, b, each.precision)
-        return product
+        return cast(torch.Tensor, differentiable.apply(a, b, each.precision))
 
     def given(operands: Sequence[torch.Tensor]) -> Layer:
         return replace(layer, **dict(zip(names, operands[1:], strict=False)))  # type: ignore[arg-type]
@@ -388,7 +395,7 @@ def _assert_trained_accurately(each: _Setting) -> None:
     def one_in_torch(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         mine = given((x, *parameters))
         rest = tokens.map(lambda part: part.to(x.dtype))._replace(x=x)
-        return mine.cast(x.dtype).after(*mine.products(in_torch, x), rest)
+        return mine.of_dtype(x.dtype).after(*mine.products(in_torch, x), rest)
 
     def two(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         return each._mlp(given((x, *parameters)), parameters[-1], x)
@@ -414,7 +421,8 @@ def _smooth(each: _Setting, m: int) -> tuple[Layer, Tokens, torch.Tensor]:
     layer = each.layer(sign * size * each.normal(each.n, each.k).abs())
     bias = None if layer.bias is None else sign[:, 0] * layer.bias.abs() / 4
     tokens = each.tokens_of(each.packed(each.normal(m, each.k, seed=21).abs()))
-    return replace(layer, bias=bias), tokens, each._down() * each.n**-0.5
+    up = None if layer.weight_up is None else each.normal(each.n, each.k, seed=22) * each.k**-0.5
+    return replace(layer, bias=bias, weight_up=up), tokens, each._down() * each.n**-0.5
 
 
 def _assert_as_torch(
@@ -425,14 +433,14 @@ def _assert_as_torch(
     grad: torch.Tensor,
     each: _Setting,
 ) -> None:
-    found, torchs = (step(way, operands, grad) for way in (ours, in_torch))
-    exact = step(in_torch, [operand.double() for operand in operands], grad.double())
-    factor = 4 if each.precision == "tf32x3" else 2
+    found, torchs = (training_step(way, operands, grad) for way in (ours, in_torch))
+    exact = training_step(in_torch, [operand.double() for operand in operands], grad.double())
+    factor = 4 if each.dtype == torch.float32 else 2  # the order of fp32 sums alone makes more than twice, at times
     for name, *results in zip(names, found, torchs, exact, strict=True):
         assert_largest_error(*results, factor=factor, what=f"{each.called}, {name}")
 
 
-def step(
+def training_step(
     function: Callable[..., torch.Tensor], operands: Sequence[torch.Tensor], grad: torch.Tensor
 ) -> list[torch.Tensor]:
     """The result and every operand's gradient."""
@@ -490,8 +498,9 @@ def _dropout(each: _Setting) -> Iterator[BitDiff]:
     yield compare_bits(backward + 0.0, expected(grad))
     seen = whole != 0
     yield compare_bits((found != 0) & seen, kept & seen)
-    info = torch.finfo(whole.dtype)  # the whole is rounded before it is scaled: two ulps
-    close = found.isclose(expected(whole), rtol=2 * info.eps, atol=2 * info.smallest_normal * info.eps, equal_nan=True)
+    info = torch.finfo(whole.dtype)  # the whole is rounded before it is scaled: an ulp more
+    least = info.smallest_normal * info.eps * (1 + random.scale(p))
+    close = found.isclose(expected(whole), rtol=2 * info.eps, atol=least, equal_nan=True)
     yield compare_bits(close, torch.ones_like(close))
 
 
@@ -537,8 +546,8 @@ _TRIALS = (
         "accuracy",
         "the error is at most twice that of torch's operations and one ulp",
         _accuracy,
-        "every activation, against fp64; dX, dW and db of one layer and two; 4x torch's error for fp32 of 16-bit inputs "
-        "and for tf32x3",
+        "results, dX, dW and db against fp64, one layer and two; 4x torch's error for fp32 of 16-bit inputs, "
+        "tf32x3 and fp32 gradients",
     ),
 )
 

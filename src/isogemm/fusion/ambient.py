@@ -52,7 +52,7 @@ def read(x: torch.Tensor) -> Ambient:
         forward_ad._current_level >= 0 or _interpreter() is not None,
         _is_inference(),
         _is_grad(),
-        _autocast_dtype(kind) if _is_autocast(kind) else None,
+        _autocast_dtype(kind) if _is_any_autocast() and _is_autocast(kind) else None,
         stream,
         precision,
     )
@@ -124,7 +124,7 @@ def _set_hooks_aside(stack: ExitStack, outermost: Hooks) -> None:
 
 
 def _is_capturing() -> bool:
-    return bool(torch.cuda.is_initialized() and _C._cuda_isCurrentStreamCapturing())
+    return bool(_cuda.is_initialized() and _C._cuda_isCurrentStreamCapturing())
 
 
 # Looked up once: they are asked at every call.
@@ -138,4 +138,5 @@ _interpreter: Any = _C._functorch.peek_interpreter_stack
 _is_inference: Any = torch.is_inference_mode_enabled
 _is_grad: Any = torch.is_grad_enabled
 _autocast_dtype: Any = torch.get_autocast_dtype
+_is_any_autocast: Any = _C._is_any_autocast_enabled
 _is_autocast: Any = torch.is_autocast_enabled

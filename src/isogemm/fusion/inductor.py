@@ -7,8 +7,6 @@ other and are modified in place. So a chain is fused only where nothing between 
 
 from __future__ import annotations
 
-import inspect
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +16,6 @@ from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch._functorch.utils
-import torch.nn.functional as F
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.weak import WeakIdKeyDictionary
 
 from isogemm.core.eager import PLAIN
 from isogemm.epilogues import recognise
@@ -36,6 +37,7 @@ Kwargs = Mapping[str, Any]
 _UNKNOWN_FORM = "it is called in a form that is not fused"
 _NOT_PLAIN = "an operand is no plain strided tensor"
 _NO_KWARGS: Kwargs = {}
+_LONGEST = 64  # steps of a chain
 _CASTABLE = (torch.bfloat16, torch.float16, torch.float32)  # by autocast
 
 
@@ -50,7 +52,8 @@ class autofuse:
     """Fuse products with what follows them, in plain torch code: a `with` block or a decorator.
 
     Args:
-        dropout: fuse dropout as well; its masks then come from isogemm's generator, another draw than torch's.
+        dropout: fuse dropout as well; each call then has one mask of isogemm's, another than torch's, whose seed is
+            drawn from torch's generator when the result is computed.
 
     The block gives a `Report` of what was fused and, for the products left, why not (of a decorator: its `report`).
     Values and gradients are those of the plain code within rounding.
@@ -60,31 +63,34 @@ class autofuse:
         self.dropout = dropout
         self.report = Report()
         self._mode: _Mode | None = None
+        self._block: _Block | None = None
 
     def __enter__(self) -> Report:
         if is_compiling():
             return self.report
         if self._mode is not None:
             raise RuntimeError("this autofuse() is entered already; expected one for each block")
-        _listen_to_autograd_functions()
+        _listen()
         stack: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         active = [mode for mode in stack if isinstance(mode, _Mode)]
         self._mode = active[-1] if active else _Mode()
-        self._mode.blocks.append(_Block(self.report, self.dropout))
+        self._block = _Block(self.report, self.dropout)
+        self._mode.blocks.append(self._block)
         if not active:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self.report
 
     def __exit__(self, kind: type[BaseException] | None, exception: BaseException | None, traceback: Any) -> None:
-        if is_compiling() or self._mode is None:
+        if is_compiling() or self._mode is None or self._block is None:
             return
-        mode, self._mode = self._mode, None
+        mode, block = self._mode, self._block
+        self._mode = self._block = None
         if len(mode.blocks) == 1:
             mode.__exit__(kind, exception, traceback)  # type: ignore[no-untyped-call]
         try:
-            mode.compute_pending("the block ended", failing=exception is not None)
+            mode.compute_pending("the block ended", of=block, failing=exception is not None)
         finally:
-            mode.blocks.pop()
+            mode.blocks.remove(block)
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
@@ -138,11 +144,21 @@ class Deferred(torch.Tensor):
 class _Block:
     """One entered `autofuse`."""
 
-    __slots__ = ("dropout", "entered", "report")
+    __slots__ = ("_clear", "_entered", "dropout", "report")
 
     def __init__(self, report: Report, dropout: bool) -> None:
         self.report, self.dropout = report, dropout
-        self.entered = ambient.read_enclosure()
+        self._entered = ambient.read_enclosure()
+        self._clear: Ambient | None = None  # the last one that was no obstacle
+
+    def obstacle(self, now: Ambient) -> str:
+        """Why no call may be deferred now; else empty."""
+        if now == self._clear:
+            return ""
+        reason = ambient.obstacle(self._entered, now)
+        if not reason:
+            self._clear = now
+        return reason
 
 
 class _Node:
@@ -154,15 +170,19 @@ class _Node:
         "arguments",
         "block",
         "consumed",
+        "depth",
         "function",
         "inputs",
         "kept",
         "kwargs",
         "mode",
+        "parents",
         "product",
         "requires_grad",
-        "result",
         "stamps",
+        "stepped",
+        "tensor",
+        "version",
     )
 
     def __init__(
@@ -171,6 +191,7 @@ class _Node:
         function: Function,
         args: tuple[Any, ...],
         kwargs: Kwargs,
+        parents: tuple[_Node, ...],
         product: Product,
         arguments: Arguments,
         inputs: tuple[torch.Tensor, ...],
@@ -183,27 +204,42 @@ class _Node:
         self.product, self.arguments = product, arguments  # as fused
         self.inputs, self.stamps = inputs, stamps
         self.ambient, self.requires_grad = now, requires_grad
-        self.kept: torch.Tensor | None = None  # the value, for another tensor of this node
+        self.parents, self.depth = parents, 1  # nodes among args; the longest way to a product
+        self.stepped = False  # another node has it as a parent
         self.consumed = False  # by a fused launch that went past it
-        self.result: tuple[weakref.ref[torch.Tensor], int] | None = None  # the tensor once plain, and its version
-
-    def parents(self) -> list[_Node]:
-        return [x for x in self.args if type(x) is _Node]
+        self.kept: torch.Tensor | None = None  # the value, for another tensor of this node, or as the only one drawn
+        self.tensor: _Ref | None = None  # that has this node, or is computed
+        self.version: int | None = None  # of the tensor when it was computed
+        for parent in parents:
+            parent.stepped = True
+            self.depth = max(self.depth, parent.depth + 1)
 
     def is_stale(self) -> bool:
         """Whether an operand is no longer what it was at the time of the call."""
         return questions.stamps(self.inputs) != self.stamps
 
-    def plain(self) -> torch.Tensor | None:
-        """The tensor once plain, if it is alive and still is what it was."""
-        x = None if self.result is None else self.result[0]()
-        return x if self.result is not None and x is not None and x._version == self.result[1] else None
+    def computed(self) -> torch.Tensor | None:
+        """The tensor once computed, if it is alive."""
+        return None if self.version is None or self.tensor is None else self.tensor()
 
-    def depth(self) -> int:
-        return 1 + max((parent.depth() for parent in self.parents()), default=0)
+    def plain(self) -> torch.Tensor | None:
+        """The tensor once computed, if it is alive and still is what it was."""
+        x = self.computed()
+        return x if x is not None and x._version == self.version else None
+
+    def ancestors(self) -> Iterator[_Node]:
+        todo = [*self.parents]
+        while todo:
+            node = todo.pop()
+            yield node
+            todo += node.parents
 
     def comes_from(self, other: _Node) -> bool:
-        return any(parent is other or parent.comes_from(other) for parent in self.parents())
+        return any(node is other for node in self.ancestors())
+
+    def is_drawn(self) -> bool:
+        """Whether it is the result of a dropout: computed twice it would be two."""
+        return "dropout_p" in self.arguments and "residual" not in self.arguments
 
     def describe(self) -> str:
         return rules.describe(self.product.is_linear, self.product.a, self.product.b)
@@ -218,9 +254,10 @@ class _Step(NamedTuple):
     also: _Node | None = None  # whose inputs it reads as well
 
 
-class _Ref(weakref.ref[Deferred]):
-    __slots__ = ("key",)
-    key: int
+class _Ref(weakref.ref[torch.Tensor]):
+    __slots__ = ("key", "number")
+    key: int  # its id
+    number: int  # in the order of the calls
 
 
 class _Mode(TorchFunctionMode):
@@ -230,6 +267,11 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self.blocks: list[_Block] = []
         self.pending: dict[int, _Ref] = {}  # by id, in the order of the calls
+        self.repeated = WeakIdKeyDictionary()  # tensors computed again, which have a part of their gradient only
+        self._numbers = itertools.count()
+        self._readers: dict[int, list[_Ref]] = {}  # by the storage of an operand; some are dead
+        self._unindexed: list[_Ref] = []  # not yet among them
+        self._results: set[int] = set()  # storages of computed ones, which later steps read
         pending = self.pending
         self.lock = threading.RLock()  # one thread turns a deferred tensor into its value, another waits for it
         self._forget: Callable[[_Ref], Any] = lambda ref: pending.pop(ref.key, None)
@@ -242,26 +284,47 @@ class _Mode(TorchFunctionMode):
         handler = _HANDLERS.get(function) if not kwargs or "out" not in kwargs else None
         if handler is not None:
             return handler(self, function, args, kwargs or _NO_KWARGS)
-        if self.pending and questions.may_write(function, kwargs or _NO_KWARGS):
+        if self.pending and questions.may_write(function, args, kwargs or _NO_KWARGS):
             self.compute_readers((args, kwargs), f"{questions.name(function)} changes an operand")
         return function(*args, **kwargs) if kwargs else function(*args)
 
     def wrap(self, node: _Node) -> Deferred:
         product = node.product
         x: Deferred = _MAKE(Deferred, product.shape, dtype=product.dtype, device=product.device)
-        x._node = node
+        _THROW_ON_DATA_PTR(x)
         ref = _Ref(x, self._forget)
-        ref.key = id(x)
+        ref.key, ref.number = id(x), next(self._numbers)
         self.pending[ref.key] = ref
+        self.assign(x, node, ref)
         return x
 
-    def compute_pending(self, reason: str, *, failing: bool = False) -> None:
+    def assign(self, x: Deferred, node: _Node, ref: _Ref) -> None:
+        """Make x the node's tensor."""
+        x._node, node.tensor = node, ref
+        self._unindexed.append(ref)
+        if len(self._unindexed) > 64 + 2 * len(self.pending):  # most are dead
+            self._unindexed = [each for each in self._unindexed if each() is not None]
+
+    def settle(self, x: torch.Tensor, node: _Node) -> None:
+        """x is computed."""
+        self.pending.pop(id(x), None)
+        node.version = x._version
+        if node.stepped and self.pending:
+            self._results.add(questions.storage(x))
+        if not self.pending:
+            self._readers.clear()
+            self._unindexed.clear()
+            self._results.clear()
+
+    def compute_pending(self, reason: str, *, of: _Block | None = None, failing: bool = False) -> None:
         """Those alive, in the order of the calls; while an exception is on its way, those that can be."""
-        for x in self._alive():
-            if x._node.is_stale():  # an error for whoever reads it
+        for x in self._alive(self.pending.values()):
+            if of is not None and x._node.block is not of:
                 continue
             try:
                 _materialise(x, reason)
+            except _OperandChanged:  # an error for whoever reads it
+                continue
             except Exception:
                 if not failing:
                     raise
@@ -269,18 +332,40 @@ class _Mode(TorchFunctionMode):
     def compute_readers(self, written: Any, reason: str) -> None:
         """Those that read memory which the tensors in `written` share."""
         storages = set(map(questions.storage, questions.tensors_in(written)))
-        for x in self._alive():
-            if not storages.isdisjoint(map(questions.storage, _read_by(x._node))):
-                _materialise(x, reason)
+        if not self._results.isdisjoint(storages):
+            for x in self._alive(self.pending.values()):
+                if not storages.isdisjoint(map(questions.storage, _read_by(x._node))):
+                    _materialise(x, reason)
+            return
+        self._index()
+        found = [ref for each in storages for ref in self._readers.get(each, ())]
+        for x in self._alive(sorted(set(found), key=lambda ref: ref.number)):
+            _materialise(x, reason)
 
-    def _alive(self) -> Iterator[Deferred]:
-        for ref in list(self.pending.values()):
+    def _index(self) -> None:
+        for x in self._alive(self._unindexed):
+            ref = self.pending[id(x)]
+            for each in set(map(questions.storage, x._node.inputs)):
+                readers = self._readers.setdefault(each, [])
+                if len(readers) > 2 * len(self.pending):
+                    readers[:] = [other for other in readers if other() is not None]
+                readers.append(ref)
+        self._unindexed.clear()
+
+    @staticmethod
+    def _alive(refs: Iterable[_Ref]) -> Iterator[Deferred]:
+        for ref in list(refs):
             x = ref()
             if type(x) is Deferred:
                 yield x
 
 
+class _OperandChanged(RuntimeError):
+    """Unseen, before the product was computed."""
+
+
 _MAKE: Any = torch.Tensor._make_wrapper_subclass
+_THROW_ON_DATA_PTR: Any = _C._set_throw_on_mutable_data_ptr  # else C++ that asks for the memory would get address 0
 
 
 # Deferring.
@@ -307,7 +392,7 @@ def _product(mode: _Mode, function: Function, args: tuple[Any, ...], kwargs: Kwa
     if type(a) not in PLAIN:
         return _NOT_PLAIN
     now = ambient.read(a)
-    if reason := ambient.obstacle(mode.blocks[-1].entered, now):
+    if reason := mode.blocks[-1].obstacle(now):
         return reason
     if not (questions.is_plain(a) and questions.is_plain(b) and (c is None or questions.is_plain(c))):
         return _NOT_PLAIN
@@ -329,7 +414,8 @@ def _product(mode: _Mode, function: Function, args: tuple[Any, ...], kwargs: Kwa
         return arguments
     inputs: tuple[torch.Tensor, ...] = (a, b) if c is None else (a, b, c)
     requires_grad = now.grad and (a.requires_grad or b.requires_grad or (c is not None and c.requires_grad))
-    return _Node(mode, function, args, kwargs, product, arguments, inputs, questions.stamps(inputs), now, requires_grad)
+    stamps = questions.stamps(inputs)
+    return _Node(mode, function, args, kwargs, (), product, arguments, inputs, stamps, now, requires_grad)
 
 
 def _on_step(mode: _Mode, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
@@ -337,7 +423,7 @@ def _on_step(mode: _Mode, function: Function, args: tuple[Any, ...], kwargs: Kwa
         if type(x) is Deferred:
             break
     else:
-        if mode.pending and questions.may_write(function, kwargs):
+        if mode.pending and questions.may_write(function, args, kwargs):
             mode.compute_readers((args, kwargs), f"{questions.name(function)} changes an operand")
         return function(*args, **kwargs)
     if kwargs.get("inplace"):
@@ -361,7 +447,7 @@ def _on_step_in_place(mode: _Mode, function: Function, args: tuple[Any, ...], kw
             step = "it is changed in place by another product"
         node = _grown(mode, step, plain, args, plain_kwargs)
         if isinstance(node, _Node):
-            x._node = node
+            mode.assign(x, node, mode.pending[id(x)])
             return x
         _materialise_all((args, kwargs), node)
     if mode.pending:
@@ -370,21 +456,38 @@ def _on_step_in_place(mode: _Mode, function: Function, args: tuple[Any, ...], kw
 
 
 def _on_dropout(mode: _Mode, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    if args and type(args[0]) is Deferred:
-        p, training = _dropout_options(*args[1:], **kwargs)
-        if not training or p == 0:
-            return args[0]
-    return _on_step(mode, function, args, kwargs)
+    is_off = args and type(args[0]) is Deferred and _probability(function, args, kwargs) == 0
+    return args[0] if is_off else _on_step(mode, function, args, kwargs)
 
 
-def _dropout_options(
-    p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
-) -> tuple[float, bool]:
-    return p, training and train
+def _probability(function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> float | None:
+    """Of a dropout; None where it is called in no known form."""
+    try:
+        return cast(float, rules.DROPOUTS[function](*args, **kwargs))
+    except TypeError:
+        return None
+
+
+def _on_hook(mode: _Mode, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    _refuse_lost_gradient(mode, function, args[:1])
+    return function(*args, **kwargs)
+
+
+def _refuse_lost_gradient(mode: _Mode, function: Function, wanted: Any) -> None:
+    """A gradient of what a fused launch went past: its backward has no such value."""
+    for x in questions.tensors_in(wanted):
+        is_lost = x._node.consumed and x._node.requires_grad if type(x) is Deferred else x in mode.repeated
+        if is_lost:
+            raise RuntimeError(
+                f"{questions.name(function)} asks for the gradient of a product whose next step was computed with it "
+                "in one launch, without it; look at the product before that step, or leave isogemm.autofuse()"
+            )
 
 
 def _on_backward(mode: _Mode, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """Hooks and accumulation may change what the pending ones read."""
+    position = 1 if function is torch.autograd.grad else 4
+    _refuse_lost_gradient(mode, function, (args[position : position + 1], kwargs.get("inputs")))
     mode.compute_pending("a backward begins")
     return function(*args, **kwargs)
 
@@ -398,8 +501,12 @@ def _grown(mode: _Mode, step: _Step | str, function: Function, args: tuple[Any, 
     node, arguments, operand, also = step
     if node.mode is not mode or (also is not None and also.mode is not mode):
         return "it was deferred on another thread or in another block"
+    if node.depth >= _LONGEST:
+        return f"it is the end of {_LONGEST} steps"
+    if node.stepped and node.is_drawn():
+        return "the result of a dropout is read twice"
     now = ambient.read(node.product.a)
-    if reason := ambient.obstacle(mode.blocks[-1].entered, now):
+    if reason := mode.blocks[-1].obstacle(now):
         return reason
     if now != node.ambient or (also is not None and now != also.ambient):
         return "the grad mode, autocast, stream or hooks changed before the next step"
@@ -415,7 +522,8 @@ def _grown(mode: _Mode, step: _Step | str, function: Function, args: tuple[Any, 
         inputs, stamps = inputs + also.inputs, stamps + also.stamps
         requires_grad = requires_grad or also.requires_grad
     args = tuple([x._node if type(x) is Deferred else x for x in args])
-    return _Node(mode, function, args, kwargs, node.product, arguments, inputs, stamps, now, requires_grad)
+    parents = tuple([x for x in args if type(x) is _Node])
+    return _Node(mode, function, args, kwargs, parents, node.product, arguments, inputs, stamps, now, requires_grad)
 
 
 def _sum(mode: _Mode, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> _Step | str:
@@ -488,8 +596,11 @@ def _square(mode: _Mode, function: Function, args: tuple[Any, ...], kwargs: Kwar
     exponents = (2,) if function in (torch.square, torch.Tensor.square) else args[1:]
     if type(args[0]) is not Deferred or kwargs or [type(e) for e in exponents] not in ([int], [float]):
         return _UNKNOWN_FORM
-    arguments = rules.squared(args[0]._node.arguments) if exponents[0] == 2 else f"its power is {exponents[0]}"
-    return arguments if isinstance(arguments, str) else _Step(args[0]._node, arguments)
+    node = args[0]._node
+    if node.ambient.autocast is not None and node.product.device.type == "cuda":
+        return "autocast squares in float32"
+    arguments = rules.squared(node.arguments) if exponents[0] == 2 else f"its power is {exponents[0]}"
+    return arguments if isinstance(arguments, str) else _Step(node, arguments)
 
 
 def _activation(mode: _Mode, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> _Step | str:
@@ -511,11 +622,11 @@ def _by_default(function: Function) -> tuple[str, dict[str, float]] | None:
 def _dropout(mode: _Mode, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> _Step | str:
     if not mode.blocks[-1].dropout:
         return "dropout follows, whose mask is torch's; autofuse(dropout=True) draws one of its own"
-    if not args or type(args[0]) is not Deferred:
+    p = _probability(function, args, kwargs)
+    if p is None or not args or type(args[0]) is not Deferred:
         return _UNKNOWN_FORM
-    p, _ = _dropout_options(*args[1:], **kwargs)
     node = args[0]._node
-    arguments = rules.dropped(node.arguments, p) if 0 <= p <= 1 else f"p is {p}"
+    arguments = rules.dropped(node.arguments, p)
     return arguments if isinstance(arguments, str) else _Step(node, arguments)
 
 
@@ -524,14 +635,15 @@ _STEPS: dict[Function, Callable[[_Mode, Function, tuple[Any, ...], Kwargs], _Ste
     **dict.fromkeys(rules.FACTORS, _factor),
     **dict.fromkeys(rules.SQUARES, _square),
     **dict.fromkeys(rules.ACTIVATION_FUNCTIONS, _activation),
-    **dict.fromkeys((F.dropout, torch.dropout), _dropout),
+    **dict.fromkeys(rules.DROPOUTS, _dropout),
 }
 
 _HANDLERS: dict[Function, Callable[[_Mode, Function, tuple[Any, ...], Kwargs], Any]] = {
     **dict.fromkeys(rules.PRODUCTS, _on_product),
     **dict.fromkeys(_STEPS, _on_step),
     **dict.fromkeys(rules.OUT_OF_PLACE, _on_step_in_place),
-    **dict.fromkeys((F.dropout, torch.dropout), _on_dropout),
+    **dict.fromkeys(rules.DROPOUTS, _on_dropout),
+    **dict.fromkeys((torch.Tensor.retain_grad, torch.Tensor.register_hook), _on_hook),
     **dict.fromkeys((torch.Tensor.backward, torch.autograd.grad), _on_backward),
 }
 
@@ -556,13 +668,16 @@ def _materialise(x: Deferred, reason: str) -> None:
             del x._node
             if is_held:  # the empty one lives on there, as a deferred tensor of the same value
                 value.__class__ = Deferred
-                value._node, node.kept = node, x  # type: ignore[attr-defined]
-            node.mode.pending.pop(id(x), None)
-            node.result = weakref.ref(x), x._version
+                value._node = node  # type: ignore[attr-defined]
+            if is_held or (node.stepped and node.is_drawn()):
+                node.kept = x
+            node.mode.settle(x, node)
+            if node.consumed and node.requires_grad:
+                node.mode.repeated[x] = True
 
 
 def _materialise_all(operands: Any, reason: str) -> None:
-    for x in sorted(_deferred_in(operands), key=lambda x: x._node.depth()):  # what the others may be computed from
+    for x in sorted(_deferred_in(operands), key=lambda x: x._node.depth):  # what the others may be computed from
         _materialise(x, reason)
 
 
@@ -570,7 +685,7 @@ def _compute(node: _Node, reason: str) -> torch.Tensor:
     if node.kept is not None:
         return node.kept.view_as(node.kept)
     if node.is_stale():
-        raise RuntimeError(
+        raise _OperandChanged(
             f"an operand of a deferred {node.describe()} was changed in place, unseen, before the product was "
             "computed; let a torch function look at the product before that, or leave isogemm.autofuse()"
         )
@@ -578,26 +693,39 @@ def _compute(node: _Node, reason: str) -> torch.Tensor:
     try:
         now = ambient.read(node.product.a)
         if now == node.ambient:
-            return _evaluate(node, reason)
+            return _evaluate(node, reason, now)
         with ambient.restored(node.ambient, now, node.product.device):
-            return _evaluate(node, reason)
+            return _evaluate(node, reason, now)
     finally:
         _thread.computing = before
 
 
-def _evaluate(node: _Node, reason: str) -> torch.Tensor:
-    parents = node.parents()
+def _evaluate(node: _Node, reason: str, now: Ambient) -> torch.Tensor:
     report = node.block.report
     if node.consumed:
         report.add_repeated(node.describe(), reason)
-    if not parents:
+    if not node.parents:
         report.add_left(node.describe(), reason)
         return _call(node)
-    if _has_result(node) or ambient.in_transform():
+    for parent in node.parents:
+        if parent.is_drawn():
+            _draw_for_others(parent)
+    if _has_result(node) or now.transform:
         return _call(node)
-    report.add_fused(node.describe(), rules.steps(rules.final(node.arguments)))
-    _mark_consumed(node)
-    return _launch(node)
+    arguments = rules.final(node.arguments)
+    report.add_fused(node.describe(), rules.steps(arguments))
+    for each in node.ancestors():
+        each.consumed = True
+    return _launch(node.product, arguments)
+
+
+def _draw_for_others(node: _Node) -> None:
+    """Compute a dropout on its own, where somebody else may still read it: one call has one mask."""
+    x = None if node.tensor is None else node.tensor()
+    if type(x) is Deferred and x._node is node:
+        _materialise(x, "the result of a dropout is held")
+    if node.version is not None and node.plain() is None:
+        raise _OperandChanged("the result of a dropout was changed in place, unseen, before the next step was computed")
 
 
 def _call(node: _Node) -> torch.Tensor:
@@ -613,17 +741,10 @@ def _result(node: _Node) -> torch.Tensor:
 
 def _has_result(node: _Node) -> bool:
     """Whether an operand, or an operand of one, has been computed on its own."""
-    return any(parent.plain() is not None or _has_result(parent) for parent in node.parents())
+    return any(each.version is not None and each.plain() is not None for each in node.ancestors())
 
 
-def _mark_consumed(node: _Node) -> None:
-    for parent in node.parents():
-        parent.consumed = True
-        _mark_consumed(parent)
-
-
-def _launch(node: _Node) -> torch.Tensor:
-    product, arguments = node.product, rules.final(node.arguments)
+def _launch(product: Product, arguments: Arguments) -> torch.Tensor:
     a, b, by_rows = product.a, product.b, arguments.get("bias_dim") == -2
     for name in arguments.keys() & _VECTORS:
         along_rows = name == "row_scale" or (name == "bias" and by_rows)
@@ -665,22 +786,22 @@ def _deferred_in(values: Any) -> list[Deferred]:
 def _read_by(node: _Node) -> Iterator[torch.Tensor]:
     """The operands of a node, and the results it may be computed from."""
     yield from node.inputs
-    for parent in node.parents():
-        x = parent.result[0]() if parent.result is not None else None
+    for each in node.ancestors():
+        x = each.computed()
         if x is not None:
             yield x
-        yield from _read_by(parent)
 
 
 @functools.cache
-def _listen_to_autograd_functions() -> None:
-    """Compute deferred arguments of autograd.Function.apply, which does not ask __torch_function__.
+def _listen() -> None:
+    """Compute the deferred arguments of what does not ask __torch_function__, from the first block on.
 
-    Before autograd looks at the arguments torch unwraps those that outlived a functorch transform: so does this.
+    autograd.Function.apply unwraps those that outlived a functorch transform before autograd looks at them, and so does
+    this; nn.Parameter makes a subclass's data into no nn.Parameter.
     """
     if "unwrap_dead_wrappers" not in torch.autograd.Function.apply.__func__.__code__.co_names:  # type: ignore[attr-defined]
         raise RuntimeError(f"isogemm.autofuse() does not know the autograd.Function of torch {torch.__version__}")
-    unwrap = torch._functorch.utils.unwrap_dead_wrappers
+    unwrap, new = torch._functorch.utils.unwrap_dead_wrappers, torch.nn.Parameter.__new__
 
     @functools.wraps(unwrap)
     def unwrap_and_compute(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -689,4 +810,11 @@ def _listen_to_autograd_functions() -> None:
                 _materialise(x, "an autograd.Function reads it")
         return unwrap(args)
 
+    @functools.wraps(new)
+    def compute_and_new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if type(data) is Deferred:
+            _materialise(data, "a parameter is made of it")
+        return new(cls, data, requires_grad)
+
     torch._functorch.utils.unwrap_dead_wrappers = unwrap_and_compute
+    torch.nn.Parameter.__new__ = compute_and_new  # type: ignore[method-assign]

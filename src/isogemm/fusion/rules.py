@@ -172,17 +172,22 @@ OUT_OF_PLACE: dict[Function, Function] = {
 
 def start(a: Any, b: Any, is_linear: bool, like_a: Any, like_b: Any, dtype: torch.dtype) -> Product | str:
     """The product as a chain's beginning; `dtype` is the result's, which autocast may have chosen."""
-    rows, columns = like_a.shape, like_b.shape
+    shape = _product_shape(like_a.shape, like_b.shape, is_linear)
+    if isinstance(shape, str):
+        return shape
+    if dtype not in DTYPES:
+        return f"{name_of(dtype)} is not fused"
+    return Product(a, b, is_linear, shape, dtype, like_a.device)
+
+
+@functools.lru_cache
+def _product_shape(rows: Sequence[Any], columns: Sequence[Any], is_linear: bool) -> tuple[Any, ...] | str:
     if len(columns) != 2:
         return f"the right operand has {len(columns)} dimensions: 2 are fused"
     if len(rows) < 2:
         return f"the left operand has {len(rows)} dimension: 2 or more are fused"
-    if dtype not in DTYPES:
-        return f"{name_of(dtype)} is not fused"
     inner, n = reversed(columns) if is_linear else columns
-    if rows[-1] != inner:
-        return "the operands' sizes differ"
-    return Product(a, b, is_linear, (*rows[:-1], n), dtype, like_a.device)
+    return (*rows[:-1], n) if rows[-1] == inner else "the operands' sizes differ"
 
 
 def with_addend(product: Product, call: ProductCall, like: Any) -> Arguments | str:
@@ -227,7 +232,7 @@ def added(product: Product, arguments: Arguments, addend: Any, like: Any, scale:
     """The chain plus `scale` times a bias, a column bias or a tensor of its own shape."""
     if not _is_operand(like):
         return "a number is added"
-    if not isinstance(scale, int | float) or isinstance(scale, bool) or not _is_moderate(scale):
+    if (type(scale) is not int or scale != 1) and not _is_factor(scale):
         return f"the addend's factor is {scale!r}"
     if reason := _unlike(product, like):
         return f"the addend {reason}"
@@ -340,6 +345,10 @@ def _scaled_by_number(arguments: Arguments, factor: float, divides: bool) -> Arg
 
 def _is_moderate(factor: float) -> bool:
     return math.isfinite(factor) and _LEAST <= abs(factor) <= _MOST
+
+
+def _is_factor(scale: Any) -> bool:
+    return isinstance(scale, int | float) and not isinstance(scale, bool) and _is_moderate(scale)
 
 
 def _is_operand(like: Any) -> bool:

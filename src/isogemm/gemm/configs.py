@@ -62,6 +62,7 @@ class Problem:
     accumulate: bool = False
     epilogue: Epilogue = NOTHING
     read_strides: tuple[int, ...] = ()  # of its addend's and residual's rows, and of its aux tensors: m, n
+    reads_float32: bool = False  # an addend, residual or aux tensor is float32
     up_first: bool = False  # of two weights the second lies before the first in memory
     up_near: bool = True  # and one TMA map reaches both
     tma: bool = True  # whether it can be launched here, where the architecture has it
@@ -391,7 +392,7 @@ def shared_memory(problem: Problem, config: Config) -> int:
         out += 4 * part  # sums on their way to and from memory, while the next operands arrive
     e = problem.epilogue
     if config.kernel == "stream" and (e.residual or e.beta or e.aux or e.saves == "pre" or e.gradient):
-        out += part * ITEMSIZE[problem.out_dtype]  # on their way to or from the registers
+        out += part * (4 if problem.reads_float32 else ITEMSIZE[problem.out_dtype])  # on their way to the registers
     if problem.number == "tf32" and config.kernel != "pointer":  # operands that must be turned, on the newest twice
         turned = config.block_m * (problem.a_strides[1] != 1) + config.columns * (problem.b_strides[0] != 1)
         out += 2 * turned * config.block_k * ITEMSIZE[problem.dtype]
@@ -434,6 +435,8 @@ def fitted(problem: Problem, config: Config) -> Config:
         config = Config(128, 128, config.block_k, 8, 4, "tma" if all(by_tma) else "pointer")  # chunks in registers
     if walk(problem, config) == "scratch":
         config = replace(config, persistent=True, early_launch=False)
+    while config.kernel == "stream" and config.parts < 4 and illegal(problem, config).startswith("takes"):
+        config = replace(config, parts=2 * config.parts)  # less on its way at once, before fewer stages
     while config.num_stages > 1 and illegal(problem, config).startswith("takes"):
         config = replace(config, num_stages=config.num_stages - 1)
     return config

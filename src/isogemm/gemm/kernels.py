@@ -201,7 +201,7 @@ def _before_activation(
     if E.alpha == "host":
         z = _rounded(z * numbers[0], DTYPE, E.eager)
     elif E.alpha == "device":
-        z = _rounded(z * tl.load(e[6]).to(tl.float32), DTYPE, E.eager)
+        z = _rounded(z * _rounded(tl.load(e[6]).to(tl.float32), DTYPE, E.eager), DTYPE, E.eager)
     if E.row_scale:
         z = _rounded(z * tl.load(e[4] + row, mask=row < M, other=0.0).to(tl.float32), DTYPE, E.eager)
     if E.col_scale:
@@ -211,7 +211,8 @@ def _before_activation(
         if E.beta == "host":
             addend = _rounded(addend * numbers[1], DTYPE, E.eager)
         else:
-            addend = _rounded(addend * tl.load(e[7]).to(tl.float32), DTYPE, E.eager)
+            factor = _rounded(tl.load(e[7]).to(tl.float32), DTYPE, E.eager)  # a 0-d tensor takes the other's dtype
+            addend = _rounded(addend * factor, DTYPE, E.eager)
         z = _rounded(z + addend, DTYPE, E.eager)
     if E.bias == "n" and not EARLY:
         z = _rounded(z + tl.load(e[0] + col, mask=col < N, other=0.0).to(tl.float32), DTYPE, E.eager)

@@ -145,9 +145,7 @@ def invariance_report(
         ways={way: words for way, (words, _) in calls.items()},
         logits=tuple(end_to_end),
         parts=tuple(parts),
-        bypassed=tuple(
-            name for name, module in _parts(model) if isinstance(module, _COVERED) and name not in called
-        ),
+        bypassed=tuple(name for name, module in _parts(model) if isinstance(module, _COVERED) and name not in called),
     )
 
 
