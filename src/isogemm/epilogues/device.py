@@ -1,7 +1,7 @@
 """The device forms of what `spec` lists: of fp32 tiles, elementwise.
 
 EXACT: the operations of torch's own CUDA kernels, in their order (verified for every 16-bit number); else shorter forms
-whose error a 16-bit result does not show: below 2e-4 of the value where |z| <= 5, below 1e-7 beyond; of gelu's derivative
+whose error a 16-bit result does not show: below 2e-4 of the value where |z| <= 5 and 1e-7 beyond; of gelu's derivative,
 6e-5.
 """
 

@@ -197,13 +197,14 @@ def cases(device: torch.device, quick: bool) -> Sequence[Case]:
         *(_block_case(name, BLOCK, "bfloat16") for name in BLOCKS),
         _autofuse_case("bfloat16"),
         *(_case("bias gelu", shape, "bfloat16") for shape in SHAPES),
+        *(_case(f"bias {activation}", shape, "float16") for activation in ("relu", "gelu_tanh") for shape in SHAPES),
+        # Before TF32 is set: Inductor of torch 2.11 does not compile in a process where fp32_precision was.
+        *(_case(f"compiled {name}", shape, "bfloat16") for name, shapes in COMPILED.items() for shape in shapes),
         *(
-            _case(f"bias {activation}", shape, dtype, precision)
-            for dtype, precision in (("float16", ""), ("float32", "tf32"))
+            _case(f"bias {activation}", shape, "float32", "tf32")
             for activation in ("relu", "gelu_tanh")
             for shape in SHAPES
         ),
-        *(_case(f"compiled {name}", shape, "bfloat16") for name, shapes in COMPILED.items() for shape in shapes),
     ]
 
 
