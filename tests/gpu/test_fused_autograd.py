@@ -14,6 +14,8 @@ from isogemm.epilogues import random, register, spec
 from isogemm.gemm import configs
 from isogemm.gemm.api import mlp
 from isogemm.gemm.fused import new_seed
+from isogemm.testing import ACTIVATION_FORMS as ACTIVATIONS
+from isogemm.testing import GATE_FORMS as GATED
 from isogemm.testing import (
     assert_bitwise_equal,
     assert_no_worse_than_torch,
@@ -29,18 +31,6 @@ NUMBERS = {
     "ieee": (torch.float32, "ieee"),
     "tf32": (torch.float32, "tf32"),
 }
-ACTIVATIONS = {
-    "relu": torch.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "quick_gelu": lambda z: z * torch.sigmoid(1.702 * z),
-    "silu": F.silu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "relu2": lambda z: torch.square(torch.relu(z)),
-    "leaky_relu": F.leaky_relu,
-}
-GATED = {"swiglu": F.silu, "geglu": F.gelu, "reglu": torch.relu}
 
 
 def _normal(*shape, seed=0, dtype=torch.bfloat16):

@@ -15,6 +15,8 @@ import isogemm
 from isogemm.epilogues import random, register, spec
 from isogemm.gemm.api import mlp
 from isogemm.gemm.fused import new_seed
+from isogemm.testing import ACTIVATION_FORMS as ACTIVATIONS
+from isogemm.testing import GATE_FORMS as GATED
 from isogemm.testing import (
     LAYOUTS,
     assert_bitwise_equal,
@@ -35,18 +37,6 @@ NUMBERS = {  # name: (dtype, precision)
 }
 SHORT = ["bf16", "ieee"]  # where a kernel for each would take minutes to compile
 HALVES = [torch.bfloat16, torch.float16]
-ACTIVATIONS = {
-    "relu": torch.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "quick_gelu": lambda z: z * torch.sigmoid(1.702 * z),
-    "silu": F.silu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "relu2": lambda z: torch.square(torch.relu(z)),
-    "leaky_relu": F.leaky_relu,
-}
-GATED = {"swiglu": F.silu, "geglu": F.gelu, "reglu": torch.relu}
 
 
 def _normal(*shape, seed=0, dtype=torch.bfloat16):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,7 +66,7 @@ class Trained:
     grad: torch.Tensor  # of the result
 
 
-class Setting:
+class Setting(abc.ABC):
     """One weight's shape with its numbers, data and strides, all from the seed: the same in every check.
 
     A family says what is computed there.
@@ -85,17 +86,17 @@ class Setting:
         if (group + number) % 2:
             self.layouts = self.rng.choice(LAYOUTS), self.rng.choice(LAYOUTS)
 
+    @abc.abstractmethod
     def forward(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
         """Rows, and what is computed of them."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def input_gradient(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
         """Rows with their gradient, and the ways to that of their input."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def trained(self, tokens: int) -> Sequence[Trained]:
         """The layers whose parameters get gradients, of so many tokens."""
-        raise NotImplementedError
 
     def batch_sizes(self) -> list[int]:
         """Every edge is met within four trials."""

@@ -15,7 +15,8 @@ from isogemm.core.eager import autocast_dtype, through_dispatcher
 from isogemm.core.errors import require_tensor
 from isogemm.epilogues import spec
 from isogemm.gemm import ahead, autograd, fused_autograd, op
-from isogemm.gemm.fused import ROUNDINGS, Call, new_seed
+from isogemm.gemm.fused import ROUNDINGS, new_seed
+from isogemm.gemm.fused_op import Call
 from isogemm.gemm.problem import resolve_precision
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # defaults are integers: torch.compile keeps 0 and 1 as they are

@@ -15,8 +15,9 @@ from torch.compiler import is_compiling
 
 from isogemm.core.eager import through_dispatcher
 from isogemm.epilogues import random, spec
-from isogemm.gemm import autograd, cpu, fused, op
-from isogemm.gemm.fused import Call, Fusion, MlpCall
+from isogemm.gemm import autograd, cpu, fused, fused_op, op
+from isogemm.gemm.fused import Fusion
+from isogemm.gemm.fused_op import Call, MlpCall
 from isogemm.gemm.problem import resolve_precision
 
 _TENSORS = Call._fields[:11]  # the differentiable arguments, but aux
@@ -183,7 +184,7 @@ class _Dz(NamedTuple):
             if direct:
                 return fused.chunk_sums(self.sums, None, dtype)
             return cast(torch.Tensor, torch.ops.isogemm.chunk_sums(self.sums, dtype))
-        (fused.add_chunk_sums if direct else torch.ops.isogemm.add_chunk_sums)(main_grad, self.sums, owner)
+        (fused_op.add_chunk_sums if direct else torch.ops.isogemm.add_chunk_sums)(main_grad, self.sums, owner)
         return None
 
 
@@ -202,7 +203,7 @@ def _of_pre_activation(
         if through_dispatcher(grad, saved):
             dz, *gradients = torch.ops.isogemm.epilogue_grad(*arguments)
         else:
-            dz, *gradients = fused._epilogue_grad(*arguments)
+            dz, *gradients = fused_op.epilogue_gradients(*arguments)
         return _Dz(dz, None, [found if want else None for found, want in zip(gradients, of_aux, strict=True)])
     nothing = [None for _ in of_aux]
     if not (fusion.activation or fusion.dropout_p):
@@ -214,7 +215,7 @@ def _activation_grad(
     grad: torch.Tensor, saved: torch.Tensor | None, kind: str, fusion: Fusion, dtype: torch.dtype, sums: bool
 ) -> _Dz:
     if through_dispatcher(grad):
-        of_forward = fused.gradient_call(saved, kind, fusion)
+        of_forward = fused_op.gradient_call(saved, kind, fusion)
         dz, partial = torch.ops.isogemm.activation_grad(grad, dtype, sums, *of_forward)
         return _Dz(dz, partial if sums and grad.is_cuda and dtype is not torch.float64 else None, ())
     return _Dz(*fused.activation_grad(grad, saved, kind, fusion, dtype, sums), ())
@@ -603,7 +604,7 @@ def _register() -> None:
         if needed["residual"]:
             found["residual"] = grad.to(ctx.residual_dtype)
         if any(needed[name] for name in names[:5]):
-            of_forward = fused.gradient_call(z, first.saved_hidden, first)
+            of_forward = fused_op.gradient_call(z, first.saved_hidden, first)
             dz = torch.ops.isogemm.hidden_grad(above, weight_down, call.precision, *of_forward)
             hidden = plain_call(x, weight, call.precision)
             hidden = hidden._replace(weight_up=weight_up, activation=call.activation)

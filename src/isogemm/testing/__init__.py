@@ -33,12 +33,15 @@ from isogemm.testing.error import (
     assert_same_nonfinite,
     measure_errors,
 )
+from isogemm.testing.forms import ACTIVATION_FORMS, GATE_FORMS
 from isogemm.testing.interpreter import interpreting, is_interpreted, require_interpreter
 from isogemm.testing.poison import poison_value, poisoned_allocations
 
 __all__ = [
+    "ACTIVATION_FORMS",
     "DATA_KINDS",
     "FLOAT_DTYPES",
+    "GATE_FORMS",
     "LAYOUTS",
     "ODD_SIZES",
     "TARGETS",

@@ -1,0 +1,333 @@
+"""What the kernels do with their sums: biases, scales, activations, dropout, residuals, and the one rounding.
+
+`e`, `steps` and `numbers` are what an epilogue reads, its strides and its numbers, in the order of `kernels.READ`; E
+says which of them there are.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _column_parts(x, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
+    """x [BM, BN] as PARTS neighbours [BM, BN // PARTS]: what leaves the registers at once."""
+    if PARTS == 1:
+        return (x,)
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
+        return _column_parts(left, BM, BN // 2, PARTS // 2) + _column_parts(right, BM, BN // 2, PARTS // 2)
+
+
+@triton.jit
+def _row_halves(x, BM: tl.constexpr, BN: tl.constexpr):
+    """x [BM, BN] as its upper and lower half."""
+    return tl.split(tl.permute(tl.reshape(x, (2, BM // 2, BN)), (1, 2, 0)))
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr, EAGER: tl.constexpr):
+    """As torch's next operation would read it."""
+    return x.to(DTYPE).to(tl.float32) if EAGER else x
+
+
+@triton.jit
+def _packed(bits, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAPPED: tl.constexpr):
+    """Eight of the result's columns in a byte, the first in the lowest bit; those are the rows of a swapped tile."""
+    if SWAPPED:
+        shifted = bits.to(tl.int32) << (tl.arange(0, ROWS) & 7)[:, None]
+        return tl.sum(tl.reshape(shifted, (ROWS // 8, 8, COLUMNS)), axis=1).to(tl.uint8)
+    else:
+        shifted = bits.to(tl.int32) << (tl.arange(0, COLUMNS) & 7)[None, :]
+        return tl.sum(tl.reshape(shifted, (ROWS, COLUMNS // 8, 8)), axis=2).to(tl.uint8)
+
+
+@triton.jit
+def is_kept(seed, m, n, row, col, dropped, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAPPED: tl.constexpr):
+    """Where dropout keeps an element, as in `epilogues.random`: (m, n) is the tile's place, row and col its numbers."""
+    if SWAPPED or COLUMNS < 32:
+        zero = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
+        w0, w1, w2, w3 = tl.philox(seed, (col >> 5 << 2) + (col >> 1 & 3) + zero, row + zero, zero, zero)
+        which = (col >> 3 & 3) + zero
+        word = tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
+        bits = tl.where((col & 1) + zero == 1, word >> 16, word & 0xFFFF)
+    else:  # one call for eight columns
+        zero = tl.zeros((ROWS, COLUMNS // 8), dtype=tl.int32)
+        group = n // 8 + tl.arange(0, COLUMNS // 8)[None, :]
+        w0, w1, w2, w3 = tl.philox(seed, group + zero, row + zero, zero, zero)
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [ROWS, COLUMNS // 8, 2, 2]: word 2 i + j
+        words = tl.reshape(words, (ROWS, COLUMNS // 32, 4, 4))
+        words = tl.permute(words, (0, 1, 3, 2))
+        halves = tl.join(words & 0xFFFF, words >> 16)
+        bits = tl.reshape(halves, (ROWS, COLUMNS))
+    return bits.to(tl.int32) >= dropped
+
+
+@triton.jit
+def read_matrix(at, row, col, M, N, stride, INDEX: tl.constexpr):
+    """A tile of a matrix that is contiguous along n, in fp32."""
+    live = (row < M) & (col < N)
+    return tl.load(at + (row.to(INDEX) * stride + col), mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _before_activation(
+    z, row, col, M, N, e, steps, numbers, E: tl.constexpr, EARLY: tl.constexpr, DTYPE: tl.constexpr, INDEX: tl.constexpr
+):  # fmt: skip
+    """alpha row_scale col_scale z + beta addend + bias"""
+    z = _rounded(z, DTYPE, E.eager)
+    if E.alpha == "host":
+        z = _rounded(z * numbers[0], DTYPE, E.eager)
+    elif E.alpha == "device":
+        z = _rounded(z * _rounded(tl.load(e[6]).to(tl.float32), DTYPE, E.eager), DTYPE, E.eager)
+    if E.row_scale:
+        z = _rounded(z * tl.load(e[4] + row, mask=row < M, other=0.0).to(tl.float32), DTYPE, E.eager)
+    if E.col_scale:
+        z = _rounded(z * tl.load(e[5] + col, mask=col < N, other=0.0).to(tl.float32), DTYPE, E.eager)
+    if E.beta != "":
+        addend = _rounded(read_matrix(e[2], row, col, M, N, steps[0], INDEX), DTYPE, E.eager)
+        if E.beta == "host":
+            addend = _rounded(addend * numbers[1], DTYPE, E.eager)
+        else:
+            factor = _rounded(tl.load(e[7]).to(tl.float32), DTYPE, E.eager)  # a 0-d tensor takes the other's dtype
+            addend = _rounded(addend * factor, DTYPE, E.eager)
+        z = _rounded(z + addend, DTYPE, E.eager)
+    if E.bias == "n" and not EARLY:
+        z = _rounded(z + tl.load(e[0] + col, mask=col < N, other=0.0).to(tl.float32), DTYPE, E.eager)
+    elif E.bias == "m":
+        z = _rounded(z + tl.load(e[0] + row, mask=row < M, other=0.0).to(tl.float32), DTYPE, E.eager)
+    return z
+
+
+@triton.jit
+def _aux(at, row, col, M, N, stride_m, stride_n, INDEX: tl.constexpr):
+    """A tile of an aux tensor, in fp32; its strides are 0 where it is broadcast."""
+    live = (row < M) & (col < N)
+    return tl.load(at + (row.to(INDEX) * stride_m + col.to(INDEX) * stride_n), mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _user(z, row, col, M, N, e, steps, E: tl.constexpr, ACT: tl.constexpr, INDEX: tl.constexpr):
+    """A registered epilogue."""
+    if E.aux > 0:
+        a0 = _aux(e[11], row, col, M, N, steps[2], steps[3], INDEX)
+    if E.aux > 1:
+        a1 = _aux(e[12], row, col, M, N, steps[4], steps[5], INDEX)
+    if E.aux > 2:
+        a2 = _aux(e[13], row, col, M, N, steps[6], steps[7], INDEX)
+    if E.aux > 3:
+        a3 = _aux(e[14], row, col, M, N, steps[8], steps[9], INDEX)
+    if E.aux == 0:
+        return ACT(z, col, row)
+    elif E.aux == 1:
+        return ACT(z, col, row, a0)
+    elif E.aux == 2:
+        return ACT(z, col, row, a0, a1)
+    elif E.aux == 3:
+        return ACT(z, col, row, a0, a1, a2)
+    else:
+        return ACT(z, col, row, a0, a1, a2, a3)
+
+
+@triton.jit
+def _activated(z, ACT: tl.constexpr, E: tl.constexpr):
+    if len(E.arguments) == 0:
+        return ACT(z, E.exact)
+    else:
+        return ACT(z, E.exact, E.arguments[0])
+
+
+@triton.jit
+def slope_at(row, col, M, N, saved, ACT: tl.constexpr, SLOPE: tl.constexpr, E: tl.constexpr, INDEX: tl.constexpr):
+    """The activation's derivative, from what the forward saved; gated: of the gate's factor and of up's."""
+    if E.gradient == "mask":
+        live = (row < M) & (col < N)
+        bytes_ = tl.load(saved + (row.to(INDEX) * ((N + 7) // 8) + (col >> 3)), mask=live, other=0).to(tl.int32)
+        sign = tl.where((bytes_ >> (col & 7) & 1) == 1, 1.0, -1.0)
+        return _activated(sign, SLOPE, E), sign
+    else:
+        z = read_matrix(saved, row, col, M, N, N, INDEX)
+        if E.gated:
+            up = read_matrix(saved + M.to(tl.int64) * N, row, col, M, N, N, INDEX)
+            return _activated(z, SLOPE, E) * up, _activated(z, ACT, E)
+        else:
+            return _activated(z, SLOPE, E), z
+
+
+@triton.jit
+def store_result(
+    value, c, m, n, row, col, M, N, stride_cm, stride_cn, C_TMA: tl.constexpr, INDEX: tl.constexpr
+):  # fmt: skip
+    """Round once, store."""
+    if C_TMA:
+        c.store([m, n], value.to(c.dtype))
+    else:
+        live = (row < M) & (col < N)
+        tl.store(c + (row.to(INDEX) * stride_cm + col.to(INDEX) * stride_cn), value.to(c.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _write(
+    total, up, c, e, steps, numbers, m, n, M, N, stride_cm, stride_cn, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    C_TMA: tl.constexpr, SWAPPED: tl.constexpr, E: tl.constexpr, EARLY: tl.constexpr, ACT: tl.constexpr,
+    SLOPE: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """The epilogue of sums [ROWS, COLUMNS] at (m, n), in fp32, and its one rounding.
+
+    A swapped tile's rows are the result's columns.
+    """
+    if SWAPPED:
+        row = (m + tl.arange(0, COLUMNS))[None, :]
+        col = (n + tl.arange(0, ROWS))[:, None]
+    else:
+        row = (m + tl.arange(0, ROWS))[:, None]
+        col = (n + tl.arange(0, COLUMNS))[None, :]
+    DTYPE: tl.constexpr = c.dtype if C_TMA else c.dtype.element_ty
+    if E.gradient != "":
+        if E.dropout:
+            kept = is_kept(tl.load(e[8]), m, n, row, col, numbers[2], ROWS, COLUMNS, SWAPPED)
+            total = tl.where(kept, total * numbers[3], 0.0)
+        slope, other = slope_at(row, col, M, N, e[9], ACT, SLOPE, E, INDEX)
+        store_result(total * slope, c, m, n, row, col, M, N, stride_cm, stride_cn, C_TMA, INDEX)
+        if E.gated:
+            store_result(total * other, e[10], m, n, row, col, M, N, N, 1, False, INDEX)
+    else:
+        value = _before_activation(total, row, col, M, N, e, steps, numbers, E, EARLY, DTYPE, INDEX)
+        if E.gated:
+            up = _rounded(up, DTYPE, E.eager)
+            if E.bias_up and not EARLY:
+                up = _rounded(up + tl.load(e[1] + col, mask=col < N, other=0.0).to(tl.float32), DTYPE, E.eager)
+        if E.saves == "mask":
+            packed = _packed((_activated(value, SLOPE, E) == 1.0) & (col < N), ROWS, COLUMNS, SWAPPED)
+            if SWAPPED:
+                byte = (n // 8 + tl.arange(0, ROWS // 8))[:, None]
+            else:
+                byte = (n // 8 + tl.arange(0, COLUMNS // 8))[None, :]
+            row_bytes = (N + 7) // 8
+            tl.store(e[9] + (row.to(INDEX) * row_bytes + byte), packed, mask=(row < M) & (byte < row_bytes))
+        elif E.saves == "pre":
+            store_result(value, e[9], m, n, row, col, M, N, N, 1, False, INDEX)
+            if E.gated:
+                store_result(up, e[9] + M.to(tl.int64) * N, m, n, row, col, M, N, N, 1, False, INDEX)
+        if E.user != "":
+            value = _user(value, row, col, M, N, e, steps, E, ACT, INDEX)
+        elif E.activation != "":
+            value = _rounded(_activated(value, ACT, E), DTYPE, E.eager)
+            if E.gated:
+                value = _rounded(value * up, DTYPE, E.eager)
+        if E.dropout:
+            kept = is_kept(tl.load(e[8]), m, n, row, col, numbers[2], ROWS, COLUMNS, SWAPPED)
+            value = _rounded(tl.where(kept, value * numbers[3], 0.0), DTYPE, E.eager)
+        if E.residual:
+            value = read_matrix(e[3], row, col, M, N, steps[1], INDEX) + value
+        store_result(value, c, m, n, row, col, M, N, stride_cm, stride_cn, C_TMA, INDEX)
+
+
+@triton.jit
+def _no_biases(SIZE: tl.constexpr):
+    return tl.zeros((SIZE,), dtype=tl.float32), tl.zeros((SIZE,), dtype=tl.float32)
+
+
+@triton.jit
+def biases(e, at, N, SIZE: tl.constexpr, E: tl.constexpr):
+    """Those of SIZE columns of the result, all at once: parts of a tile would each wait for theirs.
+
+    A bias of -0 is made +0, and with it a sum that underflowed to -0, as one with more padding is.
+    """
+    col = at + tl.arange(0, SIZE)
+    bias, bias_up = _no_biases(SIZE)
+    if E.bias_first and E.bias == "n":
+        bias = tl.load(e[0] + col, mask=col < N, other=0.0).to(tl.float32) + 0.0
+    if E.bias_first and E.bias_up:
+        bias_up = tl.load(e[1] + col, mask=col < N, other=0.0).to(tl.float32) + 0.0
+    return bias, bias_up
+
+
+@triton.jit
+def _with_bias(acc, bias, SWAPPED: tl.constexpr):
+    return acc + (bias[:, None] if SWAPPED else bias[None, :])
+
+
+@triton.jit
+def finish(
+    acc, c, kept_here, e, early, steps, numbers, m, n, first_chunk, last_chunk, M, N, stride_cm, stride_cn,
+    BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr, C_TMA: tl.constexpr, SWAPPED: tl.constexpr,
+    UP_FIRST: tl.constexpr, E: tl.constexpr, ACT: tl.constexpr, SLOPE: tl.constexpr, WALK: tl.constexpr,
+    ACCUMULATE: tl.constexpr, INDEX: tl.constexpr, BARRIER: tl.constexpr,
+):  # fmt: skip
+    """What becomes of the sums acc [BM, BN] at (m, n) at the end of a chunk, WIDTH columns at a time.
+
+    A swapped tile's m and n, M and N and strides are exchanged here: from now on they are the result's.
+    """
+    if SWAPPED:
+        m, n = n, m
+        M, N = N, M
+        stride_cm, stride_cn = stride_cn, stride_cm
+    EARLY: tl.constexpr = E.bias_first and WALK == "one" and not ACCUMULATE
+    if E.paired:
+        gate, up = _row_halves(acc, BM, BN) if SWAPPED else _column_parts(acc, BM, BN, 2)
+        if UP_FIRST:
+            gate, up = up, gate
+        if EARLY:
+            gate = _with_bias(gate, early[0], SWAPPED)
+            up = _with_bias(up, early[1], SWAPPED)
+        ROWS: tl.constexpr = BM // 2 if SWAPPED else BM
+        COLUMNS: tl.constexpr = BN if SWAPPED else BN // 2
+        gates = _column_parts(gate, ROWS, COLUMNS, COLUMNS // WIDTH)
+        ups = _column_parts(up, ROWS, COLUMNS, COLUMNS // WIDTH)
+        for part in tl.static_range(COLUMNS // WIDTH):
+            at_m = m + part * WIDTH if SWAPPED else m
+            at_n = n if SWAPPED else n + part * WIDTH
+            _write(
+                gates[part], ups[part], c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, ROWS, WIDTH,
+                C_TMA, SWAPPED, E, EARLY, ACT, SLOPE, INDEX,
+            )  # fmt: skip
+    else:
+        if EARLY:
+            acc = _with_bias(acc, early[0], SWAPPED)
+        sums = _column_parts(acc, BM, BN, BN // WIDTH)
+        for part in tl.static_range(BN // WIDTH):
+            at_m = m + part * WIDTH if SWAPPED else m
+            at_n = n if SWAPPED else n + part * WIDTH
+            total = sums[part]
+            if WALK == "partials":
+                _write(
+                    total, total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, BM, WIDTH, C_TMA,
+                    SWAPPED, E, EARLY, ACT, SLOPE, INDEX,
+                )  # fmt: skip
+            elif WALK == "scratch":
+                kept = kept_here + (tl.arange(0, BM)[:, None] * BN + (part * WIDTH + tl.arange(0, WIDTH)[None, :]))
+                if first_chunk:
+                    total += 0.0
+                else:
+                    total += tl.load(kept)
+                if last_chunk:
+                    _write(
+                        total, total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, BM, WIDTH, C_TMA,
+                        SWAPPED, E, EARLY, ACT, SLOPE, INDEX,
+                    )  # fmt: skip
+                else:
+                    tl.store(kept, total)
+                    if BARRIER:
+                        tl.debug_barrier()  # another thread may be the one to load it
+            else:
+                if ACCUMULATE or WALK == "in place":
+                    if SWAPPED:
+                        row = (at_m + tl.arange(0, WIDTH))[None, :]
+                        col = (at_n + tl.arange(0, BM))[:, None]
+                    else:
+                        row = (at_m + tl.arange(0, BM))[:, None]
+                        col = (at_n + tl.arange(0, WIDTH))[None, :]
+                    live = (row < M) & (col < N)
+                    if not ACCUMULATE:
+                        live = live & (not first_chunk)
+                    total += tl.load(c + (row.to(INDEX) * stride_cm + col.to(INDEX) * stride_cn), mask=live, other=0.0)
+                elif not EARLY:
+                    total += 0.0  # a sum that underflowed to -0 is +0, as one with more padding is
+                _write(
+                    total, total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, BM, WIDTH, C_TMA,
+                    SWAPPED, E, EARLY, ACT, SLOPE, INDEX,
+                )  # fmt: skip
+                if WALK == "in place" and BARRIER:
+                    tl.debug_barrier()
