@@ -89,6 +89,7 @@ def _exact(x, b, fusion, b_up=None):
 
 
 def _assert_close(actual, exact, scale=1.0):
+    """One rounding to the dtype, K in fp32 and those of the forms; scale: of the sums before they cancelled."""
     error = (actual.double() - exact).abs()
     allowed = (torch.finfo(actual.dtype).eps + 2e-5) * (exact.abs() + scale)
     assert bool((error <= allowed).all()), f"largest error {error.max()}, or poison left"
