@@ -7,17 +7,17 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-_STRIDED = torch.strided
 
 
 def through_dispatcher(*tensors: torch.Tensor) -> bool:
     """Whether the plain path would not hear all that torch has to say to this call."""
     return (
         is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or in_transform(*tensors)
-        or any(type(x) not in PLAIN or _is_lazy(x) for x in tensors)
+        or _dispatch_modes() > 0
+        or _tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or _interpreter() is not None
+        or any(map(_is_special, tensors))
     )
 
 
@@ -25,7 +25,7 @@ def in_transform(*tensors: torch.Tensor) -> bool:
     """Inside forward-mode AD or vmap and its kin, which torch's own operators know and a custom one does not."""
     return (
         forward_ad._current_level >= 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _interpreter() is not None
         or any(map(torch._C._functorch.is_legacy_batchedtensor, tensors))
     )
 
@@ -38,6 +38,18 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type)
 
 
-def _is_lazy(x: torch.Tensor) -> bool:
-    """Without memory that a kernel could read as it stands."""
-    return x.is_neg() or x._is_zerotensor() or x.layout is not _STRIDED or x.is_nested
+def _is_special(x: torch.Tensor) -> bool:
+    """A subclass, or without memory that a kernel could read as it stands."""
+    if type(x) not in PLAIN:
+        return True
+    try:
+        address = x.data_ptr()
+    except RuntimeError:  # sparse, or of a vmap
+        return True
+    return x.is_neg() or x.is_nested or (not address and x._is_zerotensor())
+
+
+# Looked up once: they are asked at every call.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_tracing_state = torch._C._get_tracing_state
+_interpreter = torch._C._functorch.peek_interpreter_stack

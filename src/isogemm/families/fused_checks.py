@@ -136,7 +136,7 @@ class Layer:
         alpha, beta = (each if isinstance(each, torch.Tensor) else None for each in (self.alpha, self.beta))
         return Fusion(
             self.bias if by_column else tokens.bias, self.bias_up, tokens.c, tokens.residual, tokens.row_scale,
-            self.col_scale, alpha, beta, seed, self._aux(tokens), float(self.alpha) if alpha is None else 1.0,
+            self.col_scale, alpha, beta, self._aux(tokens), seed, float(self.alpha) if alpha is None else 1.0,
             float(self.beta) if beta is None else 0.0, dropout_p, self.activation, tuple(self.arguments.values()),
             "" if self.gain is None else _registered(), -1 if by_column else -2,
         )  # fmt: skip

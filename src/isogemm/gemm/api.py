@@ -11,10 +11,11 @@ from typing import Any, cast
 
 import torch
 
-from isogemm.core.eager import autocast_dtype, through_dispatcher
+from isogemm.core.eager import PLAIN, autocast_dtype, through_dispatcher
 from isogemm.core.errors import require_tensor
 from isogemm.epilogues import spec
 from isogemm.gemm import ahead, autograd, fused_autograd, op
+from isogemm.gemm.autograd import parameter
 from isogemm.gemm.fused import ROUNDINGS, new_seed
 from isogemm.gemm.fused_op import Call
 from isogemm.gemm.problem import resolve_precision
@@ -102,9 +103,10 @@ def linear(
     """
     if not all(isinstance(each, torch.Tensor) for each in (x, weight)) or not isinstance(bias, torch.Tensor | None):
         op.validate_linear(x, weight, bias, out_dtype, precision)
-    fused = (activation, activation_args, weight_up, bias_up, c, row_scale, col_scale, residual, epilogue)
     if (
-        any(each is not None for each in fused) or dropout_p or aux or rounding != "once"
+        activation is not None or residual is not None or weight_up is not None or bias_up is not None
+        or activation_args is not None or c is not None or row_scale is not None or col_scale is not None
+        or epilogue is not None or dropout_p or aux or rounding != "once"
         or isinstance(alpha, torch.Tensor) or alpha != 1 or isinstance(beta, torch.Tensor) or beta
     ):  # fmt: skip
         require_tensor("weight", weight, 2, "[N, K]")
@@ -284,36 +286,54 @@ def _call(
         spec.registered(epilogue)
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding is {rounding!r}; accepted: {', '.join(map(repr, ROUNDINGS))}")
-    for name, tensor in (
-        ("bias", bias), ("weight_up", weight_up), ("bias_up", bias_up), ("c", c), ("row_scale", row_scale),
-        ("col_scale", col_scale), ("residual", residual), *((f"aux[{index}]", each) for index, each in enumerate(aux)),
-    ):  # fmt: skip
-        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name.startswith("aux")):
-            raise TypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor")
+    for each in (bias, weight_up, bias_up, c, row_scale, col_scale, residual):
+        if each is not None and type(each) not in PLAIN:
+            _require_tensors(
+                bias=bias, weight_up=weight_up, bias_up=bias_up, c=c, row_scale=row_scale, col_scale=col_scale,
+                residual=residual,
+            )  # fmt: skip
+            break
+    if aux:
+        _require_tensors(**{f"aux[{index}]": each for index, each in enumerate(aux)})
     if weight_up is not None:
         require_tensor("weight_up", weight_up, 2, "[N, K]")
-    for name, number in (("alpha", alpha), ("beta", beta), ("dropout_p", dropout_p)):
-        if not isinstance(number, _NUMBERS) and not (isinstance(number, torch.Tensor) and name != "dropout_p"):
-            raise TypeError(f"{name} is {number!r}; expected a number" + " or a 0-d tensor" * (name != "dropout_p"))
+    alpha_tensor, alpha_value = _number("alpha", alpha, 1.0)
+    beta_tensor, beta_value = _number("beta", beta, 0.0)
+    if not isinstance(dropout_p, _NUMBERS):
+        raise TypeError(f"dropout_p is {dropout_p!r}; expected a number")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p is {dropout_p}; expected a probability")
-    owners = tuple(map(autograd.parameter, (weight, bias, weight_up, bias_up))) if by_rows else (None,) * 4
+    owners: tuple[torch.Tensor | None, ...] = (None,) * 4
+    if by_rows and torch.is_grad_enabled():
+        owners = (parameter(weight), parameter(bias), parameter(weight_up), parameter(bias_up))
     dtype = autocast_dtype(x.device)
     if dtype is not None:
         x, weight = _cast(x, dtype), _cast(weight, dtype)
         bias, weight_up, bias_up = (each if each is None else _cast(each, dtype) for each in (bias, weight_up, bias_up))
         precision = precision if dtype is torch.float32 else None
-    if not isinstance(beta, torch.Tensor) and beta == 0:
+    if beta_tensor is None and beta_value == 0:
         c = None
     return Call(
-        x, weight, weight_up, bias, bias_up, c, residual, row_scale, col_scale,
-        alpha if isinstance(alpha, torch.Tensor) else None, beta if isinstance(beta, torch.Tensor) else None,
-        tuple(aux), new_seed(x.device) if 0 < dropout_p <= 1 else None,
-        1.0 if isinstance(alpha, torch.Tensor) else float(alpha),
-        0.0 if isinstance(beta, torch.Tensor) else float(beta),
-        float(dropout_p), activation or "", arguments, epilogue or "", bias_dim, rounding == "eager", by_rows, "",
-        owners, (None,) * 4, out_dtype, precision,
+        x, weight, weight_up, bias, bias_up, c, residual, row_scale, col_scale, alpha_tensor, beta_tensor, tuple(aux),
+        new_seed(x.device) if dropout_p > 0 else None, alpha_value, beta_value, float(dropout_p), activation or "",
+        arguments, epilogue or "", bias_dim, rounding == "eager", by_rows, "", owners, (None,) * 4, out_dtype,
+        precision,
     )  # fmt: skip
+
+
+def _require_tensors(**given: Any) -> None:
+    for name, each in given.items():
+        if not isinstance(each, torch.Tensor) and (each is not None or name.startswith("aux")):
+            raise TypeError(f"{name} is a {type(each).__name__}; expected a torch.Tensor")
+
+
+def _number(name: str, given: Any, nothing: float) -> tuple[torch.Tensor | None, float]:
+    """A scalar on the device, or its value; `nothing` is the value that has no effect."""
+    if isinstance(given, torch.Tensor):
+        return given, nothing
+    if not isinstance(given, _NUMBERS):
+        raise TypeError(f"{name} is {given!r}; expected a number or a 0-d tensor")
+    return None, float(given)
 
 
 def warmup(

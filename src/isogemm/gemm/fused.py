@@ -24,7 +24,9 @@ from isogemm.gemm.plan import Plan, activation_grad_plan, chunk_sums_plan, gemm_
 ROUNDINGS = ("once", "eager")
 
 
-_NAMES = ("a", "b", "bias", "dropout_p")  # of what a caller may call otherwise
+Names = tuple[str, str, str, str]  # what the caller calls x, the weight, its bias and the dropout's probability
+_NAMES: Names = ("a", "b", "bias", "dropout_p")
+_BY_ROWS_NAMES: Names = ("x", "weight", "bias", "dropout_p")
 
 
 class Fusion(NamedTuple):
@@ -41,8 +43,8 @@ class Fusion(NamedTuple):
     col_scale: torch.Tensor | None = None
     alpha: torch.Tensor | None = None  # where it is on the device
     beta: torch.Tensor | None = None
-    seed: torch.Tensor | None = None  # of the dropout
     aux: tuple[torch.Tensor, ...] = ()
+    seed: torch.Tensor | None = None  # of the dropout
     alpha_value: float = 1.0
     beta_value: float = 0.0
     dropout_p: float = 0.0
@@ -80,9 +82,9 @@ def validate(
     fusion: Fusion,
     out_dtype: torch.dtype | None,
     precision: str | None,
-    names: tuple[str, str, str, str] = _NAMES,
+    names: Names = _NAMES,
 ) -> None:
-    """Of `fused`'s arguments; x [..., K], b [K, N]; names: what the caller calls x, b, bias and dropout_p."""
+    """Of `fused`'s arguments; x [..., K], b [K, N]."""
     x_name, b_name, bias_name, dropout_name = names
     op.require_operands((x_name, x), (b_name, b), out_dtype, precision)
     require_same(f"K (of {x_name} [..., K] and {b_name})", (x_name, b_name), (x.shape[-1], b.shape[0]))
@@ -174,45 +176,60 @@ def new_seed(device: torch.device) -> torch.Tensor:
 
 def fused(
     x: torch.Tensor,
-    b: torch.Tensor,
-    b_up: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_up: torch.Tensor | None,
     fusion: Fusion,
     out_dtype: torch.dtype | None,
     precision: str | None,
     save: str,
-    names: tuple[str, str, str, str] = _NAMES,
+    *,
+    by_rows: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [..., K], b [K, N]: the result [..., N] and, where asked to save it, a mask or the pre-activation."""
+    """The result [..., N] of x [..., K] and, where asked to save it, a mask or the pre-activation.
+
+    by_rows: the weights are [N, K], else [K, N].
+    """
     if not x.is_cuda or x.dtype is torch.float64:
-        validate(x, b, b_up, fusion, out_dtype, precision, names)
+        b, b_up = columns(weight, weight_up, by_rows)
+        validate(x, b, b_up, fusion, out_dtype, precision, _BY_ROWS_NAMES if by_rows else _NAMES)
         return _in_torch(x, b, b_up, fusion, out_dtype or x.dtype, precision, save)
     precision = problems.resolve_precision(x, precision)
-    x = _by_rows(x)
-    if b_up is not None:
-        b, b_up = _alike(b, b_up)
-    try:
-        read = _operands(x, b, fusion)
-    except (RuntimeError, IndexError):
-        validate(x, b, b_up, fusion, out_dtype, precision, names)  # which says what does not fit
-        raise
+    up = None
+    if weight_up is not None:
+        weight, weight_up = _alike(weight, weight_up)
+        up = (_layout(weight_up), *_apart(weight, weight_up))
     key = (
-        "fused", x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device(), *_weight_key(b),
-        None if b_up is None else (*_weight_key(b_up), *_apart(b, b_up)), *map(_read_key, read),
-        *(None if each is None else each.shape for each in (*fusion[:8], *fusion.aux)),
+        "fused", _layout(x), _layout(weight), by_rows, up,
+        *map(_layout, fusion[:8]), *map(_layout, fusion.aux),
         fusion.activation, fusion.arguments, fusion.epilogue and spec.REGISTERED.get(fusion.epilogue),
         fusion.alpha_value != 1, fusion.beta_value != 0, fusion.dropout_p > 0, fusion.bias_dim, fusion.eager, save,
         out_dtype, precision,
     )  # fmt: skip
     plan = op.plans.get(key)
     if plan is None:
-        validate(x, b, b_up, fusion, out_dtype, precision, names)
+        b, b_up = columns(weight, weight_up, by_rows)
+        validate(x, b, b_up, fusion, out_dtype, precision, _BY_ROWS_NAMES if by_rows else _NAMES)
         dtype = out_dtype or x.dtype
         if 0 in (*x.shape, b.shape[1]) or (fusion.eager and not _has_torchs_bits(fusion)):
             return _in_torch(x, b, b_up, fusion, dtype, precision, save)
-        problem = _problem(x, b, b_up, fusion, dtype, precision, save, read)
-        plan = op.keep(key, _plan(x, b, problem, configs.choose(problem), dtype, read))
-    saved = read[_SAVED] = _saved(plan.shape, x, save, b_up is not None)
-    return plan.run(x, b, read, None, b_up, _call_numbers(fusion)), saved
+        read = _operands(x, b.shape[1], fusion)
+        rows = _by_rows(x)
+        problem = _problem(rows, b, b_up, fusion, dtype, precision, save, read)
+        plan = op.keep(key, _plan(rows, b, problem, configs.choose(problem), dtype, read))
+    read = _operands(x, plan.shape[-1], fusion)
+    saved = None
+    if save:
+        saved = read[_SAVED] = _saved(plan.shape, x, save, weight_up is not None)
+    return plan.run(_by_rows(x), weight, read, None, weight_up, _call_numbers(fusion)), saved
+
+
+def columns(
+    weight: torch.Tensor, weight_up: torch.Tensor | None, by_rows: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weights as [K, N]."""
+    if not by_rows:
+        return weight, weight_up
+    return weight.mT, None if weight_up is None else weight_up.mT
 
 
 def describe(
@@ -226,7 +243,7 @@ def describe(
 ) -> Problem:
     """The problem of `fused`, of tensors on a GPU, x [M, K]."""
     precision, dtype = problems.resolve_precision(x, precision), out_dtype or x.dtype
-    return _problem(x, b, b_up, fusion, dtype, precision, "", _operands(x, b, fusion))
+    return _problem(x, b, b_up, fusion, dtype, precision, "", _operands(x, b.shape[1], fusion))
 
 
 def gemm(
@@ -244,7 +261,7 @@ def gemm(
     config = configs.choose(problem) if config is None else config
     if reason := configs.illegal(problem, config):
         raise ValueError(f"config {config} for problem {problem}: {reason}")
-    read = _operands(x, b, fusion)
+    read = _operands(x, b.shape[1], fusion)
     plan = _plan(x, b, problem, config, out_dtype or x.dtype, read)
     return plan.run(x, b, read, None, b_up, _call_numbers(fusion))
 
@@ -285,26 +302,30 @@ def _by_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.ndim == 2 or x.is_contiguous() else problems.flat(x).view(x.shape)
 
 
-def _alike(b: torch.Tensor, b_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two weights that one kernel reads: with the same strides, and at two places."""
-    if b.stride() != b_up.stride():
-        b, b_up = b.mT.contiguous().mT, b_up.mT.contiguous().mT
-    return (b, b_up.clone()) if b.data_ptr() == b_up.data_ptr() else (b, b_up)
+def _alike(weight: torch.Tensor, weight_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two weights [N, K] that one kernel reads: with the same strides, and at two places."""
+    if weight.stride() != weight_up.stride():
+        weight, weight_up = weight.contiguous(), weight_up.contiguous()
+    return weight, weight_up.clone() if weight.data_ptr() == weight_up.data_ptr() else weight_up
 
 
-def _operands(x: torch.Tensor, b: torch.Tensor, fusion: Fusion) -> list[torch.Tensor | None]:
+def _operands(x: torch.Tensor, n: int, fusion: Fusion) -> list[torch.Tensor | None]:
     """What the epilogue reads, in the kernels' order, as they read it: vectors, and matrices by rows."""
-    n = b.shape[-1]
-    rows = problems.rows(x)
-    aux = [each.expand(*x.shape[:-1], n).reshape(rows, n) for each in fusion.aux]
-    return [
-        _vector(fusion.bias), _vector(fusion.bias_up), _matrix(fusion.c), _matrix(fusion.residual),
-        _vector(fusion.row_scale), _vector(fusion.col_scale), fusion.alpha, fusion.beta, fusion.seed, None, None, *aux,
+    bias, bias_up, c, residual, row_scale, col_scale, alpha, beta, aux, seed = fusion[:10]
+    read = [
+        _vector(bias), _vector(bias_up), _matrix(c), _matrix(residual), _vector(row_scale), _vector(col_scale), alpha,
+        beta, seed, None, None,
     ]  # fmt: skip
+    if aux:
+        rows = problems.rows(x)
+        read += [each.expand(*x.shape[:-1], n).reshape(rows, n) for each in aux]
+    return read
 
 
 def _vector(x: torch.Tensor | None) -> torch.Tensor | None:
-    return None if x is None else x.reshape(-1).contiguous()
+    if x is None or (x.ndim == 1 and x.is_contiguous()):
+        return x
+    return x.reshape(-1).contiguous()
 
 
 def _matrix(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -315,11 +336,8 @@ def _matrix(x: torch.Tensor | None) -> torch.Tensor | None:
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
-def _weight_key(b: torch.Tensor) -> tuple[Any, ...]:
-    return b.dtype, b.shape, b.stride(), b.data_ptr() & 15, b.get_device()
-
-
-def _read_key(x: torch.Tensor | None) -> tuple[Any, ...] | None:
+def _layout(x: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """All of a tensor that a plan depends on."""
     return None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device())
 
 
@@ -513,7 +531,7 @@ def activation_grad(
     rows = cast(torch.Tensor, _matrix(grad))
     saved = None if saved is None else saved.contiguous()
     key = (
-        "activation_grad", _read_key(rows), _read_key(saved), kind, fusion.activation, fusion.arguments,
+        "activation_grad", _layout(rows), _layout(saved), kind, fusion.activation, fusion.arguments,
         fusion.dropout_p > 0, dtype, sums, grad.shape,
     )  # fmt: skip
     chunks = -(-rows.shape[0] // configs.BIAS_CHUNK)
@@ -598,9 +616,8 @@ def hidden_grad(
     first, second = (out[0], out[1]) if fusion.gated else (out, None)
     read = [*(None,) * 8, fusion.seed, saved, second]
     key = (
-        "hidden_grad", grad.dtype, grad.shape, grad.stride(), grad.data_ptr() & 15, grad.get_device(),
-        *_weight_key(weight), *map(_read_key, read), kind, fusion.activation, fusion.arguments, fusion.dropout_p > 0,
-        precision,
+        "hidden_grad", _layout(grad), _layout(weight), *map(_layout, read), kind, fusion.activation, fusion.arguments,
+        fusion.dropout_p > 0, precision,
     )  # fmt: skip
     plan = op.plans.get(key)
     if plan is None:

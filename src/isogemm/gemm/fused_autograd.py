@@ -21,38 +21,35 @@ from isogemm.gemm.fused_op import Call, MlpCall
 from isogemm.gemm.problem import resolve_precision
 
 _TENSORS = Call._fields[:11]  # the differentiable arguments, but aux
-_RESIDUAL = _TENSORS.index("residual")
+_BIAS, _C, _RESIDUAL = map(_TENSORS.index, ("bias", "c", "residual"))
 _OWNED = ("weight", "bias", "weight_up", "bias_up")  # parameters, which may have a main_grad
 
 
 def run(call: Call) -> torch.Tensor:
     """The result of a validated call, by the way that torch needs."""
-    tensors = [each for each in (*call[:11], *call.aux) if each is not None]
+    tensors = [each for each in call[:11] if each is not None]
+    tensors += call.aux
     if through_dispatcher(*tensors):
         autograd.refuse_transforms("fused", *tensors)
         differentiated = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
         owners, main_grads = autograd.with_main_grad(*call.owners)
-        call = call._replace(save=_save(call, differentiated), owners=owners, main_grads=main_grads)
+        save = _save(call.fusion, differentiated)
+        call = call._replace(save=save, owners=owners, main_grads=main_grads)
         return cast(torch.Tensor, torch.ops.isogemm.fused(*call)[0])
-    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        resolved = call._replace(precision=resolve_precision(call.x, call.precision))
-        return cast(torch.Tensor, cast(Any, _Fused).apply(resolved, *call[:11], *call.aux))
-    return fused.fused(call.x, *call.columns, call.fusion, call.out_dtype, call.precision, "", _names(call))[0]
-
-
-def _names(call: Call) -> tuple[str, str, str, str]:
-    """What the caller calls the operands."""
-    return ("x", "weight", "bias", "dropout_p") if call.by_rows else ("a", "b", "bias", "dropout_p")
+    if torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]:
+        precision = resolve_precision(call.x, call.precision)
+        if precision != call.precision:
+            call = call._replace(precision=precision)
+        return cast(torch.Tensor, cast(Any, _Fused).apply(call, *call[:11], *call.aux))
+    return call.run(call.fusion, "")[0]
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor | None) -> torch.Tensor:
-        needs = ctx.needs_input_grad[1:]
-        save = _save(call, any(needs[:_RESIDUAL] + needs[_RESIDUAL + 1 :]))
-        b, b_up = call.columns
-        result, saved = fused.fused(call.x, b, b_up, call.fusion, call.out_dtype, call.precision, save, _names(call))
-        _keep(ctx, call, result, saved)
+        fusion, needs = call.fusion, ctx.needs_input_grad[1:]
+        result, saved = call.run(fusion, _save(fusion, any(needs[:_RESIDUAL] + needs[_RESIDUAL + 1 :])))
+        _keep(ctx, call, fusion, result, saved)
         return result
 
     @staticmethod
@@ -60,30 +57,27 @@ class _Fused(torch.autograd.Function):
         return None, *_gradients(ctx, grads[0], ctx.needs_input_grad[1:], _engine_accumulates)
 
 
-def _save(call: Call, differentiated: bool) -> str:
+def _save(fusion: Fusion, differentiated: bool) -> str:
     """What the forward writes besides its result."""
-    kind = call.fusion.saved
+    kind = fusion.saved
     return kind if differentiated and kind != "out" else ""
 
 
-def _keep(ctx: Any, call: Call, result: torch.Tensor, saved: torch.Tensor | None) -> None:
+def _keep(ctx: Any, call: Call, fusion: Fusion, result: torch.Tensor, saved: torch.Tensor | None) -> None:
     """What of the tensors is read again, and the rest of the call without them."""
-    fusion = call.fusion
     ctx.residual_dtype = None if call.residual is None else call.residual.dtype
     ctx.c_dtype = None if call.c is None else call.c.dtype
     ctx.registered = spec.REGISTERED.get(call.epilogue)
     ctx.kind = fusion.saved
-    if ctx.kind == "out":
-        saved = result
-    read: dict[str, torch.Tensor | None] = dict(zip(_TENSORS, call[:11], strict=True))
-    read["residual"] = None
+    ctx.present = [each is not None for each in call[:11]]
+    read = list(call[:11])
+    read[_RESIDUAL] = None
     if not (fusion.activation or fusion.epilogue):
-        read["bias"] = None
+        read[_BIAS] = None
         if call.beta is None:
-            read["c"] = None
-    ctx.present = [name for name in _TENSORS if getattr(call, name) is not None]
-    ctx.save_for_backward(*read.values(), saved, call.seed, *call.aux)
-    ctx.call = call._replace(**dict.fromkeys(_TENSORS), aux=(), seed=None)  # type: ignore[arg-type]
+            read[_C] = None
+    ctx.save_for_backward(*read, result if ctx.kind == "out" else saved, call.seed, *call.aux)
+    ctx.rest = call[13:]
 
 
 class _Kept(NamedTuple):
@@ -94,7 +88,7 @@ class _Kept(NamedTuple):
 def _kept(ctx: Any) -> _Kept:
     (*tensors,) = ctx.saved_tensors
     read, saved, seed, aux = tensors[:11], tensors[11], tensors[12], tensors[13:]
-    return _Kept(ctx.call._replace(**dict(zip(_TENSORS, read, strict=True)), aux=tuple(aux), seed=seed), saved)
+    return _Kept(Call._make((*read, tuple(aux), seed, *ctx.rest)), saved)
 
 
 def _gradients(
@@ -146,7 +140,7 @@ _Accumulates = Callable[[Any, str], bool]
 def _engine_accumulates(ctx: Any, name: str) -> bool:
     """Whether the engine is to accumulate the gradient of an argument of a Function after the call."""
     index = _TENSORS.index(name)
-    return autograd.is_accumulated(ctx, 1 + index, ctx.present.index(name)) if name in ctx.present else False
+    return ctx.present[index] and autograd.is_accumulated(ctx, 1 + index, sum(ctx.present[:index]))
 
 
 def _accumulated(
@@ -365,26 +359,28 @@ def run_mlp(hidden: Call, down: Call) -> torch.Tensor:
     """`down` of the result of `hidden`; down.x is yet to be that."""
     tensors = [each for each in (*hidden[:5], *down[1:11]) if each is not None]
     fusion = hidden.fusion
-    names = ("x", "weight", "bias", "hidden_dropout_p")
-    fused.validate(hidden.x, *hidden.columns, fusion, None, hidden.precision, names)
     if not fusion.activation:
         raise ValueError("activation is None; expected one")
+    fused.validate(hidden.x, *hidden.columns, fusion, None, hidden.precision, _HIDDEN_NAMES)
     h = hidden.x.new_empty(1).expand(*hidden.x.shape[:-1], hidden.columns[0].shape[-1])  # like the one to come
-    names = ("x", "weight_down", "bias_down", "dropout_p")
-    fused.validate(h, *down.columns, down.fusion, down.out_dtype, down.precision, names)
-    differentiated = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    fused.validate(h, *down.columns, down.fusion, down.out_dtype, down.precision, _DOWN_NAMES)
+    differentiated = torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]
     if through_dispatcher(*tensors):
         autograd.refuse_transforms("mlp", *tensors)
         return cast(torch.Tensor, torch.ops.isogemm.mlp(*_one_call(hidden, down, differentiated))[0])
+    if not differentiated:
+        h, _ = hidden.run(fusion, "")
+        return down._replace(x=h).run(down.fusion, "")[0]
     hidden = hidden._replace(precision=resolve_precision(hidden.x, hidden.precision))
     down = down._replace(precision=hidden.precision)
-    if not differentiated:
-        h, _ = fused.fused(hidden.x, *hidden.columns, fusion, None, hidden.precision, "")
-        return fused.fused(h, *down.columns, down.fusion, down.out_dtype, down.precision, "")[0]
     functions: Any = _Hidden, _Down, _Through
     h, z = functions[0].apply(hidden, *hidden[:5])
     result = functions[1].apply(down, fusion, h, z, down.weight, down.bias)
     return cast(torch.Tensor, functions[2].apply(down, fusion, result, z, down.weight, down.residual))
+
+
+_HIDDEN_NAMES: fused.Names = ("x", "weight", "bias", "hidden_dropout_p")
+_DOWN_NAMES: fused.Names = ("x", "weight_down", "bias_down", "dropout_p")
 
 
 def _one_call(hidden: Call, down: Call, save: bool) -> MlpCall:
@@ -400,11 +396,11 @@ class _Hidden(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        kind = call.fusion.saved_hidden
-        h, z = fused.fused(call.x, *call.columns, call.fusion, None, call.precision, kind if kind != "out" else "")
+        fusion = call.fusion
+        h, z = call.run(fusion, fusion.saved_hidden if fusion.saved_hidden != "out" else "")
         of_weights = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         ctx.save_for_backward(call.x if of_weights else None, call.weight, call.weight_up)
-        ctx.present = [name for name in _TENSORS[:5] if getattr(call, name) is not None]
+        ctx.present = [each is not None for each in call[:5]]
         ctx.call = call._replace(**dict.fromkeys(_TENSORS[:5]))  # type: ignore[arg-type]
         ctx.mark_non_differentiable(h)
         ctx.set_materialize_grads(False)
@@ -456,7 +452,7 @@ class _Down(torch.autograd.Function):
         ctx.z = weakref.ref(z)  # alive where a second derivative may be asked for; else it is to go before h does
         ctx.first, ctx.owners, ctx.shape = first._replace(seed=None), call.owners, weight.shape
         ctx.precision = call.precision
-        return fused.fused(h, *call.columns, call.fusion, call.out_dtype, call.precision, "")[0]
+        return call._replace(x=h).run(call.fusion, "")[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -554,9 +550,10 @@ def _register() -> None:
     """The operators' autograd: the same gradients, through the operators."""
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        call = Call(*inputs)
+        call = Call.of_operator(inputs)
+        call = call._replace(precision=resolve_precision(call.x, call.precision))
         ctx.structure = [_no_gradient(each) for each in inputs]
-        _keep(ctx, call._replace(precision=resolve_precision(call.x, call.precision)), *output)
+        _keep(ctx, call, call.fusion, *output)
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 

@@ -43,30 +43,35 @@ class Call(NamedTuple):
     out_dtype: torch.dtype | None
     precision: str | None
 
+    @classmethod
+    def of_operator(cls, args: Sequence[Any]) -> Call:
+        """From the operator's arguments, where a tuple has become a list."""
+        return cls._make(tuple(each) if isinstance(each, list) else each for each in args)
+
     @property
     def fusion(self) -> Fusion:
-        return Fusion(
-            self.bias, self.bias_up, self.c, self.residual, self.row_scale, self.col_scale, self.alpha, self.beta,
-            self.seed, tuple(self.aux), self.alpha_value, self.beta_value, self.dropout_p, self.activation,
-            tuple(self.arguments), self.epilogue, self.bias_dim, self.eager,
-        )  # fmt: skip
+        return Fusion._make(self[3:21])
 
     @property
     def columns(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The weights as [K, N]."""
-        if not self.by_rows:
-            return self.weight, self.weight_up
-        return self.weight.mT, None if self.weight_up is None else self.weight_up.mT
+        return fused.columns(self.weight, self.weight_up, self.by_rows)
+
+    def run(self, fusion: Fusion, save: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The result and what was saved; `fusion` is the call's own, made once."""
+        return fused.fused(
+            self.x, self.weight, self.weight_up, fusion, self.out_dtype, self.precision, save, by_rows=self.by_rows
+        )
 
 
 def _fused(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = Call(*args)
-    result, saved = fused.fused(call.x, *call.columns, call.fusion, call.out_dtype, call.precision, call.save)
+    call = Call.of_operator(args)
+    result, saved = call.run(call.fusion, call.save)
     return result, call.x.new_empty(0) if saved is None else saved
 
 
 def _fused_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = Call(*args)
+    call = Call.of_operator(args)
     x, fusion = call.x, call.fusion
     fused.validate(x, *call.columns, fusion, call.out_dtype, call.precision)
     shape = (*x.shape[:-1], call.columns[0].shape[-1])
@@ -122,9 +127,10 @@ class MlpCall(NamedTuple):
 def _mlp(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The result, the hidden value and its pre-activation; those empty where they are not kept."""
     call = MlpCall(*args)
-    up = None if call.weight_up is None else call.weight_up.mT
-    h, z = fused.fused(call.x, call.weight.mT, up, call.hidden, None, call.precision, call.written)
-    result, _ = fused.fused(h, call.weight_down.mT, None, call.down, call.out_dtype, call.precision, "")
+    h, z = fused.fused(
+        call.x, call.weight, call.weight_up, call.hidden, None, call.precision, call.written, by_rows=True
+    )
+    result, _ = fused.fused(h, call.weight_down, None, call.down, call.out_dtype, call.precision, "", by_rows=True)
     return result, h if call.save else call.x.new_empty(0), call.x.new_empty(0) if z is None else z
 
 
