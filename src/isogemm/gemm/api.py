@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from isogemm.core.eager import PLAIN, autocast_dtype, through_dispatcher
 from isogemm.core.errors import require_tensor
@@ -101,7 +102,7 @@ def linear(
         activation .. rounding: what follows in the same launch, as in `matmul_fused`.
         out_dtype, precision: as in `matmul`.
     """
-    if not all(isinstance(each, torch.Tensor) for each in (x, weight)) or not isinstance(bias, torch.Tensor | None):
+    if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))):
         op.validate_linear(x, weight, bias, out_dtype, precision)
     if (
         activation is not None or residual is not None or weight_up is not None or bias_up is not None

@@ -6,8 +6,9 @@ operands' dtype. Gradients of scales (alpha, row_scale, col_scale) compute the p
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -40,21 +41,36 @@ def run(call: Call) -> torch.Tensor:
         precision = resolve_precision(call.x, call.precision)
         if precision != call.precision:
             call = call._replace(precision=precision)
-        return cast(torch.Tensor, cast(Any, _Fused).apply(call, *call[:11], *call.aux))
+        return cast(torch.Tensor, cast(Any, _Fused).apply(call, *tensors))
     return call.run(call.fusion, "")[0]
 
 
 class _Fused(torch.autograd.Function):
+    """Of a call and its tensors, those that are there."""
+
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor | None) -> torch.Tensor:
-        fusion, needs = call.fusion, ctx.needs_input_grad[1:]
-        result, saved = call.run(fusion, _save(fusion, any(needs[:_RESIDUAL] + needs[_RESIDUAL + 1 :])))
+    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> torch.Tensor:
+        fusion = call.fusion
+        ctx.present = [each is not None for each in call[:11]]
+        needs = _needs(ctx)
+        result, saved = call.run(fusion, _save(fusion, True in needs[:_RESIDUAL] or True in needs[_RESIDUAL + 1 :]))
         _keep(ctx, call, fusion, result, saved)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *_gradients(ctx, grads[0], ctx.needs_input_grad[1:], _engine_accumulates)
+        return None, *_of_present(ctx, _gradients(ctx, grads[0], _needs(ctx), _engine_accumulates))
+
+
+def _needs(ctx: Any) -> list[bool]:
+    """Which gradients are wanted, of a call's tensors and aux; none of those that are not there."""
+    needs = iter(ctx.needs_input_grad[1:])
+    return [there and next(needs) for there in ctx.present] + list(needs)
+
+
+def _of_present(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
+    """Those of the tensors that are there."""
+    return itertools.compress(gradients, itertools.chain(ctx.present, itertools.repeat(True)))
 
 
 def _save(fusion: Fusion, differentiated: bool) -> str:
@@ -69,7 +85,6 @@ def _keep(ctx: Any, call: Call, fusion: Fusion, result: torch.Tensor, saved: tor
     ctx.c_dtype = None if call.c is None else call.c.dtype
     ctx.registered = spec.REGISTERED.get(call.epilogue)
     ctx.kind = fusion.saved
-    ctx.present = [each is not None for each in call[:11]]
     read = list(call[:11])
     read[_RESIDUAL] = None
     if not (fusion.activation or fusion.epilogue):
@@ -140,7 +155,8 @@ _Accumulates = Callable[[Any, str], bool]
 def _engine_accumulates(ctx: Any, name: str) -> bool:
     """Whether the engine is to accumulate the gradient of an argument of a Function after the call."""
     index = _TENSORS.index(name)
-    return ctx.present[index] and autograd.is_accumulated(ctx, 1 + index, sum(ctx.present[:index]))
+    place = sum(ctx.present[:index])
+    return ctx.present[index] and autograd.is_accumulated(ctx, 1 + place, place)
 
 
 def _accumulated(
@@ -374,7 +390,7 @@ def run_mlp(hidden: Call, down: Call) -> torch.Tensor:
     hidden = hidden._replace(precision=resolve_precision(hidden.x, hidden.precision))
     down = down._replace(precision=hidden.precision)
     functions: Any = _Hidden, _Down, _Through
-    h, z = functions[0].apply(hidden, *hidden[:5])
+    h, z = functions[0].apply(hidden, *(each for each in hidden[:5] if each is not None))
     result = functions[1].apply(down, fusion, h, z, down.weight, down.bias)
     return cast(torch.Tensor, functions[2].apply(down, fusion, result, z, down.weight, down.residual))
 
@@ -398,9 +414,9 @@ class _Hidden(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         fusion = call.fusion
         h, z = call.run(fusion, fusion.saved_hidden if fusion.saved_hidden != "out" else "")
-        of_weights = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
-        ctx.save_for_backward(call.x if of_weights else None, call.weight, call.weight_up)
         ctx.present = [each is not None for each in call[:5]]
+        _, of_weight, of_weight_up, *_ = _needs(ctx)
+        ctx.save_for_backward(call.x if of_weight or of_weight_up else None, call.weight, call.weight_up)
         ctx.call = call._replace(**dict.fromkeys(_TENSORS[:5]))  # type: ignore[arg-type]
         ctx.mark_non_differentiable(h)
         ctx.set_materialize_grads(False)
@@ -409,13 +425,13 @@ class _Hidden(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if grads[1] is None:
-            return (None,) * 6
+            return None, *(None for _ in _of_present(ctx, (None,) * 5))
         x, weight, weight_up = ctx.saved_tensors
         call = ctx.call._replace(x=x, weight=weight, weight_up=weight_up)
-        needed = dict.fromkeys(_TENSORS, False) | dict(zip(_TENSORS, ctx.needs_input_grad[1:], strict=False))
+        needed = dict.fromkeys(_TENSORS, False) | dict(zip(_TENSORS, _needs(ctx), strict=False))
         owners = _accumulated(ctx, call, needed, _engine_accumulates)
         found = of_first_layer(call, grads[1], needed, owners)
-        return None, *(found.get(name) for name in _TENSORS[:5])
+        return None, *_of_present(ctx, [found.get(name) for name in _TENSORS[:5]])
 
 
 def of_first_layer(

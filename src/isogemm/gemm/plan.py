@@ -35,7 +35,7 @@ class Step:
     kernel: BoundKernel
     programs: int
     pick: Callable[[tuple[int | None, ...]], tuple[int | None, ...]]
-    describers: tuple[Describer | None, ...]  # of each address; empty where none is described
+    describers: tuple[Describer | None, ...]  # of the first addresses, as far as some are described
     scalars: tuple[int | None, ...]
     numbered: bool  # whether a call's numbers follow
 
@@ -47,11 +47,12 @@ class Step:
             self.kernel(index, self.programs, *picked, *self.scalars, *numbers)
             return
         args: list[Any] = []
-        for address, describe in zip(picked, self.describers, strict=True):
+        for address, describe in zip(picked, self.describers, strict=False):
             if describe is None:
                 args.append(address)
             else:
                 args += describe(address)
+        args += picked[len(self.describers) :]
         self.kernel(index, self.programs, *args, *self.scalars, *numbers)
 
 
@@ -231,13 +232,14 @@ def _step(launch: Launch, places: Sequence[_Place | None], device: torch.device)
         with torch.cuda.device(device):
             like = tuple(_like(*place[0], device) if place else None for place in places)
             bound = _bound[key] = kernels.bind_launch(launch, like)
-    maps = (*launch.maps, *(None,) * (len(places) - len(launch.maps)))
     places_of_maps = itertools.count()
     describers = tuple(
-        None if seen is None else bound.describer(next(places_of_maps), seen, _index(device)) for seen in maps
+        None if seen is None else bound.describer(next(places_of_maps), seen, _index(device)) for seen in launch.maps
     )
     pick = operator.itemgetter(*(place[1] if place else _NOTHING for place in places))
-    return Step(bound, launch.programs, pick, describers if any(maps) else (), launch.scalars, bool(launch.numbers))
+    return Step(
+        bound, launch.programs, pick, describers if any(launch.maps) else (), launch.scalars, bool(launch.numbers)
+    )
 
 
 def _seen_by_triton(name: str, scalar: int | None) -> tuple[bool, ...] | None:
