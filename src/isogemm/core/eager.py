@@ -32,6 +32,8 @@ def in_transform(*tensors: torch.Tensor) -> bool:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What autocast makes of matrix products on a device; None where it is off."""
+    if not is_compiling() and not _is_any_autocast():
+        return None
     # Not is_autocast_available: torch 2.11 cannot trace it.
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
@@ -53,3 +55,4 @@ def _is_special(x: torch.Tensor) -> bool:
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing_state = torch._C._get_tracing_state
 _interpreter = torch._C._functorch.peek_interpreter_stack
+_is_any_autocast = torch._C._is_any_autocast_enabled

@@ -256,7 +256,8 @@ def registered(name: str) -> UserEpilogue:
 
 def argument_values(entry: Activation, given: Mapping[str, float] | None) -> tuple[float, ...]:
     """Those given and the defaults of the rest, in the entry's order."""
-    given = given or {}
+    if not given:
+        return tuple(entry.arguments.values())
     for name, value in given.items():
         if name not in entry.arguments:
             raise ValueError(
