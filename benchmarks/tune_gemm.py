@@ -149,10 +149,11 @@ def _large(problem: Problem) -> Iterator[Config]:
     yield replace(stream, block_m=256, block_n=128, parts=2)
     yield Config(128, 256, block_k, 8, 3, "tma", persistent=True, parts=2)
     for block_m, block_n, warps, stages, residents in (
-        (128, 128, 8, 5, 1), (128, 128, 4, 3, 2), (128, 128, 8, 3, 2), (64, 256, 4, 4, 1), (128, 64, 4, 2, 3),
+        (128, 128, 8, 5, 1), (128, 128, 4, 5, 1), (128, 128, 4, 3, 2), (128, 128, 8, 3, 2), (64, 256, 4, 4, 1),
+        (128, 64, 4, 2, 3),
     ):  # fmt: skip
         tile = replace(stream, block_m=block_m, block_n=block_n, num_warps=warps, num_stages=stages)
-        for parts in (2, 4) if residents == 2 else (1,):
+        for parts in (2, 4) if residents == 2 else (1, 2):
             yield replace(tile, residents=residents, parts=parts)
     for block_m, block_n, rest, warps, stages in (
         (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 32, 8, 4), (128, 128, 64, 4, 4), (128, 64, 32, 4, 5),
