@@ -117,12 +117,12 @@ def linear(
             c, row_scale, residual = (
                 each[None] if isinstance(each, torch.Tensor) else each for each in (c, row_scale, residual)
             )
-        result = _fused(
+        call = _call(
             x[None] if x.ndim == 1 else x, weight, bias, weight_up, bias_up, -1, activation, activation_args, alpha,
             beta, c, row_scale, col_scale, dropout_p, residual, epilogue, aux, rounding, out_dtype, precision,
             by_rows=True,
         )  # fmt: skip
-        return result[0] if x.ndim == 1 else result
+        return fused_autograd.run(call)[0] if x.ndim == 1 else fused_autograd.run(call)
     owner, bias_owner = weight, bias
     dtype = autocast_dtype(x.device)
     if dtype is not None:
@@ -195,10 +195,11 @@ def matmul_fused(
     if a.ndim < 2:
         raise ValueError(f"a has shape {list(a.shape)}; expected [..., M, K]")
     require_tensor("b", b, 2, "[K, N]")
-    return _fused(
+    call = _call(
         a, b, bias, None, None, bias_dim, activation, activation_args, alpha, beta, c, row_scale, col_scale, dropout_p,
         residual, epilogue, aux, rounding, out_dtype, precision, by_rows=False,
     )  # fmt: skip
+    return fused_autograd.run(call)
 
 
 def mlp(
@@ -247,10 +248,6 @@ def mlp(
         None, (), "once", out_dtype, precision, by_rows=True,
     )  # fmt: skip
     return fused_autograd.run_mlp(hidden, down)
-
-
-def _fused(x: torch.Tensor, *args: Any, by_rows: bool) -> torch.Tensor:
-    return fused_autograd.run(_call(x, *args, by_rows=by_rows))
 
 
 def _call(
