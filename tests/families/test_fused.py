@@ -223,9 +223,8 @@ def test_the_grid_on_a_gpu():
     counts = {name: sum(case.op == name for case in cases) for name in dict.fromkeys(case.op for case in cases)}
     assert counts == {
         "bias relu": 24, "bias gelu_tanh": 24, "swiglu": 4, "mlp gelu": 1, "mlp swiglu": 1, "autofuse": 1,
-        "bias gelu": 8, "compiled gelu_tanh": 3, "compiled relu": 1,
+        "bias gelu": 8, "compiled gelu_tanh": 8, "compiled relu": 8,
     }  # fmt: skip
-    assert all(set(shapes) <= set(fused.SHAPES) for shapes in fused.COMPILED.values())
     last_compiled = max(index for index, case in enumerate(cases) if case.op.startswith("compiled"))
     assert last_compiled < min(index for index, case in enumerate(cases) if case.params.get("precision") == "tf32")
     block = next(case for case in cases if case.op == "mlp swiglu")

@@ -1,14 +1,18 @@
-"""A small sweep over the GEMM kernels for a memory checker: ragged sizes, every way to read and to sum.
+"""A small sweep over the GEMM kernels for a memory checker: ragged sizes, every way to read, to sum and to end.
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/memcheck.py
 
 Without torch's memory pool every tensor is an allocation of its own, so that a byte beyond it is seen.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 import isogemm
-from isogemm.gemm import configs, op
+from isogemm.gemm import configs, fused, op
+from isogemm.gemm.api import mlp
 
 NUMBERS = (
     (torch.bfloat16, None), (torch.float16, None),
@@ -38,8 +42,39 @@ def main() -> None:
             for config in configs.candidates(problem):
                 op.gemm(a, b, chunk=chunk, config=config)
                 calls += 1
+    for dtype in (torch.bfloat16, torch.float32):
+        for m, n, k in SIZES:
+            calls += _epilogues(m, n, k, dtype)
     torch.cuda.synchronize()
     print(f"{calls} calls")
+
+
+def _epilogues(m: int, n: int, k: int, dtype: torch.dtype) -> int:
+    """Everything an epilogue reads and saves, forward and backward, by every configuration."""
+
+    def normal(*shape: int, like: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=like, requires_grad=True)
+
+    x, weight, up, bias, bias_up = normal(m, k), normal(n, k), normal(n, k), normal(n), normal(n)
+    residual, row_scale, col_scale = normal(m, n, like=torch.float32), normal(m), normal(n)
+    calls: list[Callable[[], torch.Tensor]] = [
+        *(partial(isogemm.linear, x, weight, bias, activation=name) for name in ("relu", "gelu", "tanh")),
+        partial(isogemm.linear, x, weight, bias, weight_up=up, bias_up=bias_up, activation="swiglu", dropout_p=0.5),
+        partial(
+            isogemm.matmul_fused, x, weight.mT, bias=x[:, 0].contiguous(), bias_dim=-2, alpha=0.5, beta=2.0, c=residual,
+            row_scale=row_scale, col_scale=col_scale, activation="gelu_tanh", residual=residual,
+        ),
+        partial(mlp, x, weight, up.mT, bias=bias, bias_down=x[0].contiguous(), activation="gelu", hidden_dropout_p=0.5),
+        partial(mlp, x, weight, up.mT, weight_up=up, bias_up=bias_up, activation="swiglu"),
+    ]  # fmt: skip
+    for call in calls:
+        call().sum().backward()
+    fusion = fused.Fusion(bias.detach(), residual=residual.detach(), activation="gelu_tanh")
+    operands = x.detach(), weight.detach().mT, None, fusion
+    configurations = configs.candidates(fused.describe(*operands))
+    for config in configurations:
+        fused.gemm(*operands, config=config)
+    return len(calls) + len(configurations)
 
 
 if __name__ == "__main__":
