@@ -197,7 +197,7 @@ def test_any_tile_compares_configurations(wrong, monkeypatch):
 
     def gemm(x, b, b_up, fusion, *, out_dtype, precision, config):
         calls.append(config)
-        out = served.fused(x, b, b_up, fusion, out_dtype, precision, "")[0]
+        out = served.fused(x, b, b_up, fusion, out_dtype, precision, "", by_rows=False)[0]
         return -out if config == wrong else out
 
     monkeypatch.setattr(served, "describe", lambda *operands, out_dtype, precision: "problem")

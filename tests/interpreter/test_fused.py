@@ -62,7 +62,7 @@ def _launch(config, problem, x, b, b_up, read, out, numbers):
 def _run(config, x, b, fusion, b_up=None, save="", out_dtype=None):
     """As `fused.fused` on a GPU of few SMs."""
     dtype = out_dtype or x.dtype
-    read = fused._operands(x, b, fusion)
+    read = fused._operands(x, b.shape[1], fusion)
     problem = fused._problem(x, b, b_up, fusion, dtype, "ieee", save, read)
     buffer, out = _guarded((x.shape[0], b.shape[1]), dtype)
     saved_buffer = saved = None
