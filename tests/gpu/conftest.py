@@ -92,3 +92,23 @@ def assert_parity(exact):
         assert_no_worse_than_torch(actual, theirs, reference, scale=scale)
 
     return assert_parity
+
+
+@pytest.fixture(scope="session")
+def on_device():
+    """on_device(call): the names of all that the device did, kernels, copies and fills alike."""
+
+    def on_device(call):
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=activities) as profile:
+            call()
+            torch.cuda.synchronize()
+        events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        return [event.name for event in events if not event.is_user_annotation]  # such as a compiled region's
+
+    x = torch.ones(64, device="cuda")
+    x.relu()
+    if len(on_device(x.relu)) != 1:
+        pytest.skip("the profiler sees no kernels here")
+    return on_device
