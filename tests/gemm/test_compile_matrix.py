@@ -14,12 +14,13 @@ pytest.importorskip("triton")
 from isogemm.epilogues import ACTIVATIONS
 from isogemm.epilogues.spec import Epilogue
 from isogemm.gemm import configs
-from isogemm.gemm.configs import BIAS_CHUNK, ActivationGradProblem, BiasGradProblem, Config, Problem
+from isogemm.gemm.configs import BIAS_CHUNK, BIAS_ROWS, ActivationGradProblem, BiasGradProblem, Config, Problem
 from isogemm.gemm.kernels import (
     READ,
     describe_activation_grad,
     describe_add_partials,
     describe_bias_grad,
+    describe_chunk_sums,
     describe_gemm,
 )
 from isogemm.gemm.tables import TABLES
@@ -43,6 +44,7 @@ KINDS = {  # what stands for the epilogues of a kind of problem
     "gradient": Epilogue(activation="gelu", gradient="pre"),
     "gated gradient": Epilogue(activation="swiglu", gradient="pre"),
 }
+SUMMED = [replace(KINDS[kind], sums=True) for kind in ("gradient", "gated gradient")]
 
 
 def _problem(m, n, k, layout="nt", dtype="bfloat16", precision="ieee", out_dtype=None, **others):
@@ -95,6 +97,7 @@ def _read(e, operand, matrix):
         "row_scale": "fp32" if e.row_scale else None, "col_scale": "fp32" if e.col_scale else None,
         "alpha": "fp32" if e.alpha == "device" else None, "beta": "fp32" if e.beta == "device" else None,
         "seed": "i64" if e.dropout else None, "second": operand if e.gated and e.gradient else None,
+        "row_sums": "fp32" if e.sums else None,
     }  # fmt: skip
     if e.saves or e.gradient:
         wanted["saved"] = "u8" if "mask" in (e.saves, e.gradient) else operand
@@ -192,6 +195,17 @@ def _epilogue_cases():
     for name, kind in (("relu", "out"), ("silu", "pre"), ("reglu", "pre")):
         problem = _problem(1024, 1024, 1024, "nn", epilogue=Epilogue(activation=name, gradient=kind, dropout=True))
         yield problem, configs.fitted(problem, large)
+    for epilogue, number in product(SUMMED, NUMBERS):
+        for tokens in (1, 512, 4096):
+            problem = _problem(tokens, 14336, 4096, "nn", *NUMBERS[number], epilogue=epilogue)
+            yield problem, configs.choose(problem)
+    for name, kind in (("relu", "out"), ("reglu", "pre")):
+        epilogue = Epilogue(activation=name, gradient=kind, dropout=True, sums=True)
+        problem = _problem(1024, 1024, 1024, "nn", epilogue=epilogue)
+        yield problem, configs.fitted(problem, large)
+    for tokens, sizes in product((256, 1024), ((3072, 768), (4096, 1024))):
+        problem = _problem(tokens, *sizes, "nn", epilogue=SUMMED[1])
+        yield problem, configs.choose(problem)
     apart = _problem(1024, 1024, 1024, epilogue=Epilogue(bias="n", bias_up=True, activation="swiglu"))
     yield apart, configs.fitted(apart, Config(64, 64, 64, 4, 3))
     wide = _problem(1024, 1024, 1024, epilogue=everything, read_strides=(1024, 1024), reads_float32=True)
@@ -208,8 +222,10 @@ def _portable_cases(arch):
     for number in ("half", "tf32"):
         yield _problem(512, 1024, 8192, "tn", *NUMBERS[number], chunk=1024, arch=arch)
     yield _problem(512, 1024, 1024, "nn", arch=arch, epilogue=BIASED, out_dtype="float32")
-    for kind in ("activated", "gated"):
-        yield _problem(512, 1024, 1024, arch=arch, epilogue=KINDS[kind])
+    for epilogue in (KINDS["activated"], KINDS["gated"]):
+        yield _problem(512, 1024, 1024, arch=arch, epilogue=epilogue)
+    for epilogue in SUMMED:
+        yield _problem(512, 1024, 1024, "nn", arch=arch, epilogue=epilogue)
 
 
 def _bias_grad_jobs():
@@ -229,6 +245,9 @@ def _adding_jobs():
         bias = NAMES[problem.dtype] if problem.epilogue.bias else None
         launch = describe_add_partials(problem)
         yield _launch_job(f"sum of {problem}", launch, ("fp32", NAMES[problem.out_dtype], bias), (True, True, False))
+    for together, dtype, accumulate in ((1, "bf16", False), (BIAS_CHUNK // BIAS_ROWS, "fp32", True)):
+        launch = describe_chunk_sums(64, 1024, together, 1, accumulate)
+        yield _launch_job(f"sum of chunks of {together}", launch, ("fp32", dtype), (False, False))
 
 
 def _activation_grad_jobs():

@@ -11,6 +11,7 @@ from isogemm.epilogues.spec import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import (
     BIAS_CHUNK,
+    BIAS_ROWS,
     DTYPES,
     WORKSPACE,
     BiasGradConfig,
@@ -66,6 +67,7 @@ EPILOGUES = (
     Epilogue(), Epilogue(bias="n"), Epilogue(bias="n", activation="gelu"), Epilogue(bias="m", residual=True),
     Epilogue(activation="swiglu", saves="pre"), Epilogue(bias="n", bias_up=True, activation="geglu"),
     Epilogue(activation="silu", gradient="pre"), Epilogue(activation="swiglu", gradient="pre"),
+    Epilogue(activation="silu", gradient="pre", sums=True), Epilogue(activation="swiglu", gradient="pre", sums=True),
 )  # fmt: skip
 
 
@@ -182,6 +184,17 @@ def test_the_chunk_follows_the_weight_alone(dtype, precision):
 
 def test_chunks_of_bias_gradients():
     assert BIAS_CHUNK % BiasGradConfig().block_t == 0
+    assert BIAS_CHUNK % BIAS_ROWS == 0
+
+
+def test_sums_over_rows_are_of_whole_blocks():
+    """Their order follows no tile: a block is in one, and its rows are the tile's."""
+    summed = replace(_input_grad(512, 1024, 1024), epilogue=Epilogue(activation="silu", gradient="pre", sums=True))
+    for config in (Config(32, 64, 64, 4, 3), Config(64, 64, 64, 4, 3, swapped=True)):
+        assert "sums over rows" in illegal(summed, config)
+        assert not illegal(replace(summed, epilogue=replace(summed.epilogue, sums=False)), config)
+    for tokens in (1, 16, 40, 4096):
+        assert choose(replace(summed, m=tokens)).block_m % BIAS_ROWS == 0
 
 
 def test_long_walks_are_cut():

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import isogemm
 from isogemm.epilogues import random, register, spec
-from isogemm.gemm import configs
+from isogemm.gemm import configs, cpu, op
 from isogemm.gemm.api import mlp
 from isogemm.gemm.fused import new_seed
 from isogemm.testing import ACTIVATION_FORMS as ACTIVATIONS
@@ -894,6 +894,81 @@ def test_registered_again_before_the_backward():
     isogemm.epilogues.register("registered_twice", doubled, lambda acc, col, row: acc * 5)
     with pytest.raises(RuntimeError, match=r"registered_twice.*registered again"):
         result.sum().backward()
+
+
+def _biased_mlp(activation, tokens, dtype=torch.float32):
+    shapes = {"x": (tokens, 12), "weight": (24, 12), "bias": (24,), "weight_down": (7, 24)}
+    shapes |= {"weight_up": (24, 12), "bias_up": (24,)} if activation in GATED else {}
+    return _leaves(shapes, dtype)
+
+
+def _hidden_node(result):
+    """The first layer's, whose gradient is z's."""
+    return next(node for node, _ in result.grad_fn.next_functions if node is not None and "_Hidden" in node.name())
+
+
+@pytest.mark.parametrize("dtype", CONTRACT)
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+def test_bias_gradients_of_mlp_come_with_dz(activation, dtype, monkeypatch):
+    """Summed by halves in blocks of rows and chunks of blocks, with no pass of their own, whoever asks."""
+    leaves, grad = _biased_mlp(activation, 2100, dtype), _normal(2100, 7, seed=9, dtype=dtype)
+    result = mlp(**leaves, activation=activation)
+    seen = []
+    _hidden_node(result).register_prehook(lambda grads: seen.append(grads[1].clone()))
+    monkeypatch.setattr(op, "bias_grad", None)
+    result.backward(grad, retain_graph=True)
+    biases = [leaf for name, leaf in leaves.items() if name.startswith("bias")]
+    for dz, bias in zip(seen[0] if activation in GATED else seen, biases, strict=True):
+        blocks = cpu.row_sums(dz, configs.BIAS_ROWS)
+        chunks = cpu.row_sums(blocks, configs.BIAS_CHUNK // configs.BIAS_ROWS)
+        assert len(chunks) == 3
+        assert_bitwise_equal(bias.grad, (chunks[0] + chunks[1] + chunks[2]).to(dtype))
+        assert_no_worse_than_torch(bias.grad, dz.sum(0), dz.double().sum(0))
+    again = torch.autograd.grad(result, biases, grad)
+    torch.compiler.reset()
+    compiled = torch.compile(functools.partial(mlp, activation=activation), fullgraph=True, backend="aot_eager")
+    other = torch.autograd.grad(compiled(**leaves), biases, grad)
+    for bias, repeated, got in zip(biases, again, other, strict=True):
+        assert_bitwise_equal(repeated, bias.grad)
+        assert_bitwise_equal(got, bias.grad)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_bias_gradients_of_mlp_where_z_s_is_changed(activation):
+    """By a hook, in place or not: the sums that came with it are not its own any more."""
+    found = {}
+    for name, hook in {
+        "": lambda grads: None,
+        "replaced": lambda grads: (grads[0], grads[1] * 2),
+        "in place": lambda grads: (grads[0], grads[1].mul_(2)),
+    }.items():
+        leaves = _biased_mlp(activation, 100)
+        result = mlp(**leaves, activation=activation)
+        _hidden_node(result).register_prehook(hook)
+        result.sum().backward()
+        found[name] = {each: leaf.grad for each, leaf in leaves.items() if each.startswith("bias")}
+    for name in ("replaced", "in place"):
+        for each, got in found[name].items():
+            torch.testing.assert_close(got, 2 * found[""][each], msg=f"{each}, {name}")
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_bias_gradients_of_mlp_where_z_s_has_two_sources(activation):
+    """A loss of the result and of its gradient: both give z one, and the second comes without sums."""
+
+    def penalised(function, leaves):
+        result = function(**leaves, activation=activation)
+        of_x = torch.autograd.grad(result.sin().sum(), leaves["x"], create_graph=True)[0]
+        (result.cos().sum() + of_x.square().sum()).backward()
+        return {each: leaf.grad for each, leaf in leaves.items()}
+
+    tensors = {name: leaf.detach() / 4 for name, leaf in _biased_mlp(activation, 100).items()}
+    actual, expected, exact = (
+        penalised(function, {name: each.to(dtype, copy=True).requires_grad_() for name, each in tensors.items()})
+        for function, dtype in ((mlp, torch.float32), (_plain_mlp, torch.float32), (_plain_mlp, torch.float64))
+    )
+    for name, right in exact.items():
+        assert_no_worse_than_torch(actual[name], expected[name], right, ulps=8, what=name)
 
 
 def test_second_derivative_of_a_checkpointed_mlp_raises():

@@ -104,11 +104,12 @@ def _operators():
             (square, torch.float32, True, torch.stack([square, square]), "pre", None, 0.0, "swiglu", []),
             (square, torch.float32, False, None, "", seed, 0.3, "", []),
         ],
-        "chunk_sums": [(_normal(3, 5), torch.float32), (_normal(1, 5), torch.bfloat16)],
+        "chunk_sums": [(_normal(3, 5), 1, torch.float32), (_normal(19, 5), 16, torch.bfloat16)],
         "hidden_grad": [
-            (_normal(2, 17, 5), down, None, square, "pre", None, 0.0, "gelu", []),
-            (_normal(2, 17, 5), down, "ieee", square, "out", seed, 0.3, "relu", []),
-            (_normal(2, 17, 5), down, None, torch.stack([square, square]), "pre", seed, 0.3, "swiglu", []),
+            (_normal(2, 17, 5), down, None, False, square, "pre", None, 0.0, "gelu", []),
+            (_normal(2, 17, 5), down, "ieee", True, square, "out", seed, 0.3, "relu", []),
+            (_normal(2, 17, 5), down, None, True, torch.stack([square, square]), "pre", seed, 0.3, "swiglu", []),
+            (_normal(2, 17, 5).double(), down.double(), None, True, square.double(), "pre", None, 0.0, "gelu", []),
         ],
         "epilogue_grad": [
             (square, square, [bias, square], None, 0.0, "wave", [True, True]),

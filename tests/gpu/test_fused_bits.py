@@ -1,6 +1,7 @@
 """Fusing changes no row's dependence on its batch: the GEMM's invariance, with epilogues on."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,17 @@ from torch.nn import functional as F
 
 import isogemm
 from isogemm.epilogues import ACTIVATIONS
+from isogemm.gemm import configs, cpu, fused
+from isogemm.gemm import problem as problems
 from isogemm.gemm.api import mlp
-from isogemm.testing import DATA_KINDS, assert_bitwise_equal, make_data, make_operands, with_layout
+from isogemm.testing import (
+    DATA_KINDS,
+    assert_bitwise_equal,
+    make_data,
+    make_operands,
+    poisoned_allocations,
+    with_layout,
+)
 
 DEVICE = "cuda"
 NUMBERS = {  # name: (dtype, precision)
@@ -161,6 +171,45 @@ def test_operands_of_a_row_go_with_it():
     for m in (1, 17, 300):
         part = {name: each[:m] for name, each in rows.items()}
         assert_bitwise_equal(eager(**part), whole[:m], f"{m} rows, each operation rounded")
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_hidden_gradient_and_its_sums_follow_no_tile(number, activation, dropout_p):
+    """The sums are those of what is stored, in one order by every configuration."""
+    dtype, precision = NUMBERS[number]
+    tokens, k, n = 1100, 256, 328
+    gated, kind = activation in GATED, "out" if activation == "relu" else "pre"
+    grad, weight = _normal(tokens, k, seed=1, dtype=dtype), _normal(k, n, seed=2, dtype=dtype)
+    saved = _normal(*((2, tokens, n) if gated else (tokens, n)), seed=3, dtype=dtype)
+    saved = saved.relu() if kind == "out" else saved
+    fusion = fused.Fusion(activation=activation, dropout_p=dropout_p, seed=torch.tensor([7], device=DEVICE))
+    fusion = fusion if dropout_p else fusion._replace(seed=None)
+    problem = problems.of_product(grad, weight, None, dtype, precision, 0)
+    epilogue = fused.Epilogue(
+        activation=activation, dropout=dropout_p > 0, gradient=kind, sums=True, exact=number in ("ieee", "tf32x3")
+    )
+    tiles = configs.candidates(replace(problem, epilogue=epilogue))
+    assert len(tiles) > 1
+    call = functools.partial(fused.hidden_grad, grad, weight, saved, kind, fusion, precision)
+    alone, none = call(False)
+    assert none is None
+    for config in tiles:
+        with poisoned_allocations():
+            dz, sums = call(True, config)
+        assert_bitwise_equal(dz, alone, f"{config}, with sums and without")
+        halves = zip(dz, sums, strict=True) if gated else [(dz, sums)]
+        for half, of_half in halves:
+            assert_bitwise_equal(of_half, cpu.row_sums(half, configs.BIAS_ROWS), str(config))
+            together = configs.BIAS_CHUNK // configs.BIAS_ROWS
+            chunks = cpu.row_sums(of_half, together)
+            db = fused.chunk_sums(of_half, together, None, torch.float32)
+            assert_bitwise_equal(db, chunks[0] + chunks[1], str(config))
+            total = _normal(n, seed=4, dtype=torch.float32)
+            expected = total + chunks[0] + chunks[1]
+            fused.chunk_sums(of_half, together, total, torch.float32)
+            assert_bitwise_equal(total, expected, f"{config}, accumulated")
 
 
 # The sums are the plain product's own: what is exact after them shows it.

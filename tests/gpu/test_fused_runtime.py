@@ -188,6 +188,8 @@ def test_a_training_step_of_mlp_has_the_launches_of_its_layers(activation, of_x)
     layers += _training_launches(hidden, leaves["weight_down"], leaves["bias_down"])
     assert len(names) <= len(layers), f"{names}, plain layers: {layers}"
     assert not _foreign(names)
+    assert sum("_bias_grad_kernel" in name for name in names) == 1, names  # the second layer's
+    assert sum("_chunk_sums_kernel" in name for name in names) == (2 if activation in GATED else 1), names
 
 
 @pytest.mark.usefixtures("profiler")

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from isogemm.epilogues import ACTIVATIONS, random, register
-from isogemm.gemm import configs, fused, kernels
+from isogemm.gemm import configs, cpu, fused, kernels
 from isogemm.gemm.configs import Config
 from isogemm.gemm.fused import Fusion
 from isogemm.testing import assert_bitwise_equal, make_data
@@ -226,13 +226,69 @@ def test_gradient_in_the_epilogue(config, activation):
     first, second = (out[0], out[1]) if gated else (out, None)
     epilogue = fused.Epilogue(activation=activation, arguments=fusion.arguments, gradient=kind, exact=True)
     problem = fused.problems.of_product(grad, weight, None, grad.dtype, "ieee", 0)
-    read = [*(None,) * 9, saved, second, *(None,) * 4]
+    read = [*(None,) * 9, saved, second, *(None,) * 5]
     _launch(config, replace(problem, epilogue=epilogue), grad, weight, None, read, first, (None,) * 4)
     exact = fused._activation_grad_in_torch(
         grad.double() @ weight.double(), saved.double(), kind, fusion, torch.float64
     )
     assert _untouched(buffer)
     _assert_close(out, exact, scale=20)
+
+
+SUMMING = {
+    "pointer": Config(64, 32, 32, 4, 1),
+    "tma": Config(64, 32, 32, 4, 2, "tma"),
+    "tma in parts": Config(128, 64, 32, 4, 2, "tma", persistent=True, parts=2),
+    "stream": Config(128, 32, 32, 4, 2, "stream", persistent=True),
+    "stream in parts": Config(64, 64, 32, 4, 2, "stream", persistent=True, parts=4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the infinity
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+@pytest.mark.parametrize("tokens", [21, 64, 200])
+def test_gradient_s_sums_over_rows(tokens, activation, dtype):
+    """Of what is stored, in one order by every tile; a weight that is not finite makes nothing of rows that are not."""
+    grad, weight = _normal(tokens, K, dtype=dtype), _normal(K, N, seed=1, dtype=dtype)
+    weight[3, 5] = torch.inf
+    gated = bool(ACTIVATIONS[activation].gate)
+    kind = "out" if activation == "relu" else "pre"
+    saved = _normal(2 if gated else 1, tokens, N, seed=2, dtype=dtype)
+    saved = saved.relu() if kind == "out" else saved
+    epilogue = fused.Epilogue(activation=activation, gradient=kind, exact=True, sums=True)
+    problem = replace(fused.problems.of_product(grad, weight, None, dtype, "ieee", 0), epilogue=epilogue)
+    blocks = -(-tokens // configs.BIAS_ROWS)
+    for name, config in SUMMING.items():
+        _, out = _guarded((2 if gated else 1, tokens, N), dtype)
+        buffer, sums = _guarded((2 if gated else 1, blocks, N), torch.float32)
+        read = [*(None,) * 9, saved, out[1] if gated else None, *(None,) * 4, sums]
+        _launch(config, problem, grad, weight, None, read, out[0], (None,) * 4)
+        assert _untouched(buffer)
+        for half, of_half in zip(out, sums, strict=True):
+            assert_bitwise_equal(of_half, cpu.row_sums(half, configs.BIAS_ROWS), name)
+            exact = torch.stack([rows.double().sum(0) for rows in half.split(configs.BIAS_ROWS)])
+            size = torch.stack([rows.double().abs().sum(0) for rows in half.split(configs.BIAS_ROWS)])
+            finite = exact.isfinite()
+            assert finite[:, torch.arange(N) != 5].all()
+            assert ((of_half - exact).abs() <= 6 * 2**-24 * size)[finite].all()  # as many additions deep
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("count", "together"), [(1, 1), (5, 1), (1, 16), (16, 16), (37, 16)])
+def test_sums_of_chunks(count, together, accumulate):
+    partial = _normal(count, 200)
+    partial[:, 3] = -0.0
+    buffer, out = _guarded((200, 2), torch.float32)
+    total = _normal(200, seed=1) if accumulate else None
+    if accumulate:
+        total[3] = -0.0
+        out[:, 0] = total
+    launch = kernels.describe_chunk_sums(count, 200, together, 2, accumulate)
+    kernels.launch(launch, (partial, out[:, 0]))
+    assert _untouched(buffer)
+    assert out[:, 1].isnan().all()
+    assert_bitwise_equal(out[:, 0], fused.chunk_sums(partial, together, total, torch.float32))
 
 
 SAVED = (("relu", "mask"), ("gelu", "pre"), ("tanh", "out"), ("swiglu", "pre"))

@@ -215,6 +215,7 @@ class Epilogue:
     dropout: bool = False
     residual: bool = False
     gradient: Literal["", "mask", "out", "pre"] = ""  # what the derivative is read from
+    sums: bool = False  # of the gradient over rows, too
 
     @property
     def gated(self) -> bool:

@@ -136,9 +136,10 @@ def _fused(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | 
         if differentiated:
             inputs = [each for each in (rows, weight, weight_up, bias, bias_up, down, bias_down) if each is not None]
             torch.autograd.grad(result, inputs, torch.empty_like(result))
-    if backward and bias is not None and down is None:  # into a main_grad
+    if backward and bias is not None:  # into a main_grad
         sums = torch.zeros((1, weight.shape[0]), dtype=torch.float32, device=x.device)
-        fused.chunk_sums(sums, torch.zeros_like(sums[0]), torch.float32)
+        together = 1 if down is None else configs.BIAS_CHUNK // configs.BIAS_ROWS
+        fused.chunk_sums(sums, together, torch.zeros_like(sums[0]), torch.float32)
 
 
 def _dropout(p: float, device: torch.device) -> dict[str, Any]:

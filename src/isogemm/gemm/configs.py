@@ -24,6 +24,7 @@ LONGEST_WALK = 16384  # k of one sum in a product; longer ones are cut
 _CUT_WALK = 8192
 _PINNED = {"ieee": 16, "tf32x3": 32}  # block_k, where bits follow it
 BIAS_CHUNK = 1024  # tokens of one sum in a bias gradient; divides every weight's chunk
+BIAS_ROWS = 64  # tokens of one sum that a product's epilogue makes for it; divides that
 _LARGEST_CHUNK = 4096  # tokens of one sum in a weight gradient
 
 _WIDE_WALK = 1024  # k of one sum in a float32 result of 16-bit operands, whose rounding hides nothing
@@ -87,7 +88,7 @@ class Problem:
         e = self.epilogue
         names = [name for name in ("alpha", "row_scale", "col_scale", "beta", "bias") if getattr(e, name)]
         names += [name for name in (e.activation, e.user) if name]
-        names += [name for name in ("dropout", "residual", "gradient", "eager") if getattr(e, name)]
+        names += [name for name in ("dropout", "residual", "gradient", "sums", "eager") if getattr(e, name)]
         return ("+", *names) if names else ()
 
     @property
@@ -279,7 +280,8 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
 
 def canonical(problem: Problem) -> Config:
     """The plainest configuration: small, pointer loads, no overlap. The others are compared with it."""
-    return Config(32, 32, _PINNED.get(problem.number, 32), num_warps=4, num_stages=1)
+    rows = BIAS_ROWS if problem.epilogue.sums else 32
+    return Config(rows, 32, _PINNED.get(problem.number, 32), num_warps=4, num_stages=1)
 
 
 def illegal(problem: Problem, config: Config) -> str:
@@ -310,6 +312,8 @@ def illegal(problem: Problem, config: Config) -> str:
         return "an epilogue follows one product, of no batch, that is not accumulated"
     if not problem.epilogue.plain and config.parallel_chunks:
         return "an epilogue follows a tile's whole sums"
+    if problem.epilogue.sums and (config.swapped or config.block_m % BIAS_ROWS):
+        return f"sums over rows are of {BIAS_ROWS}, all in one tile that is not swapped"
     if (config.kernel == "stream") > config.persistent or config.early_launch * config.persistent:
         return "stream is persistent, and nothing persistent launches early"
     if walk(problem, config) == "scratch" and not config.persistent:
@@ -435,6 +439,9 @@ def fitted(problem: Problem, config: Config) -> Config:
         config = Config(128, 128, config.block_k, 8, 4, "tma" if all(by_tma) else "pointer")  # chunks in registers
     if walk(problem, config) == "scratch":
         config = replace(config, persistent=True, early_launch=False)
+    if problem.epilogue.sums and problem.epilogue.gated:  # two gradients and their sums: 32 of a thread at once
+        at_once = 32 * 32 * config.num_warps
+        config = replace(config, parts=max(config.parts, config.block_m * config.block_n // at_once))
     while config.kernel == "stream" and config.parts < 4 and illegal(problem, config).startswith("takes"):
         config = replace(config, parts=2 * config.parts)  # less on its way at once, before fewer stages
     while config.num_stages > 1 and illegal(problem, config).startswith("takes"):
@@ -481,10 +488,11 @@ def _anchored(problem: Problem, entries: Entries) -> Config:
 
 def _default(problem: Problem) -> Config:
     """Without measurements: tiles that fit the problem and any architecture."""
+    sums = problem.epilogue.sums
     if problem.number in _PINNED:
-        rows = 128 if problem.m > 128 and problem.number == "tf32x3" else 64 if problem.m > 32 else 16
+        rows = 128 if problem.m > 128 and problem.number == "tf32x3" else 64 if problem.m > 32 or sums else 16
         return Config(rows, 64, _PINNED[problem.number], num_warps=8 if rows == 128 else 4, num_stages=2)
-    if problem.m <= 16:
+    if problem.m <= 16 and not sums:
         return Config(64, 16, 128 if problem.number == "half" else 64, num_warps=4, num_stages=3, swapped=True)
     if problem.m <= 64:
         return Config(64, 64, 64 if problem.number == "half" else 32, num_warps=4, num_stages=3)

@@ -132,6 +132,19 @@ def bias_grad(grad: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype
     return sums.to(dtype) if total is None else sums
 
 
+def row_sums(x: torch.Tensor, height: int) -> torch.Tensor:
+    """The fp32 sums [ceil(T / height), N] of x [T, N] over blocks of rows, by halves: r and r + height / 2 first."""
+    tokens, n = x.shape
+    sums = x.new_empty((-(-tokens // height), n), dtype=torch.float32)
+    for block, first in enumerate(range(0, tokens, height)):
+        rows = x.new_zeros((height, n), dtype=torch.float32)
+        rows[: tokens - first].copy_(x[first : first + height])
+        while len(rows) > 1:
+            rows = rows[: len(rows) // 2] + rows[len(rows) // 2 :]
+        sums[block] = rows[0]
+    return sums
+
+
 def _multiply(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     """out [M, N] = x [M, K] @ b [K, N] + bias [N], nothing empty but K."""
     m, n = out.shape

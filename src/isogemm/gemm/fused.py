@@ -569,22 +569,26 @@ def _activation_grad_in_torch(
         return wide.to(dtype)
 
 
-def chunk_sums(partial: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """The [N] sum of [chunks, N] sums, from first to last; added to `total` where given."""
-    chunks, n = partial.shape
+def chunk_sums(partial: torch.Tensor, together: int, total: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """The [N] sum of [count, N] sums: `together` neighbours by halves, then those from first to last.
+
+    Added to `total` where given.
+    """
+    count, n = partial.shape
     if not partial.is_cuda:
         sums = partial.new_zeros(n) if total is None else total
-        for chunk in partial:
-            sums += chunk
+        for chunk in cpu.row_sums(partial, together):
+            sums += chunk + 0.0  # -0 is +0, as with rows of zeros after it
         return sums.to(dtype) if total is None else sums
     if not partial.numel():
         return torch.zeros(n, dtype=dtype, device=partial.device) if total is None else total
     partial = partial.contiguous()
     stride = None if total is None else total.stride(0)
-    key = ("chunk_sums", chunks, n, dtype, stride, partial.get_device())
+    key = ("chunk_sums", count, n, together, dtype, stride, partial.get_device())
     plan = op.plans.get(key)
     if plan is None:
-        plan = op.keep(key, chunk_sums_plan(chunks, n, dtype if total is None else total.dtype, stride, partial.device))
+        out_dtype = dtype if total is None else total.dtype
+        plan = op.keep(key, chunk_sums_plan(count, n, together, out_dtype, stride, partial.device))
     return plan.run(partial, partial, (), total)
 
 
@@ -602,39 +606,60 @@ def derivative(saved: torch.Tensor, kind: str, fusion: Fusion, n: int, dtype: to
 
 
 def hidden_grad(
-    grad: torch.Tensor, weight: torch.Tensor, saved: torch.Tensor, kind: str, fusion: Fusion, precision: str | None
-) -> torch.Tensor:
-    """dz as `activation_grad` has it, from the gradient of dropout(act(z)) @ weight.T: one launch."""
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    saved: torch.Tensor,
+    kind: str,
+    fusion: Fusion,
+    precision: str | None,
+    sums: bool,
+    config: Config | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """dz as `activation_grad` has it, from the gradient of dropout(act(z)) @ weight.T: one launch.
+
+    sums: also those of dz over blocks of BIAS_ROWS rows, [ceil(rows / BIAS_ROWS), N] (gated: two); not of float64.
+    config: one of the caller's, for tests.
+    """
     grad = grad.to(weight.dtype)
     if not grad.is_cuda or grad.dtype is torch.float64 or 0 in (*grad.shape, weight.shape[1]):
         above = op.product(grad, weight, None, None if grad.dtype is torch.float64 else torch.float32, precision)
-        return activation_grad(above, saved, kind, fusion, weight.dtype, False)[0]
+        dz, _ = activation_grad(above, saved, kind, fusion, weight.dtype, False)
+        if not sums or grad.dtype is torch.float64:
+            return dz, None
+        halves = [cpu.row_sums(problems.flat(half), configs.BIAS_ROWS) for half in (dz if fusion.gated else dz[None])]
+        return dz, torch.stack(halves) if fusion.gated else halves[0]
     precision = problems.resolve_precision(grad, precision)
     grad, saved = _by_rows(grad), saved.contiguous()
     shape = (*grad.shape[:-1], weight.shape[1])
     out = torch.empty((2, *shape) if fusion.gated else shape, dtype=weight.dtype, device=weight.device)
     first, second = (out[0], out[1]) if fusion.gated else (out, None)
-    read = [*(None,) * 8, fusion.seed, saved, second]
+    blocks = (-(-problems.rows(grad) // configs.BIAS_ROWS), weight.shape[1])
+    partial = None
+    if sums:
+        partial = torch.empty((2, *blocks) if fusion.gated else blocks, dtype=torch.float32, device=weight.device)
+    read = [*(None,) * 8, fusion.seed, saved, second, *(None,) * spec.MOST_AUX, partial]
     key = (
         "hidden_grad", _layout(grad), _layout(weight), *map(_layout, read), kind, fusion.activation, fusion.arguments,
-        fusion.dropout_p > 0, precision,
+        fusion.dropout_p > 0, precision, config,
     )  # fmt: skip
     plan = op.plans.get(key)
     if plan is None:
         op.validate(grad, weight, None, None, precision)
         epilogue = Epilogue(
             activation=fusion.activation, arguments=fusion.arguments, dropout=fusion.dropout_p > 0,
-            exact=grad.dtype is torch.float32 and precision != "tf32", gradient=cast(Any, kind),
+            exact=grad.dtype is torch.float32 and precision != "tf32", gradient=cast(Any, kind), sums=sums,
         )  # fmt: skip
         chunk = problems.walk_chunk(grad, grad.dtype)
         problem = problems.of_product(problems.flat(grad), weight, None, grad.dtype, precision, chunk)
         assert problem is not None
         problem = replace(problem, epilogue=epilogue)
-        config = configs.choose(problem)
+        config = configs.choose(problem) if config is None else config
+        if reason := configs.illegal(problem, config):
+            raise ValueError(f"config {config} for problem {problem}: {reason}")
         seen = [None if each is None else (each.dtype, problems.aligned(each)) for each in read]
         plan = op.keep(key, gemm_plan("hidden_grad", shape, grad.dtype, grad.device, problem, config, seen))
     plan.run(grad, weight, read, first, None, _call_numbers(fusion))
-    return out
+    return out, partial
 
 
 def epilogue_grad(

@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 
 from isogemm.core.eager import through_dispatcher
 from isogemm.epilogues import random, spec
-from isogemm.gemm import autograd, cpu, fused, fused_op, op
+from isogemm.gemm import autograd, configs, cpu, fused, fused_op, op
 from isogemm.gemm.fused import Fusion
 from isogemm.gemm.fused_op import Call, MlpCall
 from isogemm.gemm.problem import resolve_precision
@@ -175,15 +175,16 @@ def _accumulated(
 
 
 class _Dz(NamedTuple):
-    """dz, its sums over chunks of rows where they came with it, and the gradients of a registered epilogue's aux."""
+    """dz, its sums over blocks of rows where they came with it, and the gradients of a registered epilogue's aux."""
 
     value: torch.Tensor
     sums: torch.Tensor | None
     of_aux: Sequence[torch.Tensor | None]
+    together: int = 1  # how many of the sums make a chunk
 
     def half(self, index: int) -> _Dz:
         """That of the gate or of up."""
-        return _Dz(self.value[index], None if self.sums is None else self.sums[index], ())
+        return _Dz(self.value[index], None if self.sums is None else self.sums[index], (), self.together)
 
     def of_bias(self, dtype: torch.dtype, accumulated: autograd.Accumulated) -> torch.Tensor | None:
         if self.sums is None:
@@ -192,9 +193,10 @@ class _Dz(NamedTuple):
         direct = not through_dispatcher(self.sums)
         if owner is None or main_grad is None:
             if direct:
-                return fused.chunk_sums(self.sums, None, dtype)
-            return cast(torch.Tensor, torch.ops.isogemm.chunk_sums(self.sums, dtype))
-        (fused_op.add_chunk_sums if direct else torch.ops.isogemm.add_chunk_sums)(main_grad, self.sums, owner)
+                return fused.chunk_sums(self.sums, self.together, None, dtype)
+            return cast(torch.Tensor, torch.ops.isogemm.chunk_sums(self.sums, self.together, dtype))
+        add = fused_op.add_chunk_sums if direct else torch.ops.isogemm.add_chunk_sums
+        add(main_grad, self.sums, self.together, owner)
         return None
 
 
@@ -430,23 +432,23 @@ class _Hidden(torch.autograd.Function):
         call = ctx.call._replace(x=x, weight=weight, weight_up=weight_up)
         needed = dict.fromkeys(_TENSORS, False) | dict(zip(_TENSORS, _needs(ctx), strict=False))
         owners = _accumulated(ctx, call, needed, _engine_accumulates)
-        found = of_first_layer(call, grads[1], needed, owners)
+        found = of_first_layer(call, _handed_on(grads[1]), needed, owners)
         return None, *_of_present(ctx, [found.get(name) for name in _TENSORS[:5]])
 
 
 def of_first_layer(
-    call: Call, dz: torch.Tensor, needed: dict[str, bool], owners: dict[str, autograd.Accumulated]
+    call: Call, dz: _Dz, needed: dict[str, bool], owners: dict[str, autograd.Accumulated]
 ) -> dict[str, torch.Tensor | None]:
     """Of x, the weights and the biases, by dz."""
     if call.fusion.gated:
-        return _of_both_weights(call, _Dz(dz, None, ()), needed, owners)
+        return _of_both_weights(call, dz, needed, owners)
     found: dict[str, torch.Tensor | None] = {}
     if needed["weight"]:
-        found["weight"] = autograd.of_weight(dz, call.x, call.precision, owners["weight"])
+        found["weight"] = autograd.of_weight(dz.value, call.x, call.precision, owners["weight"])
     if needed["bias"]:
-        found["bias"] = autograd.of_bias(dz, call.weight.dtype, owners["bias"])
+        found["bias"] = dz.of_bias(call.weight.dtype, owners["bias"])
     if needed["x"]:
-        found["x"] = autograd.by_rows(dz, call.weight, call.precision)
+        found["x"] = autograd.by_rows(dz.value, call.weight, call.precision)
     return found
 
 
@@ -509,6 +511,7 @@ class _Through(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(z, weight, first.seed, call.seed)
         ctx.first, ctx.dropout_p, ctx.precision = first._replace(seed=None), call.dropout_p, call.precision
+        ctx.sums = any(bias is not None and bias.requires_grad for bias in (first.bias, first.bias_up))
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.mark_dirty(result)  # which makes it this node's own, not a view
         return result
@@ -521,14 +524,18 @@ class _Through(torch.autograd.Function):
             above = _dropout_grad(above, Fusion(seed=down_seed, dropout_p=ctx.dropout_p))
         dz = None
         if ctx.needs_input_grad[3]:
-            dz = _hidden_grad(above, weight, z, ctx.first._replace(seed=seed), ctx.precision)
+            dz = _hidden_grad(above, weight, z, ctx.first._replace(seed=seed), ctx.precision, ctx.sums)
         of_residual = grads[0].to(ctx.residual_dtype) if ctx.needs_input_grad[5] else None
         return None, None, above, dz, None, of_residual
 
 
+_TOGETHER = configs.BIAS_CHUNK // configs.BIAS_ROWS  # sums of hidden_grad that make a chunk
+
+
 def _hidden_grad(
-    grad: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, first: Fusion, precision: str | None
+    grad: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, first: Fusion, precision: str | None, sums: bool
 ) -> torch.Tensor:
+    """dz, for `_handed_on` at the other end of the engine's edge."""
     if torch.is_grad_enabled() and not is_compiling():
         wide = cpu.sums_dtype(weight.dtype)
         above = autograd.matmul(grad.to(weight.dtype), weight, wide if wide is not weight.dtype else None, precision)
@@ -536,7 +543,16 @@ def _hidden_grad(
             above = fused.dropped(above, first)
         slope = fused.derivative(z, first.saved_hidden, first, above.shape[-1], wide)
         return (above * slope).to(weight.dtype)
-    return fused.hidden_grad(grad, weight, z, first.saved_hidden, first, precision)
+    dz, partial = fused.hidden_grad(grad, weight, z, first.saved_hidden, first, precision, sums)
+    if partial is not None:
+        dz.row_sums = partial, dz._version  # type: ignore[attr-defined]
+    return dz
+
+
+def _handed_on(dz: torch.Tensor) -> _Dz:
+    """z's gradient with its sums; without, where it is not what `_hidden_grad` gave alone, and as it gave it."""
+    sums, version = getattr(dz, "row_sums", (None, None))
+    return _Dz(dz, sums if version == dz._version else None, (), _TOGETHER)
 
 
 def _dropout_grad(grad: torch.Tensor, fusion: Fusion) -> torch.Tensor:
@@ -618,7 +634,9 @@ def _register() -> None:
             found["residual"] = grad.to(ctx.residual_dtype)
         if any(needed[name] for name in names[:5]):
             of_forward = fused_op.gradient_call(z, first.saved_hidden, first)
-            dz = torch.ops.isogemm.hidden_grad(above, weight_down, call.precision, *of_forward)
+            sums = needed["bias"] or needed["bias_up"]
+            value, partial = torch.ops.isogemm.hidden_grad(above, weight_down, call.precision, sums, *of_forward)
+            dz = _Dz(value, partial if sums and value.dtype is not torch.float64 else None, (), _TOGETHER)
             hidden = plain_call(x, weight, call.precision)
             hidden = hidden._replace(weight_up=weight_up, activation=call.activation)
             found |= of_first_layer(hidden, dz, needed, dict(zip(_OWNED, accumulated[:4], strict=True)))

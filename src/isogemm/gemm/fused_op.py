@@ -187,34 +187,44 @@ def _activation_grad_fake(
     return dz, grad.new_empty(shape, dtype=torch.float32)
 
 
-def _chunk_sums(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return fused.chunk_sums(partial, None, dtype)
+def _chunk_sums(partial: torch.Tensor, together: int, dtype: torch.dtype) -> torch.Tensor:
+    return fused.chunk_sums(partial, together, None, dtype)
 
 
-def _chunk_sums_fake(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _chunk_sums_fake(partial: torch.Tensor, together: int, dtype: torch.dtype) -> torch.Tensor:
     return partial.new_empty(partial.shape[-1:], dtype=dtype)
 
 
-def add_chunk_sums(main_grad: torch.Tensor, partial: torch.Tensor, owner: torch.Tensor) -> None:
+def add_chunk_sums(main_grad: torch.Tensor, partial: torch.Tensor, together: int, owner: torch.Tensor) -> None:
     """Accumulate into the owner's main_grad, and tell it so."""
     op.require_total("bias.main_grad", main_grad, partial.shape[-1:], partial.device)
-    fused.chunk_sums(partial, main_grad, torch.float32)
+    fused.chunk_sums(partial, together, main_grad, torch.float32)
     owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
-def _add_chunk_sums_fake(main_grad: torch.Tensor, partial: torch.Tensor, owner: torch.Tensor) -> None:
+def _add_chunk_sums_fake(main_grad: torch.Tensor, partial: torch.Tensor, together: int, owner: torch.Tensor) -> None:
     op.require_total("bias.main_grad", main_grad, partial.shape[-1:], partial.device)
 
 
-def _hidden_grad(grad: torch.Tensor, weight: torch.Tensor, precision: str | None, *args: Any) -> torch.Tensor:
+def _hidden_grad(
+    grad: torch.Tensor, weight: torch.Tensor, precision: str | None, sums: bool, *args: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     call = GradientCall(*args)
     assert call.saved is not None
-    return fused.hidden_grad(grad, weight, call.saved, call.kind, call.fusion, precision)
+    dz, partial = fused.hidden_grad(grad, weight, call.saved, call.kind, call.fusion, precision, sums)
+    return dz, dz.new_empty(0, dtype=torch.float32) if partial is None else partial
 
 
-def _hidden_grad_fake(grad: torch.Tensor, weight: torch.Tensor, precision: str | None, *args: Any) -> torch.Tensor:
-    shape = (*grad.shape[:-1], weight.shape[-1])
-    return weight.new_empty((2, *shape) if GradientCall(*args).fusion.gated else shape)
+def _hidden_grad_fake(
+    grad: torch.Tensor, weight: torch.Tensor, precision: str | None, sums: bool, *args: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gated, n = GradientCall(*args).fusion.gated, weight.shape[-1]
+    shape = (*grad.shape[:-1], n)
+    dz = weight.new_empty((2, *shape) if gated else shape)
+    if not sums or weight.dtype is torch.float64:
+        return dz, weight.new_empty(0, dtype=torch.float32)
+    blocks = (problems.rows(grad) + configs.BIAS_ROWS - 1) // configs.BIAS_ROWS
+    return dz, weight.new_empty((2, blocks, n) if gated else (blocks, n), dtype=torch.float32)
 
 
 def epilogue_gradients(
@@ -275,10 +285,14 @@ for _schema, _function, _fake in (
         _activation_grad,
         _activation_grad_fake,
     ),
-    ("chunk_sums(Tensor partial, ScalarType dtype) -> Tensor", _chunk_sums, _chunk_sums_fake),
-    ("add_chunk_sums(Tensor(a!) main_grad, Tensor partial, Tensor owner) -> ()", add_chunk_sums, _add_chunk_sums_fake),
+    ("chunk_sums(Tensor partial, int together, ScalarType dtype) -> Tensor", _chunk_sums, _chunk_sums_fake),
     (
-        f"hidden_grad(Tensor grad, Tensor weight, str? precision, {_OF_FORWARD}) -> Tensor",
+        "add_chunk_sums(Tensor(a!) main_grad, Tensor partial, int together, Tensor owner) -> ()",
+        add_chunk_sums,
+        _add_chunk_sums_fake,
+    ),
+    (
+        f"hidden_grad(Tensor grad, Tensor weight, str? precision, bool sums, {_OF_FORWARD}) -> (Tensor, Tensor)",
         _hidden_grad,
         _hidden_grad_fake,
     ),

@@ -20,10 +20,19 @@ from isogemm.epilogues import device, spec
 from isogemm.epilogues.spec import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import ActivationGradProblem, BiasGradConfig, BiasGradProblem, Config, Problem
-from isogemm.gemm.kernels_epilogue import biases, finish, is_kept, read_matrix, slope_at, store_result
+from isogemm.gemm.kernels_epilogue import (
+    biases,
+    finish,
+    is_kept,
+    read_matrix,
+    slope_at,
+    store_result,
+    sum_by_halves,
+)
 
 _WIDE = 2**31  # elements an int32 offset does not reach
 _ADDED_AT_ONCE = 1024
+_SUMMED_AT_ONCE = 128  # columns of one warp, so that no thread waits for another
 
 
 @triton.jit
@@ -136,6 +145,7 @@ def _place(at, m_tiles, n_tiles, GROUP: tl.constexpr):
 def _gemm_kernel(
     a, b, b_rest, c, scratch,
     bias, bias_up, addend, residual, row_scale, col_scale, alpha, beta, seed, saved, second, aux0, aux1, aux2, aux3,
+    row_sums,
     M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
     k_inner, stride_ak_outer, stride_bk_outer,
     batch, batch_inner, stride_ab_outer, stride_ab, stride_bb_outer, stride_bb,
@@ -157,6 +167,7 @@ def _gemm_kernel(
     """
     e = (
         bias, bias_up, addend, residual, row_scale, col_scale, alpha, beta, seed, saved, second, aux0, aux1, aux2, aux3,
+        row_sums,
     )  # fmt: skip
     steps = (
         stride_addend, stride_residual, stride_aux0m, stride_aux0n, stride_aux1m, stride_aux1n, stride_aux2m,
@@ -268,6 +279,7 @@ def _gemm_kernel(
 def _stream_kernel(
     a, b, c, scratch,
     bias, bias_up, addend, residual, row_scale, col_scale, alpha, beta, seed, saved, second, aux0, aux1, aux2, aux3,
+    row_sums,
     M, N, K, stride_cm, stride_cn,
     stride_addend, stride_residual, stride_aux0m, stride_aux0n, stride_aux1m, stride_aux1n, stride_aux2m, stride_aux2n,
     stride_aux3m, stride_aux3n, alpha_value, beta_value, dropped, kept_scale,
@@ -283,6 +295,7 @@ def _stream_kernel(
     """
     e = (
         bias, bias_up, addend, residual, row_scale, col_scale, alpha, beta, seed, saved, second, aux0, aux1, aux2, aux3,
+        row_sums,
     )  # fmt: skip
     steps = (
         stride_addend, stride_residual, stride_aux0m, stride_aux0n, stride_aux1m, stride_aux1n, stride_aux2m,
@@ -379,6 +392,25 @@ def _add_partials_kernel(
     tl.store(c_ptrs, total.to(c.dtype.element_ty), mask=live)
 
 
+@triton.jit(do_not_specialize=["count", "N"])
+def _chunk_sums_kernel(
+    sums, out, count, N, stride_out, TOGETHER: tl.constexpr, ACCUMULATE: tl.constexpr, BN: tl.constexpr
+):
+    """out = (out or 0) + chunk + chunk + ..., from left to right, where TOGETHER sums [N] make a chunk, by halves."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    live = n < N
+    if ACCUMULATE:
+        total = tl.load(out + n.to(tl.int64) * stride_out, mask=live, other=0.0)
+    else:
+        total = tl.zeros((BN,), dtype=tl.float32)
+    for first in tl.range(0, count, TOGETHER):
+        at = (first + tl.arange(0, TOGETHER))[:, None]
+        tile = tl.load(sums + (at.to(tl.int64) * N + n[None, :]), mask=(at < count) & live[None, :], other=0.0)
+        chunk = sum_by_halves(tl.reshape(tile, (1, TOGETHER, BN)), 1, TOGETHER, BN)
+        total += tl.reshape(chunk, (BN,)) + 0.0  # one of -0 is +0, as with rows of zeros after it
+    tl.store(out + n.to(tl.int64) * stride_out, total.to(out.dtype.element_ty), mask=live)
+
+
 @triton.jit(do_not_specialize=["T", "N", "t_inner"])
 def _bias_grad_kernel(
     grad, out, T, N, stride_t, stride_n, stride_out, t_inner, stride_t_outer,
@@ -459,7 +491,7 @@ def _activation_grad_kernel(
 # What an epilogue reads and writes besides the result, in the kernels' order.
 READ = (
     "bias", "bias_up", "addend", "residual", "row_scale", "col_scale", "alpha", "beta", "seed", "saved", "second",
-    *(f"aux{index}" for index in range(spec.MOST_AUX)),
+    *(f"aux{index}" for index in range(spec.MOST_AUX)), "row_sums",
 )  # fmt: skip
 
 
@@ -560,6 +592,13 @@ def describe_add_partials(problem: Problem) -> Launch:
         constants,
         {"num_warps": 4, "enable_fp_fusion": False},
     )
+
+
+def describe_chunk_sums(count: int, n: int, together: int, stride: int, accumulate: bool) -> Launch:
+    """The launch that adds [count, n] sums, `together` of them in a chunk; its addresses are those and their sum."""
+    constants: dict[str, object] = {"TOGETHER": together, "ACCUMULATE": accumulate, "BN": _SUMMED_AT_ONCE}
+    options: dict[str, object] = {"num_warps": 1, "enable_fp_fusion": False}
+    return Launch(_chunk_sums_kernel, -(-n // _SUMMED_AT_ONCE), (count, n, stride), constants, options)
 
 
 def describe_bias_grad(problem: BiasGradProblem) -> Launch:

@@ -9,6 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from isogemm.gemm import configs
+
+_BIAS_ROWS = tl.constexpr(configs.BIAS_ROWS)
+
 
 @triton.jit
 def _column_parts(x, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
@@ -24,6 +28,19 @@ def _column_parts(x, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
 def _row_halves(x, BM: tl.constexpr, BN: tl.constexpr):
     """x [BM, BN] as its upper and lower half."""
     return tl.split(tl.permute(tl.reshape(x, (2, BM // 2, BN)), (1, 2, 0)))
+
+
+@triton.jit
+def sum_by_halves(x, BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sums [BLOCKS, 1, COLUMNS] of x [BLOCKS, ROWS, COLUMNS]: the first half plus the second, again and again.
+
+    An order of additions that no layout changes, as it would `tl.sum`'s.
+    """
+    if ROWS == 1:
+        return x
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(x, (BLOCKS, 2, ROWS // 2, COLUMNS)), (0, 2, 3, 1)))
+        return sum_by_halves(first + second, BLOCKS, ROWS // 2, COLUMNS)
 
 
 @triton.jit
@@ -168,6 +185,20 @@ def store_result(
 
 
 @triton.jit
+def _store_row_sums(
+    value, sums, m, n, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr
+):  # fmt: skip
+    """The sums of value [ROWS, COLUMNS] at (m, n) over blocks of rows."""
+    BLOCKS: tl.constexpr = ROWS // _BIAS_ROWS
+    wide = tl.reshape(value.to(tl.float32), (BLOCKS, _BIAS_ROWS, COLUMNS))
+    blocks = sum_by_halves(wide, BLOCKS, _BIAS_ROWS, COLUMNS)
+    row = (m // _BIAS_ROWS + tl.arange(0, BLOCKS))[:, None]
+    col = (n + tl.arange(0, COLUMNS))[None, :]
+    live = (row * _BIAS_ROWS < M) & (col < N)
+    tl.store(sums + (row.to(INDEX) * N + col), tl.reshape(blocks, (BLOCKS, COLUMNS)), mask=live)
+
+
+@triton.jit
 def _write(
     total, up, c, e, steps, numbers, m, n, M, N, stride_cm, stride_cn, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     C_TMA: tl.constexpr, SWAPPED: tl.constexpr, E: tl.constexpr, EARLY: tl.constexpr, ACT: tl.constexpr,
@@ -188,10 +219,19 @@ def _write(
         if E.dropout:
             kept = is_kept(tl.load(e[8]), m, n, row, col, numbers[2], ROWS, COLUMNS, SWAPPED)
             total = tl.where(kept, total * numbers[3], 0.0)
+        if E.sums:  # rows beyond M, zeros times the weight, may be NaN
+            total = tl.where(row < M, total, 0.0)
         slope, other = slope_at(row, col, M, N, e[9], ACT, SLOPE, E, INDEX)
-        store_result(total * slope, c, m, n, row, col, M, N, stride_cm, stride_cn, C_TMA, INDEX)
+        value = total * slope
+        store_result(value, c, m, n, row, col, M, N, stride_cm, stride_cn, C_TMA, INDEX)
+        if E.sums:
+            _store_row_sums(value.to(DTYPE), e[15], m, n, M, N, ROWS, COLUMNS, INDEX)
         if E.gated:
-            store_result(total * other, e[10], m, n, row, col, M, N, N, 1, False, INDEX)
+            of_up = total * other
+            store_result(of_up, e[10], m, n, row, col, M, N, N, 1, False, INDEX)
+            if E.sums:
+                of_second = e[15] + tl.cdiv(M, _BIAS_ROWS).to(tl.int64) * N
+                _store_row_sums(of_up.to(DTYPE), of_second, m, n, M, N, ROWS, COLUMNS, INDEX)
     else:
         value = _before_activation(total, row, col, M, N, e, steps, numbers, E, EARLY, DTYPE, INDEX)
         if E.gated:

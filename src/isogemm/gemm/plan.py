@@ -191,16 +191,15 @@ def activation_grad_plan(
     return Plan(served, *_contiguous(shape), dtype, device, _index(device), 0, (step,))
 
 
-def chunk_sums_plan(chunks: int, n: int, dtype: torch.dtype, stride: int | None, device: torch.device) -> Plan:
-    """The sum of [chunks, n] sums, from first to last; added to what there is, `stride` apart, where that is given."""
+def chunk_sums_plan(
+    count: int, n: int, together: int, dtype: torch.dtype, stride: int | None, device: torch.device
+) -> Plan:
+    """The sum of [count, n] sums, `together` to a chunk; added to what there is, `stride` apart, where given."""
     from isogemm.gemm import kernels
 
-    name = str(dtype).removeprefix("torch.")
-    strides = (n, 1 if stride is None else stride)
-    problem = Problem(1, n, chunks, name, name, c_strides=strides, chunk=1, accumulate=stride is not None)
-    places = ((torch.float32, False), _A), ((dtype, False), _OUT), None
-    step = _step(kernels.describe_add_partials(problem), places, device)
-    served = Dispatch("bias_grad", "gemm", f"[{chunks},{n}] sums", "", "")
+    launch = kernels.describe_chunk_sums(count, n, together, stride or 1, stride is not None)
+    step = _step(launch, (((torch.float32, False), _A), ((dtype, False), _OUT)), device)
+    served = Dispatch("bias_grad", "gemm", f"[{count},{n}] sums", "", "")
     return Plan(served, (n,), (1,), dtype, device, _index(device), 0, (step,))
 
 
