@@ -85,8 +85,8 @@ def _job(problem, config):
     matrix = "fp32" if problem.reads_float32 else operand
     read = _read(Epilogue() if walk == "partials" else problem.epilogue, operand, matrix)
     addressed = (operand, operand, *rest, out, scratch, *read.values())
-    vectors = ("bias", "bias_up", "row_scale", "col_scale")
-    return _launch_job(f"{problem} {config}", launch, addressed, (*aligned, *(name not in vectors for name in read)))
+    loose = ("bias", "bias_up", "row_scale", "col_scale", *(() if problem.read_aligned else ("addend", "residual")))
+    return _launch_job(f"{problem} {config}", launch, addressed, (*aligned, *(name not in loose for name in read)))
 
 
 def _read(e, operand, matrix):
@@ -209,8 +209,11 @@ def _epilogue_cases():
     apart = _problem(1024, 1024, 1024, epilogue=Epilogue(bias="n", bias_up=True, activation="swiglu"))
     yield apart, configs.fitted(apart, Config(64, 64, 64, 4, 3))
     wide = _problem(1024, 1024, 1024, epilogue=everything, read_strides=(1024, 1024), reads_float32=True)
-    for parts in (1, 2, 4):
-        yield wide, configs.fitted(wide, replace(large, parts=parts))
+    odd = replace(wide, read_strides=(1024, 1025), reads_float32=False)
+    added = Epilogue(bias="n", activation="relu", residual=True)  # with all else, pointers of each element would spill
+    shifted = _problem(1024, 1024, 1024, epilogue=added, read_strides=(0, 1024), read_aligned=False)
+    for problem, parts in product((wide, odd, shifted), (1, 2, 4)):
+        yield problem, configs.fitted(problem, replace(large, parts=parts))
     unaligned = replace(apart, b_aligned=False)
     yield unaligned, configs.choose(unaligned)
 

@@ -64,6 +64,7 @@ class Problem:
     epilogue: Epilogue = NOTHING
     read_strides: tuple[int, ...] = ()  # of its addend's and residual's rows, and of its aux tensors: m, n
     reads_float32: bool = False  # an addend, residual or aux tensor is float32
+    read_aligned: bool = True  # an addend's and a residual's addresses are multiples of 16 bytes
     up_first: bool = False  # of two weights the second lies before the first in memory
     up_near: bool = True  # and one TMA map reaches both
     tma: bool = True  # whether it can be launched here, where the architecture has it
@@ -396,7 +397,9 @@ def shared_memory(problem: Problem, config: Config) -> int:
         out += 4 * part  # sums on their way to and from memory, while the next operands arrive
     e = problem.epilogue
     if config.kernel == "stream" and (e.residual or e.beta or e.aux or e.saves == "pre" or e.gradient):
-        out += part * (4 if problem.reads_float32 else ITEMSIZE[problem.out_dtype])  # on their way to the registers
+        odd = not problem.read_aligned or any(stride % 16 for stride in problem.read_strides[:2])
+        wide = problem.reads_float32 or odd or e.aux  # read an element at a time: the sums are turned to meet them
+        out += part * (4 if wide else ITEMSIZE[problem.out_dtype])  # on their way to the registers
     if problem.number == "tf32" and config.kernel != "pointer":  # operands that must be turned, on the newest twice
         turned = config.block_m * (problem.a_strides[1] != 1) + config.columns * (problem.b_strides[0] != 1)
         out += 2 * turned * config.block_k * ITEMSIZE[problem.dtype]

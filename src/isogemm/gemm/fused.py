@@ -396,6 +396,7 @@ def _problem(
         reads_float32=any(
             each is not None and each.dtype is torch.float32 for each in (*read[2:4], *read[_SECOND + 1 :])
         ),
+        read_aligned=all(each is None or problems.aligned(each) for each in read[2:4]),
         b_aligned=problem.b_aligned and (b_up is None or problems.aligned(b_up)),
         up_first=b_up is not None and _apart(b, b_up)[0], up_near=b_up is None or _apart(b, b_up)[1],
     )  # fmt: skip
