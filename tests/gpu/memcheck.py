@@ -1,10 +1,11 @@
 """A small sweep over the GEMM kernels for a memory checker: ragged sizes, every way to read, to sum and to end.
 
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/memcheck.py
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/memcheck.py [products] [epilogues]
 
 Without torch's memory pool every tensor is an allocation of its own, so that a byte beyond it is seen.
 """
 
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -21,7 +22,13 @@ NUMBERS = (
 SIZES = ((1, 65, 129), (17, 63, 40), (130, 264, 1040))  # m, n, k
 
 
-def main() -> None:
+def main(parts: list[str]) -> None:
+    calls = sum(each() for name, each in PARTS.items() if name in parts or not parts)
+    torch.cuda.synchronize()
+    print(f"{calls} calls")
+
+
+def _products() -> int:
     calls = 0
     for dtype, precision in NUMBERS:
         for m, n, k in SIZES if dtype == torch.bfloat16 else SIZES[1:]:
@@ -42,14 +49,15 @@ def main() -> None:
             for config in configs.candidates(problem):
                 op.gemm(a, b, chunk=chunk, config=config)
                 calls += 1
-    for dtype in (torch.bfloat16, torch.float32):
-        for m, n, k in SIZES:
-            calls += _epilogues(m, n, k, dtype)
-    torch.cuda.synchronize()
-    print(f"{calls} calls")
+    return calls
 
 
-def _epilogues(m: int, n: int, k: int, dtype: torch.dtype) -> int:
+def _epilogues() -> int:
+    cases = [*((size, torch.bfloat16) for size in SIZES), (SIZES[1], torch.float32)]
+    return sum(_epilogues_of(*size, dtype) for size, dtype in cases)
+
+
+def _epilogues_of(m: int, n: int, k: int, dtype: torch.dtype) -> int:
     """Everything an epilogue reads and saves, forward and backward, by every configuration."""
 
     def normal(*shape: int, like: torch.dtype = dtype) -> torch.Tensor:
@@ -77,5 +85,7 @@ def _epilogues(m: int, n: int, k: int, dtype: torch.dtype) -> int:
     return len(calls) + len(configurations)
 
 
+PARTS = {"products": _products, "epilogues": _epilogues}
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
