@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from isogemm.epilogues import ACTIVATIONS
 from isogemm.epilogues.spec import Epilogue
 from isogemm.gemm import configs
-from isogemm.gemm.configs import BIAS_CHUNK, BIAS_ROWS, ActivationGradProblem, BiasGradProblem, Config, Problem
+from isogemm.gemm.configs import BIAS_BLOCKS, BIAS_CHUNK, ActivationGradProblem, BiasGradProblem, Config, Problem
 from isogemm.gemm.kernels import (
     READ,
     describe_activation_grad,
@@ -248,7 +248,7 @@ def _adding_jobs():
         bias = NAMES[problem.dtype] if problem.epilogue.bias else None
         launch = describe_add_partials(problem)
         yield _launch_job(f"sum of {problem}", launch, ("fp32", NAMES[problem.out_dtype], bias), (True, True, False))
-    for together, dtype, accumulate in ((1, "bf16", False), (BIAS_CHUNK // BIAS_ROWS, "fp32", True)):
+    for together, dtype, accumulate in ((1, "bf16", False), (BIAS_BLOCKS, "fp32", True)):
         launch = describe_chunk_sums(64, 1024, together, 1, accumulate)
         yield _launch_job(f"sum of chunks of {together}", launch, ("fp32", dtype), (False, False))
 

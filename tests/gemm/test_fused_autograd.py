@@ -920,7 +920,7 @@ def test_bias_gradients_of_mlp_come_with_dz(activation, dtype, monkeypatch):
     biases = [leaf for name, leaf in leaves.items() if name.startswith("bias")]
     for dz, bias in zip(seen[0] if activation in GATED else seen, biases, strict=True):
         blocks = cpu.row_sums(dz, configs.BIAS_ROWS)
-        chunks = cpu.row_sums(blocks, configs.BIAS_CHUNK // configs.BIAS_ROWS)
+        chunks = cpu.row_sums(blocks, configs.BIAS_BLOCKS)
         assert len(chunks) == 3
         assert_bitwise_equal(bias.grad, (chunks[0] + chunks[1] + chunks[2]).to(dtype))
         assert_no_worse_than_torch(bias.grad, dz.sum(0), dz.double().sum(0))
@@ -931,6 +931,33 @@ def test_bias_gradients_of_mlp_come_with_dz(activation, dtype, monkeypatch):
     for bias, repeated, got in zip(biases, again, other, strict=True):
         assert_bitwise_equal(repeated, bias.grad)
         assert_bitwise_equal(got, bias.grad)
+
+
+@pytest.mark.parametrize("dtype", CONTRACT)
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+def test_bias_gradients_of_mlp_where_their_sums_are_lost(activation, dtype):
+    """To a second derivative, to inference mode, or by a hook: the same order, and the same bits of one dz."""
+    leaves, grad = _biased_mlp(activation, 2100, dtype), _normal(2100, 7, seed=9, dtype=dtype)
+    biases = [leaf for name, leaf in leaves.items() if name.startswith("bias")]
+    result = mlp(**leaves, activation=activation)
+    expected = torch.autograd.grad(result, biases, grad, retain_graph=True)
+    twice = torch.autograd.grad(result, biases, grad, create_graph=True)
+    assert all(each.requires_grad for each in twice)
+    with torch.inference_mode():
+        inferred = torch.autograd.grad(result, biases, grad, retain_graph=True)
+    _hidden_node(result).register_prehook(lambda grads: (grads[0], grads[1].clone()))
+    hooked = torch.autograd.grad(result, biases, grad)
+    for name, found in {"create_graph": twice, "inference": inferred, "hook": hooked}.items():
+        for got, same in zip(found, expected, strict=True):
+            assert_bitwise_equal(got.detach(), same, name)
+
+
+def test_bias_gradient_of_mlp_is_in_the_log():
+    leaves = _biased_mlp("gelu", 5)
+    result = mlp(**leaves, activation="gelu")
+    with isogemm.dispatch_log() as log:
+        result.sum().backward()
+    assert [entry.op for entry in log].count("bias_grad") == 1
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])

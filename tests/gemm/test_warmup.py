@@ -8,8 +8,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from isogemm.core import device as devices
 from isogemm.epilogues.spec import Epilogue
-from isogemm.gemm import ahead, configs, kernels, plan
+from isogemm.gemm import ahead, configs, kernels, op, plan
+from isogemm.gemm import problem as problem_module
+from isogemm.gemm.api import mlp
 from isogemm.gemm.configs import Problem
 
 DEVICE = torch.device("cuda", 0)
@@ -23,7 +26,10 @@ def bound(monkeypatch):
 
     class Bound:
         def describer(self, *seen):
-            return None
+            return lambda address: (address,)
+
+        def __call__(self, *args):
+            """Nothing is launched."""
 
     monkeypatch.setattr(plan, "_bound", {})
     monkeypatch.setattr(plan, "_like", lambda *seen: None)
@@ -63,3 +69,31 @@ def test_no_number_of_tokens_is_left_out(bound, n, k, number):
         for accumulate in (False, True):
             plan.bias_grad_plan(replace(ahead._bias_gradient(forward, accumulate), t=tokens), DEVICE)
     assert [str(launch.scalars) for launch in bound[count:]] == []
+
+
+@pytest.mark.parametrize("frozen", [(), ("bias",), ("bias", "bias_up"), ("weight", "bias")])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_an_mlp_binds_nothing_later(bound, activation, frozen, monkeypatch):
+    """Whatever of it is trained."""
+    monkeypatch.setattr(op, "plans", {})
+    monkeypatch.setattr(plan, "_index", lambda device: 0)
+    monkeypatch.setattr(problem_module, "_tma", lambda: True)
+    monkeypatch.setattr(devices, "facts", lambda device: devices.DeviceFacts("", "sm_90", 132, 232448, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    shapes = {"weight": (96, 64), "bias": (96,), "weight_down": (64, 96), "bias_down": (64,)}
+    shapes |= {"weight_up": (96, 64), "bias_up": (96,)} if activation == "swiglu" else {}
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    layer = ahead._Layer(
+        tensors["weight"], tensors.get("weight_up"), tensors["bias"], tensors.get("bias_up"), activation, (),
+        tensors["weight_down"], tensors["bias_down"],
+    )  # fmt: skip
+    ahead._fused(layer, TOKENS, True, None, None)
+    count = len(bound)
+    assert count > 0
+    trained = {name: each.requires_grad_(name not in frozen) for name, each in tensors.items()}
+    for tokens in (1, 5, 64, 100, TOKENS):
+        x = torch.zeros(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
+        result = mlp(x, **trained, activation=activation)
+        result.backward(torch.zeros(result.shape, dtype=result.dtype))
+    assert [launch.kernel.__name__ for launch in bound[count:]] == []

@@ -202,7 +202,7 @@ def test_a_hidden_gradient_and_its_sums_follow_no_tile(number, activation, dropo
         halves = zip(dz, sums, strict=True) if gated else [(dz, sums)]
         for half, of_half in halves:
             assert_bitwise_equal(of_half, cpu.row_sums(half, configs.BIAS_ROWS), str(config))
-            together = configs.BIAS_CHUNK // configs.BIAS_ROWS
+            together = configs.BIAS_BLOCKS
             chunks = cpu.row_sums(of_half, together)
             db = fused.chunk_sums(of_half, together, None, torch.float32)
             assert_bitwise_equal(db, chunks[0] + chunks[1], str(config))

@@ -118,11 +118,15 @@ def _fused(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | 
     fusion = Fusion(bias, bias_up, activation=layer.activation, arguments=layer.arguments)
     b_up = None if weight_up is None else weight_up.mT
     problem = fused.describe(x[:1], weight.mT, b_up, fusion, precision=precision)
-    modes = [(False, (0.0, 0.0))] + [(True, (0.0, 0.0)), (True, layer.dropouts)][: 1 + any(layer.dropouts)] * backward
-    for edge, (differentiated, dropouts) in product(configs.token_edges(problem, tokens), modes):
+    modes = [(False, False, (0.0, 0.0))]
+    if backward:  # a hidden layer's biases may be frozen: its gradient has then no sums
+        trained = (True, False) if down is not None and (bias is not None or bias_up is not None) else (True,)
+        modes += product((True,), trained, dict.fromkeys(((0.0, 0.0), layer.dropouts)))
+    for edge, (differentiated, biased, dropouts) in product(configs.token_edges(problem, tokens), modes):
         rows = x[:edge].detach().requires_grad_(differentiated)
+        of_gate, of_up = (each if each is None or biased else each.detach() for each in (bias, bias_up))
         call = fused_autograd.plain_call(rows, weight, precision)._replace(
-            weight_up=weight_up, bias=bias, bias_up=bias_up, activation=layer.activation, arguments=layer.arguments,
+            weight_up=weight_up, bias=of_gate, bias_up=of_up, activation=layer.activation, arguments=layer.arguments,
             **_dropout(dropouts[0], x.device), out_dtype=None if down is not None else out_dtype,
         )  # fmt: skip
         with torch.set_grad_enabled(differentiated):
@@ -134,11 +138,12 @@ def _fused(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | 
                 )
                 result = fused_autograd.run_mlp(call, second)
         if differentiated:
-            inputs = [each for each in (rows, weight, weight_up, bias, bias_up, down, bias_down) if each is not None]
+            operands = (rows, weight, weight_up, of_gate, of_up, down, bias_down)
+            inputs = [each for each in operands if each is not None and each.requires_grad]
             torch.autograd.grad(result, inputs, torch.empty_like(result))
     if backward and bias is not None:  # into a main_grad
         sums = torch.zeros((1, weight.shape[0]), dtype=torch.float32, device=x.device)
-        together = 1 if down is None else configs.BIAS_CHUNK // configs.BIAS_ROWS
+        together = 1 if down is None else configs.BIAS_BLOCKS
         fused.chunk_sums(sums, together, torch.zeros_like(sums[0]), torch.float32)
 
 

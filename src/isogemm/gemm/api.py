@@ -122,7 +122,8 @@ def linear(
             beta, c, row_scale, col_scale, dropout_p, residual, epilogue, aux, rounding, out_dtype, precision,
             by_rows=True,
         )  # fmt: skip
-        return fused_autograd.run(call)[0] if x.ndim == 1 else fused_autograd.run(call)
+        result = fused_autograd.run(call)
+        return result[0] if x.ndim == 1 else result
     owner, bias_owner = weight, bias
     dtype = autocast_dtype(x.device)
     if dtype is not None:
@@ -286,13 +287,14 @@ def _call(
         raise ValueError(f"rounding is {rounding!r}; accepted: {', '.join(map(repr, ROUNDINGS))}")
     for each in (bias, weight_up, bias_up, c, row_scale, col_scale, residual):
         if each is not None and type(each) not in PLAIN:
-            _require_tensors(
-                bias=bias, weight_up=weight_up, bias_up=bias_up, c=c, row_scale=row_scale, col_scale=col_scale,
-                residual=residual,
-            )  # fmt: skip
+            given = {
+                "bias": bias, "weight_up": weight_up, "bias_up": bias_up, "c": c, "row_scale": row_scale,
+                "col_scale": col_scale, "residual": residual,
+            }  # fmt: skip
+            _require_tensors({name: value for name, value in given.items() if value is not None})
             break
     if aux:
-        _require_tensors(**{f"aux[{index}]": each for index, each in enumerate(aux)})
+        _require_tensors({f"aux[{index}]": each for index, each in enumerate(aux)})
     if weight_up is not None:
         require_tensor("weight_up", weight_up, 2, "[N, K]")
     alpha_tensor, alpha_value = _number("alpha", alpha, 1.0)
@@ -319,9 +321,9 @@ def _call(
     )  # fmt: skip
 
 
-def _require_tensors(**given: Any) -> None:
+def _require_tensors(given: Mapping[str, Any]) -> None:
     for name, each in given.items():
-        if not isinstance(each, torch.Tensor) and (each is not None or name.startswith("aux")):
+        if not isinstance(each, torch.Tensor):
             raise TypeError(f"{name} is a {type(each).__name__}; expected a torch.Tensor")
 
 

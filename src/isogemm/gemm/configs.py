@@ -24,7 +24,8 @@ LONGEST_WALK = 16384  # k of one sum in a product; longer ones are cut
 _CUT_WALK = 8192
 _PINNED = {"ieee": 16, "tf32x3": 32}  # block_k, where bits follow it
 BIAS_CHUNK = 1024  # tokens of one sum in a bias gradient; divides every weight's chunk
-BIAS_ROWS = 64  # tokens of one sum that a product's epilogue makes for it; divides that
+BIAS_ROWS = 64  # tokens of one sum that a product's epilogue makes for it
+BIAS_BLOCKS = BIAS_CHUNK // BIAS_ROWS  # of those in a chunk
 _LARGEST_CHUNK = 4096  # tokens of one sum in a weight gradient
 
 _WIDE_WALK = 1024  # k of one sum in a float32 result of 16-bit operands, whose rounding hides nothing

@@ -133,16 +133,17 @@ def bias_grad(grad: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype
 
 
 def row_sums(x: torch.Tensor, height: int) -> torch.Tensor:
-    """The fp32 sums [ceil(T / height), N] of x [T, N] over blocks of rows, by halves: r and r + height / 2 first."""
+    """The fp32 sums [ceil(T / height), N] of x [T, N] over blocks of rows, by halves: r and r + height / 2 first.
+
+    Differentiable.
+    """
     tokens, n = x.shape
-    sums = x.new_empty((-(-tokens // height), n), dtype=torch.float32)
-    for block, first in enumerate(range(0, tokens, height)):
-        rows = x.new_zeros((height, n), dtype=torch.float32)
-        rows[: tokens - first].copy_(x[first : first + height])
-        while len(rows) > 1:
-            rows = rows[: len(rows) // 2] + rows[len(rows) // 2 :]
-        sums[block] = rows[0]
-    return sums
+    blocks = -(-tokens // height)
+    rows = torch.nn.functional.pad(x.float(), (0, 0, 0, blocks * height - tokens)).view(blocks, height, n)
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    return rows[:, 0]
 
 
 def _multiply(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:

@@ -26,7 +26,11 @@ ROUNDINGS = ("once", "eager")
 
 Names = tuple[str, str, str, str]  # what the caller calls x, the weight, its bias and the dropout's probability
 _NAMES: Names = ("a", "b", "bias", "dropout_p")
-_BY_ROWS_NAMES: Names = ("x", "weight", "bias", "dropout_p")
+
+
+def names_of(by_rows: bool) -> Names:
+    """In `linear`, where the weights are [N, K], or else in `matmul_fused`."""
+    return ("x", "weight", "bias", "dropout_p") if by_rows else _NAMES
 
 
 class Fusion(NamedTuple):
@@ -191,7 +195,7 @@ def fused(
     """
     if not x.is_cuda or x.dtype is torch.float64:
         b, b_up = columns(weight, weight_up, by_rows)
-        validate(x, b, b_up, fusion, out_dtype, precision, _BY_ROWS_NAMES if by_rows else _NAMES)
+        validate(x, b, b_up, fusion, out_dtype, precision, names_of(by_rows))
         return _in_torch(x, b, b_up, fusion, out_dtype or x.dtype, precision, save)
     precision = problems.resolve_precision(x, precision)
     up = None
@@ -208,7 +212,7 @@ def fused(
     plan = op.plans.get(key)
     if plan is None:
         b, b_up = columns(weight, weight_up, by_rows)
-        validate(x, b, b_up, fusion, out_dtype, precision, _BY_ROWS_NAMES if by_rows else _NAMES)
+        validate(x, b, b_up, fusion, out_dtype, precision, names_of(by_rows))
         dtype = out_dtype or x.dtype
         if 0 in (*x.shape, b.shape[1]) or (fusion.eager and not _has_torchs_bits(fusion)):
             return _in_torch(x, b, b_up, fusion, dtype, precision, save)
@@ -303,7 +307,7 @@ def _by_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _alike(weight: torch.Tensor, weight_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two weights [N, K] that one kernel reads: with the same strides, and at two places."""
+    """Two weights that one kernel reads: with the same strides, and at two places."""
     if weight.stride() != weight_up.stride():
         weight, weight_up = weight.contiguous(), weight_up.contiguous()
     return weight, weight_up.clone() if weight.data_ptr() == weight_up.data_ptr() else weight_up
@@ -580,6 +584,9 @@ def chunk_sums(partial: torch.Tensor, together: int, total: torch.Tensor | None,
         sums = partial.new_zeros(n) if total is None else total
         for chunk in cpu.row_sums(partial, together):
             sums += chunk + 0.0  # -0 is +0, as with rows of zeros after it
+        if dispatch.active:
+            problem = f"{list(partial.shape)} {problems.dtype_name(partial.dtype)}"
+            dispatch.record(Dispatch("bias_grad", "cpu", problem, "", "not on a GPU"))
         return sums.to(dtype) if total is None else sums
     if not partial.numel():
         return torch.zeros(n, dtype=dtype, device=partial.device) if total is None else total

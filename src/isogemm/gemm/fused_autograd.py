@@ -39,7 +39,7 @@ def run(call: Call) -> torch.Tensor:
         return cast(torch.Tensor, torch.ops.isogemm.fused(*call)[0])
     if torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]:
         precision = resolve_precision(call.x, call.precision)
-        if precision != call.precision:
+        if precision is not call.precision:
             call = call._replace(precision=precision)
         return cast(torch.Tensor, cast(Any, _Fused).apply(call, *tensors))
     return call.run(call.fusion, "")[0]
@@ -187,16 +187,23 @@ class _Dz(NamedTuple):
         return _Dz(self.value[index], None if self.sums is None else self.sums[index], (), self.together)
 
     def of_bias(self, dtype: torch.dtype, accumulated: autograd.Accumulated) -> torch.Tensor | None:
-        if self.sums is None:
-            return autograd.of_bias(self.value, dtype, accumulated)
+        sums = self.sums
+        if sums is None:
+            if self.together == 1 or self.value.dtype is torch.float64 or not self.value.numel():
+                return autograd.of_bias(self.value, dtype, accumulated)
+            sums = cpu.row_sums(
+                _rows(self.value), configs.BIAS_ROWS
+            )  # lost on the way: the same, in torch's operations
         owner, main_grad = accumulated
-        direct = not through_dispatcher(self.sums)
+        direct = not through_dispatcher(sums)
         if owner is None or main_grad is None:
+            if sums.requires_grad:
+                return sum(cpu.row_sums(sums, self.together), torch.zeros_like(sums[0])).to(dtype)
             if direct:
-                return fused.chunk_sums(self.sums, self.together, None, dtype)
-            return cast(torch.Tensor, torch.ops.isogemm.chunk_sums(self.sums, self.together, dtype))
+                return fused.chunk_sums(sums, self.together, None, dtype)
+            return cast(torch.Tensor, torch.ops.isogemm.chunk_sums(sums, self.together, dtype))
         add = fused_op.add_chunk_sums if direct else torch.ops.isogemm.add_chunk_sums
-        add(main_grad, self.sums, self.together, owner)
+        add(main_grad, sums, self.together, owner)
         return None
 
 
@@ -391,10 +398,10 @@ def run_mlp(hidden: Call, down: Call) -> torch.Tensor:
         return down._replace(x=h).run(down.fusion, "")[0]
     hidden = hidden._replace(precision=resolve_precision(hidden.x, hidden.precision))
     down = down._replace(precision=hidden.precision)
-    functions: Any = _Hidden, _Down, _Through
-    h, z = functions[0].apply(hidden, *(each for each in hidden[:5] if each is not None))
-    result = functions[1].apply(down, fusion, h, z, down.weight, down.bias)
-    return cast(torch.Tensor, functions[2].apply(down, fusion, result, z, down.weight, down.residual))
+    first, second, through = cast(Any, _Hidden), cast(Any, _Down), cast(Any, _Through)
+    h, z = first.apply(hidden, *(each for each in hidden[:5] if each is not None))
+    result = second.apply(down, fusion, h, z, down.weight, down.bias)
+    return cast(torch.Tensor, through.apply(down, fusion, result, z, down.weight, down.residual))
 
 
 _HIDDEN_NAMES: fused.Names = ("x", "weight", "bias", "hidden_dropout_p")
@@ -413,7 +420,7 @@ class _Hidden(torch.autograd.Function):
     """(dropout(act(z)), z); for relu both are the same. The gradient is that of z."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         fusion = call.fusion
         h, z = call.run(fusion, fusion.saved_hidden if fusion.saved_hidden != "out" else "")
         ctx.present = [each is not None for each in call[:5]]
@@ -427,7 +434,7 @@ class _Hidden(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if grads[1] is None:
-            return None, *(None for _ in _of_present(ctx, (None,) * 5))
+            return (None,) * (1 + sum(ctx.present))
         x, weight, weight_up = ctx.saved_tensors
         call = ctx.call._replace(x=x, weight=weight, weight_up=weight_up)
         needed = dict.fromkeys(_TENSORS, False) | dict(zip(_TENSORS, _needs(ctx), strict=False))
@@ -529,7 +536,11 @@ class _Through(torch.autograd.Function):
         return None, None, above, dz, None, of_residual
 
 
-_TOGETHER = configs.BIAS_CHUNK // configs.BIAS_ROWS  # sums of hidden_grad that make a chunk
+class _RowSums(NamedTuple):
+    """What dz carries along the engine's edge, as its attribute `row_sums`."""
+
+    sums: torch.Tensor
+    version: int  # dz's, when they were made
 
 
 def _hidden_grad(
@@ -544,15 +555,16 @@ def _hidden_grad(
         slope = fused.derivative(z, first.saved_hidden, first, above.shape[-1], wide)
         return (above * slope).to(weight.dtype)
     dz, partial = fused.hidden_grad(grad, weight, z, first.saved_hidden, first, precision, sums)
-    if partial is not None:
-        dz.row_sums = partial, dz._version  # type: ignore[attr-defined]
+    if partial is not None and not dz.is_inference():  # which has no version
+        dz.row_sums = _RowSums(partial, dz._version)  # type: ignore[attr-defined]
     return dz
 
 
 def _handed_on(dz: torch.Tensor) -> _Dz:
-    """z's gradient with its sums; without, where it is not what `_hidden_grad` gave alone, and as it gave it."""
-    sums, version = getattr(dz, "row_sums", (None, None))
-    return _Dz(dz, sums if version == dz._version else None, (), _TOGETHER)
+    """dz with the sums it carries, unless it was changed since, or is another tensor: a sum, or a hook's."""
+    carried: _RowSums | None = getattr(dz, "row_sums", None)
+    sums = carried.sums if carried is not None and carried.version == dz._version else None
+    return _Dz(dz, sums, (), configs.BIAS_BLOCKS)
 
 
 def _dropout_grad(grad: torch.Tensor, fusion: Fusion) -> torch.Tensor:
@@ -636,7 +648,7 @@ def _register() -> None:
             of_forward = fused_op.gradient_call(z, first.saved_hidden, first)
             sums = needed["bias"] or needed["bias_up"]
             value, partial = torch.ops.isogemm.hidden_grad(above, weight_down, call.precision, sums, *of_forward)
-            dz = _Dz(value, partial if sums and value.dtype is not torch.float64 else None, (), _TOGETHER)
+            dz = _Dz(value, partial if sums and value.dtype is not torch.float64 else None, (), configs.BIAS_BLOCKS)
             hidden = plain_call(x, weight, call.precision)
             hidden = hidden._replace(weight_up=weight_up, activation=call.activation)
             found |= of_first_layer(hidden, dz, needed, dict(zip(_OWNED, accumulated[:4], strict=True)))

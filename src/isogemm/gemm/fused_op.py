@@ -73,7 +73,7 @@ def _fused(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _fused_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = Call.of_operator(args)
     x, fusion = call.x, call.fusion
-    fused.validate(x, *call.columns, fusion, call.out_dtype, call.precision)
+    fused.validate(x, *call.columns, fusion, call.out_dtype, call.precision, fused.names_of(call.by_rows))
     shape = (*x.shape[:-1], call.columns[0].shape[-1])
     saved = x.new_empty(0)
     if call.save == "pre":
