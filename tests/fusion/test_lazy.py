@@ -729,7 +729,8 @@ def test_squares_under_autocast_of_cuda_are_float32():
     leaves = _leaves()
     with torch.autocast("cpu", torch.bfloat16), autofuse() as report:
         z = torch.relu(leaves["x"] @ leaves["w"])
-        z._node.product.device = torch.device("cuda")  # which is all that the rule looks at
+        z._node.chain = copy.copy(z._node.chain)
+        z._node.chain.device = torch.device("cuda")  # which is all that the rule looks at
         for square in (torch.square, lambda z: z**2):
             square(z)
             assert type(z) is torch.Tensor

@@ -16,15 +16,21 @@ _C: Any = torch._C
 Hooks = tuple[Any, Any] | None
 
 
-Enclosure = tuple[Hooks, int, bool, bool]  # the first fields of an Ambient
+class Enclosure(NamedTuple):
+    """What a deferred result may not get out of, nor into: a block defers where it is as it was at the entry."""
 
-
-class Ambient(NamedTuple):
-    # What a deferred result may not get out of, nor into: a block defers where this is as it was at its entry.
     hooks: Hooks  # of saved tensors, the innermost
     backward: int  # number of the backward that is running
     in_function: bool  # in an autograd.Function's forward
     capturing: bool  # the current stream's work goes into a CUDA graph
+
+
+class Ambient(NamedTuple):
+    # As of an Enclosure.
+    hooks: Hooks
+    backward: int
+    in_function: bool
+    capturing: bool
     # What no result is deferred under.
     dispatch_modes: int
     tracing: bool
@@ -33,34 +39,58 @@ class Ambient(NamedTuple):
     # What a result is computed under.
     grad: bool
     autocast: torch.dtype | None
+    device: int  # CUDA's, or a negative number: the CPU
     stream: tuple[int, int, int] | None  # CUDA's: id, device and kind
-    precision: str  # of float32 products on CUDA
 
 
-def read(x: torch.Tensor) -> Ambient:
-    """As it is now, for a call that computes on x's device."""
-    kind, stream, precision = "cpu", None, ""
-    if x.is_cuda:
-        kind, stream, precision = "cuda", _C._cuda_getCurrentStream(x.get_device()), matmul_precision()
-    fields = (
+def read(device: int) -> Ambient:
+    """As it is now, for a call that computes on a device."""
+    stream = _current_stream(device) if device >= 0 else None
+    return Ambient(
         _top_hooks(True),
         _backward(),
         not _is_forward_ad_enabled(),
-        _cuda._initialized and _is_capturing(),
+        stream is not None and stream[0] != 0 and _is_capturing(),  # torch captures no default stream
         _dispatch_modes(),
-        _tracing_state() is not None,
+        _is_tracing(),
         forward_ad._current_level >= 0 or _interpreter() is not None,
         _is_inference(),
         _is_grad(),
-        _autocast_dtype(kind) if _is_any_autocast() and _is_autocast(kind) else None,
+        _autocast(device),
+        device,
         stream,
-        precision,
     )
-    return tuple.__new__(Ambient, fields)  # a third of the time of Ambient(...), at every call
+
+
+def is_still(then: Ambient) -> bool:
+    """Whether all is as it was then, when there was no obstacle: what `read` would find, sooner, at every call."""
+    hooks, backward, in_function, capturing, _, _, _, _, grad, autocast, device, stream = then
+    return (
+        _is_grad() is grad
+        and not _dispatch_modes()
+        and not _is_inference()
+        and _is_forward_ad_enabled() is not in_function
+        and _backward() == backward
+        and _top_hooks(True) == hooks
+        and not _is_tracing()
+        and forward_ad._current_level < 0
+        and _interpreter() is None
+        and (_autocast(device) if _is_any_autocast() else None) is autocast
+        and (
+            stream is None
+            or (_current_stream(device) == stream and (stream[0] == 0 or _is_capturing() == capturing))
+        )
+    )  # fmt: skip
+
+
+def _autocast(device: int) -> torch.dtype | None:
+    kind = "cuda" if device >= 0 else "cpu"
+    return _autocast_dtype(kind) if _is_autocast(kind) else None
 
 
 def read_enclosure() -> Enclosure:
-    return _top_hooks(True), _backward(), not _is_forward_ad_enabled(), _cuda._initialized and _is_capturing()
+    is_capturing = _cuda._initialized and _cuda.is_initialized() and _is_capturing()
+    return Enclosure(_top_hooks(True), _backward(), not _is_forward_ad_enabled(), is_capturing)
 
 
 def obstacle(entered: Enclosure, now: Ambient) -> str:
@@ -71,20 +101,20 @@ def obstacle(entered: Enclosure, now: Ambient) -> str:
         return "it is inside forward-mode AD or a torch.func transform"
     if now.inference:
         return "changes of an input cannot be seen in inference mode; torch.no_grad() would do"
-    if now[: len(entered)] == entered:
-        return ""
-    hooks, backward, in_function, _ = entered
-    if now.in_function != in_function:
+    if now.in_function != entered.in_function:
         return "it is inside an autograd.Function, which takes its result at once"
-    if now.backward != backward:
+    if now.backward != entered.backward:
         return "it is computed in a backward"
-    what = "hooks of saved tensors (a checkpoint)" if now.hooks != hooks else "a CUDA graph's capture"
-    return f"{what} began inside the block; enter the block inside of it"
+    if now.hooks != entered.hooks:
+        return "hooks of saved tensors (a checkpoint) began inside the block; enter the block inside of it"
+    if now.stream is not None and now.capturing != entered.capturing:
+        return "a CUDA graph's capture began inside the block; enter the block inside of it"
+    return ""
 
 
 @contextmanager
-def restored(then: Ambient, now: Ambient, device: torch.device) -> Iterator[None]:
-    """Compute as if at the time of `then`."""
+def restored(then: Ambient, now: Ambient, precision: str) -> Iterator[None]:
+    """Compute as if at the time of `then`; `precision` is that of a float32 product on CUDA, else empty."""
     with ExitStack() as stack:
         if now.capturing != then.capturing:
             raise RuntimeError(
@@ -95,17 +125,18 @@ def restored(then: Ambient, now: Ambient, device: torch.device) -> Iterator[None
             before, current = _stream(then), _stream(now)
             stack.callback(current.wait_stream, before)  # the reader is on this one
             stack.enter_context(torch.cuda.stream(before))
-        if now.precision != then.precision:
+        if precision and precision != matmul_precision():
             settings: Any = torch.backends.cuda.matmul
             stack.callback(setattr, settings, "fp32_precision", settings.fp32_precision)
-            settings.fp32_precision = then.precision
+            settings.fp32_precision = precision
         if now.dispatch_modes:
             stack.enter_context(_disable_current_modes())
         if now.inference:
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(then.grad))
         if now.autocast != then.autocast:
-            stack.enter_context(torch.autocast(device.type, then.autocast, enabled=then.autocast is not None))
+            kind = "cpu" if then.stream is None else "cuda"
+            stack.enter_context(torch.autocast(kind, then.autocast, enabled=then.autocast is not None))
         _set_hooks_aside(stack, then.hooks)
         yield
 
@@ -123,20 +154,18 @@ def _set_hooks_aside(stack: ExitStack, outermost: Hooks) -> None:
         stack.callback(_C._autograd._push_saved_tensors_default_hooks, *top)
 
 
-def _is_capturing() -> bool:
-    return bool(_cuda.is_initialized() and _C._cuda_isCurrentStreamCapturing())
-
-
 # Looked up once: they are asked at every call.
 _cuda: Any = torch.cuda
 _top_hooks: Any = _C._autograd._top_saved_tensors_default_hooks
 _backward: Any = _C._current_graph_task_id
 _is_forward_ad_enabled: Any = _C._is_fwd_grad_enabled  # autograd turns it off in a Function, and no_grad does not
 _dispatch_modes: Any = _C._len_torch_dispatch_stack
-_tracing_state: Any = _C._get_tracing_state
+_is_tracing: Any = _C._is_tracing
 _interpreter: Any = _C._functorch.peek_interpreter_stack
 _is_inference: Any = torch.is_inference_mode_enabled
 _is_grad: Any = torch.is_grad_enabled
 _autocast_dtype: Any = torch.get_autocast_dtype
 _is_any_autocast: Any = _C._is_any_autocast_enabled
 _is_autocast: Any = torch.is_autocast_enabled
+_current_stream: Any = getattr(_C, "_cuda_getCurrentStream", None)  # a build for the CPU has none
+_is_capturing: Any = getattr(_C, "_cuda_isCurrentStreamCapturing", None)

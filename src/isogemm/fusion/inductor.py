@@ -26,7 +26,7 @@ from torch.fx.node import map_arg
 
 from isogemm.epilogues import ACTIVATIONS, recognise
 from isogemm.fusion import questions, rules
-from isogemm.fusion.report import Report
+from isogemm.fusion.report import Fused, Report
 from isogemm.fusion.rules import Arguments, Function, Product
 from isogemm.gemm import api
 
@@ -162,11 +162,11 @@ def _fuse_from(graph: Graph, start: _Chain, report: Report, gated: bool) -> None
 def _fuse_chain(graph: Graph, chain: _Chain, report: Report) -> str:
     what, below = chain.describe(), _layer_below(chain)
     if below is not None and not _replace(graph, _mlp_call(chain, below)):
-        report.add_fused(what, (*chain.steps(), below.describe(), *below.steps()))
+        report.add_fused(Fused(what, (*chain.steps(), below.describe(), *below.steps())))
         return ""
     refused = _replace(graph, _fused_call(chain))
     if not refused:
-        report.add_fused(what, chain.steps())
+        report.add_fused(Fused(what, tuple(chain.steps())))
     return refused
 
 

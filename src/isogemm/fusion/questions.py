@@ -11,23 +11,28 @@ import torch
 import torch.nn.functional as F
 from torch._ops import OpOverload, OpOverloadPacket
 
-from isogemm.core.eager import PLAIN
-
 _C: Any = torch._C
 
 
-def stamps(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+Stamp = tuple[int, int]
+
+
+def stamps(tensors: Sequence[torch.Tensor]) -> tuple[Stamp, ...]:
     """What changes when one is modified in place, or given other memory."""
-    found: list[int] = []
-    for x in tensors:
-        found += (x._version, x.data_ptr())
-    return tuple(found)
+    return tuple([(x._version, x.data_ptr()) for x in tensors])
 
 
-def is_plain(x: Any) -> bool:
-    """Whether x is a strided tensor with memory and a version: not a subclass, not one made in inference mode."""
-    if type(x) not in PLAIN:
-        return False
+def stamp(x: torch.Tensor) -> Stamp | None:
+    """Of a plain tensor; None of one that is not: that was made in inference mode, or lacks memory of its own."""
+    try:
+        version, address = x._version, x.data_ptr()
+    except RuntimeError:
+        return None
+    return (version, address) if (not x.is_neg() if address else _has_plain_keys(x)) else None
+
+
+def _has_plain_keys(x: torch.Tensor) -> bool:
+    """Whether x is to the dispatcher what a new tensor is: strided, with memory and a version."""
     keys = _C._dispatch_keys(x).raw_repr()
     return keys in _plain_keys or (x.is_cuda and keys == _keys_of_a_new_tensor(x.device))
 

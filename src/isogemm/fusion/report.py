@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -35,8 +34,8 @@ class Report:
         self.left: Counter[Left] = Counter()
         self.repeated: Counter[Left] = Counter()  # computed in a fused launch and once more: something else read them
 
-    def add_fused(self, product: str, steps: Sequence[str]) -> None:
-        self.fused[Fused(product, tuple(steps))] += 1
+    def add_fused(self, entry: Fused) -> None:
+        self.fused[entry] += 1
 
     def add_left(self, product: str, reason: str) -> None:
         self.left[Left(product, reason)] += 1
