@@ -16,71 +16,53 @@ _C: Any = torch._C
 Hooks = tuple[Any, Any] | None
 
 
-class Enclosure(NamedTuple):
-    """What a deferred result may not get out of, nor into: a block defers where it is as it was at the entry."""
-
-    hooks: Hooks  # of saved tensors, the innermost
-    backward: int  # number of the backward that is running
-    in_function: bool  # in an autograd.Function's forward
-    capturing: bool  # the current stream's work goes into a CUDA graph
+Enclosure = tuple[Hooks, int, bool, bool]  # the first fields of an Ambient
 
 
 class Ambient(NamedTuple):
-    # As of an Enclosure.
-    hooks: Hooks
-    backward: int
-    in_function: bool
-    capturing: bool
-    # What no result is deferred under.
+    # A deferred result may not get out of these, nor into them: a block defers where they are as at its entry.
+    hooks: Hooks  # of saved tensors, the innermost
+    backward: int  # number of the backward that is running
+    forward_ad: bool  # autograd turns it off in an autograd.Function's forward, and no_grad does not
+    capturing: bool  # the stream's work goes into a CUDA graph
+    # No result is deferred under these.
     dispatch_modes: int
     tracing: bool
-    transform: bool
+    level: int  # of forward-mode AD, or negative
+    interpreter: Any  # of a torch.func transform, or None
     inference: bool
-    # What a result is computed under.
+    # A result is computed under these.
     grad: bool
     autocast: torch.dtype | None
-    device: int  # CUDA's, or a negative number: the CPU
     stream: tuple[int, int, int] | None  # CUDA's: id, device and kind
+    device: int  # CUDA's, or a negative number: the CPU
+
+    @property
+    def transform(self) -> bool:
+        return self.level >= 0 or self.interpreter is not None
 
 
-def read(device: int) -> Ambient:
-    """As it is now, for a call that computes on a device."""
-    stream = _current_stream(device) if device >= 0 else None
-    return Ambient(
+def read(device: int) -> tuple[Any, ...]:
+    """An Ambient as it is now, for a call on a device: the mere tuple, which is made at every call to be compared."""
+    capturing, stream = False, None
+    if device >= 0:
+        stream = _current_stream(device)
+        capturing = stream[0] != 0 and _is_capturing()  # torch captures no default stream
+    return (
         _top_hooks(True),
         _backward(),
-        not _is_forward_ad_enabled(),
-        stream is not None and stream[0] != 0 and _is_capturing(),  # torch captures no default stream
+        _is_forward_ad_enabled(),
+        capturing,
         _dispatch_modes(),
         _is_tracing(),
-        forward_ad._current_level >= 0 or _interpreter() is not None,
+        forward_ad._current_level,
+        _interpreter(),
         _is_inference(),
         _is_grad(),
-        _autocast(device),
-        device,
+        _autocast(device) if _is_any_autocast() else None,
         stream,
+        device,
     )
-
-
-def is_still(then: Ambient) -> bool:
-    """Whether all is as it was then, when there was no obstacle: what `read` would find, sooner, at every call."""
-    hooks, backward, in_function, capturing, _, _, _, _, grad, autocast, device, stream = then
-    return (
-        _is_grad() is grad
-        and not _dispatch_modes()
-        and not _is_inference()
-        and _is_forward_ad_enabled() is not in_function
-        and _backward() == backward
-        and _top_hooks(True) == hooks
-        and not _is_tracing()
-        and forward_ad._current_level < 0
-        and _interpreter() is None
-        and (_autocast(device) if _is_any_autocast() else None) is autocast
-        and (
-            stream is None
-            or (_current_stream(device) == stream and (stream[0] == 0 or _is_capturing() == capturing))
-        )
-    )  # fmt: skip
 
 
 def _autocast(device: int) -> torch.dtype | None:
@@ -90,7 +72,12 @@ def _autocast(device: int) -> torch.dtype | None:
 
 def read_enclosure() -> Enclosure:
     is_capturing = _cuda._initialized and _cuda.is_initialized() and _is_capturing()
-    return Enclosure(_top_hooks(True), _backward(), not _is_forward_ad_enabled(), is_capturing)
+    return _top_hooks(True), _backward(), _is_forward_ad_enabled(), bool(is_capturing)
+
+
+def is_inside(entered: Enclosure, clear: Ambient) -> bool:
+    """Whether one that was no obstacle to some block is none to a block that was entered so."""
+    return clear[:3] == entered[:3] and (clear.stream is None or clear.capturing == entered[3])
 
 
 def obstacle(entered: Enclosure, now: Ambient) -> str:
@@ -101,15 +88,15 @@ def obstacle(entered: Enclosure, now: Ambient) -> str:
         return "it is inside forward-mode AD or a torch.func transform"
     if now.inference:
         return "changes of an input cannot be seen in inference mode; torch.no_grad() would do"
-    if now.in_function != entered.in_function:
+    hooks, backward, forward_ad, _ = entered
+    if now.forward_ad != forward_ad:
         return "it is inside an autograd.Function, which takes its result at once"
-    if now.backward != entered.backward:
+    if now.backward != backward:
         return "it is computed in a backward"
-    if now.hooks != entered.hooks:
-        return "hooks of saved tensors (a checkpoint) began inside the block; enter the block inside of it"
-    if now.stream is not None and now.capturing != entered.capturing:
-        return "a CUDA graph's capture began inside the block; enter the block inside of it"
-    return ""
+    if is_inside(entered, now):
+        return ""
+    what = "hooks of saved tensors (a checkpoint)" if now.hooks != hooks else "a CUDA graph's capture"
+    return f"{what} began inside the block; enter the block inside of it"
 
 
 @contextmanager
@@ -158,7 +145,7 @@ def _set_hooks_aside(stack: ExitStack, outermost: Hooks) -> None:
 _cuda: Any = torch.cuda
 _top_hooks: Any = _C._autograd._top_saved_tensors_default_hooks
 _backward: Any = _C._current_graph_task_id
-_is_forward_ad_enabled: Any = _C._is_fwd_grad_enabled  # autograd turns it off in a Function, and no_grad does not
+_is_forward_ad_enabled: Any = _C._is_fwd_grad_enabled
 _dispatch_modes: Any = _C._len_torch_dispatch_stack
 _is_tracing: Any = _C._is_tracing
 _interpreter: Any = _C._functorch.peek_interpreter_stack

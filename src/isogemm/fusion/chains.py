@@ -23,9 +23,9 @@ View = Callable[[torch.Tensor], torch.Tensor]
 
 UNKNOWN_FORM = "it is called in a form that is not fused"
 NOT_PLAIN = "an operand is no plain strided tensor"
-CONSTANTS = frozenset({bool, int, float, str, type(None)})  # types of arguments that are told apart by value
 _CASTABLE = (torch.bfloat16, torch.float16, torch.float32)  # by autocast
 _DEVICES = ("cpu", "cuda")
+_LONGEST = 64  # steps of a chain
 
 
 class Operand(NamedTuple):
@@ -52,11 +52,16 @@ class Launch(NamedTuple):
 class Chain:
     """A product and its epilogue. Shared by all the nodes of one pattern."""
 
-    def __init__(self, product: Product, arguments: Arguments, inputs: int, autocast: torch.dtype | None) -> None:
+    def __init__(
+        self, product: Product, arguments: Arguments, inputs: int, depth: int, autocast: torch.dtype | None
+    ) -> None:
         self.product, self.arguments = product, arguments
         self.inputs = inputs  # how many
+        self.depth = depth  # calls on the longest way from a product
         self.autocast = autocast
         self.shape, self.dtype, self.device = product.shape, product.dtype, product.device
+        self.has_precision = product.dtype is torch.float32 and product.device.type == "cuda"  # to be set
+        self.shells: list[torch.Tensor] = []  # deferred tensors without a node, to be used again
         # Computed twice, the result of a dropout would be two.
         self.is_drawn = "dropout_p" in arguments and "residual" not in arguments
 
@@ -140,20 +145,17 @@ class _Grown(NamedTuple):
 
 # The memory.
 
-
-_memory: dict[Hashable, Any] = {}
 _MOST_REMEMBERED = 4096
-
-
+_memory: dict[Hashable, Any] = {}
 remembered = _memory.get
 
 
-def remember(key: Hashable, decision: Chain | Step) -> None:
-    """Bounded: sizes and factors that never come again are forgotten, with all the rest."""
-    if key is not None:
+def remember(pattern: Hashable, decision: Chain | Step) -> None:
+    """What was decided, under a pattern if there is one. Bounded: what never comes again goes, with all the rest."""
+    if pattern is not None:
         if len(_memory) >= _MOST_REMEMBERED:
             _memory.clear()
-        _memory[key] = decision
+        _memory[pattern] = decision
 
 
 # The decisions. Tensors among the arguments are given as operands, deferred ones as parts.
@@ -184,7 +186,7 @@ def start(function: Function, args: Sequence[Any], kwargs: Kwargs, autocast: tor
     if isinstance(product, str):
         return product
     arguments = rules.with_addend(product, call, c)
-    return arguments if isinstance(arguments, str) else Chain(product, arguments, _operands(args, kwargs), autocast)
+    return arguments if isinstance(arguments, str) else Chain(product, arguments, _operands(args, kwargs), 1, autocast)
 
 
 def step(function: Function, args: Sequence[Any], kwargs: Kwargs, may_draw: bool, pair: Pair | None) -> Step | str:
@@ -196,8 +198,11 @@ def step(function: Function, args: Sequence[Any], kwargs: Kwargs, may_draw: bool
         return grown
     part, arguments, other, taken = grown
     before = part.chain
+    depth = 1 + max(x.chain.depth for x in args if type(x) is Part and x is not other)
+    if depth > _LONGEST:
+        return f"it is the end of {_LONGEST} steps"
     inputs = before.inputs + _operands(args, kwargs) + (other is not None) + (taken.chain.inputs if taken else 0)
-    chain = Chain(before.product, arguments, inputs, before.autocast)
+    chain = Chain(before.product, arguments, inputs, depth, before.autocast)
     return Step(chain, part.number, other is not None, taken is not None)
 
 

@@ -6,10 +6,11 @@ looks at one makes it compute, and turns the very same object into a plain torch
 
 from __future__ import annotations
 
-import itertools
+import functools
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence, Set
 from typing import Any, cast
 
 import torch
@@ -26,10 +27,14 @@ from isogemm.gemm import api
 
 _C: Any = torch._C
 NO_KWARGS: Kwargs = {}
+Ref = weakref.ref[Any]
+_FEW = 64
+_MOST_SHELLS = 4
 
 
 class _Thread(threading.local):
     computing = False  # what is called now is not to be deferred
+    clear: Ambient | None = None  # the last one that was no obstacle
 
 
 thread = _Thread()
@@ -73,56 +78,47 @@ class Deferred(torch.Tensor):
 class Block:
     """One entered `autofuse`."""
 
-    __slots__ = ("clear", "dropout", "entered", "report")
+    __slots__ = ("_entered", "clear", "dropout", "ledger", "report")
 
-    def __init__(self, report: Report, dropout: bool) -> None:
-        self.report, self.dropout = report, dropout
-        self.entered = ambient.read_enclosure()
-        self.clear: Ambient | None = None  # the last one that was no obstacle
+    def __init__(self, ledger: Ledger, report: Report, dropout: bool) -> None:
+        self.ledger, self.report, self.dropout = ledger, report, dropout
+        self._entered = ambient.read_enclosure()
+        clear = thread.clear
+        self.clear = clear if clear is not None and ambient.is_inside(self._entered, clear) else None
 
-    def moment(self, device: int) -> Ambient | str:
-        """What is around a product on a device (a negative number: the CPU) now, or why it may not be deferred."""
-        clear = self.clear
-        if clear is not None and clear.device == device and ambient.is_still(clear):
-            return clear
-        now = ambient.read(device)
-        reason = ambient.obstacle(self.entered, now)
+    def ambient(self, device: int) -> Ambient | str:
+        """What is around a call on a device (a negative number: the CPU) now, or why it may not be deferred."""
+        found = ambient.read(device)
+        if found == self.clear:
+            return self.clear
+        now = Ambient._make(found)
+        reason = ambient.obstacle(self._entered, now)
         if reason:
             return reason
         self.clear = now
+        thread.clear = now if now.hooks is None else None  # which may hold anything
         return now
 
 
 class Node:
     """How a deferred tensor is computed. It holds the operands and not the tensor, which may die unread."""
 
+    block: Block
+    chain: Chain  # as fused
+    function: Function  # as called
+    args: Sequence[Any]  # nodes stand for deferred operands
+    kwargs: Kwargs
+    parents: Sequence[Node]  # among args
+    inputs: tuple[torch.Tensor, ...]
+    stamps: tuple[int, ...]
+    ambient: Ambient
+    requires_grad: bool
+    tensor: Ref  # that has this node, or is computed
+    precision = ""  # of a float32 product on CUDA
     stepped = False  # another node has it as a parent
     consumed = False  # by a fused launch that went past it
     kept: torch.Tensor | None = None  # the value, for another tensor of this node, or as the only one drawn
     version: int | None = None  # of the tensor when it was computed
-    tensor: Ref  # that has this node, or is computed
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        chain: Chain,
-        function: Function,
-        args: tuple[Any, ...],
-        kwargs: Kwargs,
-        parents: tuple[Node, ...],
-        inputs: tuple[torch.Tensor, ...],
-        stamps: tuple[questions.Stamp, ...],
-        ambient: Ambient,
-        precision: str,
-        requires_grad: bool,
-        depth: int,
-    ) -> None:
-        self.ledger, self.block = ledger, ledger.blocks[-1]
-        self.chain = chain  # as fused
-        self.function, self.args, self.kwargs = function, args, kwargs  # as called; nodes stand for deferred operands
-        self.parents, self.depth = parents, depth  # nodes among args; the longest way to a product
-        self.inputs, self.stamps = inputs, stamps
-        self.ambient, self.precision, self.requires_grad = ambient, precision, requires_grad
 
     def computed(self) -> torch.Tensor | None:
         """The tensor once computed, if it is alive."""
@@ -134,6 +130,7 @@ class Node:
         return x if x is not None and x._version == self.version else None
 
     def ancestors(self) -> list[Node]:
+        """Those it was made of, its parents first."""
         found = [*self.parents]
         for node in found:
             found += node.parents
@@ -142,18 +139,15 @@ class Node:
     def comes_from(self, other: Node) -> bool:
         return any(node is other for node in self.ancestors())
 
-    def reads(self) -> Iterator[torch.Tensor]:
-        """The operands, and the results it may be computed from."""
-        yield from self.inputs
-        for each in self.ancestors():
-            x = each.computed()
-            if x is not None:
-                yield x
+    @functools.cached_property
+    def storages(self) -> frozenset[int]:
+        """Of the operands."""
+        return frozenset(map(questions.storage, self.inputs))
 
-
-class Ref(weakref.ref[torch.Tensor]):
-    __slots__ = ("number",)
-    number: int  # in the order of the calls
+    def reads_result_in(self, storages: Set[int]) -> bool:
+        """Whether it may be computed from a result that lies there."""
+        results = [each.computed() for each in self.ancestors()]
+        return any(x is not None and questions.storage(x) in storages for x in results)
 
 
 class Ledger:
@@ -161,46 +155,61 @@ class Ledger:
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self.pending: dict[int, Ref] = {}  # by number
         self.lock = threading.RLock()  # one thread turns a deferred tensor into its value, another waits for it
+        self._refs: list[Ref] = []  # to what was deferred, in the order of the calls; some are dead or computed
+        self._most_refs = _FEW  # before those are let go
         self._repeated: WeakIdKeyDictionary | None = None  # tensors computed again
-        self._numbers = itertools.count(1)
-        self._readers: dict[int, list[Ref]] = {}  # by the storage of an operand; some are dead
-        self._indexed = 0  # the last number among them
-        self._regrown: dict[int, Ref] = {}  # have more operands since, by number; some are dead
         self._results: set[int] = set()  # storages of computed ones, which later steps read
-        pending = self.pending
-        self._forget: Callable[[Ref], Any] = lambda ref: pending.pop(ref.number, None)
 
-    def wrap(self, node: Node) -> Deferred:
-        chain = node.chain
-        # By position: by name it takes a third longer.
-        x: Deferred = _MAKE(Deferred, chain.shape, None, None, None, chain.dtype, _STRIDED, chain.device)
-        _THROW_ON_DATA_PTR(x)
-        ref = node.tensor = Ref(x, self._forget)
-        number = ref.number = next(self._numbers)
-        self.pending[number] = ref
+    def defer(
+        self,
+        block: Block,
+        chain: Chain,
+        function: Function,
+        args: Sequence[Any],
+        kwargs: Kwargs,
+        parents: Sequence[Node],
+        inputs: tuple[torch.Tensor, ...],
+        stamps: tuple[int, ...],
+        ambient: Ambient,
+        requires_grad: bool,
+        precision: str = "",
+        x: Deferred | None = None,
+    ) -> Deferred:
+        """A tensor with such a node; x itself if it is given. In one frame, since it is done at every call."""
+        node = Node()
+        node.block = block
+        node.chain = chain
+        node.function = function
+        node.args = args
+        node.kwargs = kwargs
+        node.parents = parents
+        node.inputs = inputs
+        node.stamps = stamps
+        node.ambient = ambient
+        node.requires_grad = requires_grad
+        if precision:
+            node.precision = precision
+        if x is not None:
+            node.tensor = x._node.tensor
+            x._node = node
+            return x
+        try:
+            x = cast(Deferred, chain.shells.pop()) if chain.shells else _without_data(chain)
+        except IndexError:  # another thread took it
+            x = _without_data(chain)
         x._node = node
+        node.tensor = ref = weakref.ref(x)
+        refs = self._refs
+        refs.append(ref)
+        if len(refs) > self._most_refs:
+            self._most_refs = _FEW + 2 * len(self._pending())
         return x
-
-    def regrow(self, x: Deferred, node: Node) -> None:
-        """Make x that node's tensor."""
-        node.tensor = x._node.tensor
-        x._node = node
-        self._regrown[node.tensor.number] = node.tensor
-        if len(self._regrown) > 64 + 2 * len(self.pending):  # most are dead
-            self._regrown = {number: ref for number, ref in self._regrown.items() if ref() is not None}
 
     def settle(self, x: torch.Tensor, node: Node) -> None:
         """x is computed."""
-        pending = self.pending
-        pending.pop(node.tensor.number, None)
         node.version = x._version
-        if not pending:
-            self._readers.clear()
-            self._regrown.clear()
-            self._results.clear()
-        elif node.stepped:
+        if node.stepped:
             self._results.add(questions.storage(x))
         if node.consumed and node.requires_grad:
             self._repeated = WeakIdKeyDictionary() if self._repeated is None else self._repeated
@@ -212,13 +221,25 @@ class Ledger:
             return x._node.consumed and x._node.requires_grad
         return self._repeated is not None and x in self._repeated
 
+    def is_pending(self) -> bool:
+        """Whether anything is; for the thread of the blocks."""
+        refs = self._refs
+        while refs and type(refs[-1]()) is not Deferred:
+            refs.pop()
+        return bool(refs)
+
     def compute_pending(self, reason: str, *, of: Block | None = None, failing: bool = False) -> None:
         """Those alive, in the order of the calls; while an exception is on its way, those that can be."""
-        for x in _alive(self.pending.values()):
-            if of is not None and x._node.block is not of:
+        still = None
+        for ref in self._refs:
+            x = ref()
+            if type(x) is not Deferred or (of is not None and x._node.block is not of):
                 continue
+            around = x._node.ambient
+            if around is not still and ambient.read(around.device) == around:
+                still = around
             try:
-                materialise(x, reason)
+                materialise(x, reason, still)
             except OperandChanged:  # an error for whoever reads it
                 continue
             except Exception:
@@ -228,35 +249,27 @@ class Ledger:
     def compute_readers(self, written: Any, reason: str) -> None:
         """Those that read memory which the tensors in `written` share."""
         storages = set(map(questions.storage, questions.tensors_in(written)))
-        if not self._results.isdisjoint(storages):
-            for x in _alive(self.pending.values()):
-                if not storages.isdisjoint(map(questions.storage, x._node.reads())):
-                    materialise(x, reason)
-            return
-        self._index()
-        found = [ref for each in storages for ref in self._readers.get(each, ())]
-        for x in _alive(sorted(set(found), key=lambda ref: ref.number)):
-            materialise(x, reason)
+        results_too = not self._results.isdisjoint(storages)
+        for ref in self._pending():
+            x = ref()
+            if type(x) is not Deferred:
+                continue
+            if not x._node.storages.isdisjoint(storages) or (results_too and x._node.reads_result_in(storages)):
+                materialise(x, reason)
 
-    def _index(self) -> None:
-        """Enter those into `_readers` that came since."""
-        new = itertools.takewhile(lambda ref: ref.number > self._indexed, reversed(list(self.pending.values())))
-        for x in _alive([*new, *self._regrown.values()]):
-            ref = x._node.tensor
-            self._indexed = max(self._indexed, ref.number)
-            for each in set(map(questions.storage, x._node.inputs)):
-                readers = self._readers.setdefault(each, [])
-                if len(readers) > 2 * len(self.pending):
-                    readers[:] = [other for other in readers if other() is not None]
-                readers.append(ref)
-        self._regrown.clear()
+    def _pending(self) -> list[Ref]:
+        """Lets the others go."""
+        self._refs = [ref for ref in self._refs if type(ref()) is Deferred]
+        if not self._refs:
+            self._results.clear()
+        return self._refs
 
 
-def _alive(refs: Iterable[Ref]) -> Iterator[Deferred]:
-    for ref in list(refs):
-        x = ref()
-        if type(x) is Deferred:
-            yield x
+def _without_data(chain: Chain) -> Deferred:
+    # By position: by name it takes a third longer.
+    x: Deferred = _MAKE(Deferred, chain.shape, None, None, None, chain.dtype, _STRIDED, chain.device)
+    _THROW_ON_DATA_PTR(x)
+    return x
 
 
 class OperandChanged(RuntimeError):
@@ -268,19 +281,28 @@ _THROW_ON_DATA_PTR: Any = _C._set_throw_on_mutable_data_ptr  # else C++ that ask
 _STRIDED = torch.strided
 
 
+def _references_to_a_local() -> int:
+    value = object()
+    return sys.getrefcount(value)
+
+
+_ALONE = _references_to_a_local()
+
+
 # Computing.
 
 
-def materialise(x: Deferred, reason: str) -> None:
-    """Turn x into its value; `reason` is who asks."""
+def materialise(x: Deferred, reason: str, still: Ambient | None = None) -> None:
+    """Turn x into its value; `reason` is who asks. `still` is known to be what is around now."""
     node = x.__dict__.get("_node")
     if node is None:  # another thread was faster
         return
-    with node.ledger.lock:
+    ledger = node.block.ledger
+    with ledger.lock:
         if type(x) is not Deferred:
             return
         node = x._node
-        value = _compute(node, reason)
+        value = _compute(node, reason, still)
         with _C.DisableTorchFunction():
             is_held = x._use_count() > 1  # type: ignore[attr-defined]  # by C++, such as a checkpoint that saved it
             _C._swap_tensor_impl(x, value)
@@ -289,17 +311,20 @@ def materialise(x: Deferred, reason: str) -> None:
             if is_held:  # the empty one lives on there, as a deferred tensor of the same value
                 value.__class__ = Deferred
                 value._node = node  # type: ignore[attr-defined]
+            elif sys.getrefcount(value) == _ALONE and not value.__dict__ and len(node.chain.shells) < _MOST_SHELLS:
+                value.__class__ = Deferred
+                node.chain.shells.append(value)
             if is_held or (node.stepped and node.chain.is_drawn):
                 node.kept = x
-            node.ledger.settle(x, node)
+            ledger.settle(x, node)
 
 
 def materialise_all(operands: Any, reason: str) -> None:
-    for x in sorted(deferred_in(operands), key=lambda x: x._node.depth):  # what the others may be computed from
+    for x in sorted(deferred_in(operands), key=lambda x: x._node.chain.depth):  # what the others may be computed from
         materialise(x, reason)
 
 
-def _compute(node: Node, reason: str) -> torch.Tensor:
+def _compute(node: Node, reason: str, still: Ambient | None) -> torch.Tensor:
     if node.kept is not None:
         return node.kept.view_as(node.kept)
     if questions.stamps(node.inputs) != node.stamps:
@@ -309,9 +334,10 @@ def _compute(node: Node, reason: str) -> torch.Tensor:
         )
     before, thread.computing = thread.computing, True
     try:
-        if ambient.is_still(node.ambient) and (not node.precision or node.precision == matmul_precision()):
+        around = node.ambient
+        now = around if around is still else Ambient._make(ambient.read(around.device))
+        if now == around and (not node.precision or node.precision == matmul_precision()):
             return _evaluate(node, reason)
-        now = ambient.read(node.ambient.device)
         with ambient.restored(node.ambient, now, node.precision):
             return _evaluate(node, reason, in_transform=now.transform)
     finally:
@@ -328,8 +354,9 @@ def _evaluate(node: Node, reason: str, *, in_transform: bool = False) -> torch.T
     for parent in node.parents:
         if parent.chain.is_drawn:
             _draw_for_others(parent)
-    ancestors = node.ancestors()
+    ancestors = [*node.parents]
     for each in ancestors:
+        ancestors += each.parents
         if each.version is not None and each.plain() is not None:  # it has been computed on its own
             return _call(node)
     if in_transform:
@@ -337,7 +364,13 @@ def _evaluate(node: Node, reason: str, *, in_transform: bool = False) -> torch.T
     report.add_fused(chain.fused)
     for each in ancestors:
         each.consumed = True
-    return _launch(chain, node.inputs)
+    inputs = node.inputs
+    by_rows, a, b, transposes_b, constants, operands = chain.launch
+    arguments = {**constants}
+    for name, place, view in operands:
+        arguments[name] = inputs[place] if view is None else view(inputs[place])
+    right = inputs[b].t() if transposes_b else inputs[b]
+    return (api.linear if by_rows else api.matmul_fused)(inputs[a], right, **arguments)
 
 
 def _draw_for_others(node: Node) -> None:
@@ -358,15 +391,6 @@ def _call(node: Node) -> torch.Tensor:
 def _result(node: Node) -> torch.Tensor:
     found = node.plain()
     return _call(node) if found is None else found
-
-
-def _launch(chain: Chain, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    by_rows, a, b, transposes_b, constants, operands = chain.launch
-    arguments = {**constants}
-    for name, place, view in operands:
-        arguments[name] = inputs[place] if view is None else view(inputs[place])
-    right = inputs[b].t() if transposes_b else inputs[b]
-    return (api.linear if by_rows else api.matmul_fused)(inputs[a], right, **arguments)
 
 
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]

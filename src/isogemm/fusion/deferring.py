@@ -1,166 +1,220 @@
-"""What becomes of each call inside a block: a product and the steps that fit it are deferred, the rest is torch's."""
+"""What becomes of each call inside a block: a product and the steps that fit it are deferred, the rest is torch's.
+
+A call is known by its pattern: the function, what the rules look at in its arguments (shape, dtype and device of a
+tensor, the chain of a deferred one, the value of anything else) and what else they ask for. The calls of patterns that
+chains.py remembers take a short way, which decides nothing: it asks what depends on the moment.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from isogemm.core.device import matmul_precision
 from isogemm.core.eager import PLAIN
 from isogemm.fusion import ambient, chains, questions, rules
-from isogemm.fusion.chains import CONSTANTS, NOT_PLAIN, STEPS, UNKNOWN_FORM, Chain, Kwargs, Operand, Pair, Part, Step
-from isogemm.fusion.deferred import Deferred, Ledger, Node, deferred_in, materialise, materialise_all
+from isogemm.fusion.chains import NOT_PLAIN, STEPS, UNKNOWN_FORM, Chain, Kwargs, Operand, Pair, Part, Step
+from isogemm.fusion.deferred import (
+    NO_KWARGS,
+    Block,
+    Deferred,
+    Ledger,
+    Node,
+    deferred_in,
+    materialise,
+    materialise_all,
+)
 from isogemm.fusion.rules import Function
 
-_LONGEST = 64  # steps of a chain
+_CONSTANTS = frozenset({bool, int, float, str, type(None)})
+_ELSEWHERE = "it was deferred on another thread or in another block"
 _AMBIENT_CHANGED = "the grad mode, autocast, stream or hooks changed before the next step"
 
 
 def on_product(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    for x in (*args, *kwargs.values()) if kwargs else args:
+    if function is F.linear and args and args[-1] is None:  # as torch.nn.Linear says that it has no bias
+        args = args[:-1]
+    block = ledger.blocks[-1]
+    clear = block.clear
+    stamps = None if kwargs or clear is None else questions.stamps_of_plain(args)
+    if stamps and clear is not None:
+        pattern: tuple[Any, ...] = (function, clear.autocast)
+        requires_grad = False
+        for x in args:
+            pattern += (x.shape, x.dtype, x.device)
+            requires_grad = requires_grad or x.requires_grad
+        chain: Chain | None = chains.remembered(pattern)
+        if chain is not None and ambient.read(x.get_device() if x.is_cuda else -1) == clear:
+            precision = matmul_precision() if chain.has_precision else ""
+            return ledger.defer(
+                block, chain, function, args, kwargs, (), args, stamps, clear, requires_grad and clear.grad, precision
+            )  # fmt: skip
+    for x in (*args, *kwargs.values()):
         if type(x) is Deferred:
             materialise(x, f"{questions.name(function)} reads it")
-    node = _product(ledger, function, args, kwargs)
-    if not isinstance(node, str):
-        return ledger.wrap(node)
+    product = _product(block, function, args, kwargs)
+    if not isinstance(product, str):
+        return product
     try:
         call = rules.PRODUCTS[function](*args, **kwargs)
     except TypeError:  # torch will say what is wrong, or knows a form that is not fused
         return function(*args, **kwargs)
     if isinstance(call.a, torch.Tensor) and isinstance(call.b, torch.Tensor):
-        ledger.blocks[-1].report.add_left(rules.describe(call.is_linear, call.a, call.b), node)
+        block.report.add_left(rules.describe(call.is_linear, call.a, call.b), product)
     return function(*args, **kwargs)
 
 
-def _product(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Node | str:
-    pattern, tensors, _ = _seen(function, args, kwargs)
-    if not tensors:
-        return NOT_PLAIN
-    now = ledger.blocks[-1].moment(_device(tensors[0]))
+def _product(block: Block, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Deferred | str:
+    """The product, deferred, or why not."""
+    inputs = tuple([x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)])
+    if not inputs:
+        return UNKNOWN_FORM
+    now = block.ambient(inputs[0].get_device() if inputs[0].is_cuda else -1)
     if isinstance(now, str):
         return now
-    key = None if pattern is None else (*pattern, now.autocast)
-    chain: Chain | None = chains.remembered(key)
-    if chain is None:
-        symbols = _symbols(args, kwargs, 0)
-        begun = symbols if isinstance(symbols, str) else chains.start(function, *symbols, now.autocast)
-        if isinstance(begun, str):
-            return begun
-        chain = begun
-        chains.remember(key, chain)
-    inputs = _as_inputs(tensors, now.grad)
-    if isinstance(inputs, str):
-        return inputs
-    stamps, requires_grad = inputs
-    precision = matmul_precision() if now.device >= 0 and chain.dtype is torch.float32 else ""
-    return Node(
-        ledger, chain, function, args, kwargs, (), tuple(tensors), stamps, now, precision, requires_grad, 1
+    stamps = questions.stamps_of_plain(inputs)
+    if stamps is None:
+        return _unreadable(inputs)
+    seen = _seen(args, kwargs)
+    pattern = None if seen is None else (function, now.autocast, *seen)
+    known: Chain | None = chains.remembered(pattern)
+    chain = known or chains.start(function, *_symbols(args, kwargs, 0), now.autocast)
+    if isinstance(chain, str):
+        return chain
+    if known is None:
+        chains.remember(pattern, chain)
+    requires_grad = now.grad and any(x.requires_grad for x in inputs)
+    precision = matmul_precision() if chain.has_precision else ""
+    return block.ledger.defer(
+        block, chain, function, args, kwargs, (), inputs, stamps, now, requires_grad, precision
     )  # fmt: skip
 
 
 def on_step(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    if kwargs and kwargs.get("inplace") is False:  # as torch.nn.functional says it
+        kwargs = NO_KWARGS if len(kwargs) == 1 else {name: kwargs[name] for name in kwargs if name != "inplace"}
+    block = ledger.blocks[-1]
+    count = 0 if kwargs else len(args)
+    step: Step | None = None
+    if count == 1 and type(args[0]) is Deferred:
+        node: Node = args[0]._node
+        made_of: tuple[Any, ...] = (node,)
+        operands: tuple[torch.Tensor, ...] = ()
+        stamps: tuple[int, ...] | None = ()
+        step = chains.remembered((function, block.dropout, node.chain))
+    elif count == 2:
+        z, y = args
+        if type(z) is Deferred:
+            node = z._node
+            made_of, operands = (node, y), (y,)
+            stamps = questions.stamps_of_plain(operands)
+            if stamps is not None:
+                step = chains.remembered((function, block.dropout, node.chain, y.shape, y.dtype, y.device))
+        elif type(y) is Deferred:
+            node = y._node
+            made_of, operands = (z, node), (z,)
+            stamps = questions.stamps_of_plain(operands)
+            if stamps is not None:
+                step = chains.remembered((function, block.dropout, z.shape, z.dtype, z.device, node.chain))
+    if step is not None and stamps is not None and node.block is block and not (node.stepped and node.chain.is_drawn):
+        around = node.ambient
+        if ambient.read(around.device) == around:
+            node.stepped = True
+            requires_grad = node.requires_grad or (count == 2 and around.grad and operands[0].requires_grad)
+            return ledger.defer(
+                block, step.chain, function, made_of, kwargs, (node,), node.inputs + operands, node.stamps + stamps,
+                around, requires_grad, node.precision,
+            )  # fmt: skip
     for x in args:
         if type(x) is Deferred:
             break
     else:
-        if ledger.pending and questions.may_write(function, args, kwargs):
+        if ledger.is_pending() and questions.may_write(function, args, kwargs):
             ledger.compute_readers((args, kwargs), f"{questions.name(function)} changes an operand")
         return function(*args, **kwargs)
-    if kwargs and kwargs.get("inplace"):
+    if kwargs.get("inplace"):
         return on_step_in_place(ledger, function, args, kwargs)
-    node = _step(ledger, function, args, kwargs)
-    if not isinstance(node, str):
-        return ledger.wrap(node)
-    materialise_all((args, kwargs), node)
+    result = _step(block, function, args, kwargs)
+    if not isinstance(result, str):
+        return result
+    materialise_all((args, kwargs), result)
     return function(*args, **kwargs)
 
 
 def on_step_in_place(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """The same tensor, with a longer chain."""
-    x = args[0] if args else None
-    if type(x) is Deferred:
+    if args and type(args[0]) is Deferred:
         plain = rules.OUT_OF_PLACE.get(function, function)
-        node = _step(ledger, plain, args, {name: kwargs[name] for name in kwargs if name != "inplace"}, in_place=True)
-        if not isinstance(node, str):
-            ledger.regrow(x, node)
-            return x
-        materialise_all((args, kwargs), node)
-    if ledger.pending:
+        plain_kwargs = {name: value for name, value in kwargs.items() if name != "inplace"}
+        result = _step(ledger.blocks[-1], plain, args, plain_kwargs, in_place=True)
+        if not isinstance(result, str):
+            return result
+        materialise_all((args, kwargs), result)
+    if ledger.is_pending():
         ledger.compute_readers((args, kwargs), f"{questions.name(function)} changes an operand")
     return function(*args, **kwargs)
 
 
 def _step(
-    ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: Kwargs, *, in_place: bool = False
-) -> Node | str:
-    """The step as a node, if all is still as it was when the product was called."""
+    block: Block, function: Function, args: tuple[Any, ...], kwargs: Kwargs, *, in_place: bool = False
+) -> Deferred | str:
+    """The step, deferred, if all is still as it was when the product was called; else why not."""
     if kwargs and deferred_in(kwargs):
         return UNKNOWN_FORM
-    block = ledger.blocks[-1]
-    pattern, tensors, deferred = _seen(function, args, kwargs)
-    pair = _pair(deferred[0]._node, deferred[1]._node) if len(deferred) == 2 else None
-    key = None if pattern is None else (*pattern, block.dropout, pair)
-    step: Step | None = chains.remembered(key)
-    if step is None:
-        symbols = _symbols(args, kwargs, deferred[0]._node.chain.inputs)
-        found = symbols if isinstance(symbols, str) else chains.step(function, *symbols, block.dropout, pair)
-        if isinstance(found, str):
-            return found
-        step = found
-        chains.remember(key, step)
-    chain, number, reads_other, takes_other = step
-    node = deferred[number]._node
-    if node.ledger is not ledger:
-        return "it was deferred on another thread or in another block"
-    if node.depth >= _LONGEST:
-        return f"it is the end of {_LONGEST} steps"
+    deferred = [x for x in args if type(x) is Deferred]
+    values = (*args, *kwargs.values()) if kwargs else args
+    operands = tuple([x for x in values if isinstance(x, torch.Tensor) and type(x) is not Deferred])
+    added = questions.stamps_of_plain(operands)
+    if added is None:
+        return _unreadable(operands)
+    first = deferred[0]._node
+    pair = _pair(first, deferred[1]._node) if len(deferred) == 2 else None
+    seen = _seen(args, kwargs)
+    pattern = None if seen is None else (function, block.dropout, *seen, *(pair or ()))
+    known: Step | None = chains.remembered(pattern)
+    step = known or chains.step(function, *_symbols(args, kwargs, first.chain.inputs), block.dropout, pair)
+    if isinstance(step, str):
+        return step
+    if known is None:
+        chains.remember(pattern, step)
+    node = deferred[step.number]._node
+    if node.block.ledger is not block.ledger:
+        return _ELSEWHERE
     if node.stepped and node.chain.is_drawn:
         return "the result of a dropout is read twice"
-    if node.block is not block or not ambient.is_still(node.ambient):
-        now = block.moment(node.ambient.device)
-        if now != node.ambient:
-            return now if isinstance(now, str) else _AMBIENT_CHANGED
+    now = block.ambient(node.ambient.device)
+    if now != node.ambient or isinstance(now, str):
+        return now if isinstance(now, str) else _AMBIENT_CHANGED
     parents: tuple[Node, ...] = (node,)
     inputs, stamps, requires_grad = node.inputs, node.stamps, node.requires_grad
-    if pair is not None:
-        other = deferred[1 - number]
-        if reads_other:
-            if in_place and number == 1:
-                return "it is changed in place by another product"
-            materialise(other, "it is added to another product")
-            tensors = [other]
-        else:
-            parents = (deferred[0]._node, deferred[1]._node)
-            if other._node.ledger is not ledger:
-                return "it was deferred on another thread or in another block"
-            if other._node.ambient != node.ambient or other._node.precision != node.precision:
-                return _AMBIENT_CHANGED
-        if takes_other:
-            inputs, stamps = inputs + other._node.inputs, stamps + other._node.stamps
-            requires_grad = requires_grad or other._node.requires_grad
-    if tensors:
-        added = _as_inputs(tensors, node.ambient.grad)
-        if isinstance(added, str):
-            return added
-        inputs, stamps = (*inputs, *tensors), stamps + added[0]
-        requires_grad = requires_grad or added[1]
-    depth = 1
+    if step.reads_other:
+        if in_place and step.number == 1:
+            return "it is changed in place by another product"
+        other = deferred[1 - step.number]
+        materialise(other, "it is added to another product")
+        operands, added = (other,), questions.stamps((other,))
+    elif pair is not None:
+        second = deferred[1 - step.number]._node
+        if second.block.ledger is not block.ledger:
+            return _ELSEWHERE
+        if second.ambient != now or second.precision != node.precision:
+            return _AMBIENT_CHANGED
+        parents = (node, second)
+        if step.takes_other:
+            inputs, stamps = inputs + second.inputs, stamps + second.stamps
+            requires_grad = requires_grad or second.requires_grad
     for parent in parents:
         parent.stepped = True
-        depth = max(depth, parent.depth + 1)
-    args = tuple([x._node if type(x) is Deferred else x for x in args])
-    return Node(
-        ledger, chain, function, args, kwargs, parents, inputs, stamps, node.ambient, node.precision, requires_grad,
-        depth,
+    made_of = tuple([x._node if type(x) is Deferred else x for x in args])
+    requires_grad = requires_grad or (now.grad and any(x.requires_grad for x in operands))
+    return block.ledger.defer(
+        block, step.chain, function, made_of, kwargs, parents, inputs + operands, stamps + added, now, requires_grad,
+        node.precision, args[0] if in_place else None,
     )  # fmt: skip
-
-
-def _device(x: torch.Tensor) -> int:
-    """CUDA's number, or a negative one."""
-    return x.get_device() if x.is_cuda else -1
 
 
 def _pair(first: Node, second: Node) -> Pair:
@@ -172,55 +226,38 @@ def _pair(first: Node, second: Node) -> Pair:
     )
 
 
-def _seen(
-    function: Function, args: tuple[Any, ...], kwargs: Kwargs
-) -> tuple[list[Any] | None, list[torch.Tensor], list[Deferred]]:
-    """A call as a pattern (None: it has none), its tensors and its deferred tensors."""
-    pattern: list[Any] = [function, *kwargs] if kwargs else [function]
-    tensors: list[torch.Tensor] = []
-    deferred: list[Deferred] = []
-    is_known = True
-    for x in (*args, *kwargs.values()) if kwargs else args:
+def _seen(args: Iterable[Any], kwargs: Kwargs) -> list[Any] | None:
+    """The arguments as parts of a pattern; None where one is nothing to remember."""
+    parts: list[Any] = []
+    for x in (*args, *kwargs.values()):
         kind = type(x)
         if kind is Deferred:
-            deferred.append(x)
-            pattern.append(x._node.chain)
-        elif kind in PLAIN and not x.is_nested:
-            tensors.append(x)
-            pattern += (x.shape, x.dtype, x.device)
-        elif kind in CONSTANTS:
-            pattern += (kind, x or repr(x))  # 0.0 and -0.0 are equal
+            parts.append(x._node.chain)
+        elif kind in PLAIN:
+            parts += (x.shape, x.dtype, x.device)
+        elif kind in _CONSTANTS:
+            parts += (kind, x or repr(x))  # 0.0 and -0.0 are equal
         else:
-            is_known = False
-    return pattern if is_known else None, tensors, deferred
+            return None
+    return [*parts, *kwargs]
 
 
-def _symbols(args: tuple[Any, ...], kwargs: Kwargs, inputs: int) -> tuple[Sequence[Any], Kwargs] | str:
-    """The arguments as chains.py takes them, behind a number of inputs; or why it does not."""
-    numbers = itertools.count()
-    places = itertools.count(inputs)
+def _symbols(args: Iterable[Any], kwargs: Kwargs, inputs: int) -> tuple[Sequence[Any], Kwargs]:
+    """The arguments as chains.py takes them, behind a number of inputs."""
+    numbers, places = itertools.count(), itertools.count(inputs)
 
     def symbol(x: Any) -> Any:
         if type(x) is Deferred:
             return Part(next(numbers), x._node.chain)
-        return Operand(next(places), x.shape, x.dtype, x.device) if type(x) in PLAIN and not x.is_nested else x
+        return Operand(next(places), x.shape, x.dtype, x.device) if type(x) in PLAIN else x
 
-    symbols = [symbol(x) for x in args], {name: symbol(x) for name, x in kwargs.items()}
-    return NOT_PLAIN if questions.tensors_in(symbols) else symbols
+    return [symbol(x) for x in args], {name: symbol(x) for name, x in kwargs.items()}
 
 
-def _as_inputs(tensors: Sequence[torch.Tensor], grad: bool) -> tuple[tuple[questions.Stamp, ...], bool] | str:
-    """Their stamps, and whether one requires grad; or why they are not read later."""
-    stamps, requires_grad = [], False
-    for x in tensors:
-        stamp = questions.stamp(x)
-        if stamp is None:
-            return NOT_PLAIN
-        if hasattr(x, "main_grad"):
-            return "a weight has a main_grad, which isogemm.linear would accumulate into"
-        stamps.append(stamp)
-        requires_grad = requires_grad or x.requires_grad
-    return tuple(stamps), grad and requires_grad
+def _unreadable(tensors: Iterable[torch.Tensor]) -> str:
+    """Why they have no stamps."""
+    has_main_grad = any(hasattr(x, "main_grad") for x in tensors)
+    return "a weight has a main_grad, which isogemm.linear would accumulate into" if has_main_grad else NOT_PLAIN
 
 
 def on_dropout(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch._functorch.utils
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from isogemm.fusion import questions
@@ -52,7 +52,7 @@ class autofuse:
         stack: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         active = [mode for mode in stack if isinstance(mode, _Mode)]
         self._mode = active[-1] if active else _Mode()
-        self._block = Block(self.report, self.dropout)
+        self._block = Block(self._mode.ledger, self.report, self.dropout)
         self._mode.ledger.blocks.append(self._block)
         if not active:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
@@ -95,12 +95,12 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Kwargs | None = None
     ) -> Any:
-        if is_compiling() or thread.computing:
+        if is_dynamo_compiling() or thread.computing:
             return function(*args, **(kwargs or NO_KWARGS))
         handler = HANDLERS.get(function) if not kwargs or "out" not in kwargs else None
         if handler is not None:
             return handler(self.ledger, function, args, kwargs or NO_KWARGS)
-        if self.ledger.pending and questions.may_write(function, args, kwargs or NO_KWARGS):
+        if self.ledger.is_pending() and questions.may_write(function, args, kwargs or NO_KWARGS):
             self.ledger.compute_readers((args, kwargs), f"{questions.name(function)} changes an operand")
         return function(*args, **kwargs) if kwargs else function(*args)
 

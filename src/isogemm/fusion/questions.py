@@ -11,24 +11,33 @@ import torch
 import torch.nn.functional as F
 from torch._ops import OpOverload, OpOverloadPacket
 
+from isogemm.core.eager import PLAIN
+
 _C: Any = torch._C
 
 
-Stamp = tuple[int, int]
-
-
-def stamps(tensors: Sequence[torch.Tensor]) -> tuple[Stamp, ...]:
+def stamps(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """What changes when one is modified in place, or given other memory."""
-    return tuple([(x._version, x.data_ptr()) for x in tensors])
+    found: tuple[int, ...] = ()
+    for x in tensors:
+        found += (x._version, x.data_ptr())
+    return found
 
 
-def stamp(x: torch.Tensor) -> Stamp | None:
-    """Of a plain tensor; None of one that is not: that was made in inference mode, or lacks memory of its own."""
+def stamps_of_plain(values: Sequence[Any]) -> tuple[int, ...] | None:
+    """None if one is no plain tensor: strided, with memory and a version, and without a main_grad."""
+    found: tuple[int, ...] = ()
     try:
-        version, address = x._version, x.data_ptr()
-    except RuntimeError:
+        for x in values:
+            if type(x) not in PLAIN or x.is_neg() or x.is_nested or hasattr(x, "main_grad"):
+                return None
+            address = x.data_ptr()
+            if address == 0 and not _has_plain_keys(x):
+                return None
+            found += (x._version, address)
+    except RuntimeError:  # it was made in inference mode, or has no memory of its own
         return None
-    return (version, address) if (not x.is_neg() if address else _has_plain_keys(x)) else None
+    return found
 
 
 def _has_plain_keys(x: torch.Tensor) -> bool:

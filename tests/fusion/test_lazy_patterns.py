@@ -1,0 +1,348 @@
+"""What autofuse remembers of a call serves calls of its pattern only, and does not pile up."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from isogemm.fusion import ambient, chains
+from isogemm.fusion.deferred import Deferred
+from isogemm.fusion.lazy import autofuse
+
+
+@pytest.fixture(autouse=True)
+def _fresh_memory():
+    chains._memory.clear()
+
+
+def _leaves(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (6, 6), "w": (6, 6), "w3": (6, 6), "b": (6,), "col": (6, 1), "r": (6, 6), "s": ()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
+    }
+
+
+def _steps(report):
+    return [entry.steps for entry in report.fused.elements()]
+
+
+DIFFERENT = {
+    "shape of the addend": [
+        (lambda z, b, **_: z + b, ("bias",)),
+        (lambda z, col, **_: z + col, ("column bias",)),
+        (lambda z, r, **_: z + r, ("residual",)),
+        (lambda z, s, **_: z + s, None),
+    ],
+    "shape of the product": [
+        (lambda x, w, b, **_: x @ w + b, ("bias",)),
+        (lambda x, w, b, **_: x[:3] @ w + b, ("bias",)),
+        (lambda x, w, b, **_: x[:, :4] @ w[:4] + b, ("bias",)),
+        (lambda x, w, b, **_: x.view(2, 3, 6) @ w + b, ("bias",)),
+    ],
+    "dtype of the addend": [
+        (lambda z, b, **_: z + b, ("bias",)),
+        (lambda z, b, **_: z + b.double(), None),
+    ],
+    "dtype of the product": [
+        (lambda x, w, b, **_: x @ w + b, ("bias",)),
+        (lambda x, w, b, **_: x.double() @ w.double() + b.double(), ("bias",)),
+        (lambda x, w, b, **_: (x.double() @ w.double()) + b, None),
+    ],
+    "order of the operands": [
+        (lambda z, r, **_: torch.sub(z, r), ("c",)),
+        (lambda z, r, **_: torch.sub(r, z), ("alpha", "residual")),
+        (lambda z, r, **_: torch.add(z, r, alpha=2), ("c",)),
+        (lambda z, r, **_: torch.add(r, z, alpha=2), ("alpha", "residual")),
+        (lambda z, s, **_: z * s, ("alpha",)),
+        (lambda z, s, **_: s * z, ("alpha",)),
+    ],
+    "division": [
+        (lambda z, **_: z / 4, ("alpha",)),
+        (lambda z, **_: 4 / z, None),
+        (lambda z, **_: z * 4, ("alpha",)),
+    ],
+    "a factor by keyword": [
+        (lambda z, r, **_: torch.add(z, r, alpha=2), ("c",)),
+        (lambda z, r, **_: torch.add(z, r, alpha=3), ("c",)),
+        (lambda z, r, **_: torch.add(z, other=r, alpha=3), ("c",)),
+        (lambda z, r, **_: torch.sub(z, r, alpha=3), ("c",)),
+        (lambda z, r, **_: torch.add(z, r), ("residual",)),
+        (lambda z, r, **_: torch.add(z, r, alpha=0), None),
+    ],
+    "a product's factors": [
+        (lambda x, w, r, **_: torch.addmm(r, x, w).relu(), ("c", "relu")),
+        (lambda x, w, r, **_: torch.addmm(r, x, w, beta=2).relu(), ("c", "relu")),
+        (lambda x, w, r, **_: torch.addmm(r, x, w, alpha=2).relu(), ("alpha", "c", "relu")),
+        (lambda x, w, r, **_: torch.addmm(r, x, w, beta=3, alpha=2).relu(), ("alpha", "c", "relu")),
+        (lambda x, w, r, **_: torch.addmm(r, x, w, alpha=3, beta=2).relu(), ("alpha", "c", "relu")),
+    ],
+    "a number's value": [
+        (lambda z, **_: z * 2, ("alpha",)),
+        (lambda z, **_: z * 3, ("alpha",)),
+        (lambda z, **_: z * 2.5, ("alpha",)),
+        (lambda z, **_: 3 * z, ("alpha",)),
+    ],
+    "a number's type": [
+        (lambda z, **_: z * 1, ("alpha",)),
+        (lambda z, **_: z * 1.0, ("alpha",)),
+        (lambda z, **_: z * True, None),
+    ],
+    "an option": [
+        (lambda z, **_: F.leaky_relu(z, 0.5), ("leaky_relu",)),
+        (lambda z, **_: F.leaky_relu(z, 0.25), ("leaky_relu",)),
+        (lambda z, **_: F.leaky_relu(z, negative_slope=0.75), ("leaky_relu",)),
+        (lambda z, **_: F.leaky_relu(z), ("leaky_relu",)),
+        (lambda z, **_: F.leaky_relu(z, 0.0), ("leaky_relu",)),
+        (lambda z, **_: F.leaky_relu(z, -0.0), ("leaky_relu",)),
+        (lambda z, **_: F.gelu(z), ("gelu",)),
+        (lambda z, **_: F.gelu(z, approximate="tanh"), ("gelu_tanh",)),
+        (lambda z, **_: F.gelu(z, approximate="none"), ("gelu",)),
+    ],
+    "an exponent": [
+        (lambda z, **_: torch.relu(z) ** 2, ("relu2",)),
+        (lambda z, **_: torch.relu(z) ** 3, ("relu",)),
+    ],
+    "the left operands of a gate": [
+        (lambda x, w, w3, **_: F.silu(x @ w) * (x @ w3), ("swiglu",)),
+        (lambda x, w, w3, **_: F.silu(x @ w) * (x.clone() @ w3), ("silu",)),
+        (lambda x, w, w3, **_: (x @ w3) * F.silu(x @ w), ("swiglu",)),
+    ],
+    "what a sigmoid is of": [
+        (lambda z, **_: z * torch.sigmoid(z), ("silu",)),
+        (lambda x, w, **_: (x @ w) * torch.sigmoid(x @ w), ("sigmoid",)),
+    ],
+    "what is added to itself": [
+        (lambda x, w, **_: (x @ w) + (x @ w), ("residual",)),
+        (lambda z, **_: z + z, None),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_decision_serves_its_own_pattern_only(name, reverse):
+    calls = DIFFERENT[name][::-1] if reverse else DIFFERENT[name]
+    leaves = _leaves()
+    for _ in range(3):
+        for compute, steps in calls:
+            expected = compute(z=leaves["x"] @ leaves["w"], **leaves)
+            with autofuse() as report:
+                result = compute(z=leaves["x"] @ leaves["w"], **leaves)
+            assert result.dtype == expected.dtype
+            torch.testing.assert_close(result, expected)
+            assert torch.equal(torch.signbit(result), torch.signbit(expected)) or "leaky" not in str(steps)
+            assert _steps(report) == ([] if steps is None else [steps])
+
+
+def test_gradients_are_those_of_the_call():
+    leaves = _leaves()
+    for needing in ((), ("b",), ("x", "w"), (), ("w", "b")):
+        given = {name: leaf.clone().requires_grad_(name in needing) for name, leaf in leaves.items()}
+        with autofuse():
+            y = torch.relu(given["x"] @ given["w"] + given["b"])
+            assert y.requires_grad == bool(needing)
+            with torch.no_grad():
+                assert not (given["x"] @ given["w"] + given["b"]).requires_grad
+        assert y.requires_grad == bool(needing)
+        if needing:
+            y.sum().backward()
+        assert {name for name, leaf in given.items() if leaf.grad is not None} == set(needing)
+
+
+def test_autocast_is_a_part_of_the_pattern():
+    leaves = _leaves()
+    for dtype in (torch.bfloat16, None, torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None), autofuse() as report:
+            y = torch.relu(leaves["x"] @ leaves["w"])
+        assert y.dtype == (dtype or torch.float32)
+        assert _steps(report) == [("relu",)]
+
+
+def test_dropout_is_asked_for_in_each_block():
+    leaves = _leaves()
+    for dropout in (True, False, True):
+        with autofuse(dropout=dropout) as report:
+            F.dropout(torch.relu(leaves["x"] @ leaves["w"]), 0.5).sum()
+        assert _steps(report) == [("relu", "dropout") if dropout else ("relu",)]
+
+
+def test_the_device_is_a_part_of_the_pattern():
+    leaves = _leaves()
+    for _ in range(2):
+        with autofuse() as report:
+            torch.relu(leaves["x"] @ leaves["w"]).sum()
+            torch.relu(leaves["x"].to("meta") @ leaves["w"].to("meta"))
+            with pytest.raises(RuntimeError):
+                (leaves["x"] @ leaves["w"] + leaves["b"].to("meta")).sum()
+        assert _steps(report) == [("relu",)]
+
+
+@pytest.mark.parametrize(("stream", "asks"), [((0, 0, 1), False), ((7, 0, 1), True)])
+def test_capture_is_asked_of_streams_that_can_be(monkeypatch, stream, asks):
+    asked = []
+    monkeypatch.setattr(ambient, "_current_stream", lambda device: stream)
+    monkeypatch.setattr(ambient, "_is_capturing", lambda: asked.append(True) or True)
+    now = ambient.Ambient._make(ambient.read(0))
+    assert (now.device, now.stream, now.capturing, bool(asked)) == (0, stream, asks, asks)
+    assert ambient.read(0) == now
+    assert ambient.read(-1) != now
+    inside = (now.hooks, now.backward, now.forward_ad, asks)
+    outside = (now.hooks, now.backward, now.forward_ad, not asks)
+    assert not ambient.obstacle(inside, now)
+    assert "capture began inside the block" in ambient.obstacle(outside, now)
+
+
+def test_remembered_patterns_are_bounded(monkeypatch):
+    monkeypatch.setattr(chains, "_MOST_REMEMBERED", 16)
+    leaves = _leaves()
+    product = leaves["x"] @ leaves["w"]
+    with autofuse() as report:
+        z = leaves["x"] @ leaves["w"]
+        for number in range(1, 100):
+            torch.testing.assert_close(z * float(number), product * number)
+            torch.relu(torch.ones(number, 6) @ leaves["w"]).sum()
+            assert len(chains._memory) <= 16
+    assert report.fused.total() == 2 * 99
+
+
+def test_what_has_no_pattern_is_not_remembered():
+    leaves = _leaves()
+    numpy = pytest.importorskip("numpy")
+    before = None
+    for _ in range(3):
+        with autofuse() as report:
+            y = leaves["x"] @ leaves["w"] * numpy.float64(2.0)
+        torch.testing.assert_close(y, leaves["x"] @ leaves["w"] * 2)
+        assert _steps(report) == [("alpha",)]
+        assert before in (None, len(chains._memory))
+        before = len(chains._memory)
+
+
+def _leaked():
+    """Wrappers that outlived their transforms."""
+    found = []
+    torch.vmap(lambda row: found.append(row) or row)(torch.ones(6, 6, 6))
+    torch.func.grad(lambda x: found.append(x) or x.sum())(torch.ones(6, 6))
+    return found
+
+
+def _made_in_inference_mode():
+    with torch.inference_mode():
+        return torch.ones(6, 6)
+
+
+NOT_PLAIN = {
+    "negated": lambda: torch._neg_view(torch.ones(6, 6)),
+    "zeros": lambda: torch._efficientzerotensor((6, 6)),
+    "functional": lambda: torch._to_functional_tensor(torch.ones(6, 6)),
+    "batched": lambda: _leaked()[0],
+    "tracking": lambda: _leaked()[1],
+    "inference": _made_in_inference_mode,
+    "meta": lambda: torch.ones(6, 6, device="meta"),
+    "sparse": lambda: torch.ones(6, 6).to_sparse(),
+    "compressed": lambda: torch.ones(6, 6).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(3, 6)]),
+    "subclass": lambda: torch.ones(6, 6).as_subclass(type("Mine", (torch.Tensor,), {})),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", NOT_PLAIN)
+def test_what_is_no_plain_tensor_is_never_an_operand(kind):
+    x, w = torch.ones(6, 6), torch.ones(6, 6)
+    with autofuse():
+        torch.relu(x @ w + x)  # known, of plain tensors
+    odd = NOT_PLAIN[kind]()
+    for call in (lambda: odd @ w, lambda: x @ odd, lambda: x @ w + odd, lambda: odd + x @ w, lambda: x @ w * odd):
+        try:
+            expected = call()
+        except (RuntimeError, NotImplementedError, TypeError) as failure:
+            with autofuse(), pytest.raises(type(failure)):
+                call()
+            continue
+        with autofuse():
+            result = call()
+            assert type(result) is not Deferred
+        assert (result.shape, result.dtype, result.layout) == (expected.shape, expected.dtype, expected.layout)
+
+
+def test_empty_operands():
+    for _ in range(2):
+        with autofuse() as report:
+            y = torch.relu(torch.ones(0, 6) @ torch.ones(6, 4) + torch.ones(4))
+        assert y.shape == (0, 4)
+        assert _steps(report) == [("bias", "relu")]
+
+
+# What is kept between calls.
+
+
+def test_results_are_their_own():
+    leaves = _leaves()
+    kept = []
+    for number in range(6):
+        with autofuse():
+            ys = [torch.relu(leaves["x"] @ leaves["w"] + number * leaves["b"]) for _ in range(3)]
+            for y in ys:
+                assert "tag" not in y.__dict__
+                y.tag = number
+        kept += [(y, y.clone()) for y in ys]
+    assert len({y.data_ptr() for y, _ in kept}) == len(kept)
+    assert all(torch.equal(y, value) for y, value in kept)
+    assert [y.tag for y, _ in kept] == [number for number in range(6) for _ in range(3)]
+
+
+def test_a_value_that_somebody_else_holds_stays_what_it_is(monkeypatch):
+    from isogemm.gemm import api
+
+    leaves = _leaves()
+    computed, real = [], api.matmul_fused
+
+    def matmul_fused(*args, **kwargs):
+        computed.append(real(*args, **kwargs))
+        return computed[-1]
+
+    monkeypatch.setattr(api, "matmul_fused", matmul_fused)
+    for _ in range(3):
+        with autofuse():
+            torch.relu(leaves["x"] @ leaves["w"]).sum()
+    assert all(type(each) is torch.Tensor for each in computed)
+
+
+def test_unread_results_do_not_pile_up():
+    leaves = _leaves()
+    block = autofuse()
+    with block:
+        z = leaves["x"] @ leaves["w"]
+        for _ in range(1000):
+            torch.relu(z)
+        assert len(block._mode.ledger._refs) < 200
+    assert not block.report.fused
+
+
+def test_hooks_are_not_held_after_the_block():
+    class Pack:
+        def __call__(self, x):
+            return x
+
+    leaves = _leaves()
+    pack = Pack()
+    watched = weakref.ref(pack)
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack), autofuse() as report:
+        torch.relu(leaves["x"] @ leaves["w"]).sum()
+    assert report.fused
+    del pack
+    gc.collect()
+    assert watched() is None
+
+
+def test_a_long_report_counts():
+    leaves = _leaves()
+    with autofuse() as report:
+        for _ in range(2500):
+            torch.relu(leaves["x"] @ leaves["w"]).sum()
+    assert report.fused.total() == 2500
+    assert report.fused is report.fused
