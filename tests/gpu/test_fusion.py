@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import isogemm
-from isogemm.fusion.lazy import Deferred
+from isogemm.fusion.deferred import Deferred
 from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch, make_data
 
 DEVICE = "cuda"
