@@ -67,7 +67,7 @@ def _steps(report):
 def _gradients(function, leaves):
     """The result and the leaves' gradients, None of those it does not depend on."""
     result = function()
-    above = _normal(*result.shape, seed=9).to(result.dtype)
+    above = torch.arange(result.numel(), device=DEVICE).cos().view(result.shape).bfloat16().to(result.dtype)
     return [result, *torch.autograd.grad(result, list(leaves), above, allow_unused=True)]
 
 

@@ -61,7 +61,6 @@ class Chain:
         self.autocast = autocast
         self.shape, self.dtype, self.device = product.shape, product.dtype, product.device
         self.has_precision = product.dtype is torch.float32 and product.device.type == "cuda"  # to be set
-        self.shells: list[torch.Tensor] = []  # deferred tensors without a node, to be used again
         # Computed twice, the result of a dropout would be two.
         self.is_drawn = "dropout_p" in arguments and "residual" not in arguments
 

@@ -7,7 +7,6 @@ looks at one makes it compute, and turns the very same object into a plain torch
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Sequence, Set
@@ -29,7 +28,6 @@ _C: Any = torch._C
 NO_KWARGS: Kwargs = {}
 Ref = weakref.ref[Any]
 _FEW = 64
-_MOST_SHELLS = 4
 
 
 class _Thread(threading.local):
@@ -194,10 +192,9 @@ class Ledger:
             node.tensor = x._node.tensor
             x._node = node
             return x
-        try:
-            x = cast(Deferred, chain.shells.pop()) if chain.shells else _without_data(chain)
-        except IndexError:  # another thread took it
-            x = _without_data(chain)
+        # By position: by name it takes a third longer.
+        x = cast(Deferred, _MAKE(Deferred, chain.shape, None, None, None, chain.dtype, _STRIDED, chain.device))
+        _THROW_ON_DATA_PTR(x)
         x._node = node
         node.tensor = ref = weakref.ref(x)
         refs = self._refs
@@ -265,13 +262,6 @@ class Ledger:
         return self._refs
 
 
-def _without_data(chain: Chain) -> Deferred:
-    # By position: by name it takes a third longer.
-    x: Deferred = _MAKE(Deferred, chain.shape, None, None, None, chain.dtype, _STRIDED, chain.device)
-    _THROW_ON_DATA_PTR(x)
-    return x
-
-
 class OperandChanged(RuntimeError):
     """Unseen, before the product was computed."""
 
@@ -279,14 +269,6 @@ class OperandChanged(RuntimeError):
 _MAKE: Any = torch.Tensor._make_wrapper_subclass
 _THROW_ON_DATA_PTR: Any = _C._set_throw_on_mutable_data_ptr  # else C++ that asks for the memory would get address 0
 _STRIDED = torch.strided
-
-
-def _references_to_a_local() -> int:
-    value = object()
-    return sys.getrefcount(value)
-
-
-_ALONE = _references_to_a_local()
 
 
 # Computing.
@@ -311,9 +293,6 @@ def materialise(x: Deferred, reason: str, still: Ambient | None = None) -> None:
             if is_held:  # the empty one lives on there, as a deferred tensor of the same value
                 value.__class__ = Deferred
                 value._node = node  # type: ignore[attr-defined]
-            elif sys.getrefcount(value) == _ALONE and not value.__dict__ and len(node.chain.shells) < _MOST_SHELLS:
-                value.__class__ = Deferred
-                node.chain.shells.append(value)
             if is_held or (node.stepped and node.chain.is_drawn):
                 node.kept = x
             ledger.settle(x, node)
