@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, cast
 
 import torch
@@ -48,8 +48,9 @@ class Deferred(torch.Tensor):
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Kwargs | None = None
     ) -> Any:
         if function in _METADATA:
-            if function == _REQUIRES_GRAD:
-                return args[0]._node.requires_grad
+            node = node_of(args[0]) if function == _REQUIRES_GRAD else None
+            if node is not None:
+                return node.requires_grad
             with _C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or NO_KWARGS))
         if is_compiling():
@@ -64,7 +65,8 @@ class Deferred(torch.Tensor):
     ) -> Any:
         """C++ code has got hold of it, past __torch_function__ and past autograd."""
         for x in deferred_in((args, kwargs)):
-            if x._node.requires_grad:
+            node = node_of(x)
+            if node is not None and node.requires_grad:
                 raise RuntimeError(
                     f"{function} was called from C++ with a deferred tensor that requires grad, and would lose its "
                     "gradient; let a torch function look at the tensor first, or leave isogemm.autofuse()"
@@ -214,8 +216,9 @@ class Ledger:
 
     def lost_gradient(self, x: torch.Tensor) -> bool:
         """Whether a fused launch went past x: it has a part of its gradient only."""
-        if type(x) is Deferred:
-            return x._node.consumed and x._node.requires_grad
+        node = node_of(x) if type(x) is Deferred else None
+        if node is not None:
+            return node.consumed and node.requires_grad
         return self._repeated is not None and x in self._repeated
 
     def is_pending(self) -> bool:
@@ -228,11 +231,10 @@ class Ledger:
     def compute_pending(self, reason: str, *, of: Block | None = None, failing: bool = False) -> None:
         """Those alive, in the order of the calls; while an exception is on its way, those that can be."""
         still = None
-        for ref in self._refs:
-            x = ref()
-            if type(x) is not Deferred or (of is not None and x._node.block is not of):
+        for x, node in _deferred_at(self._refs):
+            if of is not None and node.block is not of:
                 continue
-            around = x._node.ambient
+            around = node.ambient
             if around is not still and ambient.read(around.device) == around:
                 still = around
             try:
@@ -247,11 +249,8 @@ class Ledger:
         """Those that read memory which the tensors in `written` share."""
         storages = set(map(questions.storage, questions.tensors_in(written)))
         results_too = not self._results.isdisjoint(storages)
-        for ref in self._pending():
-            x = ref()
-            if type(x) is not Deferred:
-                continue
-            if not x._node.storages.isdisjoint(storages) or (results_too and x._node.reads_result_in(storages)):
+        for x, node in _deferred_at(self._pending()):
+            if not node.storages.isdisjoint(storages) or (results_too and node.reads_result_in(storages)):
                 materialise(x, reason)
 
     def _pending(self) -> list[Ref]:
@@ -260,6 +259,14 @@ class Ledger:
         if not self._refs:
             self._results.clear()
         return self._refs
+
+
+def _deferred_at(refs: Iterable[Ref]) -> Iterator[tuple[Deferred, Node]]:
+    for ref in refs:
+        x = ref()
+        node = node_of(x) if type(x) is Deferred else None
+        if node is not None:
+            yield cast(Deferred, x), node
 
 
 class OperandChanged(RuntimeError):
@@ -276,8 +283,8 @@ _STRIDED = torch.strided
 
 def materialise(x: Deferred, reason: str, still: Ambient | None = None) -> None:
     """Turn x into its value; `reason` is who asks. `still` is known to be what is around now."""
-    node = x.__dict__.get("_node")
-    if node is None:  # another thread was faster
+    node = node_of(x)
+    if node is None:
         return
     ledger = node.block.ledger
     with ledger.lock:
@@ -299,7 +306,8 @@ def materialise(x: Deferred, reason: str, still: Ambient | None = None) -> None:
 
 
 def materialise_all(operands: Any, reason: str) -> None:
-    for x in sorted(deferred_in(operands), key=lambda x: x._node.chain.depth):  # what the others may be computed from
+    depths = {x: node.chain.depth for x in deferred_in(operands) if (node := node_of(x)) is not None}
+    for x in sorted(depths, key=depths.__getitem__):  # what the others may be computed from
         materialise(x, reason)
 
 
@@ -355,7 +363,7 @@ def _evaluate(node: Node, reason: str, *, in_transform: bool = False) -> torch.T
 def _draw_for_others(node: Node) -> None:
     """Compute a dropout on its own, where somebody else may still read it: one call has one mask."""
     x = node.tensor()
-    if type(x) is Deferred and x._node is node:
+    if type(x) is Deferred and node_of(x) is node:
         materialise(x, "the result of a dropout is held")
     if node.version is not None and node.plain() is None:
         raise OperandChanged("the result of a dropout was changed in place, unseen, before the next step was computed")
@@ -390,6 +398,11 @@ _METADATA = frozenset(
     | {getattr(torch.Tensor, name) for name in _METHODS}
     | {torch.numel, torch.is_floating_point}
 )
+
+
+def node_of(x: torch.Tensor) -> Node | None:
+    """None once x is computed, which another thread may do at any time."""
+    return cast("Node | None", x.__dict__.get("_node"))
 
 
 def deferred_in(values: Any) -> list[Deferred]:

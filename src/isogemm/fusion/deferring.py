@@ -27,6 +27,7 @@ from isogemm.fusion.deferred import (
     deferred_in,
     materialise,
     materialise_all,
+    node_of,
 )
 from isogemm.fusion.rules import Function
 
@@ -100,27 +101,32 @@ def on_step(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: K
     block = ledger.blocks[-1]
     count = 0 if kwargs else len(args)
     step: Step | None = None
+    node: Node | None
     if count == 1 and type(args[0]) is Deferred:
-        node: Node = args[0]._node
+        node = args[0].__dict__.get("_node")  # as node_of has it
         made_of: tuple[Any, ...] = (node,)
         operands: tuple[torch.Tensor, ...] = ()
         stamps: tuple[int, ...] | None = ()
-        step = chains.remembered((function, block.dropout, node.chain))
+        if node is not None:
+            step = chains.remembered((function, block.dropout, node.chain))
     elif count == 2:
         z, y = args
         if type(z) is Deferred:
-            node = z._node
+            node = z.__dict__.get("_node")
             made_of, operands = (node, y), (y,)
             stamps = questions.stamps_of_plain(operands)
-            if stamps is not None:
+            if stamps is not None and node is not None:
                 step = chains.remembered((function, block.dropout, node.chain, y.shape, y.dtype, y.device))
         elif type(y) is Deferred:
-            node = y._node
+            node = y.__dict__.get("_node")
             made_of, operands = (z, node), (z,)
             stamps = questions.stamps_of_plain(operands)
-            if stamps is not None:
+            if stamps is not None and node is not None:
                 step = chains.remembered((function, block.dropout, z.shape, z.dtype, z.device, node.chain))
-    if step is not None and stamps is not None and node.block is block and not (node.stepped and node.chain.is_drawn):
+    if (
+        step is not None and stamps is not None and node is not None
+        and node.block is block and not (node.stepped and node.chain.is_drawn)
+    ):  # fmt: skip
         around = node.ambient
         if ambient.read(around.device) == around:
             node.stepped = True
@@ -165,23 +171,26 @@ def _step(
     """The step, deferred, if all is still as it was when the product was called; else why not."""
     if kwargs and deferred_in(kwargs):
         return UNKNOWN_FORM
-    deferred = [x for x in args if type(x) is Deferred]
-    values = (*args, *kwargs.values()) if kwargs else args
-    operands = tuple([x for x in values if isinstance(x, torch.Tensor) and type(x) is not Deferred])
+    made_of = [node_of(x) if type(x) is Deferred else x for x in args]
+    nodes = [x for x in made_of if type(x) is Node]
+    deferred = [x for x, node in zip(args, made_of, strict=True) if type(node) is Node]
+    operands = tuple([x for x in (*made_of, *kwargs.values()) if isinstance(x, torch.Tensor)])
+    if not nodes or any(x is not None and node is None for x, node in zip(args, made_of, strict=True)):
+        return "another thread computed it"
     added = questions.stamps_of_plain(operands)
     if added is None:
         return _unreadable(operands)
-    first = deferred[0]._node
-    pair = _pair(first, deferred[1]._node) if len(deferred) == 2 else None
-    seen = _seen(args, kwargs)
+    first = nodes[0]
+    pair = _pair(first, nodes[1]) if len(nodes) == 2 else None
+    seen = _seen(made_of, kwargs)
     pattern = None if seen is None else (function, block.dropout, *seen, *(pair or ()))
     known: Step | None = chains.remembered(pattern)
-    step = known or chains.step(function, *_symbols(args, kwargs, first.chain.inputs), block.dropout, pair)
+    step = known or chains.step(function, *_symbols(made_of, kwargs, first.chain.inputs), block.dropout, pair)
     if isinstance(step, str):
         return step
     if known is None:
         chains.remember(pattern, step)
-    node = deferred[step.number]._node
+    node = nodes[step.number]
     if node.block.ledger is not block.ledger:
         return _ELSEWHERE
     if node.stepped and node.chain.is_drawn:
@@ -197,8 +206,9 @@ def _step(
         other = deferred[1 - step.number]
         materialise(other, "it is added to another product")
         operands, added = (other,), questions.stamps((other,))
+        made_of = [other if x is nodes[1 - step.number] else x for x in made_of]
     elif pair is not None:
-        second = deferred[1 - step.number]._node
+        second = nodes[1 - step.number]
         if second.block.ledger is not block.ledger:
             return _ELSEWHERE
         if second.ambient != now or second.precision != node.precision:
@@ -209,7 +219,6 @@ def _step(
             requires_grad = requires_grad or second.requires_grad
     for parent in parents:
         parent.stepped = True
-    made_of = tuple([x._node if type(x) is Deferred else x for x in args])
     requires_grad = requires_grad or (now.grad and any(x.requires_grad for x in operands))
     return block.ledger.defer(
         block, step.chain, function, made_of, kwargs, parents, inputs + operands, stamps + added, now, requires_grad,
@@ -227,12 +236,12 @@ def _pair(first: Node, second: Node) -> Pair:
 
 
 def _seen(args: Iterable[Any], kwargs: Kwargs) -> list[Any] | None:
-    """The arguments as parts of a pattern; None where one is nothing to remember."""
+    """The arguments, nodes for deferred ones, as parts of a pattern; None where one is nothing to remember."""
     parts: list[Any] = []
     for x in (*args, *kwargs.values()):
         kind = type(x)
-        if kind is Deferred:
-            parts.append(x._node.chain)
+        if kind is Node:
+            parts.append(x.chain)
         elif kind in PLAIN:
             parts += (x.shape, x.dtype, x.device)
         elif kind in _CONSTANTS:
@@ -243,12 +252,12 @@ def _seen(args: Iterable[Any], kwargs: Kwargs) -> list[Any] | None:
 
 
 def _symbols(args: Iterable[Any], kwargs: Kwargs, inputs: int) -> tuple[Sequence[Any], Kwargs]:
-    """The arguments as chains.py takes them, behind a number of inputs."""
+    """The arguments, nodes for deferred ones, as chains.py takes them, behind a number of inputs."""
     numbers, places = itertools.count(), itertools.count(inputs)
 
     def symbol(x: Any) -> Any:
-        if type(x) is Deferred:
-            return Part(next(numbers), x._node.chain)
+        if type(x) is Node:
+            return Part(next(numbers), x.chain)
         return Operand(next(places), x.shape, x.dtype, x.device) if type(x) in PLAIN else x
 
     return [symbol(x) for x in args], {name: symbol(x) for name, x in kwargs.items()}
