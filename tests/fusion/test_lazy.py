@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import isogemm
+from isogemm.fusion import deferred
 from isogemm.fusion.lazy import Deferred, autofuse
 
 
@@ -1186,6 +1187,70 @@ def test_handed_to_another_thread(in_block):
     for result in sums:
         assert type(result) is torch.Tensor
         _same(result, expected + leaves["b"])
+
+
+def test_in_place_while_another_thread_computes_it(monkeypatch):
+    leaves = {name: leaf.detach() for name, leaf in _leaves().items()}
+    started, go_on = threading.Event(), threading.Event()
+    compute = deferred._compute
+
+    def slowly(*args):
+        started.set()
+        go_on.wait(5)
+        return compute(*args)
+
+    monkeypatch.setattr(deferred, "_compute", slowly)
+    with autofuse():
+        z = leaves["x"] @ leaves["w"]
+        reader = threading.Thread(target=lambda: z.sum())
+        reader.start()
+        started.wait(5)
+        threading.Timer(0.05, go_on.set).start()
+        z.relu_()
+        reader.join()
+    _same(z, torch.relu(leaves["x"] @ leaves["w"]))
+
+
+@pytest.mark.parametrize("end", [lambda z: z.view(-1), lambda z: z * 2, lambda z: z.sum(), lambda z: z])
+def test_block_inside_a_checkpoint(end):
+    """Which leaves the block by an exception when it has recomputed enough."""
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def layer(x):
+        return end(second(F.gelu(first(x))))
+
+    expected = torch.autograd.grad(layer(x).sum(), [x, *first.parameters()])
+    with autofuse():
+        actual = torch.autograd.grad(
+            checkpoint(autofuse()(layer), x, use_reentrant=False).sum(), [x, *first.parameters()]
+        )
+    outside = torch.autograd.grad(checkpoint(autofuse()(layer), x, use_reentrant=False).sum(), [x, *first.parameters()])
+    for got, other, same in zip(actual, outside, expected, strict=True):
+        _same(got, same)
+        _same(other, same)
+
+
+def test_a_write_looks_at_what_reads_its_memory_alone(monkeypatch):
+    leaves, other = _leaves(), torch.zeros(3)
+    looked = []
+    found = deferred._deferred_at
+    monkeypatch.setattr(deferred, "_deferred_at", lambda refs: found(looked.append(ref) or ref for ref in refs))
+    with autofuse():
+        held = []
+        for _ in range(200):
+            held.append(leaves["x"] @ leaves["w"])
+            other.add_(1)
+        assert len(looked) < 1000
+
+
+def test_report_is_live():
+    leaves = _leaves()
+    with autofuse() as report:
+        fused = report.fused
+        torch.relu(leaves["x"] @ leaves["w"]).sum()
+        assert fused.total() == 1
 
 
 # Leaks.

@@ -7,6 +7,7 @@ looks at one makes it compute, and turns the very same object into a plain torch
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -86,7 +87,7 @@ class Block:
         clear = thread.clear
         self.clear = clear if clear is not None and ambient.is_inside(self._entered, clear) else None
 
-    def ambient(self, device: int) -> Ambient | str:
+    def surroundings(self, device: int) -> Ambient | str:
         """What is around a call on a device (a negative number: the CPU) now, or why it may not be deferred."""
         found = ambient.read(device)
         if found == self.clear:
@@ -96,7 +97,7 @@ class Block:
         if reason:
             return reason
         self.clear = now
-        thread.clear = now if now.hooks is None else None  # which may hold anything
+        thread.clear = now if now.hooks is None else None  # hooks may hold anything
         return now
 
 
@@ -160,6 +161,10 @@ class Ledger:
         self._most_refs = _FEW  # before those are let go
         self._repeated: WeakIdKeyDictionary | None = None  # tensors computed again
         self._results: set[int] = set()  # storages of computed ones, which later steps read
+        self._readers: dict[
+            int, list[tuple[int, Ref]]
+        ] = {}  # by an operand's storage: places in _refs, and what is there
+        self._indexed = 0  # how many of _refs are among them
 
     def defer(
         self,
@@ -193,6 +198,7 @@ class Ledger:
         if x is not None:
             node.tensor = x._node.tensor
             x._node = node
+            self._refs.append(node.tensor)  # once more: it reads more
             return x
         # By position: by name it takes a third longer.
         x = cast(Deferred, _MAKE(Deferred, chain.shape, None, None, None, chain.dtype, _STRIDED, chain.device))
@@ -226,6 +232,7 @@ class Ledger:
         refs = self._refs
         while refs and type(refs[-1]()) is not Deferred:
             refs.pop()
+        self._indexed = min(self._indexed, len(refs))
         return bool(refs)
 
     def compute_pending(self, reason: str, *, of: Block | None = None, failing: bool = False) -> None:
@@ -246,16 +253,31 @@ class Ledger:
                     raise
 
     def compute_readers(self, written: Any, reason: str) -> None:
-        """Those that read memory which the tensors in `written` share."""
+        """Those that read memory which the tensors in `written` share, in the order of the calls."""
         storages = set(map(questions.storage, questions.tensors_in(written)))
-        results_too = not self._results.isdisjoint(storages)
-        for x, node in _deferred_at(self._pending()):
-            if not node.storages.isdisjoint(storages) or (results_too and node.reads_result_in(storages)):
+        if self._results.isdisjoint(storages):
+            self._index()
+            found = [each for storage in storages for each in self._readers.get(storage, ())]
+            for x, _ in _deferred_at(ref for _, ref in sorted(found, key=operator.itemgetter(0))):
                 materialise(x, reason)
+            return
+        for x, node in _deferred_at(self._pending()):
+            if not node.storages.isdisjoint(storages) or node.reads_result_in(storages):
+                materialise(x, reason)
+
+    def _index(self) -> None:
+        for place in range(self._indexed, len(self._refs)):
+            ref = self._refs[place]
+            for _, node in _deferred_at((ref,)):
+                for storage in node.storages:
+                    self._readers.setdefault(storage, []).append((place, ref))
+        self._indexed = len(self._refs)
 
     def _pending(self) -> list[Ref]:
         """Lets the others go."""
         self._refs = [ref for ref in self._refs if type(ref()) is Deferred]
+        self._readers.clear()
+        self._indexed = 0
         if not self._refs:
             self._results.clear()
         return self._refs

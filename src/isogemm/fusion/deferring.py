@@ -2,7 +2,7 @@
 
 A call is known by its pattern: the function, what the rules look at in its arguments (shape, dtype and device of a
 tensor, the chain of a deferred one, the value of anything else) and what else they ask for. The calls of patterns that
-chains.py remembers take a short way, which decides nothing: it asks what depends on the moment.
+chains.py remembers take a short way, which asks what depends on the moment, as the general one does after the rules.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from isogemm.fusion.deferred import (
 from isogemm.fusion.rules import Function
 
 _CONSTANTS = frozenset({bool, int, float, str, type(None)})
+_COMPUTED = "another thread computed it"
 _ELSEWHERE = "it was deferred on another thread or in another block"
 _AMBIENT_CHANGED = "the grad mode, autocast, stream or hooks changed before the next step"
 
@@ -74,7 +75,7 @@ def _product(block: Block, function: Function, args: tuple[Any, ...], kwargs: Kw
     inputs = tuple([x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)])
     if not inputs:
         return UNKNOWN_FORM
-    now = block.ambient(inputs[0].get_device() if inputs[0].is_cuda else -1)
+    now = block.surroundings(inputs[0].get_device() if inputs[0].is_cuda else -1)
     if isinstance(now, str):
         return now
     stamps = questions.stamps_of_plain(inputs)
@@ -176,7 +177,7 @@ def _step(
     deferred = [x for x, node in zip(args, made_of, strict=True) if type(node) is Node]
     operands = tuple([x for x in (*made_of, *kwargs.values()) if isinstance(x, torch.Tensor)])
     if not nodes or any(x is not None and node is None for x, node in zip(args, made_of, strict=True)):
-        return "another thread computed it"
+        return _COMPUTED
     added = questions.stamps_of_plain(operands)
     if added is None:
         return _unreadable(operands)
@@ -195,7 +196,7 @@ def _step(
         return _ELSEWHERE
     if node.stepped and node.chain.is_drawn:
         return "the result of a dropout is read twice"
-    now = block.ambient(node.ambient.device)
+    now = block.surroundings(node.ambient.device)
     if now != node.ambient or isinstance(now, str):
         return now if isinstance(now, str) else _AMBIENT_CHANGED
     parents: tuple[Node, ...] = (node,)
@@ -220,10 +221,14 @@ def _step(
     for parent in parents:
         parent.stepped = True
     requires_grad = requires_grad or (now.grad and any(x.requires_grad for x in operands))
-    return block.ledger.defer(
+    arguments = (
         block, step.chain, function, made_of, kwargs, parents, inputs + operands, stamps + added, now, requires_grad,
-        node.precision, args[0] if in_place else None,
+        node.precision,
     )  # fmt: skip
+    if not in_place:
+        return block.ledger.defer(*arguments)
+    with block.ledger.lock:  # another thread may be computing it
+        return block.ledger.defer(*arguments, args[0]) if node_of(args[0]) is made_of[0] else _COMPUTED
 
 
 def _pair(first: Node, second: Node) -> Pair:

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch._functorch.utils
+import torch.utils.checkpoint
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -67,7 +68,8 @@ class autofuse:
         if len(ledger.blocks) == 1:
             mode.__exit__(kind, exception, traceback)  # type: ignore[no-untyped-call]
         try:
-            ledger.compute_pending("the block ended", of=block, failing=exception is not None)
+            if not isinstance(exception, _RecomputationEnds):
+                ledger.compute_pending("the block ended", of=block, failing=exception is not None)
         finally:
             ledger.blocks.remove(block)
 
@@ -83,6 +85,10 @@ class autofuse:
                 return function(*args, **kwargs)
 
         return fused
+
+
+# By which a checkpoint leaves a layer that it has computed far enough: more would be one saved tensor too many.
+_RecomputationEnds: type[BaseException] = torch.utils.checkpoint._StopRecomputationError
 
 
 class _Mode(TorchFunctionMode):

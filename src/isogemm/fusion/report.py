@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cached_property
 from typing import NamedTuple
-
-_MOST_TO_COUNT = 1000
 
 
 class Fused(NamedTuple):
@@ -33,31 +30,12 @@ class Report:
     """What was fused and what was left, each with how often, in the order it first happened."""
 
     def __init__(self) -> None:
-        self._to_count: list[Fused] = []  # counting takes longer than noting
-
-    @property
-    def fused(self) -> Counter[Fused]:
-        self._fused.update(self._to_count)
-        self._to_count.clear()
-        return self._fused
-
-    @cached_property
-    def _fused(self) -> Counter[Fused]:
-        return Counter()
-
-    @cached_property
-    def left(self) -> Counter[Left]:
-        return Counter()
-
-    @cached_property
-    def repeated(self) -> Counter[Left]:
-        """Those computed in a fused launch and once more: something else read them."""
-        return Counter()
+        self.fused: Counter[Fused] = Counter()
+        self.left: Counter[Left] = Counter()
+        self.repeated: Counter[Left] = Counter()  # computed in a fused launch and once more: something else read them
 
     def add_fused(self, entry: Fused) -> None:
-        self._to_count.append(entry)
-        if len(self._to_count) == _MOST_TO_COUNT:
-            _ = self.fused
+        self.fused[entry] += 1
 
     def add_left(self, product: str, reason: str) -> None:
         self.left[Left(product, reason)] += 1

@@ -89,11 +89,15 @@ def _add(input: Any, other: Any, *, alpha: Any = 1) -> Sum:
 
 
 def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Sum:
-    return Sum(input, other, 1, -alpha)
+    return Sum(input, other, 1, _negative(alpha))
 
 
 def _rsub(input: Any, other: Any, *, alpha: Any = 1) -> Sum:
-    return Sum(input, other, -alpha, 1)
+    return Sum(input, other, _negative(alpha), 1)
+
+
+def _negative(alpha: Any) -> Any:
+    return alpha if isinstance(alpha, bool) else -alpha  # torch takes no bool: it stays one, to be refused
 
 
 def _mul(input: Any, other: Any) -> Factors:
