@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -29,13 +30,23 @@ class Left(NamedTuple):
 class Report:
     """What was fused and what was left, each with how often, in the order it first happened."""
 
-    def __init__(self) -> None:
-        self.fused: Counter[Fused] = Counter()
-        self.left: Counter[Left] = Counter()
-        self.repeated: Counter[Left] = Counter()  # computed in a fused launch and once more: something else read them
+    # Made when first asked for: most blocks need one of them.
+    @cached_property
+    def fused(self) -> Counter[Fused]:
+        return Counter()
+
+    @cached_property
+    def left(self) -> Counter[Left]:
+        return Counter()
+
+    @cached_property
+    def repeated(self) -> Counter[Left]:
+        """Those computed in a fused launch and once more: something else read them."""
+        return Counter()
 
     def add_fused(self, entry: Fused) -> None:
-        self.fused[entry] += 1
+        fused = self.fused
+        fused[entry] = fused.get(entry, 0) + 1
 
     def add_left(self, product: str, reason: str) -> None:
         self.left[Left(product, reason)] += 1
