@@ -22,6 +22,9 @@ from isogemm.testing import (
     assert_bitwise_equal,
     assert_no_worse_than_torch,
     assert_same_nonfinite,
+    doubled,
+    fused_form,
+    gated_form,
     make_data,
     poisoned_allocations,
     strategies,
@@ -44,34 +47,8 @@ def _integers(*shape, seed=0, dtype=torch.float32):
     return torch.randint(-2, 3, shape, generator=generator).to(dtype).to(DEVICE)
 
 
-def _plain(
-    a, b, *, product=torch.matmul, bias=None, bias_dim=-1, activation=None, activation_args=None, alpha=None, beta=None,
-    c=None, row_scale=None, col_scale=None, residual=None,
-):  # fmt: skip
-    """The definition, an operation of torch's at a time."""
-    z = product(a, b)
-    z = z if alpha is None else z * alpha
-    z = z if row_scale is None else z * row_scale[..., None]
-    z = z if col_scale is None else z * col_scale
-    z = z if not beta else z + beta * c
-    z = z if bias is None else z + (bias if bias_dim == -1 else bias[..., None])
-    z = z if activation is None else ACTIVATIONS[activation](z, **(activation_args or {}))
-    return z if residual is None else residual + z
-
-
-def _plain_gated(x, weight, weight_up, activation, *, bias=None, bias_up=None, residual=None, linear=F.linear):
-    gate, up = linear(x, weight), linear(x, weight_up)
-    gate, up = gate if bias is None else gate + bias, up if bias_up is None else up + bias_up
-    value = GATED[activation](gate) * up
-    return value if residual is None else residual + value
-
-
 def _double(value):
     return value.double() if isinstance(value, torch.Tensor) else value
-
-
-def _doubled(operands):
-    return {name: _double(value) for name, value in operands.items()}
 
 
 def _operands(names, m, k, n, dtype, *, batch=(), extra=None, make=_normal):
@@ -90,8 +67,8 @@ def _operands(names, m, k, n, dtype, *, batch=(), extra=None, make=_normal):
 
 
 def _assert_no_worse(result, operands, **options):
-    theirs = _plain(**operands, **options).to(result.dtype)
-    reference = _plain(**_doubled(operands), **options)
+    theirs = fused_form(**operands, **options).to(result.dtype)
+    reference = fused_form(**doubled(operands), **options)
     assert_no_worse_than_torch(result, theirs, reference)
 
 
@@ -166,11 +143,11 @@ def test_leading_sizes(shape, dtype):
     operands |= {"row_scale": _integers(*rows, seed=4), "col_scale": _integers(5, seed=5)}
     operands = {name: tensor.to(dtype) for name, tensor in operands.items()}
     result = isogemm.linear(x, weight, activation="relu", beta=2.0, **operands)
-    expected = _plain(x.double(), weight.double().T, activation="relu", beta=2.0, **_doubled(operands))
+    expected = fused_form(x.double(), weight.double().T, activation="relu", beta=2.0, **doubled(operands))
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=0)
     up = _integers(5, 7, seed=6, dtype=dtype)
     gated = isogemm.linear(x, weight, weight_up=up, activation="reglu", residual=operands["residual"])
-    expected = _plain_gated(x.double(), weight.double(), up.double(), "reglu", residual=operands["residual"].double())
+    expected = gated_form(x.double(), weight.double(), up.double(), "reglu", residual=operands["residual"].double())
     torch.testing.assert_close(gated.double(), expected, rtol=0, atol=0)
 
 
@@ -183,13 +160,13 @@ def test_order_of_operations(dtype):
         if bias_dim == -2:
             operands |= {"bias": _integers(9, seed=20, dtype=dtype), "bias_dim": -2}
         result = isogemm.matmul_fused(**operands, alpha=3.0, beta=-2.0, activation="relu2")
-        expected = _plain(**_doubled(operands), alpha=3.0, beta=-2.0, activation="relu2")
+        expected = fused_form(**doubled(operands), alpha=3.0, beta=-2.0, activation="relu2")
         limit = torch.finfo(dtype).eps * expected.abs()  # a square may have more than 8 bits
         assert bool(((result.double() - expected).abs() <= limit).all())
         linear = isogemm.matmul_fused(**operands, alpha=3.0, beta=-2.0, activation="leaky_relu",
                                       activation_args={"negative_slope": 0.5})  # fmt: skip
         slope = {"activation": "leaky_relu", "activation_args": {"negative_slope": 0.5}}
-        expected = _plain(**_doubled(operands), alpha=3.0, beta=-2.0, **slope)
+        expected = fused_form(**doubled(operands), alpha=3.0, beta=-2.0, **slope)
         torch.testing.assert_close(linear.double(), expected.to(dtype).double(), rtol=0, atol=0)
 
 
@@ -230,8 +207,8 @@ def test_float32_operands_of_16_bit_products(out_dtype, dtype):
     result = isogemm.matmul_fused(**operands, activation="silu", out_dtype=out_dtype)
     assert result.dtype == (out_dtype or dtype)
     wide = {name: value.float() if isinstance(value, torch.Tensor) else value for name, value in operands.items()}
-    theirs = _plain(**wide, activation="silu").to(result.dtype)
-    reference = _plain(**_doubled(operands), activation="silu")
+    theirs = fused_form(**wide, activation="silu").to(result.dtype)
+    reference = fused_form(**doubled(operands), activation="silu")
     # An fp32 result of 16-bit products is one walk: within 4 times torch's error, as isogemm.matmul's.
     assert_no_worse_than_torch(result, theirs, reference, factor=4 if out_dtype else 2)
 
@@ -284,7 +261,7 @@ def test_eager_rounding(activation, dtype):
     ):
         operands = _operands(names, 32, 100, 64, dtype)
         result = isogemm.matmul_fused(**operands, **numbers, activation=activation, rounding="eager")
-        expected = _plain(**operands, **numbers, activation=activation, product=isogemm.mm)
+        expected = fused_form(**operands, **numbers, activation=activation, product=isogemm.mm)
         assert_bitwise_equal(result, expected, str(names))
 
 
@@ -295,7 +272,7 @@ def test_eager_rounding_of_gates(activation, dtype):
     operands = {"bias": _normal(64, seed=3, dtype=dtype), "bias_up": _normal(64, seed=4, dtype=dtype)}
     operands["residual"] = _normal(32, 64, seed=5, dtype=dtype)
     result = isogemm.linear(x, weight, weight_up=up, activation=activation, rounding="eager", **operands)
-    assert_bitwise_equal(result, _plain_gated(x, weight, up, activation, linear=isogemm.linear, **operands))
+    assert_bitwise_equal(result, gated_form(x, weight, up, activation, linear=isogemm.linear, **operands))
 
 
 def test_eager_rounding_differs():
@@ -351,7 +328,7 @@ def test_expanded_operands(dtype):
 def test_empty(sizes, dtype):
     """No rows, no columns, or no terms in the sums: the epilogue of zeros."""
     operands = _operands(("bias", "c", "residual", "row_scale", "col_scale"), *sizes, dtype, make=_integers, batch=(2,))
-    expected = _plain(**operands, beta=2.0, activation="relu")
+    expected = fused_form(**operands, beta=2.0, activation="relu")
     with poisoned_allocations():
         result = isogemm.matmul_fused(**operands, beta=2.0, activation="relu")
         dropped = isogemm.matmul_fused(**operands, beta=2.0, activation="relu", dropout_p=0.5)
@@ -374,7 +351,7 @@ def test_nan_and_inf(activation, dtype):
     a, b = special[:, None], torch.ones(1, 3, dtype=dtype)
     for operands in ({}, {"bias": special[:3]}, {"residual": special[:3].repeat(9, 1)}, {"row_scale": special}):
         result = isogemm.matmul_fused(a, b, activation=activation, **operands)
-        expected = _plain(a.float(), b.float(), activation=activation, **_single(operands))
+        expected = fused_form(a.float(), b.float(), activation=activation, **_single(operands))
         assert_same_nonfinite(result, expected, str(tuple(operands)))
     assert bool(isogemm.matmul_fused(a[:1], b, activation=activation).isnan().all())
 
@@ -386,7 +363,7 @@ def test_nan_and_inf_of_gates(activation, dtype):
     x = torch.ones(2, 1, dtype=dtype)
     weight, up = special.repeat_interleave(6)[:, None], special.repeat(6)[:, None]
     result = isogemm.linear(x, weight, weight_up=up, activation=activation)
-    assert_same_nonfinite(result, _plain_gated(x.float(), weight.float(), up.float(), activation))
+    assert_same_nonfinite(result, gated_form(x.float(), weight.float(), up.float(), activation))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu", "silu", "tanh", "sigmoid"])
@@ -413,8 +390,8 @@ def test_gates_no_worse_than_torch(names, activation, dtype):
     operands = {name: _normal(*shapes[name], seed=9 + i, dtype=dtype) for i, name in enumerate(names)}
     with poisoned_allocations():
         result = isogemm.linear(x, weight, weight_up=up, activation=activation, **operands)
-    theirs = _plain_gated(x, weight, up, activation, **operands)
-    reference = _plain_gated(x.double(), weight.double(), up.double(), activation, **_doubled(operands))
+    theirs = gated_form(x, weight, up, activation, **operands)
+    reference = gated_form(x.double(), weight.double(), up.double(), activation, **doubled(operands))
     assert_no_worse_than_torch(result, theirs, reference)
 
 
@@ -552,9 +529,9 @@ def test_any_shape_stride_dtype_and_epilogue(data):
     options["activation"] = data.draw(st.sampled_from([None, *ACTIVATIONS]), label="activation")
     with poisoned_allocations():
         result = isogemm.matmul_fused(**operands, **options)
-    reference = _plain(**_doubled(operands), **options)
+    reference = fused_form(**doubled(operands), **options)
     assert result.shape == reference.shape
-    pre = _plain(
+    pre = fused_form(
         **{name: _double(t).abs() for name, t in operands.items()}, **options | {"alpha": 1.0, "activation": None}
     )
     info = torch.finfo(dtype)
@@ -717,7 +694,7 @@ def test_an_epilogue_of_the_users(first, second, dtype):
         z = operands["a"] @ operands["b"] + operands["bias"]
         return operands["residual"] + (torch.sin(z) * aux[0] + aux[1] * (col - row))
 
-    reference = plain(_doubled(operands), [_double(each) for each in aux])
+    reference = plain(doubled(operands), [_double(each) for each in aux])
     assert_no_worse_than_torch(result, plain(operands, aux), reference)
     as_linear = isogemm.linear(operands["a"], operands["b"].T, operands["bias"], residual=operands["residual"],
                                epilogue="wave", aux=aux)  # fmt: skip
@@ -739,7 +716,7 @@ def test_an_epilogue_after_all_that_comes_before_it():
     operands = _operands(("bias", "c", "residual", "row_scale", "col_scale"), 9, 4, 11, torch.float32, make=_integers)
     result = isogemm.matmul_fused(**operands, alpha=3.0, beta=-2.0, epilogue="negative")
     residual = operands.pop("residual")
-    expected = residual - _plain(**operands, alpha=3.0, beta=-2.0)
+    expected = residual - fused_form(**operands, alpha=3.0, beta=-2.0)
     torch.testing.assert_close(result, expected, rtol=0, atol=0)
     dropped = isogemm.matmul_fused(**operands, residual=residual, epilogue="negative", dropout_p=1.0)
     torch.testing.assert_close(dropped, residual, rtol=0, atol=0)
@@ -789,7 +766,7 @@ def test_mlp_no_worse_than_torch(activation, dtype):
         for more in ({}, {"residual": residual}):
             result = mlp(**operands, **more, activation=activation)
             theirs = _plain_mlp(**operands, **more, activation=activation)
-            reference = _plain_mlp(**_doubled(operands), **_doubled(more), activation=activation)
+            reference = _plain_mlp(**doubled(operands), **doubled(more), activation=activation)
             assert_no_worse_than_torch(result, theirs, reference)
 
 

@@ -18,7 +18,10 @@ from isogemm.testing import ACTIVATION_FORMS as ACTIVATIONS
 from isogemm.testing import GATE_FORMS as GATED
 from isogemm.testing import (
     assert_bitwise_equal,
+    assert_gradients_no_worse,
     assert_no_worse_than_torch,
+    fused_form,
+    gradients_of,
     make_data,
     poisoned_allocations,
     with_layout,
@@ -222,43 +225,15 @@ def test_second_derivatives_of_mlp_are_torch_s():
 # In the dtypes of the contract, against fp64.
 
 
-def _plain(a, b, *, bias=None, bias_dim=-1, activation=None, alpha=1.0, beta=0.0, c=None, row_scale=None,
-           col_scale=None, residual=None):  # fmt: skip
-    z = alpha * (a @ b)
-    z = z if row_scale is None else z * row_scale[..., None]
-    z = z if col_scale is None else z * col_scale
-    z = z if c is None else z + beta * c
-    z = z if bias is None else z + (bias if bias_dim == -1 else bias[..., None])
-    z = z if activation is None else ACTIVATIONS[activation](z)
-    return z if residual is None else residual + z
-
-
 def _plain_linear(x, weight, *, weight_up=None, bias_up=None, activation=None, residual=None, bias=None):
     if weight_up is None:
-        return _plain(x, weight.mT, bias=bias, activation=activation, residual=residual)
+        return fused_form(x, weight.mT, bias=bias, activation=activation, residual=residual)
     value = GATED[activation](F.linear(x, weight, bias)) * F.linear(x, weight_up, bias_up)
     return value if residual is None else residual + value
 
 
 def _plain_mlp(x, weight, weight_down, *, bias_down=None, residual=None, **first):
     return _plain_linear(_plain_linear(x, weight, **first), weight_down, bias=bias_down, residual=residual)
-
-
-def _gradients(function, tensors, grad, dtype=None, **options):
-    leaves = {name: each.detach().to(dtype or each.dtype).requires_grad_() for name, each in tensors.items()}
-    result = function(**leaves, **options)
-    return dict(zip(leaves, torch.autograd.grad(result, leaves.values(), grad.to(result.dtype)), strict=True))
-
-
-def _assert_no_worse(ours, theirs, tensors, grad, **options):
-    with poisoned_allocations():
-        actual = _gradients(ours, tensors, grad, **options)
-    expected = _gradients(theirs, tensors, grad, **options)
-    exact = _gradients(theirs, tensors, grad, torch.float64, **options)
-    for name, right in exact.items():
-        assert actual[name].dtype == tensors[name].dtype
-        ulps = 1 if right.ndim else 8  # the error of one sum is a draw, not a largest of many
-        assert_no_worse_than_torch(actual[name], expected[name], right, ulps=ulps, what=f"gradient of {name}")
 
 
 def _tensors(shapes, dtype):
@@ -271,7 +246,9 @@ def test_activations_no_worse_than_torch(activation, dtype):
     m, k, n = 65, 100, 33
     tensors = _tensors({"a": (m, k), "b": (k, n), "bias": (n,), "residual": (m, n)}, dtype)
     tensors["a"] = tensors["a"] / 8
-    _assert_no_worse(isogemm.matmul_fused, _plain, tensors, _normal(m, n, seed=9, dtype=dtype), activation=activation)
+    assert_gradients_no_worse(
+        isogemm.matmul_fused, fused_form, tensors, _normal(m, n, seed=9, dtype=dtype), activation=activation
+    )
 
 
 @pytest.mark.parametrize("dtype", CONTRACT, ids=str)
@@ -290,7 +267,7 @@ def test_scales_no_worse_than_torch(dtype):
     tensors = _tensors(shapes, dtype)
     tensors["a"] = tensors["a"] / 8
     grad = _normal(m, n, seed=9, dtype=dtype)
-    _assert_no_worse(isogemm.matmul_fused, _plain, tensors, grad, bias_dim=-2, activation="gelu")
+    assert_gradients_no_worse(isogemm.matmul_fused, fused_form, tensors, grad, bias_dim=-2, activation="gelu")
 
 
 @pytest.mark.parametrize("dtype", CONTRACT, ids=str)
@@ -301,7 +278,7 @@ def test_gates_no_worse_than_torch(activation, dtype):
     tensors = _tensors(shapes, dtype)
     tensors["x"] = tensors["x"] / 8
     grad = _normal(m, n, seed=9, dtype=dtype)
-    _assert_no_worse(isogemm.linear, _plain_linear, tensors, grad, activation=activation)
+    assert_gradients_no_worse(isogemm.linear, _plain_linear, tensors, grad, activation=activation)
 
 
 @pytest.mark.parametrize("dtype", CONTRACT, ids=str)
@@ -312,7 +289,7 @@ def test_mlp_no_worse_than_torch(activation, dtype):
     shapes |= {"weight_up": (h, k), "bias_up": (h,)} if activation in GATED else {}
     tensors = _tensors(shapes, dtype)
     tensors["x"] = tensors["x"] / 8
-    _assert_no_worse(mlp, _plain_mlp, tensors, _normal(m, n, seed=9, dtype=dtype), activation=activation)
+    assert_gradients_no_worse(mlp, _plain_mlp, tensors, _normal(m, n, seed=9, dtype=dtype), activation=activation)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -325,8 +302,8 @@ def test_operands_and_results_in_float32(dtype):
     tensors["a"] = tensors["a"] / 8
     grad = _normal(m, n, seed=9)
     options = {"activation": "gelu", "out_dtype": torch.float32}
-    actual = _gradients(isogemm.matmul_fused, tensors, grad, **options)
-    exact = _gradients(_plain, tensors, grad, torch.float64, activation="gelu")
+    actual = gradients_of(isogemm.matmul_fused, tensors, grad, **options)
+    exact = gradients_of(fused_form, tensors, grad, torch.float64, activation="gelu")
     for name, right in exact.items():
         assert actual[name].dtype == tensors[name].dtype
         # z is kept and the gradient taken to the products in 16 bits: each within half an ulp of the largest.
@@ -343,7 +320,7 @@ NEEDED = list(itertools.product([True, False], repeat=5))[:-1]
 def test_only_some_need_gradients(needed):
     shapes = {"x": (7, 9), "weight": (5, 9), "bias": (5,), "residual": (7, 5), "row_scale": (7,)}
     tensors, grad = _tensors(shapes, torch.float32), _normal(7, 5, seed=9)
-    expected = _gradients(isogemm.linear, tensors, grad, activation="gelu")
+    expected = gradients_of(isogemm.linear, tensors, grad, activation="gelu")
     leaves = {name: each.requires_grad_(need) for (name, each), need in zip(tensors.items(), needed, strict=True)}
     isogemm.linear(**leaves, activation="gelu").backward(grad)
     for (name, leaf), need in zip(leaves.items(), needed, strict=True):
@@ -373,7 +350,7 @@ def test_frozen_parts_of_mlp(case, activation):
     shapes = MLP_SHAPES | MLP_BIASES | {"residual": (M, N)} | (GATE if activation in GATED else {})
     tensors, grad = _tensors(shapes, torch.float32), _normal(M, N, seed=9)
     trained = [name for name in FROZEN[case] if name in tensors]
-    expected = _gradients(mlp, tensors, grad, activation=activation)
+    expected = gradients_of(mlp, tensors, grad, activation=activation)
     leaves = {name: each.requires_grad_(name in trained) for name, each in tensors.items()}
     mlp(**leaves, activation=activation).backward(grad)
     for name, leaf in leaves.items():
@@ -444,7 +421,7 @@ def test_inputs_of_any_stride(name, layout):
     function, shapes, options = CALLS[name]
     tensors, grad = _tensors(shapes, torch.bfloat16), _normal(7, 5, seed=9, dtype=torch.bfloat16)
     torch.manual_seed(2)
-    expected = _gradients(function, tensors, grad, **options)
+    expected = gradients_of(function, tensors, grad, **options)
     views = {name: with_layout(each, layout if each.ndim > 1 else "strided") for name, each in tensors.items()}
     leaves = {name: view.requires_grad_() for name, view in views.items()}
     torch.manual_seed(2)
@@ -498,15 +475,15 @@ def test_empty(sizes, dtype):
     shapes |= {"alpha": (), "beta": (), "residual": (2, m, n)}
     tensors, grad = _tensors(shapes, dtype), torch.ones(2, m, n, dtype=dtype)
     with poisoned_allocations():
-        actual = _gradients(isogemm.matmul_fused, tensors, grad, activation="relu")
-    expected = _gradients(_plain, tensors, grad, activation="relu")
+        actual = gradients_of(isogemm.matmul_fused, tensors, grad, activation="relu")
+    expected = gradients_of(fused_form, tensors, grad, activation="relu")
     for name, same in expected.items():
         torch.testing.assert_close(actual[name], same, msg=lambda text, name=name: f"{name}: {text}")
     shapes = {"x": (2, m, k), "weight": (n, k), "weight_up": (n, k), "bias": (n,), "weight_down": (6, n)}
     tensors, grad = _tensors(shapes, dtype), torch.ones(2, m, 6, dtype=dtype)
     with poisoned_allocations():
-        actual = _gradients(mlp, tensors, grad, activation="swiglu")
-    expected = _gradients(_plain_mlp, tensors, grad, activation="swiglu")
+        actual = gradients_of(mlp, tensors, grad, activation="swiglu")
+    expected = gradients_of(_plain_mlp, tensors, grad, activation="swiglu")
     for name, same in expected.items():
         torch.testing.assert_close(actual[name], same, msg=lambda text, name=name: f"mlp, {name}: {text}")
 
@@ -580,7 +557,7 @@ def test_main_grad(name, dtype):
     parameters = _parameters(names, WIDTHS, dtype)
     x, grad = _normal(50, 17, seed=7, dtype=dtype), _normal(50, 24, seed=8, dtype=dtype)
     plain = {each: parameter.detach().clone() for each, parameter in parameters.items()}
-    expected = _gradients(functools.partial(function, x), plain, grad, **options)
+    expected = gradients_of(functools.partial(function, x), plain, grad, **options)
     function(x, **parameters, **options).backward(grad)
     for each, parameter in parameters.items():
         assert parameter.grad is None, each
@@ -712,8 +689,8 @@ def test_masks_are_the_torch_form_s():
         return residual + mask * F.gelu(a @ b + bias)
 
     torch.manual_seed(3)
-    actual = _gradients(isogemm.matmul_fused, tensors, grad, activation="gelu", dropout_p=p)
-    for name, right in _gradients(plain, tensors, grad).items():
+    actual = gradients_of(isogemm.matmul_fused, tensors, grad, activation="gelu", dropout_p=p)
+    for name, right in gradients_of(plain, tensors, grad).items():
         torch.testing.assert_close(actual[name], right)
 
 

@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from isogemm.core import env
-from isogemm.testing import assert_no_worse_than_torch, measure_errors
+from isogemm.testing import (
+    assert_no_worse_than_torch,
+    device_work,
+    measure_errors,
+)
 from isogemm.tiny import configs, op
 
 
@@ -96,19 +100,9 @@ def assert_parity(exact):
 
 @pytest.fixture(scope="session")
 def on_device():
-    """on_device(call): the names of all that the device did, kernels, copies and fills alike."""
-
-    def on_device(call):
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=activities) as profile:
-            call()
-            torch.cuda.synchronize()
-        events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        return [event.name for event in events if not event.is_user_annotation]  # such as a compiled region's
-
+    """isogemm.testing.device_work, where torch's profiler works."""
     x = torch.ones(64, device="cuda")
     x.relu()
-    if len(on_device(x.relu)) != 1:
+    if len(device_work(x.relu)) != 1:
         pytest.skip("the profiler sees no kernels here")
-    return on_device
+    return device_work

@@ -18,7 +18,9 @@ from isogemm.testing import ACTIVATION_FORMS as ACTIVATIONS
 from isogemm.testing import GATE_FORMS as GATED
 from isogemm.testing import (
     assert_bitwise_equal,
+    assert_gradients_no_worse,
     assert_no_worse_than_torch,
+    gradients_of,
     make_data,
     poisoned_allocations,
     with_layout,
@@ -61,22 +63,10 @@ def _plain_mlp(x, weight, weight_down, *, bias_down=None, residual=None, **first
     return _plain(_plain(x, weight, **first), weight_down, bias=bias_down, residual=residual)
 
 
-def _gradients(function, tensors, grad, dtype=None, **options):
-    leaves = {name: each.detach().to(dtype or each.dtype).requires_grad_() for name, each in tensors.items()}
-    result = function(**leaves, **options)
-    return dict(zip(leaves, torch.autograd.grad(result, leaves.values(), grad.to(result.dtype)), strict=True))
-
-
 def _assert_no_worse(ours, theirs, tensors, grad, precision=None, **options):
     torch.backends.cuda.matmul.fp32_precision = precision or "ieee"  # put back after the test
-    with poisoned_allocations():
-        actual = _gradients(ours, tensors, grad, precision=precision, **options)
-    expected = _gradients(theirs, tensors, grad, **options)
-    exact = _gradients(theirs, tensors, grad, torch.float64, **options)
-    for name, right in exact.items():
-        assert actual[name].dtype == tensors[name].dtype
-        ulps = 1 if right.ndim else 8  # the error of one sum is a draw, not a largest of many
-        assert_no_worse_than_torch(actual[name], expected[name], right, ulps=ulps, what=f"gradient of {name}")
+    ours = functools.partial(ours, precision=precision)
+    assert_gradients_no_worse(ours, theirs, tensors, grad, **options)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -211,11 +201,11 @@ def test_gradients_of_any_stride(name):
     function, shapes, options = CALLS[name]
     tensors, grad = _tensors(shapes, torch.bfloat16), _normal(300, 192, seed=9)
     torch.manual_seed(2)
-    expected = _gradients(function, tensors, grad, **options)
+    expected = gradients_of(function, tensors, grad, **options)
     for layout in ("transposed", "sliced", "strided", "misaligned"):
         torch.manual_seed(2)
         with poisoned_allocations():
-            actual = _gradients(function, tensors, with_layout(grad, layout), **options)
+            actual = gradients_of(function, tensors, with_layout(grad, layout), **options)
         for each, same in expected.items():
             assert_bitwise_equal(actual[each], same, f"{each}, grad {layout}")
         views = {
@@ -337,7 +327,7 @@ def test_main_grad_and_micro_batches(name, number):
         assert_bitwise_equal(total, whole[each], f"{each}, with rows whose gradient is zero")
     plain = {each: parameter.detach() for each, parameter in _parameters(names, dtype).items()}
     width = 128 if function is mlp else 96
-    fresh = _gradients(functools.partial(function, x, precision=precision), plain, grad[:, :width], **options)
+    fresh = gradients_of(functools.partial(function, x, precision=precision), plain, grad[:, :width], **options)
     for each, total in whole.items():
         assert_bitwise_equal(fresh[each], total.to(dtype), f"{each}, without main_grad: rounded once")
 
@@ -395,8 +385,8 @@ def test_mlp_with_dropout(activation):
         return residual + F.linear(hidden, weight_down, bias_down) * last.to(x.dtype)
 
     torch.manual_seed(3)
-    actual = _gradients(mlp, tensors, grad, activation=activation, hidden_dropout_p=p, dropout_p=q)
-    expected, exact = _gradients(plain, tensors, grad), _gradients(plain, tensors, grad, torch.float64)
+    actual = gradients_of(mlp, tensors, grad, activation=activation, hidden_dropout_p=p, dropout_p=q)
+    expected, exact = gradients_of(plain, tensors, grad), gradients_of(plain, tensors, grad, torch.float64)
     for name, right in exact.items():
         assert_no_worse_than_torch(actual[name], expected[name], right, what=f"gradient of {name}")
 

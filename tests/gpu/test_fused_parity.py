@@ -22,6 +22,9 @@ from isogemm.testing import (
     assert_bitwise_equal,
     assert_no_worse_than_torch,
     assert_same_nonfinite,
+    doubled,
+    fused_form,
+    gated_form,
     make_data,
     poisoned_allocations,
     strategies,
@@ -48,32 +51,6 @@ def _set_torch(precision):
     torch.backends.cuda.matmul.fp32_precision = precision or "ieee"
 
 
-def _plain(
-    a, b, *, product=torch.matmul, bias=None, bias_dim=-1, activation=None, activation_args=None, alpha=None, beta=None,
-    c=None, row_scale=None, col_scale=None, residual=None,
-):  # fmt: skip
-    """The definition, an operation of torch's at a time."""
-    z = product(a, b)
-    z = z if alpha is None else z * alpha
-    z = z if row_scale is None else z * row_scale[..., None]
-    z = z if col_scale is None else z * col_scale
-    z = z if beta is None else z + beta * c
-    z = z if bias is None else z + (bias if bias_dim == -1 else bias[..., None])
-    z = z if activation is None else ACTIVATIONS[activation](z, **(activation_args or {}))
-    return z if residual is None else residual + z
-
-
-def _plain_gated(x, weight, weight_up, activation, *, bias=None, bias_up=None, residual=None, linear=F.linear):
-    gate, up = linear(x, weight), linear(x, weight_up)
-    gate, up = gate if bias is None else gate + bias, up if bias_up is None else up + bias_up
-    value = GATED[activation](gate) * up
-    return value if residual is None else residual + value
-
-
-def _doubled(operands):
-    return {name: each.double() if isinstance(each, torch.Tensor) else each for name, each in operands.items()}
-
-
 def _operands(names, m, k, n, dtype, *, batch=(), extra=None):
     """a [..., M, K], b [K, N] of [N, K] in memory, and those named; the wider ones of dtype `extra` where given."""
     rows, extra = (*batch, m), extra or dtype
@@ -97,8 +74,8 @@ def _fused(operands, **options):
 
 
 def _assert_no_worse(result, operands, **options):
-    theirs = _plain(**operands, **options).to(result.dtype)
-    assert_no_worse_than_torch(result, theirs, _plain(**_doubled(operands), **options))
+    theirs = fused_form(**operands, **options).to(result.dtype)
+    assert_no_worse_than_torch(result, theirs, fused_form(**doubled(operands), **options))
 
 
 EVERYTHING = ("bias", "c", "residual", "row_scale", "col_scale")
@@ -187,8 +164,8 @@ def test_sizes_of_gates(case):
     with poisoned_allocations(), isogemm.dispatch_log() as log:
         result = isogemm.linear(x, weight, weight_up=up, activation="swiglu", precision=precision, **operands)
     assert [entry.path for entry in log] == ["gemm"]
-    reference = _plain_gated(x.double(), weight.double(), up.double(), "swiglu", **_doubled(operands))
-    assert_no_worse_than_torch(result, _plain_gated(x, weight, up, "swiglu", **operands), reference)
+    reference = gated_form(x.double(), weight.double(), up.double(), "swiglu", **doubled(operands))
+    assert_no_worse_than_torch(result, gated_form(x, weight, up, "swiglu", **operands), reference)
 
 
 BIASES = [("bias", "bias_up", "residual"), (), ("bias",), ("bias_up",)]
@@ -210,8 +187,8 @@ def test_gates_no_worse_than_torch(names, activation, number):
     operands = {name: _normal(*shapes[name], seed=9 + i, dtype=dtype) for i, name in enumerate(names)}
     with poisoned_allocations():
         result = isogemm.linear(x, weight, weight_up=up, activation=activation, precision=precision, **operands)
-    reference = _plain_gated(x.double(), weight.double(), up.double(), activation, **_doubled(operands))
-    assert_no_worse_than_torch(result, _plain_gated(x, weight, up, activation, **operands), reference)
+    reference = gated_form(x.double(), weight.double(), up.double(), activation, **doubled(operands))
+    assert_no_worse_than_torch(result, gated_form(x, weight, up, activation, **operands), reference)
 
 
 @pytest.mark.parametrize("m", [1, 17, 130, 600])
@@ -221,8 +198,8 @@ def test_two_weights_wherever_they_lie(m):
     x, weight, up = (_normal(*shape, seed=i) for i, shape in enumerate(((m, k), (n, k), (n, k))))
     linear = functools.partial(isogemm.linear, x, activation="swiglu")
     expected = linear(weight, weight_up=up)
-    reference = _plain_gated(x.double(), weight.double(), up.double(), "swiglu")
-    assert_no_worse_than_torch(expected, _plain_gated(x, weight, up, "swiglu"), reference)
+    reference = gated_form(x.double(), weight.double(), up.double(), "swiglu")
+    assert_no_worse_than_torch(expected, gated_form(x, weight, up, "swiglu"), reference)
     first, last = torch.cat([weight, up]), torch.cat([up, weight])
     rows, wide = torch.stack([weight, up], 1), torch.cat([weight, up], 1)
     odd = torch.full((2 * n * k + 3,), torch.nan, dtype=torch.bfloat16, device=DEVICE)
@@ -286,7 +263,7 @@ def test_empty(sizes):
         dropped = isogemm.matmul_fused(**operands, beta=2.0, activation="relu", dropout_p=0.5)
         x, weight = operands["a"], operands["b"].T
         gated = isogemm.linear(x, weight, weight_up=weight, activation="swiglu", residual=operands["residual"])
-    torch.testing.assert_close(result, _plain(**operands, beta=2.0, activation="relu"))
+    torch.testing.assert_close(result, fused_form(**operands, beta=2.0, activation="relu"))
     assert dropped.shape == result.shape
     torch.testing.assert_close(gated, operands["residual"] + F.silu(x @ weight.T) * (x @ weight.T))
 
@@ -302,7 +279,7 @@ def test_nan_and_inf(activation, number):
     for operands in ({}, {"bias": special[3:6], "residual": special[:3].repeat(9, 1), "row_scale": special}):
         result = isogemm.matmul_fused(a, b, activation=activation, precision=precision, **operands)
         single = {name: each.float() for name, each in operands.items()}
-        expected = _plain(a.float(), b.float(), activation=activation, **single)
+        expected = fused_form(a.float(), b.float(), activation=activation, **single)
         assert_same_nonfinite(result, expected, str(tuple(operands)))
 
 
@@ -312,7 +289,7 @@ def test_nan_and_inf_of_gates(activation):
     x = torch.ones(2, 1, dtype=torch.bfloat16, device=DEVICE)
     weight, up = special.repeat_interleave(6)[:, None], special.repeat(6)[:, None]
     result = isogemm.linear(x, weight, weight_up=up, activation=activation)
-    assert_same_nonfinite(result, _plain_gated(x.float(), weight.float(), up.float(), activation))
+    assert_same_nonfinite(result, gated_form(x.float(), weight.float(), up.float(), activation))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu", "silu", "tanh", "sigmoid"])
@@ -388,7 +365,7 @@ def test_eager_rounding(case, number):
     for m in (1, 130):
         operands = _operands(names, m, 256, 200, dtype)
         result = isogemm.matmul_fused(**operands, **numbers, rounding="eager", precision=precision)
-        assert_bitwise_equal(result, _plain(**operands, **numbers, product=product), f"{m} rows")
+        assert_bitwise_equal(result, fused_form(**operands, **numbers, product=product), f"{m} rows")
 
 
 @pytest.mark.parametrize("number", SHORT)
@@ -398,7 +375,7 @@ def test_eager_rounding_with_an_activation(activation, number):
     operands = _operands(("bias", "residual"), 130, 256, 200, dtype)
     result = isogemm.matmul_fused(**operands, activation=activation, rounding="eager", precision=precision)
     product = functools.partial(isogemm.mm, precision=precision)
-    assert_bitwise_equal(result, _plain(**operands, activation=activation, product=product))
+    assert_bitwise_equal(result, fused_form(**operands, activation=activation, product=product))
 
 
 @pytest.mark.parametrize("number", SHORT)
@@ -411,7 +388,7 @@ def test_eager_rounding_of_gates(activation, number):
     operands["residual"] = _normal(130, 200, seed=5, dtype=dtype)
     linear = functools.partial(isogemm.linear, precision=precision)
     result = linear(x, weight, weight_up=up, activation=activation, rounding="eager", **operands)
-    assert_bitwise_equal(result, _plain_gated(x, weight, up, activation, linear=linear, **operands))
+    assert_bitwise_equal(result, gated_form(x, weight, up, activation, linear=linear, **operands))
 
 
 def test_rounded_once():
@@ -431,8 +408,8 @@ def test_float32_operands_of_16_bit_products(out_dtype):
     operands = _operands((*EVERYTHING, "alpha", "beta"), 130, 256, 200, torch.bfloat16, extra=torch.float32)
     result = _fused(operands, activation="silu", out_dtype=out_dtype)
     wide = {name: each.float() for name, each in operands.items()}
-    theirs = _plain(**wide, activation="silu").to(result.dtype)
-    reference = _plain(**_doubled(operands), activation="silu")
+    theirs = fused_form(**wide, activation="silu").to(result.dtype)
+    reference = fused_form(**doubled(operands), activation="silu")
     assert_no_worse_than_torch(result, theirs, reference, factor=4 if out_dtype else 2)
 
 
@@ -500,8 +477,8 @@ def test_dropout_is_of_the_activation_before_the_residual():
     torch.manual_seed(11)
     result = isogemm.matmul_fused(**operands, activation="gelu", dropout_p=0.25)
     assert_bitwise_equal(result[~mask], operands["residual"][~mask], "what is dropped is the residual alone")
-    double = _doubled(operands)
-    value = _plain(double["a"], double["b"], bias=double["bias"], activation="gelu")
+    double = doubled(operands)
+    value = fused_form(double["a"], double["b"], bias=double["bias"], activation="gelu")
     torch.testing.assert_close(result, (double["residual"] + mask * random.scale(0.25) * value).bfloat16())
     for p, expected in ((1.0, operands["residual"]), (0.0, isogemm.matmul_fused(**operands, activation="gelu"))):
         assert_bitwise_equal(isogemm.matmul_fused(**operands, activation="gelu", dropout_p=p), expected, f"p = {p}")
@@ -549,7 +526,7 @@ def test_an_epilogue_of_the_users(first, second):
         z = operands["a"] @ operands["b"] + operands["bias"]
         return operands["residual"] + (torch.sin(z) * aux[0] + aux[1] * (col - row))
 
-    reference = plain(_doubled(operands), [each.double() for each in aux])
+    reference = plain(doubled(operands), [each.double() for each in aux])
     assert_no_worse_than_torch(result, plain(operands, aux), reference)
 
 
@@ -609,7 +586,7 @@ def test_mlp_no_worse_than_torch(activation, number):
     def plain(x, first, second):
         if activation in GATED:
             gated = {name: first[name] for name in ("bias", "bias_up")}
-            hidden = _plain_gated(x, first["weight"], first["weight_up"], activation, **gated)
+            hidden = gated_form(x, first["weight"], first["weight_up"], activation, **gated)
         else:
             hidden = ACTIVATIONS[activation](F.linear(x, first["weight"], first["bias"]))
         return second["residual"] + F.linear(hidden, second["weight_down"], second["bias_down"])
@@ -617,7 +594,7 @@ def test_mlp_no_worse_than_torch(activation, number):
     with poisoned_allocations(), isogemm.dispatch_log() as log:
         result = mlp(x, **first, **second, activation=activation, precision=precision)
     assert [entry.path for entry in log] == ["gemm", "gemm"]
-    reference = plain(x.double(), _doubled(first), _doubled(second))
+    reference = plain(x.double(), doubled(first), doubled(second))
     assert_no_worse_than_torch(result, plain(x, first, second), reference)
     hidden = isogemm.linear(x, **first, activation=activation, precision=precision)
     down = {"bias": second["bias_down"], "residual": second["residual"], "precision": precision}
@@ -640,9 +617,9 @@ def test_any_shape_stride_dtype_and_epilogue(data):
     options["activation"] = data.draw(st.sampled_from([None, *ACTIVATIONS]), label="activation")
     with poisoned_allocations():
         result = isogemm.matmul_fused(**operands, **options)
-    reference = _plain(**_doubled(operands), **options)
+    reference = fused_form(**doubled(operands), **options)
     sizes = {name: each.double().abs() for name, each in operands.items()}
-    pre = _plain(**sizes, **options | {"activation": None})
+    pre = fused_form(**sizes, **options | {"activation": None})
     info = torch.finfo(dtype)
     # k fp32 sums (tensor cores truncate: 2^-22 each) and ten of the epilogue, one rounding; relu2 is 2 |z| steep.
     steep = 2 * pre if options["activation"] == "relu2" else 1.2

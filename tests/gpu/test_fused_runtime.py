@@ -16,7 +16,11 @@ from torch.utils.checkpoint import checkpoint
 import isogemm
 from isogemm.epilogues import ACTIVATIONS, register, spec
 from isogemm.gemm.api import mlp
-from isogemm.testing import assert_bitwise_equal, make_data
+from isogemm.testing import (
+    assert_bitwise_equal,
+    device_work,
+    make_data,
+)
 
 DEVICE = "cuda"
 SOURCE = Path(__file__).parents[2] / "src"
@@ -54,24 +58,6 @@ def registry(monkeypatch):
 # Launches
 
 
-def _on_device(call):
-    """The names of all that the device did: kernels, copies and fills alike."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profile:
-        call()
-        torch.cuda.synchronize()
-    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-
-
-@pytest.fixture(scope="module")
-def profiler():
-    x = torch.ones(64, device=DEVICE)
-    x.relu()
-    if len(_on_device(x.relu)) != 1:
-        pytest.skip("the profiler sees no kernels here")
-
-
 def _number(value):
     return torch.tensor(value, dtype=torch.float32, device=DEVICE)
 
@@ -100,13 +86,13 @@ def _inference_calls(m):
     return calls
 
 
-@pytest.mark.usefixtures("profiler", "registry")
+@pytest.mark.usefixtures("on_device", "registry")
 @pytest.mark.parametrize("m", [1, 64, 1000])
 def test_one_launch_and_no_other_work(m):
     """In inference: one kernel, no copy, no fill, and no memory but the result's, which is so written once."""
     for name, call in _inference_calls(m).items():
         call()
-        names = _on_device(call)
+        names = device_work(call)
         assert len(names) == 1, f"{name}: {names}"
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -116,7 +102,7 @@ def test_one_launch_and_no_other_work(m):
         del result
 
 
-@pytest.mark.usefixtures("profiler")
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("gated", [False, True])
 def test_launches_with_dropout(gated):
     """One more, which draws the seed."""
@@ -127,13 +113,13 @@ def test_launches_with_dropout(gated):
         return isogemm.linear(**layer, **more, dropout_p=0.1)
 
     call()
-    names = _on_device(call)
+    names = device_work(call)
     assert len(names) == 2, names
-    with_none = _on_device(lambda: isogemm.linear(**layer, **more, dropout_p=0.0))
+    with_none = device_work(lambda: isogemm.linear(**layer, **more, dropout_p=0.0))
     assert len(with_none) == 1, with_none
 
 
-@pytest.mark.usefixtures("profiler")
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize(("gated", "launches"), [(False, 2), (True, 2)])
 def test_launches_of_mlp(gated, launches):
     operands = _mlp(gated=gated)
@@ -142,7 +128,7 @@ def test_launches_of_mlp(gated, launches):
         return mlp(**operands, activation="swiglu" if gated else "gelu", residual=operands["x"])
 
     call()
-    names = _on_device(call)
+    names = device_work(call)
     assert len(names) == launches, names
 
 
@@ -167,10 +153,10 @@ def _training_launches(x, weight, bias):
     leaves = {"x": x, "weight": weight, "bias": bias}
     step = _step(lambda: isogemm.linear(**leaves), leaves, _normal(len(x), len(weight), seed=9))
     step()
-    return _on_device(step)
+    return device_work(step)
 
 
-@pytest.mark.usefixtures("profiler")
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("of_x", [False, True], ids=["without dx", "with dx"])
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "leaky_relu", "swiglu"])
 def test_a_training_step_of_mlp_has_the_launches_of_its_layers(activation, of_x):
@@ -180,7 +166,7 @@ def test_a_training_step_of_mlp_has_the_launches_of_its_layers(activation, of_x)
     leaves = {name: each.requires_grad_(of_x or name != "x") for name, each in operands.items()}
     step = _step(lambda: mlp(**leaves, activation=activation), leaves, _normal(m, k, seed=9))
     step()
-    names = _on_device(step)
+    names = device_work(step)
     layers = _training_launches(leaves["x"], leaves["weight"], leaves["bias"])
     if activation in GATED:
         layers += _training_launches(leaves["x"], leaves["weight_up"], leaves["bias_up"])
@@ -192,7 +178,7 @@ def test_a_training_step_of_mlp_has_the_launches_of_its_layers(activation, of_x)
     assert sum("_chunk_sums_kernel" in name for name in names) == (2 if activation in GATED else 1), names
 
 
-@pytest.mark.usefixtures("profiler")
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("activation", ["relu", "gelu", "tanh"])
 def test_a_training_step_of_a_layer_has_at_most_one_launch_more(activation):
     leaves = {name: each.requires_grad_() for name, each in _layer(512).items() if name != "residual"}
@@ -201,7 +187,7 @@ def test_a_training_step_of_a_layer_has_at_most_one_launch_more(activation):
     plain = _step(lambda: isogemm.linear(**leaves), leaves, grad)
     for step in (fused, plain):
         step()
-    names, without = _on_device(fused), _on_device(plain)
+    names, without = device_work(fused), device_work(plain)
     assert len(names) <= len(without) + 1, f"{names}, without the activation: {without}"
     assert not _foreign(names)
 

@@ -33,8 +33,10 @@ from isogemm.testing.error import (
     assert_same_nonfinite,
     measure_errors,
 )
-from isogemm.testing.forms import ACTIVATION_FORMS, GATE_FORMS
+from isogemm.testing.forms import ACTIVATION_FORMS, GATE_FORMS, doubled, fused_form, gated_form
+from isogemm.testing.gradients import assert_gradients_no_worse, gradients_of
 from isogemm.testing.interpreter import interpreting, is_interpreted, require_interpreter
+from isogemm.testing.launches import device_work
 from isogemm.testing.poison import poison_value, poisoned_allocations
 
 __all__ = [
@@ -55,11 +57,17 @@ __all__ = [
     "Resources",
     "TensorCase",
     "assert_bitwise_equal",
+    "assert_gradients_no_worse",
     "assert_no_worse_than_torch",
     "assert_same_nonfinite",
     "compare_bits",
     "compile_job",
+    "device_work",
     "disassemble",
+    "doubled",
+    "fused_form",
+    "gated_form",
+    "gradients_of",
     "interpreting",
     "is_interpreted",
     "layouts_for",
