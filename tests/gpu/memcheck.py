@@ -14,6 +14,7 @@ import torch
 import isogemm
 from isogemm.gemm import configs, fused, op
 from isogemm.gemm.api import mlp
+from isogemm.gemm.fused_forms import Fusion
 
 NUMBERS = (
     (torch.bfloat16, None), (torch.float16, None),
@@ -77,7 +78,7 @@ def _epilogues_of(m: int, n: int, k: int, dtype: torch.dtype) -> int:
     ]  # fmt: skip
     for call in calls:
         call().sum().backward()
-    fusion = fused.Fusion(bias.detach(), residual=residual.detach(), activation="gelu_tanh")
+    fusion = Fusion(bias.detach(), residual=residual.detach(), activation="gelu_tanh")
     operands = x.detach(), weight.detach().mT, None, fusion
     configurations = configs.candidates(fused.describe(*operands))
     for config in configurations:

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from isogemm.epilogues import ACTIVATIONS, random, register
-from isogemm.gemm import configs, cpu, fused, kernels
+from isogemm.gemm import configs, cpu, fused, fused_forms, kernels
 from isogemm.gemm.configs import Config
-from isogemm.gemm.fused import Fusion
+from isogemm.gemm.fused_forms import Fusion
 from isogemm.testing import assert_bitwise_equal, make_data
 
 GUARD = 16
@@ -162,7 +162,7 @@ def test_mask(config, columns):
     b = b[:, :columns]
     fusion = Fusion(bias=_normal(columns, seed=2), activation="relu")
     result, saved = _run(config, x, b, fusion, save="mask")
-    assert_bitwise_equal(fused.unpacked(saved, columns), result > 0)
+    assert_bitwise_equal(fused_forms.unpacked(saved, columns), result > 0)
     assert not bool((saved[:, -1] >> (columns % 8 or 8)).any())  # bits of no column
 
 
@@ -228,9 +228,7 @@ def test_gradient_in_the_epilogue(config, activation):
     problem = fused.problems.of_product(grad, weight, None, grad.dtype, "ieee", 0)
     read = [*(None,) * 9, saved, second, *(None,) * 5]
     _launch(config, replace(problem, epilogue=epilogue), grad, weight, None, read, first, (None,) * 4)
-    exact = fused._activation_grad_in_torch(
-        grad.double() @ weight.double(), saved.double(), kind, fusion, torch.float64
-    )
+    exact = fused_forms.activation_grad(grad.double() @ weight.double(), saved.double(), kind, fusion, torch.float64)
     assert _untouched(buffer)
     _assert_close(out, exact, scale=20)
 
@@ -305,14 +303,14 @@ def test_activation_grad(activation, kind, dropout_p):
     fusion = Fusion(activation=activation, dropout_p=dropout_p, seed=seed)
     grad = _normal(tokens, n + 2)[:, 2:]
     z = _normal(*((2, tokens, n) if fusion.gated else (tokens, n)), seed=1)
-    saved = {"mask": lambda: fused.packed(z > 0), "out": z.tanh, "pre": lambda: z, "": lambda: None}[kind]()
+    saved = {"mask": lambda: fused_forms.packed(z > 0), "out": z.tanh, "pre": lambda: z, "": lambda: None}[kind]()
     epilogue = fused.Epilogue(activation=activation, dropout=dropout_p > 0, gradient=kind, exact=True)
     problem = configs.ActivationGradProblem(tokens, n, "float32", epilogue, grad.stride(0), True)
     buffer, dz = _guarded(z.shape, torch.float32)
     sums_buffer, sums = _guarded((2, 2, n) if fusion.gated else (1, 2, n), torch.float32)
     launch = kernels.describe_activation_grad(problem)
     kernels.launch(launch, (grad, saved, seed, dz, sums), fused._call_numbers(fusion)[2:])
-    exact = fused._activation_grad_in_torch(
+    exact = fused_forms.activation_grad(
         grad.double(),
         None if saved is None else saved if kind == "mask" else saved.double(),
         kind,

@@ -17,7 +17,8 @@ from isogemm.families.ahead import run_ahead
 from isogemm.families.trials import Rows, Trained, Trials, torch_product
 from isogemm.gemm import configs, cpu, fused, reference
 from isogemm.gemm.api import linear, matmul_fused, mlp, mm
-from isogemm.gemm.fused import Fusion, new_seed
+from isogemm.gemm.fused import new_seed
+from isogemm.gemm.fused_forms import Fusion
 from isogemm.testing.cases import make_data, with_layout
 from isogemm.testing.compare import BitDiff, compare_bits
 from isogemm.testing.error import Errors, assert_no_worse_than_torch, measure_errors

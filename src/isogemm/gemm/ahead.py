@@ -14,7 +14,7 @@ from isogemm.epilogues import spec
 from isogemm.epilogues.spec import Epilogue
 from isogemm.gemm import configs, fused, fused_autograd, op, plan
 from isogemm.gemm.configs import BiasGradProblem, Problem
-from isogemm.gemm.fused import Fusion
+from isogemm.gemm.fused_forms import Fusion
 from isogemm.gemm.problem import aligned
 
 

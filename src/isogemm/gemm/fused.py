@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -17,8 +15,10 @@ from isogemm.core.errors import require_same
 from isogemm.epilogues import random, spec
 from isogemm.epilogues.spec import Epilogue
 from isogemm.gemm import configs, cpu, op
+from isogemm.gemm import fused_forms as forms
 from isogemm.gemm import problem as problems
 from isogemm.gemm.configs import ActivationGradProblem, Config, Problem
+from isogemm.gemm.fused_forms import Fusion
 from isogemm.gemm.plan import Plan, activation_grad_plan, chunk_sums_plan, gemm_plan
 
 ROUNDINGS = ("once", "eager")
@@ -31,52 +31,6 @@ _NAMES: Names = ("a", "b", "bias", "dropout_p")
 def names_of(by_rows: bool) -> Names:
     """In `linear`, where the weights are [N, K], or else in `matmul_fused`."""
     return ("x", "weight", "bias", "dropout_p") if by_rows else _NAMES
-
-
-class Fusion(NamedTuple):
-    """The operands of an epilogue: residual + dropout(act(alpha row_scale col_scale (x b) + beta c + bias)).
-
-    With `bias_up` or a second weight: act(gate) * up.
-    """
-
-    bias: torch.Tensor | None = None
-    bias_up: torch.Tensor | None = None
-    c: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
-    row_scale: torch.Tensor | None = None
-    col_scale: torch.Tensor | None = None
-    alpha: torch.Tensor | None = None  # where it is on the device
-    beta: torch.Tensor | None = None
-    aux: tuple[torch.Tensor, ...] = ()
-    seed: torch.Tensor | None = None  # of the dropout
-    alpha_value: float = 1.0
-    beta_value: float = 0.0
-    dropout_p: float = 0.0
-    activation: str = ""
-    arguments: tuple[float, ...] = ()
-    epilogue: str = ""  # the name of a registered one, in the activation's place
-    bias_dim: int = -1
-    eager: bool = False
-
-    @property
-    def gated(self) -> bool:
-        return bool(self.activation) and bool(spec.ACTIVATIONS[self.activation].gate)
-
-    @property
-    def saved(self) -> str:
-        """What the backward reads of the forward: "", mask, out or pre."""
-        if self.epilogue:
-            return "pre"
-        if not self.activation:
-            return ""
-        kind = spec.ACTIVATIONS[self.activation].saved
-        # The result is the activation's alone if nothing follows it.
-        return "pre" if kind == "out" and (self.dropout_p or self.residual is not None) else kind
-
-    @property
-    def saved_hidden(self) -> str:
-        """The same inside an mlp, which keeps the result: relu's own sign tells, through a dropout too."""
-        return "out" if self.activation == "relu" else "pre"
 
 
 def validate(
@@ -420,11 +374,11 @@ def _in_torch(
         dtype = out_dtype if fusion.eager else cpu.sums_dtype(x.dtype)
         sums, up = (None if each is None else _sums(x, each, dtype, precision) for each in (b, b_up))
         assert sums is not None
-        pre, pre_up = before_activation(sums, up, fusion)
-        result = after_activation(pre, pre_up, fusion).to(out_dtype)
+        pre, pre_up = forms.before_activation(sums, up, fusion)
+        result = forms.after_activation(pre, pre_up, fusion).to(out_dtype)
         saved = None
         if save == "mask":
-            saved = packed(spec.ACTIVATIONS[fusion.activation].derivative(pre, *fusion.arguments) == 1)
+            saved = forms.packed(spec.ACTIVATIONS[fusion.activation].derivative(pre, *fusion.arguments) == 1)
         elif save == "pre":
             saved = (pre if pre_up is None else torch.stack((pre, pre_up))).to(x.dtype)
     if dispatch.active:
@@ -446,77 +400,6 @@ def _sums(x: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, precision: str |
     return cpu.product(x, b, None, dtype)
 
 
-# The epilogue in torch's operations, of the sums' dtype; with rounding="eager" that is the result's.
-
-
-def before_activation(
-    sums: torch.Tensor, up: torch.Tensor | None, fusion: Fusion
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """alpha row_scale col_scale sums + beta c + bias; and up + bias_up."""
-    dtype, z = sums.dtype, sums
-    for scale in (
-        fusion.alpha if fusion.alpha is not None else fusion.alpha_value if fusion.alpha_value != 1 else None,
-        None if fusion.row_scale is None else fusion.row_scale[..., None],
-        fusion.col_scale,
-    ):
-        if scale is not None:
-            z = (z * scale).to(dtype)
-    if fusion.c is not None and (fusion.beta is not None or fusion.beta_value):
-        z = z + (fusion.c.to(dtype) * (fusion.beta_value if fusion.beta is None else fusion.beta)).to(dtype)
-    if fusion.bias is not None:
-        z = z + (fusion.bias if fusion.bias_dim == -1 else fusion.bias[..., None]).to(dtype)
-    if up is not None and fusion.bias_up is not None:
-        up = up + fusion.bias_up.to(dtype)
-    return z, up
-
-
-def after_activation(z: torch.Tensor, up: torch.Tensor | None, fusion: Fusion) -> torch.Tensor:
-    """residual + dropout(act(z))."""
-    dtype, value = z.dtype, z
-    if fusion.epilogue:
-        value = _user_form(z, fusion).to(dtype)
-    elif fusion.activation:
-        entry = spec.ACTIVATIONS[fusion.activation]
-        value = cpu.elementwise(lambda part: entry.torch(part, *fusion.arguments), z)
-        if up is not None:
-            value = value * up
-    if fusion.dropout_p:
-        value = dropped(value, fusion)
-    if fusion.residual is not None:
-        value = fusion.residual.to(torch.promote_types(dtype, fusion.residual.dtype)) + value
-    return value
-
-
-def dropped(value: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-    """Zero, or scaled up: of a value, and of a gradient."""
-    assert fusion.seed is not None
-    n = value.shape[-1]
-    kept = random.kept(fusion.seed, value.numel() // max(n, 1), n, fusion.dropout_p).view(value.shape)
-    scaled = value.to(cpu.sums_dtype(value.dtype)) * random.scale(fusion.dropout_p)
-    return torch.where(kept, scaled, 0.0).to(value.dtype)
-
-
-def _user_form(z: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-    rows, n = math.prod(z.shape[:-1]), z.shape[-1]
-    col, row = torch.arange(n, device=z.device)[None, :], torch.arange(rows, device=z.device)[:, None]
-    aux = (each.expand(z.shape).reshape(rows, n).to(z.dtype) for each in fusion.aux)
-    return spec.registered(fusion.epilogue).torch(z.reshape(rows, n), col, row, *aux).view(z.shape)
-
-
-def packed(bits: torch.Tensor) -> torch.Tensor:
-    """[..., N] bool -> [..., ceil(N / 8)] uint8, the first of eight in the lowest bit."""
-    n = bits.shape[-1]
-    padded = torch.nn.functional.pad(bits, (0, -n % 8))
-    eights = padded.view(*bits.shape[:-1], -(-n // 8), 8).to(torch.uint8)
-    shifted: torch.Tensor = eights << torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return shifted.sum(-1, dtype=torch.uint8)
-
-
-def unpacked(mask: torch.Tensor, n: int) -> torch.Tensor:
-    bits = mask[..., None] >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
-    return bits.flatten(-2)[..., :n].bool()
-
-
 def activation_grad(
     grad: torch.Tensor, saved: torch.Tensor | None, kind: str, fusion: Fusion, dtype: torch.dtype, sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -527,7 +410,7 @@ def activation_grad(
     """
     n = grad.shape[-1]
     if not grad.is_cuda or dtype is torch.float64 or not grad.numel():
-        dz = _activation_grad_in_torch(grad, saved, kind, fusion, dtype)
+        dz = forms.activation_grad(grad, saved, kind, fusion, dtype)
         if not (sums and grad.is_cuda) or dtype is torch.float64:
             return dz, None
         chunks = -(-problems.rows(grad) // configs.BIAS_CHUNK)
@@ -561,19 +444,6 @@ def activation_grad(
     return dz, partial
 
 
-def _activation_grad_in_torch(
-    grad: torch.Tensor, saved: torch.Tensor | None, kind: str, fusion: Fusion, dtype: torch.dtype
-) -> torch.Tensor:
-    with torch.no_grad():
-        wide = grad.to(cpu.sums_dtype(dtype))
-        if fusion.dropout_p:
-            wide = dropped(wide, fusion)
-        if fusion.activation:
-            assert saved is not None
-            wide = wide * derivative(saved, kind, fusion, grad.shape[-1], wide.dtype)
-        return wide.to(dtype)
-
-
 def chunk_sums(partial: torch.Tensor, together: int, total: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """The [N] sum of [count, N] sums: `together` neighbours by halves, then those from first to last.
 
@@ -598,19 +468,6 @@ def chunk_sums(partial: torch.Tensor, together: int, total: torch.Tensor | None,
         out_dtype = dtype if total is None else total.dtype
         plan = op.keep(key, chunk_sums_plan(count, n, together, out_dtype, stride, partial.device))
     return plan.run(partial, partial, (), total)
-
-
-def derivative(saved: torch.Tensor, kind: str, fusion: Fusion, n: int, dtype: torch.dtype) -> torch.Tensor:
-    """act' [..., N]; gated: of both factors, [2, ..., N]."""
-    entry = spec.ACTIVATIONS[fusion.activation]
-    if fusion.gated:
-        gate, up = saved.to(dtype)
-        return torch.stack((up * cpu.elementwise(entry.derivative, gate), cpu.elementwise(entry.torch, gate)))
-    if kind == "mask":
-        saved = unpacked(saved, n).to(dtype) * 2 - 1  # any two numbers with the signs
-    form = entry.of_output if kind == "out" else entry.derivative
-    assert form is not None
-    return cpu.elementwise(lambda part: form(part, *fusion.arguments), saved.to(dtype))
 
 
 def hidden_grad(
@@ -668,42 +525,3 @@ def hidden_grad(
         plan = op.keep(key, gemm_plan("hidden_grad", shape, grad.dtype, grad.device, problem, config, seen))
     plan.run(grad, weight, read, first, None, _call_numbers(fusion))
     return out, partial
-
-
-def epilogue_grad(
-    grad: torch.Tensor, saved: torch.Tensor, fusion: Fusion, wanted: Sequence[bool]
-) -> list[torch.Tensor | None]:
-    """Of a registered epilogue: dz and, where wanted, those of the aux tensors, by its torch form."""
-    with torch.enable_grad(), _autograd_here():
-        z = saved.detach().to(cpu.sums_dtype(saved.dtype)).requires_grad_()
-        aux = tuple(each.detach().requires_grad_(want) for each, want in zip(fusion.aux, wanted, strict=True))
-        value = _user_form(z, fusion._replace(aux=aux))
-        if fusion.dropout_p:
-            value = dropped(value, fusion)
-        inputs = [z, *(each for each in aux if each.requires_grad)]
-        found = iter(torch.autograd.grad(value, inputs, grad.to(value.dtype), allow_unused=True))
-    dz = next(found)
-    gradients: list[torch.Tensor | None] = [torch.zeros_like(saved) if dz is None else dz.to(saved.dtype)]
-    for each in aux:
-        of_aux = next(found) if each.requires_grad else None
-        gradients.append(torch.zeros_like(each) if each.requires_grad and of_aux is None else of_aux)
-    return gradients
-
-
-@contextlib.contextmanager
-def _autograd_here() -> Iterator[None]:
-    """Autograd, inside an operator too, where the dispatcher has left it behind."""
-    excluded = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in _AUTOGRAD]
-    try:
-        for key in _AUTOGRAD:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
-        yield
-    finally:
-        for key, was in zip(_AUTOGRAD, excluded, strict=True):
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, was)
-
-
-_AUTOGRAD = tuple(
-    getattr(torch._C.DispatchKey, name)
-    for name in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "AutogradFunctionality", "ADInplaceOrView")
-)

@@ -17,7 +17,8 @@ from torch.compiler import is_compiling
 from isogemm.core.eager import through_dispatcher
 from isogemm.epilogues import random, spec
 from isogemm.gemm import autograd, configs, cpu, fused, fused_op, op
-from isogemm.gemm.fused import Fusion
+from isogemm.gemm import fused_forms as forms
+from isogemm.gemm.fused_forms import Fusion
 from isogemm.gemm.fused_op import Call, MlpCall
 from isogemm.gemm.problem import resolve_precision
 
@@ -319,7 +320,7 @@ def _scaled(call: Call, dz: torch.Tensor) -> torch.Tensor:
     plain = Fusion(
         row_scale=fusion.row_scale, col_scale=fusion.col_scale, alpha=fusion.alpha, alpha_value=fusion.alpha_value
     )
-    return fused.before_activation(dz.to(cpu.sums_dtype(dz.dtype)), None, plain)[0].to(dz.dtype)
+    return forms.before_activation(dz.to(cpu.sums_dtype(dz.dtype)), None, plain)[0].to(dz.dtype)
 
 
 def _over_columns(x: torch.Tensor) -> torch.Tensor:
@@ -346,7 +347,7 @@ def _differentiable(
         for b in call.columns
     )
     fusion = call.fusion._replace(residual=None)
-    value = fused.after_activation(*fused.before_activation(cast(torch.Tensor, sums), up, fusion), fusion)
+    value = forms.after_activation(*forms.before_activation(cast(torch.Tensor, sums), up, fusion), fusion)
     found: dict[str, torch.Tensor | None] = {}
     if not (fusion.activation or fusion.epilogue):  # linear in these, which were not kept
         found = _of_sum(call, grad, needed, fusion, c_dtype)
@@ -366,7 +367,7 @@ def _of_sum(
     """Of a bias and an addend that nothing follows but dropout."""
     above = grad.to(cpu.sums_dtype(call.x.dtype))
     if fusion.dropout_p:
-        above = fused.dropped(above, fusion)
+        above = forms.dropped(above, fusion)
     found: dict[str, torch.Tensor | None] = {}
     if needed["bias"]:
         summed = autograd.bias_grad(above) if fusion.bias_dim == -1 else _over_columns(above)
@@ -551,8 +552,8 @@ def _hidden_grad(
         wide = cpu.sums_dtype(weight.dtype)
         above = autograd.matmul(grad.to(weight.dtype), weight, wide if wide is not weight.dtype else None, precision)
         if first.dropout_p:
-            above = fused.dropped(above, first)
-        slope = fused.derivative(z, first.saved_hidden, first, above.shape[-1], wide)
+            above = forms.dropped(above, first)
+        slope = forms.derivative(z, first.saved_hidden, first, above.shape[-1], wide)
         return (above * slope).to(weight.dtype)
     dz, partial = fused.hidden_grad(grad, weight, z, first.saved_hidden, first, precision, sums)
     if partial is not None and not dz.is_inference():  # which has no version
@@ -569,7 +570,7 @@ def _handed_on(dz: torch.Tensor) -> _Dz:
 
 def _dropout_grad(grad: torch.Tensor, fusion: Fusion) -> torch.Tensor:
     if torch.is_grad_enabled() and not is_compiling():
-        return fused.dropped(grad, fusion)
+        return forms.dropped(grad, fusion)
     return _activation_grad(grad, None, "", fusion, grad.dtype, False).value
 
 
@@ -581,7 +582,7 @@ def _again(z: torch.Tensor, first: Fusion, dtype: torch.dtype) -> torch.Tensor:
         wide = torch.relu(gate)
         scale = random.scale(first.dropout_p) if first.dropout_p else 1.0
         return (wide.detach() + (wide - wide.detach()) * scale).to(dtype)
-    return fused.after_activation(gate, up, first).to(dtype)
+    return forms.after_activation(gate, up, first).to(dtype)
 
 
 def _no_gradient(argument: object) -> object:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from isogemm.gemm import configs, fused, op
+from isogemm.gemm import fused_forms as forms
 from isogemm.gemm import problem as problems
-from isogemm.gemm.fused import Fusion
+from isogemm.gemm.fused_forms import Fusion
 
 
 class Call(NamedTuple):
@@ -237,7 +238,7 @@ def epilogue_gradients(
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
     fusion = Fusion(seed=seed, dropout_p=dropout_p, epilogue=epilogue, aux=tuple(aux))
-    found = fused.epilogue_grad(grad, saved, fusion, wanted)
+    found = forms.epilogue_grad(grad, saved, fusion, wanted)
     return [saved.new_empty(0) if gradient is None else _apart_from(grad, gradient) for gradient in found]
 
 
