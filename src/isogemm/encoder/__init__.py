@@ -1,0 +1,1 @@
+"""A transformer's encoder layer in one call each way."""

@@ -1,0 +1,222 @@
+"""`isogemm.encoder_layer` and `encoder_chunk`: validation, autocast, and which path serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from isogemm.core import dispatch
+from isogemm.core.dispatch import Dispatch
+from isogemm.core.eager import autocast_dtype
+from isogemm.core.errors import require_precision, require_same
+from isogemm.encoder import composed
+from isogemm.encoder.parameters import ACTIVATIONS, NORMS, EncoderParameters, Options
+from isogemm.gemm.autograd import refuse_transforms
+from isogemm.gemm.op import SERVED
+from isogemm.gemm.problem import dtype_name, resolve_precision
+
+
+def encoder_layer(
+    x: Tensor,
+    params: EncoderParameters,
+    *,
+    nhead: int,
+    norm_first: bool = False,
+    activation: str = "relu",
+    norm: str = "layer_norm",
+    eps: float = 1e-5,
+    key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+    precision: str | None = None,
+) -> Tensor:
+    """A transformer's encoder layer, as torch.nn.TransformerEncoderLayer without dropout computes it.
+
+    Args:
+        x: [S, T, D] or [T, D], any strides: S sequences of T tokens; float32, bfloat16 or float16.
+        params: of x's dtype, unless under autocast. With a float32 `main_grad`, a parameter's gradient is accumulated
+            into that, it gets no other, and its `grad_added_to_main_grad` is set.
+        nhead: divides D; scores are scaled by 1 / sqrt(D / nhead).
+        norm_first: the norms before the attention and before the feed-forward part, else after each residual sum.
+        activation: "relu", "gelu" (erf), "gelu_tanh" or "silu".
+        norm: "layer_norm", or "rms_norm", which has no bias.
+        key_padding_mask: [S, T] ([T] for x [T, D]): bool, True for a key to leave out, or floating point, added to the
+            scores. It gets no gradient. A query without keys attends to nothing: its attention is 0.
+        is_causal: a query sees no later key.
+        precision: of float32 products, as in `isogemm.matmul`.
+
+    Returns:
+        Like x. Under autocast the products are in its dtype; x, the residual sums and the result keep x's.
+
+    The bits of a sequence's result and of its gradient do not depend on the sequences around it, on its place among
+    them, or on masked tokens after its own. Parameters' gradients are sums over `encoder_chunk` sequences at a time:
+    micro-batches of multiples of that add up, through main_grad, to the bits of the whole batch. `isogemm.dispatch_log`
+    shows whether the fused kernels served. Differentiable once.
+    """
+    options = _options(x, params, key_padding_mask, nhead, norm_first, activation, norm, eps, is_causal, precision)
+    refuse_transforms("encoder_layer", x)
+    if x.ndim == 2:
+        mask = None if key_padding_mask is None else key_padding_mask[None]
+        return _encoder_layer(x[None], params, mask, options)[0]
+    return _encoder_layer(x, params, key_padding_mask, options)
+
+
+def encoder_chunk(
+    tokens: int, d_model: int, nhead: int, dim_feedforward: int, dtype: torch.dtype, device: torch.device | str = "cuda"
+) -> int:
+    """How many sequences make one sum in the gradients of `encoder_layer`'s parameters.
+
+    A function of the sequences' length, the layer's sizes and the products' dtype, never of the batch.
+    """
+    if dtype not in SERVED:
+        raise TypeError(f"dtype is {dtype}; accepted: {', '.join(map(str, SERVED))}")
+    sizes = {"tokens": tokens, "d_model": d_model, "nhead": nhead, "dim_feedforward": dim_feedforward}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}; expected at least 1")
+    _require_heads(d_model, nhead)
+    name = dtype_name(dtype)
+    if torch.device(device).type == "cuda":
+        from isogemm.encoder import configs
+
+        chunk = configs.chunk(tokens, d_model, nhead, dim_feedforward, name)
+        if chunk:
+            return chunk
+    return composed.chunk(tokens, d_model, dim_feedforward, name)
+
+
+def _encoder_layer(x: Tensor, params: EncoderParameters, mask: Tensor | None, options: Options) -> Tensor:
+    """x [S, T, D]."""
+    x = x.contiguous()
+    reason = "not on a GPU"
+    if x.is_cuda:
+        from isogemm.encoder import fused
+
+        reason = fused.unserved(x, params, mask, options)
+        if not reason:
+            _record(x, params, options, "fused", "all of it fits the fused kernels")
+            return fused.encoder_layer(x, params, mask, options)
+    _record(x, params, options, "composed", reason)
+    return composed.encoder_layer(x, params, mask, options)
+
+
+def _record(x: Tensor, params: EncoderParameters, options: Options, path: str, reason: str) -> None:
+    if dispatch.active and not is_compiling():
+        sizes = [*x.shape, options.nhead, params.linear1_weight.shape[0]]
+        number = f"{dtype_name(options.operand)}/{options.precision}" if options.precision else dtype_name(options.operand)
+        dispatch.record(Dispatch("encoder_layer", path, f"{sizes} {number}", "", reason))
+
+
+def _options(
+    x: Tensor,
+    params: EncoderParameters,
+    mask: Tensor | None,
+    nhead: int,
+    norm_first: bool,
+    activation: str,
+    norm: str,
+    eps: float,
+    is_causal: bool,
+    precision: str | None,
+) -> Options:
+    """Of valid arguments; raises where one is not."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}; expected a torch.Tensor [S, T, D] or [T, D]")
+    if x.ndim not in (2, 3):
+        raise ValueError(f"x has shape {list(x.shape)}; expected [S, T, D] or [T, D]")
+    if x.dtype not in SERVED:
+        raise TypeError(f"x has dtype {x.dtype}; accepted: {', '.join(map(str, SERVED))}")
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"x is on {x.device}; accepted: cpu and cuda")
+    if not isinstance(params, EncoderParameters):
+        raise TypeError(f"params is a {type(params).__name__}; expected an isogemm.EncoderParameters")
+    for name, value, accepted in (("activation", activation, ACTIVATIONS), ("norm", norm, NORMS)):
+        if value not in accepted:
+            raise ValueError(f"{name} is {value!r}; accepted: {', '.join(map(repr, accepted))}")
+    _require_heads(x.shape[-1], nhead)
+    autocast = autocast_dtype(x.device)
+    operand = autocast or x.dtype
+    if autocast is None:
+        require_precision(precision, operand)
+    _require_parameters(x, params, norm, SERVED if autocast else (x.dtype,))
+    if mask is not None:
+        _require_mask(mask, x)
+    precision = resolve_precision(x, precision) if operand is torch.float32 else None
+    return Options(nhead, bool(norm_first), activation, norm, float(eps), bool(is_causal), precision, operand)
+
+
+def _require_heads(d_model: int, nhead: int) -> None:
+    if not isinstance(nhead, int) or nhead < 1 or d_model % nhead:
+        raise ValueError(f"nhead is {nhead!r}; expected a divisor of d_model, which is {d_model}")
+
+
+def _require_parameters(x: Tensor, params: EncoderParameters, norm: str, dtypes: Sequence[torch.dtype]) -> None:
+    d = x.shape[-1]
+    linear1 = params.linear1_weight
+    if not isinstance(linear1, Tensor) or linear1.ndim != 2:
+        _require("linear1_weight", linear1, ("F", d), x, dtypes)
+    if norm == "rms_norm":
+        for name, bias in (("norm1_bias", params.norm1_bias), ("norm2_bias", params.norm2_bias)):
+            if bias is not None:
+                raise ValueError(f"{name} is given; rms_norm has no bias")
+    f = linear1.shape[0]
+    for name, value, shape, optional in (
+        ("out_proj_weight", params.out_proj_weight, (d, d), False),
+        ("linear1_weight", linear1, (f, d), False),
+        ("linear2_weight", params.linear2_weight, (d, f), False),
+        ("norm1_weight", params.norm1_weight, (d,), True),
+        ("norm2_weight", params.norm2_weight, (d,), True),
+        ("out_proj_bias", params.out_proj_bias, (d,), True),
+        ("linear1_bias", params.linear1_bias, (f,), True),
+        ("linear2_bias", params.linear2_bias, (d,), True),
+        ("norm1_bias", params.norm1_bias, (d,), True),
+        ("norm2_bias", params.norm2_bias, (d,), True),
+        *_in_projection(params, d),
+    ):
+        if value is not None or not optional:
+            _require(name, value, shape, x, dtypes)
+
+
+def _in_projection(params: EncoderParameters, d: int) -> Iterator[tuple[str, object, tuple[int, ...], bool]]:
+    """Name, value, shape and whether it may be None, of the projections to queries, keys and values."""
+    weight, bias = params.in_proj_weight, params.in_proj_bias
+    if not isinstance(weight, tuple):
+        if isinstance(bias, tuple):
+            raise TypeError("in_proj_bias is a tuple; expected a torch.Tensor, since in_proj_weight is stacked")
+        yield "in_proj_weight", weight, (3 * d, d), False
+        yield "in_proj_bias", bias, (3 * d,), True
+        return
+    if bias is not None and not isinstance(bias, tuple):
+        raise TypeError(f"in_proj_bias is a {type(bias).__name__}; expected a tuple, since in_proj_weight is one")
+    for name, values, shape in (("in_proj_weight", weight, (d, d)), ("in_proj_bias", bias or (None,) * 3, (d,))):
+        if len(values) != 3:
+            raise ValueError(f"{name} has {len(values)} parts; expected 3: of queries, keys and values")
+        for index, value in enumerate(values):
+            yield f"{name}[{index}]", value, shape, values is not weight
+
+
+def _require(name: str, value: object, shape: Sequence[object], x: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    expected = f"[{', '.join(map(str, shape))}]"
+    if not isinstance(value, Tensor):
+        raise TypeError(f"params.{name} is a {type(value).__name__}; expected a torch.Tensor {expected}")
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(f"params.{name} has shape {list(value.shape)}; expected {expected}")
+    if value.dtype not in dtypes:
+        raise TypeError(f"params.{name} has dtype {value.dtype}; expected {' or '.join(map(str, dtypes))}")
+    if value.device != x.device:
+        require_same("device", (f"params.{name}", "x"), (value.device, x.device))
+
+
+def _require_mask(mask: object, x: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"key_padding_mask is a {type(mask).__name__}; expected a torch.Tensor {list(x.shape[:-1])}")
+    if mask.shape != x.shape[:-1]:
+        raise ValueError(f"key_padding_mask has shape {list(mask.shape)}; expected {list(x.shape[:-1])}")
+    if mask.dtype is not torch.bool and mask.dtype not in SERVED:
+        accepted = ", ".join(map(str, (torch.bool, *SERVED)))
+        raise TypeError(f"key_padding_mask has dtype {mask.dtype}; accepted: {accepted}")
+    require_same("device", ("key_padding_mask", "x"), (mask.device, x.device))
+    if mask.requires_grad:
+        raise ValueError("key_padding_mask requires a gradient; expected one that does not: detach it")

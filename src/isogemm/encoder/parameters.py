@@ -1,0 +1,55 @@
+"""What an encoder layer is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NORMS = ("layer_norm", "rms_norm")
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+
+
+class EncoderParameters(NamedTuple):
+    """The parameters of `isogemm.encoder_layer`, D = d_model and F = dim_feedforward.
+
+    The projections to queries, keys and values are one stacked weight, as in torch, or three: nothing is concatenated.
+    """
+
+    in_proj_weight: Tensor | tuple[Tensor, Tensor, Tensor]  # [3D, D], or (q, k, v) of [D, D]
+    out_proj_weight: Tensor  # [D, D]
+    linear1_weight: Tensor  # [F, D]
+    linear2_weight: Tensor  # [D, F]
+    norm1_weight: Tensor | None = None  # [D]; None: no scale
+    norm2_weight: Tensor | None = None
+    in_proj_bias: Tensor | tuple[Tensor | None, Tensor | None, Tensor | None] | None = None  # [3D], or (q, k, v) of [D]
+    out_proj_bias: Tensor | None = None
+    linear1_bias: Tensor | None = None
+    linear2_bias: Tensor | None = None
+    norm1_bias: Tensor | None = None
+    norm2_bias: Tensor | None = None
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that is there, three for a tuple."""
+        for name, value in zip(self._fields, self, strict=True):
+            if isinstance(value, tuple):
+                for index, each in enumerate(value):
+                    if each is not None:
+                        yield f"{name}[{index}]", each
+            elif value is not None:
+                yield name, value
+
+
+class Options(NamedTuple):
+    """All else about a call, validated."""
+
+    nhead: int
+    norm_first: bool
+    activation: str
+    norm: str
+    eps: float
+    is_causal: bool
+    precision: str | None  # resolved; None where the operands are not float32, and on the CPU
+    operand: torch.dtype  # of the products: autocast's, or x's
