@@ -195,17 +195,24 @@ class _Dz(NamedTuple):
             sums = cpu.row_sums(
                 _rows(self.value), configs.BIAS_ROWS
             )  # lost on the way: the same, in torch's operations
-        owner, main_grad = accumulated
-        direct = not through_dispatcher(sums)
-        if owner is None or main_grad is None:
-            if sums.requires_grad:
-                return sum(cpu.row_sums(sums, self.together), torch.zeros_like(sums[0])).to(dtype)
-            if direct:
-                return fused.chunk_sums(sums, self.together, None, dtype)
-            return cast(torch.Tensor, torch.ops.isogemm.chunk_sums(sums, self.together, dtype))
-        add = fused_op.add_chunk_sums if direct else torch.ops.isogemm.add_chunk_sums
-        add(main_grad, sums, self.together, owner)
-        return None
+        if sums.requires_grad and None in accumulated:
+            return sum(cpu.row_sums(sums, self.together), torch.zeros_like(sums[0])).to(dtype)
+        return of_sums(sums, self.together, dtype, accumulated)
+
+
+def of_sums(
+    sums: torch.Tensor, together: int, dtype: torch.dtype, accumulated: autograd.Accumulated
+) -> torch.Tensor | None:
+    """A [N] gradient from its sums over blocks of rows; None where it was added to a main_grad."""
+    owner, main_grad = accumulated
+    direct = not through_dispatcher(sums)
+    if owner is None or main_grad is None:
+        if direct:
+            return fused.chunk_sums(sums, together, None, dtype)
+        return cast(torch.Tensor, torch.ops.isogemm.chunk_sums(sums, together, dtype))
+    add = fused_op.add_chunk_sums if direct else torch.ops.isogemm.add_chunk_sums
+    add(main_grad, sums, together, owner)
+    return None
 
 
 def _of_pre_activation(

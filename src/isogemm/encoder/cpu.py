@@ -1,0 +1,196 @@
+"""The CPU backend of the norm and of the attention.
+
+Sums are of elementwise operations in an order of their own: by halves over a row's columns, ascending over channels,
+keys and queries. So no bit depends on the rows or sequences around, and a key that is left out adds an exact zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from isogemm.gemm import cpu
+
+_TILE = 2**19  # scores computed at a time
+
+
+@torch.no_grad()
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float, dtype: torch.dtype) -> Tensor:
+    """Of the rows x [R, D]."""
+    normed, _ = _normed(x, kind, eps)
+    if weight is not None:
+        normed *= weight
+    if bias is not None:
+        normed += bias
+    return normed.to(dtype)
+
+
+@torch.no_grad()
+def norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, kind: str, eps: float, height: int, sums: tuple[bool, bool]
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x [R, D] and those of weight and bias, where wanted, summed over blocks of `height` rows."""
+    normed, inverse = _normed(x, kind, eps)
+    grad = grad.float()
+    of_normed = grad if weight is None else grad * weight
+    count = x.shape[1]
+    dx = of_normed - normed * (_over_columns(of_normed * normed) / count)
+    if kind == "layer_norm":
+        dx -= _over_columns(of_normed) / count
+    partial = [cpu.row_sums(each, height) for each, wanted in zip((grad * normed, grad), sums, strict=True) if wanted]
+    return dx.mul_(inverse).to(x.dtype), torch.stack(partial) if partial else grad.new_empty(0)
+
+
+def _normed(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
+    """x [R, D] without its mean and spread, and the spread's inverse [R, 1]."""
+    centred = x.float()
+    if kind == "layer_norm":
+        centred = centred - _over_columns(centred) / x.shape[1]
+    inverse = 1.0 / torch.sqrt(_over_columns(centred * centred) / x.shape[1] + eps)
+    return centred * inverse, inverse
+
+
+def _over_columns(x: Tensor) -> Tensor:
+    """[R, D] -> [R, 1], by halves: c and c + half first."""
+    columns = x.shape[1]
+    half = 1 << max(columns - 1, 0).bit_length()
+    sums = functional.pad(x.t(), (0, 0, 0, half - columns))
+    while half > 1:
+        half //= 2
+        sums = sums[:half] + sums[half:]
+    return sums[0][:, None]
+
+
+@torch.no_grad()
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, nhead: int, is_causal: bool, o: Tensor, lse: Tensor
+) -> None:
+    """Of q, k and v [S, T, H * d]; see `isogemm.encoder.op.attention`."""
+    queries, keys, values = (_by_head(each, nhead) for each in (q, k, v))
+    of_keys = None if mask is None else _by_key(mask, nhead)
+    result, logs = torch.empty_like(queries), _by_head(lse, nhead)
+    for part in _parts(queries):
+        weights, total, largest = _softmax(_scores(queries, keys, of_keys, is_causal, part))
+        result[..., part] = _weighed(weights, values[..., part]).div_(total[:, None])
+        empty = largest == -math.inf
+        log = cpu.elementwise(torch.log, total).add_(largest).mul_(math.log2(math.e))
+        logs[:, 0, part] = log.masked_fill_(empty, math.inf)
+    o.copy_(_merged(result, nhead))
+    lse.copy_(_merged(logs, nhead))
+
+
+@torch.no_grad()
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    nhead: int,
+    is_causal: bool,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """The gradients of `attention`'s q, k and v, of o's `grad`.
+
+    The softmax is computed again: by way of the lse it would be less exact.
+    """
+    above, queries, keys, values = (_by_head(each, nhead) for each in (grad, q, k, v))
+    of_keys = None if mask is None else _by_key(mask, nhead)
+    scale = 1.0 / math.sqrt(queries.shape[1])
+    d_queries, d_keys, d_values = map(torch.empty_like, (queries, keys, values))
+    for part in _parts(queries):
+        weights, total, _ = _softmax(_scores(queries, keys, of_keys, is_causal, part))
+        weights /= total[:, None]
+        d_scores = _products(above[..., part], values[..., part])
+        d_scores -= _ascending(d_scores * weights)[:, None]
+        d_scores.mul_(weights).mul_(scale)
+        d_queries[..., part] = _weighed(d_scores, keys[..., part])
+        d_keys[..., part] = _weighed(d_scores.transpose(0, 1), queries[..., part])
+        d_values[..., part] = _weighed(weights.transpose(0, 1), above[..., part])
+    for gradient, computed in ((dq, d_queries), (dk, d_keys), (dv, d_values)):
+        gradient.copy_(_merged(computed, nhead))
+
+
+# Sequences and heads are innermost, N of them: every operation runs along them.
+
+
+def _by_head(x: Tensor, nhead: int) -> Tensor:
+    """[S, T, H * d] -> [T, d, N], in fp32."""
+    sequences, tokens, width = x.shape
+    heads = x.view(sequences, tokens, nhead, width // nhead).permute(1, 3, 0, 2)
+    return heads.to(torch.float32, memory_format=torch.contiguous_format).reshape(tokens, -1, sequences * nhead)
+
+
+def _merged(x: Tensor, nhead: int) -> Tensor:
+    """[T, d, N] -> [S, T, H * d]."""
+    return x.unflatten(2, (-1, nhead)).permute(2, 0, 3, 1).flatten(2)
+
+
+def _by_key(mask: Tensor, nhead: int) -> Tensor:
+    """[S, T] -> [T, N]."""
+    return mask.t().repeat_interleave(nhead, dim=1)
+
+
+def _parts(queries: Tensor) -> Iterator[slice]:
+    """Of N: as many at a time as make a tile of scores."""
+    tokens, _, count = queries.shape
+    step = max(1, _TILE // tokens**2)
+    return (slice(first, first + step) for first in range(0, count, step))
+
+
+def _scores(queries: Tensor, keys: Tensor, mask: Tensor | None, is_causal: bool, part: slice) -> Tensor:
+    """Those of a part [T, T, n], by query and key."""
+    scores = _products(queries[..., part], keys[..., part]).div_(math.sqrt(queries.shape[1]))
+    if mask is not None:
+        of_part = mask[:, part]
+        if mask.dtype is torch.bool:
+            scores.masked_fill_(of_part, -math.inf)
+        else:
+            scores += of_part
+    if is_causal:
+        later = torch.ones(scores.shape[:2], dtype=torch.bool).triu_(1)
+        scores.masked_fill_(later[..., None], -math.inf)
+    return scores
+
+
+def _softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(scores - largest), in place, its sums over the keys [T, n], and the largest [T, n].
+
+    Without keys the sum is 1.
+    """
+    largest = scores.amax(1)
+    empty = largest == -math.inf
+    weights = cpu.elementwise(torch.exp, scores.sub_(largest.masked_fill(empty, 0.0)[:, None]))
+    return weights, _ascending(weights).masked_fill_(empty, 1.0), largest
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """[I, d, n], [J, d, n] -> [I, J, n], summed over the channels."""
+    sums = left[:, None, 0] * right[None, :, 0]
+    product = torch.empty_like(sums)
+    for channel in range(1, left.shape[1]):
+        sums += torch.mul(left[:, None, channel], right[None, :, channel], out=product)
+    return sums
+
+
+def _weighed(weights: Tensor, values: Tensor) -> Tensor:
+    """[I, J, n], [J, d, n] -> [I, d, n], summed over J."""
+    sums = weights.new_zeros((weights.shape[0], *values.shape[1:]))
+    product = torch.empty_like(sums)
+    for weight, value in zip(weights.unbind(1), values, strict=True):
+        sums += torch.mul(weight[:, None], value, out=product)
+    return sums
+
+
+def _ascending(x: Tensor) -> Tensor:
+    """[I, J, n] -> [I, n]."""
+    sums = torch.zeros_like(x[:, 0])
+    for each in x.unbind(1):
+        sums += each
+    return sums

@@ -1,0 +1,158 @@
+"""The norm of rows, forward and backward, for the composed path.
+
+A row's sums are tl.sum's: their order follows the tile, the warps and the alignment, so all of these are functions of
+the row's width.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from isogemm.core.launch import BoundKernel, bind
+from isogemm.encoder.configs_norm import ROWS, NormConfig
+
+
+@triton.jit
+def _row_mean(x, D: tl.constexpr):
+    """[rows, columns] -> [rows, 1]"""
+    return tl.div_rn(tl.sum(x, axis=1), D * 1.0)[:, None]
+
+
+@triton.jit
+def _normed(x, live, eps, D: tl.constexpr, CENTRED: tl.constexpr):
+    """x, zero where not live, without its mean and spread; and the spread's inverse [rows, 1]."""
+    if CENTRED:
+        x = tl.where(live, x - _row_mean(x, D), 0.0)
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(_row_mean(x * x, D) + eps))
+    return tl.where(live, x * inverse, 0.0), inverse
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, rows, eps,
+    D: tl.constexpr, CENTRED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BD)
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    live = (row < rows)[:, None] & (column < D)[None, :]
+    at = row[:, None] * D + column[None, :]
+    x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)  # [BR, BD]
+    y, _ = _normed(x, live, eps, D, CENTRED)
+    if weight_ptr is not None:
+        y *= tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm_backward_kernel(
+    grad_ptr, x_ptr, weight_ptr, dx_ptr, weight_sums_ptr, bias_sums_ptr, rows, eps,
+    D: tl.constexpr, CENTRED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One program per BLOCK rows, whose sums it writes.
+    block = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BD)
+    of_weight = tl.zeros((BR, BD), dtype=tl.float32)
+    of_bias = tl.zeros((BR, BD), dtype=tl.float32)
+    for start in tl.range(0, BLOCK, BR):
+        row = block * BLOCK + start + tl.arange(0, BR)
+        live = (row < rows)[:, None] & (column < D)[None, :]
+        at = row[:, None] * D + column[None, :]
+        x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)  # [BR, BD]
+        grad = tl.load(grad_ptr + at, mask=live, other=0.0).to(tl.float32)
+        y, inverse = _normed(x, live, eps, D, CENTRED)
+        dy = grad
+        if weight_ptr is not None:
+            dy *= tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+        dx = dy - y * _row_mean(dy * y, D)
+        if CENTRED:
+            dx -= _row_mean(dy, D)
+        tl.store(dx_ptr + at, (dx * inverse).to(dx_ptr.dtype.element_ty), mask=live)
+        if weight_sums_ptr is not None:
+            of_weight += grad * y
+        if bias_sums_ptr is not None:
+            of_bias += grad
+    if weight_sums_ptr is not None:
+        tl.store(weight_sums_ptr + block * D + column, tl.sum(of_weight, axis=0), mask=column < D)
+    if bias_sums_ptr is not None:
+        tl.store(bias_sums_ptr + block * D + column, tl.sum(of_bias, axis=0), mask=column < D)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All that a launch needs but the tensors and their number of rows."""
+
+    kernel: Any
+    rows: int  # of a program
+    constants: dict[str, object]
+    options: dict[str, object]
+
+    def programs(self, rows: int) -> int:
+        return -(-rows // self.rows)
+
+
+@functools.cache
+def describe_norm(d: int, kind: str, config: NormConfig) -> Launch:
+    return Launch(_norm_kernel, config.rows, _constants(d, kind, config), _options(config))
+
+
+@functools.cache
+def describe_norm_backward(d: int, kind: str, config: NormConfig) -> Launch:
+    constants = _constants(d, kind, config) | {"BLOCK": ROWS}
+    return Launch(_norm_backward_kernel, ROWS, constants, _options(config))
+
+
+def _constants(d: int, kind: str, config: NormConfig) -> dict[str, object]:
+    return {"D": d, "CENTRED": kind == "layer_norm", "BR": config.rows, "BD": config.columns}
+
+
+def _options(config: NormConfig) -> dict[str, object]:
+    return {"num_warps": config.num_warps, "num_stages": 1, "enable_fp_fusion": False}
+
+
+def launch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    kind: str,
+    eps: float,
+    config: NormConfig,
+) -> None:
+    """out = norm(x) * weight + bias; x and out [R, D], contiguous."""
+    rows, d = x.shape
+    launch = describe_norm(d, kind, config)
+    _run(launch, (x, weight, bias, out), rows, eps)
+
+
+def launch_norm_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    dx: torch.Tensor,
+    weight_sums: torch.Tensor | None,
+    bias_sums: torch.Tensor | None,
+    kind: str,
+    eps: float,
+    config: NormConfig,
+) -> None:
+    """The gradients of x, and of weight and bias as sums over ROWS rows [ceil(R / ROWS), D]; all contiguous."""
+    rows, d = x.shape
+    launch = describe_norm_backward(d, kind, config)
+    _run(launch, (grad, x, weight, dx, weight_sums, bias_sums), rows, eps)
+
+
+def _run(launch: Launch, tensors: tuple[torch.Tensor | None, ...], rows: int, eps: float) -> None:
+    launch.kernel[(launch.programs(rows),)](*tensors, rows, eps, **launch.constants, **launch.options)
+
+
+def bind_launch(launch: Launch, tensors: tuple[torch.Tensor | None, ...]) -> BoundKernel:
+    """Compile on the current device for tensors like these."""
+    return bind(launch.kernel, (*tensors, 1, 1.0), launch.constants, launch.options)
