@@ -2,6 +2,8 @@
 
 from isogemm import epilogues, fusion, nn
 from isogemm.core.dispatch import dispatch_log
+from isogemm.encoder.api import encoder_chunk, encoder_layer
+from isogemm.encoder.parameters import EncoderParameters
 from isogemm.fusion import autofuse
 from isogemm.gemm.api import linear, matmul, matmul_fused, mm, warmup
 from isogemm.tiny.api import bmm
@@ -9,10 +11,13 @@ from isogemm.tiny.api import bmm
 __version__ = "0.1.0"
 
 __all__ = [
+    "EncoderParameters",
     "__version__",
     "autofuse",
     "bmm",
     "dispatch_log",
+    "encoder_chunk",
+    "encoder_layer",
     "epilogues",
     "fusion",
     "linear",

@@ -105,7 +105,9 @@ def _encoder_layer(x: Tensor, params: EncoderParameters, mask: Tensor | None, op
 def _record(x: Tensor, params: EncoderParameters, options: Options, path: str, reason: str) -> None:
     if dispatch.active and not is_compiling():
         sizes = [*x.shape, options.nhead, params.linear1_weight.shape[0]]
-        number = f"{dtype_name(options.operand)}/{options.precision}" if options.precision else dtype_name(options.operand)
+        number = (
+            f"{dtype_name(options.operand)}/{options.precision}" if options.precision else dtype_name(options.operand)
+        )
         dispatch.record(Dispatch("encoder_layer", path, f"{sizes} {number}", "", reason))
 
 

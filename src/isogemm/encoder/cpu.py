@@ -19,30 +19,28 @@ _TILE = 2**19  # scores computed at a time
 
 
 @torch.no_grad()
-def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float, dtype: torch.dtype) -> Tensor:
-    """Of the rows x [R, D]."""
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float) -> Tensor:
+    """Of the rows x [R, D], in fp32."""
     normed, _ = _normed(x, kind, eps)
     if weight is not None:
         normed *= weight
     if bias is not None:
         normed += bias
-    return normed.to(dtype)
+    return normed
 
 
 @torch.no_grad()
 def norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | None, kind: str, eps: float, height: int, sums: tuple[bool, bool]
-) -> tuple[Tensor, Tensor]:
-    """The gradient of x [R, D] and those of weight and bias, where wanted, summed over blocks of `height` rows."""
+    grad: Tensor, x: Tensor, weight: Tensor | None, kind: str, eps: float, height: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x [R, D], and those of weight and bias summed over blocks of `height` rows; in fp32."""
     normed, inverse = _normed(x, kind, eps)
     grad = grad.float()
-    of_normed = grad if weight is None else grad * weight
-    count = x.shape[1]
-    dx = of_normed - normed * (_over_columns(of_normed * normed) / count)
+    d_normed = grad if weight is None else grad * weight
+    dx = d_normed - normed * (_over_columns(d_normed * normed) / x.shape[1])
     if kind == "layer_norm":
-        dx -= _over_columns(of_normed) / count
-    partial = [cpu.row_sums(each, height) for each, wanted in zip((grad * normed, grad), sums, strict=True) if wanted]
-    return dx.mul_(inverse).to(x.dtype), torch.stack(partial) if partial else grad.new_empty(0)
+        dx -= _over_columns(d_normed) / x.shape[1]
+    return dx.mul_(inverse), cpu.row_sums(grad * normed, height), cpu.row_sums(grad, height)
 
 
 def _normed(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
@@ -129,7 +127,8 @@ def _by_head(x: Tensor, nhead: int) -> Tensor:
 
 def _merged(x: Tensor, nhead: int) -> Tensor:
     """[T, d, N] -> [S, T, H * d]."""
-    return x.unflatten(2, (-1, nhead)).permute(2, 0, 3, 1).flatten(2)
+    tokens, channels, count = x.shape
+    return x.view(tokens, channels, count // nhead, nhead).permute(2, 0, 3, 1).flatten(2)
 
 
 def _by_key(mask: Tensor, nhead: int) -> Tensor:

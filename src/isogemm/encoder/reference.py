@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from isogemm.encoder.parameters import EncoderParameters
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
     "gelu": functional.gelu,
     "gelu_tanh": lambda z: functional.gelu(z, approximate="tanh"),
@@ -72,7 +73,7 @@ def attention(
     """q, k, v [..., T, H * d], mask [..., T] of the keys; a query without keys gets 0."""
 
     def heads(x: Tensor) -> Tensor:
-        return x.unflatten(-1, (nhead, x.shape[-1] // nhead)).transpose(-3, -2)  # [..., H, T, d]
+        return x.reshape(*x.shape[:-1], nhead, x.shape[-1] // nhead).transpose(-3, -2)  # [..., H, T, d]
 
     tokens = q.shape[-2]
     scores = heads(q) @ heads(k).mT / math.sqrt(q.shape[-1] // nhead)

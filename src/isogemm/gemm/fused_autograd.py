@@ -195,7 +195,7 @@ class _Dz(NamedTuple):
             sums = cpu.row_sums(
                 _rows(self.value), configs.BIAS_ROWS
             )  # lost on the way: the same, in torch's operations
-        if sums.requires_grad and None in accumulated:
+        if sums.requires_grad and (accumulated[0] is None or accumulated[1] is None):
             return sum(cpu.row_sums(sums, self.together), torch.zeros_like(sums[0])).to(dtype)
         return of_sums(sums, self.together, dtype, accumulated)
 

@@ -1,0 +1,377 @@
+"""`isogemm::encoder_norm` and `isogemm::attention`: what the composed path needs besides products.
+
+In eager mode a call goes straight to its kernel; under torch.compile, fake tensors and dispatch modes it goes through
+the registered operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
+
+from isogemm.core import dispatch
+from isogemm.core.dispatch import Dispatch
+from isogemm.core.eager import through_dispatcher
+from isogemm.encoder import configs_norm, cpu
+from isogemm.gemm import autograd, fused_autograd
+from isogemm.gemm.autograd import Accumulated, parameter
+from isogemm.gemm.configs import BIAS_BLOCKS
+from isogemm.gemm.op import require_total
+from isogemm.gemm.problem import aligned, dtype_name, flat
+
+if TYPE_CHECKING:
+    from isogemm.core.launch import BoundKernel
+    from isogemm.encoder.kernels_norm import Launch
+
+
+def encoder_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """norm(x) * weight + bias over x's last dimension, in fp32, rounded to `dtype`; differentiable."""
+    tensors = [each for each in (x, weight, bias) if each is not None]
+    if through_dispatcher(*tensors):
+        owners, main_grads = autograd.with_main_grad(parameter(weight), parameter(bias))
+        accumulated = (owners[0], main_grads[0], owners[1], main_grads[1])
+        return cast(Tensor, torch.ops.isogemm.encoder_norm(x, weight, bias, *accumulated, norm, eps, dtype))
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        owners = parameter(weight), parameter(bias)
+        return cast(Tensor, cast(Any, _Norm).apply(x, weight, bias, owners, norm, eps, dtype))
+    return _norm(x, weight, bias, norm, eps, dtype)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        owners: tuple[Tensor | None, Tensor | None],
+        norm: str,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.owners, ctx.norm, ctx.eps = owners, norm, eps
+        ctx.bias_place = 1 if weight is None else 2  # among the tensors
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return _norm(x, weight, bias, norm, eps, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        accumulated = [
+            (owner, autograd.main_grad_of(owner) if autograd.is_accumulated(ctx, index, place) else None)
+            for index, place, owner in ((1, 1, ctx.owners[0]), (2, ctx.bias_place, ctx.owners[1]))
+        ]
+        return *_norm_gradients(ctx, grad, accumulated, _norm_backward), None, None, None, None
+
+
+def _norm_gradients(
+    ctx: Any, grad: Tensor, accumulated: Sequence[Accumulated], backward: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of x, weight and bias; None where not needed, and where added to a main_grad."""
+    x, weight = ctx.saved_tensors
+    needs_x, *needs = ctx.needs_input_grad[:3]
+    for name, (_, total), needed in zip(("weight", "bias"), accumulated, needs, strict=True):
+        if needed and total is not None:  # both, before either is touched
+            require_total(f"the norm's {name}.main_grad", total, x.shape[-1:], x.device)
+    dx, partial = backward(grad, x, weight, ctx.norm, ctx.eps, *needs)
+    sums = iter(partial)
+    dtypes = (None if weight is None else weight.dtype, ctx.bias_dtype)
+    of_weight, of_bias = (
+        fused_autograd.of_sums(next(sums), BIAS_BLOCKS, dtype, owner) if needed else None
+        for needed, dtype, owner in zip(needs, dtypes, accumulated, strict=True)
+    )
+    return dx if needs_x else None, of_weight, of_bias
+
+
+def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps: float, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if not x.numel():
+        return out
+    _record("encoder_norm", x)
+    if not x.is_cuda:
+        out.view(-1, x.shape[-1]).copy_(cpu.norm(flat(x), weight, bias, norm, eps))
+        return out
+    from isogemm.encoder import kernels_norm
+
+    launch = kernels_norm.describe_norm(x.shape[-1], norm, configs_norm.choose(x.shape[-1]))
+    _launch(launch, x.numel() // x.shape[-1], eps, (_placed(x), _dense(weight), _dense(bias), out))
+    return out
+
+
+def _norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, norm: str, eps: float, of_weight: bool, of_bias: bool
+) -> tuple[Tensor, Tensor]:
+    """That of x, and those of weight and bias that are wanted as sums over blocks of rows [0 to 2, blocks, D]."""
+    d = x.shape[-1]
+    rows = x.numel() // d
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    blocks = -(-rows // configs_norm.ROWS)
+    partial = torch.empty((of_weight + of_bias, blocks, d), dtype=torch.float32, device=x.device)
+    if not rows:
+        return dx, partial
+    _record("encoder_norm_backward", x)
+    weight_sums, bias_sums = partial[0] if of_weight else None, partial[-1] if of_bias else None
+    if not x.is_cuda:
+        of_x, *sums = cpu.norm_backward(flat(grad), flat(x), weight, norm, eps, configs_norm.ROWS)
+        dx.view(-1, d).copy_(of_x)
+        for into, computed in zip((weight_sums, bias_sums), sums, strict=True):
+            if into is not None:
+                into.copy_(computed)
+        return dx, partial
+    from isogemm.encoder import kernels_norm
+
+    launch = kernels_norm.describe_norm_backward(d, norm, configs_norm.choose(d))
+    _launch(launch, rows, eps, (_placed(grad), _placed(x), _dense(weight), dx, weight_sums, bias_sums))
+    return dx, partial
+
+
+def _placed(x: Tensor) -> Tensor:
+    """Contiguous and aligned: the order of a row's sums follows how it is loaded."""
+    x = x.contiguous()
+    return x if aligned(x) else x.clone()
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+_bound: dict[tuple[Any, ...], BoundKernel] = {}
+
+
+def _launch(launch: Launch, rows: int, eps: float, tensors: tuple[Tensor | None, ...]) -> None:
+    """On the tensors' device; compiled where it is not yet."""
+    from isogemm.encoder import kernels_norm
+
+    index = cast(Tensor, tensors[0]).get_device()
+    seen = tuple(None if each is None else (each.dtype, each.data_ptr() & 15 == 0) for each in tensors)
+    key = (launch.kernel, *launch.constants.values(), index, seen)
+    with torch.cuda.device(index):
+        kernel = _bound.get(key)
+        if kernel is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("nothing can be compiled while a CUDA graph is captured: call the layer before")
+            kernel = _bound[key] = kernels_norm.bind_launch(launch, tensors)
+        addresses = (None if each is None else each.data_ptr() for each in tensors)
+        kernel(index, launch.programs(rows), *addresses, rows, eps)
+
+
+class Attention(NamedTuple):
+    """The arguments of `attention` that are read again in the backward."""
+
+    q: Tensor  # [S, T, H * d], or [S, T, 3 H * d] with k and v after it
+    k: Tensor | None
+    v: Tensor | None
+    mask: Tensor | None  # [S, T]: bool, True for a key to leave out, or floating point, added to the scores
+    nhead: int
+    is_causal: bool
+    precision: str | None
+
+    def parts(self, packed: Tensor, *rest: Tensor | None) -> list[Tensor]:
+        """q, k and v, or what is laid out like them: views."""
+        if self.k is None:
+            return list(packed.chunk(3, dim=-1))
+        return [packed, *(each for each in rest if each is not None)]
+
+    @property
+    def width(self) -> int:
+        return self.q.shape[-1] // (3 if self.k is None else 1)
+
+
+def attention(call: Attention) -> Tensor:
+    """softmax(q k^T / sqrt(d) + mask) v of every head [S, T, H * d]; 0 for a query without keys. Differentiable."""
+    tensors = [each for each in call[:3] if each is not None]
+    if through_dispatcher(*tensors):
+        return cast(Tensor, torch.ops.isogemm.attention(*call)[0])
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        return cast(Tensor, cast(Any, _Attention).apply(*call))
+    return _attention(*call)[0]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        o, lse = _attention(*args)
+        ctx.save_for_backward(o, lse, *args[:4])
+        ctx.rest = args[4:]
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_attention_gradients(ctx, grad, _attention_backward), None, None, None, None
+
+
+def _attention_gradients(ctx: Any, grad: Tensor, backward: Any) -> tuple[Tensor | None, ...]:
+    """Of q, k and v."""
+    found = backward(grad, *ctx.saved_tensors, *ctx.rest)
+    return tuple(each if needed else None for each, needed in zip(found, ctx.needs_input_grad, strict=False))
+
+
+def _attention(*args: Any) -> tuple[Tensor, Tensor]:
+    """The result, and log2 of every query's sum of exp2(score * log2(e)) [S, T, H], +inf where it has no keys."""
+    call = Attention(*args)
+    sequences, tokens, _ = call.q.shape
+    o = call.q.new_empty((sequences, tokens, call.width))
+    lse = call.q.new_empty((sequences, tokens, call.nhead), dtype=torch.float32)
+    if not o.numel():
+        return o, lse
+    q, k, v = call.parts(*call[:3])
+    if call.q.is_cuda:
+        _attention_on_gpu(call, "forward", (q, k, v, call.mask, o, lse))
+    else:
+        cpu.attention(q, k, v, call.mask, call.nhead, call.is_causal, o, lse)
+    _record("attention", call.q)
+    return o, lse
+
+
+def _attention_backward(grad: Tensor, o: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v; where q holds all three, of that, and two that are empty."""
+    call = Attention(*args)
+    found = _like_operands(call)
+    if not o.numel():
+        return found
+    q, k, v = call.parts(*call[:3])
+    dq, dk, dv = call.parts(*found)
+    if call.q.is_cuda:
+        _attention_on_gpu(call, "backward", (grad.contiguous(), o, lse, q, k, v, call.mask, dq, dk, dv))
+    else:
+        cpu.attention_backward(grad, q, k, v, call.mask, call.nhead, call.is_causal, dq, dk, dv)
+    _record("attention_backward", call.q)
+    return found
+
+
+def _like_operands(call: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (call.q.new_empty(0 if each is None else each.shape) for each in call[:3])
+    return dq, dk, dv
+
+
+def _attention_on_gpu(call: Attention, direction: str, tensors: tuple[Tensor | None, ...]) -> None:
+    """Launch what serves heads of this size; `tensors` in the launchers' order."""
+    if call.width // call.nhead <= 16:
+        from isogemm.encoder import kernels_attention as kernels
+    else:
+        from isogemm.encoder import kernels_attention_dot as kernels
+    raise NotImplementedError(f"{kernels.__name__}, {direction}")
+
+
+def _record(name: str, x: Tensor) -> None:
+    if dispatch.active:
+        path, reason = ("encoder", "on a GPU") if x.is_cuda else ("cpu", "not on a GPU")
+        dispatch.record(Dispatch(name, path, f"{list(x.shape)} {dtype_name(x.dtype)}", "", reason))
+
+
+# registration with torch.library, for torch.compile, fake tensors and dispatch modes
+
+
+def _encoder_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    owner: Tensor | None,
+    main_grad: Tensor | None,
+    bias_owner: Tensor | None,
+    bias_main_grad: Tensor | None,
+    norm: str,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    return _norm(x, weight, bias, norm, eps, dtype)
+
+
+def _encoder_norm_fake(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty(x.shape, dtype=args[-1])
+
+
+def _encoder_norm_backward_fake(
+    grad: Tensor, x: Tensor, weight: Tensor | None, norm: str, eps: float, of_weight: bool, of_bias: bool
+) -> tuple[Tensor, Tensor]:
+    d = x.shape[-1]
+    blocks = (x.numel() // d + configs_norm.ROWS - 1) // configs_norm.ROWS
+    return x.new_empty(x.shape), x.new_empty((of_weight + of_bias, blocks, d), dtype=torch.float32)
+
+
+def _attention_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    call = Attention(*args)
+    sequences, tokens, _ = call.q.shape
+    o = call.q.new_empty((sequences, tokens, call.width))
+    return o, call.q.new_empty((sequences, tokens, call.nhead), dtype=torch.float32)
+
+
+def _attention_backward_fake(grad: Tensor, o: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _like_operands(Attention(*args))
+
+
+_OPERANDS = "Tensor q, Tensor? k, Tensor? v, Tensor? mask, int nhead, bool is_causal, str? precision"
+
+# torch.library is not typed.
+_library: Any = torch.library.Library("isogemm", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _schema, _function, _fake in (
+    (
+        "encoder_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? owner, Tensor? main_grad, Tensor? bias_owner, "
+        "Tensor? bias_main_grad, str norm, float eps, ScalarType dtype) -> Tensor",
+        _encoder_norm,
+        _encoder_norm_fake,
+    ),
+    (
+        "encoder_norm_backward(Tensor grad, Tensor x, Tensor? weight, str norm, float eps, bool of_weight, "
+        "bool of_bias) -> (Tensor, Tensor)",
+        _norm_backward,
+        _encoder_norm_backward_fake,
+    ),
+    (f"attention({_OPERANDS}) -> (Tensor, Tensor)", _attention, _attention_fake),
+    (
+        f"attention_backward(Tensor grad, Tensor o, Tensor lse, {_OPERANDS}) -> (Tensor, Tensor, Tensor)",
+        _attention_backward,
+        _attention_backward_fake,
+    ),
+):
+    _library.define(_schema)
+    _name = _schema.partition("(")[0]
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _function, _key)
+    torch.library.register_fake(f"isogemm::{_name}", _fake, lib=_library)
+
+
+def _register_autograd() -> None:
+    """The operators' autograd: the same gradients, through the operators."""
+
+    def keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias, owner, main_grad, bias_owner, bias_main_grad, ctx.norm, ctx.eps, _ = inputs
+        ctx.save_for_backward(x, weight)
+        # Not saved tensors: another micro-batch's backward may change a main_grad before this one's does.
+        ctx.accumulated = (owner, main_grad), (bias_owner, bias_main_grad)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+
+    def norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative("encoder_norm")
+        found = _norm_gradients(ctx, grad, ctx.accumulated, torch.ops.isogemm.encoder_norm_backward)
+        return *found, *(None,) * 7
+
+    def keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*output, *inputs[:4])
+        ctx.rest = inputs[4:]
+        ctx.mark_non_differentiable(output[1])
+
+    def attention_backward(ctx: Any, grad: Tensor, of_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative("attention")
+        return *_attention_gradients(ctx, grad, torch.ops.isogemm.attention_backward), None, None, None, None
+
+    register: Any = torch.library.register_autograd
+    register("isogemm::encoder_norm", norm_backward, setup_context=keep_norm)
+    register("isogemm::attention", attention_backward, setup_context=keep_attention)
+
+
+def _refuse_second_derivative(name: str) -> None:
+    if torch.is_grad_enabled() and not is_compiling():
+        raise RuntimeError(f"isogemm::{name} has no second derivative")
+
+
+_register_autograd()
