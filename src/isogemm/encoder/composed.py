@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isogemm.encoder import op
-from isogemm.encoder.op import Attention
+from isogemm.encoder.op import AttentionCall
 from isogemm.encoder.parameters import EncoderParameters, Options
 from isogemm.gemm import configs
 from isogemm.gemm.api import linear, mlp
@@ -44,7 +44,7 @@ def encoder_layer(x: Tensor, params: EncoderParameters, mask: Tensor | None, opt
     return normed(fed_forward(x, x), *norm2, x.dtype)
 
 
-def _operands(x: Tensor, params: EncoderParameters, mask: Tensor | None, options: Options) -> Attention:
+def _operands(x: Tensor, params: EncoderParameters, mask: Tensor | None, options: Options) -> AttentionCall:
     """Queries, keys and values, in one tensor where their weight is one."""
     weight, bias = params.in_proj_weight, params.in_proj_bias
     q: Tensor
@@ -59,7 +59,7 @@ def _operands(x: Tensor, params: EncoderParameters, mask: Tensor | None, options
     else:
         assert not isinstance(bias, tuple)
         q = linear(x, weight, bias, precision=options.precision)
-    return Attention(q, k, v, mask, options.nhead, options.is_causal, options.precision)
+    return AttentionCall(q, k, v, mask, options.nhead, options.is_causal, options.precision)
 
 
 def _residual(x: Tensor, options: Options) -> tuple[Tensor, torch.dtype | None]:

@@ -163,7 +163,7 @@ def _launch(launch: Launch, rows: int, eps: float, tensors: tuple[Tensor | None,
         kernel(index, launch.programs(rows), *addresses, rows, eps)
 
 
-class Attention(NamedTuple):
+class AttentionCall(NamedTuple):
     """The arguments of `attention` that are read again in the backward."""
 
     q: Tensor  # [S, T, H * d], or [S, T, 3 H * d] with k and v after it
@@ -185,7 +185,7 @@ class Attention(NamedTuple):
         return self.q.shape[-1] // (3 if self.k is None else 1)
 
 
-def attention(call: Attention) -> Tensor:
+def attention(call: AttentionCall) -> Tensor:
     """softmax(q k^T / sqrt(d) + mask) v of every head [S, T, H * d]; 0 for a query without keys. Differentiable."""
     tensors = [each for each in call[:3] if each is not None]
     if through_dispatcher(*tensors):
@@ -217,7 +217,7 @@ def _attention_gradients(ctx: Any, grad: Tensor, backward: Any) -> tuple[Tensor 
 
 def _attention(*args: Any) -> tuple[Tensor, Tensor]:
     """The result, and log2 of every query's sum of exp2(score * log2(e)) [S, T, H], +inf where it has no keys."""
-    call = Attention(*args)
+    call = AttentionCall(*args)
     sequences, tokens, _ = call.q.shape
     o = call.q.new_empty((sequences, tokens, call.width))
     lse = call.q.new_empty((sequences, tokens, call.nhead), dtype=torch.float32)
@@ -225,7 +225,7 @@ def _attention(*args: Any) -> tuple[Tensor, Tensor]:
         return o, lse
     q, k, v = call.parts(*call[:3])
     if call.q.is_cuda:
-        _attention_on_gpu(call, "forward", (q, k, v, call.mask, o, lse))
+        _attention_on_gpu(call, "forward", q, k, v, call.mask, o, lse)
     else:
         cpu.attention(q, k, v, call.mask, call.nhead, call.is_causal, o, lse)
     _record("attention", call.q)
@@ -234,32 +234,29 @@ def _attention(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _attention_backward(grad: Tensor, o: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; where q holds all three, of that, and two that are empty."""
-    call = Attention(*args)
+    call = AttentionCall(*args)
     found = _like_operands(call)
     if not o.numel():
         return found
     q, k, v = call.parts(*call[:3])
     dq, dk, dv = call.parts(*found)
     if call.q.is_cuda:
-        _attention_on_gpu(call, "backward", (grad.contiguous(), o, lse, q, k, v, call.mask, dq, dk, dv))
+        _attention_on_gpu(call, "backward", q, k, v, call.mask, o, lse, grad.contiguous(), dq, dk, dv)
     else:
         cpu.attention_backward(grad, q, k, v, call.mask, call.nhead, call.is_causal, dq, dk, dv)
     _record("attention_backward", call.q)
     return found
 
 
-def _like_operands(call: Attention) -> tuple[Tensor, Tensor, Tensor]:
+def _like_operands(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (call.q.new_empty(0 if each is None else each.shape) for each in call[:3])
     return dq, dk, dv
 
 
-def _attention_on_gpu(call: Attention, direction: str, tensors: tuple[Tensor | None, ...]) -> None:
-    """Launch what serves heads of this size; `tensors` in the launchers' order."""
-    if call.width // call.nhead <= 16:
-        from isogemm.encoder import kernels_attention as kernels
-    else:
-        from isogemm.encoder import kernels_attention_dot as kernels
-    raise NotImplementedError(f"{kernels.__name__}, {direction}")
+def _attention_on_gpu(call: AttentionCall, direction: str, *tensors: Tensor | None) -> None:
+    """Launch what serves heads of this size: q, k, v, mask, o and lse; in the backward also do, dq, dk and dv."""
+    kernels = "kernels_attention" if call.width // call.nhead <= 16 else "kernels_attention_dot"
+    raise NotImplementedError(f"isogemm.encoder.{kernels}, {direction}")
 
 
 def _record(name: str, x: Tensor) -> None:
@@ -299,14 +296,14 @@ def _encoder_norm_backward_fake(
 
 
 def _attention_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    call = Attention(*args)
+    call = AttentionCall(*args)
     sequences, tokens, _ = call.q.shape
     o = call.q.new_empty((sequences, tokens, call.width))
     return o, call.q.new_empty((sequences, tokens, call.nhead), dtype=torch.float32)
 
 
 def _attention_backward_fake(grad: Tensor, o: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like_operands(Attention(*args))
+    return _like_operands(AttentionCall(*args))
 
 
 _OPERANDS = "Tensor q, Tensor? k, Tensor? v, Tensor? mask, int nhead, bool is_causal, str? precision"
