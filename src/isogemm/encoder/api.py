@@ -162,7 +162,7 @@ def _require_parameters(x: Tensor, params: EncoderParameters, norm: str, dtypes:
     if norm == "rms_norm":
         for name, bias in (("norm1_bias", params.norm1_bias), ("norm2_bias", params.norm2_bias)):
             if bias is not None:
-                raise ValueError(f"{name} is given; rms_norm has no bias")
+                raise ValueError(f"params.{name} is given; rms_norm has no bias")
     f = linear1.shape[0]
     for name, value, shape, optional in (
         ("out_proj_weight", params.out_proj_weight, (d, d), False),
@@ -186,29 +186,37 @@ def _in_projection(params: EncoderParameters, d: int) -> Iterator[tuple[str, obj
     weight, bias = params.in_proj_weight, params.in_proj_bias
     if not isinstance(weight, tuple):
         if isinstance(bias, tuple):
-            raise TypeError("in_proj_bias is a tuple; expected a torch.Tensor, since in_proj_weight is stacked")
+            raise TypeError("params.in_proj_bias is a tuple; expected a torch.Tensor, since in_proj_weight is stacked")
         yield "in_proj_weight", weight, (3 * d, d), False
         yield "in_proj_bias", bias, (3 * d,), True
         return
     if bias is not None and not isinstance(bias, tuple):
-        raise TypeError(f"in_proj_bias is a {type(bias).__name__}; expected a tuple, since in_proj_weight is one")
-    for name, values, shape in (("in_proj_weight", weight, (d, d)), ("in_proj_bias", bias or (None,) * 3, (d,))):
+        raise TypeError(
+            f"params.in_proj_bias is a {type(bias).__name__}; expected a tuple, since in_proj_weight is one"
+        )
+    for name, values, shape, optional in (
+        ("in_proj_weight", weight, (d, d), False),
+        ("in_proj_bias", bias or (None, None, None), (d,), True),
+    ):
         if len(values) != 3:
-            raise ValueError(f"{name} has {len(values)} parts; expected 3: of queries, keys and values")
+            raise ValueError(f"params.{name} has {len(values)} parts; expected 3: of queries, keys and values")
         for index, value in enumerate(values):
-            yield f"{name}[{index}]", value, shape, values is not weight
+            yield f"{name}[{index}]", value, shape, optional
 
 
 def _require(name: str, value: object, shape: Sequence[object], x: Tensor, dtypes: Sequence[torch.dtype]) -> None:
-    expected = f"[{', '.join(map(str, shape))}]"
     if not isinstance(value, Tensor):
-        raise TypeError(f"params.{name} is a {type(value).__name__}; expected a torch.Tensor {expected}")
-    if tuple(value.shape) != tuple(shape):
-        raise ValueError(f"params.{name} has shape {list(value.shape)}; expected {expected}")
+        raise TypeError(f"params.{name} is a {type(value).__name__}; expected a torch.Tensor {_text(shape)}")
+    if value.shape != shape:
+        raise ValueError(f"params.{name} has shape {_text(value.shape)}; expected {_text(shape)}")
     if value.dtype not in dtypes:
         raise TypeError(f"params.{name} has dtype {value.dtype}; expected {' or '.join(map(str, dtypes))}")
     if value.device != x.device:
         require_same("device", (f"params.{name}", "x"), (value.device, x.device))
+
+
+def _text(shape: Sequence[object]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
 
 
 def _require_mask(mask: object, x: Tensor) -> None:
