@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from isogemm.gemm.configs import BIAS_ROWS
 
 ROWS = BIAS_ROWS  # of one sum in the gradients of weight and bias
-MOST_COLUMNS = 65536  # of a row, which one program holds
+MOST_COLUMNS = 65536  # of a row, which one program holds; past 8192 the backward spills registers
 
 _TILE = 2048  # elements
 _ELEMENTS = 16  # of a thread

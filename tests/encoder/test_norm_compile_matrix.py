@@ -1,0 +1,39 @@
+"""The norm's kernels compiled for GPUs that are not here, at every width where the tile changes."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from isogemm.encoder import configs_norm
+from isogemm.encoder.kernels_norm import describe_norm, describe_norm_backward
+from isogemm.testing import TARGETS, CompileJob, compile_job, limit_violations
+
+WIDTHS = [3, 16, 48, 64, 128, 256, 512, 1024, 4096, 8192]
+
+
+def _jobs(width, dtype="*bf16"):
+    config = configs_norm.choose(width)
+    for describe in (describe_norm, describe_norm_backward):
+        launch = describe(width, "layer_norm", config)
+        names = launch.kernel.arg_names[: -len(launch.constants)]
+        pointers = [name for name in names if name.endswith("_ptr")]
+        signature = {name: "*fp32" if "sums" in name else dtype for name in pointers}
+        yield CompileJob(
+            name=f"{launch.kernel.__name__} {width}",
+            kernel=launch.kernel,
+            signature=signature | {"rows": "i32", "eps": "fp32"},
+            constexprs=launch.constants,
+            attrs=dict.fromkeys(pointers, 16),
+            num_warps=launch.options["num_warps"],
+            num_stages=launch.options["num_stages"],
+            options={"enable_fp_fusion": launch.options["enable_fp_fusion"]},
+        )
+
+
+CASES = [(job, "sm_90") for width in WIDTHS for job in _jobs(width)]
+CASES += [(job, target) for target in TARGETS if target != "sm_90" for job in _jobs(48, "*fp32")]
+
+
+@pytest.mark.parametrize(("job", "target"), CASES, ids=[f"{target} {job.name}" for job, target in CASES])
+def test_compiles_within_limits(job, target):
+    assert limit_violations(job, target, compile_job(job, target)) == ()  # spills, shared memory
