@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Self
 
@@ -11,9 +10,7 @@ import torch
 from isogemm.core.errors import require_precision
 from isogemm.epilogues import spec
 from isogemm.gemm.api import linear
-
-# A module's own dicts of what it holds. Hooks' dicts are shared instead: a handle removes its hook from both.
-_HOLDINGS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
+from isogemm.nn.sharing import module_obstacle, parameter_obstacle, shared
 
 
 class Linear(torch.nn.Linear):
@@ -62,9 +59,7 @@ class Linear(torch.nn.Linear):
             raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Linear")
         if reason := obstacle(module):
             raise ValueError(f"module cannot become an isogemm.nn.Linear: {reason}")
-        made = cls.__new__(cls)
-        made.__dict__.update(module.__dict__)
-        made.__dict__.update({name: copy.copy(module.__dict__[name]) for name in _HOLDINGS})
+        made = shared(cls, module)
         made._set_options(activation, activation_args, precision, out_dtype)
         return made
 
@@ -113,23 +108,6 @@ def obstacle(module: torch.nn.Linear) -> str:
     """Why an isogemm.nn.Linear of the same parameters would not do what the module does; empty if it would."""
     if type(module).forward not in (torch.nn.Linear.forward, Linear.forward):
         return f"{type(module).__name__} has a forward of its own"
-    if "forward" in module.__dict__:
-        return "its forward was replaced on the instance (as accelerate does to place devices)"
-    if module._compiled_call_impl is not None:
-        return "it is compiled: swap first, then compile"
     if isinstance(module, Linear) and module.activation is not None:
         return f"it has an activation, {in_words(module.activation, module.activation_args)}"
-    for name in ("weight", "bias"):
-        if name not in module._parameters:
-            return f"its {name} is made from other parameters (parametrization, weight norm, pruning): swap first"
-        parameter = module._parameters[name]
-        if parameter is None:
-            continue
-        # Sharding sets the parameters of the modules it saw; FSDP marks those it flattened.
-        if type(parameter) is not torch.nn.Parameter or hasattr(parameter, "_fsdp_flattened"):
-            return f"its {name} is a {type(parameter).__name__} of a sharded or quantized model: swap first"
-    if not module.weight.is_floating_point() or module.weight.is_quantized:
-        return f"its dtype is {module.weight.dtype}"
-    if any(getattr(hook, "with_module", False) for hook in module._load_state_dict_pre_hooks.values()):
-        return "it has a load_state_dict pre-hook, which is bound to the module"
-    return ""
+    return module_obstacle(module) or parameter_obstacle(module, "weight", "bias")

@@ -11,6 +11,7 @@ from isogemm.core.errors import require_precision
 from isogemm.epilogues import spec
 from isogemm.gemm.api import mlp
 from isogemm.nn.linear import Linear, in_words
+from isogemm.nn.sharing import needs_its_forward
 
 _FORWARDS = (Linear.forward, torch.nn.Linear.forward)
 
@@ -162,11 +163,6 @@ def _shared(name: str, module: torch.nn.Linear) -> Linear:
 
 
 def _needs_its_forward(layer: torch.nn.Module) -> str:
-    """What of a layer's call would be lost if its weight is read past it; empty if nothing."""
-    if type(layer).forward not in _FORWARDS or "forward" in layer.__dict__:
-        return f"is a {type(layer).__name__} with a forward of its own"
     if isinstance(layer, Linear) and layer.activation is not None:
         return f"has an activation, {in_words(layer.activation, layer.activation_args)}"
-    if layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks:
-        return "has hooks"
-    return ""
+    return needs_its_forward(layer, _FORWARDS)
