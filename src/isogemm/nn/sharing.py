@@ -49,9 +49,9 @@ def parameter_obstacle(module: torch.nn.Module, *names: str) -> str:
     return ""
 
 
-def needs_its_forward(module: torch.nn.Module, forwards: Container[Callable[..., Any]]) -> str:
-    """What of a module's call, which computes one of `forwards`, is lost if only its parameters are read."""
-    if type(module).forward not in forwards or "forward" in module.__dict__:
+def needs_its_forward(module: torch.nn.Module, forwards: Container[Callable[..., Any]] | None = None) -> str:
+    """What of a module's call is lost if another computes one of `forwards` (None: its class's) in its place."""
+    if (forwards is not None and type(module).forward not in forwards) or "forward" in module.__dict__:
         return f"is a {type(module).__name__} with a forward of its own"
     if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
         return "has hooks"

@@ -1,0 +1,269 @@
+"""`isogemm.nn.EncoderLayer`: torch.nn.TransformerEncoderLayer through `isogemm.encoder_layer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch.nn import functional
+
+from isogemm.core.errors import require_precision
+from isogemm.encoder.api import encoder_layer
+from isogemm.encoder.parameters import ACTIVATIONS, NORMS, EncoderParameters
+from isogemm.epilogues import of_module, recognise
+from isogemm.nn.sharing import module_obstacle, needs_its_forward, parameter_obstacle, shared
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+_FUNCTIONS: dict[str, Activation] = {
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "silu": functional.silu,
+}
+
+# What the submodules compute in torch's forward.
+_LINEAR = (torch.nn.Linear.forward,)
+_NORM = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
+_DROPOUT = (torch.nn.Dropout.forward, torch.nn.Identity.forward)
+_FORWARDS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "self_attn": (torch.nn.MultiheadAttention.forward,),
+    "linear1": _LINEAR,
+    "linear2": _LINEAR,
+    "norm1": _NORM,
+    "norm2": _NORM,
+    "dropout": _DROPOUT,
+    "dropout1": _DROPOUT,
+    "dropout2": _DROPOUT,
+}
+_PARAMETERS = {
+    "self_attn": ("in_proj_weight", "in_proj_bias"),
+    "self_attn.out_proj": ("weight", "bias"),
+    "linear1": ("weight", "bias"),
+    "linear2": ("weight", "bias"),
+    "norm1": ("weight", "bias"),  # no bias in torch.nn.RMSNorm
+    "norm2": ("weight", "bias"),
+}
+
+
+class EncoderLayer(torch.nn.TransformerEncoderLayer):
+    """torch.nn.TransformerEncoderLayer in one call each way, a sequence's bits independent of the others in the batch.
+
+    Args:
+        d_model .. dtype: as of torch.nn.TransformerEncoderLayer, in its order; so is the state_dict.
+        dropout: until it comes, one above 0 raises RuntimeError when called in training mode.
+        activation: "relu", "gelu", "gelu_tanh" or "silu", or torch's function or module for it.
+        batch_first: True alone.
+        norm: "layer_norm", or "rms_norm": two torch.nn.RMSNorm, which have no bias.
+        precision: of float32 inputs, see isogemm.encoder_layer.
+
+    The submodules hold the parameters, which are read past their forwards, parametrized or tied. What would need these
+    to run (hooks, another module in their place) raises RuntimeError.
+    """
+
+    precision: str | None
+    _activation: str  # isogemm.encoder_layer's name of `activation`
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Activation = functional.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = True,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        norm: str = "layer_norm",
+        precision: str | None = None,
+    ) -> None:
+        if not batch_first:
+            raise ValueError("batch_first is False; expected True, and x of [sequences, tokens, d_model]")
+        if norm not in NORMS:
+            raise ValueError(f"norm is {norm!r}; accepted: {', '.join(NORMS)}")
+        if isinstance(activation, str):
+            if activation not in _FUNCTIONS:
+                raise _unknown(activation)
+            activation = _FUNCTIONS[activation]
+        super().__init__(
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias,
+            device, dtype,
+        )  # fmt: skip
+        if norm == "rms_norm":
+            for name in ("norm1", "norm2"):
+                self.add_module(name, torch.nn.RMSNorm(d_model, layer_norm_eps, device=device, dtype=dtype))
+        self._set_options(precision)
+
+    @classmethod
+    def from_torch(cls, layer: torch.nn.TransformerEncoderLayer, *, precision: str | None = None) -> Self:
+        """An EncoderLayer that shares the layer's submodules and their parameters, hooks and other attributes.
+
+        In a torch.nn.TransformerEncoder that was made with torch's layers, set its use_nested_tensor to False as well.
+        """
+        if not isinstance(layer, torch.nn.TransformerEncoderLayer):
+            raise TypeError(f"layer is a {type(layer).__name__}; expected a torch.nn.TransformerEncoderLayer")
+        if reason := obstacle(layer):
+            raise ValueError(f"layer cannot become an isogemm.nn.EncoderLayer: {reason}")
+        made = shared(cls, layer)
+        made._activation = _name_of(layer.activation)
+        made._set_options(precision)
+        return made
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "activation":
+            recognised = _name_of(value)
+            if not recognised:
+                raise _unknown(value)
+            self._activation = recognised
+        super().__setattr__(name, value)
+
+    def forward(
+        self,
+        src: torch.Tensor,
+        src_mask: torch.Tensor | None = None,
+        src_key_padding_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        """src [sequences, tokens, d_model] or [tokens, d_model] -> the same.
+
+        Args:
+            src_mask: None, or a causal one, which is_causal=True says it is: its values are not read.
+            src_key_padding_mask: [sequences, tokens] or [tokens], see isogemm.encoder_layer.
+            is_causal: attend to no later token.
+        """
+        if reason := _unlike(self) or dropping(self):
+            raise RuntimeError(f"this EncoderLayer computes past its submodules, but {reason}")
+        if src_mask is not None and not is_causal:
+            raise ValueError("src_mask comes without is_causal=True; of such masks the causal one alone is computed")
+        if src.is_nested:
+            raise ValueError(
+                "src is a NestedTensor; expected a padded one and src_key_padding_mask "
+                "(in a torch.nn.TransformerEncoder, set its use_nested_tensor to False)"
+            )
+        modules: dict[str, Any] = self._modules
+        attention, norm1 = modules["self_attn"], modules["norm1"]
+        return encoder_layer(
+            src,
+            EncoderParameters(
+                in_proj_weight=_parameter(attention, "in_proj_weight"),
+                out_proj_weight=_parameter(attention._modules["out_proj"], "weight"),
+                linear1_weight=_parameter(modules["linear1"], "weight"),
+                linear2_weight=_parameter(modules["linear2"], "weight"),
+                norm1_weight=_parameter(norm1, "weight"),
+                norm2_weight=_parameter(modules["norm2"], "weight"),
+                in_proj_bias=_parameter(attention, "in_proj_bias"),
+                out_proj_bias=_parameter(attention._modules["out_proj"], "bias"),
+                linear1_bias=_parameter(modules["linear1"], "bias"),
+                linear2_bias=_parameter(modules["linear2"], "bias"),
+                norm1_bias=_parameter(norm1, "bias"),
+                norm2_bias=_parameter(modules["norm2"], "bias"),
+            ),
+            nhead=attention.num_heads,
+            norm_first=self.norm_first,
+            activation=self._activation,
+            norm="layer_norm" if isinstance(norm1, torch.nn.LayerNorm) else "rms_norm",
+            eps=norm1.eps,
+            key_padding_mask=src_key_padding_mask,
+            is_causal=is_causal,
+            precision=self.precision,
+        )
+
+    def extra_repr(self) -> str:
+        options = {"nhead": self.self_attn.num_heads, "activation": self._activation, "norm_first": self.norm_first}
+        if self.precision is not None:
+            options["precision"] = self.precision
+        return ", ".join(f"{name}={value}" for name, value in options.items())
+
+    def _set_options(self, precision: str | None) -> None:
+        require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
+        self.precision = precision
+        self.activation_relu_or_gelu = 0  # by which a torch.nn.TransformerEncoder knows that it may not pack the batch
+
+
+def _unknown(activation: object) -> ValueError:
+    return ValueError(
+        f"activation is {activation!r}; accepted: {', '.join(ACTIVATIONS)}, or torch's function or module for one"
+    )
+
+
+def obstacle(layer: torch.nn.TransformerEncoderLayer) -> str:
+    """Why an isogemm.nn.EncoderLayer of the same parameters would not do what the layer does; empty if it would."""
+    for method in ("forward", "_sa_block", "_ff_block"):
+        ours = (getattr(torch.nn.TransformerEncoderLayer, method), getattr(EncoderLayer, method))
+        if getattr(type(layer), method) not in ours:
+            return f"{type(layer).__name__} has a {method} of its own"
+    if reason := module_obstacle(layer) or _unlike(layer):
+        return reason
+    if not _name_of(layer.activation):
+        return f"its activation is {layer.activation!r}, none of {', '.join(ACTIVATIONS)}"
+    for name, parameters in _PARAMETERS.items():
+        module = layer.get_submodule(name)
+        if reason := parameter_obstacle(module, *(each for each in parameters if hasattr(module, each))):
+            return f"{name}: {reason}"
+    return ""
+
+
+def dropping(layer: torch.nn.TransformerEncoderLayer) -> str:
+    """The dropout that its next call would have to do; empty if none."""
+    modules: dict[str, Any] = layer._modules
+    attention = modules["self_attn"]
+    if attention.training and attention.dropout:
+        return _dropout("self_attn", attention.dropout)
+    for name in ("dropout", "dropout1", "dropout2"):
+        module = modules[name]
+        if module.training and type(module) is not torch.nn.Identity and module.p:
+            return _dropout(name, module.p)
+    return ""
+
+
+def _dropout(name: str, p: float) -> str:
+    return f"{name} drops {p:g} in training mode, which is not there yet: set it to 0, or the layer to eval()"
+
+
+def _unlike(layer: torch.nn.TransformerEncoderLayer) -> str:
+    """What in the layer's submodules isogemm.encoder_layer would not compute; empty if nothing."""
+    modules: dict[str, Any] = layer._modules
+    for name, forwards in _FORWARDS.items():
+        if reason := needs_its_forward(modules[name], forwards):
+            return f"{name} {reason}"
+    if "activation" in modules and (reason := needs_its_forward(modules["activation"])):
+        return f"activation {reason}"
+    attention, norm1, norm2 = modules["self_attn"], modules["norm1"], modules["norm2"]
+    if not attention.batch_first:
+        return "self_attn is batch_first=False"
+    if not attention._qkv_same_embed_dim:
+        return "self_attn has keys or values of another size (kdim, vdim)"
+    if attention.bias_k is not None or attention.bias_v is not None or attention.add_zero_attn:
+        return "self_attn attends to keys that are no tokens (add_bias_kv, add_zero_attn)"
+    if type(norm1).forward is not type(norm2).forward or norm1.eps != norm2.eps:
+        return "norm1 and norm2 are not of one kind and eps"
+    if norm1.eps is None:
+        return "norm1 has no eps"
+    if not norm1.normalized_shape == norm2.normalized_shape == (attention.embed_dim,):
+        return "norm1 or norm2 normalizes other dimensions than the last"
+    return ""
+
+
+def _parameter(module: torch.nn.Module, name: str) -> Any:
+    """The attribute, or None; read where it mostly is, as 12 attributes of modules take 6 us to find."""
+    found = module._parameters.get(name)
+    return found if found is not None else getattr(module, name, None)
+
+
+def _name_of(activation: object) -> str:
+    """Of one that isogemm.encoder_layer has; empty for others."""
+    if isinstance(activation, torch.nn.Module):
+        found = of_module(activation)
+    elif isinstance(activation, partial):
+        found = recognise(activation.func, (None, *activation.args), activation.keywords)
+    elif callable(activation):
+        found = recognise(activation, (None,), {})
+    else:
+        return ""
+    return found[0] if found and found[0] in ACTIVATIONS else ""
