@@ -148,7 +148,7 @@ def test_what_was_made_by_hand_stays():
         Sequential(ReLU(), _linear()),
         Sequential(Sequential(_linear()), ReLU()),
         torch.nn.ModuleList((_linear(), ReLU())),
-        torch.nn.TransformerEncoderLayer(8, 2, 16),
+        Sequential(torch.nn.TransformerEncoderLayer(8, 2, 16)),
         Sequential(_linear(), ReLU()).double(),
     ],
     ids=str,

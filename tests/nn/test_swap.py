@@ -1,10 +1,14 @@
-"""isogemm.nn.swap: a model's linears replaced in place, and what it says of the others."""
+"""isogemm.nn.swap: a model's linears and encoder layers replaced in place, and what it says of the others."""
+
+import copy
 
 import pytest
 import torch
+from torch.nn import TransformerEncoder, TransformerEncoderLayer
 
+import isogemm
 from isogemm.gemm.api import linear
-from isogemm.nn import Kept, Linear, swap
+from isogemm.nn import EncoderLayer, Kept, Linear, swap
 from isogemm.testing import assert_bitwise_equal, make_data
 
 
@@ -114,7 +118,8 @@ def test_numerics_of_the_new_modules():
 def test_pattern_that_names_no_linear_changes_nothing():
     model = _Tied()
     with pytest.raises(
-        ValueError, match=r"only has 'heads', which names no Linear; there are layers\.\*\.up x 2, .*head"
+        ValueError,
+        match=r"only has 'heads', which names no Linear or encoder layer; there are layers\.\*\.up x 2, .*head",
     ):
         swap(model, ["head", "heads"])
     assert type(model.head) is torch.nn.Linear
@@ -164,9 +169,10 @@ def test_what_cannot_be_swapped_stays_with_the_reason():
 
 
 def test_weights_that_torch_reads_past_the_forward_stay():
-    model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.nn.Linear(8, 8))
-    report = swap(model)
+    model = torch.nn.Sequential(TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.nn.Linear(8, 8))
+    report = swap(model, ["1", "0.*"])
     assert report.swapped == ("1",)
+    assert _reason(report, "0") == "not selected by only"
     assert "fast path" in _reason(report, "0.linear1")
     assert "subclass" in _reason(report, "0.self_attn.out_proj")
     assert "in_proj_weight" in _reason(report, "0.self_attn")
@@ -201,4 +207,213 @@ def test_report_in_words():
         "  kept layers.*.down x 2 (Linear): not selected by only",
         "  kept head (Linear): not selected by only",
         "  kept conv (Conv1d): is no Linear: torch computes products with its weight",
+    ]
+
+
+class _Encoded(torch.nn.Module):
+    def __init__(self, dropout=0.0, **options):
+        super().__init__()
+        self.up = torch.nn.Linear(3, 8)
+        layer = TransformerEncoderLayer(8, 2, 16, dropout, **({"batch_first": True} | options))
+        nested = not layer.norm_first  # torch warns where it does not do it
+        self.encoder = TransformerEncoder(layer, 2, torch.nn.LayerNorm(8), enable_nested_tensor=nested)
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, x, mask=None):
+        return self.head(self.encoder(self.up(x), src_key_padding_mask=mask))
+
+
+ENCODED = ("up", "encoder.layers.0", "encoder.layers.1", "head")
+LAYERS = ENCODED[1:3]
+PADDED = torch.arange(5) >= torch.tensor([5, 2, 4])[:, None]
+
+
+def _kinds(model):
+    return {name: type(model.get_submodule(name)) for name in ENCODED}
+
+
+def test_encoder_layers():
+    model = _Encoded()
+    before, names = dict(model.named_parameters()), [name for name, _ in model.named_modules()]
+    report = swap(model, precision="ieee")
+    assert (report.swapped, report.kept) == (ENCODED, ())
+    assert _kinds(model) == dict(zip(ENCODED, (Linear, EncoderLayer, EncoderLayer, Linear), strict=True))
+    assert {model.get_submodule(name).precision for name in ENCODED} == {"ieee"}
+    assert [name for name, _ in model.named_modules()] == names
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in after)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mask", [None, PADDED], ids=["unpadded", "padded"])
+def test_encoder_layers_compute_through_isogemm(training, mask):
+    theirs = _Encoded().train(training)
+    ours = copy.deepcopy(theirs)
+    assert swap(ours).unnested == ("encoder",)
+    x, seen = make_data("normal", (3, 5, 3), seed=0), slice(None) if mask is None else ~mask
+    with torch.set_grad_enabled(training), isogemm.dispatch_log() as log:
+        result = ours(x, mask)
+    assert [entry.op for entry in log].count("encoder_layer") == 2
+    torch.testing.assert_close(result[seen], theirs(x, mask)[seen])
+
+
+def test_no_nested_tensors_where_one_layer_is_new():
+    model = _Encoded().eval()
+    assert swap(model, LAYERS[1]).unnested == ("encoder",)
+    with torch.no_grad():
+        assert model(make_data("normal", (3, 5, 3), seed=0), PADDED).shape == (3, 5, 3)
+    assert swap(_Encoded(norm_first=True)).unnested == ()
+    assert swap(_Encoded(), "head").unnested == ()
+
+
+def test_only_some_encoder_layers():
+    model = _Encoded()
+    report = swap(model, "encoder.layers.1")
+    assert report.swapped == LAYERS[1:]
+    assert {name for name, kind, _ in report.kept if kind == "TransformerEncoderLayer"} == {LAYERS[0]}
+    assert {_reason(report, name) for name in ("up", "head", LAYERS[0])} == {"not selected by only"}
+    assert not any(kept.name.startswith(LAYERS[1]) for kept in report.kept)
+    report = swap(model, lambda name, module: isinstance(module, TransformerEncoderLayer))
+    assert report.swapped == LAYERS[:1]
+    assert _reason(report, LAYERS[1]) == "is an isogemm.nn.EncoderLayer already"
+
+
+@pytest.mark.parametrize("kind", [TransformerEncoderLayer, EncoderLayer])
+def test_an_encoder_layer_itself_is_refused(kind):
+    with pytest.raises(ValueError, match=r"use isogemm\.nn\.EncoderLayer\.from_torch"):
+        swap(kind(8, 2, batch_first=True))
+
+
+def test_a_stack_itself():
+    model = _Encoded().encoder
+    assert str(swap(model)).splitlines() == [
+        "swapped 2, kept 0",
+        "  swapped layers.* x 2",
+        "  no nested tensors in the model",
+    ]
+
+
+def test_encoder_layers_twice():
+    model = _Encoded()
+    swap(model)
+    layers = [*model.encoder.layers]
+    report = swap(model)
+    assert (report.swapped, report.unnested) == ((), ())
+    assert {(kept.name, kept.reason) for kept in report.kept if kept.name in LAYERS} == {
+        (name, "is an isogemm.nn.EncoderLayer already") for name in LAYERS
+    }
+    assert len(report.kept) == 4
+    assert [*model.encoder.layers] == layers
+
+
+def test_one_encoder_layer_under_two_names_stays_one():
+    model = torch.nn.Module()
+    model.first = model.second = TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    assert swap(model, "second").swapped == ("first", "second")
+    assert type(model.first) is EncoderLayer
+    assert model.first is model.second
+
+
+def test_dropout_is_left_where_it_trains():
+    """And in eval mode it is none: the layer is swapped, and raises should it be trained."""
+    model = _Encoded(dropout=0.1)
+    report = swap(model)
+    assert report.swapped == ("up", "head")
+    assert "self_attn drops 0.1 in training mode" in _reason(report, LAYERS[0])
+    assert "fast path" in _reason(report, "encoder.layers.0.linear1")
+    assert model.encoder.use_nested_tensor
+    report = swap(model.eval())
+    assert report.swapped == LAYERS
+    x = make_data("normal", (3, 5, 3), seed=0)
+    model(x)
+    with pytest.raises(RuntimeError, match=r"self_attn drops 0\.1 in training mode"):
+        model.train()(x)
+
+
+class _Subclass(TransformerEncoderLayer):
+    pass
+
+
+class _Doubled(TransformerEncoderLayer):
+    def forward(self, *args, **kwargs):
+        return 2 * super().forward(*args, **kwargs)
+
+
+def _layer(kind=TransformerEncoderLayer, **options):
+    return kind(8, 2, 16, 0.0, **({"batch_first": True} | options))
+
+
+def _changed(change):
+    layer = _layer()
+    change(layer)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("reason", "layer"),
+    [
+        ("self_attn is batch_first=False", _layer(batch_first=False)),
+        ("torch.float64 has no contract", _layer(dtype=torch.float64)),
+        ("its activation is ", _layer(activation=torch.nn.ELU())),
+        ("_Doubled has a forward of its own", _layer(_Doubled)),
+        ("is a subclass of torch.nn.TransformerEncoderLayer", _layer(_Subclass)),
+        ("linear1 has hooks", _changed(lambda layer: layer.linear1.register_forward_hook(print))),
+        (
+            "linear1: its weight is made",
+            _changed(lambda layer: torch.nn.utils.parametrizations.weight_norm(layer.linear1)),
+        ),
+        ("it is compiled", _changed(lambda layer: layer.compile(backend="eager"))),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_encoder_layers_that_stay(reason, layer):
+    model = torch.nn.Sequential(layer)
+    report = swap(model)
+    assert (report.swapped, model[0]) == ((), layer)
+    assert reason in _reason(report, "0")
+
+
+def test_a_compiled_encoder_layer():
+    compiled = torch.compile(_layer(), backend="eager")
+    assert _reason(swap(compiled), "_orig_mod") == "is compiled: swap first, then compile"
+
+
+def test_a_linear_in_an_encoder_layer_and_elsewhere():
+    model = _Encoded()
+    model.twin = model.encoder.layers[0].linear1
+    report = swap(model)
+    assert report.swapped == (*ENCODED, "twin")
+    assert model.twin.weight is model.encoder.layers[0].linear1.weight
+    model(make_data("normal", (3, 5, 3), seed=0))
+
+
+def test_weights_tied_between_encoder_layers():
+    model = _Encoded()
+    first, second = model.encoder.layers
+    second.linear1.weight = first.linear1.weight
+    swap(model)
+    first, second = model.encoder.layers
+    assert second.linear1.weight is first.linear1.weight
+    model(make_data("normal", (3, 5, 3), seed=0)).sum().backward()
+    assert first.linear1.weight.grad is not None
+
+
+def test_encoder_layers_in_words():
+    model = _Encoded(dropout=0.1)
+    model.encoder.layers[1].eval()
+    assert str(swap(model)).splitlines() == [
+        "swapped 3, kept 5",
+        "  swapped up",
+        "  swapped encoder.layers.1",
+        "  swapped head",
+        "  no nested tensors in encoder",
+        "  kept encoder.layers.0 (TransformerEncoderLayer): self_attn drops 0.1 in training mode, which is not there "
+        "yet: set it to 0, or the layer to eval()",
+        "  kept encoder.layers.0.self_attn (MultiheadAttention): is no Linear: torch computes products with its "
+        "in_proj_weight",
+        "  kept encoder.layers.0.self_attn.out_proj (NonDynamicallyQuantizableLinear): is a subclass of "
+        "torch.nn.Linear, whose weight may be read past its forward",
+        "  kept encoder.layers.0.linear1 (Linear): torch's fast path for inference reads its weight past its forward",
+        "  kept encoder.layers.0.linear2 (Linear): torch's fast path for inference reads its weight past its forward",
     ]

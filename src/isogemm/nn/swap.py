@@ -1,4 +1,4 @@
-"""`isogemm.nn.swap`: an existing model's linears through isogemm, in place."""
+"""`isogemm.nn.swap`: an existing model's linears and encoder layers through isogemm, in place."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ from torch.nn.parameter import is_lazy
 
 from isogemm.epilogues import of_module
 from isogemm.gemm.configs import DTYPES
-from isogemm.nn.linear import Linear, in_words, obstacle
+from isogemm.nn.encoder_layer import EncoderLayer, dropping
+from isogemm.nn.encoder_layer import obstacle as layer_obstacle
+from isogemm.nn.linear import Linear, in_words
+from isogemm.nn.linear import obstacle as linear_obstacle
 
 Predicate = Callable[[str, torch.nn.Module], bool]
+
+_NOT_SELECTED = "not selected by only"
+_KINDS = (torch.nn.Linear, torch.nn.TransformerEncoderLayer)
 
 # Modules that hold matrices but compute no matrix products with them.
 _NO_PRODUCT = (
@@ -52,14 +58,16 @@ class SwapReport:
     """What `swap` did, by the modules' names in the model; a module under two names is listed under both."""
 
     swapped: tuple[str, ...]
-    kept: tuple[Kept, ...]  # linears that stay, and other modules with matrices that torch multiplies
+    kept: tuple[Kept, ...]  # linears and encoder layers that stay, and others with matrices that torch multiplies
     folded: tuple[Folded, ...] = ()  # of the swapped
     unfolded: tuple[Unfolded, ...] = ()  # of the swapped, those with an activation after them that stays
+    unnested: tuple[str, ...] = ()  # torch.nn.TransformerEncoder modules whose use_nested_tensor is now False
 
     def __str__(self) -> str:
         folded = f"folded {len(self.folded)}, " if self.folded else ""
         lines = [f"swapped {len(self.swapped)}, {folded}kept {len(self.kept)}"]
         lines += [f"  swapped {words}" for words in summarize(self.swapped)]
+        lines += [f"  no nested tensors in {words or 'the model'}" for words in summarize(self.unnested)]
         for epilogue, words in _grouped((pair.epilogue, pair.linear) for pair in self.folded):
             lines.append(f"  folded {epilogue} into {words}")
         for (epilogue, reason), words in _grouped(
@@ -79,34 +87,50 @@ def swap(
     precision: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> SwapReport:
-    """Replace the torch.nn.Linear modules of a model by isogemm.nn.Linear, in place.
+    """Replace a model's torch.nn.Linear by isogemm.nn.Linear, its torch.nn.TransformerEncoderLayer by EncoderLayer.
 
     Args:
         model: changed in place. Parameters stay the very same objects: tied weights stay tied, optimizers valid.
-        only: the linears to replace: a name or glob pattern as in model.named_modules(), several of them, or a
-            predicate (name, module) -> bool; None for all.
+        only: the linears and encoder layers to replace: a name or glob pattern as in model.named_modules(), several of
+            them, or a predicate (name, module) -> bool; None for all.
         fold: in a torch.nn.Sequential, let a linear compute the activation after it too, whose place a
             torch.nn.Identity takes: names and state_dict stay. Code that calls the two by themselves, or hooks that
             come later, see the linear's output activated.
-        precision, out_dtype: of the new modules, see isogemm.linear.
+        precision: of the new modules, see isogemm.linear.
+        out_dtype: of the new linears, see isogemm.linear.
 
     Returns:
         What was swapped and folded, what was not, and why.
 
     Swap before compiling, sharding or parametrizing. Code that reads a linear's weight past its forward is not reached.
+    A torch.nn.TransformerEncoder with new layers no longer packs padded batches into nested tensors for inference,
+    which also set its result at padded tokens to 0.
     """
-    if isinstance(model, torch.nn.Linear):
-        raise ValueError("model is itself a Linear and cannot be replaced in place; use isogemm.nn.Linear.from_torch")
+    if isinstance(model, _KINDS):
+        kind = "Linear" if isinstance(model, torch.nn.Linear) else "EncoderLayer"
+        raise ValueError(
+            f"model is itself a {type(model).__name__} and cannot be replaced in place; "
+            f"use isogemm.nn.{kind}.from_torch"
+        )
     places = list(_places(model))
-    reasons = _reasons_to_keep(places, _selector(only, places))
-    linears = dict.fromkeys(
-        module for place in places if isinstance(module := place.module, torch.nn.Linear) and module not in reasons
-    )
+    selects = _selector(only, places)
+    selected = {
+        place.module for place in places if isinstance(place.module, _KINDS) and selects(place.name, place.module)
+    }  # under any of its names
+    kept_layers = _layers_to_keep(places, selected)
+    places = _outside(places, kept_layers)
+    reasons = kept_layers | _others_to_keep(places, selected)
+    new = [module for module in dict.fromkeys(place.module for place in places) if module not in reasons]
+    linears = [module for module in new if isinstance(module, torch.nn.Linear)]
     pairs = _pairs(places, linears) if fold else []
     unfolded = _reasons_not_to_fold(places, pairs)
     folded = [pair for pair in pairs if pair.linear.name not in unfolded]
     activations = {pair.linear.module: pair.epilogue for pair in folded}
-    made = {}
+    made: dict[torch.nn.Module, torch.nn.Module] = {
+        module: EncoderLayer.from_torch(module, precision=precision)
+        for module in new
+        if isinstance(module, torch.nn.TransformerEncoderLayer)
+    }
     for module in linears:
         activation, arguments = activations.get(module, (None, None))
         made[module] = Linear.from_torch(
@@ -125,6 +149,7 @@ def swap(
             if place.module in reasons
         ),
         folded=tuple(Folded(*pair.in_words()) for pair in folded),
+        unnested=_unnest(model),
         unfolded=tuple(
             Unfolded(*pair.in_words(), unfolded[pair.linear.name]) for pair in pairs if pair.linear.name in unfolded
         ),
@@ -165,20 +190,41 @@ def _selector(only: str | Sequence[str] | Predicate | None, places: list[_Place]
         raise TypeError(
             f"only is {only!r}; expected a name or glob pattern, a sequence of them, a predicate (name, module) or None"
         )
-    names = [place.name for place in places if isinstance(place.module, torch.nn.Linear)]
+    names = [place.name for place in places if isinstance(place.module, _KINDS)]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"only has {pattern!r}, which names no Linear; there are {', '.join(summarize(names))}")
+            there = ", ".join(summarize(names))
+            raise ValueError(f"only has {pattern!r}, which names no Linear or encoder layer; there are {there}")
     return lambda name, module: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _reasons_to_keep(places: list[_Place], selects: Predicate) -> dict[torch.nn.Module, str]:
-    linears = [place for place in places if isinstance(place.module, torch.nn.Linear)]
-    selected = {place.module for place in linears if selects(place.name, place.module)}  # under any of its names
+def _layers_to_keep(places: list[_Place], selected: Container[torch.nn.Module]) -> dict[torch.nn.Module, str]:
     reasons: dict[torch.nn.Module, str] = {}
     for place in places:
+        layer = place.module
+        if isinstance(layer, torch.nn.TransformerEncoderLayer):
+            reason = _unfit_layer(place, layer) if layer in selected else _NOT_SELECTED
+            if reason:
+                reasons[layer] = reason
+    return reasons
+
+
+def _outside(places: list[_Place], kept_layers: Container[torch.nn.Module]) -> list[_Place]:
+    """The places that are not inside of an isogemm.nn.EncoderLayer, made or to be made."""
+    inside = tuple(
+        f"{name}."
+        for name, _, _, module in places
+        if isinstance(module, EncoderLayer)
+        or (isinstance(module, torch.nn.TransformerEncoderLayer) and module not in kept_layers)
+    )
+    return [place for place in places if not place.name.startswith(inside)]
+
+
+def _others_to_keep(places: list[_Place], selected: Container[torch.nn.Module]) -> dict[torch.nn.Module, str]:
+    reasons = {}
+    for place in places:
         if isinstance(place.module, torch.nn.Linear):
-            reason = _unfit(place, place.module) if place.module in selected else "not selected by only"
+            reason = _unfit_linear(place, place.module) if place.module in selected else _NOT_SELECTED
         else:
             reason = _multiplied_by_torch(place.module)
         if reason:
@@ -186,17 +232,32 @@ def _reasons_to_keep(places: list[_Place], selects: Predicate) -> dict[torch.nn.
     return reasons
 
 
-def _unfit(place: _Place, linear: torch.nn.Linear) -> str:
-    if isinstance(linear, Linear):
-        return "is an isogemm.nn.Linear already"
-    if reason := obstacle(linear):
+def _unfit_layer(place: _Place, layer: torch.nn.TransformerEncoderLayer) -> str:
+    if isinstance(layer, EncoderLayer):
+        return "is an isogemm.nn.EncoderLayer already"
+    if reason := layer_obstacle(layer):
         return reason
-    if type(linear) is not torch.nn.Linear:
+    if type(layer) is not torch.nn.TransformerEncoderLayer:
+        return "is a subclass of torch.nn.TransformerEncoderLayer, whose modules may be called past its forward"
+    return _unfit(place, *layer.parameters()) or dropping(layer)
+
+
+def _unfit_linear(place: _Place, module: torch.nn.Linear) -> str:
+    if isinstance(module, Linear):
+        return "is an isogemm.nn.Linear already"
+    if reason := linear_obstacle(module):
+        return reason
+    if type(module) is not torch.nn.Linear:
         return "is a subclass of torch.nn.Linear, whose weight may be read past its forward"
-    if str(linear.weight.dtype).removeprefix("torch.") not in DTYPES:
-        return f"{linear.weight.dtype} has no contract; those with one: {', '.join(DTYPES)}"
     if isinstance(place.parent, torch.nn.TransformerEncoderLayer):
         return "torch's fast path for inference reads its weight past its forward"
+    return _unfit(place, module.weight)
+
+
+def _unfit(place: _Place, *parameters: torch.Tensor) -> str:
+    for parameter in parameters:
+        if str(parameter.dtype).removeprefix("torch.") not in DTYPES:
+            return f"{parameter.dtype} has no contract; those with one: {', '.join(DTYPES)}"
     if place.attribute == "_orig_mod":
         return "is compiled: swap first, then compile"
     return ""
@@ -208,6 +269,20 @@ def _multiplied_by_torch(module: torch.nn.Module) -> str:
     parameters = module.named_parameters(recurse=False)
     matrices = [name for name, parameter in parameters if is_lazy(parameter) or parameter.ndim >= 2]
     return f"is no Linear: torch computes products with its {', '.join(matrices)}" if matrices else ""
+
+
+def _unnest(model: torch.nn.Module) -> tuple[str, ...]:
+    """Keep the encoders that hold an EncoderLayer from handing it nested tensors."""
+    encoders = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, torch.nn.TransformerEncoder)
+        and getattr(module, "use_nested_tensor", False)
+        and any(isinstance(layer, EncoderLayer) for layer in module.layers)
+    }
+    for encoder in encoders.values():
+        encoder.use_nested_tensor = False
+    return tuple(encoders)
 
 
 def _pairs(places: list[_Place], linears: Container[torch.nn.Module]) -> list[_Pair]:
