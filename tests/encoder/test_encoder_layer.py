@@ -57,7 +57,7 @@ def test_shapes_no_worse_than_torch(shape, dtype):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("norm_first", [True, False], ids=["pre", "post"])
 def test_variants_no_worse_than_torch(norm_first, norm, activation, dtype):
-    tensors = encoder_tensors(SMALL, dtype, norm=norm)
+    tensors = encoder_tensors(SMALL, dtype, norm=norm, activation=activation)
     assert_encoder_no_worse(tensors, nhead=3, norm_first=norm_first, norm=norm, activation=activation)
 
 
@@ -73,7 +73,7 @@ def test_defaults_are_those_of_torch():
 def test_eps(norm_first, norm):
     tensors = encoder_tensors(SMALL, norm=norm)
     tensors["x"] = tensors["x"] * 1e-2
-    assert_encoder_no_worse(tensors, nhead=3, norm_first=norm_first, norm=norm, eps=1e-2)
+    assert_encoder_no_worse(tensors, nhead=3, norm_first=norm_first, norm=norm, activation="gelu", eps=1e-2)
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32", "tf32x3"])
@@ -91,14 +91,14 @@ def test_precision_is_ieee_on_the_cpu(precision):
 def test_absent_parameters(absent, norm_first):
     names = [*BIASES, "norm1_weight", "norm2_weight"] if absent == "all" else [absent]
     tensors = _without(encoder_tensors(SMALL), *names)
-    assert_encoder_no_worse(tensors, nhead=3, norm_first=norm_first)
+    assert_encoder_no_worse(tensors, nhead=3, norm_first=norm_first, activation="gelu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 def test_separate_projections(bias, dtype):
     tensors = _without(encoder_tensors(SMALL, dtype), *(() if bias else ["in_proj_bias"]))
-    assert_encoder_no_worse(tensors, nhead=3, norm_first=True, separate=True)
+    assert_encoder_no_worse(tensors, nhead=3, norm_first=True, activation="gelu", separate=True)
 
 
 @pytest.mark.parametrize("present", list(itertools.product([True, False], repeat=3)), ids=str)
@@ -176,8 +176,8 @@ MASKS = {
 @pytest.mark.parametrize("mask", [None, *MASKS])
 def test_masks_no_worse_than_torch(mask, is_causal, dtype):
     mask = None if mask is None else MASKS[mask](SMALL.sequences, SMALL.tokens, dtype)
-    tensors = encoder_tensors(SMALL, dtype)
-    assert_encoder_no_worse(tensors, nhead=3, norm_first=True, key_padding_mask=mask, is_causal=is_causal)
+    tensors, options = encoder_tensors(SMALL, dtype), {"norm_first": True, "activation": "gelu"}
+    assert_encoder_no_worse(tensors, nhead=3, key_padding_mask=mask, is_causal=is_causal, **options)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["", "causal"])
@@ -219,7 +219,8 @@ def test_a_query_without_keys_attends_to_nothing(is_causal, norm_first, dtype):
     mask = torch.zeros(SMALL.sequences, SMALL.tokens, dtype=torch.bool)
     mask[1], mask[3, :2] = True, True
     for each in (mask, _added(mask, dtype)):
-        options = {"nhead": 3, "norm_first": norm_first, "key_padding_mask": each, "is_causal": is_causal}
+        options = {"nhead": 3, "norm_first": norm_first, "activation": "gelu"}
+        options |= {"key_padding_mask": each, "is_causal": is_causal}
         assert_encoder_no_worse(tensors, **options)
         none = tensors | {"out_proj_weight": torch.zeros_like(tensors["out_proj_weight"])}  # nobody attends
         result, alone = isogemm_encoder(**tensors, **options), isogemm_encoder(**none, **options)
@@ -316,10 +317,10 @@ def test_sizes_at_the_ends(shape):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    sequences=st.integers(1, 9),
-    tokens=sizes(66),
+    sequences=st.integers(2, 9),
+    tokens=sizes(66, min_size=3),
     heads=st.sampled_from([(16, 4), (16, 1), (15, 5), (24, 2), (48, 3), (34, 2), (64, 4), (64, 16)]),
-    dim_feedforward=sizes(130),
+    dim_feedforward=sizes(130, min_size=16),
     dtype=float_dtypes(),
     norm_first=st.booleans(),
     norm=st.sampled_from(NORMS),
@@ -330,13 +331,13 @@ def test_sizes_at_the_ends(shape):
     seed=seeds(),
 )
 def test_any_layer_no_worse_than_torch(
-    sequences, tokens, heads, dim_feedforward, dtype, norm, mask, separate, seed, **options
+    sequences, tokens, heads, dim_feedforward, dtype, norm, activation, mask, separate, seed, **options
 ):
     d_model, nhead = heads
     shape = EncoderShape(sequences, tokens, d_model, nhead, dim_feedforward)
-    tensors = encoder_tensors(shape, dtype, seed=seed % 1000, norm=norm)
+    tensors = encoder_tensors(shape, dtype, seed=seed % 1000, norm=norm, activation=activation)
     options["key_padding_mask"] = None if mask is None else MASKS[mask](sequences, tokens, dtype)
-    assert_encoder_no_worse(tensors, nhead=nhead, norm=norm, separate=separate, **options)
+    assert_encoder_no_worse(tensors, nhead=nhead, norm=norm, activation=activation, separate=separate, **options)
 
 
 # State
@@ -413,9 +414,9 @@ def test_wrong_shapes_are_named(name):
 
 @pytest.mark.parametrize("name", list(encoder_tensors(SMALL)))
 def test_wrong_dtypes_are_named(name):
-    """All but one of one dtype; when x is the one, the first that differs from it."""
+    """All but one of one dtype; when x is the one, some parameter that differs from it."""
     tensors = encoder_tensors(SMALL)
-    with pytest.raises(TypeError, match=name if name != "x" else r"\bx\b|in_proj_weight"):
+    with pytest.raises(TypeError, match=name if name != "x" else r"\bx\b|params"):
         _call(tensors | {name: tensors[name].bfloat16()})
     with pytest.raises(TypeError, match=name if name != "x" else r"\bx\b"):
         _call(tensors | {name: tensors[name].long()})

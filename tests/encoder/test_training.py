@@ -9,7 +9,7 @@ from torch import nn
 import isogemm
 
 STEPS = 200
-SEQUENCES, TOKENS, FEATURES, D_MODEL, NHEAD, DIM_FEEDFORWARD = 32, 12, 4, 32, 4, 64
+SEQUENCES, TOKENS, FEATURES, D_MODEL, NHEAD, DIM_FEEDFORWARD = 32, 8, 4, 16, 4, 32
 
 
 class Model(nn.Module):
@@ -54,11 +54,11 @@ def _task():
     return x, x[..., 0] - x[..., 0].mean(1, keepdim=True)
 
 
-def _losses(model):
+def _losses(model, steps=STEPS):
     x, y = _task()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
@@ -83,5 +83,5 @@ def test_training_is_reproducible():
     torch.manual_seed(0)
     first = Model(_our_layer, norm_first=True)
     second = copy.deepcopy(first)
-    assert torch.equal(_losses(first), _losses(second))
+    assert torch.equal(_losses(first, 20), _losses(second, 20))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))

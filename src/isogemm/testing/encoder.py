@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,7 +13,7 @@ import isogemm
 from isogemm.testing.cases import make_data
 from isogemm.testing.error import assert_no_worse_than_torch
 from isogemm.testing.forms import ACTIVATION_FORMS
-from isogemm.testing.gradients import assert_gradients_no_worse
+from isogemm.testing.gradients import Function, Tensors, gradients_of
 from isogemm.testing.poison import poisoned_allocations
 
 
@@ -63,8 +63,12 @@ def encoder_tensors(
     device: torch.device | str = "cpu",
     seed: int = 0,
     norm: str = "layer_norm",
+    activation: str = "gelu",
 ) -> dict[str, torch.Tensor]:
-    """x, and every parameter under its name in `EncoderParameters`, of the sizes they have in a network."""
+    """x, and every parameter under its name in `EncoderParameters`, of the sizes they have in a network.
+
+    For "relu" every hidden unit is far from 0, on or off: near it a rounding decides the gradient, torch's or ours.
+    """
     d, f = shape.d_model, shape.dim_feedforward
     shapes = {"x": (shape.sequences, shape.tokens, d), "in_proj_weight": (3 * d, d), "in_proj_bias": (3 * d,)}
     shapes |= {"out_proj_weight": (d, d), "out_proj_bias": (d,), "linear1_weight": (f, d), "linear1_bias": (f,)}
@@ -79,11 +83,13 @@ def encoder_tensors(
             each = each / size[-1] ** 0.5
         elif name.endswith("bias"):
             each = each / 8
+        if activation == "relu" and name.startswith("linear1"):
+            each = each / 16 if name.endswith("weight") else each / 8 + 1 - 2 * (torch.arange(f, device=device) % 2)
         made[name] = each.to(dtype)
     return made
 
 
-def encoder_parameters(tensors: Mapping[str, torch.Tensor], *, separate: bool = False) -> isogemm.EncoderParameters:
+def encoder_parameters(tensors: Tensors, *, separate: bool = False) -> isogemm.EncoderParameters:
     """Of the tensors but x; with `separate` the input projection in three, views of the stacked one."""
     named: dict[str, Any] = {name: each for name, each in tensors.items() if name != "x"}
     if separate:
@@ -140,19 +146,42 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def assert_encoder_no_worse(
-    tensors: Mapping[str, torch.Tensor], *, precision: str | None = None, separate: bool = False, **options: Any
+    tensors: Tensors, *, precision: str | None = None, separate: bool = False, **options: Any
 ) -> None:
-    """The layer and every gradient by `assert_no_worse_than_torch`, and in fp32, ieee, within 1e-4 of torch's layer."""
-    x = tensors["x"]
-    ours = functools.partial(isogemm_encoder, precision=precision, separate=separate)
-    with torch.no_grad():
+    """The layer and every gradient by `assert_no_worse_than_torch`, and in fp32, ieee, within 1e-4 of torch's layer.
+
+    Errors are the largest over several x where there are few tokens: that of a few sums is a draw.
+    """
+    shape, dtype, device = tuple(tensors["x"].shape), tensors["x"].dtype, tensors["x"].device
+    ours = functools.partial(isogemm_encoder, precision=precision, separate=separate, **options)
+    theirs = functools.partial(torch_encoder, **options)
+    found: dict[str, list[tuple[torch.Tensor, ...]]] = {}
+    for draw in range(min(8, 1 + 256 // (math.prod(shape[:-1]) or 256))):
+        more = {"x": make_data("normal", shape, seed=1000 + draw, dtype=dtype, device=device)} if draw else {}
+        grad = make_data("normal", shape, seed=99 + draw, dtype=dtype, device=device)
         with poisoned_allocations():
-            result = ours(**tensors, **options)
-        theirs = torch_encoder(**tensors, **options)
-        exact = torch_encoder(**{name: each.double() for name, each in tensors.items()}, **options)
-    assert result.dtype == x.dtype
-    assert_no_worse_than_torch(result, theirs, exact, what="the layer")
-    if x.dtype == torch.float32 and precision in (None, "ieee") and x.numel():
-        assert float((result - theirs).abs().max()) <= 1e-4
-    grad = make_data("normal", tuple(x.shape), seed=99, dtype=x.dtype, device=x.device)
-    assert_gradients_no_worse(ours, torch_encoder, tensors, grad, **options)
+            actual = _with_gradients(ours, {**tensors, **more}, grad)
+        torchs = _with_gradients(theirs, {**tensors, **more}, grad)
+        exact = _with_gradients(theirs, {**tensors, **more}, grad, torch.float64)
+        for name, right in exact.items():
+            found.setdefault(name, []).append((actual[name], torchs[name], right))
+        if dtype == torch.float32 and precision in (None, "ieee"):
+            assert float((actual["the layer"] - torchs["the layer"]).abs().amax()) <= 1e-4
+    for name, draws in found.items():
+        got, torch_result, right = map(torch.stack, zip(*draws, strict=True))
+        assert got.dtype == dtype
+        scale = torch.stack([each.abs().amax().expand_as(each) for each in right])
+        assert_no_worse_than_torch(got, torch_result, right, scale=scale, what=name)
+
+
+def _with_gradients(
+    function: Function, tensors: Tensors, grad: torch.Tensor, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    results = []
+
+    def noting(**leaves: torch.Tensor) -> torch.Tensor:
+        results.append(function(**leaves))
+        return results[0]
+
+    gradients = gradients_of(noting, tensors, grad, dtype)
+    return {"the layer": results[0].detach(), **{f"gradient of {name}": each for name, each in gradients.items()}}
