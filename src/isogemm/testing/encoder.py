@@ -124,11 +124,12 @@ def torch_encoder(
     )  # fmt: skip
     if norm == "rms_norm":
         layer.norm1, layer.norm2 = (cast(Any, nn.RMSNorm(d, eps, device="meta", dtype=x.dtype)) for _ in range(2))
+    given = {_NAMES[name]: each for name, each in parameters.items()}
     absent = {
         name: torch.full(each.shape, float("norm" in name and "weight" in name), dtype=x.dtype, device=x.device)
         for name, each in layer.named_parameters()
+        if name not in given
     }
-    given = {_NAMES[name]: each for name, each in parameters.items()}
     masks: dict[str, Any] = {}
     if key_padding_mask is not None:
         masks["src_key_padding_mask"] = _additive(key_padding_mask, x.dtype)
