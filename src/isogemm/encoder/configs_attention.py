@@ -1,0 +1,96 @@
+"""Which blocks the attention of long heads uses. Pure: no device, no tensors.
+
+The blocks are a function of the head's size and number type alone: never of the sequences or the tokens, on which a
+sequence's bits may not depend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Attention:
+    """softmax(Q K^T / sqrt(head) + mask) V of `heads` heads of `sequences` sequences of `tokens` tokens.
+
+    Each of Q, K, V and their gradients is [sequences * tokens, heads * head] with rows some distance apart; what goes
+    with O is contiguous.
+    """
+
+    sequences: int
+    tokens: int
+    heads: int
+    head: int
+    dtype: str
+    precision: str  # of float32: ieee, tf32 or tf32x3 (as ieee); ieee for the 16-bit types
+    row_strides: tuple[int, ...]  # of q, k, v; then of dq, dk, dv where there are gradients
+    causal: bool = False
+    mask: str = ""  # none, "bool" (True leaves a key out) or "additive"
+    mask_strides: tuple[int, int] = (0, 0)  # sequence, token
+
+
+@dataclass(frozen=True)
+class DotConfig:
+    """Blocks of block_q queries and block_k keys, the head padded to block_d and multiplied by chunks of chunk_d."""
+
+    block_q: int
+    block_k: int
+    block_d: int
+    chunk_d: int
+    num_warps: int
+    num_stages: int
+
+    def __str__(self) -> str:
+        return f"dot {self.block_q}x{self.block_k}x{self.block_d}/{self.chunk_d} w{self.num_warps} s{self.num_stages}"
+
+
+# By number type and padded head. Large blocks that spill nothing on sm_90 and fit 99 KB of shared memory.
+_FORWARD = {
+    ("half", 32): DotConfig(64, 64, 32, 32, num_warps=4, num_stages=2),
+    ("half", 64): DotConfig(64, 64, 64, 64, num_warps=4, num_stages=2),
+    ("half", 128): DotConfig(64, 64, 128, 128, num_warps=4, num_stages=2),
+    ("half", 256): DotConfig(64, 32, 256, 256, num_warps=8, num_stages=2),
+    ("tf32", 32): DotConfig(64, 64, 32, 32, num_warps=4, num_stages=2),
+    ("tf32", 64): DotConfig(64, 32, 64, 64, num_warps=4, num_stages=2),
+    ("tf32", 128): DotConfig(32, 32, 128, 128, num_warps=4, num_stages=2),
+    ("tf32", 256): DotConfig(32, 32, 256, 256, num_warps=8, num_stages=1),
+    ("ieee", 32): DotConfig(32, 32, 32, 16, num_warps=4, num_stages=2),
+    ("ieee", 64): DotConfig(32, 32, 64, 16, num_warps=4, num_stages=2),
+    ("ieee", 128): DotConfig(32, 32, 128, 16, num_warps=4, num_stages=2),
+    ("ieee", 256): DotConfig(32, 32, 256, 16, num_warps=4, num_stages=2),
+}
+_BACKWARD = {
+    ("half", 32): DotConfig(64, 64, 32, 32, num_warps=4, num_stages=1),
+    ("half", 64): DotConfig(32, 64, 64, 64, num_warps=4, num_stages=2),
+    ("half", 128): DotConfig(32, 64, 128, 128, num_warps=8, num_stages=2),
+    ("half", 256): DotConfig(32, 32, 256, 256, num_warps=8, num_stages=1),
+    ("tf32", 32): DotConfig(64, 64, 32, 16, num_warps=8, num_stages=1),
+    ("tf32", 64): DotConfig(32, 32, 64, 64, num_warps=4, num_stages=2),
+    ("tf32", 128): DotConfig(32, 32, 128, 64, num_warps=8, num_stages=2),
+    ("tf32", 256): DotConfig(32, 32, 256, 32, num_warps=8, num_stages=1),
+    ("ieee", 32): DotConfig(32, 32, 32, 32, num_warps=4, num_stages=2),
+    ("ieee", 64): DotConfig(32, 16, 64, 64, num_warps=4, num_stages=1),
+    ("ieee", 128): DotConfig(16, 16, 128, 32, num_warps=4, num_stages=1),
+    ("ieee", 256): DotConfig(16, 16, 256, 16, num_warps=8, num_stages=1),
+}
+LONGEST_HEAD = max(block_d for _, block_d in _FORWARD)
+
+
+def choose(problem: Attention) -> DotConfig:
+    """The forward blocks, for a head of at most LONGEST_HEAD."""
+    return _FORWARD[_number(problem), _padded(problem.head)]
+
+
+def choose_backward(problem: Attention) -> DotConfig:
+    """The backward blocks."""
+    return _BACKWARD[_number(problem), _padded(problem.head)]
+
+
+def _number(problem: Attention) -> str:
+    if problem.dtype != "float32":
+        return "half"
+    return "tf32" if problem.precision == "tf32" else "ieee"
+
+
+def _padded(head: int) -> int:
+    return max(32, 1 << (head - 1).bit_length())

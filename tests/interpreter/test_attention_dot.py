@@ -1,0 +1,233 @@
+"""The logic of the attention of long heads on the CPU: poisoned outputs against fp64, and the bits of a sequence."""
+
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from isogemm.encoder.configs_attention import Attention, DotConfig, choose, choose_backward
+from isogemm.encoder.kernels_attention_dot import launch_attention_dot, launch_attention_dot_backward
+from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch
+
+NUMBERS = [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.float16, "ieee")]
+SIZES = [  # tokens, head
+    (1, 17), (2, 24), (17, 32), (63, 32), (64, 17), (65, 64), (128, 32), (200, 24), (17, 80), (65, 128), (2, 256), (33, 256),
+    (42, 8), (5, 16), (1, 1),
+]  # fmt: skip
+MASKS = ["", "bool", "additive"]
+
+
+class Inputs(NamedTuple):
+    """q, k, v and do: [sequences, tokens, heads, head]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    do: torch.Tensor
+
+
+class Results(NamedTuple):
+    o: torch.Tensor
+    lse: torch.Tensor  # [sequences, tokens, heads]
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+def _inputs(sequences, tokens, heads, head, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return Inputs(*torch.randn(4, sequences, tokens, heads, head, generator=generator).to(dtype))
+
+
+def _mask(kind, sequences, tokens, seed=1):
+    """A few keys left out, and all of the last sequence's."""
+    if not kind:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    left_out = torch.rand(sequences, tokens, generator=generator) < 0.3
+    left_out[-1] = True
+    if kind == "bool":
+        return left_out
+    return torch.randn(sequences, tokens, generator=generator).masked_fill(left_out, -torch.inf)
+
+
+def _problem(inputs, precision, mask, causal, row_strides):
+    sequences, tokens, heads, head = inputs.q.shape
+    kind = "" if mask is None else "bool" if mask.dtype == torch.bool else "additive"
+    name = str(inputs.q.dtype).removeprefix("torch.")
+    strides = (0, 0) if mask is None else mask.stride()
+    return Attention(sequences, tokens, heads, head, name, precision, row_strides, causal, kind, strides)
+
+
+def _launch(inputs, precision="ieee", mask=None, causal=False, config=None):
+    """q, k and v as three views of one buffer, and so their gradients."""
+    sequences, tokens, heads, head = inputs.q.shape
+    rows, width = sequences * tokens, heads * head
+    packed = torch.cat([x.reshape(rows, width) for x in inputs[:3]], dim=1)
+    q, k, v = packed.split(width, dim=1)
+    do = inputs.do.reshape(rows, width)
+    o = torch.full_like(do, torch.nan)
+    lse = torch.full((rows, heads), torch.nan)
+    gradients = torch.full_like(packed, torch.nan)
+    dq, dk, dv = gradients.split(width, dim=1)
+    problem = _problem(inputs, precision, mask, causal, (3 * width,) * 3)
+    launch_attention_dot(q, k, v, mask, o, lse, problem, config or choose(problem))
+    problem = _problem(inputs, precision, mask, causal, (3 * width,) * 6)
+    config = config or choose_backward(problem)
+    launch_attention_dot_backward(q, k, v, mask, o, lse, do, dq, dk, dv, problem, config)
+    o, dq, dk, dv = (x.reshape(inputs.q.shape) for x in (o, dq, dk, dv))
+    return Results(o, lse.reshape(sequences, tokens, heads), dq, dk, dv)
+
+
+def _torch(inputs, mask, causal, dtype):
+    """By torch's operations in `dtype`; a row without keys is all zeros, its lse inf."""
+    q, k, v = (x.to(dtype).transpose(1, 2).detach().requires_grad_() for x in inputs[:3])
+    tokens, head = q.shape[2:]
+    scores = q @ k.transpose(2, 3) * head**-0.5
+    if mask is not None:
+        added = torch.zeros(mask.shape).masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask
+        scores = scores + added.to(dtype)[:, None, None]
+    if causal:
+        scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf)
+    empty = (scores == -torch.inf).all(dim=3, keepdim=True)
+    scores = scores.masked_fill(empty, 0.0)
+    o = (torch.softmax(scores, dim=3) * ~empty) @ v
+    lse = torch.logsumexp(scores, dim=3).masked_fill(empty[..., 0], torch.inf) / torch.log(torch.tensor(2.0).to(dtype))
+    gradients = torch.autograd.grad(o, (q, k, v), inputs.do.to(dtype).transpose(1, 2))
+    return Results(*(x.detach().transpose(1, 2) for x in (o, lse, *gradients)))
+
+
+def _assert_close(results, inputs, precision="ieee", mask=None, causal=False):
+    """TF32 keeps as many bits as float16, so float16 is its measure."""
+    exact = _torch(inputs, mask, causal, torch.float64)
+    peer = _torch(inputs, mask, causal, torch.float16 if precision == "tf32" else inputs.q.dtype)
+    for name, actual, torchs, right in zip(Results._fields, results, peer, exact, strict=True):
+        torchs = torchs.to(actual.dtype)
+        assert_no_worse_than_torch(actual, torchs, right, ulps=4, match_nonfinite=True, what=name)
+
+
+@pytest.mark.parametrize(("tokens", "head"), SIZES)
+@pytest.mark.parametrize(("dtype", "precision"), NUMBERS, ids=str)
+def test_sizes(dtype, precision, tokens, head):
+    inputs = _inputs(2, tokens, 1, head, dtype)
+    _assert_close(_launch(inputs, precision), inputs, precision)
+
+
+@pytest.mark.parametrize(("mask", "causal"), list(product(MASKS, [False, True]))[1:])
+@pytest.mark.parametrize(("dtype", "precision"), NUMBERS, ids=str)
+def test_masks(dtype, precision, mask, causal):
+    inputs = _inputs(2, 70, 2, 24, dtype)
+    mask = _mask(mask, 2, 70)
+    _assert_close(_launch(inputs, precision, mask, causal), inputs, precision, mask, causal)
+
+
+def test_strided_mask():
+    inputs = _inputs(2, 17, 1, 24)
+    mask = _mask("bool", 2, 17).T.contiguous().T
+    _assert_close(_launch(inputs, "ieee", mask), inputs, "ieee", mask)
+
+
+def test_tf32x3_is_ieee():
+    inputs = _inputs(1, 17, 1, 24)
+    for actual, expected in zip(_launch(inputs, "tf32x3"), _launch(inputs, "ieee"), strict=True):
+        assert_bitwise_equal(actual, expected)
+
+
+def test_tf32_rounds_to_nearest():
+    inputs = _inputs(1, 1, 1, 32)
+    v = torch.ones_like(inputs.v) + 2**-11 + 2**-20  # nearer to 1 + 2^-10
+    assert bool((_launch(inputs._replace(v=v), "tf32").o == 1 + 2**-10).all())
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_one_key_has_no_gradient(precision):
+    """A softmax of one score is constant."""
+    results = _launch(_inputs(2, 1, 2, 24), precision)
+    assert not results.dq.any()
+    assert not results.dk.any()
+
+
+@pytest.mark.parametrize(("dtype", "precision"), NUMBERS, ids=str)
+def test_row_without_keys(dtype, precision):
+    """Causal queries before the first key that is left in; then a sequence without any."""
+    inputs = _inputs(2, 70, 1, 24, dtype)
+    mask = torch.zeros(2, 70, dtype=torch.bool)
+    mask[0, :66] = True
+    mask[1] = True
+    results = _launch(inputs, precision, mask, causal=True)
+    for x in (results.o, results.dq, results.dk, results.dv):
+        assert not x[0, :66].any()
+        assert not x[1].any()
+    assert bool(results.lse[0, :66].isposinf().all())
+    assert bool(results.lse[1].isposinf().all())
+
+
+@pytest.mark.parametrize("head", [24, 80])
+@pytest.mark.parametrize(("dtype", "precision"), NUMBERS, ids=str)
+def test_bits_do_not_follow_the_batch(dtype, precision, head):
+    inputs = _inputs(3, 40, 2, head, dtype)
+    batch = _launch(inputs, precision)
+    for place in range(3):
+        alone = _launch(Inputs(*(x[place : place + 1] for x in inputs)), precision)
+        for actual, expected in zip(batch, alone, strict=True):
+            assert_bitwise_equal(actual[place], expected[0])
+
+
+@pytest.mark.parametrize("mask", ["bool", "additive"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "precision"), NUMBERS, ids=str)
+def test_bits_do_not_follow_padding(dtype, precision, causal, mask):
+    """Keys and values beyond the end may be NaN; nothing comes back from there."""
+    tokens, head = 37, 24
+    inputs = _inputs(1, tokens, 2, head, dtype)
+    alone = _launch(inputs, precision, causal=causal)
+    for padded in (45, 64, 150):
+        more = _inputs(1, padded, 2, head, dtype, seed=3)
+        filling = (more.q, torch.nan, torch.nan, 0.0)
+        for x, kept, value in zip(more, inputs, filling, strict=True):
+            x[:] = value
+            x[:, :tokens] = kept
+        left_out = torch.arange(padded)[None] >= tokens
+        given = left_out if mask == "bool" else torch.zeros(1, padded).masked_fill(left_out, -torch.inf)
+        results = _launch(more, precision, given, causal)
+        for actual, expected in zip(results, alone, strict=True):
+            assert_bitwise_equal(actual[:, :tokens], expected)
+        assert not results.dk[:, tokens:].any()
+        assert not results.dv[:, tokens:].any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("blocks", [(16, 32), (32, 16)], ids=str)
+def test_blocks(blocks, causal):
+    """Blocks of queries and keys of different sizes, and a head in chunks."""
+    inputs = _inputs(1, 70, 1, 40)
+    config = DotConfig(*blocks, block_d=64, chunk_d=16, num_warps=4, num_stages=1)
+    _assert_close(_launch(inputs, causal=causal, config=config), inputs, causal=causal)
+
+
+def test_wide_offsets():
+    """Rows so far apart that their offsets need 64 bits. The buffer is virtual memory, touched at its rows alone."""
+    stride, tokens, head = 2**30 + 8, 3, 24
+    try:
+        buffer = torch.empty((tokens - 1) * stride + 3 * head, dtype=torch.float16)
+    except RuntimeError as error:
+        pytest.skip(f"no 4.3 GB of address space: {error}")
+    inputs = _inputs(1, tokens, 1, head, torch.float16)
+    q, k, v = buffer.as_strided((tokens, 3 * head), (stride, 1)).split(head, dim=1)
+    for far, near in zip((q, k, v), inputs, strict=False):
+        far.copy_(near.reshape(tokens, head))
+    o, dq, dk, dv = torch.full((4, tokens, head), torch.nan, dtype=torch.float16)
+    lse = torch.full((tokens, 1), torch.nan)
+    problem = _problem(inputs, "ieee", None, False, (stride,) * 3)
+    launch_attention_dot(q, k, v, None, o, lse, problem, choose(problem))
+    problem = _problem(inputs, "ieee", None, False, (stride,) * 3 + (head,) * 3)
+    do = inputs.do.reshape(tokens, head)
+    launch_attention_dot_backward(q, k, v, None, o, lse, do, dq, dk, dv, problem, choose_backward(problem))
+    results = Results(*(x.reshape(1, tokens, 1, -1) for x in (o, lse, dq, dk, dv)))
+    _assert_close(results._replace(lse=lse.reshape(1, tokens, 1)), inputs)
+
+
+def test_nothing_to_do():
+    for sequences, tokens in [(0, 5), (2, 0)]:
+        assert _launch(_inputs(sequences, tokens, 1, 24)).o.numel() == 0
