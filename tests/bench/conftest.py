@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -69,3 +70,20 @@ def ceiling_rows() -> list[Row]:
 
     mm = {"m": 1000, "n": 1000, "k": 1000, "dtype": "float32", "precision": "ieee"}
     return [row("copy", {"bytes": 500_000}, 0.0, 1e6, 1.0), row("mm", mm, 2e9, 1.2e7, 200.0)]
+
+
+@pytest.fixture
+def step_rows(make_row: Callable[..., Row]) -> list[Row]:
+    """Training steps of two stacks, in fp32 ieee; of the second little was measured."""
+
+    def row(layers: int, times: dict[str, float], info: dict[str, str]) -> Row:
+        params = {"layers": layers, "tokens": 5, "dtype": "float32", "precision": "ieee"}
+        made = {name: [us] for name, us in times.items()}
+        return replace(
+            make_row(), family="encoder", op="training step", params=params, flops=5e9, times_us=made, info=info
+        )
+
+    times = {"isogemm": 1000.0, "isogemm eager": 2000.0, "torch": 4000.0, "torch eager": 8000.0}
+    info = {"torch call": "torch.compile + graph", "isogemm kept bytes": "512"}
+    info |= {f"{name} peak MiB": size for name, size in (("isogemm", "30"), ("torch", "60"), ("torch eager", "120"))}
+    return [row(2, times, info), row(3, {"isogemm": 1000.0, "torch": 1500.0}, {})]

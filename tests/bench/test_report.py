@@ -156,3 +156,15 @@ def test_an_extra_that_fails_to_import_is_not_called_missing(monkeypatch: pytest
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
         need("brokenextra")
+
+
+def test_training_steps_are_drawn_with_their_memory_and_arithmetic(
+    step_rows: list[Row], ceiling_rows: list[Row]
+) -> None:
+    view = FamilyView("encoder", "Encoder layer", ("layers", "tokens"), against=True, steps=True)
+    html = report.render([*step_rows, *ceiling_rows], [view])
+    assert "training step, fp32 ieee: time and memory" in html
+    for tip in ("2x5, torch eager: 8.00 ms", "2x5, isogemm: 30.0 MiB", "3x5, torch: 1.50 ms"):
+        assert f"<title>{tip}</title>" in html
+    assert "time of a step, ms" in html
+    assert report.render(step_rows, [view])  # no ceilings: no tick

@@ -221,3 +221,24 @@ def test_what_deferring_costs(fused_rows: list[Row]) -> None:
         "| relu, bf16 | 4.0 us | 8.0 us | 4.0 us | -0.7 us | 0.0 us |\n"
     )
     assert "fused-deferred" not in tables.tables(fused_rows[:3], [FUSED])
+
+
+STEPS = FamilyView("encoder", "Encoder layer", ("layers", "tokens"), against=True, steps=True)
+
+
+def test_training_steps_have_times_memory_and_their_arithmetic(step_rows: list[Row], ceiling_rows: list[Row]) -> None:
+    assert tables.tables([*step_rows, *ceiling_rows], [STEPS])["encoder-steps"].endswith(
+        "**training step, fp32 ieee**\n\n"
+        "| layers x tokens | isogemm, ms | isogemm eager, ms | torch.compile + graph, ms | torch eager, ms "
+        "| over torch.compile + graph | eager over torch.compile + graph | over torch eager "
+        "| peak MiB | of torch.compile + graph's | of torch eager's | kept, bytes a token and layer "
+        "| arithmetic, ms | times its arithmetic |\n"
+        "| :-- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |\n"
+        "| 2x5 | 1.00 | 2.00 | 4.00 | 8.00 | 4.00x | 2.00x | 8.00x | 30 | 0.50x | 0.25x | 512 | 0.500 | 2.0x |\n"
+        "| 3x5 | 1.00 |  | 1.50 |  | 1.50x |  |  |  |  |  |  | 0.500 | 2.0x |\n"
+    )
+
+
+def test_steps_without_ceilings_have_no_arithmetic(step_rows: list[Row]) -> None:
+    assert "arithmetic" not in tables.tables(step_rows, [STEPS])["encoder-steps"]
+    assert not {"encoder-torch-eager", "encoder-deferred"} & tables.tables(step_rows, [STEPS]).keys()

@@ -191,6 +191,33 @@ def test_cuda_variants_are_one_graph_each_replayed_in_turn(monkeypatch: pytest.M
     assert times == {"isogemm": [7.8125, 7.8125], "torch": [7.8125, 7.8125]}
 
 
+def test_eager_variants_are_launched_again_beside_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(call_ms=1.0)
+    cuda.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    order: list[str] = []
+
+    def graphed() -> torch.Tensor:
+        if cuda.capturing:
+            cuda.capturing.recorded.append("call")
+        else:
+            order.append("graphed")
+        return torch.empty(0)
+
+    def eager() -> torch.Tensor:
+        assert cuda.capturing is None
+        order.append("eager")
+        time.sleep(0.006)
+        return torch.empty(0)
+
+    times = timer.measure(
+        {"torch": [graphed], "torch eager": [eager]}, CUDA, repeats=2, warmup=1, eager=["torch eager"]
+    )
+    assert order == ["graphed", *["eager"] * (2 + 3 * 2)]
+    assert times["torch"] == [1000.0] * 2
+    assert min(times["torch eager"]) >= 6000
+
+
 def test_cuda_outputs_of_a_walk_are_alive_together(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(call_ms=1.0).install(monkeypatch)
     graph = timer._Graph([lambda: torch.zeros(4), lambda: torch.ones(4)], passes=3)

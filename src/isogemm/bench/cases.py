@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -35,6 +35,7 @@ class CaseRun:
     variants: dict[str, list[Thunk]]  # "isogemm", "torch", ...: one thunk per rotated input set
     check: Callable[[], dict[str, float]]  # against fp64 on poisoned outputs: errors by variant, or raises
     info: dict[str, str]  # the path and config that served it
+    eager: Collection[str] = ()  # variants to time as they are launched, not as a CUDA graph
 
 
 @contextmanager

@@ -33,6 +33,11 @@ class Ceilings:
         reached = self.bandwidth_fraction(row)
         return None if reached is None else reached / self.bandwidth_limit(row)
 
+    def arithmetic_us(self, row: Row) -> float | None:
+        """What the row's arithmetic takes at a matmul's rate."""
+        rate = self.flops_per_s.get(number_type(row.params))
+        return None if rate is None or not row.flops else row.flops / rate * 1e6
+
     def bandwidth_limit(self, row: Row) -> float:
         """The largest `bandwidth_fraction` that the row's arithmetic allows; 1 where memory is the bound."""
         rate = self.flops_per_s.get(number_type(row.params))

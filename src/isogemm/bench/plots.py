@@ -117,6 +117,44 @@ def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
 
 
 @_styled
+def steps(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
+    """A line per training step, a dot per variant: time, with a tick at the arithmetic's, and peak memory."""
+    canvas = _Canvas(_WIDTH, 0.75 + 0.21 * len(rows))
+    left, right = canvas.figure.subplots(1, 2, sharey=True, width_ratios=[1.6, 1])
+    canvas.figure.get_layout_engine().set(wspace=0.06)
+    variants = step_variants(rows)
+    times: list[float] = []
+    sizes: list[float] = []
+    for y, row in enumerate(rows):
+        floor = ceilings.arithmetic_us(row)
+        points = {name: row.us[name] / 1e3 for name in variants if name in row.us}
+        memory = {name: float(row.info[key]) for name in variants if (key := f"{name} peak MiB") in row.info}
+        for axes, measured, unit in ((left, points, "ms"), (right, memory, "MiB")):
+            for name, value in measured.items():
+                colour = canvas.colour(series_colour(variants.index(name)))
+                tip = f"{view.shape_label(row.params)}, {name}: {summary.digits(value)} {unit}"
+                canvas.point(axes, value, y, colour, tip)
+        if floor is not None:
+            left.plot([floor / 1e3], [y], "|", color=_MUTED, markersize=9, zorder=2)
+        times += [*points.values(), *([] if floor is None else [floor / 1e3])]
+        sizes += memory.values()
+    left.set_yticks(range(len(rows)), [view.shape_label(row.params) for row in rows])
+    left.set_ylim(len(rows) - 0.4, -0.6)
+    for axes, values, label in ((left, times, "time of a step, ms"), (right, sizes, "peak memory, MiB")):
+        _log_axis(axes, values or [1.0])
+        axes.set_xlabel(label)
+        axes.grid(axis="x")
+        axes.tick_params(length=0)
+        axes.spines["left"].set_visible(False)
+    return canvas.svg(f"steps {view.family} {rows[0].gpu} {view.group_label(rows[0].op, rows[0].params)}")
+
+
+def step_variants(rows: Iterable[Row]) -> list[str]:
+    """The variants of the rows, in order of first appearance: the categories of `steps`."""
+    return list(dict.fromkeys(name for row in rows for name in row.times_us))
+
+
+@_styled
 def roofline(rows: Sequence[Row], view: FamilyView, bytes_per_s: float, flops_per_s: Mapping[str, float]) -> str:
     """Achieved rate over arithmetic intensity, under the measured roofs; larger dots are larger batches."""
     points = [row for row in rows if row.flops and row.bytes]
@@ -217,6 +255,14 @@ def _speedup_axis(axes: Any, low: float, high: float) -> None:
     axes.set_xlim(low, high)
     axes.axvspan(low, 1.0, color=_BAD, alpha=0.07, linewidth=0)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+
+
+def _log_axis(axes: Any, values: Sequence[float]) -> None:
+    low, high = min(values) / 1.3, max(values) * 1.3
+    axes.set_xscale("log")
+    axes.set_xticks(ticks := _log_ticks(low, high), [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlim(low, high)
 
 
 def _log_ticks(low: float, high: float) -> list[float]:

@@ -130,6 +130,10 @@ def _plots(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> 
         ramp = plots.ramp_colours(summary.columns(group, view))
         keys = [Key(f"{view.column} {value}", colour) for value, colour in ramp.items() if value != ""]
         made.append(Plot(label, plots.speedup(group, view, limits), keys))
+        if view.steps:
+            keys = [Key(name, plots.series_colour(i)) for i, name in enumerate(plots.step_variants(group))]
+            keys.append(Key("tick: the arithmetic at a matmul's rate"))
+            made.append(Plot(f"{label}: time and memory", plots.steps(group, view, limits), keys))
     return made
 
 

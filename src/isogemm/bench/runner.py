@@ -68,7 +68,7 @@ class Runner:
             stage = "check"
             errors = run.check()
             stage = "time"
-            times = timer.measure(run.variants, self.device, repeats=self.repeats)
+            times = timer.measure(run.variants, self.device, repeats=self.repeats, eager=run.eager)
             host = self._host_time(run.variants, max(median(raw) for raw in times.values()))
         except Exception as error:  # whatever a case raises, the other cases still run
             self.failures.append(Failure(case.label, stage, f"{type(error).__name__}: {error}"))

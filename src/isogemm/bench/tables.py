@@ -21,8 +21,8 @@ _ANY_MARKER = re.compile(r"<!-- /?figures\b.*?-->")
 
 def tables(rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> dict[str, str]:
     """By name, for every family: `FAMILY-headline`, `-speedup`, `-bandwidth`, `-errors`, and `-PEER` (such as
-    `gemm-fixed-tile`) for each variant beside isogemm and torch, unless `-speedup` has them; `-deferred` where it was
-    measured. And `ceilings`.
+    `gemm-fixed-tile`) for each variant beside isogemm and torch, unless `-speedup` has them; `-deferred` and `-steps`
+    where they were measured. And `ceilings`.
     """
     latest, views = newest(rows), tuple(views)
     made: dict[str, str] = {}
@@ -40,6 +40,8 @@ def tables(rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> dict[str, s
                 parts |= {peer.replace(" ", "-"): speedup(part, view, peer) for peer in summary.peers(part)}
             if cost := deferred(part):
                 parts["deferred"] = cost
+            if view.steps:
+                parts["steps"] = steps(part, view, limits)
             for name, text in parts.items():
                 before = made.get(f"{family}-{name}")
                 made[f"{family}-{name}"] = ("" if before is None else f"{before}\n") + f"{source}\n\n{text}"
@@ -101,8 +103,7 @@ def against(rows: Sequence[Row], view: FamilyView) -> str:
         rivals = [name for name in ("torch", *summary.peers(group)) if any(name in row.times_us for row in group)]
         body = []
         for row in group:
-            ratios = (_in_torchs_place(row, rival).speedup for rival in rivals)
-            cells = ("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)
+            cells = (_ratio_text(_in_torchs_place(row, rival).speedup) for rival in rivals)
             body.append([view.shape_label(row.params), *cells])
         parts.append(f"**{label}**\n\n{markdown([' x '.join(view.shape), *map(view.peer_label, rivals)], body)}")
     return "\n".join(parts)
@@ -141,6 +142,42 @@ def deferred(rows: Iterable[Row]) -> str:
     return markdown(head, body)
 
 
+def steps(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> str:
+    """One table per group, a line per training step: times, speed-ups, memory, and the distance from its arithmetic."""
+    parts = []
+    for label, group in summary.by_group(rows, view).items():
+        call = group[0].info.get("torch call", "torch")
+        names = {"isogemm": "isogemm", "isogemm eager": "isogemm eager", "torch": call, "torch eager": "torch eager"}
+        head = [" x ".join(view.shape), *(f"{name}, ms" for name in names.values())]
+        head += [
+            f"over {call}",
+            f"eager over {call}",
+            "over torch eager",
+            "peak MiB",
+            f"of {call}'s",
+            "of torch eager's",
+        ]
+        head += ["kept, bytes a token and layer", "arithmetic, ms", "times its arithmetic"]
+        body = []
+        for row in group:
+            floor = limits.arithmetic_us(row)
+            body.append(
+                [
+                    view.shape_label(row.params),
+                    *(summary.digits(row.us[name] / 1e3) if name in row.us else "" for name in names),
+                    *(_ratio_text(row.speedup_of(variant)) for variant in ("isogemm", "isogemm eager")),
+                    _ratio_text(_in_torchs_place(row, "torch eager").speedup),
+                    row.info.get("isogemm peak MiB", ""),
+                    *(memory_text([row], rival) for rival in ("torch", "torch eager")),
+                    row.info.get("isogemm kept bytes", ""),
+                    "" if floor is None else summary.digits(floor / 1e3),
+                    "" if floor is None else f"{row.best_us / floor:.1f}x",
+                ]
+            )
+        parts.append(f"**{label}**\n\n{markdown(head, body)}")
+    return "\n".join(parts)
+
+
 def bandwidth(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> str:
     """At the largest column: a line per shape, a column per group, of the copy bandwidth."""
     largest = max((view.column_value(row.params) for row in rows), key=summary.sort_key, default="")
@@ -167,6 +204,10 @@ def errors(rows: Sequence[Row], view: FamilyView) -> str:
     return markdown(["", *variants], body)
 
 
+def _ratio_text(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}x"
+
+
 def peer_text(speed: summary.Speedups | None) -> str:
     return "" if speed is None else f"{speed.geomean:.2f}x ({speed.least:.2f}x)"
 
@@ -177,9 +218,9 @@ def bandwidth_text(reached: summary.Bandwidth, view: FamilyView) -> str:
     return f"{reached.median:.0%}{span}{where}"
 
 
-def memory_text(rows: Iterable[Row]) -> str:
-    """isogemm's peak memory over torch's, where both were measured; the largest of the rows."""
-    names = "isogemm peak MiB", "torch peak MiB"
+def memory_text(rows: Iterable[Row], rival: str = "torch") -> str:
+    """isogemm's peak memory over the rival's, where both were measured; the largest of the rows."""
+    names = "isogemm peak MiB", f"{rival} peak MiB"
     measured = [[float(row.info[name]) for name in names] for row in rows if all(name in row.info for name in names)]
     return f"{max(ours / torchs for ours, torchs in measured):.2f}x" if measured else ""
 

@@ -1,11 +1,11 @@
-"""Device time over CUDA-graph replays, host time over bursts, variants interleaved."""
+"""Device time over CUDA-graph replays, time of eager calls, host time over bursts, variants interleaved."""
 
 from __future__ import annotations
 
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ Sampler = Callable[[], float]  # one measurement, in microseconds per call
 _CPU_CACHE_BYTES = 32 << 20  # torch does not know the CPU's cache; larger than most per-core shares
 _MOST_ROTATIONS = 2048
 _LEAST_REPEATS = 5
+_EAGER_SAMPLE_US = 10_000.0  # beside which the wait for the last call is nothing
 _CACHE_MULTIPLE = 4  # a cyclic walk over 4x the cache finds ~2 % of it there, even under random replacement
 
 
@@ -46,19 +47,26 @@ def measure(
     sample_us: float = 200.0,
     most_calls: int = 4096,
     budget_us: float = 250_000.0,
+    eager: Collection[str] = (),
 ) -> dict[str, list[float]]:
     """Time every variant: `repeats` raw measurements each, in microseconds per call.
 
     A measurement walks the variant's thunks as often as it takes to last `sample_us`, within `most_calls`. On
-    CUDA the walk is one graph; elsewhere it is a loop. Where all variants together would pass `budget_us`, they are
-    measured fewer times, but at least 5 where `repeats` allows.
+    CUDA the walk is one graph; elsewhere, and for the variants in `eager`, it is a loop, timed to the end of its work.
+    Where all variants together would pass `budget_us`, they are measured fewer times, but at least 5 where `repeats`
+    allows.
     """
     _require_thunks(variants)
     if device.type == "cuda":
-        with torch.cuda.device(device):
-            graphs = {n: _graph_walk(thunks, sample_us, most_calls) for n, thunks in variants.items()}
-            return _within(budget_us, graphs, repeats, warmup)
-    loops = {name: _loop_walk(thunks, sample_us, most_calls) for name, thunks in variants.items()}
+        with torch.cuda.device(device), _collector_paused():
+            walks = {
+                name: _loop_walk(thunks, device, _EAGER_SAMPLE_US, most_calls)
+                if name in eager
+                else _graph_walk(thunks, sample_us, most_calls)
+                for name, thunks in variants.items()
+            }
+            return _within(budget_us, walks, repeats, warmup)
+    loops = {name: _loop_walk(thunks, device, sample_us, most_calls) for name, thunks in variants.items()}
     with _collector_paused():
         return _within(budget_us, loops, repeats, warmup)
 
@@ -163,12 +171,14 @@ def _graph_walk(thunks: Sequence[Thunk], sample_us: float, most_calls: int) -> _
     return _Walk(graph.sample, 2 * call_us * graph.calls)
 
 
-def _loop_walk(thunks: Sequence[Thunk], sample_us: float, most_calls: int) -> _Walk:
+def _loop_walk(thunks: Sequence[Thunk], device: torch.device, sample_us: float, most_calls: int) -> _Walk:
     def walk(passes: int) -> float:
+        _synchronize(device)
         start = time.perf_counter()
         for _ in range(passes):
             for thunk in thunks:
                 thunk()
+        _synchronize(device)
         return (time.perf_counter() - start) * 1e6 / (passes * len(thunks))
 
     walk(1)

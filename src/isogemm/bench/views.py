@@ -24,7 +24,8 @@ _SHORT_DTYPES = {
 class FamilyView:
     """`shape` parameters label a table's lines, `column` its columns; the others each choose a table.
 
-    With `against` every other variant is a rival: a table's columns are isogemm's speed-up over each.
+    With `against` every other variant is a rival: a table's columns are isogemm's speed-up over each. With `steps` the
+    points are training steps, in a CUDA graph and eager: of each, times, memory and the distance from its arithmetic.
     """
 
     family: str
@@ -32,6 +33,7 @@ class FamilyView:
     shape: tuple[str, ...]
     column: str = "batch"
     against: bool = False
+    steps: bool = False
 
     def shape_label(self, params: Params) -> str:
         """Such as 12x12x64."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from isogemm.bench import timer
 from isogemm.bench.cases import Case, CaseRun, Thunk
+from isogemm.bench.memory import peak_bytes
 from isogemm.bench.views import FamilyView
 from isogemm.core.dispatch import dispatch_log
 from isogemm.epilogues import ACTIVATIONS
@@ -380,7 +381,7 @@ def _block_case(
         steps = {each: [_first(function, one, grad) for one in sets] for each, function in functions.items()}
         info |= _served(steps["isogemm"][0])
         if device.type == "cuda":
-            info |= {f"{each} peak MiB": f"{_peak_bytes(step[0], device) / 2**20:.0f}" for each, step in steps.items()}
+            info |= {f"{each} peak MiB": f"{peak_bytes(step[0], device) / 2**20:.0f}" for each, step in steps.items()}
 
         def check() -> dict[str, float]:
             return _block_errors(functions, sets[0], grad)
@@ -392,17 +393,6 @@ def _block_case(
 
 def _first(function: Forward, operands: Sequence[torch.Tensor], grad: torch.Tensor) -> Thunk:
     return lambda: training_step(function, operands, grad)[0]
-
-
-def _peak_bytes(step: Thunk, device: torch.device) -> int:
-    """What a step has allocated at most, beyond what was before it."""
-    step()  # libraries' workspaces, and compilation
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _block_errors(
