@@ -70,7 +70,7 @@ def attention(
     """Of q, k and v [S, T, H * d]; see `isogemm.encoder.op.attention`."""
     queries, keys, values = (_by_head(each, nhead) for each in (q, k, v))
     of_keys = None if mask is None else _by_key(mask, nhead)
-    result, logs = torch.empty_like(queries), _by_head(lse, nhead)
+    result, logs = torch.empty_like(queries), torch.empty_like(queries[:, :1])
     for part in _parts(queries):
         weights, total, largest = _softmax(_scores(queries, keys, of_keys, is_causal, part))
         result[..., part] = _weighed(weights, values[..., part]).div_(total[:, None])
