@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 
 from isogemm.families.base import DemoResult, Family, Usability
+from isogemm.families.encoder import FAMILY as ENCODER
 from isogemm.families.fused import FAMILY as FUSED
 from isogemm.families.gemm import FAMILY as GEMM
 from isogemm.families.tiny import FAMILY as TINY
 
-FAMILIES: tuple[Family, ...] = (GEMM, FUSED, TINY)
+FAMILIES: tuple[Family, ...] = (GEMM, FUSED, TINY, ENCODER)
 
 __all__ = ["FAMILIES", "DemoResult", "Family", "Usability", "get"]
 

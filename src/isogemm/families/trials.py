@@ -215,16 +215,16 @@ def micro_batches(each: Setting) -> Iterator[BitDiff]:
     for trained in each.trained(tokens):
         rows, grad = (torch.cat([x, x.new_zeros(zeros, x.shape[1])]) for x in (trained.rows, trained.grad))
         longer = replace(trained, rows=rows, grad=grad)
-        whole, alone = _gradients(each, trained), _gradients(each, trained, main_grad=False)
-        yield from _same(_gradients(each, trained, cuts), whole)
-        yield from _same(_gradients(each, longer), whole)
-        yield from _same(_gradients(each, longer, main_grad=False), alone)
+        whole, alone = gradients(each, trained), gradients(each, trained, main_grad=False)
+        yield from same(gradients(each, trained, cuts), whole)
+        yield from same(gradients(each, longer), whole)
+        yield from same(gradients(each, longer, main_grad=False), alone)
         with _other_work(each.device):
-            yield from _same(_gradients(each, trained), whole)
-            yield from _same(_gradients(each, trained, main_grad=False), alone)
+            yield from same(gradients(each, trained), whole)
+            yield from same(gradients(each, trained, main_grad=False), alone)
 
 
-def _gradients(
+def gradients(
     each: Setting, trained: Trained, cuts: Sequence[int] = (), *, main_grad: bool = True
 ) -> list[torch.Tensor]:
     """Of the parameters, of micro-batches cut there: what is in main_grad afterwards, or in .grad."""
@@ -238,7 +238,7 @@ def _gradients(
     return [parameter.main_grad if main_grad else parameter.grad for parameter in parameters]
 
 
-def _same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Iterator[BitDiff]:
+def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Iterator[BitDiff]:
     return (compare_bits(one, other) for one, other in zip(found, expected, strict=True))
 
 

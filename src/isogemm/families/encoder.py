@@ -1,0 +1,326 @@
+"""The encoder family's entry: its cases and its demo. Its checks are in `encoder_checks`."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import cast
+
+import torch
+from torch import nn
+
+from isogemm.bench import timer
+from isogemm.bench.cases import Case, CaseRun, Thunk
+from isogemm.bench.memory import peak_bytes
+from isogemm.bench.views import FamilyView
+from isogemm.core import device as devices
+from isogemm.core.dispatch import dispatch_log
+from isogemm.families.ahead import run_ahead
+from isogemm.families.base import DemoResult, Family, Usability
+from isogemm.families.encoder_checks import CHECKS, ahead_of_checks, assert_accurate, measures
+from isogemm.gemm import configs
+from isogemm.nn import EncoderLayer
+from isogemm.testing.compare import compare_bits
+from isogemm.testing.poison import poisoned_allocations
+
+OP = "training step"
+COMPILED, CAPTURED = "torch.compile + CUDA graph", "CUDA graph"
+_EXACT_ELEMENTS = 1 << 22  # of x in one pass of the fp64 model
+_ULPS = 16  # of fp32 sums over a hundred thousand rows, beside torch's
+
+Model = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers one after the other: pre-norm, gelu, no mask."""
+
+    layers: int
+    sequences: int
+    tokens: int
+    d_model: int
+    nhead: int
+    dim_feedforward: int
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * self.tokens
+
+    @property
+    def weights(self) -> int:
+        """Elements of a layer's weights."""
+        return 4 * self.d_model**2 + 2 * self.d_model * self.dim_feedforward
+
+    @property
+    def flops(self) -> float:
+        """Of products, forward and backward: a product's gradients are two more."""
+        attention = 4 * self.rows * self.tokens * self.d_model
+        return 3.0 * self.layers * (2 * self.rows * self.weights + attention)
+
+    def bytes(self, itemsize: int) -> float:
+        """Layer by layer: x and y forward; x, dy and dx backward; weights twice and their gradients."""
+        return float(self.layers * itemsize * (5 * self.rows * self.d_model + 3 * self.weights))
+
+    def model(self, device: torch.device, dtype: torch.dtype) -> nn.Sequential:
+        """torch's, in training mode."""
+        made = nn.Sequential(
+            *(
+                nn.TransformerEncoderLayer(
+                    self.d_model, self.nhead, self.dim_feedforward, dropout=0.0, activation="gelu",
+                    batch_first=True, norm_first=True, device=device, dtype=dtype,
+                )
+                for _ in range(self.layers)
+            )
+        )  # fmt: skip
+        with torch.no_grad():
+            for parameter in made.parameters():
+                if parameter.ndim == 1:  # torch begins with zeros and ones
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        return made
+
+
+STACKS = (
+    Stack(2, 1280, 5, 64, 4, 256),
+    Stack(3, 896, 42, 16, 4, 128),
+    Stack(3, 896, 42, 128, 16, 256),
+    Stack(3, 2688, 42, 128, 16, 256),
+    Stack(3, 64, 64, 128, 16, 512),
+)
+QUICK = Stack(1, 1280, 5, 64, 4, 256)
+CPU_STACKS = (Stack(2, 256, 5, 64, 4, 256), Stack(2, 64, 42, 16, 4, 128), Stack(2, 16, 42, 128, 16, 256))
+CPU_QUICK = Stack(1, 32, 5, 32, 4, 64)
+
+
+def usability(device: torch.device) -> Sequence[Usability]:
+    if device.type != "cuda":
+        return [Usability(True, "encoder/composed", "norm, products and attention, each in an order of its own")]
+    arch = devices.facts(device).arch
+    reason = configs.usable(arch)
+    if not reason and importlib.util.find_spec("triton") is None:
+        reason = "Triton is not installed"
+    return [
+        Usability(not reason, "encoder/fused", reason or f"compiled for {arch}; short sequences, small layers"),
+        Usability(not reason, "encoder/composed", reason or f"compiled for {arch}; all others"),
+    ]
+
+
+# bench
+
+
+@dataclass
+class Training:
+    """A batch and the leaves of a model, of which every step writes the gradients anew."""
+
+    x: torch.Tensor
+    grad: torch.Tensor
+    parameters: Sequence[torch.Tensor]
+
+    def clear(self) -> None:
+        for leaf in (self.x, *self.parameters):
+            leaf.grad = None
+
+    def step(self, model: Model) -> torch.Tensor:
+        self.clear()
+        out = model(self.x)
+        out.backward(self.grad)  # type: ignore[no-untyped-call]
+        return out.detach()
+
+    def results(self, model: Model) -> list[torch.Tensor]:
+        """The output and every gradient."""
+        out = self.step(model)
+        gradients = [cast(torch.Tensor, leaf.grad) for leaf in (self.x, *self.parameters)]
+        self.clear()
+        return [out, *gradients]
+
+    def peak_bytes(self, model: Model) -> int:
+        def step() -> None:
+            self.step(model)
+            self.clear()
+
+        return peak_bytes(step, self.x.device)
+
+    def kept_bytes(self, model: Model) -> int:
+        """What a forward pass leaves for the backward one, its result aside."""
+        self.clear()
+        before = torch.cuda.memory_allocated(self.x.device)
+        out = model(self.x)
+        return torch.cuda.memory_allocated(self.x.device) - before - out.untyped_storage().nbytes()
+
+
+def cases(device: torch.device, quick: bool) -> Sequence[Case]:
+    gpu = device.type == "cuda"
+    numbers = (("float32", "tf32" if gpu else "ieee"), ("bfloat16", ""))
+    if quick:
+        return [_case(QUICK if gpu else CPU_QUICK, *number, compiled=False) for number in numbers]
+    return [_case(stack, *number) for number in numbers for stack in (STACKS if gpu else CPU_STACKS)]
+
+
+def ahead_of_cases(device: torch.device, cases: Sequence[Case]) -> None:
+    run_ahead(_compile, device, [dict(case.params) for case in cases])
+
+
+def _compile(device: str, params: Mapping[str, int | str]) -> None:
+    """isogemm's kernels, and what torch.compile makes: its caches are on disk as well."""
+    from torch._inductor import config
+
+    stack, where = _stack(params), torch.device(device)
+    _set_precision(str(params.get("precision", "")), where)
+    training, _, models = _models(stack, getattr(torch, str(params["dtype"])), where, compiled=stack in STACKS)
+    with config.patch(compile_threads=1):  # every core has a process already
+        for model in models.values():
+            training.step(model)
+
+
+def _stack(params: Mapping[str, int | str]) -> Stack:
+    return Stack(*(int(params[name]) for name in Stack.__dataclass_fields__))
+
+
+def _set_precision(precision: str, device: torch.device) -> None:
+    """For all variants, as a user does: by the older setter, which Inductor reads, and which sets the newer one too."""
+    if device.type == "cuda" and precision:
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+
+
+def _models(
+    stack: Stack, dtype: torch.dtype, device: torch.device, *, compiled: bool
+) -> tuple[Training, nn.Sequential, dict[str, Model]]:
+    """A batch, torch's model, and what is measured, all of the same parameters."""
+    eager = stack.model(device, dtype)
+    shape = (stack.sequences, stack.tokens, stack.d_model)
+    x, grad = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
+    layers = (EncoderLayer.from_torch(cast(nn.TransformerEncoderLayer, layer)) for layer in eager)
+    models: dict[str, Model] = {"isogemm": nn.Sequential(*layers), "torch": eager}
+    if device.type == "cuda":
+        models["torch eager"] = eager
+        if compiled:
+            torch.compiler.reset()
+            models["torch"] = torch.compile(eager, dynamic=False, fullgraph=True)
+    return Training(x.requires_grad_(), grad, list(eager.parameters())), eager, models
+
+
+def _case(stack: Stack, dtype: str, precision: str = "", *, compiled: bool = True) -> Case:
+    """Forward and backward; on a GPU one graph has both, and both are timed eagerly as well."""
+    element = getattr(torch, dtype)
+    params: dict[str, int | str] = {name: getattr(stack, name) for name in Stack.__dataclass_fields__}
+    params |= {"dtype": dtype, **({"precision": precision} if precision else {})}
+
+    def build(device: torch.device) -> CaseRun:
+        _set_precision(precision, device)
+        training, eager, models = _models(stack, element, device, compiled=compiled)
+
+        def thunk(model: Model) -> list[Thunk]:
+            return [lambda: training.step(model)]
+
+        def check() -> dict[str, float]:
+            return _errors(training, eager, models, precision)
+
+        with dispatch_log() as log:
+            training.step(models["isogemm"])
+        info = {"path": log[0].path, "config": log[0].config, "torch call": "torch eager"}
+        variants = {name: thunk(model) for name, model in models.items()}
+        if device.type == "cuda":
+            info["torch call"] = COMPILED if compiled else CAPTURED
+            variants["isogemm eager"] = thunk(models["isogemm"])
+            for name, model in models.items():
+                info[f"{name} peak MiB"] = f"{training.peak_bytes(model) / 2**20:.1f}"
+                info[f"{name} kept bytes"] = f"{training.kept_bytes(model) / (stack.layers * stack.rows):.0f}"
+        return CaseRun(variants, check, info, eager=("isogemm eager", "torch eager"))
+
+    return Case("encoder", OP, params, stack.flops, stack.bytes(element.itemsize), build)
+
+
+def _errors(training: Training, eager: nn.Sequential, models: Mapping[str, Model], precision: str) -> dict[str, float]:
+    """Of the result and the gradients, relative to their norms, the largest.
+
+    Each is within its bound by torch's errors at that precision; torch's own variants are within twice that.
+    """
+    names = ["the result", "x", *(name for name, _ in eager.named_parameters())]
+    exact = _exact(training, eager)
+    dtype = training.x.dtype
+    torchs = measures(lambda: training.results(eager), dtype, precision, training.x.device)
+    errors = {}
+    for name, model in models.items():
+        found, times, largest = _results(name, model, training), 1 if name == "isogemm" else 2, 0.0
+        for place, what in enumerate(names):
+            allowed = [(times * measure.factor, measure.results[place]) for measure in torchs]
+            ulps = _ULPS if dtype == torch.float32 else 1
+            error = assert_accurate(found[place], allowed, exact[place], ulps=ulps, what=f"{name}, {what}")
+            largest = max(largest, error)
+        errors[name] = largest
+    return errors
+
+
+def _results(name: str, model: Model, training: Training) -> list[torch.Tensor]:
+    if name != "isogemm":  # torch's memory comes from elsewhere
+        return training.results(model)
+    with poisoned_allocations():
+        return training.results(model)
+
+
+def _exact(training: Training, eager: nn.Sequential) -> list[torch.Tensor]:
+    """In fp64, some sequences at a time."""
+    model, x = copy.deepcopy(eager).double(), training.x
+    parameters = list(model.parameters())
+    at_once = max(1, _EXACT_ELEMENTS // max(1, x[0].numel()))
+    outs, gradients = [], []
+    for part, grad in zip(torch.split(x.detach(), at_once), torch.split(training.grad, at_once), strict=True):
+        leaf = part.double().requires_grad_()
+        out = model(leaf)
+        out.backward(grad.double())
+        outs.append(out.detach())
+        gradients.append(cast(torch.Tensor, leaf.grad))
+    return [torch.cat(outs), torch.cat(gradients), *(cast(torch.Tensor, each.grad) for each in parameters)]
+
+
+# demo
+
+
+def demo(device: torch.device) -> DemoResult:
+    """A layer, forward and backward, against torch's; and its sequences alone and in their batch."""
+    gpu = device.type == "cuda"
+    stack, precision = (QUICK, "tf32") if gpu else (CPU_QUICK, "ieee")
+    _set_precision(precision, device)
+    training, eager, models = _models(stack, torch.float32, device, compiled=False)
+    ours = models["isogemm"]
+    few = training.x.detach()[:16]
+    with torch.no_grad():
+        whole = ours(training.x)[:16]
+        differing = compare_bits(torch.cat([ours(one) for one in torch.split(few, 1)]), whole).count
+    try:
+        errors = _errors(training, eager, models, precision)
+        accuracy = f"error {errors['isogemm']:.1e} of the norm (torch {errors['torch']:.1e}), against fp64"
+    except AssertionError as error:
+        errors, accuracy = {}, str(error)
+    times = timer.measure(
+        {"isogemm": [lambda: training.step(ours)], "torch": [lambda: training.step(eager)]}, device, repeats=10
+    )
+    return DemoResult(
+        f"{OP} of an encoder layer [{stack.sequences}, {stack.tokens}, {stack.d_model}] fp32 {precision}",
+        bool(errors) and differing == 0,
+        f"{accuracy}; {len(few)} sequences alone and in their batch: {differing} of {whole.numel()} elements differ",
+        median(times["isogemm"]),
+        median(times["torch"]),
+        "a layer in one call each way",
+    )
+
+
+FAMILY = Family(
+    name="encoder",
+    summary="a transformer's encoder layer, one call forward and one backward",
+    usability=usability,
+    checks=CHECKS,
+    cases=cases,
+    demo=demo,
+    ahead_of_checks=ahead_of_checks,
+    ahead_of_cases=ahead_of_cases,
+    view=FamilyView(
+        "encoder",
+        "Encoder layer",
+        ("layers", "sequences", "tokens", "d_model", "nhead", "dim_feedforward"),
+        against=True,
+        steps=True,
+    ),
+)
