@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from isogemm.bench import ceilings, runner, store
-from isogemm.bench.cases import Case, CaseRun
+from isogemm.bench.cases import Case, CaseRun, fp32_precision
 
 CPU = torch.device("cpu")
 
@@ -115,3 +115,14 @@ def test_the_cpu_ceilings_are_small() -> None:
         ("copy", 2.0 * (64 << 20)),
         ("mm", 12.0 * (1 << 20)),
     ]
+
+
+def test_precision_is_set_where_both_of_torchs_getters_find_it() -> None:
+    """Inductor asks the older one, which raises after the newer setter alone."""
+    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    with fp32_precision("tf32"):
+        assert (torch.get_float32_matmul_precision(), matmul.fp32_precision) == ("high", "tf32")
+        with fp32_precision("ieee"), fp32_precision(""):
+            assert (torch.get_float32_matmul_precision(), matmul.fp32_precision) == ("highest", "ieee")
+        assert (torch.get_float32_matmul_precision(), matmul.fp32_precision) == ("high", "tf32")
+    assert (torch.get_float32_matmul_precision(), matmul.fp32_precision) == ("highest", before)

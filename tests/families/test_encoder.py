@@ -264,6 +264,37 @@ def test_a_case_is_checked_and_timed(dtype, precision):
     assert "torch eager, ms" in made["encoder-steps"]
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_on_a_gpu_steps_are_captured_and_eager(compiled, monkeypatch):
+    modes = []
+
+    def compile(model, **how):
+        modes.append(how)
+        return model.forward
+
+    def on_the_cpu(stack, dtype, device, *, compiled):
+        training, eager, models = make(stack, dtype, CPU, compiled=False)
+        models["torch eager"] = eager
+        if compiled:
+            models["torch"] = torch.compile(eager, dynamic=False, fullgraph=True)
+        return training, eager, models
+
+    make = encoder._models
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(encoder, "_models", on_the_cpu)
+    monkeypatch.setattr(encoder, "peak_bytes", lambda step, device: step() or 3 << 20)
+    allocated = iter([0, 10_000] * 3)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(allocated))
+    run = encoder._case(SMALL, "bfloat16", compiled=compiled).build(CUDA)
+    assert set(run.variants) == {"isogemm", "isogemm eager", "torch", "torch eager"}
+    assert set(run.eager) == {"isogemm eager", "torch eager"}
+    assert run.info["torch call"] == (encoder.COMPILED if compiled else encoder.CAPTURED)
+    assert run.info["isogemm peak MiB"] == "3.0"
+    assert run.info["isogemm kept bytes"] == f"{(10_000 - 2 * 12 * 5 * 16) / (2 * 12 * 5):.0f}"
+    assert modes == [{"dynamic": False, "fullgraph": True}] * compiled
+    assert set(run.check()) == {"isogemm", "torch", "torch eager"}
+
+
 def test_quick_cases_run_on_a_cpu():
     run = runner.Runner(CPU, repeats=1)
     rows = list(run.rows(encoder.cases(CPU, True)))
@@ -324,22 +355,6 @@ def test_what_is_compiled_ahead(monkeypatch):
     assert len(jobs) == len(cases)
     for job in jobs:
         encoder._compile("cpu", job)
-
-
-@pytest.fixture
-def legacy_precision():
-    before = torch.get_float32_matmul_precision()
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
-def test_precision_is_set_where_inductor_reads_it(legacy_precision):
-    """The newer setter alone leaves torch 2.11 in a state in which the older getter raises."""
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    encoder._set_precision("tf32", CUDA)
-    assert (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision) == ("high", "tf32")
-    encoder._set_precision("ieee", CUDA)
-    assert (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision) == ("highest", "ieee")
 
 
 def test_demo_is_a_layer():

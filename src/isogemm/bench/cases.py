@@ -44,10 +44,15 @@ def fp32_precision(precision: str) -> Iterator[None]:
     if not precision:
         yield
         return
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = precision
+    before = torch.backends.cuda.matmul.fp32_precision
+    set_fp32_precision(precision)
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        set_fp32_precision(before)
+
+
+def set_fp32_precision(precision: str) -> None:
+    """For torch and isogemm alike: by both of torch's setters, whose getters raise where they disagree."""
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cuda.matmul.fp32_precision = precision

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from isogemm.bench import timer
-from isogemm.bench.cases import Case, CaseRun, Thunk
+from isogemm.bench.cases import Case, CaseRun, Thunk, set_fp32_precision
 from isogemm.bench.memory import peak_bytes
 from isogemm.bench.views import FamilyView
 from isogemm.core import device as devices
@@ -27,7 +27,7 @@ from isogemm.testing.compare import compare_bits
 from isogemm.testing.poison import poisoned_allocations
 
 OP = "training step"
-COMPILED, CAPTURED = "torch.compile + CUDA graph", "CUDA graph"
+COMPILED, CAPTURED = "compile + graph", "graph"
 _EXACT_ELEMENTS = 1 << 22  # of x in one pass of the fp64 model
 _ULPS = 16  # of fp32 sums over a hundred thousand rows, beside torch's
 
@@ -179,9 +179,8 @@ def _stack(params: Mapping[str, int | str]) -> Stack:
 
 
 def _set_precision(precision: str, device: torch.device) -> None:
-    """For all variants, as a user does: by the older setter, which Inductor reads, and which sets the newer one too."""
-    if device.type == "cuda" and precision:
-        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    if device.type == "cuda" and precision:  # all variants follow torch's setting, as a user's calls do
+        set_fp32_precision(precision)
 
 
 def _models(

@@ -135,7 +135,8 @@ class Setting(trials.Setting):
 
             return gradient
 
-        return torch.cat([self.rows(m), self.normal(m, size, seed=9)], dim=1), [way(params), way(trainable(params))]
+        rows = torch.cat([self.rows(m), self.normal(m, size, seed=9)], dim=1)
+        return rows, [way(trainable(params) if self.seed % 2 else params)]
 
     def tokens(self) -> tuple[int, int]:
         """Sequences: some chunks and a part of one; and the chunk."""
