@@ -29,11 +29,11 @@ SHAPES = [  # the issue's, of fewer sequences
     for sizes in (
         (40, 5, 64, 4, 256),
         (9, 42, 16, 4, 128),
-        (5, 42, 128, 16, 256),
-        (4, 64, 128, 16, 512),
+        (3, 42, 128, 16, 256),
+        (3, 64, 128, 16, 512),
         (13, 2, 16, 4, 4),
         (11, 1, 16, 4, 32),
-        (3, 128, 256, 8, 1024),
+        (2, 128, 256, 8, 1024),
         (11, 17, 48, 3, 100),
     )
 ]
@@ -73,13 +73,13 @@ def _assert_sequences_follow_themselves(layer):
     def expected(at):
         return [each[at] for each in whole]
 
-    for i in sorted({0, 1, count // 2, count - 1}):
+    for i in sorted({0, count // 2, count - 1}):
         _assert_same(layer(slice(i, i + 1)), expected(slice(i, i + 1)), f"sequence {i} alone")
         pair = [i, (i + 1) % count]
         _assert_same(layer(pair), expected(pair), f"sequences {pair}")
         _assert_same(layer(pair[::-1]), expected(pair[::-1]), f"sequences {pair[::-1]}")
-    many = torch.arange(3 * count) % count
-    _assert_same(layer(many), expected(many), "three times each")
+    many = torch.arange(2 * count) % count
+    _assert_same(layer(many), expected(many), "twice each")
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     _assert_same(layer(order), expected(order), "permuted")
     _assert_same(layer(slice(1, count)), expected(slice(1, count)), "without the first")
@@ -144,7 +144,7 @@ def _assert_padding_changes_nothing(shape, dtype, padded, own, floating=False, *
 @pytest.mark.parametrize("tokens", [1, 5, 17, 42, 64])
 def test_right_padding_changes_nothing(tokens, dtype):
     shape = EncoderShape(4, tokens, 16, 4, 32)
-    padded = (tokens + 1, tokens + 7, 64, 65, 128, 200)
+    padded = (tokens + 1, 64, 65, 200)
     _assert_padding_changes_nothing(shape, dtype, [each for each in padded if each > tokens], None, norm_first=True)
 
 

@@ -30,7 +30,7 @@ ACTIVATIONS = ["relu", "gelu", "gelu_tanh", "silu"]
 NORMS = ["layer_norm", "rms_norm"]
 BIASES = ["in_proj_bias", "out_proj_bias", "linear1_bias", "linear2_bias", "norm1_bias", "norm2_bias"]
 SMALL = EncoderShape(5, 17, 48, 3, 100)
-MOST_TOKENS = 512  # of a test here: torch's float64 and 16-bit layers are slow on a CPU
+MOST_TOKENS = 256  # of a test here: torch's float64 and 16-bit layers are slow on a CPU
 
 
 def _normal(*shape, seed=0, dtype=torch.float32):
@@ -52,10 +52,14 @@ def test_shapes_no_worse_than_torch(shape, dtype):
     assert_encoder_no_worse(tensors, nhead=shape.nhead, norm_first=True, activation="gelu")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("norm_first", [True, False], ids=["pre", "post"])
+VARIANTS = list(itertools.product([True, False], NORMS, ACTIVATIONS))
+
+
+@pytest.mark.parametrize(
+    ("norm_first", "norm", "activation", "dtype"),
+    [*((*each, torch.float32) for each in VARIANTS), *((*each, half) for half in DTYPES[1:] for each in VARIANTS[::3])],
+    ids=str,
+)
 def test_variants_no_worse_than_torch(norm_first, norm, activation, dtype):
     tensors = encoder_tensors(SMALL, dtype, norm=norm, activation=activation)
     assert_encoder_no_worse(tensors, nhead=3, norm_first=norm_first, norm=norm, activation=activation)
@@ -305,9 +309,11 @@ def test_nothing_in_nothing_out(dtype, empty, masked):
         assert not bool(leaf.grad.any()), name
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 16, 4, 32), (3, 1, 6, 6, 5), (2, 3, 1, 1, 1), (2, 200, 16, 2, 8)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 16, 4, 32), (3, 1, 6, 6, 5), (3, 9, 16, 1, 24), (2, 3, 1, 1, 1), (2, 200, 16, 2, 8)], ids=str
+)
 def test_sizes_at_the_ends(shape):
-    """One token attends to itself; one feature, whose norm is its bias; more tokens than a fused kernel takes."""
+    """One token, which attends to itself; one head; one feature, whose norm is its bias; many tokens."""
     tensors = encoder_tensors(EncoderShape(*shape))
     for norm_first in (True, False):
         result = isogemm_encoder(**tensors, nhead=shape[3], norm_first=norm_first)
@@ -315,7 +321,7 @@ def test_sizes_at_the_ends(shape):
         assert float((result - theirs).abs().max()) <= 1e-4
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     sequences=st.integers(2, 9),
     tokens=sizes(66, min_size=3),

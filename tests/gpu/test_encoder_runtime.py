@@ -12,7 +12,7 @@ import isogemm
 from isogemm.testing import (
     EncoderShape,
     assert_bitwise_equal,
-    assert_no_worse_than_torch,
+    assert_encoder_no_worse,
     encoder_parameters,
     encoder_tensors,
     gradients_of,
@@ -377,24 +377,11 @@ def test_main_grad_in_a_graph():
 def test_autocast(dtype):
     """fp32 parameters, 16-bit products, no worse than torch's own autocast."""
     tensors = _tensors(SMALL, "ieee")
-    grad = _normal(*tensors["x"].shape, seed=9)
-
-    def ours(x, **named):
-        with torch.autocast(DEVICE, dtype):
-            return isogemm_encoder(x, **named, nhead=4, **PRE)
-
-    def theirs(x, **named):
-        with torch.autocast(DEVICE, dtype, enabled=x.dtype == torch.float32):
-            return torch_encoder(x, **named, nhead=4, **PRE).to(x.dtype)
-
-    result = ours(**tensors)
+    assert_encoder_no_worse(tensors, nhead=4, autocast=dtype, **PRE)
+    with torch.autocast(DEVICE, dtype):
+        result = _call(tensors)
     assert result.dtype == torch.float32
-    exact = theirs(**{name: each.double() for name, each in tensors.items()})
-    assert_no_worse_than_torch(result, theirs(**tensors), exact)
-    found, torchs = gradients_of(ours, tensors, grad), gradients_of(theirs, tensors, grad)
-    for name, right in gradients_of(theirs, tensors, grad, torch.float64).items():
-        assert found[name].dtype == torch.float32
-        assert_no_worse_than_torch(found[name], torchs[name], right, what=f"gradient of {name}")
+    assert bool((result != _call(tensors)).any()), "products were not in 16 bits"
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", ""])
