@@ -175,7 +175,7 @@ def _upstream(
     o_at, lse_at, do_rows, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
     INDEX: tl.constexpr,
 ):  # fmt: skip
-    """do [ROWS, BD] of some queries as a dot takes it, their lse, and delta = sum(do o): the sum of P dP over the keys."""
+    """do [ROWS, BD] of some queries as a dot takes it, their lse, and delta = sum(do o), the sum of P dP over keys."""
     base, row, live, ld = do_rows
     o = _read((o_at, row, live, ld), D, BD, INDEX)
     do = _operand(_read(do_rows, D, BD, INDEX), base.dtype.element_ty, PRECISION)
