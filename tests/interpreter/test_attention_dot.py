@@ -11,8 +11,7 @@ from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch
 
 NUMBERS = [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.float16, "ieee")]
 SIZES = [  # tokens, head
-    (1, 17), (2, 24), (5, 16), (17, 8), (63, 32), (64, 17), (128, 32), (200, 24), (65, 64), (17, 80),
-    (33, 128), (17, 256),
+    (1, 17), (2, 24), (17, 8), (63, 32), (64, 17), (65, 64), (17, 80), (33, 128), (17, 256),
 ]  # fmt: skip
 
 
@@ -115,12 +114,18 @@ def test_sizes(dtype, precision, tokens, head):
     _assert_close(_launch(inputs, precision), inputs, precision)
 
 
+@pytest.mark.parametrize(("tokens", "head"), [(128, 32), (200, 24)])
+def test_many_tokens(tokens, head):
+    inputs = _inputs(1, tokens, 1, head, torch.float16)
+    _assert_close(_launch(inputs), inputs)
+
+
 @pytest.mark.parametrize(("mask", "causal"), [("", True), ("bool", True), ("additive", False)])
-@pytest.mark.parametrize(("dtype", "precision"), NUMBERS, ids=str)
-def test_masks(dtype, precision, mask, causal):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_masks(dtype, mask, causal):
     inputs = _inputs(2, 66, 1, 24, dtype)
     mask = _mask(mask, 2, 66)
-    _assert_close(_launch(inputs, precision, mask, causal), inputs, precision, mask, causal)
+    _assert_close(_launch(inputs, "ieee", mask, causal), inputs, "ieee", mask, causal)
 
 
 def test_strided_mask():
@@ -150,14 +155,14 @@ def test_one_key_has_no_gradient(precision):
     assert not results.dk.any()
 
 
-@pytest.mark.parametrize(("dtype", "precision"), NUMBERS, ids=str)
-def test_row_without_keys(dtype, precision):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_row_without_keys(dtype):
     """Causal queries before the first key that is left in; then a sequence without any."""
     inputs = _inputs(2, 70, 1, 24, dtype)
     mask = torch.zeros(2, 70, dtype=torch.bool)
     mask[0, :66] = True
     mask[1] = True
-    results = _launch(inputs, precision, mask, causal=True)
+    results = _launch(inputs, "ieee", mask, causal=True)
     for x in (results.o, results.dq, results.dk, results.dv):
         assert not x[0, :66].any()
         assert not x[1].any()
@@ -169,11 +174,9 @@ def test_row_without_keys(dtype, precision):
 @pytest.mark.parametrize(("dtype", "precision"), NUMBERS, ids=str)
 def test_bits_do_not_follow_the_batch(dtype, precision, tokens, head):
     inputs = _inputs(3, tokens, 1, head, dtype)
-    batch = _launch(inputs, precision)
-    for place in (0, 2):
-        alone = _launch(Inputs(*(x[place : place + 1] for x in inputs)), precision)
-        for actual, expected in zip(batch, alone, strict=True):
-            assert_bitwise_equal(actual[place], expected[0])
+    alone = _launch(Inputs(*(x[2:] for x in inputs)), precision)
+    for actual, expected in zip(_launch(inputs, precision), alone, strict=True):
+        assert_bitwise_equal(actual[2:], expected)
 
 
 @pytest.mark.parametrize(("causal", "mask"), [(False, "bool"), (True, "additive")])
