@@ -38,6 +38,26 @@ class TensorMap:
     round_to_tf32: bool = False
 
 
+@dataclass(frozen=True)
+class Launch:
+    """All that a launch needs but its tensors, which come first among the kernel's arguments."""
+
+    kernel: Any
+    programs: int
+    scalars: tuple[Any, ...]
+    constants: dict[str, object]
+    options: dict[str, object]
+
+    def run(self, *tensors: torch.Tensor | None) -> None:
+        """Through Triton's JIT."""
+        if self.programs:
+            self.kernel[(self.programs,)](*tensors, *self.scalars, **self.constants, **self.options)
+
+    def bind(self, *tensors: torch.Tensor | None) -> BoundKernel:
+        """Compile on the current device for tensors like these."""
+        return bind(self.kernel, (*tensors, *self.scalars), self.constants, self.options)
+
+
 class BoundKernel:
     """A kernel compiled for one specialisation on one device."""
 

@@ -1,7 +1,7 @@
-"""Which blocks the attention of long heads uses. Pure: no device, no tensors.
+"""How attention is cut into programs. Pure: no device, no tensors.
 
-The blocks are a function of the head's size and number type alone: never of the sequences or the tokens, on which a
-sequence's bits may not depend.
+What may change a sequence's bits is a function of the head's size and number type alone: never of the sequences or the
+tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +27,31 @@ class Attention:
     causal: bool = False
     mask: str = ""  # none, "bool" (True leaves a key out) or "additive"
     mask_strides: tuple[int, int] = (0, 0)  # sequence, token
+    backend: str = "cuda"
+    turned: bool = False  # whether dq, dk and dv are written transposed, rounded to TF32
+
+
+@dataclass(frozen=True)
+class RegistersConfig:
+    """A thread owns `own` tokens of one head and takes in `block` of the others at a time.
+
+    `block` keys share one rescaling of the forward's sums, so it does not follow the tokens; `own` changes no bit.
+    """
+
+    own: int
+    block: int
+    num_warps: int = 4
+
+
+@dataclass(frozen=True)
+class RegistersBackwardConfig:
+    """The same for threads that own queries, and for those that own keys. Changes no bit."""
+
+    own_queries: int
+    own_keys: int
+    keys: int
+    queries: int
+    num_warps: int = 4
 
 
 @dataclass(frozen=True)
@@ -84,6 +109,23 @@ def choose(problem: Attention) -> DotConfig:
 def choose_backward(problem: Attention) -> DotConfig:
     """The backward blocks."""
     return _BACKWARD[_number(problem), _padded(problem.head)]
+
+
+def choose_registers(problem: Attention) -> RegistersConfig:
+    """For a short head. As many tokens a thread as registers allow, and of those the number that wastes fewest."""
+    own = _own(problem, most=4 if problem.head <= 8 else 2)
+    return RegistersConfig(own, 4 if problem.head <= 8 else 2)
+
+
+def choose_registers_backward(problem: Attention) -> RegistersBackwardConfig:
+    if problem.head <= 8:
+        return RegistersBackwardConfig(_own(problem, most=4), _own(problem, most=3), keys=2, queries=1)
+    return RegistersBackwardConfig(1, 1, keys=1, queries=1)
+
+
+def _own(problem: Attention, most: int) -> int:
+    """Tokens of a thread. What it takes in costs about as much as one token's arithmetic, whatever it owns."""
+    return min(range(most, 0, -1), key=lambda own: -(-problem.tokens // own) * (own + 1))
 
 
 def _number(problem: Attention) -> str:

@@ -7,13 +7,13 @@ that a mask leaves out changes none of its bits; so none depends on the batch, t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from isogemm.core.launch import Launch
 from isogemm.encoder.configs_attention import Attention, DotConfig
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -317,17 +317,6 @@ def _attention_dot_backward_kernel(
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Launch:
-    """All that a launch needs but the addresses."""
-
-    kernel: Any
-    programs: int
-    scalars: tuple[int | None, ...]
-    constants: dict[str, object]
-    options: dict[str, object]
-
-
 def describe_attention_dot(problem: Attention, config: DotConfig) -> Launch:
     """The forward launch; its addresses are q, k, v, mask (or None), o, lse."""
     programs = problem.sequences * problem.heads * triton.cdiv(problem.tokens, config.block_q)
@@ -348,7 +337,7 @@ def launch_attention_dot(
 
     A row without keys has o = 0 and lse = inf.
     """
-    _launch(describe_attention_dot(problem, config), q, k, v, mask, o, lse)
+    describe_attention_dot(problem, config).run(q, k, v, mask, o, lse)
 
 
 def launch_attention_dot_backward(
@@ -356,12 +345,7 @@ def launch_attention_dot_backward(
     do: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, problem: Attention, config: DotConfig,
 ) -> None:  # fmt: skip
     """dq, dk and dv from do, the gradient of o."""
-    _launch(describe_attention_dot_backward(problem, config), q, k, v, mask, o, lse, do, dq, dk, dv)
-
-
-def _launch(launch: Launch, *tensors: torch.Tensor | None) -> None:
-    if launch.programs:
-        launch.kernel[(launch.programs,)](*tensors, *launch.scalars, **launch.constants, **launch.options)
+    describe_attention_dot_backward(problem, config).run(q, k, v, mask, o, lse, do, dq, dk, dv)
 
 
 def _describe(kernel: Any, programs: int, problem: Attention, config: DotConfig) -> Launch:

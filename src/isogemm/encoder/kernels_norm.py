@@ -6,15 +6,11 @@ the row's width.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from isogemm.core.launch import BoundKernel, bind
+from isogemm.core.launch import Launch
 from isogemm.encoder.configs_norm import ROWS, NormConfig
 
 
@@ -85,28 +81,15 @@ def _norm_backward_kernel(
         tl.store(bias_sums_ptr + block * D + column, tl.sum(of_bias, axis=0), mask=column < D)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """All that a launch needs but the tensors and their number of rows."""
-
-    kernel: Any
-    rows: int  # of a program
-    constants: dict[str, object]
-    options: dict[str, object]
-
-    def programs(self, rows: int) -> int:
-        return -(-rows // self.rows)
+def describe_norm(rows: int, d: int, kind: str, eps: float, config: NormConfig) -> Launch:
+    """Of x, weight, bias, out."""
+    return Launch(_norm_kernel, -(-rows // config.rows), (rows, eps), _constants(d, kind, config), _options(config))
 
 
-@functools.cache
-def describe_norm(d: int, kind: str, config: NormConfig) -> Launch:
-    return Launch(_norm_kernel, config.rows, _constants(d, kind, config), _options(config))
-
-
-@functools.cache
-def describe_norm_backward(d: int, kind: str, config: NormConfig) -> Launch:
+def describe_norm_backward(rows: int, d: int, kind: str, eps: float, config: NormConfig) -> Launch:
+    """Of grad, x, weight; to dx and the sums for weight and bias."""
     constants = _constants(d, kind, config) | {"BLOCK": ROWS}
-    return Launch(_norm_backward_kernel, ROWS, constants, _options(config))
+    return Launch(_norm_backward_kernel, -(-rows // ROWS), (rows, eps), constants, _options(config))
 
 
 def _constants(d: int, kind: str, config: NormConfig) -> dict[str, object]:
@@ -128,8 +111,7 @@ def launch_norm(
 ) -> None:
     """out = norm(x) * weight + bias; x and out [R, D], contiguous."""
     rows, d = x.shape
-    launch = describe_norm(d, kind, config)
-    _run(launch, (x, weight, bias, out), rows, eps)
+    describe_norm(rows, d, kind, eps, config).run(x, weight, bias, out)
 
 
 def launch_norm_backward(
@@ -145,14 +127,4 @@ def launch_norm_backward(
 ) -> None:
     """The gradients of x, and of weight and bias as sums over ROWS rows [ceil(R / ROWS), D]; all contiguous."""
     rows, d = x.shape
-    launch = describe_norm_backward(d, kind, config)
-    _run(launch, (grad, x, weight, dx, weight_sums, bias_sums), rows, eps)
-
-
-def _run(launch: Launch, tensors: tuple[torch.Tensor | None, ...], rows: int, eps: float) -> None:
-    launch.kernel[(launch.programs(rows),)](*tensors, rows, eps, **launch.constants, **launch.options)
-
-
-def bind_launch(launch: Launch, tensors: tuple[torch.Tensor | None, ...]) -> BoundKernel:
-    """Compile on the current device for tensors like these."""
-    return bind(launch.kernel, (*tensors, 1, 1.0), launch.constants, launch.options)
+    describe_norm_backward(rows, d, kind, eps, config).run(grad, x, weight, dx, weight_sums, bias_sums)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from isogemm.core import dispatch
 from isogemm.core.dispatch import Dispatch
 from isogemm.core.eager import through_dispatcher
 from isogemm.encoder import configs_norm, cpu
+from isogemm.encoder.configs_attention import Attention
 from isogemm.gemm import autograd, fused_autograd
 from isogemm.gemm.autograd import Accumulated, parameter
 from isogemm.gemm.configs import BIAS_BLOCKS
@@ -25,8 +25,7 @@ from isogemm.gemm.op import require_total
 from isogemm.gemm.problem import aligned, dtype_name, flat
 
 if TYPE_CHECKING:
-    from isogemm.core.launch import BoundKernel
-    from isogemm.encoder.kernels_norm import Launch
+    from isogemm.core.launch import BoundKernel, Launch
 
 
 def encoder_norm(
@@ -63,8 +62,8 @@ class _Norm(torch.autograd.Function):
         return _norm(x, weight, bias, norm, eps, dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("encoder_norm")
         accumulated = [
             (owner, autograd.main_grad_of(owner) if autograd.is_accumulated(ctx, index, place) else None)
             for index, place, owner in ((1, 1, ctx.owners[0]), (2, ctx.bias_place, ctx.owners[1]))
@@ -101,8 +100,9 @@ def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps:
         return out
     from isogemm.encoder import kernels_norm
 
-    launch = kernels_norm.describe_norm(x.shape[-1], norm, configs_norm.choose(x.shape[-1]))
-    _launch(launch, x.numel() // x.shape[-1], eps, (_placed(x), _dense(weight), _dense(bias), out))
+    d = x.shape[-1]
+    launch = kernels_norm.describe_norm(x.numel() // d, d, norm, eps, configs_norm.choose(d))
+    _launch(launch, (placed(x), _dense(weight), _dense(bias), out))
     return out
 
 
@@ -128,12 +128,12 @@ def _norm_backward(
         return dx, partial
     from isogemm.encoder import kernels_norm
 
-    launch = kernels_norm.describe_norm_backward(d, norm, configs_norm.choose(d))
-    _launch(launch, rows, eps, (_placed(grad), _placed(x), _dense(weight), dx, weight_sums, bias_sums))
+    launch = kernels_norm.describe_norm_backward(rows, d, norm, eps, configs_norm.choose(d))
+    _launch(launch, (placed(grad), placed(x), _dense(weight), dx, weight_sums, bias_sums))
     return dx, partial
 
 
-def _placed(x: Tensor) -> Tensor:
+def placed(x: Tensor) -> Tensor:
     """Contiguous and aligned: the order of a row's sums follows how it is loaded."""
     x = x.contiguous()
     return x if aligned(x) else x.clone()
@@ -146,21 +146,20 @@ def _dense(x: Tensor | None) -> Tensor | None:
 _bound: dict[tuple[Any, ...], BoundKernel] = {}
 
 
-def _launch(launch: Launch, rows: int, eps: float, tensors: tuple[Tensor | None, ...]) -> None:
+def _launch(launch: Launch, tensors: tuple[Tensor | None, ...]) -> None:
     """On the tensors' device; compiled where it is not yet."""
-    from isogemm.encoder import kernels_norm
-
     index = cast(Tensor, tensors[0]).get_device()
     seen = tuple(None if each is None else (each.dtype, each.data_ptr() & 15 == 0) for each in tensors)
-    key = (launch.kernel, *launch.constants.values(), index, seen)
+    scalars = tuple(each % 16 == 0 if isinstance(each, int) and each != 1 else each for each in launch.scalars)
+    key = (launch.kernel, *launch.constants.values(), scalars, index, seen)
     with torch.cuda.device(index):
         kernel = _bound.get(key)
         if kernel is None:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("nothing can be compiled while a CUDA graph is captured: call the layer before")
-            kernel = _bound[key] = kernels_norm.bind_launch(launch, tensors)
+            kernel = _bound[key] = launch.bind(*tensors)
         addresses = (None if each is None else each.data_ptr() for each in tensors)
-        kernel(index, launch.programs(rows), *addresses, rows, eps)
+        kernel(index, launch.programs, *addresses, *launch.scalars)
 
 
 class AttentionCall(NamedTuple):
@@ -204,8 +203,8 @@ class _Attention(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("attention")
         return *_attention_gradients(ctx, grad, _attention_backward), None, None, None, None
 
 
@@ -255,8 +254,27 @@ def _like_operands(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 
 def _attention_on_gpu(call: AttentionCall, direction: str, *tensors: Tensor | None) -> None:
     """Launch what serves heads of this size: q, k, v, mask, o and lse; in the backward also do, dq, dk and dv."""
-    kernels = "kernels_attention" if call.width // call.nhead <= 16 else "kernels_attention_dot"
-    raise NotImplementedError(f"isogemm.encoder.{kernels}, {direction}")
+    from isogemm.encoder import plan
+
+    q, k, v, mask, o, *rest = tensors
+    grads = rest[-3:] if direction == "backward" else []
+    strides = tuple(_row_stride(each) for each in (q, k, v, *grads))
+    sequences, tokens, _ = call.q.shape
+    problem = Attention(
+        sequences, tokens, call.nhead, call.width // call.nhead, dtype_name(call.q.dtype), call.precision or "ieee",
+        strides, call.is_causal, "" if mask is None else "bool" if mask.dtype is torch.bool else "additive",
+        (0, 0) if mask is None else cast("tuple[int, int]", mask.stride()), plan.backend(),
+    )  # fmt: skip
+    if mask is not None and mask.dtype is torch.bool:
+        mask = mask.view(torch.uint8)
+    describe = plan.describe_attention if direction == "forward" else plan.describe_attention_backward
+    _launch(describe(problem), (q, k, v, mask, o, *rest))
+
+
+def _row_stride(x: Tensor | None) -> int:
+    """Of [S, T, width] whose rows lie one after another."""
+    assert x is not None
+    return x.stride(1)
 
 
 def _record(name: str, x: Tensor) -> None:
@@ -348,7 +366,7 @@ def _register_autograd() -> None:
         ctx.bias_dtype = None if bias is None else bias.dtype
 
     def norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative("encoder_norm")
+        refuse_second_derivative("encoder_norm")
         found = _norm_gradients(ctx, grad, ctx.accumulated, torch.ops.isogemm.encoder_norm_backward)
         return *found, *(None,) * 7
 
@@ -358,7 +376,7 @@ def _register_autograd() -> None:
         ctx.mark_non_differentiable(output[1])
 
     def attention_backward(ctx: Any, grad: Tensor, of_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative("attention")
+        refuse_second_derivative("attention")
         return *_attention_gradients(ctx, grad, torch.ops.isogemm.attention_backward), None, None, None, None
 
     register: Any = torch.library.register_autograd
@@ -366,7 +384,8 @@ def _register_autograd() -> None:
     register("isogemm::attention", attention_backward, setup_context=keep_attention)
 
 
-def _refuse_second_derivative(name: str) -> None:
+def refuse_second_derivative(name: str) -> None:
+    """In a backward: gradients that were themselves differentiated (create_graph) would be wrong."""
     if torch.is_grad_enabled() and not is_compiling():
         raise RuntimeError(f"isogemm::{name} has no second derivative")
 

@@ -64,7 +64,7 @@ def _added(block, acc):
 
 
 @triton.jit
-def _multiply(a, b, acc, PRECISION: tl.constexpr, A_ROUNDED: tl.constexpr, B_ROUNDED: tl.constexpr):
+def multiply(a, b, acc, PRECISION: tl.constexpr, A_ROUNDED: tl.constexpr, B_ROUNDED: tl.constexpr):
     """acc + a b, in ascending k.
 
     ieee and tf32x3 add finished blocks: a tensor core's own sum truncates, and a long chain rounds as often.
@@ -243,13 +243,13 @@ def _gemm_kernel(
                     b_from, n, k, N, K, stride_bn, stride_bk, k_inner, stride_bk_outer,
                     BN, BK, B_TMA, B_K_CONTIGUOUS, True, MASK_K, K_LEVELS, INDEX, B_PAIRED, to_second,
                 )  # fmt: skip
-                acc = _multiply(a_tile, b_tile, acc, PRECISION, A_TMA, B_TMA)
+                acc = multiply(a_tile, b_tile, acc, PRECISION, A_TMA, B_TMA)
                 if BN_REST > 0:
                     rest_tile = _load(
                         b_rest, n + BN, k, N, K, stride_bn, stride_bk, k_inner, stride_bk_outer,
                         BN_REST, BK, B_TMA, B_K_CONTIGUOUS, True, MASK_K, K_LEVELS, INDEX, False, 0,
                     )  # fmt: skip
-                    acc_rest = _multiply(a_tile, rest_tile, acc_rest, PRECISION, A_TMA, B_TMA)
+                    acc_rest = multiply(a_tile, rest_tile, acc_rest, PRECISION, A_TMA, B_TMA)
             kept = scratch
             kept_rest = scratch
             if WALK == "scratch":
@@ -351,7 +351,7 @@ def _stream_kernel(
         k = begin + block * BK
         a_tile = _load(a, m, k, M, K, 0, 0, 0, 0, BM, BK, True, A_K_CONTIGUOUS, False, False, 1, INDEX, A_PAIRED, 0)
         b_tile = _load(b, n, k, N, K, 0, 0, 0, 0, BN, BK, True, B_K_CONTIGUOUS, True, False, 1, INDEX, B_PAIRED, 0)
-        acc = _multiply(a_tile, b_tile, acc, PRECISION, True, True)
+        acc = multiply(a_tile, b_tile, acc, PRECISION, True, True)
         last = block == blocks - 1
         ends = last
         if WALK == "in place" or WALK == "scratch":

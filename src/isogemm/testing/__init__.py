@@ -34,6 +34,7 @@ from isogemm.testing.encoder import (
     encoder_tensors,
     isogemm_encoder,
     torch_encoder,
+    with_gradients,
 )
 from isogemm.testing.error import (
     Comparison,
@@ -97,5 +98,6 @@ __all__ = [
     "run_trials",
     "skip",
     "torch_encoder",
+    "with_gradients",
     "with_layout",
 ]

@@ -171,9 +171,9 @@ def assert_encoder_no_worse(
         more = {"x": make_data("normal", shape, seed=1000 + draw, dtype=dtype, device=device)} if draw else {}
         grad = make_data("normal", shape, seed=99 + draw, dtype=dtype, device=device)
         with poisoned_allocations():
-            actual = _with_gradients(ours, {**tensors, **more}, grad)
-        torchs = _with_gradients(theirs, {**tensors, **more}, grad)
-        exact = _with_gradients(theirs, {**tensors, **more}, grad, torch.float64)
+            actual = with_gradients(ours, {**tensors, **more}, grad)
+        torchs = with_gradients(theirs, {**tensors, **more}, grad)
+        exact = with_gradients(theirs, {**tensors, **more}, grad, torch.float64)
         for name, right in exact.items():
             found.setdefault(name, []).append((actual[name], torchs[name], right))
         if dtype == torch.float32 and precision in (None, "ieee") and autocast is None:
@@ -185,9 +185,10 @@ def assert_encoder_no_worse(
         assert_no_worse_than_torch(got, torch_result, right, scale=scale, what=name)
 
 
-def _with_gradients(
+def with_gradients(
     function: Function, tensors: Tensors, grad: torch.Tensor, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
+    """What a function of named tensors gives, under "the layer", and the gradient of each."""
     results = []
 
     def noting(**leaves: torch.Tensor) -> torch.Tensor:

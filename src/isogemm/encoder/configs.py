@@ -1,0 +1,231 @@
+"""What the fused encoder layer serves, and with which tiles. Pure: no device, no tensors.
+
+A row's norms are summed in an order that follows the tile, so the tiles are a function of the layer's sizes and number
+types alone, never of the batch. How many programs share the rows changes no bit, and may follow it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+WIDEST = 256  # d_model of a row that a program keeps
+_TILE_ROWS = 64  # every tile's rows divide it
+_CHUNK_ROWS = 512  # of one sum in the parameters' gradients, at least
+_MOST_CHUNK_ROWS = 8192  # tokens that no shorter chunk divides would make the sums long and few
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One call: S sequences of T tokens through a layer."""
+
+    sequences: int
+    tokens: int
+    d_model: int
+    nhead: int
+    dim_feedforward: int
+    dtype: str  # of x, the residual sums and the result
+    operand: str  # of the products
+    weights: str
+    precision: str  # of float32 products: ieee, tf32 or tf32x3; else empty
+    norm: str
+    norm_first: bool
+    activation: str
+    causal: bool
+    mask: str  # none, "bool" (True leaves a key out) or "additive"
+    mask_strides: tuple[int, int]
+    stacked: bool  # whether in_proj is one weight
+
+    @property
+    def head(self) -> int:
+        return self.d_model // self.nhead
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * self.tokens
+
+    @property
+    def padded(self) -> int:
+        """d_model as a tile's side."""
+        return max(16, 1 << (self.d_model - 1).bit_length())
+
+    @property
+    def ld(self) -> int:
+        """Between the rows of a transpose."""
+        return -(-self.rows // 16) * 16
+
+    @property
+    def ready(self) -> bool:
+        """Whether the products read prepared weights: rounded, cast, or three made one."""
+        return self.precision == "tf32" or self.weights != self.operand or not self.stacked
+
+    @property
+    def turned(self) -> bool:
+        """Whether the weights' gradients read transposes: TF32 tensor cores want both operands along the sum."""
+        return self.precision == "tf32" and self.head <= SHORT_HEAD
+
+    @property
+    def exact(self) -> bool:
+        """Whether an activation's error would show: not in what is rounded to TF32 or 16 bits next."""
+        return self.operand == "float32" and self.precision != "tf32"
+
+    @property
+    def wide(self) -> bool:
+        """Whether an offset passes 32 bits."""
+        return self.ld * max(3 * self.d_model, self.dim_feedforward) >= 2**31
+
+    @cached_property
+    def chunk(self) -> int:
+        """Rows of one sum in the parameters' gradients."""
+        return self.tokens * chunk_of(self.tokens)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.rows // self.chunk)
+
+    def __str__(self) -> str:
+        sizes = [self.sequences, self.tokens, self.d_model, self.nhead, self.dim_feedforward]
+        number = f"{self.operand}/{self.precision}" if self.precision else self.operand
+        return f"{sizes} {number}"
+
+
+SHORT_HEAD = 16  # up to which attention is computed in registers
+
+
+def chunk_of(tokens: int) -> int:
+    """Sequences of one sum: the fewest that tiles divide and that have _CHUNK_ROWS tokens."""
+    least = _TILE_ROWS // math.gcd(tokens, _TILE_ROWS)
+    return least * -(-_CHUNK_ROWS // (least * tokens))
+
+
+def chunk(tokens: int, d_model: int, nhead: int, dim_feedforward: int, dtype: str) -> int:
+    """Sequences of one sum in the parameters' gradients of a fused layer; 0 where it is not fused."""
+    return 0 if _too_large(tokens, d_model) else chunk_of(tokens)
+
+
+def unserved(layer: Layer) -> str:
+    """Why the fused kernels do not serve, empty where they do."""
+    return _too_large(layer.tokens, layer.d_model)
+
+
+def _too_large(tokens: int, d_model: int) -> str:
+    if d_model > WIDEST:
+        return f"d_model is {d_model}; a program keeps rows of at most {WIDEST}"
+    if tokens * chunk_of(tokens) > _MOST_CHUNK_ROWS:
+        return f"no chunk of at most {_MOST_CHUNK_ROWS} tokens is whole sequences of {tokens} and whole tiles"
+    return ""
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """A program's rows, and the columns or the depth of a product that it takes at once."""
+
+    rows: int
+    block: int
+    num_warps: int
+    num_stages: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.block} w{self.num_warps} s{self.num_stages}"
+
+
+@dataclass(frozen=True)
+class WeightConfig:
+    """A tile of a weight's gradient, and the rows that it takes at once."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Configs:
+    project: RowConfig
+    feedforward: RowConfig
+    feedforward_backward: RowConfig
+    input_grad: RowConfig  # the same rows as feedforward_backward: their tiles' sums go together
+    weight_grads: WeightConfig
+
+
+# By number type and padded d_model, from measurements on an H200 (benchmarks/tuning); the widest spill nothing.
+_TABLE = {
+    ("tf32", 16): Configs(
+        RowConfig(64, 16, 4, 2), RowConfig(64, 64, 4, 3), RowConfig(64, 64, 4, 2), RowConfig(64, 16, 4, 2),
+        WeightConfig(64, 64, 64, 4, 3),
+    ),
+    ("tf32", 32): Configs(
+        RowConfig(64, 32, 4, 2), RowConfig(64, 64, 4, 3), RowConfig(32, 64, 4, 2), RowConfig(32, 32, 4, 3),
+        WeightConfig(64, 64, 64, 4, 3),
+    ),
+    ("tf32", 64): Configs(
+        RowConfig(64, 64, 4, 2), RowConfig(64, 64, 4, 3), RowConfig(32, 64, 4, 2), RowConfig(32, 32, 4, 3),
+        WeightConfig(64, 64, 64, 4, 3),
+    ),
+    ("tf32", 128): Configs(
+        RowConfig(128, 128, 8, 2), RowConfig(64, 32, 4, 3), RowConfig(32, 64, 4, 2), RowConfig(32, 64, 4, 3),
+        WeightConfig(64, 128, 32, 4, 4),
+    ),
+    ("tf32", 256): Configs(
+        RowConfig(64, 64, 8, 2), RowConfig(32, 32, 8, 2), RowConfig(32, 32, 8, 2), RowConfig(32, 32, 8, 2),
+        WeightConfig(64, 128, 32, 4, 4),
+    ),
+    ("half", 16): Configs(
+        RowConfig(64, 16, 4, 2), RowConfig(64, 64, 4, 3), RowConfig(64, 32, 4, 3), RowConfig(64, 16, 4, 2),
+        WeightConfig(64, 64, 64, 4, 3),
+    ),
+    ("half", 32): Configs(
+        RowConfig(64, 32, 4, 2), RowConfig(64, 64, 4, 3), RowConfig(32, 64, 4, 2), RowConfig(32, 32, 4, 3),
+        WeightConfig(64, 64, 64, 4, 3),
+    ),
+    ("half", 64): Configs(
+        RowConfig(64, 64, 4, 2), RowConfig(64, 64, 4, 3), RowConfig(32, 64, 4, 2), RowConfig(32, 64, 4, 3),
+        WeightConfig(64, 64, 64, 4, 3),
+    ),
+    ("half", 128): Configs(
+        RowConfig(64, 128, 4, 2), RowConfig(64, 32, 4, 3), RowConfig(32, 64, 4, 2), RowConfig(32, 64, 4, 3),
+        WeightConfig(64, 128, 64, 4, 3),
+    ),
+    ("half", 256): Configs(
+        RowConfig(64, 64, 8, 2), RowConfig(32, 32, 8, 2), RowConfig(32, 32, 8, 2), RowConfig(32, 32, 8, 2),
+        WeightConfig(64, 128, 64, 4, 3),
+    ),
+    ("ieee", 16): Configs(
+        RowConfig(32, 16, 4, 1), RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 1), RowConfig(32, 16, 4, 1),
+        WeightConfig(32, 32, 32, 4, 1),
+    ),
+    ("ieee", 32): Configs(
+        RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 1),
+        WeightConfig(32, 32, 32, 4, 1),
+    ),
+    ("ieee", 64): Configs(
+        RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 1),
+        WeightConfig(32, 64, 32, 4, 1),
+    ),
+    ("ieee", 128): Configs(
+        RowConfig(32, 32, 8, 1), RowConfig(32, 32, 8, 1), RowConfig(32, 32, 8, 1), RowConfig(32, 32, 8, 1),
+        WeightConfig(64, 64, 32, 8, 1),
+    ),
+    ("ieee", 256): Configs(
+        RowConfig(16, 32, 8, 1), RowConfig(16, 16, 8, 1), RowConfig(16, 16, 8, 1), RowConfig(16, 16, 8, 1),
+        WeightConfig(64, 64, 32, 8, 1),
+    ),
+}  # fmt: skip
+
+
+def choose(layer: Layer) -> Configs:
+    return _TABLE[_number(layer), layer.padded]
+
+
+def _number(layer: Layer) -> str:
+    if layer.operand != "float32":
+        return "half"
+    return "tf32" if layer.precision == "tf32" else "ieee"
+
+
+def walkers(layer: Layer, config: RowConfig, parts: int, sm_count: int) -> int:
+    """Programs that share the rows of one part of in_proj: as many as run at once, two on a multiprocessor."""
+    tiles = -(-layer.rows // config.rows)
+    return min(tiles, max(1, -(-2 * sm_count // parts)))

@@ -1,0 +1,346 @@
+"""The fused layer: one call forward and one backward, through an autograd Function or the registered operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from isogemm.core.eager import through_dispatcher
+from isogemm.encoder import configs
+from isogemm.encoder.configs import Layer
+from isogemm.encoder.op import placed, refuse_second_derivative
+from isogemm.encoder.parameters import EncoderParameters, Options
+from isogemm.encoder.plan import Plan, Saved, Slots
+from isogemm.gemm.autograd import is_accumulated, main_grad_of, parameter, with_main_grad
+from isogemm.gemm.op import require_total
+from isogemm.gemm.problem import dtype_name
+
+_MOST_PLANS = 1024
+_NAMES = (
+    "in_proj_weight", "in_proj_weight[1]", "in_proj_weight[2]", "in_proj_bias", "in_proj_bias[1]", "in_proj_bias[2]",
+    "out_proj_weight", "out_proj_bias", "linear1_weight", "linear1_bias", "linear2_weight",
+    "norm1_weight", "norm1_bias", "norm2_weight", "norm2_bias", "linear2_bias",
+)  # fmt: skip
+
+
+def unserved(x: Tensor, params: EncoderParameters, mask: Tensor | None, options: Options) -> str:
+    """Why the fused kernels cannot serve, empty where they can."""
+    if not x.numel():
+        return "there are no tokens"
+    bias = params.in_proj_bias
+    if isinstance(bias, tuple) and len({each is None for each in bias}) > 1:
+        return "q, k and v do not all have a bias"
+    if len({each.dtype for _, each in params.named()}) > 1:
+        return "the parameters are of several dtypes"
+    return configs.unserved(_layer(x, _slots(params), mask, options))
+
+
+def encoder_layer(x: Tensor, params: EncoderParameters, mask: Tensor | None, options: Options) -> Tensor:
+    """Of x [S, T, D], contiguous; differentiable once."""
+    present = _present(_slots(params))
+    stacked = not isinstance(params.in_proj_weight, tuple)
+    if through_dispatcher(x, *present):
+        owners, totals = with_main_grad(*map(parameter, present))
+        arguments = (_optional(_slots(params)), mask, owners, totals, stacked, *options)
+        return cast(Tensor, torch.ops.isogemm.encoder_layer(x, *arguments)[0])
+    if torch.is_grad_enabled() and (x.requires_grad or any(each.requires_grad for each in present)):
+        where = tuple(each is not None for each in _optional(_slots(params)))
+        return cast(Tensor, cast(Any, _Layer).apply(options, where, stacked, x, *present, mask))
+    return _forward(x, _slots(params), mask, options, keep=False)[0]
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, options: Options, where: Sequence[bool], stacked: bool, x: Tensor, *rest: Any) -> Tensor:
+        *present, mask = rest
+        y, saved = _forward(x, _placed_in(where, stacked, present), mask, options, keep=True)
+        ctx.save_for_backward(x, mask, *saved, *present)
+        ctx.options, ctx.where, ctx.stacked = options, where, stacked
+        ctx.owners = [parameter(each) for each in present]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("encoder_layer")
+        x, mask, o, lse, total, ready, *present = ctx.saved_tensors
+        totals = [
+            main_grad_of(owner) if is_accumulated(ctx, 4 + i, 1 + i) else None for i, owner in enumerate(ctx.owners)
+        ]
+        slots = _placed_in(ctx.where, ctx.stacked, present)
+        dx, gradients = _backward(dy, x, slots, mask, Saved(o, lse, total, ready), totals, ctx.options)
+        for owner, main_grad in zip(ctx.owners, totals, strict=True):
+            if main_grad is not None:
+                owner.grad_added_to_main_grad = True
+        needed = ctx.needs_input_grad
+        return (
+            None, None, None, dx if needed[3] else None,
+            *(each if needed[4 + i] else None for i, each in enumerate(gradients)), None,
+        )  # fmt: skip
+
+
+def _slots(params: EncoderParameters) -> Slots:
+    weight, bias = params.in_proj_weight, params.in_proj_bias
+    weights = weight if isinstance(weight, tuple) else (weight,) * 3
+    biases = bias if isinstance(bias, tuple) else (bias,) * 3
+    return Slots(
+        *weights, *biases, params.out_proj_weight, params.out_proj_bias, params.linear1_weight, params.linear1_bias,
+        params.linear2_weight, params.norm1_weight, params.norm1_bias, params.norm2_weight, params.norm2_bias,
+        params.linear2_bias,
+    )  # fmt: skip
+
+
+def _optional(slots: Slots) -> list[Tensor | None]:
+    """Every parameter once: a stacked in_proj in the first of its three places."""
+    one = list(slots)
+    for first in (0, 3):
+        if slots[first] is slots[first + 1]:
+            one[first + 1] = one[first + 2] = None
+    return one
+
+
+def _present(slots: Slots) -> list[Tensor]:
+    return [each for each in _optional(slots) if each is not None]
+
+
+def _placed_in(where: Sequence[bool], stacked: bool, present: Sequence[Tensor]) -> Slots:
+    left = iter(present)
+    return _spread([next(left) if there else None for there in where], stacked)
+
+
+def _spread(optional: Sequence[Tensor | None], stacked: bool) -> Slots:
+    if stacked:
+        optional = [optional[0]] * 3 + [optional[3]] * 3 + list(optional[6:])
+    return Slots(*cast(Any, optional))
+
+
+def _layer(x: Tensor, slots: Slots, mask: Tensor | None, options: Options) -> Layer:
+    sequences, tokens, d_model = x.shape
+    return Layer(
+        sequences, tokens, d_model, options.nhead, slots.w1.shape[0], dtype_name(x.dtype), dtype_name(options.operand),
+        dtype_name(slots.wo.dtype), options.precision or "", options.norm, options.norm_first, options.activation,
+        options.is_causal, "" if mask is None else "bool" if mask.dtype is torch.bool else "additive",
+        (0, 0) if mask is None else cast("tuple[int, int]", mask.stride()), slots.wq is slots.wk,
+    )  # fmt: skip
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def _plan(x: Tensor, slots: Slots, mask: Tensor | None, options: Options) -> Plan:
+    """By all that the launches depend on, Triton's specialisation of the arguments included."""
+    key = (
+        x.shape, x.dtype, x.get_device(), options, None if mask is None else (mask.dtype, mask.stride()),
+        tuple(None if each is None else each.data_ptr() & 15 for each in slots), slots.wq is slots.wk,
+        slots.wo.dtype, slots.w1.shape[0],
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = Plan(_layer(x, slots, mask, options), x.device, options.eps, slots)
+    return plan
+
+
+def _forward(x: Tensor, slots: Slots, mask: Tensor | None, options: Options, keep: bool) -> tuple[Tensor, Saved]:
+    x, slots = placed(x), _dense(slots)
+    with torch.cuda.device(x.device):
+        return _plan(x, slots, mask, options).forward(x, _as_bytes(mask), slots, keep)
+
+
+def _backward(
+    dy: Tensor, x: Tensor, slots: Slots, mask: Tensor | None, saved: Saved, totals: Sequence[Tensor | None],
+    options: Options,
+) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
+    """dx, and the gradients of the parameters that are there: None where one is added to its total."""
+    optional = _optional(slots)
+    places = [place for place, each in enumerate(optional) if each is not None]
+    into: list[Tensor | None] = [None] * len(optional)
+    added = [False] * len(optional)
+    for place, total in zip(places, totals, strict=True):
+        each = cast(Tensor, optional[place])
+        if total is not None:
+            require_total(f"params.{_NAMES[place]}.main_grad", total, each.shape, each.device)
+        added[place] = total is not None
+        into[place] = torch.empty(each.shape, dtype=each.dtype, device=each.device) if total is None else total
+    apart = {place: each for place, each in enumerate(into) if each is not None and not each.is_contiguous()}
+    for place, each in apart.items():
+        into[place] = each.contiguous()
+    x, dy, slots = placed(x), placed(dy), _dense(slots)
+    with torch.cuda.device(x.device):
+        plan = _plan(x, slots, mask, options)
+        dx = plan.backward(dy, x, _as_bytes(mask), slots, saved, into, added)
+    for place, each in apart.items():
+        each.copy_(cast(Tensor, into[place]))
+    return dx, [None if added[place] else into[place] for place in places]
+
+
+def _dense(slots: Slots) -> Slots:
+    if all(each is None or each.is_contiguous() for each in slots):
+        return slots
+    dense = {id(each): each.contiguous() for each in slots if each is not None}
+    return Slots(*cast(Any, [None if each is None else dense[id(each)] for each in slots]))
+
+
+def _as_bytes(mask: Tensor | None) -> Tensor | None:
+    return mask.view(torch.uint8) if mask is not None and mask.dtype is torch.bool else mask
+
+
+# registration with torch.library, for torch.compile, fake tensors and dispatch modes
+
+
+def _encoder_layer(
+    x: Tensor,
+    params: Sequence[Tensor | None],
+    mask: Tensor | None,
+    owners: Sequence[Tensor | None],
+    totals: Sequence[Tensor | None],
+    stacked: bool,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    y, saved = _forward(x, _spread(params, stacked), mask, Options(*options), keep=True)
+    return y, saved.o, saved.lse, *(x.new_empty(0) if each is None else each for each in saved[2:])  # type: ignore[return-value]
+
+
+def _encoder_layer_fake(
+    x: Tensor,
+    params: Sequence[Tensor | None],
+    mask: Tensor | None,
+    owners: Sequence[Tensor | None],
+    totals: Sequence[Tensor | None],
+    stacked: bool,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    given, slots = Options(*options), _spread(params, stacked)
+    d, f = x.shape[-1], slots.w1.shape[0]
+    prepared = given.precision == "tf32" or slots.wo.dtype is not given.operand or not stacked
+    return (
+        torch.empty_like(x),
+        x.new_empty(x.shape, dtype=given.operand),
+        x.new_empty((*x.shape[:2], given.nhead), dtype=torch.float32),
+        x.new_empty(0) if given.norm_first else torch.empty_like(x),
+        x.new_empty(8 * d * d + 4 * d * f, dtype=given.operand) if prepared else x.new_empty(0),
+    )
+
+
+def _encoder_layer_backward(
+    dy: Tensor,
+    x: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    total: Tensor,
+    ready: Tensor,
+    params: Sequence[Tensor | None],
+    mask: Tensor | None,
+    stacked: bool,
+    *options: Any,
+) -> list[Tensor]:
+    """dx, and the gradients of the parameters that are there."""
+    slots = _spread(params, stacked)
+    count = sum(each is not None for each in params)
+    dx, gradients = _backward(dy, x, slots, mask, _saved(o, lse, total, ready), [None] * count, Options(*options))
+    return [dx, *cast("list[Tensor]", gradients)]
+
+
+def _encoder_layer_backward_fake(dy: Tensor, x: Tensor, *args: Any) -> list[Tensor]:
+    return [torch.empty_like(x), *(each.new_empty(each.shape) for each in args[4] if each is not None)]
+
+
+def _encoder_layer_backward_into(
+    dx: Tensor,
+    into: Sequence[Tensor],
+    owners: Sequence[Tensor | None],
+    dy: Tensor,
+    x: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    total: Tensor,
+    ready: Tensor,
+    params: Sequence[Tensor | None],
+    mask: Tensor | None,
+    stacked: bool,
+    *options: Any,
+) -> None:
+    """The same, written to `dx` and `into`; added to what is there for a parameter with an owner."""
+    slots = _spread(params, stacked)
+    totals = [None if owner is None else each for each, owner in zip(into, owners, strict=True)]
+    of_x, gradients = _backward(dy, x, slots, mask, _saved(o, lse, total, ready), totals, Options(*options))
+    dx.copy_(of_x)
+    for each, found, owner in zip(into, gradients, owners, strict=True):
+        if found is not None:
+            each.copy_(found)
+        if owner is not None:
+            owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+
+def _saved(o: Tensor, lse: Tensor, total: Tensor, ready: Tensor) -> Saved:
+    return Saved(o, lse, total if total.numel() else None, ready if ready.numel() else None)
+
+
+_OPTIONS = (
+    "int nhead, bool norm_first, str activation, str norm, float eps, bool is_causal, str? precision, "
+    "ScalarType operand"
+)
+_KEPT = "Tensor dy, Tensor x, Tensor o, Tensor lse, Tensor total, Tensor ready, Tensor?[] params, Tensor? mask, bool stacked"
+# torch.library is not typed.
+_library: Any = torch.library.Library("isogemm", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _schema, _function, _fake in (
+    (
+        "encoder_layer(Tensor x, Tensor?[] params, Tensor? mask, Tensor?[] owners, Tensor?[] totals, bool stacked, "
+        f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _encoder_layer,
+        _encoder_layer_fake,
+    ),
+    (
+        f"encoder_layer_backward({_KEPT}, {_OPTIONS}) -> Tensor[]",
+        _encoder_layer_backward,
+        _encoder_layer_backward_fake,
+    ),
+    (
+        f"encoder_layer_backward_into(Tensor(a!) dx, Tensor(b!)[] into, Tensor?[] owners, {_KEPT}, {_OPTIONS}) -> ()",
+        _encoder_layer_backward_into,
+        lambda *args: None,
+    ),
+):
+    _library.define(_schema)
+    _name = _schema.partition("(")[0]
+    _library.impl(_name, _function, "CUDA")
+    torch.library.register_fake(f"isogemm::{_name}", _fake, lib=_library)
+
+
+def _register_autograd() -> None:
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, params, mask, owners, totals, stacked, *options = inputs
+        ctx.save_for_backward(x, mask, *output[1:], *(each for each in params if each is not None))
+        ctx.where = [each is not None for each in params]
+        # Not saved tensors: another micro-batch's backward may change a total before this one's does.
+        ctx.owners, ctx.totals, ctx.stacked, ctx.options = owners, totals, stacked, options
+        ctx.mark_non_differentiable(*output[1:])
+
+    def backward(ctx: Any, dy: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
+        refuse_second_derivative("encoder_layer")
+        x, mask, o, lse, total, ready, *present = ctx.saved_tensors
+        left = iter(present)
+        params = [next(left) if there else None for there in ctx.where]
+        arguments = (dy, x, o, lse, total, ready, params, mask, ctx.stacked, *ctx.options)
+        if any(each is not None for each in ctx.totals):
+            dx = torch.empty_like(x)
+            into = [
+                each.new_empty(each.shape) if main_grad is None else main_grad
+                for each, main_grad in zip(present, ctx.totals, strict=True)
+            ]
+            torch.ops.isogemm.encoder_layer_backward_into(dx, into, ctx.owners, *arguments)
+            found = [each if main_grad is None else None for each, main_grad in zip(into, ctx.totals, strict=True)]
+        else:
+            dx, *found = torch.ops.isogemm.encoder_layer_backward(*arguments)
+        remaining = iter(found)
+        of_params = [next(remaining) if there else None for there in ctx.where]
+        return dx, of_params, *(None,) * (4 + len(ctx.options))
+
+    register: Any = torch.library.register_autograd
+    register("isogemm::encoder_layer", backward, setup_context=keep)
+
+
+_register_autograd()

@@ -1,0 +1,170 @@
+"""The launches of the fused layer, in the order of a call: which kernel, how many programs, with which constants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton.language as tl
+
+from isogemm.core.launch import Launch
+from isogemm.encoder.configs import Layer, RowConfig, WeightConfig
+from isogemm.encoder.kernels_backward import (
+    _feedforward_backward_kernel,
+    _input_grad_kernel,
+    _sum_chunks_kernel,
+    _weight_grads_kernel,
+)
+from isogemm.encoder.kernels_forward import _feedforward_kernel, _project_kernel
+from isogemm.epilogues import device
+
+_SIDE = 64  # of a tile of weights that one program prepares
+_ADDED_AT_ONCE = 512
+_TYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
+
+
+def describe_project(
+    layer: Layer, config: RowConfig, eps: float, walkers: int, biases: bool, backward: bool, turn: bool
+) -> Launch:
+    """Of x, norm1, the weights of q, k and v, their biases, qkv, ds, out_proj, do, linear1, linear2 and ready.
+
+    turn: whether the transposes are prepared too, for a backward.
+    """
+    block = min(config.block, layer.padded)
+    programs = walkers * (4 if backward else 3) * -(-layer.d_model // block)
+    if layer.ready and not backward:
+        across, down = -(-layer.d_model // _SIDE), -(-layer.dim_feedforward // _SIDE)
+        programs += across * across * (4 if turn else 1) + 2 * across * down
+    constants = _sizes(layer) | {
+        "F": layer.dim_feedforward,
+        "NORM": layer.norm if layer.norm_first else "",
+        "STACKED": layer.stacked,
+        "BIASES": biases,
+        "BACKWARD": backward,
+        "READY": layer.ready,
+        "TURN": turn,
+        **_numbers(layer),
+        "BM": config.rows,
+        "BN": block,
+        "SIDE": _SIDE,
+    }
+    return Launch(_project_kernel, programs, (layer.rows, eps, walkers), constants, _options(config))
+
+
+def describe_feedforward(layer: Layer, config: RowConfig, eps: float) -> Launch:
+    """Of x, o, out_proj, linear1, linear2 and both norms, weight and bias each; y, and the sum before the last norm."""
+    constants = _feedforward(layer) | {
+        "READY": layer.ready,
+        "OPERAND": _TYPES[layer.operand],
+        "PRECISION": layer.precision,
+        "ACT": getattr(device, layer.activation),
+        "EXACT": layer.exact,
+        "INDEX": _index(layer),
+        "PARKED": layer.dtype == "float32",
+        **_blocks(layer, config),
+    }
+    return Launch(_feedforward_kernel, _tiles(layer, config), (layer.rows, eps), constants, _options(config))
+
+
+def describe_feedforward_backward(layer: Layer, config: RowConfig, eps: float) -> Launch:
+    """Of x, o, out_proj's weight and bias, linear1's, linear1 and linear2 turned, the first norm's weight and bias, the
+    last norm's weight, dy, the sum before the last norm; to u, act(z), dz, dlast, its transpose, ds and the sums.
+    """
+    constants = _feedforward(layer) | {
+        "READY": layer.ready,
+        "TURNED": layer.turned,
+        "OPERAND": _TYPES[layer.operand],
+        "PRECISION": layer.precision,
+        "ACT": getattr(device, layer.activation),
+        "ACT_GRAD": getattr(device, f"{layer.activation}_derivative"),
+        "EXACT": layer.exact,
+        "INDEX": _index(layer),
+        **_blocks(layer, config),
+    }
+    scalars = (layer.rows, eps, layer.ld)
+    return Launch(_feedforward_backward_kernel, _tiles(layer, config), scalars, constants, _options(config))
+
+
+def describe_input_grad(layer: Layer, config: RowConfig, eps: float) -> Launch:
+    """Of x, norm1's weight and bias, in_proj, dqkv, ds, o; to the norm of x, ds and o transposed, dx and the sums."""
+    constants = _sizes(layer) | {
+        "NORM": layer.norm if layer.norm_first else "",
+        "READY": layer.ready,
+        "TURNED": layer.turned,
+        **_numbers(layer),
+        "BM": config.rows,
+        "BK": min(config.block, layer.padded),
+    }
+    scalars = (layer.rows, eps, layer.ld)
+    return Launch(_input_grad_kernel, _tiles(layer, config), scalars, constants, _options(config))
+
+
+def describe_weight_grads(
+    layer: Layer, config: WeightConfig, tile_rows: int, shapes: Sequence[int], offsets: Sequence[int], size: int,
+    norms: bool,
+) -> Launch:  # fmt: skip
+    """Of left, right, left, right, the tiles' sums (norms) and the partials; shapes: M, N, M, N of the two products.
+
+    offsets: in the partials, of the first weight and its bias, the second's, and the norms.
+    """
+    m0, n0, m1, n1 = shapes
+    tiles = layer.chunk // tile_rows
+    per_chunk = _tiled(m0, n0, config) + _tiled(m1, n1, config) + norms
+    constants = {
+        "M0": m0, "N0": n0, "M1": m1, "N1": n1,
+        "D": layer.d_model,
+        "SIZE": size,
+        "CHUNK": layer.chunk,
+        "TILES": tiles,
+        "TILES_P": 1 << (tiles - 1).bit_length(),
+        "TURNED": layer.turned,
+        **_numbers(layer),
+        "BM": config.block_m,
+        "BN": config.block_n,
+        "BK": config.block_k,
+    }  # fmt: skip
+    scalars = (layer.rows, layer.ld, *offsets)
+    return Launch(_weight_grads_kernel, per_chunk * layer.chunks, scalars, constants, _options(config))
+
+
+def describe_sum_chunks(layer: Layer, segments: Sequence[tuple[int, int, bool] | None], size: int) -> Launch:
+    """Of the partials and sixteen gradients. segments: each one's offset and size, and whether it is added to."""
+    programs, placed = 0, []
+    for segment in segments:
+        offset, length, added = segment or (0, 0, False)
+        placed.append((programs, offset, length, added))
+        programs += -(-length // _ADDED_AT_ONCE)
+    constants = {"SEGMENTS": tuple(placed), "SIZE": size, "BLOCK": _ADDED_AT_ONCE}
+    return Launch(_sum_chunks_kernel, programs, (layer.chunks,), constants, {"num_warps": 4})
+
+
+def _sizes(layer: Layer) -> dict[str, object]:
+    return {"D": layer.d_model, "DP": layer.padded}
+
+
+def _feedforward(layer: Layer) -> dict[str, object]:
+    sizes = _sizes(layer) | {"F": layer.dim_feedforward}
+    return sizes | {"NORM": layer.norm, "NORM_FIRST": layer.norm_first}
+
+
+def _numbers(layer: Layer) -> dict[str, object]:
+    return {"OPERAND": _TYPES[layer.operand], "PRECISION": layer.precision, "INDEX": _index(layer)}
+
+
+def _index(layer: Layer) -> object:
+    return tl.int64 if layer.wide else tl.int32
+
+
+def _blocks(layer: Layer, config: RowConfig) -> dict[str, object]:
+    return {"BM": config.rows, "BF": config.block, "BK": min(config.block, layer.padded)}
+
+
+def _tiles(layer: Layer, config: RowConfig) -> int:
+    return -(-layer.rows // config.rows)
+
+
+def _tiled(m: int, n: int, config: WeightConfig) -> int:
+    return -(-m // config.block_m) * -(-n // config.block_n)
+
+
+def _options(config: RowConfig | WeightConfig) -> dict[str, object]:
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}

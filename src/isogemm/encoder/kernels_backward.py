@@ -1,0 +1,269 @@
+"""The layer's backward around attention: feed-forward, input, and the parameters' gradients.
+
+The row kernels are the forward's in reverse and recompute what it did not save. The parameters' gradients are sums over
+rows, cut in chunks of whole sequences: a walk of each chunk in ascending order, then the chunks one after another.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from isogemm.encoder.kernels_forward import (
+    attended,
+    backward_operand,
+    columns_of,
+    hidden,
+    normed,
+    operand,
+    product,
+    row_tile,
+    statistics,
+    store_grad_operand,
+    store_tile,
+)
+
+
+@triton.jit
+def _norm_backward(dn, x, mean, deviation, g_ptr, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr):
+    """The gradient of a norm's input x, and each element's share in the gradient of its scale."""
+    if NORM == "layer_norm":
+        xhat = (x - mean) * deviation
+        if DP != D:
+            xhat = tl.where((tl.arange(0, DP) < D)[None, :], xhat, 0.0)
+    else:
+        xhat = x * deviation
+    scaled = dn
+    if g_ptr is not None:
+        scaled = dn * columns_of(g_ptr, D, DP)
+    along = tl.sum(scaled * xhat, axis=1, keep_dims=True) * (1.0 / D)
+    if NORM == "layer_norm":
+        dx = (scaled - tl.sum(scaled, axis=1, keep_dims=True) * (1.0 / D) - xhat * along) * deviation
+        if DP != D:
+            dx = tl.where((tl.arange(0, DP) < D)[None, :], dx, 0.0)
+    else:
+        dx = (scaled - xhat * along) * deviation
+    return dx, dn * xhat
+
+
+@triton.jit
+def _store_sums(ptr, tile, which: tl.constexpr, of_scale, of_shift, D: tl.constexpr, DP: tl.constexpr):
+    """A tile's part in the gradients of a norm's scale and shift: rows which, which + 1 of [5, D]."""
+    col = tl.arange(0, DP)
+    at = ptr + (tile.to(tl.int64) * (5 * D) + which * D + col)
+    tl.store(at, tl.sum(of_scale, axis=0), mask=col < D)
+    tl.store(at + D, tl.sum(of_shift, axis=0), mask=col < D)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _feedforward_backward_kernel(
+    x_ptr, o_ptr, wo, bo, w1, b1, w1_turned, w2_turned, norm_w, norm_b, last_w, dy_ptr, sum_ptr,
+    u_ptr, act_ptr, dz_ptr, dlast_ptr, dlast_turned, ds_ptr, norm_sums, rows, eps, ld,
+    D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_FIRST: tl.constexpr,
+    READY: tl.constexpr, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    ACT: tl.constexpr, ACT_GRAD: tl.constexpr, EXACT: tl.constexpr, INDEX: tl.constexpr,
+    BM: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    # From dy to ds, the gradient of s = x + o Wo + bo; u = norm(s), act(z) and dz go to the weights' gradients.
+    tile = tl.program_id(0)
+    row = (tile * BM).to(INDEX)
+    s = attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, READY, OPERAND, PRECISION, BM, BK)
+    mean, deviation = statistics(s, eps, D, DP, NORM)
+    store_tile(ds_ptr, s, row, rows, 0, D, BM, DP, D)  # parked there until the norm's gradient
+    u = normed(s, mean, deviation, norm_w, norm_b, D, DP, NORM)
+    store_grad_operand(u_ptr, u, row, rows, 0, ld, D, BM, DP, TURNED)
+    u = operand(u, OPERAND, PRECISION)
+    dlast = row_tile(dy_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+    if not NORM_FIRST:
+        total = row_tile(sum_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+        last_mean, last_deviation = statistics(total, eps, D, DP, NORM)
+        dnorm = dlast
+        dlast, of_scale = _norm_backward(dnorm, total, last_mean, last_deviation, last_w, D, DP, NORM)
+        _store_sums(norm_sums, tile, 2, of_scale, dnorm, D, DP)
+        store_tile(dlast_ptr, dlast, row, rows, 0, D, BM, DP, D)
+    # Here and exactly: linear2's bias, of which torch rounds nothing.
+    col = tl.arange(0, DP)
+    tl.store(norm_sums + (tile.to(tl.int64) * (5 * D) + 4 * D + col), tl.sum(dlast, axis=0), mask=col < D)
+    if TURNED:
+        store_grad_operand(dlast_turned, dlast, row, rows, 0, ld, D, BM, DP, True)
+    dlast = operand(dlast, OPERAND, PRECISION)
+    tl.debug_barrier()
+    du = tl.zeros((BM, DP), tl.float32)
+    for f in tl.range(0, F, BF):
+        z = hidden(u, w1, b1, f, F, D, DP, READY, OPERAND, PRECISION, BM, BF)
+        store_grad_operand(act_ptr, ACT(z, EXACT), row, rows, f, ld, F, BM, BF, TURNED)
+        w = backward_operand(w2_turned, 0, f, D, F, DP, BF, READY, OPERAND, PRECISION)  # [DP, BF]
+        dz = product(dlast, w, tl.zeros((BM, BF), tl.float32), PRECISION) * ACT_GRAD(z, EXACT)
+        store_grad_operand(dz_ptr, dz, row, rows, f, ld, F, BM, BF, TURNED)
+        w = backward_operand(w1_turned, f, 0, F, D, BF, DP, READY, OPERAND, PRECISION)  # [BF, DP]
+        du = product(operand(dz, OPERAND, PRECISION), w, du, PRECISION)
+    s = row_tile(ds_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+    if NORM_FIRST:
+        ds, of_scale = _norm_backward(du, s, mean, deviation, norm_w, D, DP, NORM)
+        _store_sums(norm_sums, tile, 2, of_scale, du, D, DP)
+        ds += row_tile(dy_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+    else:
+        du += row_tile(dlast_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+        ds, of_scale = _norm_backward(du, s, mean, deviation, norm_w, D, DP, NORM)
+        _store_sums(norm_sums, tile, 0, of_scale, du, D, DP)
+    tl.debug_barrier()
+    store_tile(ds_ptr, ds, row, rows, 0, D, BM, DP, D)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _input_grad_kernel(
+    x_ptr, norm_w, norm_b, in_proj_weight, dqkv_ptr, ds_ptr, o_ptr, n_ptr, ds_turned, o_turned, dx_ptr, norm_sums,
+    rows, eps, ld,
+    D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, READY: tl.constexpr, TURNED: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients.
+    tile = tl.program_id(0)
+    row = (tile * BM).to(INDEX)
+    dn = tl.zeros((BM, DP), tl.float32)
+    for k in tl.range(0, 3 * D, BK):
+        if TURNED:
+            r = row + tl.arange(0, BM)
+            c = (k + tl.arange(0, BK)).to(INDEX)
+            at = dqkv_ptr + (c[:, None] * ld + r[None, :])
+            live = (r < ld)[None, :]
+            if D % BK != 0:
+                live = live & (c < 3 * D)[:, None]
+            grad = tl.load(at, mask=live, other=0.0).T
+        else:
+            grad = operand(row_tile(dqkv_ptr, row, rows, k, 3 * D, BM, BK, 3 * D), OPERAND, PRECISION)
+        w = backward_operand(in_proj_weight, k, 0, 3 * D, D, BK, DP, READY, OPERAND, PRECISION)  # [BK, DP]
+        dn = product(grad, w, dn, PRECISION)
+    ds = row_tile(ds_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+    if TURNED:
+        store_grad_operand(ds_turned, ds, row, rows, 0, ld, D, BM, DP, True)
+        store_grad_operand(o_turned, row_tile(o_ptr, row, rows, 0, D, BM, DP, D), row, rows, 0, ld, D, BM, DP, True)
+    x = row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+    if NORM != "":
+        mean, deviation = statistics(x, eps, D, DP, NORM)
+        dx, of_scale = _norm_backward(dn, x, mean, deviation, norm_w, D, DP, NORM)
+        _store_sums(norm_sums, tile, 0, of_scale, dn, D, DP)
+        x = normed(x, mean, deviation, norm_w, norm_b, D, DP, NORM)
+    else:
+        dx = dn
+    if n_ptr is not None:
+        store_grad_operand(n_ptr, x, row, rows, 0, ld, D, BM, DP, TURNED)
+    store_tile(dx_ptr, dx + ds, row, rows, 0, D, BM, DP, D)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _weight_grads_kernel(
+    left0, right0, left1, right1, norm_sums, partials, rows, ld, weight0, bias0, weight1, bias1, norms,
+    M0: tl.constexpr, N0: tl.constexpr, M1: tl.constexpr, N1: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
+    CHUNK: tl.constexpr, TILES: tl.constexpr, TILES_P: tl.constexpr, TURNED: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    # A program adds up one tile of left0^T right0 or left1^T right1 over one chunk of rows, and the columns of left;
+    # with norm_sums, one program of a chunk adds up its TILES tiles' parts in the norms' gradients.
+    COLS0: tl.constexpr = (N0 + BN - 1) // BN
+    COLS1: tl.constexpr = (N1 + BN - 1) // BN
+    TILES0: tl.constexpr = (M0 + BM - 1) // BM * COLS0
+    TILES1: tl.constexpr = (M1 + BM - 1) // BM * COLS1
+    PER: tl.constexpr = TILES0 + TILES1 + (1 if norm_sums is not None else 0)
+    program = tl.program_id(0)
+    chunk = program // PER
+    item = program % PER
+    to = partials + chunk.to(tl.int64) * SIZE
+    if item < TILES0:
+        _chunk_product(
+            left0, right0, to + weight0, to + bias0, chunk, item // COLS0 * BM, item % COLS0 * BN, rows, ld,
+            M0, N0, CHUNK, TURNED, OPERAND, PRECISION, INDEX, True, BM, BN, BK,
+        )  # fmt: skip
+    elif item < TILES0 + TILES1:
+        item -= TILES0
+        _chunk_product(
+            left1, right1, to + weight1, to + bias1, chunk, item // COLS1 * BM, item % COLS1 * BN, rows, ld,
+            M1, N1, CHUNK, TURNED, OPERAND, PRECISION, INDEX, norm_sums is not None, BM, BN, BK,
+        )  # fmt: skip
+    elif norm_sums is not None:
+        tile = tl.arange(0, TILES_P)
+        tiles = tl.minimum((rows - chunk * CHUNK + (CHUNK // TILES) - 1) // (CHUNK // TILES), TILES)
+        for first in tl.range(0, 5 * D, 64):
+            col = first + tl.arange(0, 64)
+            at = norm_sums + ((chunk.to(tl.int64) * TILES + tile)[:, None] * (5 * D) + col[None, :])
+            live = (tile < tiles)[:, None] & (col < 5 * D)[None, :]
+            tl.store(to + norms + col, tl.sum(tl.load(at, mask=live, other=0.0), axis=0), mask=col < 5 * D)
+
+
+@triton.jit
+def _chunk_product(
+    left, right, weight, bias, chunk, m, n, rows, ld, M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+    TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
+    SUMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """A chunk's left^T right at (m, n), and the sums of left's columns; TURNED: from the transposes of both."""
+    start = (chunk * CHUNK).to(INDEX)
+    end = tl.minimum(start + CHUNK, rows)
+    row = m + tl.arange(0, BM)
+    col = n + tl.arange(0, BN)
+    # Columns are summed by the tensor cores too: left read into registers beside them would share a buffer that Triton
+    # refills while they read it (3.6).
+    ones = tl.full((BK, 16), 1.0, OPERAND)
+    acc = tl.zeros((BM, BN), tl.float32)
+    sums = tl.zeros((BM, 16), tl.float32)
+    if TURNED:
+        end = tl.minimum(start + CHUNK, ld)  # zeros beyond the last row
+        for k in tl.range(start, end, BK):
+            a = _turned_tile(left, row.to(INDEX), k, end, ld, M, BM, BK)
+            b = _turned_tile(right, col.to(INDEX), k, end, ld, N, BN, BK)
+            acc = product(a, b.T, acc, PRECISION)
+            sums = product(a, ones, sums, PRECISION)
+    else:
+        for k in tl.range(start, end, BK):
+            a = operand(row_tile(left, k, end, m, M, BK, BM, M), OPERAND, PRECISION).T
+            b = operand(row_tile(right, k, end, n, N, BK, BN, N), OPERAND, PRECISION)
+            acc = product(a, b, acc, PRECISION)
+            sums = product(a, ones, sums, PRECISION)
+    tl.store(weight + (row[:, None] * N + col[None, :]), acc, mask=(row < M)[:, None] & (col < N)[None, :])
+    if n == 0 and SUMS:
+        at = bias + row[:, None] + tl.zeros((1, 16), tl.int32)
+        tl.store(at, sums, mask=(row < M)[:, None] & (tl.arange(0, 16) == 0)[None, :])
+
+
+@triton.jit
+def _turned_tile(ptr, col, k, end, ld, COLS: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr):
+    """[BC, BK] of a transpose: columns `col`, rows k .. k + BK - 1 of the matrix."""
+    r = k + tl.arange(0, BK)
+    live = (r < end)[None, :]
+    if COLS % BC != 0:
+        live = live & (col < COLS)[:, None]
+    return tl.load(ptr + (col[:, None] * ld + r[None, :]), mask=live, other=0.0)
+
+
+@triton.jit
+def _sum_segment(
+    partials, to, chunks, first, size: tl.constexpr, SIZE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The chunks one after another, added to zero or to what is there."""
+    at = first + tl.arange(0, BLOCK)
+    live = at < size
+    if ADD:
+        total = tl.load(to + at, mask=live, other=0.0)
+    else:
+        total = tl.zeros((BLOCK,), tl.float32)
+    for _ in tl.range(0, chunks):
+        total += tl.load(partials + at, mask=live, other=0.0)
+        partials += SIZE
+    tl.store(to + at, total.to(to.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _sum_chunks_kernel(
+    partials, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15, chunks,
+    SEGMENTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # SEGMENTS: for each gradient the first of its programs, its offset and size, and whether it is added to.
+    outs = (p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15)
+    program = tl.program_id(0)
+    for i in tl.static_range(16):
+        if outs[i] is not None:
+            if (program >= SEGMENTS[i][0]) & (program < SEGMENTS[i][0] + (SEGMENTS[i][2] + BLOCK - 1) // BLOCK):
+                first = (program - SEGMENTS[i][0]) * BLOCK
+                _sum_segment(
+                    partials + SEGMENTS[i][1], outs[i], chunks, first, SEGMENTS[i][2], SIZE, SEGMENTS[i][3], BLOCK
+                )

@@ -1,0 +1,345 @@
+"""The layer's forward around attention: norm and projections; output projection, norm and feed-forward.
+
+A program owns BM rows (tokens) and keeps them in registers from one product to the next. Rows do not meet: where a row
+stands changes nothing, and the tile is a function of the layer's sizes alone, so neither does the batch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from isogemm.gemm.kernels import multiply
+
+
+@triton.jit
+def columns_of(ptr, D: tl.constexpr, DP: tl.constexpr):
+    """A vector [D] as fp32 [1, DP], zeros beyond D."""
+    col = tl.arange(0, DP)
+    if DP == D:
+        return tl.load(ptr + col).to(tl.float32)[None, :]
+    else:
+        return tl.load(ptr + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def weight_tile(ptr, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Rows row .. row + BR - 1 and columns col .. col + BC - 1 of a weight [ROWS, COLS], zeros beyond."""
+    r = row + tl.arange(0, BR)
+    c = col + tl.arange(0, BC)
+    at = ptr + (r[:, None] * COLS + c[None, :])
+    if ROWS % BR == 0:
+        if COLS % BC == 0:
+            return tl.load(at)
+        else:
+            return tl.load(at, mask=(c < COLS)[None, :], other=0.0)
+    else:
+        return tl.load(at, mask=(r < ROWS)[:, None] & (c < COLS)[None, :], other=0.0)
+
+
+@triton.jit
+def forward_operand(
+    ptr, n, k, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    READY: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[BK, BN] of W^T for a weight W [N, K], or for what `_prepare` made of it."""
+    tile = weight_tile(ptr, n, k, N, K, BN, BK)
+    if not READY:
+        tile = operand(tile, OPERAND, PRECISION)
+    return tile.T
+
+
+@triton.jit
+def backward_operand(
+    ptr, k, n, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    READY: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[BK, BN] of a weight W [K, N], or of W from its prepared transpose."""
+    if READY:
+        return weight_tile(ptr, n, k, N, K, BN, BK).T
+    else:
+        return operand(weight_tile(ptr, k, n, K, N, BK, BN), OPERAND, PRECISION)
+
+
+@triton.jit
+def row_tile(ptr, row, rows, col, COLS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, LD: tl.constexpr):
+    """Rows row .. row + BM - 1 and columns col .. col + BC - 1 of [rows, COLS], rows LD apart, zeros beyond."""
+    r = row + tl.arange(0, BM)
+    c = col + tl.arange(0, BC)
+    live = (r < rows)[:, None]
+    if COLS % BC != 0:
+        live = live & (c < COLS)[None, :]
+    return tl.load(ptr + (r[:, None] * LD + c[None, :]), mask=live, other=0.0)
+
+
+@triton.jit
+def store_tile(ptr, value, row, rows, col, COLS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, LD: tl.constexpr):
+    r = row + tl.arange(0, BM)
+    c = col + tl.arange(0, BC)
+    live = (r < rows)[:, None]
+    if COLS % BC != 0:
+        live = live & (c < COLS)[None, :]
+    tl.store(ptr + (r[:, None] * LD + c[None, :]), value.to(ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def statistics(x, eps, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr):
+    """Each row's mean (0 for RMSNorm) and 1 / deviation, [BM, 1] each."""
+    if NORM == "layer_norm":
+        mean = tl.sum(x, axis=1, keep_dims=True) * (1.0 / D)
+        x = x - mean
+        if DP != D:
+            x = tl.where((tl.arange(0, DP) < D)[None, :], x, 0.0)
+    else:
+        mean = tl.sum(x, axis=1, keep_dims=True) * 0.0
+    return mean, 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1, keep_dims=True) * (1.0 / D) + eps)
+
+
+@triton.jit
+def scaled_and_shifted(xhat, g_ptr, b_ptr, D: tl.constexpr, DP: tl.constexpr):
+    if g_ptr is not None:
+        xhat = xhat * columns_of(g_ptr, D, DP)
+    if b_ptr is not None:
+        xhat = xhat + columns_of(b_ptr, D, DP)
+    return xhat
+
+
+@triton.jit
+def normed(x, mean, deviation, g_ptr, b_ptr, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr):
+    """The norm of rows x [BM, DP] with these statistics, zeros beyond D."""
+    xhat = (x - mean) * deviation if NORM == "layer_norm" else x * deviation
+    if DP != D:
+        xhat = tl.where((tl.arange(0, DP) < D)[None, :], xhat, 0.0)
+    return scaled_and_shifted(xhat, g_ptr, b_ptr, D, DP)
+
+
+@triton.jit
+def round_to_tf32(x):
+    """To nearest, ties away from zero."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, float("nan"))
+
+
+@triton.jit
+def operand(x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """x as a product's operand: in its type, and TF32 rounded to nearest, where the tensor core would truncate."""
+    if PRECISION == "tf32":
+        return round_to_tf32(x.to(OPERAND))
+    else:
+        return x.to(OPERAND)
+
+
+@triton.jit
+def product(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a b, of operands."""
+    return multiply(a, b, acc, PRECISION, True, True)
+
+
+@triton.jit
+def store_grad_operand(
+    ptr, value, row, rows, col, ld, COLS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """A tile of [rows, COLS] for the weights' gradients; TURNED: of its transpose, ld apart, rounded to TF32."""
+    if TURNED:
+        r = row + tl.arange(0, BM)
+        c = col + tl.arange(0, BC)
+        live = (r < ld)[:, None]  # zeros beyond the last row
+        if COLS % BC != 0:
+            live = live & (c < COLS)[None, :]
+        value = tl.where((r < rows)[:, None], round_to_tf32(value), 0.0)
+        tl.store(ptr + (c.to(r.dtype)[None, :] * ld + r[:, None]), value, mask=live)
+    else:
+        store_tile(ptr, value, row, rows, col, COLS, BM, BC, COLS)
+
+
+@triton.jit
+def _prepare_tile(
+    w, straight, turned, r, c, ROWS: tl.constexpr, COLS: tl.constexpr, LD: tl.constexpr, SIDE: tl.constexpr,
+    TURN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile = operand(weight_tile(w, r, c, ROWS, COLS, SIDE, SIDE), OPERAND, PRECISION)
+    row = (r + tl.arange(0, SIDE))[:, None]
+    col = (c + tl.arange(0, SIDE))[None, :]
+    live = (row < ROWS) & (col < COLS)
+    tl.store(straight + (row * COLS + col), tile, mask=live)
+    if TURN:
+        tl.store(turned + (col * LD + row), tile, mask=live)
+
+
+@triton.jit
+def _prepare(
+    item, wq, wk, wv, wo, w1, w2, ready, D: tl.constexpr, F: tl.constexpr, STACKED: tl.constexpr, TURN: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """One tile of the weights as operands: rounded, and with TURN transposed as the backward's products want them.
+
+    `ready`: out_proj, linear1, linear2; and with TURN in_proj, then their transposes in the order of the products:
+    linear2's, linear1's, out_proj's, in_proj's.
+    """
+    ACROSS: tl.constexpr = (D + SIDE - 1) // SIDE
+    DOWN: tl.constexpr = (F + SIDE - 1) // SIDE
+    SQUARE: tl.constexpr = ACROSS * ACROSS
+    turned = ready + (4 * D * D + 2 * D * F)
+    if item < SQUARE:
+        _prepare_tile(
+            wo, ready, turned + 2 * D * F, item // ACROSS * SIDE, item % ACROSS * SIDE,
+            D, D, D, SIDE, TURN, OPERAND, PRECISION,
+        )  # fmt: skip
+    elif item < SQUARE + ACROSS * DOWN:
+        item -= SQUARE
+        _prepare_tile(
+            w1, ready + D * D, turned + D * F, item // ACROSS * SIDE, item % ACROSS * SIDE,
+            F, D, F, SIDE, TURN, OPERAND, PRECISION,
+        )  # fmt: skip
+    elif item < SQUARE + 2 * ACROSS * DOWN:
+        item -= SQUARE + ACROSS * DOWN
+        _prepare_tile(
+            w2, ready + (D * D + D * F), turned, item // DOWN * SIDE, item % DOWN * SIDE,
+            D, F, D, SIDE, TURN, OPERAND, PRECISION,
+        )  # fmt: skip
+    elif TURN:
+        item -= SQUARE + 2 * ACROSS * DOWN
+        part = item // SQUARE
+        item -= part * SQUARE
+        w = in_proj(wq, wk, wv, part, D * D, STACKED)
+        _prepare_tile(
+            w, ready + (D * D + 2 * D * F) + part * (D * D), turned + (2 * D * F + D * D) + part * D,
+            item // ACROSS * SIDE, item % ACROSS * SIDE, D, D, 3 * D, SIDE, TURN, OPERAND, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def in_proj(q, k, v, part, size, STACKED: tl.constexpr):
+    """The part of the stacked in_proj, or the one of three."""
+    if STACKED:
+        return q + part * size
+    else:
+        at = q
+        if part == 1:
+            at = k
+        elif part == 2:
+            at = v
+        return at
+
+
+@triton.jit(do_not_specialize=["rows", "per_part"])
+def _project_kernel(
+    x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, ready, rows, eps, per_part,
+    D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, STACKED: tl.constexpr,
+    BIASES: tl.constexpr, BACKWARD: tl.constexpr, READY: tl.constexpr, TURN: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    # Programs keep one part of the weight, BN columns of q, k or v, and walk over rows. In the backward there is a
+    # fourth part, do = ds Wo. In a forward that reads prepared weights, the last programs prepare them for the others.
+    PARTS: tl.constexpr = 4 if BACKWARD else 3
+    BLOCKS: tl.constexpr = (D + BN - 1) // BN
+    program = tl.program_id(0)
+    part = program % PARTS
+    n = program // PARTS % BLOCKS * BN
+    first = program // (PARTS * BLOCKS)
+    tiles = (rows + BM - 1) // BM
+    if first >= per_part:
+        if READY:
+            if not BACKWARD:
+                item = program - per_part * (PARTS * BLOCKS)
+                _prepare(item, wq, wk, wv, wo, w1, w2, ready, D, F, STACKED, TURN, OPERAND, PRECISION, SIDE)
+    elif part < 3:
+        IS_READY: tl.constexpr = READY and BACKWARD
+        if IS_READY:
+            w = forward_operand(wq + part * (D * D), n, 0, D, D, BN, DP, True, OPERAND, PRECISION)  # [DP, BN]
+        else:
+            w_ptr = in_proj(wq, wk, wv, part, D * D, STACKED)
+            w = forward_operand(w_ptr, n, 0, D, D, BN, DP, False, OPERAND, PRECISION)
+        bias = tl.zeros((1, BN), tl.float32)
+        if BIASES:
+            col = n + tl.arange(0, BN)
+            b = in_proj(bq, bk, bv, part, D, STACKED)
+            bias = tl.load(b + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
+        for tile in tl.range(first, tiles, per_part):
+            row = tile * BM + tl.zeros((), INDEX)
+            x = row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+            if NORM != "":
+                mean, deviation = statistics(x, eps, D, DP, NORM)
+                x = normed(x, mean, deviation, norm_w, norm_b, D, DP, NORM)
+            x = operand(x, OPERAND, PRECISION)
+            acc = product(x, w, tl.zeros((BM, BN), tl.float32), PRECISION) + bias
+            r = row + tl.arange(0, BM)
+            c = n + tl.arange(0, BN)
+            at = qkv_ptr + (r[:, None] * (3 * D) + (part * D + c)[None, :])
+            tl.store(at, acc.to(qkv_ptr.dtype.element_ty), mask=(r < rows)[:, None] & (c < D)[None, :])
+    elif BACKWARD:
+        w = backward_operand(wo, 0, n, D, D, DP, BN, READY, OPERAND, PRECISION)  # [DP, BN]
+        for tile in tl.range(first, tiles, per_part):
+            row = tile * BM + tl.zeros((), INDEX)
+            ds = operand(row_tile(ds_ptr, row, rows, 0, D, BM, DP, D), OPERAND, PRECISION)
+            acc = product(ds, w, tl.zeros((BM, BN), tl.float32), PRECISION)
+            store_tile(do_ptr, acc, row, rows, n, D, BM, BN, D)
+
+
+@triton.jit
+def attended(
+    x_ptr, o_ptr, wo, bo, row, rows, D: tl.constexpr, DP: tl.constexpr, READY: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """x + o Wo + bo, [BM, DP]."""
+    s = tl.zeros((BM, DP), tl.float32)
+    for k in tl.range(0, D, BK):
+        o = operand(row_tile(o_ptr, row, rows, k, D, BM, BK, D), OPERAND, PRECISION)
+        s = product(o, forward_operand(wo, 0, k, D, D, DP, BK, READY, OPERAND, PRECISION), s, PRECISION)
+    if bo is not None:
+        s += columns_of(bo, D, DP)
+    return s + row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+
+
+@triton.jit
+def hidden(
+    u, w1, b1, f, F: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, READY: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """u W1 + b1 at columns f .. f + BF - 1."""
+    w = forward_operand(w1, f, 0, F, D, BF, DP, READY, OPERAND, PRECISION)  # [DP, BF]
+    z = product(u, w, tl.zeros((BM, BF), tl.float32), PRECISION)
+    if b1 is not None:
+        col = f + tl.arange(0, BF)
+        z += tl.load(b1 + col, mask=col < F, other=0.0).to(tl.float32)[None, :]
+    return z
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _feedforward_kernel(
+    x_ptr, o_ptr, wo, bo, w1, b1, w2, b2, norm_w, norm_b, last_w, last_b, y_ptr, sum_ptr, rows, eps,
+    D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_FIRST: tl.constexpr,
+    READY: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ACT: tl.constexpr, EXACT: tl.constexpr,
+    INDEX: tl.constexpr, PARKED: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    # s = x + o Wo + bo; u = norm(s); y = s + act(u W1 + b1) W2 + b2, or with the norm last, y = norm(u + ...).
+    row = (tl.program_id(0) * BM).to(INDEX)
+    s = attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, READY, OPERAND, PRECISION, BM, BK)
+    mean, deviation = statistics(s, eps, D, DP, NORM)
+    u = normed(s, mean, deviation, norm_w, norm_b, D, DP, NORM)
+    if NORM_FIRST:
+        y = s
+    else:
+        y = u
+    if b2 is not None:
+        y += columns_of(b2, D, DP)
+    if PARKED:  # in its place in memory: the registers are wanted
+        store_tile(y_ptr, y, row, rows, 0, D, BM, DP, D)
+        tl.debug_barrier()
+    u = operand(u, OPERAND, PRECISION)
+    acc = tl.zeros((BM, DP), tl.float32)
+    for f in tl.range(0, F, BF):
+        z = hidden(u, w1, b1, f, F, D, DP, READY, OPERAND, PRECISION, BM, BF)
+        w = forward_operand(w2, 0, f, D, F, DP, BF, READY, OPERAND, PRECISION)  # [BF, DP]
+        acc = product(operand(ACT(z, EXACT), OPERAND, PRECISION), w, acc, PRECISION)
+    if PARKED:
+        y = row_tile(y_ptr, row, rows, 0, D, BM, DP, D)
+    y += acc
+    if not NORM_FIRST:
+        if sum_ptr is not None:
+            store_tile(sum_ptr, y, row, rows, 0, D, BM, DP, D)
+        mean, deviation = statistics(y, eps, D, DP, NORM)
+        y = normed(y, mean, deviation, last_w, last_b, D, DP, NORM)
+    store_tile(y_ptr, y, row, rows, 0, D, BM, DP, D)

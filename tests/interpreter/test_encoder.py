@@ -1,0 +1,161 @@
+"""The fused layer's kernels on the CPU, through its own plan and autograd: poisoned memory, against float64."""
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+
+from isogemm.encoder import configs, fused, plan
+from isogemm.encoder.parameters import Options
+from isogemm.testing import (
+    EncoderShape,
+    assert_bitwise_equal,
+    encoder_parameters,
+    encoder_tensors,
+    make_data,
+    poisoned_allocations,
+    torch_encoder,
+    with_gradients,
+)
+
+SHAPES = [EncoderShape(20, 5, 16, 4, 32), EncoderShape(3, 17, 48, 3, 100), EncoderShape(18, 3, 24, 6, 20)]
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch):
+    def run(self, name, describe, *arguments):
+        describe().run(*map(plan._tensor, arguments))
+
+    monkeypatch.setattr(plan.Plan, "_run", run)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+def _fused(
+    x, *, nhead, norm_first=True, activation="gelu", norm="layer_norm", key_padding_mask=None, is_causal=False,
+    separate=False, precision="ieee", operand=None, **parameters,
+):  # fmt: skip
+    operand = operand or x.dtype
+    options = Options(
+        nhead, norm_first, activation, norm, 1e-5, is_causal, precision if operand is torch.float32 else None, operand
+    )
+    return fused.encoder_layer(x, encoder_parameters(parameters, separate=separate), key_padding_mask, options)
+
+
+def _grad(tensors):
+    x = tensors["x"]
+    return make_data("normal", x.shape, seed=99, dtype=x.dtype, device="cpu")
+
+
+def _assert_close(shape, tensors=None, *, bound=None, **options):
+    """Of the result and every gradient; `bound` relative to the largest of each."""
+    dtype = options.pop("dtype", torch.float32)
+    bound = bound or {torch.float32: 3e-6, torch.float16: 1e-2}[dtype]
+    if options.get("precision") == "tf32":
+        bound = 3e-3
+    tensors = tensors or encoder_tensors(shape, dtype, norm=options.get("norm", "layer_norm"), activation="gelu")
+    ours = partial(_fused, nhead=shape.nhead, **options)
+    theirs = {name: each for name, each in options.items() if name not in ("separate", "precision", "operand")}
+    with poisoned_allocations():
+        found = with_gradients(ours, tensors, _grad(tensors))
+    oracle = partial(torch_encoder, nhead=shape.nhead, **{"norm_first": True, "activation": "gelu"} | theirs)
+    exact = with_gradients(oracle, tensors, _grad(tensors), torch.float64)
+    for name, expected in exact.items():
+        error = (found[name].double() - expected).abs().max() / exact[name].abs().max().clamp_min(1e-3)
+        assert error < bound, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32", "tf32x3"])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_float32(shape, norm_first, precision):
+    _assert_close(shape, norm_first=norm_first, precision=precision)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_float16(norm_first):
+    _assert_close(SHAPES[0], dtype=torch.float16, norm_first=norm_first)
+
+
+def test_autocast():
+    """float32 parameters and sums, 16-bit products."""
+    _assert_close(SHAPES[0], operand=torch.float16, bound=1e-2)
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu_tanh"])
+def test_activations(activation):
+    tensors = encoder_tensors(SHAPES[0], activation=activation)
+    _assert_close(SHAPES[0], tensors, activation=activation, norm="layer_norm")
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_rms_norm(norm_first, precision):
+    _assert_close(SHAPES[2], norm="rms_norm", norm_first=norm_first, precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_separate_projections(precision):
+    _assert_close(SHAPES[2], separate=True, precision=precision)
+
+
+def test_without_biases_and_scales():
+    tensors = encoder_tensors(SHAPES[0])
+    bare = {name: each for name, each in tensors.items() if "bias" not in name and "norm" not in name}
+    _assert_close(SHAPES[0], bare)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_masks(kind):
+    shape = EncoderShape(6, 7, 16, 4, 32)
+    mask = torch.zeros(6, 7, dtype=torch.bool)
+    mask[::2, 4:] = True
+    given = mask if kind is torch.bool else torch.zeros(6, 7).masked_fill(mask, float("-inf"))
+    _assert_close(shape, key_padding_mask=given)
+    _assert_close(shape, key_padding_mask=given, is_causal=True)
+
+
+def test_a_sequence_without_keys_attends_to_nothing():
+    shape = EncoderShape(2, 3, 16, 4, 32)
+    tensors = encoder_tensors(shape)
+    mask = torch.tensor([[False] * 3, [True] * 3])
+    found = with_gradients(partial(_fused, nhead=4, key_padding_mask=mask), tensors, _grad(tensors))
+    assert all(bool(each.isfinite().all()) for each in found.values())
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_walkers_and_places_change_no_bit(monkeypatch, precision):
+    shape = EncoderShape(40, 5, 16, 4, 32)
+    tensors = encoder_tensors(shape)
+    run = partial(_fused, nhead=4, precision=precision)
+    grad = _grad(tensors)
+    whole = with_gradients(run, tensors, grad)
+    monkeypatch.setattr(configs, "walkers", lambda *args: 3)
+    again = with_gradients(run, tensors, grad)
+    for name, each in whole.items():
+        assert_bitwise_equal(again[name], each)
+    part = with_gradients(run, tensors | {"x": tensors["x"][7:20].clone()}, grad[7:20].clone())
+    for name in ("the layer", "gradient of x"):
+        assert_bitwise_equal(part[name], whole[name][7:20])
+
+
+def test_main_grad_is_added_to():
+    shape = EncoderShape(20, 5, 16, 4, 32)
+    tensors = {name: each.requires_grad_() for name, each in encoder_tensors(shape).items()}
+    y = _fused(nhead=4, **tensors)
+    y.sum().backward()
+    expected = {name: each.grad.clone() for name, each in tensors.items() if name != "x"}
+    for name, each in tensors.items():
+        each.grad = None
+        if name != "x":
+            each.main_grad = torch.ones_like(each)
+    _fused(nhead=4, **tensors).sum().backward()
+    for name, each in expected.items():
+        torch.testing.assert_close(tensors[name].main_grad, each + 1)
+        assert tensors[name].grad is None
+        assert tensors[name].grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 42, 64, 127, 128, 200])
+def test_chunks_are_whole_sequences_and_whole_tiles(tokens):
+    assert configs.chunk(tokens, 16, 4, 32, "float32") * tokens % 64 == 0
