@@ -36,6 +36,7 @@ class Layer:
     mask: str  # none, "bool" (True leaves a key out) or "additive"
     mask_strides: tuple[int, int]
     stacked: bool  # whether in_proj is one weight
+    overlaps: bool = False  # whether the device lets a launch begin before the last one ends (sm_90 and later)
 
     @property
     def head(self) -> int:
@@ -63,7 +64,12 @@ class Layer:
     @property
     def turned(self) -> bool:
         """Whether the weights' gradients read transposes: TF32 tensor cores want both operands along the sum."""
-        return self.precision == "tf32" and self.head <= SHORT_HEAD
+        return self.precision == "tf32" and self.head <= SHORT_HEAD and self.padded >= _TURNED
+
+    @property
+    def early(self) -> bool:
+        """Whether launches overlap: set-up time of small ones; programs of large ones would wait in others' places."""
+        return self.overlaps and self.rows * self.d_model <= _SMALL
 
     @property
     def exact(self) -> bool:
@@ -90,6 +96,8 @@ class Layer:
         return f"{sizes} {number}"
 
 
+_SMALL = 1 << 20  # elements of x
+_TURNED = 64  # padded d_model from which transposes pay: at 16 they took 75 us for what takes 68 without (H200)
 SHORT_HEAD = 16  # up to which attention is computed in registers
 
 
@@ -153,12 +161,12 @@ class Configs:
 # By number type and padded d_model, from measurements on an H200 (benchmarks/tuning); the widest spill nothing.
 _TABLE = {
     ("tf32", 16): Configs(
-        RowConfig(64, 16, 4, 2), RowConfig(64, 64, 4, 3), RowConfig(64, 64, 4, 2), RowConfig(64, 16, 4, 2),
-        WeightConfig(64, 64, 64, 4, 3),
+        RowConfig(64, 16, 4, 2), RowConfig(64, 64, 4, 3), RowConfig(64, 16, 4, 2), RowConfig(64, 16, 4, 2),
+        WeightConfig(16, 16, 64, 1, 3),
     ),
     ("tf32", 32): Configs(
         RowConfig(64, 32, 4, 2), RowConfig(64, 64, 4, 3), RowConfig(32, 64, 4, 2), RowConfig(32, 32, 4, 3),
-        WeightConfig(64, 64, 64, 4, 3),
+        WeightConfig(32, 32, 64, 1, 3),
     ),
     ("tf32", 64): Configs(
         RowConfig(64, 64, 4, 2), RowConfig(64, 64, 4, 3), RowConfig(32, 64, 4, 2), RowConfig(32, 32, 4, 3),

@@ -28,6 +28,7 @@ class Attention:
     mask: str = ""  # none, "bool" (True leaves a key out) or "additive"
     mask_strides: tuple[int, int] = (0, 0)  # sequence, token
     backend: str = "cuda"
+    early: bool = False  # whether the launch overlaps with its neighbours
     turned: bool = False  # whether dq, dk and dv are written transposed, rounded to TF32
 
 
@@ -113,14 +114,15 @@ def choose_backward(problem: Attention) -> DotConfig:
 
 def choose_registers(problem: Attention) -> RegistersConfig:
     """For a short head. As many tokens a thread as registers allow, and of those the number that wastes fewest."""
-    own = _own(problem, most=4 if problem.head <= 8 else 2)
-    return RegistersConfig(own, 4 if problem.head <= 8 else 2)
+    if problem.head <= 8:
+        return RegistersConfig(_own(problem, most=4), 4)
+    return RegistersConfig(_own(problem, most=2), 2)
 
 
 def choose_registers_backward(problem: Attention) -> RegistersBackwardConfig:
     if problem.head <= 8:
-        return RegistersBackwardConfig(_own(problem, most=4), _own(problem, most=3), keys=2, queries=1)
-    return RegistersBackwardConfig(1, 1, keys=1, queries=1)
+        return RegistersBackwardConfig(_own(problem, most=4), _own(problem, most=3), keys=2, queries=2)
+    return RegistersBackwardConfig(_own(problem, most=2), _own(problem, most=2), keys=2, queries=1)
 
 
 def _own(problem: Attention, most: int) -> int:

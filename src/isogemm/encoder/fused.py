@@ -7,7 +7,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from isogemm.core import device as devices
 from isogemm.core.eager import through_dispatcher
 from isogemm.encoder import configs
 from isogemm.encoder.configs import Layer
@@ -43,6 +45,9 @@ def encoder_layer(x: Tensor, params: EncoderParameters, mask: Tensor | None, opt
     present = _present(_slots(params))
     stacked = not isinstance(params.in_proj_weight, tuple)
     if through_dispatcher(x, *present):
+        if not is_compiling():  # torch resolves what it has only noted down (a negation), but not in optional lists
+            params = EncoderParameters(*map(_resolved, params))
+            present = _present(_slots(params))
         owners, totals = with_main_grad(*map(parameter, present))
         arguments = (_optional(_slots(params)), mask, owners, totals, stacked, *options)
         return cast(Tensor, torch.ops.isogemm.encoder_layer(x, *arguments)[0])
@@ -50,6 +55,12 @@ def encoder_layer(x: Tensor, params: EncoderParameters, mask: Tensor | None, opt
         where = tuple(each is not None for each in _optional(_slots(params)))
         return cast(Tensor, cast(Any, _Layer).apply(options, where, stacked, x, *present, mask))
     return _forward(x, _slots(params), mask, options, keep=False)[0]
+
+
+def _resolved(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_resolved, value))
+    return None if value is None else torch.resolve_neg(value)
 
 
 class _Layer(torch.autograd.Function):
@@ -123,7 +134,13 @@ def _layer(x: Tensor, slots: Slots, mask: Tensor | None, options: Options) -> La
         dtype_name(slots.wo.dtype), options.precision or "", options.norm, options.norm_first, options.activation,
         options.is_causal, "" if mask is None else "bool" if mask.dtype is torch.bool else "additive",
         (0, 0) if mask is None else cast("tuple[int, int]", mask.stride()), slots.wq is slots.wk,
+        _overlaps(x.device),
     )  # fmt: skip
+
+
+def _overlaps(device: torch.device) -> bool:
+    arch = devices.facts(device).arch if device.type == "cuda" else ""
+    return arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -283,7 +300,10 @@ _OPTIONS = (
     "int nhead, bool norm_first, str activation, str norm, float eps, bool is_causal, str? precision, "
     "ScalarType operand"
 )
-_KEPT = "Tensor dy, Tensor x, Tensor o, Tensor lse, Tensor total, Tensor ready, Tensor?[] params, Tensor? mask, bool stacked"
+_KEPT = (
+    "Tensor dy, Tensor x, Tensor o, Tensor lse, Tensor total, Tensor ready, Tensor?[] params, Tensor? mask, "
+    "bool stacked"
+)
 # torch.library is not typed.
 _library: Any = torch.library.Library("isogemm", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _schema, _function, _fake in (

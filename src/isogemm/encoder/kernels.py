@@ -46,8 +46,9 @@ def describe_project(
         "BM": config.rows,
         "BN": block,
         "SIDE": _SIDE,
+        "EARLY": layer.early,
     }
-    return Launch(_project_kernel, programs, (layer.rows, eps, walkers), constants, _options(config))
+    return Launch(_project_kernel, programs, (layer.rows, eps, walkers), constants, _options(layer, config))
 
 
 def describe_feedforward(layer: Layer, config: RowConfig, eps: float) -> Launch:
@@ -61,8 +62,9 @@ def describe_feedforward(layer: Layer, config: RowConfig, eps: float) -> Launch:
         "INDEX": _index(layer),
         "PARKED": layer.dtype == "float32",
         **_blocks(layer, config),
+        "EARLY": layer.early,
     }
-    return Launch(_feedforward_kernel, _tiles(layer, config), (layer.rows, eps), constants, _options(config))
+    return Launch(_feedforward_kernel, _tiles(layer, config), (layer.rows, eps), constants, _options(layer, config))
 
 
 def describe_feedforward_backward(layer: Layer, config: RowConfig, eps: float) -> Launch:
@@ -79,9 +81,10 @@ def describe_feedforward_backward(layer: Layer, config: RowConfig, eps: float) -
         "EXACT": layer.exact,
         "INDEX": _index(layer),
         **_blocks(layer, config),
+        "EARLY": layer.early,
     }
     scalars = (layer.rows, eps, layer.ld)
-    return Launch(_feedforward_backward_kernel, _tiles(layer, config), scalars, constants, _options(config))
+    return Launch(_feedforward_backward_kernel, _tiles(layer, config), scalars, constants, _options(layer, config))
 
 
 def describe_input_grad(layer: Layer, config: RowConfig, eps: float) -> Launch:
@@ -93,9 +96,10 @@ def describe_input_grad(layer: Layer, config: RowConfig, eps: float) -> Launch:
         **_numbers(layer),
         "BM": config.rows,
         "BK": min(config.block, layer.padded),
+        "EARLY": layer.early,
     }
     scalars = (layer.rows, eps, layer.ld)
-    return Launch(_input_grad_kernel, _tiles(layer, config), scalars, constants, _options(config))
+    return Launch(_input_grad_kernel, _tiles(layer, config), scalars, constants, _options(layer, config))
 
 
 def describe_weight_grads(
@@ -121,9 +125,10 @@ def describe_weight_grads(
         "BM": config.block_m,
         "BN": config.block_n,
         "BK": config.block_k,
+        "EARLY": layer.early,
     }  # fmt: skip
     scalars = (layer.rows, layer.ld, *offsets)
-    return Launch(_weight_grads_kernel, per_chunk * layer.chunks, scalars, constants, _options(config))
+    return Launch(_weight_grads_kernel, per_chunk * layer.chunks, scalars, constants, _options(layer, config))
 
 
 def describe_sum_chunks(layer: Layer, segments: Sequence[tuple[int, int, bool] | None], size: int) -> Launch:
@@ -133,8 +138,8 @@ def describe_sum_chunks(layer: Layer, segments: Sequence[tuple[int, int, bool] |
         offset, length, added = segment or (0, 0, False)
         placed.append((programs, offset, length, added))
         programs += -(-length // _ADDED_AT_ONCE)
-    constants = {"SEGMENTS": tuple(placed), "SIZE": size, "BLOCK": _ADDED_AT_ONCE}
-    return Launch(_sum_chunks_kernel, programs, (layer.chunks,), constants, {"num_warps": 4})
+    constants = {"SEGMENTS": tuple(placed), "SIZE": size, "BLOCK": _ADDED_AT_ONCE, "EARLY": layer.early}
+    return Launch(_sum_chunks_kernel, programs, (layer.chunks,), constants, _early(layer, {"num_warps": 4}))
 
 
 def _sizes(layer: Layer) -> dict[str, object]:
@@ -166,5 +171,10 @@ def _tiled(m: int, n: int, config: WeightConfig) -> int:
     return -(-m // config.block_m) * -(-n // config.block_n)
 
 
-def _options(config: RowConfig | WeightConfig) -> dict[str, object]:
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
+def _options(layer: Layer, config: RowConfig | WeightConfig) -> dict[str, object]:
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
+    return _early(layer, options)
+
+
+def _early(layer: Layer, options: dict[str, object]) -> dict[str, object]:
+    return options | ({"launch_pdl": True} if layer.early else {})

@@ -13,7 +13,9 @@ import triton.language as tl
 
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs_attention import Attention, RegistersBackwardConfig, RegistersConfig
-from isogemm.encoder.kernels_forward import round_to_tf32
+from isogemm.encoder.kernels_forward import round_to_tf32, started
+
+_CACHED = 16 << 20  # bytes of q, k and v that are read fast enough without being fetched first (H200)
 
 
 @triton.jit
@@ -204,8 +206,9 @@ def _attention_kernel(
     ld_q, ld_k, ld_v, mask_stride, mask_step,
     H: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, TURNED: tl.constexpr,
     WIDE: tl.constexpr, FETCH: tl.constexpr, UNIT: tl.constexpr, VEC: tl.constexpr,
-    OWN: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
+    OWN: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    started(EARLY)
     ld_q = _multiple(ld_q, UNIT)
     ld_k = _multiple(ld_k, UNIT)
     ld_v = _multiple(ld_v, UNIT)
@@ -401,8 +404,10 @@ def _attention_backward_kernel(
     H: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, TURNED: tl.constexpr,
     WIDE: tl.constexpr, FETCH: tl.constexpr, UNIT: tl.constexpr, VEC: tl.constexpr,
     OWN_Q: tl.constexpr, OWN_K: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     # The first programs' threads own queries and write dq, the others' own keys and write dk and dv.
+    started(EARLY)
     program = tl.program_id(0)
     ld_q = _multiple(ld_q, UNIT)
     ld_k = _multiple(ld_k, UNIT)
@@ -460,12 +465,13 @@ def describe_attention(problem: Attention, config: RegistersConfig) -> Launch:
     """Of q, k, v, mask, o, lse."""
     scalars = (problem.sequences, problem.tokens, math.log2(math.e) * problem.head**-0.5, *problem.row_strides)
     constants = _constants(problem) | {"OWN": config.own, "KEYS": config.block, "BLOCK": 32 * config.num_warps}
+    constants["EARLY"] = problem.early
     return Launch(
         _attention_kernel,
         _programs(problem, config.own, config.num_warps),
         (*scalars, *_mask_strides(problem)),
         constants,
-        _options(config.num_warps),
+        _options(problem, config.num_warps),
     )
 
 
@@ -480,13 +486,14 @@ def describe_attention_backward(problem: Attention, config: RegistersBackwardCon
         "KEYS": config.keys,
         "QUERIES": config.queries,
         "BLOCK": 32 * config.num_warps,
+        "EARLY": problem.early,
     }
     return Launch(
         _attention_backward_kernel,
         of_queries + _programs(problem, config.own_keys, config.num_warps),
         scalars,
         constants,
-        _options(config.num_warps),
+        _options(problem, config.num_warps),
     )
 
 
@@ -503,6 +510,7 @@ def _constants(problem: Attention) -> dict[str, object]:
     itemsize = 4 if problem.dtype == "float32" else 2
     unit = math.gcd(*problem.row_strides[:3], problem.head, 16 // itemsize)
     farthest = problem.sequences * problem.tokens * max(*problem.row_strides[:3], problem.heads * problem.head)
+    read = problem.sequences * problem.tokens * 3 * problem.heads * problem.head * itemsize
     if problem.turned:
         farthest = max(farthest, problem.heads * problem.head * problem.row_strides[3])
     return {
@@ -512,11 +520,12 @@ def _constants(problem: Attention) -> dict[str, object]:
         "CAUSAL": problem.causal,
         "TURNED": problem.turned,
         "WIDE": farthest >= 2**31,
-        "FETCH": problem.backend == "cuda" and not triton.knobs.runtime.interpret,
+        "FETCH": problem.backend == "cuda" and read > _CACHED and not triton.knobs.runtime.interpret,
         "UNIT": unit,
         "VEC": unit,
     }
 
 
-def _options(num_warps: int) -> dict[str, object]:
-    return {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False}
+def _options(problem: Attention, num_warps: int) -> dict[str, object]:
+    early = {"launch_pdl": True} if problem.early else {}
+    return {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False} | early

@@ -18,10 +18,13 @@ from isogemm.encoder.kernels_forward import (
     operand,
     product,
     row_tile,
+    started,
     statistics,
     store_grad_operand,
     store_tile,
 )
+
+_AT_ONCE = tl.constexpr(8)  # chunks on their way while others are added
 
 
 @triton.jit
@@ -62,9 +65,10 @@ def _feedforward_backward_kernel(
     D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_FIRST: tl.constexpr,
     READY: tl.constexpr, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     ACT: tl.constexpr, ACT_GRAD: tl.constexpr, EXACT: tl.constexpr, INDEX: tl.constexpr,
-    BM: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # From dy to ds, the gradient of s = x + o Wo + bo; u = norm(s), act(z) and dz go to the weights' gradients.
+    started(EARLY)
     tile = tl.program_id(0)
     row = (tile * BM).to(INDEX)
     s = attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, READY, OPERAND, PRECISION, BM, BK)
@@ -116,8 +120,10 @@ def _input_grad_kernel(
     rows, eps, ld,
     D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, READY: tl.constexpr, TURNED: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients.
+    started(EARLY)
     tile = tl.program_id(0)
     row = (tile * BM).to(INDEX)
     dn = tl.zeros((BM, DP), tl.float32)
@@ -157,9 +163,11 @@ def _weight_grads_kernel(
     M0: tl.constexpr, N0: tl.constexpr, M1: tl.constexpr, N1: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
     CHUNK: tl.constexpr, TILES: tl.constexpr, TILES_P: tl.constexpr, TURNED: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     # A program adds up one tile of left0^T right0 or left1^T right1 over one chunk of rows, and the columns of left;
     # with norm_sums, one program of a chunk adds up its TILES tiles' parts in the norms' gradients.
+    started(EARLY)
     COLS0: tl.constexpr = (N0 + BN - 1) // BN
     COLS1: tl.constexpr = (N1 + BN - 1) // BN
     TILES0: tl.constexpr = (M0 + BM - 1) // BM * COLS0
@@ -246,18 +254,23 @@ def _sum_segment(
         total = tl.load(to + at, mask=live, other=0.0)
     else:
         total = tl.zeros((BLOCK,), tl.float32)
-    for _ in tl.range(0, chunks):
-        total += tl.load(partials + at, mask=live, other=0.0)
-        partials += SIZE
+    for chunk in tl.range(0, chunks, _AT_ONCE):
+        coming = ()
+        for i in tl.static_range(_AT_ONCE):
+            coming = coming + (tl.load(partials + i * SIZE + at, mask=live & (chunk + i < chunks), other=0.0),)
+        for i in tl.static_range(_AT_ONCE):
+            total = tl.where(chunk + i < chunks, total + coming[i], total)
+        partials += _AT_ONCE * SIZE
     tl.store(to + at, total.to(to.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["chunks"])
 def _sum_chunks_kernel(
     partials, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15, chunks,
-    SEGMENTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    SEGMENTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # SEGMENTS: for each gradient the first of its programs, its offset and size, and whether it is added to.
+    started(EARLY)
     outs = (p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15)
     program = tl.program_id(0)
     for i in tl.static_range(16):

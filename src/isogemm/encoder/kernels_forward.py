@@ -13,6 +13,14 @@ from isogemm.gemm.kernels import multiply
 
 
 @triton.jit
+def started(EARLY: tl.constexpr):
+    """First of all: wait for the launch before, and let the next one come as this one's programs run out."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def columns_of(ptr, D: tl.constexpr, DP: tl.constexpr):
     """A vector [D] as fp32 [1, DP], zeros beyond D."""
     col = tl.arange(0, DP)
@@ -229,10 +237,11 @@ def _project_kernel(
     D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, STACKED: tl.constexpr,
     BIASES: tl.constexpr, BACKWARD: tl.constexpr, READY: tl.constexpr, TURN: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # Programs keep one part of the weight, BN columns of q, k or v, and walk over rows. In the backward there is a
     # fourth part, do = ds Wo. In a forward that reads prepared weights, the last programs prepare them for the others.
+    started(EARLY)
     PARTS: tl.constexpr = 4 if BACKWARD else 3
     BLOCKS: tl.constexpr = (D + BN - 1) // BN
     program = tl.program_id(0)
@@ -313,8 +322,10 @@ def _feedforward_kernel(
     D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_FIRST: tl.constexpr,
     READY: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ACT: tl.constexpr, EXACT: tl.constexpr,
     INDEX: tl.constexpr, PARKED: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     # s = x + o Wo + bo; u = norm(s); y = s + act(u W1 + b1) W2 + b2, or with the norm last, y = norm(u + ...).
+    started(EARLY)
     row = (tl.program_id(0) * BM).to(INDEX)
     s = attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, READY, OPERAND, PRECISION, BM, BK)
     mean, deviation = statistics(s, eps, D, DP, NORM)

@@ -224,7 +224,7 @@ class Plan:
         return Attention(
             layer.sequences, layer.tokens, layer.nhead, layer.head, layer.operand, layer.precision or "ieee",
             (width,) * 3 + grads, layer.causal, layer.mask, layer.mask_strides,
-            backend(), backward and layer.turned,
+            backend(), layer.early, backward and layer.turned,
         )  # fmt: skip
 
     # arguments

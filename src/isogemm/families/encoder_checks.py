@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from isogemm.bench.cases import fp32_precision
 from isogemm.core import device as devices
@@ -19,7 +17,6 @@ from isogemm.families.ahead import run_ahead
 from isogemm.families.fused_checks import training_step
 from isogemm.families.trials import Rows, Trained, Trials
 from isogemm.gemm import configs
-from isogemm.gemm.reference import round_to_tf32
 from isogemm.testing.cases import make_data, with_layout
 from isogemm.testing.compare import BitDiff, compare_bits
 from isogemm.testing.encoder import (
@@ -27,6 +24,7 @@ from isogemm.testing.encoder import (
     EncoderShape,
     encoder_parameters,
     encoder_tensors,
+    products_of_tf32,
     torch_encoder,
 )
 
@@ -213,19 +211,6 @@ def _right_padding(each: Setting) -> Iterator[BitDiff]:
             yield compare_bits(one[:, :tokens], other)
 
 
-class _RoundedToTf32(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operands of products rounded as TF32 has them, forward and backward."""
-
-    _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func.overloadpacket in self._PRODUCTS:
-            args = [*args[:-2], *(round_to_tf32(each) for each in args[-2:])]
-        return func(*args, **(kwargs or {}))
-
-
 class Measure(NamedTuple):
     """torch's results, and how many times their errors are allowed."""
 
@@ -246,7 +231,7 @@ def measures(
     with fp32_precision("ieee" if device.type == "cuda" else ""):
         found = [Measure(4, step())]
         if precision == "tf32" and device.type == "cuda":
-            with sdpa_kernel(SDPBackend.MATH), _RoundedToTf32():  # type: ignore[no-untyped-call]
+            with products_of_tf32():
                 found.append(Measure(2, step()))
     return found
 

@@ -33,6 +33,7 @@ from isogemm.testing.encoder import (
     encoder_parameters,
     encoder_tensors,
     isogemm_encoder,
+    products_of_tf32,
     torch_encoder,
     with_gradients,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "measure_errors",
     "poison_value",
     "poisoned_allocations",
+    "products_of_tf32",
     "require_interpreter",
     "run_matrix",
     "run_trials",

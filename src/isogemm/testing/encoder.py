@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import isogemm
+from isogemm.gemm.reference import round_to_tf32
 from isogemm.testing.cases import make_data
 from isogemm.testing.error import assert_no_worse_than_torch
 from isogemm.testing.forms import ACTIVATION_FORMS
@@ -52,6 +57,29 @@ _NAMES = {  # of EncoderParameters' fields in torch's layer
         for kind in ("weight", "bias")
     },
 }
+
+
+class _RoundedToTf32(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket in self._PRODUCTS:
+            args = [*args[:-2], *(round_to_tf32(each) for each in args[-2:])]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def products_of_tf32() -> Iterator[None]:
+    """torch's float32 products with operands rounded as TF32 has them: cuBLAS takes TF32 or not as it likes."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    try:
+        with sdpa_kernel(SDPBackend.MATH), _RoundedToTf32():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def encoder_tensors(
@@ -172,7 +200,8 @@ def assert_encoder_no_worse(
         grad = make_data("normal", shape, seed=99 + draw, dtype=dtype, device=device)
         with poisoned_allocations():
             actual = with_gradients(ours, {**tensors, **more}, grad)
-        torchs = with_gradients(theirs, {**tensors, **more}, grad)
+        with products_of_tf32() if precision == "tf32" and device.type == "cuda" else nullcontext():
+            torchs = with_gradients(theirs, {**tensors, **more}, grad)
         exact = with_gradients(theirs, {**tensors, **more}, grad, torch.float64)
         for name, right in exact.items():
             found.setdefault(name, []).append((actual[name], torchs[name], right))
