@@ -30,7 +30,7 @@ def _launches(layer):
     norm1 = () if layer.norm_first else ("norm_w", "norm_b")
     last = ("last_w", "last_b", "sum_ptr", "dlast_ptr") if layer.norm_first else ()
     turned = () if layer.turned else ("dlast_turned", "ds_turned", "o_turned")
-    rows = chosen.input_grad.rows
+    rows = chosen.tile_rows
     project = (layer, chosen.project, EPS, 88, True)
     yield (
         kernels.describe_project(*project, False, True),
@@ -38,8 +38,11 @@ def _launches(layer):
     )
     yield kernels.describe_project(*project, True, True), (*norm1, "w1", "w2", "ready")
     yield kernels.describe_feedforward(layer, chosen.feedforward, EPS), last
-    yield kernels.describe_feedforward_backward(layer, chosen.feedforward_backward, EPS), (*last, *turned)
-    yield kernels.describe_input_grad(layer, chosen.input_grad, EPS), (*norm1, *turned)
+    yield (
+        kernels.describe_feedforward_backward(layer, chosen.feedforward_backward, chosen.tile_rows, EPS),
+        (*last, *turned),
+    )
+    yield kernels.describe_input_grad(layer, chosen.input_grad, rows, EPS), (*norm1, *turned)
     shapes, offsets = (3 * d, d, d, d), (0, 16, 32, 48, 64)
     yield (
         kernels.describe_weight_grads(layer, chosen.weight_grads, rows, (f, d, d, f), offsets, 4096, False),

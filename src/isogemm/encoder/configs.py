@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 WIDEST = 256  # d_model of a row that a program keeps
-_TILE_ROWS = 64  # every tile's rows divide it
+TILE_ROWS = 64  # every tile's rows divide it
 _CHUNK_ROWS = 512  # of one sum in the parameters' gradients, at least
 _MOST_CHUNK_ROWS = 8192  # tokens that no shorter chunk divides would make the sums long and few
 
@@ -103,7 +103,7 @@ SHORT_HEAD = 16  # up to which attention is computed in registers
 
 def chunk_of(tokens: int) -> int:
     """Sequences of one sum: the fewest that tiles divide and that have _CHUNK_ROWS tokens."""
-    least = _TILE_ROWS // math.gcd(tokens, _TILE_ROWS)
+    least = TILE_ROWS // math.gcd(tokens, TILE_ROWS)
     return least * -(-_CHUNK_ROWS // (least * tokens))
 
 
@@ -154,50 +154,55 @@ class Configs:
     project: RowConfig
     feedforward: RowConfig
     feedforward_backward: RowConfig
-    input_grad: RowConfig  # the same rows as feedforward_backward: their tiles' sums go together
+    input_grad: RowConfig
     weight_grads: WeightConfig
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of the smallest tile that leaves its part of a norm's gradients."""
+        return min(self.feedforward_backward.rows, self.input_grad.rows)
 
 
 # By number type and padded d_model, from measurements on an H200 (benchmarks/tuning); the widest spill nothing.
 _TABLE = {
     ("tf32", 16): Configs(
-        RowConfig(64, 16, 4, 2), RowConfig(64, 64, 4, 3), RowConfig(64, 16, 4, 2), RowConfig(64, 16, 4, 2),
+        RowConfig(64, 16, 4, 1), RowConfig(64, 64, 4, 1), RowConfig(32, 32, 4, 2), RowConfig(64, 16, 4, 2),
         WeightConfig(16, 16, 64, 1, 3),
     ),
     ("tf32", 32): Configs(
-        RowConfig(64, 32, 4, 2), RowConfig(64, 64, 4, 3), RowConfig(32, 64, 4, 2), RowConfig(32, 32, 4, 3),
+        RowConfig(64, 32, 4, 2), RowConfig(64, 64, 4, 1), RowConfig(64, 64, 4, 1), RowConfig(32, 32, 4, 2),
         WeightConfig(32, 32, 64, 1, 3),
     ),
     ("tf32", 64): Configs(
-        RowConfig(64, 64, 4, 2), RowConfig(64, 64, 4, 3), RowConfig(32, 64, 4, 2), RowConfig(32, 32, 4, 3),
+        RowConfig(64, 64, 4, 1), RowConfig(32, 64, 4, 2), RowConfig(32, 64, 4, 1), RowConfig(32, 32, 4, 2),
         WeightConfig(64, 64, 64, 4, 3),
     ),
     ("tf32", 128): Configs(
-        RowConfig(128, 128, 8, 2), RowConfig(64, 32, 4, 3), RowConfig(32, 64, 4, 2), RowConfig(32, 64, 4, 3),
+        RowConfig(64, 128, 8, 1), RowConfig(64, 64, 4, 1), RowConfig(32, 64, 4, 1), RowConfig(32, 32, 4, 3),
         WeightConfig(64, 128, 32, 4, 4),
     ),
     ("tf32", 256): Configs(
-        RowConfig(64, 64, 8, 2), RowConfig(32, 32, 8, 2), RowConfig(32, 32, 8, 2), RowConfig(32, 32, 8, 2),
+        RowConfig(32, 64, 4, 1), RowConfig(32, 64, 4, 1), RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 1),
         WeightConfig(64, 128, 32, 4, 4),
     ),
     ("half", 16): Configs(
-        RowConfig(64, 16, 4, 2), RowConfig(64, 64, 4, 3), RowConfig(64, 32, 4, 3), RowConfig(64, 16, 4, 2),
+        RowConfig(64, 16, 4, 2), RowConfig(64, 64, 4, 1), RowConfig(32, 32, 4, 2), RowConfig(64, 16, 4, 2),
         WeightConfig(64, 64, 64, 4, 3),
     ),
     ("half", 32): Configs(
-        RowConfig(64, 32, 4, 2), RowConfig(64, 64, 4, 3), RowConfig(32, 64, 4, 2), RowConfig(32, 32, 4, 3),
+        RowConfig(64, 32, 4, 2), RowConfig(64, 64, 4, 2), RowConfig(64, 64, 4, 1), RowConfig(64, 32, 4, 2),
         WeightConfig(64, 64, 64, 4, 3),
     ),
     ("half", 64): Configs(
-        RowConfig(64, 64, 4, 2), RowConfig(64, 64, 4, 3), RowConfig(32, 64, 4, 2), RowConfig(32, 64, 4, 3),
+        RowConfig(64, 64, 4, 2), RowConfig(32, 64, 4, 1), RowConfig(32, 64, 4, 1), RowConfig(64, 64, 4, 2),
         WeightConfig(64, 64, 64, 4, 3),
     ),
     ("half", 128): Configs(
-        RowConfig(64, 128, 4, 2), RowConfig(64, 32, 4, 3), RowConfig(32, 64, 4, 2), RowConfig(32, 64, 4, 3),
+        RowConfig(64, 128, 8, 1), RowConfig(32, 64, 4, 1), RowConfig(32, 64, 4, 1), RowConfig(64, 64, 4, 2),
         WeightConfig(64, 128, 64, 4, 3),
     ),
     ("half", 256): Configs(
-        RowConfig(64, 64, 8, 2), RowConfig(32, 32, 8, 2), RowConfig(32, 32, 8, 2), RowConfig(32, 32, 8, 2),
+        RowConfig(64, 64, 4, 2), RowConfig(32, 64, 4, 1), RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 2),
         WeightConfig(64, 128, 64, 4, 3),
     ),
     ("ieee", 16): Configs(
@@ -209,15 +214,15 @@ _TABLE = {
         WeightConfig(32, 32, 32, 4, 1),
     ),
     ("ieee", 64): Configs(
-        RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 1),
+        RowConfig(32, 32, 4, 1), RowConfig(16, 16, 4, 1), RowConfig(16, 16, 4, 1), RowConfig(32, 32, 4, 1),
         WeightConfig(32, 64, 32, 4, 1),
     ),
     ("ieee", 128): Configs(
-        RowConfig(32, 32, 8, 1), RowConfig(32, 32, 8, 1), RowConfig(32, 32, 8, 1), RowConfig(32, 32, 8, 1),
+        RowConfig(16, 32, 8, 1), RowConfig(16, 16, 8, 1), RowConfig(16, 16, 8, 1), RowConfig(32, 32, 8, 1),
         WeightConfig(64, 64, 32, 8, 1),
     ),
     ("ieee", 256): Configs(
-        RowConfig(16, 32, 8, 1), RowConfig(16, 16, 8, 1), RowConfig(16, 16, 8, 1), RowConfig(16, 16, 8, 1),
+        RowConfig(16, 16, 8, 1), RowConfig(16, 16, 8, 1), RowConfig(16, 16, 8, 1), RowConfig(16, 16, 8, 1),
         WeightConfig(64, 64, 32, 8, 1),
     ),
 }  # fmt: skip

@@ -357,7 +357,8 @@ def _register_autograd() -> None:
             dx, *found = torch.ops.isogemm.encoder_layer_backward(*arguments)
         remaining = iter(found)
         of_params = [next(remaining) if there else None for there in ctx.where]
-        return dx, of_params, *(None,) * (4 + len(ctx.options))
+        nothing = [None] * len(present)  # a list for a list
+        return dx, of_params, None, nothing, nothing, *(None,) * (1 + len(ctx.options))
 
     register: Any = torch.library.register_autograd
     register("isogemm::encoder_layer", backward, setup_context=keep)

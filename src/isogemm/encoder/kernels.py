@@ -67,7 +67,7 @@ def describe_feedforward(layer: Layer, config: RowConfig, eps: float) -> Launch:
     return Launch(_feedforward_kernel, _tiles(layer, config), (layer.rows, eps), constants, _options(layer, config))
 
 
-def describe_feedforward_backward(layer: Layer, config: RowConfig, eps: float) -> Launch:
+def describe_feedforward_backward(layer: Layer, config: RowConfig, tile_rows: int, eps: float) -> Launch:
     """Of x, o, out_proj's weight and bias, linear1's, linear1 and linear2 turned, the first norm's weight and bias, the
     last norm's weight, dy, the sum before the last norm; to u, act(z), dz, dlast, its transpose, ds and the sums.
     """
@@ -81,13 +81,14 @@ def describe_feedforward_backward(layer: Layer, config: RowConfig, eps: float) -
         "EXACT": layer.exact,
         "INDEX": _index(layer),
         **_blocks(layer, config),
+        "SLOTS": config.rows // tile_rows,
         "EARLY": layer.early,
     }
     scalars = (layer.rows, eps, layer.ld)
     return Launch(_feedforward_backward_kernel, _tiles(layer, config), scalars, constants, _options(layer, config))
 
 
-def describe_input_grad(layer: Layer, config: RowConfig, eps: float) -> Launch:
+def describe_input_grad(layer: Layer, config: RowConfig, tile_rows: int, eps: float) -> Launch:
     """Of x, norm1's weight and bias, in_proj, dqkv, ds, o; to the norm of x, ds and o transposed, dx and the sums."""
     constants = _sizes(layer) | {
         "NORM": layer.norm if layer.norm_first else "",
@@ -96,6 +97,7 @@ def describe_input_grad(layer: Layer, config: RowConfig, eps: float) -> Launch:
         **_numbers(layer),
         "BM": config.rows,
         "BK": min(config.block, layer.padded),
+        "SLOTS": config.rows // tile_rows,
         "EARLY": layer.early,
     }
     scalars = (layer.rows, eps, layer.ld)

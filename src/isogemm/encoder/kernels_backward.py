@@ -11,7 +11,7 @@ import triton.language as tl
 
 from isogemm.encoder.kernels_forward import (
     attended,
-    backward_operand,
+    backward_weight,
     columns_of,
     hidden,
     normed,
@@ -28,34 +28,50 @@ _AT_ONCE = tl.constexpr(8)  # chunks on their way while others are added
 
 
 @triton.jit
-def _norm_backward(dn, x, mean, deviation, g_ptr, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr):
-    """The gradient of a norm's input x, and each element's share in the gradient of its scale."""
+def _store_sum(norm_sums, slot, which: tl.constexpr, rows_of, D: tl.constexpr, DP: tl.constexpr):
+    """A tile's part in row `which` of [5, D]: the sum of its rows."""
+    col = tl.arange(0, DP)
+    at = norm_sums + (slot.to(tl.int64) * (5 * D) + which * D + col)
+    tl.store(at, tl.sum(rows_of, axis=0), mask=col < D)
+
+
+@triton.jit
+def _first_slot(
+    norm_sums, tile, SLOTS: tl.constexpr, first: tl.constexpr, end: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+):
+    """Where a tile's sums go; the rest of the SLOTS that it has, one for each smallest tile, are zeros."""
+    col = tl.arange(0, DP)
+    for slot in tl.static_range(1, SLOTS):
+        at = norm_sums + ((tile * SLOTS + slot).to(tl.int64) * (5 * D) + col)
+        for which in tl.static_range(first, end):
+            tl.store(at + which * D, tl.zeros((DP,), tl.float32), mask=col < D)
+    return tile * SLOTS
+
+
+@triton.jit
+def _norm_backward(
+    dn, x, mean, deviation, g_ptr, norm_sums, slot, which: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a norm's input x; the tile's part in those of its scale and shift: sums which, which + 1."""
+    _store_sum(norm_sums, slot, which + 1, dn, D, DP)
     if NORM == "layer_norm":
         xhat = (x - mean) * deviation
         if DP != D:
             xhat = tl.where((tl.arange(0, DP) < D)[None, :], xhat, 0.0)
     else:
         xhat = x * deviation
-    scaled = dn
+    _store_sum(norm_sums, slot, which, dn * xhat, D, DP)
     if g_ptr is not None:
-        scaled = dn * columns_of(g_ptr, D, DP)
-    along = tl.sum(scaled * xhat, axis=1, keep_dims=True) * (1.0 / D)
+        dn = dn * columns_of(g_ptr, D, DP)
+    along = tl.sum(dn * xhat, axis=1, keep_dims=True) * (1.0 / D)
     if NORM == "layer_norm":
-        dx = (scaled - tl.sum(scaled, axis=1, keep_dims=True) * (1.0 / D) - xhat * along) * deviation
+        dx = (dn - tl.sum(dn, axis=1, keep_dims=True) * (1.0 / D) - xhat * along) * deviation
         if DP != D:
             dx = tl.where((tl.arange(0, DP) < D)[None, :], dx, 0.0)
     else:
-        dx = (scaled - xhat * along) * deviation
-    return dx, dn * xhat
-
-
-@triton.jit
-def _store_sums(ptr, tile, which: tl.constexpr, of_scale, of_shift, D: tl.constexpr, DP: tl.constexpr):
-    """A tile's part in the gradients of a norm's scale and shift: rows which, which + 1 of [5, D]."""
-    col = tl.arange(0, DP)
-    at = ptr + (tile.to(tl.int64) * (5 * D) + which * D + col)
-    tl.store(at, tl.sum(of_scale, axis=0), mask=col < D)
-    tl.store(at + D, tl.sum(of_shift, axis=0), mask=col < D)
+        dx = (dn - xhat * along) * deviation
+    return dx
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -65,51 +81,47 @@ def _feedforward_backward_kernel(
     D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_FIRST: tl.constexpr,
     READY: tl.constexpr, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     ACT: tl.constexpr, ACT_GRAD: tl.constexpr, EXACT: tl.constexpr, INDEX: tl.constexpr,
-    BM: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+    BM: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # From dy to ds, the gradient of s = x + o Wo + bo; u = norm(s), act(z) and dz go to the weights' gradients.
     started(EARLY)
     tile = tl.program_id(0)
     row = (tile * BM).to(INDEX)
+    slot = _first_slot(norm_sums, tile, SLOTS, 2 if NORM_FIRST else 0, 5, D, DP)
     s = attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, READY, OPERAND, PRECISION, BM, BK)
     mean, deviation = statistics(s, eps, D, DP, NORM)
     store_tile(ds_ptr, s, row, rows, 0, D, BM, DP, D)  # parked there until the norm's gradient
     u = normed(s, mean, deviation, norm_w, norm_b, D, DP, NORM)
-    store_grad_operand(u_ptr, u, row, rows, 0, ld, D, BM, DP, TURNED)
-    u = operand(u, OPERAND, PRECISION)
+    store_grad_operand(u_ptr, u.T, row, rows, 0, ld, D, BM, DP, TURNED)
+    u = operand(u, OPERAND, PRECISION).T
     dlast = row_tile(dy_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
     if not NORM_FIRST:
         total = row_tile(sum_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
         last_mean, last_deviation = statistics(total, eps, D, DP, NORM)
-        dnorm = dlast
-        dlast, of_scale = _norm_backward(dnorm, total, last_mean, last_deviation, last_w, D, DP, NORM)
-        _store_sums(norm_sums, tile, 2, of_scale, dnorm, D, DP)
+        dlast = _norm_backward(dlast, total, last_mean, last_deviation, last_w, norm_sums, slot, 2, D, DP, NORM)
         store_tile(dlast_ptr, dlast, row, rows, 0, D, BM, DP, D)
-    # Here and exactly: linear2's bias, of which torch rounds nothing.
-    col = tl.arange(0, DP)
-    tl.store(norm_sums + (tile.to(tl.int64) * (5 * D) + 4 * D + col), tl.sum(dlast, axis=0), mask=col < D)
+    _store_sum(norm_sums, slot, 4, dlast, D, DP)  # linear2's bias, here and exactly: torch rounds nothing of it
     if TURNED:
-        store_grad_operand(dlast_turned, dlast, row, rows, 0, ld, D, BM, DP, True)
-    dlast = operand(dlast, OPERAND, PRECISION)
+        store_grad_operand(dlast_turned, dlast.T, row, rows, 0, ld, D, BM, DP, True)
+    dlast = operand(dlast, OPERAND, PRECISION).T
     tl.debug_barrier()
-    du = tl.zeros((BM, DP), tl.float32)
+    acc = tl.zeros((DP, BM), tl.float32)
     for f in tl.range(0, F, BF):
         z = hidden(u, w1, b1, f, F, D, DP, READY, OPERAND, PRECISION, BM, BF)
         store_grad_operand(act_ptr, ACT(z, EXACT), row, rows, f, ld, F, BM, BF, TURNED)
-        w = backward_operand(w2_turned, 0, f, D, F, DP, BF, READY, OPERAND, PRECISION)  # [DP, BF]
-        dz = product(dlast, w, tl.zeros((BM, BF), tl.float32), PRECISION) * ACT_GRAD(z, EXACT)
+        w = backward_weight(w2_turned, f, 0, F, D, BF, DP, READY, OPERAND, PRECISION)  # [BF, DP]
+        dz = product(w, dlast, tl.zeros((BF, BM), tl.float32), PRECISION) * ACT_GRAD(z, EXACT)
         store_grad_operand(dz_ptr, dz, row, rows, f, ld, F, BM, BF, TURNED)
-        w = backward_operand(w1_turned, f, 0, F, D, BF, DP, READY, OPERAND, PRECISION)  # [BF, DP]
-        du = product(operand(dz, OPERAND, PRECISION), w, du, PRECISION)
+        w = backward_weight(w1_turned, 0, f, D, F, DP, BF, READY, OPERAND, PRECISION)  # [DP, BF]
+        acc = product(w, operand(dz, OPERAND, PRECISION), acc, PRECISION)
+    du = acc.T
     s = row_tile(ds_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
     if NORM_FIRST:
-        ds, of_scale = _norm_backward(du, s, mean, deviation, norm_w, D, DP, NORM)
-        _store_sums(norm_sums, tile, 2, of_scale, du, D, DP)
+        ds = _norm_backward(du, s, mean, deviation, norm_w, norm_sums, slot, 2, D, DP, NORM)
         ds += row_tile(dy_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
     else:
         du += row_tile(dlast_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
-        ds, of_scale = _norm_backward(du, s, mean, deviation, norm_w, D, DP, NORM)
-        _store_sums(norm_sums, tile, 0, of_scale, du, D, DP)
+        ds = _norm_backward(du, s, mean, deviation, norm_w, norm_sums, slot, 0, D, DP, NORM)
     tl.debug_barrier()
     store_tile(ds_ptr, ds, row, rows, 0, D, BM, DP, D)
 
@@ -120,13 +132,27 @@ def _input_grad_kernel(
     rows, eps, ld,
     D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, READY: tl.constexpr, TURNED: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    EARLY: tl.constexpr,
+    SLOTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients.
     started(EARLY)
     tile = tl.program_id(0)
     row = (tile * BM).to(INDEX)
-    dn = tl.zeros((BM, DP), tl.float32)
+    slot = tile
+    if NORM != "":
+        slot = _first_slot(norm_sums, tile, SLOTS, 0, 2, D, DP)
+    if TURNED:
+        ds = row_tile(ds_ptr, row, rows, 0, D, BM, DP, D)
+        store_grad_operand(ds_turned, ds.T, row, rows, 0, ld, D, BM, DP, True)
+        o = row_tile(o_ptr, row, rows, 0, D, BM, DP, D)
+        store_grad_operand(o_turned, o.T, row, rows, 0, ld, D, BM, DP, True)
+    n = row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+    if NORM != "":
+        mean, deviation = statistics(n, eps, D, DP, NORM)
+        n = normed(n, mean, deviation, norm_w, norm_b, D, DP, NORM)
+    if n_ptr is not None:
+        store_grad_operand(n_ptr, n.T, row, rows, 0, ld, D, BM, DP, TURNED)
+    acc = tl.zeros((DP, BM), tl.float32)
     for k in tl.range(0, 3 * D, BK):
         if TURNED:
             r = row + tl.arange(0, BM)
@@ -135,26 +161,17 @@ def _input_grad_kernel(
             live = (r < ld)[None, :]
             if D % BK != 0:
                 live = live & (c < 3 * D)[:, None]
-            grad = tl.load(at, mask=live, other=0.0).T
+            grad = tl.load(at, mask=live, other=0.0)
         else:
-            grad = operand(row_tile(dqkv_ptr, row, rows, k, 3 * D, BM, BK, 3 * D), OPERAND, PRECISION)
-        w = backward_operand(in_proj_weight, k, 0, 3 * D, D, BK, DP, READY, OPERAND, PRECISION)  # [BK, DP]
-        dn = product(grad, w, dn, PRECISION)
-    ds = row_tile(ds_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
-    if TURNED:
-        store_grad_operand(ds_turned, ds, row, rows, 0, ld, D, BM, DP, True)
-        store_grad_operand(o_turned, row_tile(o_ptr, row, rows, 0, D, BM, DP, D), row, rows, 0, ld, D, BM, DP, True)
-    x = row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+            grad = operand(row_tile(dqkv_ptr, row, rows, k, 3 * D, BM, BK, 3 * D), OPERAND, PRECISION).T
+        w = backward_weight(in_proj_weight, 0, k, D, 3 * D, DP, BK, READY, OPERAND, PRECISION)  # [DP, BK]
+        acc = product(w, grad, acc, PRECISION)
+    dx = acc.T
     if NORM != "":
-        mean, deviation = statistics(x, eps, D, DP, NORM)
-        dx, of_scale = _norm_backward(dn, x, mean, deviation, norm_w, D, DP, NORM)
-        _store_sums(norm_sums, tile, 0, of_scale, dn, D, DP)
-        x = normed(x, mean, deviation, norm_w, norm_b, D, DP, NORM)
-    else:
-        dx = dn
-    if n_ptr is not None:
-        store_grad_operand(n_ptr, x, row, rows, 0, ld, D, BM, DP, TURNED)
-    store_tile(dx_ptr, dx + ds, row, rows, 0, D, BM, DP, D)
+        x = row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+        dx = _norm_backward(dx, x, mean, deviation, norm_w, norm_sums, slot, 0, D, DP, NORM)
+    dx += row_tile(ds_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+    store_tile(dx_ptr, dx, row, rows, 0, D, BM, DP, D)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -209,28 +226,40 @@ def _chunk_product(
     end = tl.minimum(start + CHUNK, rows)
     row = m + tl.arange(0, BM)
     col = n + tl.arange(0, BN)
-    # Columns are summed by the tensor cores too: left read into registers beside them would share a buffer that Triton
-    # refills while they read it (3.6).
+    # wgmma reads `a` while the loop goes on, and Triton 3.6 would refill the buffer of an `a` that is also read into
+    # registers too early: there the columns are summed by the tensor cores, in two parts where `a` is rounded here.
+    ASYNC: tl.constexpr = BM >= 64
     ones = tl.full((BK, 16), 1.0, OPERAND)
     acc = tl.zeros((BM, BN), tl.float32)
-    sums = tl.zeros((BM, 16), tl.float32)
+    if ASYNC:
+        sums = tl.zeros((BM, 16), tl.float32)
+    else:
+        sums = tl.zeros((BM, BK), tl.float32)
     if TURNED:
         end = tl.minimum(start + CHUNK, ld)  # zeros beyond the last row
-        for k in tl.range(start, end, BK):
+    for k in tl.range(start, end, BK):
+        if TURNED:
             a = _turned_tile(left, row.to(INDEX), k, end, ld, M, BM, BK)
-            b = _turned_tile(right, col.to(INDEX), k, end, ld, N, BN, BK)
-            acc = product(a, b.T, acc, PRECISION)
-            sums = product(a, ones, sums, PRECISION)
-    else:
-        for k in tl.range(start, end, BK):
-            a = operand(row_tile(left, k, end, m, M, BK, BM, M), OPERAND, PRECISION).T
+            b = _turned_tile(right, col.to(INDEX), k, end, ld, N, BN, BK).T
+            rest = a
+        else:
+            rest = row_tile(left, k, end, m, M, BK, BM, M).T
+            a = operand(rest, OPERAND, PRECISION)
             b = operand(row_tile(right, k, end, n, N, BK, BN, N), OPERAND, PRECISION)
-            acc = product(a, b, acc, PRECISION)
+        acc = product(a, b, acc, PRECISION)
+        if ASYNC:
             sums = product(a, ones, sums, PRECISION)
+            if PRECISION == "tf32" and not TURNED:
+                sums = product(operand(rest - a, OPERAND, PRECISION), ones, sums, PRECISION)
+        else:
+            sums += rest.to(tl.float32)
     tl.store(weight + (row[:, None] * N + col[None, :]), acc, mask=(row < M)[:, None] & (col < N)[None, :])
     if n == 0 and SUMS:
-        at = bias + row[:, None] + tl.zeros((1, 16), tl.int32)
-        tl.store(at, sums, mask=(row < M)[:, None] & (tl.arange(0, 16) == 0)[None, :])
+        if ASYNC:
+            at = bias + row[:, None] + tl.zeros((1, 16), tl.int32)
+            tl.store(at, sums, mask=(row < M)[:, None] & (tl.arange(0, 16) == 0)[None, :])
+        else:
+            tl.store(bias + row, tl.sum(sums, axis=1), mask=row < M)
 
 
 @triton.jit

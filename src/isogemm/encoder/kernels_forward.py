@@ -1,7 +1,8 @@
 """The layer's forward around attention: norm and projections; output projection, norm and feed-forward.
 
-A program owns BM rows (tokens) and keeps them in registers from one product to the next. Rows do not meet: where a row
-stands changes nothing, and the tile is a function of the layer's sizes alone, so neither does the batch.
+A program owns BM rows (tokens) and keeps them on the chip from one product to the next. Products are turned, weights
+[features, k] times rows [k, BM]: both operands lie in shared memory. Rows do not meet: where a row stands changes
+nothing, and the tile is a function of the layer's sizes alone, so neither does the batch.
 """
 
 from __future__ import annotations
@@ -46,27 +47,28 @@ def weight_tile(ptr, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, BR: tl.co
 
 
 @triton.jit
-def forward_operand(
+def forward_weight(
     ptr, n, k, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     READY: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[BK, BN] of W^T for a weight W [N, K], or for what `_prepare` made of it."""
+    """[BN, BK] of a weight W [N, K], or of what `_prepare` made of it."""
     tile = weight_tile(ptr, n, k, N, K, BN, BK)
-    if not READY:
-        tile = operand(tile, OPERAND, PRECISION)
-    return tile.T
+    if READY:
+        return tile
+    else:
+        return operand(tile, OPERAND, PRECISION)
 
 
 @triton.jit
-def backward_operand(
-    ptr, k, n, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+def backward_weight(
+    ptr, n, k, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     READY: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[BK, BN] of a weight W [K, N], or of W from its prepared transpose."""
+    """[BN, BK] of W^T for a weight W [K, N], or of its prepared transpose."""
     if READY:
-        return weight_tile(ptr, n, k, N, K, BN, BK).T
+        return weight_tile(ptr, n, k, N, K, BN, BK)
     else:
-        return operand(weight_tile(ptr, k, n, K, N, BK, BN), OPERAND, PRECISION)
+        return operand(weight_tile(ptr, k, n, K, N, BK, BN), OPERAND, PRECISION).T
 
 
 @triton.jit
@@ -148,17 +150,18 @@ def product(a, b, acc, PRECISION: tl.constexpr):
 def store_grad_operand(
     ptr, value, row, rows, col, ld, COLS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of [rows, COLS] for the weights' gradients; TURNED: of its transpose, ld apart, rounded to TF32."""
+    """A tile [BC, BM] of the transpose of [rows, COLS], for the weights' gradients; TURNED: stored as it is, ld apart,
+    rounded to TF32."""
     if TURNED:
         r = row + tl.arange(0, BM)
-        c = col + tl.arange(0, BC)
-        live = (r < ld)[:, None]  # zeros beyond the last row
+        c = (col + tl.arange(0, BC)).to(r.dtype)
+        live = (r < ld)[None, :]  # zeros beyond the last row
         if COLS % BC != 0:
-            live = live & (c < COLS)[None, :]
-        value = tl.where((r < rows)[:, None], round_to_tf32(value), 0.0)
-        tl.store(ptr + (c.to(r.dtype)[None, :] * ld + r[:, None]), value, mask=live)
+            live = live & (c < COLS)[:, None]
+        value = tl.where((r < rows)[None, :], round_to_tf32(value), 0.0)
+        tl.store(ptr + (c[:, None] * ld + r[None, :]), value, mask=live)
     else:
-        store_tile(ptr, value, row, rows, col, COLS, BM, BC, COLS)
+        store_tile(ptr, value.T, row, rows, col, COLS, BM, BC, COLS)
 
 
 @triton.jit
@@ -182,7 +185,7 @@ def _prepare(
 ):  # fmt: skip
     """One tile of the weights as operands: rounded, and with TURN transposed as the backward's products want them.
 
-    `ready`: out_proj, linear1, linear2; and with TURN in_proj, then their transposes in the order of the products:
+    `ready`: out_proj, linear1, linear2, in_proj; and with TURN their transposes in the order of the products:
     linear2's, linear1's, out_proj's, in_proj's.
     """
     ACROSS: tl.constexpr = (D + SIDE - 1) // SIDE
@@ -250,22 +253,22 @@ def _project_kernel(
     first = program // (PARTS * BLOCKS)
     tiles = (rows + BM - 1) // BM
     if first >= per_part:
-        if READY:
-            if not BACKWARD:
-                item = program - per_part * (PARTS * BLOCKS)
-                _prepare(item, wq, wk, wv, wo, w1, w2, ready, D, F, STACKED, TURN, OPERAND, PRECISION, SIDE)
+        if READY and not BACKWARD:
+            item = program - per_part * (PARTS * BLOCKS)
+            _prepare(item, wq, wk, wv, wo, w1, w2, ready, D, F, STACKED, TURN, OPERAND, PRECISION, SIDE)
     elif part < 3:
-        IS_READY: tl.constexpr = READY and BACKWARD
-        if IS_READY:
-            w = forward_operand(wq + part * (D * D), n, 0, D, D, BN, DP, True, OPERAND, PRECISION)  # [DP, BN]
-        else:
-            w_ptr = in_proj(wq, wk, wv, part, D * D, STACKED)
-            w = forward_operand(w_ptr, n, 0, D, D, BN, DP, False, OPERAND, PRECISION)
-        bias = tl.zeros((1, BN), tl.float32)
+        w_ptr = in_proj(wq, wk, wv, part, D * D, STACKED or (READY and BACKWARD))
+        if READY and not BACKWARD:  # by way of its place among the prepared: loaded operands need no registers
+            w = forward_weight(w_ptr, n, 0, D, D, BN, DP, False, OPERAND, PRECISION)
+            w_ptr = ready + (D * D + 2 * D * F) + part * (D * D)
+            store_tile(w_ptr, w, n, D, 0, D, BN, DP, D)
+            tl.debug_barrier()
+        w = forward_weight(w_ptr, n, 0, D, D, BN, DP, READY, OPERAND, PRECISION)  # [BN, DP]
+        bias = tl.zeros((BN, 1), tl.float32)
         if BIASES:
             col = n + tl.arange(0, BN)
             b = in_proj(bq, bk, bv, part, D, STACKED)
-            bias = tl.load(b + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
+            bias = tl.load(b + col, mask=col < D, other=0.0).to(tl.float32)[:, None]
         for tile in tl.range(first, tiles, per_part):
             row = tile * BM + tl.zeros((), INDEX)
             x = row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
@@ -273,18 +276,15 @@ def _project_kernel(
                 mean, deviation = statistics(x, eps, D, DP, NORM)
                 x = normed(x, mean, deviation, norm_w, norm_b, D, DP, NORM)
             x = operand(x, OPERAND, PRECISION)
-            acc = product(x, w, tl.zeros((BM, BN), tl.float32), PRECISION) + bias
-            r = row + tl.arange(0, BM)
-            c = n + tl.arange(0, BN)
-            at = qkv_ptr + (r[:, None] * (3 * D) + (part * D + c)[None, :])
-            tl.store(at, acc.to(qkv_ptr.dtype.element_ty), mask=(r < rows)[:, None] & (c < D)[None, :])
+            acc = product(w, x.T, tl.zeros((BN, BM), tl.float32), PRECISION) + bias
+            store_tile(qkv_ptr + part * D, acc.T, row, rows, n, D, BM, BN, 3 * D)
     elif BACKWARD:
-        w = backward_operand(wo, 0, n, D, D, DP, BN, READY, OPERAND, PRECISION)  # [DP, BN]
+        w = backward_weight(wo, n, 0, D, D, BN, DP, READY, OPERAND, PRECISION)  # [BN, DP]
         for tile in tl.range(first, tiles, per_part):
             row = tile * BM + tl.zeros((), INDEX)
             ds = operand(row_tile(ds_ptr, row, rows, 0, D, BM, DP, D), OPERAND, PRECISION)
-            acc = product(ds, w, tl.zeros((BM, BN), tl.float32), PRECISION)
-            store_tile(do_ptr, acc, row, rows, n, D, BM, BN, D)
+            acc = product(w, ds.T, tl.zeros((BN, BM), tl.float32), PRECISION)
+            store_tile(do_ptr, acc.T, row, rows, n, D, BM, BN, D)
 
 
 @triton.jit
@@ -293,10 +293,11 @@ def attended(
     PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """x + o Wo + bo, [BM, DP]."""
-    s = tl.zeros((BM, DP), tl.float32)
+    acc = tl.zeros((DP, BM), tl.float32)
     for k in tl.range(0, D, BK):
         o = operand(row_tile(o_ptr, row, rows, k, D, BM, BK, D), OPERAND, PRECISION)
-        s = product(o, forward_operand(wo, 0, k, D, D, DP, BK, READY, OPERAND, PRECISION), s, PRECISION)
+        acc = product(forward_weight(wo, 0, k, D, D, DP, BK, READY, OPERAND, PRECISION), o.T, acc, PRECISION)
+    s = acc.T
     if bo is not None:
         s += columns_of(bo, D, DP)
     return s + row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
@@ -307,12 +308,12 @@ def hidden(
     u, w1, b1, f, F: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, READY: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """u W1 + b1 at columns f .. f + BF - 1."""
-    w = forward_operand(w1, f, 0, F, D, BF, DP, READY, OPERAND, PRECISION)  # [DP, BF]
-    z = product(u, w, tl.zeros((BM, BF), tl.float32), PRECISION)
+    """Rows f .. f + BF - 1 of W1 u + b1, of rows' columns u [DP, BM]."""
+    w = forward_weight(w1, f, 0, F, D, BF, DP, READY, OPERAND, PRECISION)  # [BF, DP]
+    z = product(w, u, tl.zeros((BF, BM), tl.float32), PRECISION)
     if b1 is not None:
         col = f + tl.arange(0, BF)
-        z += tl.load(b1 + col, mask=col < F, other=0.0).to(tl.float32)[None, :]
+        z += tl.load(b1 + col, mask=col < F, other=0.0).to(tl.float32)[:, None]
     return z
 
 
@@ -339,15 +340,15 @@ def _feedforward_kernel(
     if PARKED:  # in its place in memory: the registers are wanted
         store_tile(y_ptr, y, row, rows, 0, D, BM, DP, D)
         tl.debug_barrier()
-    u = operand(u, OPERAND, PRECISION)
-    acc = tl.zeros((BM, DP), tl.float32)
+    u = operand(u, OPERAND, PRECISION).T
+    acc = tl.zeros((DP, BM), tl.float32)
     for f in tl.range(0, F, BF):
         z = hidden(u, w1, b1, f, F, D, DP, READY, OPERAND, PRECISION, BM, BF)
-        w = forward_operand(w2, 0, f, D, F, DP, BF, READY, OPERAND, PRECISION)  # [BF, DP]
-        acc = product(operand(ACT(z, EXACT), OPERAND, PRECISION), w, acc, PRECISION)
+        w = forward_weight(w2, 0, f, D, F, DP, BF, READY, OPERAND, PRECISION)  # [DP, BF]
+        acc = product(w, operand(ACT(z, EXACT), OPERAND, PRECISION), acc, PRECISION)
     if PARKED:
         y = row_tile(y_ptr, row, rows, 0, D, BM, DP, D)
-    y += acc
+    y += acc.T
     if not NORM_FIRST:
         if sum_ptr is not None:
             store_tile(sum_ptr, y, row, rows, 0, D, BM, DP, D)

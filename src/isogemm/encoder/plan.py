@@ -111,9 +111,9 @@ class Plan:
         """dx; the parameters' gradients are written to `gradients`, or added to those of `added`, in Slots' order."""
         layer, d, f = self.layer, self.layer.d_model, self.layer.dim_feedforward
         o, lse, total, ready = saved
-        rows = self.configs.input_grad.rows
+        slots = -(-layer.rows // configs.TILE_ROWS) * (configs.TILE_ROWS // self.configs.tile_rows)
         partials = torch.empty((layer.chunks, self._size), dtype=torch.float32, device=self.device)
-        sums = torch.empty((-(-layer.rows // rows), 5 * d), dtype=torch.float32, device=self.device)
+        sums = torch.empty((slots, 5 * d), dtype=torch.float32, device=self.device)
 
         u, act, dz = self._operand(d), self._operand(f), self._operand(f)
         dlast = None if layer.norm_first else torch.empty_like(x)
@@ -181,19 +181,20 @@ class Plan:
     def _describe_feedforward_backward(self) -> Launch:
         from isogemm.encoder import kernels
 
-        return kernels.describe_feedforward_backward(self.layer, self.configs.feedforward_backward, self.eps)
+        config, rows = self.configs.feedforward_backward, self.configs.tile_rows
+        return kernels.describe_feedforward_backward(self.layer, config, rows, self.eps)
 
     def _describe_input_grad(self) -> Launch:
         from isogemm.encoder import kernels
 
-        return kernels.describe_input_grad(self.layer, self.configs.input_grad, self.eps)
+        return kernels.describe_input_grad(self.layer, self.configs.input_grad, self.configs.tile_rows, self.eps)
 
     def _describe_weight_grads(self, shapes: Sequence[int], names: Sequence[str], norms: bool) -> Launch:
         from isogemm.encoder import kernels
 
         offsets = [self._offsets[name] for name in names] + [0] * (5 - len(names))
         return kernels.describe_weight_grads(
-            self.layer, self.configs.weight_grads, self.configs.input_grad.rows, shapes, offsets, self._size, norms
+            self.layer, self.configs.weight_grads, self.configs.tile_rows, shapes, offsets, self._size, norms
         )
 
     def _describe_sum(self, gradients: Sequence[Tensor | None], added: Sequence[bool]) -> Launch:
