@@ -160,7 +160,7 @@ def test_rms_norm():
     assert_bitwise_equal(EncoderLayer.from_torch(theirs)(_input()), layer(_input()))
 
 
-@pytest.mark.parametrize(("name", "form"), FORMS, ids=str)
+@pytest.mark.parametrize(("name", "form"), FORMS, ids=[f"{name} {i}" for i, (name, _) in enumerate(FORMS)])
 def test_every_form_of_an_activation(name, form):
     x = _input()
     expected = _layer(activation=name)(x)

@@ -38,45 +38,45 @@ class Layer:
     stacked: bool  # whether in_proj is one weight
     overlaps: bool = False  # whether the device lets a launch begin before the last one ends (sm_90 and later)
 
-    @property
+    @cached_property
     def head(self) -> int:
         return self.d_model // self.nhead
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return self.sequences * self.tokens
 
-    @property
+    @cached_property
     def padded(self) -> int:
         """d_model as a tile's side."""
         return max(16, 1 << (self.d_model - 1).bit_length())
 
-    @property
+    @cached_property
     def ld(self) -> int:
         """Between the rows of a transpose."""
         return -(-self.rows // 16) * 16
 
-    @property
+    @cached_property
     def ready(self) -> bool:
         """Whether the products read prepared weights: rounded, cast, or three made one."""
         return self.precision == "tf32" or self.weights != self.operand or not self.stacked
 
-    @property
+    @cached_property
     def turned(self) -> bool:
         """Whether the weights' gradients read transposes: TF32 tensor cores want both operands along the sum."""
         return self.precision == "tf32" and self.head <= SHORT_HEAD and self.padded >= _TURNED
 
-    @property
+    @cached_property
     def early(self) -> bool:
         """Whether launches overlap: set-up time of small ones; programs of large ones would wait in others' places."""
         return self.overlaps and self.rows * self.d_model <= _SMALL
 
-    @property
+    @cached_property
     def exact(self) -> bool:
         """Whether an activation's error would show: not in what is rounded to TF32 or 16 bits next."""
         return self.operand == "float32" and self.precision != "tf32"
 
-    @property
+    @cached_property
     def wide(self) -> bool:
         """Whether an offset passes 32 bits."""
         return self.ld * max(3 * self.d_model, self.dim_feedforward) >= 2**31
@@ -86,7 +86,7 @@ class Layer:
         """Rows of one sum in the parameters' gradients."""
         return self.tokens * chunk_of(self.tokens)
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         return -(-self.rows // self.chunk)
 

@@ -16,7 +16,7 @@ from isogemm.encoder.configs import Layer
 from isogemm.encoder.op import placed, refuse_second_derivative
 from isogemm.encoder.parameters import EncoderParameters, Options
 from isogemm.encoder.plan import Plan, Saved, Slots
-from isogemm.gemm.autograd import is_accumulated, main_grad_of, parameter, with_main_grad
+from isogemm.gemm.autograd import is_accumulated, main_grad_of, parameter
 from isogemm.gemm.op import require_total
 from isogemm.gemm.problem import dtype_name
 
@@ -44,32 +44,26 @@ def encoder_layer(x: Tensor, params: EncoderParameters, mask: Tensor | None, opt
     """Of x [S, T, D], contiguous; differentiable once."""
     present = _present(_slots(params))
     stacked = not isinstance(params.in_proj_weight, tuple)
+    places = _places(_slots(params))
     if through_dispatcher(x, *present):
-        if not is_compiling():  # torch resolves what it has only noted down (a negation), but not in optional lists
-            params = EncoderParameters(*map(_resolved, params))
-            present = _present(_slots(params))
-        owners, totals = with_main_grad(*map(parameter, present))
-        arguments = (_optional(_slots(params)), mask, owners, totals, stacked, *options)
+        if not is_compiling():  # what torch has only noted down, a negation, it does not resolve in lists
+            present = [torch.resolve_neg(each) for each in present]
+        totals = [(place, each) for place, each in enumerate(present) if main_grad_of(parameter(each)) is not None]
+        accumulated = [each for _, each in totals], [main_grad_of(each) for _, each in totals], [i for i, _ in totals]
+        arguments = (present, places, mask, *accumulated, stacked, *options)
         return cast(Tensor, torch.ops.isogemm.encoder_layer(x, *arguments)[0])
     if torch.is_grad_enabled() and (x.requires_grad or any(each.requires_grad for each in present)):
-        where = tuple(each is not None for each in _optional(_slots(params)))
-        return cast(Tensor, cast(Any, _Layer).apply(options, where, stacked, x, *present, mask))
+        return cast(Tensor, cast(Any, _Layer).apply(options, places, stacked, x, *present, mask))
     return _forward(x, _slots(params), mask, options, keep=False)[0]
-
-
-def _resolved(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_resolved, value))
-    return None if value is None else torch.resolve_neg(value)
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: Options, where: Sequence[bool], stacked: bool, x: Tensor, *rest: Any) -> Tensor:
+    def forward(ctx: Any, options: Options, places: Sequence[int], stacked: bool, x: Tensor, *rest: Any) -> Tensor:
         *present, mask = rest
-        y, saved = _forward(x, _placed_in(where, stacked, present), mask, options, keep=True)
+        y, saved = _forward(x, _placed_in(places, stacked, present), mask, options, keep=True)
         ctx.save_for_backward(x, mask, *saved, *present)
-        ctx.options, ctx.where, ctx.stacked = options, where, stacked
+        ctx.options, ctx.places, ctx.stacked = options, places, stacked
         ctx.owners = [parameter(each) for each in present]
         return y
 
@@ -80,7 +74,7 @@ class _Layer(torch.autograd.Function):
         totals = [
             main_grad_of(owner) if is_accumulated(ctx, 4 + i, 1 + i) else None for i, owner in enumerate(ctx.owners)
         ]
-        slots = _placed_in(ctx.where, ctx.stacked, present)
+        slots = _placed_in(ctx.places, ctx.stacked, present)
         dx, gradients = _backward(dy, x, slots, mask, Saved(o, lse, total, ready), totals, ctx.options)
         for owner, main_grad in zip(ctx.owners, totals, strict=True):
             if main_grad is not None:
@@ -116,14 +110,16 @@ def _present(slots: Slots) -> list[Tensor]:
     return [each for each in _optional(slots) if each is not None]
 
 
-def _placed_in(where: Sequence[bool], stacked: bool, present: Sequence[Tensor]) -> Slots:
-    left = iter(present)
-    return _spread([next(left) if there else None for there in where], stacked)
+def _places(slots: Slots) -> list[int]:
+    return [place for place, each in enumerate(_optional(slots)) if each is not None]
 
 
-def _spread(optional: Sequence[Tensor | None], stacked: bool) -> Slots:
+def _placed_in(places: Sequence[int], stacked: bool, present: Sequence[Tensor]) -> Slots:
+    optional: list[Tensor | None] = [None] * len(Slots._fields)
+    for place, each in zip(places, present, strict=True):
+        optional[place] = each
     if stacked:
-        optional = [optional[0]] * 3 + [optional[3]] * 3 + list(optional[6:])
+        optional[1:3], optional[4:6] = [optional[0]] * 2, [optional[3]] * 2
     return Slots(*cast(Any, optional))
 
 
@@ -210,27 +206,22 @@ def _as_bytes(mask: Tensor | None) -> Tensor | None:
 
 def _encoder_layer(
     x: Tensor,
-    params: Sequence[Tensor | None],
+    params: Sequence[Tensor],
+    places: Sequence[int],
     mask: Tensor | None,
-    owners: Sequence[Tensor | None],
-    totals: Sequence[Tensor | None],
+    owners: Sequence[Tensor],
+    totals: Sequence[Tensor],
+    of_params: Sequence[int],
     stacked: bool,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    y, saved = _forward(x, _spread(params, stacked), mask, Options(*options), keep=True)
-    return y, saved.o, saved.lse, *(x.new_empty(0) if each is None else each for each in saved[2:])  # type: ignore[return-value]
+) -> tuple[Tensor, ...]:
+    y, saved = _forward(x, _placed_in(places, stacked, params), mask, Options(*options), keep=True)
+    return y, saved.o, saved.lse, *(x.new_empty(0) if each is None else each for each in saved[2:])
 
 
-def _encoder_layer_fake(
-    x: Tensor,
-    params: Sequence[Tensor | None],
-    mask: Tensor | None,
-    owners: Sequence[Tensor | None],
-    totals: Sequence[Tensor | None],
-    stacked: bool,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    given, slots = Options(*options), _spread(params, stacked)
+def _encoder_layer_fake(x: Tensor, params: Sequence[Tensor], places: Sequence[int], *rest: Any) -> tuple[Tensor, ...]:
+    stacked, given = rest[4], Options(*rest[5:])
+    slots = _placed_in(places, stacked, params)
     d, f = x.shape[-1], slots.w1.shape[0]
     prepared = given.precision == "tf32" or slots.wo.dtype is not given.operand or not stacked
     return (
@@ -249,47 +240,49 @@ def _encoder_layer_backward(
     lse: Tensor,
     total: Tensor,
     ready: Tensor,
-    params: Sequence[Tensor | None],
+    params: Sequence[Tensor],
+    places: Sequence[int],
     mask: Tensor | None,
     stacked: bool,
     *options: Any,
 ) -> list[Tensor]:
-    """dx, and the gradients of the parameters that are there."""
-    slots = _spread(params, stacked)
-    count = sum(each is not None for each in params)
-    dx, gradients = _backward(dy, x, slots, mask, _saved(o, lse, total, ready), [None] * count, Options(*options))
+    """dx, and the gradients of the parameters."""
+    slots, saved = _placed_in(places, stacked, params), _saved(o, lse, total, ready)
+    dx, gradients = _backward(dy, x, slots, mask, saved, [None] * len(params), Options(*options))
     return [dx, *cast("list[Tensor]", gradients)]
 
 
 def _encoder_layer_backward_fake(dy: Tensor, x: Tensor, *args: Any) -> list[Tensor]:
-    return [torch.empty_like(x), *(each.new_empty(each.shape) for each in args[4] if each is not None)]
+    return [torch.empty_like(x), *(each.new_empty(each.shape) for each in args[4])]
 
 
 def _encoder_layer_backward_into(
     dx: Tensor,
     into: Sequence[Tensor],
-    owners: Sequence[Tensor | None],
+    owners: Sequence[Tensor],
+    of_params: Sequence[int],
     dy: Tensor,
     x: Tensor,
     o: Tensor,
     lse: Tensor,
     total: Tensor,
     ready: Tensor,
-    params: Sequence[Tensor | None],
+    params: Sequence[Tensor],
+    places: Sequence[int],
     mask: Tensor | None,
     stacked: bool,
     *options: Any,
 ) -> None:
-    """The same, written to `dx` and `into`; added to what is there for a parameter with an owner."""
-    slots = _spread(params, stacked)
-    totals = [None if owner is None else each for each, owner in zip(into, owners, strict=True)]
-    of_x, gradients = _backward(dy, x, slots, mask, _saved(o, lse, total, ready), totals, Options(*options))
+    """The same, written to `dx` and `into`; added to what is there for the parameters that have an owner."""
+    slots, saved = _placed_in(places, stacked, params), _saved(o, lse, total, ready)
+    totals = [each if index in of_params else None for index, each in enumerate(into)]
+    of_x, gradients = _backward(dy, x, slots, mask, saved, totals, Options(*options))
     dx.copy_(of_x)
-    for each, found, owner in zip(into, gradients, owners, strict=True):
+    for each, found in zip(into, gradients, strict=True):
         if found is not None:
             each.copy_(found)
-        if owner is not None:
-            owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    for owner in owners:
+        owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
 def _saved(o: Tensor, lse: Tensor, total: Tensor, ready: Tensor) -> Saved:
@@ -301,15 +294,15 @@ _OPTIONS = (
     "ScalarType operand"
 )
 _KEPT = (
-    "Tensor dy, Tensor x, Tensor o, Tensor lse, Tensor total, Tensor ready, Tensor?[] params, Tensor? mask, "
-    "bool stacked"
+    "Tensor dy, Tensor x, Tensor o, Tensor lse, Tensor total, Tensor ready, Tensor[] params, int[] places, "
+    "Tensor? mask, bool stacked"
 )
 # torch.library is not typed.
 _library: Any = torch.library.Library("isogemm", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _schema, _function, _fake in (
     (
-        "encoder_layer(Tensor x, Tensor?[] params, Tensor? mask, Tensor?[] owners, Tensor?[] totals, bool stacked, "
-        f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        "encoder_layer(Tensor x, Tensor[] params, int[] places, Tensor? mask, Tensor[] owners, Tensor[] totals, "
+        f"int[] of_params, bool stacked, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         _encoder_layer,
         _encoder_layer_fake,
     ),
@@ -319,7 +312,8 @@ for _schema, _function, _fake in (
         _encoder_layer_backward_fake,
     ),
     (
-        f"encoder_layer_backward_into(Tensor(a!) dx, Tensor(b!)[] into, Tensor?[] owners, {_KEPT}, {_OPTIONS}) -> ()",
+        "encoder_layer_backward_into(Tensor(a!) dx, Tensor(b!)[] into, Tensor[] owners, int[] of_params, "
+        f"{_KEPT}, {_OPTIONS}) -> ()",
         _encoder_layer_backward_into,
         lambda *args: None,
     ),
@@ -332,33 +326,25 @@ for _schema, _function, _fake in (
 
 def _register_autograd() -> None:
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, params, mask, owners, totals, stacked, *options = inputs
-        ctx.save_for_backward(x, mask, *output[1:], *(each for each in params if each is not None))
-        ctx.where = [each is not None for each in params]
+        x, params, ctx.places, mask, owners, totals, of_params, ctx.stacked, *ctx.options = inputs
+        ctx.save_for_backward(x, mask, *output[1:], *params)
         # Not saved tensors: another micro-batch's backward may change a total before this one's does.
-        ctx.owners, ctx.totals, ctx.stacked, ctx.options = owners, totals, stacked, options
+        ctx.owners, ctx.totals = owners, dict(zip(of_params, totals, strict=True))
         ctx.mark_non_differentiable(*output[1:])
 
     def backward(ctx: Any, dy: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
         refuse_second_derivative("encoder_layer")
-        x, mask, o, lse, total, ready, *present = ctx.saved_tensors
-        left = iter(present)
-        params = [next(left) if there else None for there in ctx.where]
-        arguments = (dy, x, o, lse, total, ready, params, mask, ctx.stacked, *ctx.options)
-        if any(each is not None for each in ctx.totals):
+        x, mask, o, lse, total, ready, *params = ctx.saved_tensors
+        arguments = (dy, x, o, lse, total, ready, params, ctx.places, mask, ctx.stacked, *ctx.options)
+        if ctx.totals:
             dx = torch.empty_like(x)
-            into = [
-                each.new_empty(each.shape) if main_grad is None else main_grad
-                for each, main_grad in zip(present, ctx.totals, strict=True)
-            ]
-            torch.ops.isogemm.encoder_layer_backward_into(dx, into, ctx.owners, *arguments)
-            found = [each if main_grad is None else None for each, main_grad in zip(into, ctx.totals, strict=True)]
+            into = [ctx.totals.get(index, each.new_empty(each.shape)) for index, each in enumerate(params)]
+            torch.ops.isogemm.encoder_layer_backward_into(dx, into, ctx.owners, list(ctx.totals), *arguments)
+            found = [None if index in ctx.totals else each for index, each in enumerate(into)]
         else:
             dx, *found = torch.ops.isogemm.encoder_layer_backward(*arguments)
-        remaining = iter(found)
-        of_params = [next(remaining) if there else None for there in ctx.where]
-        nothing = [None] * len(present)  # a list for a list
-        return dx, of_params, None, nothing, nothing, *(None,) * (1 + len(ctx.options))
+        nothing = [None] * len(ctx.owners)  # torch wants a list for a list of tensors, and takes an empty one for that
+        return dx, found, None, None, nothing, nothing, None if nothing else [], None, *(None,) * len(ctx.options)
 
     register: Any = torch.library.register_autograd
     register("isogemm::encoder_layer", backward, setup_context=keep)

@@ -96,7 +96,7 @@ def describe_input_grad(layer: Layer, config: RowConfig, tile_rows: int, eps: fl
         "TURNED": layer.turned,
         **_numbers(layer),
         "BM": config.rows,
-        "BK": min(config.block, layer.padded),
+        "BK": _depth(layer, config),
         "SLOTS": config.rows // tile_rows,
         "EARLY": layer.early,
     }
@@ -110,7 +110,7 @@ def describe_weight_grads(
 ) -> Launch:  # fmt: skip
     """Of left, right, left, right, the tiles' sums (norms) and the partials; shapes: M, N, M, N of the two products.
 
-    offsets: in the partials, of the first weight and its bias, the second's, and the norms.
+    offsets: in the partials, of the first weight and its bias, the second weight, and the tiles' sums.
     """
     m0, n0, m1, n1 = shapes
     tiles = layer.chunk // tile_rows
@@ -162,7 +162,12 @@ def _index(layer: Layer) -> object:
 
 
 def _blocks(layer: Layer, config: RowConfig) -> dict[str, object]:
-    return {"BM": config.rows, "BF": config.block, "BK": min(config.block, layer.padded)}
+    return {"BM": config.rows, "BF": config.block, "BK": _depth(layer, config)}
+
+
+def _depth(layer: Layer, config: RowConfig) -> int:
+    """Of a step along d_model: one that divides it, where the tensor cores have one."""
+    return min(config.block, layer.padded, max(16, layer.d_model & -layer.d_model))
 
 
 def _tiles(layer: Layer, config: RowConfig) -> int:

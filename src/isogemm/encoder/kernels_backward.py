@@ -29,9 +29,9 @@ _AT_ONCE = tl.constexpr(8)  # chunks on their way while others are added
 
 @triton.jit
 def _store_sum(norm_sums, slot, which: tl.constexpr, rows_of, D: tl.constexpr, DP: tl.constexpr):
-    """A tile's part in row `which` of [5, D]: the sum of its rows."""
+    """A tile's part in row `which` of [6, D]: the sum of its rows."""
     col = tl.arange(0, DP)
-    at = norm_sums + (slot.to(tl.int64) * (5 * D) + which * D + col)
+    at = norm_sums + (slot.to(tl.int64) * (6 * D) + which * D + col)
     tl.store(at, tl.sum(rows_of, axis=0), mask=col < D)
 
 
@@ -42,7 +42,7 @@ def _first_slot(
     """Where a tile's sums go; the rest of the SLOTS that it has, one for each smallest tile, are zeros."""
     col = tl.arange(0, DP)
     for slot in tl.static_range(1, SLOTS):
-        at = norm_sums + ((tile * SLOTS + slot).to(tl.int64) * (5 * D) + col)
+        at = norm_sums + ((tile * SLOTS + slot).to(tl.int64) * (6 * D) + col)
         for which in tl.static_range(first, end):
             tl.store(at + which * D, tl.zeros((DP,), tl.float32), mask=col < D)
     return tile * SLOTS
@@ -138,11 +138,12 @@ def _input_grad_kernel(
     started(EARLY)
     tile = tl.program_id(0)
     row = (tile * BM).to(INDEX)
-    slot = tile
     if NORM != "":
         slot = _first_slot(norm_sums, tile, SLOTS, 0, 2, D, DP)
+    slot = _first_slot(norm_sums, tile, SLOTS, 5, 6, D, DP)
+    ds = row_tile(ds_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+    _store_sum(norm_sums, slot, 5, ds, D, DP)  # out_proj's bias, here and exactly
     if TURNED:
-        ds = row_tile(ds_ptr, row, rows, 0, D, BM, DP, D)
         store_grad_operand(ds_turned, ds.T, row, rows, 0, ld, D, BM, DP, True)
         o = row_tile(o_ptr, row, rows, 0, D, BM, DP, D)
         store_grad_operand(o_turned, o.T, row, rows, 0, ld, D, BM, DP, True)
@@ -176,13 +177,13 @@ def _input_grad_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _weight_grads_kernel(
-    left0, right0, left1, right1, norm_sums, partials, rows, ld, weight0, bias0, weight1, bias1, norms,
+    left0, right0, left1, right1, norm_sums, partials, rows, ld, weight0, bias0, weight1, norms,
     M0: tl.constexpr, N0: tl.constexpr, M1: tl.constexpr, N1: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
     CHUNK: tl.constexpr, TILES: tl.constexpr, TILES_P: tl.constexpr, TURNED: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    # A program adds up one tile of left0^T right0 or left1^T right1 over one chunk of rows, and the columns of left;
+    # A program adds up one tile of left0^T right0 or left1^T right1 over one chunk of rows, and left0's columns;
     # with norm_sums, one program of a chunk adds up its TILES tiles' parts in the norms' gradients.
     started(EARLY)
     COLS0: tl.constexpr = (N0 + BN - 1) // BN
@@ -202,17 +203,17 @@ def _weight_grads_kernel(
     elif item < TILES0 + TILES1:
         item -= TILES0
         _chunk_product(
-            left1, right1, to + weight1, to + bias1, chunk, item // COLS1 * BM, item % COLS1 * BN, rows, ld,
-            M1, N1, CHUNK, TURNED, OPERAND, PRECISION, INDEX, norm_sums is not None, BM, BN, BK,
+            left1, right1, to + weight1, to, chunk, item // COLS1 * BM, item % COLS1 * BN, rows, ld,
+            M1, N1, CHUNK, TURNED, OPERAND, PRECISION, INDEX, False, BM, BN, BK,
         )  # fmt: skip
     elif norm_sums is not None:
         tile = tl.arange(0, TILES_P)
         tiles = tl.minimum((rows - chunk * CHUNK + (CHUNK // TILES) - 1) // (CHUNK // TILES), TILES)
-        for first in tl.range(0, 5 * D, 64):
+        for first in tl.range(0, 6 * D, 64):
             col = first + tl.arange(0, 64)
-            at = norm_sums + ((chunk.to(tl.int64) * TILES + tile)[:, None] * (5 * D) + col[None, :])
-            live = (tile < tiles)[:, None] & (col < 5 * D)[None, :]
-            tl.store(to + norms + col, tl.sum(tl.load(at, mask=live, other=0.0), axis=0), mask=col < 5 * D)
+            at = norm_sums + ((chunk.to(tl.int64) * TILES + tile)[:, None] * (6 * D) + col[None, :])
+            live = (tile < tiles)[:, None] & (col < 6 * D)[None, :]
+            tl.store(to + norms + col, tl.sum(tl.load(at, mask=live, other=0.0), axis=0), mask=col < 6 * D)
 
 
 @triton.jit
@@ -241,25 +242,27 @@ def _chunk_product(
         if TURNED:
             a = _turned_tile(left, row.to(INDEX), k, end, ld, M, BM, BK)
             b = _turned_tile(right, col.to(INDEX), k, end, ld, N, BN, BK).T
-            rest = a
+            exact = a
         else:
-            rest = row_tile(left, k, end, m, M, BK, BM, M).T
-            a = operand(rest, OPERAND, PRECISION)
+            exact = row_tile(left, k, end, m, M, BK, BM, M).T
+            a = operand(exact, OPERAND, PRECISION)
             b = operand(row_tile(right, k, end, n, N, BK, BN, N), OPERAND, PRECISION)
         acc = product(a, b, acc, PRECISION)
-        if ASYNC:
-            sums = product(a, ones, sums, PRECISION)
-            if PRECISION == "tf32" and not TURNED:
-                sums = product(operand(rest - a, OPERAND, PRECISION), ones, sums, PRECISION)
-        else:
-            sums += rest.to(tl.float32)
+        if SUMS:
+            if ASYNC:
+                sums = product(a, ones, sums, PRECISION)
+                if PRECISION == "tf32" and not TURNED:
+                    sums = product(operand(exact - a, OPERAND, PRECISION), ones, sums, PRECISION)
+            else:
+                sums += exact.to(tl.float32)
     tl.store(weight + (row[:, None] * N + col[None, :]), acc, mask=(row < M)[:, None] & (col < N)[None, :])
-    if n == 0 and SUMS:
-        if ASYNC:
-            at = bias + row[:, None] + tl.zeros((1, 16), tl.int32)
-            tl.store(at, sums, mask=(row < M)[:, None] & (tl.arange(0, 16) == 0)[None, :])
-        else:
-            tl.store(bias + row, tl.sum(sums, axis=1), mask=row < M)
+    if SUMS:
+        if n == 0:
+            if ASYNC:
+                at = bias + row[:, None] + tl.zeros((1, 16), tl.int32)
+                tl.store(at, sums, mask=(row < M)[:, None] & (tl.arange(0, 16) == 0)[None, :])
+            else:
+                tl.store(bias + row, tl.sum(sums, axis=1), mask=row < M)
 
 
 @triton.jit

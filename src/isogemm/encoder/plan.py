@@ -73,7 +73,7 @@ class Plan:
         self._steps: dict[object, tuple[BoundKernel, int, tuple[Any, ...]]] = {}
         d, f = layer.d_model, layer.dim_feedforward
         self._offsets, self._size = _laid_out(
-            wqkv=3 * d * d, bqkv=3 * d, wo=d * d, bo=d, w1=f * d, b1=f, w2=d * f, norms=5 * d
+            wqkv=3 * d * d, bqkv=3 * d, wo=d * d, w1=f * d, b1=f, w2=d * f, norms=6 * d
         )
         self._ready_offsets, self._ready_size = _laid_out(
             wo=d * d, w1=f * d, w2=d * f, wqkv=3 * d * d,
@@ -113,7 +113,7 @@ class Plan:
         o, lse, total, ready = saved
         slots = -(-layer.rows // configs.TILE_ROWS) * (configs.TILE_ROWS // self.configs.tile_rows)
         partials = torch.empty((layer.chunks, self._size), dtype=torch.float32, device=self.device)
-        sums = torch.empty((slots, 5 * d), dtype=torch.float32, device=self.device)
+        sums = torch.empty((slots, 6 * d), dtype=torch.float32, device=self.device)
 
         u, act, dz = self._operand(d), self._operand(f), self._operand(f)
         dlast = None if layer.norm_first else torch.empty_like(x)
@@ -128,7 +128,8 @@ class Plan:
         )  # fmt: skip
         left = dlast_turned if layer.turned else dlast if dlast is not None else dy
         self._run(
-            "feedforward weights", partial(self._describe_weight_grads, (f, d, d, f), ("w1", "b1", "w2"), False),
+            "feedforward weights",
+            partial(self._describe_weight_grads, (f, d, d, f), ("w1", "b1", "w2", "norms"), False),
             dz, u, left, act, None, partials,
         )  # fmt: skip
         del u, act, dz, dlast, dlast_turned, left
@@ -156,7 +157,7 @@ class Plan:
         )  # fmt: skip
         self._run(
             "attention weights",
-            partial(self._describe_weight_grads, (3 * d, d, d, d), ("wqkv", "bqkv", "wo", "bo", "norms"), True),
+            partial(self._describe_weight_grads, (3 * d, d, d, d), ("wqkv", "bqkv", "wo", "norms"), True),
             dqkv, x if n is None else n, ds_turned if layer.turned else ds, o_turned if layer.turned else o,
             sums, partials,
         )  # fmt: skip
@@ -192,7 +193,7 @@ class Plan:
     def _describe_weight_grads(self, shapes: Sequence[int], names: Sequence[str], norms: bool) -> Launch:
         from isogemm.encoder import kernels
 
-        offsets = [self._offsets[name] for name in names] + [0] * (5 - len(names))
+        offsets = [self._offsets[name] for name in names]
         return kernels.describe_weight_grads(
             self.layer, self.configs.weight_grads, self.configs.tile_rows, shapes, offsets, self._size, norms
         )
@@ -203,7 +204,8 @@ class Plan:
         d, at = self.layer.d_model, self._offsets
         square = d * d
         offsets = (
-            *(at["wqkv"] + i * square for i in range(3)), *(at["bqkv"] + i * d for i in range(3)), at["wo"], at["bo"],
+            *(at["wqkv"] + i * square for i in range(3)), *(at["bqkv"] + i * d for i in range(3)), at["wo"],
+            at["norms"] + 5 * d,
             at["w1"], at["b1"], at["w2"], *(at["norms"] + i * d for i in range(5)),
         )  # fmt: skip
         segments = [
