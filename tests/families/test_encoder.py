@@ -11,7 +11,7 @@ from isogemm.encoder.parameters import ACTIVATIONS, NORMS
 from isogemm.families import encoder, encoder_checks
 from isogemm.families.encoder_checks import Setting
 from isogemm.gemm import op
-from isogemm.testing import compare_bits
+from isogemm.testing import compare_bits, products_of_tf32
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CHECKS = {check.name: check for check in encoder.FAMILY.checks}
@@ -206,7 +206,7 @@ def test_tf32_is_measured_by_products_of_rounded_operands():
     x = torch.randn(12, 5, 16)
     training = encoder.Training(x.requires_grad_(), torch.randn(12, 5, 16), list(model.parameters()))
     exact = encoder._exact(training, model)
-    with encoder_checks.sdpa_kernel(encoder_checks.SDPBackend.MATH), encoder_checks._RoundedToTf32():
+    with products_of_tf32():
         rounded = training.results(model)
     for place, (one, right) in enumerate(zip(rounded, exact, strict=True)):
         error = float((one - right).norm() / right.norm())
