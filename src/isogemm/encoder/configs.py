@@ -99,6 +99,7 @@ class Layer:
 _SMALL = 1 << 20  # elements of x
 _TURNED = 64  # padded d_model from which transposes pay: at 16 they took 75 us for what takes 68 without (H200)
 SHORT_HEAD = 16  # up to which attention is computed in registers
+LONGEST_HALF_HEAD = 64  # up to which it is computed from 16-bit operands; longer ones are widened, which is exact
 
 
 def chunk_of(tokens: int) -> int:
@@ -109,17 +110,21 @@ def chunk_of(tokens: int) -> int:
 
 def chunk(tokens: int, d_model: int, nhead: int, dim_feedforward: int, dtype: str) -> int:
     """Sequences of one sum in the parameters' gradients of a fused layer; 0 where it is not fused."""
-    return 0 if _too_large(tokens, d_model) else chunk_of(tokens)
+    return 0 if _unfit(tokens, d_model, nhead, dtype) else chunk_of(tokens)
 
 
 def unserved(layer: Layer) -> str:
     """Why the fused kernels do not serve, empty where they do."""
-    return _too_large(layer.tokens, layer.d_model)
+    return _unfit(layer.tokens, layer.d_model, layer.nhead, layer.operand)
 
 
-def _too_large(tokens: int, d_model: int) -> str:
+def _unfit(tokens: int, d_model: int, nhead: int, operand: str) -> str:
     if d_model > WIDEST:
         return f"d_model is {d_model}; a program keeps rows of at most {WIDEST}"
+    if d_model > 64 and d_model & (d_model - 1):
+        return f"d_model is {d_model}; above 64, tiles were verified for powers of two"
+    if operand != "float32" and d_model // nhead > LONGEST_HALF_HEAD:
+        return f"heads are {d_model // nhead} long; in 16 bits they were verified up to {LONGEST_HALF_HEAD}"
     if tokens * chunk_of(tokens) > _MOST_CHUNK_ROWS:
         return f"no chunk of at most {_MOST_CHUNK_ROWS} tokens is whole sequences of {tokens} and whole tiles"
     return ""

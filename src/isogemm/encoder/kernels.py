@@ -96,7 +96,7 @@ def describe_input_grad(layer: Layer, config: RowConfig, tile_rows: int, eps: fl
         "TURNED": layer.turned,
         **_numbers(layer),
         "BM": config.rows,
-        "BK": _depth(layer, config),
+        "BK": min(config.block, layer.padded),
         "SLOTS": config.rows // tile_rows,
         "EARLY": layer.early,
     }
@@ -162,12 +162,7 @@ def _index(layer: Layer) -> object:
 
 
 def _blocks(layer: Layer, config: RowConfig) -> dict[str, object]:
-    return {"BM": config.rows, "BF": config.block, "BK": _depth(layer, config)}
-
-
-def _depth(layer: Layer, config: RowConfig) -> int:
-    """Of a step along d_model: one that divides it, where the tensor cores have one."""
-    return min(config.block, layer.padded, max(16, layer.d_model & -layer.d_model))
+    return {"BM": config.rows, "BF": config.block, "BK": min(config.block, layer.padded)}
 
 
 def _tiles(layer: Layer, config: RowConfig) -> int:

@@ -17,6 +17,7 @@ from isogemm.core import dispatch
 from isogemm.core.dispatch import Dispatch
 from isogemm.core.eager import through_dispatcher
 from isogemm.encoder import configs_norm, cpu
+from isogemm.encoder.configs import LONGEST_HALF_HEAD
 from isogemm.encoder.configs_attention import Attention
 from isogemm.gemm import autograd, fused_autograd
 from isogemm.gemm.autograd import Accumulated, parameter
@@ -256,7 +257,17 @@ def _attention_on_gpu(call: AttentionCall, direction: str, *tensors: Tensor | No
     """Launch what serves heads of this size: q, k, v, mask, o and lse; in the backward also do, dq, dk and dv."""
     from isogemm.encoder import plan
 
-    q, k, v, mask, o, *rest = tensors
+    q, k, v, mask, o, lse, *rest = tensors
+    if call.width // call.nhead > LONGEST_HALF_HEAD and call.q.dtype is not torch.float32:
+        wide = [None if each is None else each.float() for each in (q, k, v, mask, o, lse, *rest)]
+        if mask is not None and mask.dtype is torch.bool:
+            wide[3] = mask
+        _attention_on_gpu(call._replace(q=call.q.float(), precision="tf32"), direction, *wide)
+        written = (o,) if direction == "forward" else rest[-3:]
+        for each, computed in zip(written, wide[4:5] if direction == "forward" else wide[-3:], strict=True):
+            cast(Tensor, each).copy_(cast(Tensor, computed))
+        return
+    rest = [lse, *rest]
     grads = rest[-3:] if direction == "backward" else []
     strides = tuple(_row_stride(each) for each in (q, k, v, *grads))
     sequences, tokens, _ = call.q.shape
