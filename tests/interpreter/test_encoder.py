@@ -33,11 +33,11 @@ def _interpreted(monkeypatch):
 
 def _fused(
     x, *, nhead, norm_first=True, activation="gelu", norm="layer_norm", key_padding_mask=None, is_causal=False,
-    separate=False, precision="ieee", operand=None, **parameters,
+    separate=False, precision="ieee", operand=None, eps=1e-5, **parameters,
 ):  # fmt: skip
     operand = operand or x.dtype
     options = Options(
-        nhead, norm_first, activation, norm, 1e-5, is_causal, precision if operand is torch.float32 else None, operand
+        nhead, norm_first, activation, norm, eps, is_causal, precision if operand is torch.float32 else None, operand
     )
     return fused.encoder_layer(x, encoder_parameters(parameters, separate=separate), key_padding_mask, options)
 
@@ -100,6 +100,44 @@ def test_separate_projections():
     _assert_close(SHAPES[2], separate=True)
 
 
+@pytest.mark.parametrize("which", [(0, 0, 0), (0, 0, 1), (0, 1, 0)])
+def test_projections_that_are_one_tensor(which):
+    """Shared queries and keys, say: each is added up, and none is taken for a stacked one."""
+    shape = EncoderShape(3, 5, 16, 4, 32)
+    tensors = encoder_tensors(shape)
+    weights, biases = tensors["in_proj_weight"].chunk(3), tensors["in_proj_bias"].chunk(3)
+
+    def stacked(x, weight, bias, other=None, others_bias=None, **rest):
+        rest |= {"in_proj_weight": torch.cat([(weight, other)[i] for i in which])}
+        rest |= {"in_proj_bias": torch.cat([(bias, others_bias)[i] for i in which])}
+        return torch_encoder(x, nhead=4, norm_first=True, activation="gelu", **rest)
+
+    def separate(x, weight, bias, other=None, others_bias=None, **rest):
+        params = encoder_parameters(rest | {"in_proj_weight": (), "in_proj_bias": ()})._replace(
+            in_proj_weight=tuple((weight, other)[i] for i in which),
+            in_proj_bias=tuple((bias, others_bias)[i] for i in which),
+        )
+        return fused.encoder_layer(
+            x, params, None, Options(4, True, "gelu", "layer_norm", 1e-5, False, "ieee", x.dtype)
+        )
+
+    given = {name: each for name, each in tensors.items() if "in_proj" not in name}
+    given |= {"weight": weights[0], "bias": biases[0]}
+    given |= {"other": weights[1], "others_bias": biases[1]} if 1 in which else {}
+    found = with_gradients(separate, given, _grad(tensors))
+    for name, right in with_gradients(stacked, given, _grad(tensors), torch.float64).items():
+        assert (found[name].double() - right).abs().max() <= 3e-6 * right.abs().max().clamp_min(1.0), name
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_no_eps(norm_first):
+    """Rows of a tile beyond the last one have no variance at all."""
+    tensors = encoder_tensors(EncoderShape(3, 5, 16, 4, 32))
+    del tensors["out_proj_bias"]
+    found = with_gradients(partial(_fused, nhead=4, norm_first=norm_first, eps=0.0), tensors, _grad(tensors))
+    assert [name for name, each in found.items() if not bool(each.isfinite().all())] == []
+
+
 def test_without_biases_and_scales():
     tensors = encoder_tensors(SHAPES[0])
     bare = {name: each for name, each in tensors.items() if "bias" not in name and "norm" not in name}
@@ -157,6 +195,17 @@ def test_main_grad_is_added_to():
         assert tensors[name].grad_added_to_main_grad
 
 
+def test_the_main_grad_of_a_parameter_in_two_places():
+    tensors = {name: each.requires_grad_() for name, each in encoder_tensors(EncoderShape(6, 5, 16, 4, 32)).items()}
+    tensors["norm2_weight"] = tensors["norm1_weight"]
+    _fused(nhead=4, **tensors).sum().backward()
+    expected = tensors["norm1_weight"].grad.clone()
+    for main_grad in (torch.zeros(16), torch.zeros(32)[::2]):
+        tensors["norm1_weight"].main_grad = main_grad
+        _fused(nhead=4, **tensors).sum().backward()
+        torch.testing.assert_close(main_grad, expected)
+
+
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_compiled(accumulated):
     """The registered operators, as torch.compile calls them; on a GPU they are the same functions."""
@@ -168,6 +217,8 @@ def test_compiled(accumulated):
     leaves = {name: each.clone().requires_grad_() for name, each in tensors.items()}
     if accumulated:
         leaves["linear1_weight"].main_grad = torch.zeros_like(tensors["linear1_weight"])
+        frozen = leaves["linear2_weight"] = leaves["linear2_weight"].detach()
+        frozen.main_grad = torch.zeros_like(frozen)
 
     @partial(torch.compile, backend="aot_eager", fullgraph=True)
     def compiled(leaves):
@@ -177,8 +228,10 @@ def test_compiled(accumulated):
     y.backward(_grad(tensors))
     assert_bitwise_equal(y, expected["the layer"])
     for name, leaf in leaves.items():
-        found = leaf.main_grad if accumulated and name == "linear1_weight" else leaf.grad
-        assert_bitwise_equal(found, expected[f"gradient of {name}"], name)
+        if leaf.requires_grad:
+            found = leaf.main_grad if accumulated and name == "linear1_weight" else leaf.grad
+            assert_bitwise_equal(found, expected[f"gradient of {name}"], name)
+    assert not accumulated or not frozen.main_grad.any()
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 42, 64, 127, 128, 200])

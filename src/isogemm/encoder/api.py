@@ -43,7 +43,8 @@ def encoder_layer(
         activation: "relu", "gelu" (erf), "gelu_tanh" or "silu".
         norm: "layer_norm", or "rms_norm", which has no bias.
         key_padding_mask: [S, T] ([T] for x [T, D]): bool, True for a key to leave out, or floating point, added to the
-            scores. It gets no gradient. A query without keys attends to nothing: its attention is 0.
+            scores; -inf, and what is below -2.35e38 such as float32's lowest number, leaves a key out. It gets no
+            gradient. A query without keys attends to nothing: its attention is 0.
         is_causal: a query sees no later key.
         precision: of float32 products, as in `isogemm.matmul`.
 
@@ -68,7 +69,9 @@ def encoder_chunk(
 ) -> int:
     """How many sequences make one sum in the gradients of `encoder_layer`'s parameters.
 
-    A function of the sequences' length, the layer's sizes and the products' dtype, never of the batch.
+    A function of the sequences' length, the layer's sizes and the products' dtype, never of the batch. On a GPU that of
+    the fused path; a layer that it leaves to the composed one for its parameters (of several dtypes, or with biases for
+    some of q, k and v) has that path's, which is the CPU's.
     """
     if dtype not in SERVED:
         raise TypeError(f"dtype is {dtype}; accepted: {', '.join(map(str, SERVED))}")

@@ -133,6 +133,9 @@ def _merged(x: Tensor, nhead: int) -> Tensor:
 
 def _by_key(mask: Tensor, nhead: int) -> Tensor:
     """[S, T] -> [T, N]."""
+    if mask.dtype is not torch.bool:  # a number whose product with log2(e) overflows leaves a key out, as on a GPU
+        mask = mask.float()
+        mask = mask.masked_fill(mask < torch.finfo(torch.float32).min / math.log2(math.e), -math.inf)
     return mask.t().repeat_interleave(nhead, dim=1)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -37,31 +38,35 @@ def unserved(x: Tensor, params: EncoderParameters, mask: Tensor | None, options:
         return "q, k and v do not all have a bias"
     if len({each.dtype for _, each in params.named()}) > 1:
         return "the parameters are of several dtypes"
-    return configs.unserved(_layer(x, _slots(params), mask, options))
+    return configs.unserved(_layer(x, _slots(params), mask, _is_stacked(params), options))
 
 
 def encoder_layer(x: Tensor, params: EncoderParameters, mask: Tensor | None, options: Options) -> Tensor:
     """Of x [S, T, D], contiguous; differentiable once."""
-    present = _present(_slots(params))
-    stacked = not isinstance(params.in_proj_weight, tuple)
-    places = _places(_slots(params))
+    slots, stacked = _slots(params), _is_stacked(params)
+    places = _places(slots, stacked)
+    present = [cast(Tensor, slots[place]) for place in places]
     if through_dispatcher(x, *present):
         if not is_compiling():  # what torch has only noted down, a negation, it does not resolve in lists
             present = [torch.resolve_neg(each) for each in present]
-        totals = [(place, each) for place, each in enumerate(present) if main_grad_of(parameter(each)) is not None]
+        totals = [
+            (place, each)
+            for place, each in enumerate(present)
+            if each.requires_grad and main_grad_of(parameter(each)) is not None
+        ]
         accumulated = [each for _, each in totals], [main_grad_of(each) for _, each in totals], [i for i, _ in totals]
         arguments = (present, places, mask, *accumulated, stacked, *options)
         return cast(Tensor, torch.ops.isogemm.encoder_layer(x, *arguments)[0])
     if torch.is_grad_enabled() and (x.requires_grad or any(each.requires_grad for each in present)):
         return cast(Tensor, cast(Any, _Layer).apply(options, places, stacked, x, *present, mask))
-    return _forward(x, _slots(params), mask, options, keep=False)[0]
+    return _forward(x, slots, mask, stacked, options, keep=False)[0]
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: Options, places: Sequence[int], stacked: bool, x: Tensor, *rest: Any) -> Tensor:
         *present, mask = rest
-        y, saved = _forward(x, _placed_in(places, stacked, present), mask, options, keep=True)
+        y, saved = _forward(x, _placed_in(places, stacked, present), mask, stacked, options, keep=True)
         ctx.save_for_backward(x, mask, *saved, *present)
         ctx.options, ctx.places, ctx.stacked = options, places, stacked
         ctx.owners = [parameter(each) for each in present]
@@ -75,7 +80,8 @@ class _Layer(torch.autograd.Function):
             main_grad_of(owner) if is_accumulated(ctx, 4 + i, 1 + i) else None for i, owner in enumerate(ctx.owners)
         ]
         slots = _placed_in(ctx.places, ctx.stacked, present)
-        dx, gradients = _backward(dy, x, slots, mask, Saved(o, lse, total, ready), totals, ctx.options)
+        saved = Saved(o, lse, total, ready)
+        dx, gradients = _backward(dy, x, slots, mask, saved, totals, ctx.stacked, ctx.options)
         for owner, main_grad in zip(ctx.owners, totals, strict=True):
             if main_grad is not None:
                 owner.grad_added_to_main_grad = True
@@ -97,21 +103,14 @@ def _slots(params: EncoderParameters) -> Slots:
     )  # fmt: skip
 
 
-def _optional(slots: Slots) -> list[Tensor | None]:
-    """Every parameter once: a stacked in_proj in the first of its three places."""
-    one = list(slots)
-    for first in (0, 3):
-        if slots[first] is slots[first + 1]:
-            one[first + 1] = one[first + 2] = None
-    return one
+def _is_stacked(params: EncoderParameters) -> bool:
+    return not isinstance(params.in_proj_weight, tuple)
 
 
-def _present(slots: Slots) -> list[Tensor]:
-    return [each for each in _optional(slots) if each is not None]
-
-
-def _places(slots: Slots) -> list[int]:
-    return [place for place, each in enumerate(_optional(slots)) if each is not None]
+def _places(slots: Slots, stacked: bool) -> list[int]:
+    """Of every parameter that is there: a stacked in_proj in the first of its three."""
+    left_out = (1, 2, 4, 5) if stacked else ()
+    return [place for place, each in enumerate(slots) if each is not None and place not in left_out]
 
 
 def _placed_in(places: Sequence[int], stacked: bool, present: Sequence[Tensor]) -> Slots:
@@ -123,13 +122,13 @@ def _placed_in(places: Sequence[int], stacked: bool, present: Sequence[Tensor]) 
     return Slots(*cast(Any, optional))
 
 
-def _layer(x: Tensor, slots: Slots, mask: Tensor | None, options: Options) -> Layer:
+def _layer(x: Tensor, slots: Slots, mask: Tensor | None, stacked: bool, options: Options) -> Layer:
     sequences, tokens, d_model = x.shape
     return Layer(
         sequences, tokens, d_model, options.nhead, slots.w1.shape[0], dtype_name(x.dtype), dtype_name(options.operand),
         dtype_name(slots.wo.dtype), options.precision or "", options.norm, options.norm_first, options.activation,
         options.is_causal, "" if mask is None else "bool" if mask.dtype is torch.bool else "additive",
-        (0, 0) if mask is None else cast("tuple[int, int]", mask.stride()), slots.wq is slots.wk,
+        (0, 0) if mask is None else cast("tuple[int, int]", mask.stride()), stacked,
         _overlaps(x.device),
     )  # fmt: skip
 
@@ -142,52 +141,61 @@ def _overlaps(device: torch.device) -> bool:
 _plans: dict[tuple[Any, ...], Plan] = {}
 
 
-def _plan(x: Tensor, slots: Slots, mask: Tensor | None, options: Options) -> Plan:
+def _plan(x: Tensor, slots: Slots, mask: Tensor | None, stacked: bool, options: Options) -> Plan:
     """By all that the launches depend on, Triton's specialisation of the arguments included."""
     key = (
         x.shape, x.dtype, x.get_device(), options, None if mask is None else (mask.dtype, mask.stride()),
-        tuple(None if each is None else each.data_ptr() & 15 for each in slots), slots.wq is slots.wk,
+        tuple(None if each is None else each.data_ptr() & 15 for each in slots), stacked,
         slots.wo.dtype, slots.w1.shape[0],
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = Plan(_layer(x, slots, mask, options), x.device, options.eps, slots)
+        plan = _plans[key] = Plan(_layer(x, slots, mask, stacked, options), x.device, options.eps, slots)
     return plan
 
 
-def _forward(x: Tensor, slots: Slots, mask: Tensor | None, options: Options, keep: bool) -> tuple[Tensor, Saved]:
+def _forward(
+    x: Tensor, slots: Slots, mask: Tensor | None, stacked: bool, options: Options, keep: bool
+) -> tuple[Tensor, Saved]:
     x, slots = placed(x), _dense(slots)
     with torch.cuda.device(x.device):
-        return _plan(x, slots, mask, options).forward(x, _as_bytes(mask), slots, keep)
+        return _plan(x, slots, mask, stacked, options).forward(x, _as_bytes(mask), slots, keep)
 
 
 def _backward(
     dy: Tensor, x: Tensor, slots: Slots, mask: Tensor | None, saved: Saved, totals: Sequence[Tensor | None],
-    options: Options,
+    stacked: bool, options: Options,
 ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
     """dx, and the gradients of the parameters that are there: None where one is added to its total."""
-    optional = _optional(slots)
-    places = [place for place, each in enumerate(optional) if each is not None]
-    into: list[Tensor | None] = [None] * len(optional)
-    added = [False] * len(optional)
+    into: list[Tensor | None] = [None] * len(slots)
+    added = [False] * len(slots)
+    later: list[Callable[[], object]] = []  # what is left to do with totals that no launch can add to
+    seen: list[Tensor] = []
+    places = _places(slots, stacked)
     for place, total in zip(places, totals, strict=True):
-        each = cast(Tensor, optional[place])
-        if total is not None:
-            require_total(f"params.{_NAMES[place]}.main_grad", total, each.shape, each.device)
-        added[place] = total is not None
-        into[place] = torch.empty(each.shape, dtype=each.dtype, device=each.device) if total is None else total
-    apart = {place: each for place, each in enumerate(into) if each is not None and not each.is_contiguous()}
-    for place, each in apart.items():
-        into[place] = each.contiguous()
+        of = cast(Tensor, slots[place])
+        if total is None:
+            into[place] = torch.empty(of.shape, dtype=of.dtype, device=of.device)
+            continue
+        require_total(f"params.{_NAMES[place]}.main_grad", total, of.shape, of.device)
+        if any(total is other for other in seen):  # of a parameter in two places, whose sums must not meet
+            sums = into[place] = torch.empty(of.shape, dtype=torch.float32, device=of.device)
+            later.append(partial(total.add_, sums))
+            continue
+        seen.append(total)
+        into[place], added[place] = total.contiguous(), True
+        if not total.is_contiguous():
+            later.append(partial(total.copy_, cast(Tensor, into[place])))
     x, dy, slots = placed(x), placed(dy), _dense(slots)
     with torch.cuda.device(x.device):
-        plan = _plan(x, slots, mask, options)
+        plan = _plan(x, slots, mask, stacked, options)
         dx = plan.backward(dy, x, _as_bytes(mask), slots, saved, into, added)
-    for place, each in apart.items():
-        each.copy_(cast(Tensor, into[place]))
-    return dx, [None if added[place] else into[place] for place in places]
+    for finish in later:
+        finish()
+    gradients = [None if total is not None else into[place] for place, total in zip(places, totals, strict=True)]
+    return dx, gradients
 
 
 def _dense(slots: Slots) -> Slots:
@@ -215,7 +223,7 @@ def _encoder_layer(
     stacked: bool,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    y, saved = _forward(x, _placed_in(places, stacked, params), mask, Options(*options), keep=True)
+    y, saved = _forward(x, _placed_in(places, stacked, params), mask, stacked, Options(*options), keep=True)
     return y, saved.o, saved.lse, *(x.new_empty(0) if each is None else each for each in saved[2:])
 
 
@@ -248,7 +256,7 @@ def _encoder_layer_backward(
 ) -> list[Tensor]:
     """dx, and the gradients of the parameters."""
     slots, saved = _placed_in(places, stacked, params), _saved(o, lse, total, ready)
-    dx, gradients = _backward(dy, x, slots, mask, saved, [None] * len(params), Options(*options))
+    dx, gradients = _backward(dy, x, slots, mask, saved, [None] * len(params), stacked, Options(*options))
     return [dx, *cast("list[Tensor]", gradients)]
 
 
@@ -276,7 +284,7 @@ def _encoder_layer_backward_into(
     """The same, written to `dx` and `into`; added to what is there for the parameters that have an owner."""
     slots, saved = _placed_in(places, stacked, params), _saved(o, lse, total, ready)
     totals = [each if index in of_params else None for index, each in enumerate(into)]
-    of_x, gradients = _backward(dy, x, slots, mask, saved, totals, Options(*options))
+    of_x, gradients = _backward(dy, x, slots, mask, saved, totals, stacked, Options(*options))
     dx.copy_(of_x)
     for each, found in zip(into, gradients, strict=True):
         if found is not None:

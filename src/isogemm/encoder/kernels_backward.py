@@ -36,6 +36,13 @@ def _store_sum(norm_sums, slot, which: tl.constexpr, rows_of, D: tl.constexpr, D
 
 
 @triton.jit
+def _live_statistics(x, row, rows, eps, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr):
+    """`statistics`, with 0 for the deviation's inverse beyond the last row: without eps it would be infinite."""
+    mean, deviation = statistics(x, eps, D, DP, NORM)
+    return mean, tl.where((row + tl.arange(0, BM) < rows)[:, None], deviation, 0.0)
+
+
+@triton.jit
 def _first_slot(
     norm_sums, tile, SLOTS: tl.constexpr, first: tl.constexpr, end: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
 ):
@@ -89,7 +96,7 @@ def _feedforward_backward_kernel(
     row = (tile * BM).to(INDEX)
     slot = _first_slot(norm_sums, tile, SLOTS, 2 if NORM_FIRST else 0, 5, D, DP)
     s = attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, READY, OPERAND, PRECISION, BM, BK)
-    mean, deviation = statistics(s, eps, D, DP, NORM)
+    mean, deviation = _live_statistics(s, row, rows, eps, BM, D, DP, NORM)
     store_tile(ds_ptr, s, row, rows, 0, D, BM, DP, D)  # parked there until the norm's gradient
     u = normed(s, mean, deviation, norm_w, norm_b, D, DP, NORM)
     store_grad_operand(u_ptr, u.T, row, rows, 0, ld, D, BM, DP, TURNED)
@@ -97,7 +104,7 @@ def _feedforward_backward_kernel(
     dlast = row_tile(dy_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
     if not NORM_FIRST:
         total = row_tile(sum_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
-        last_mean, last_deviation = statistics(total, eps, D, DP, NORM)
+        last_mean, last_deviation = _live_statistics(total, row, rows, eps, BM, D, DP, NORM)
         dlast = _norm_backward(dlast, total, last_mean, last_deviation, last_w, norm_sums, slot, 2, D, DP, NORM)
         store_tile(dlast_ptr, dlast, row, rows, 0, D, BM, DP, D)
     _store_sum(norm_sums, slot, 4, dlast, D, DP)  # linear2's bias, here and exactly: torch rounds nothing of it
@@ -149,7 +156,7 @@ def _input_grad_kernel(
         store_grad_operand(o_turned, o.T, row, rows, 0, ld, D, BM, DP, True)
     n = row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
     if NORM != "":
-        mean, deviation = statistics(n, eps, D, DP, NORM)
+        mean, deviation = _live_statistics(n, row, rows, eps, BM, D, DP, NORM)
         n = normed(n, mean, deviation, norm_w, norm_b, D, DP, NORM)
     if n_ptr is not None:
         store_grad_operand(n_ptr, n.T, row, rows, 0, ld, D, BM, DP, TURNED)

@@ -161,7 +161,8 @@ class Plan:
             dqkv, x if n is None else n, ds_turned if layer.turned else ds, o_turned if layer.turned else o,
             sums, partials,
         )  # fmt: skip
-        self._run(("sum", *added), partial(self._describe_sum, gradients, added), partials, *gradients)
+        aligned = tuple(each is None or each.data_ptr() % 16 == 0 for each in gradients)
+        self._run(("sum", *added, *aligned), partial(self._describe_sum, gradients, added), partials, *gradients)
         return dx
 
     # the launches, described when first needed
