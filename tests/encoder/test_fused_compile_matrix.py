@@ -1,4 +1,4 @@
-"""The fused layer's kernels compiled for GPUs that are not here: every shipped tile on sm_90, a sample elsewhere."""
+"""The fused layer's kernels compiled for GPUs that are not here: a layer of each number type, a sample elsewhere."""
 
 import pytest
 
@@ -92,11 +92,16 @@ def _jobs(layer):
 
 
 LAYERS = [
-    _layer(16, 4, 128, "tf32"), _layer(64, 4, 256, "tf32"), _layer(128, 16, 256, "tf32"), _layer(48, 3, 100, "tf32"),
-    _layer(64, 4, 256, "bfloat16"), _layer(128, 16, 256, "bfloat16"), _layer(64, 4, 256, "ieee"),
-]  # fmt: skip
+    _layer(16, 4, 128, "tf32"),
+    _layer(64, 4, 256, "bfloat16"),
+    _layer(64, 4, 256, "ieee"),
+    _layer(128, 16, 256, "tf32"),
+]
 CASES = [(job, "sm_90") for layer in LAYERS for job in _jobs(layer)]
-CASES += [(job, target) for target in TARGETS if target != "sm_90" for job in _jobs(_layer(16, 4, 128, "bfloat16"))]
+PORTABLE = [
+    job for job in _jobs(_layer(16, 4, 128, "bfloat16")) if "feedforward" in job.name or "attention" in job.name
+]
+CASES += [(job, target) for target in TARGETS if target != "sm_90" for job in PORTABLE]
 # Measured on an H200 (C = 37632 rows, F = 256): tiles that spill nothing take longer.
 SPILLED = {"_feedforward_backward_kernel [896, 42, 128, 16, 256] float32/tf32 first": "194 us; 240 at 64 x 32"}
 
