@@ -1,4 +1,4 @@
-"""The fused layer's kernels compiled for GPUs that are not here: a layer of each number type, a sample elsewhere."""
+"""The fused layer's kernels compiled for GPUs that are not here: two layers, and a sample elsewhere."""
 
 import pytest
 
@@ -91,12 +91,7 @@ def _jobs(layer):
         )
 
 
-LAYERS = [
-    _layer(16, 4, 128, "tf32"),
-    _layer(64, 4, 256, "bfloat16"),
-    _layer(64, 4, 256, "ieee"),
-    _layer(128, 16, 256, "tf32"),
-]
+LAYERS = [_layer(64, 4, 256, "bfloat16"), _layer(128, 16, 256, "tf32")]
 CASES = [(job, "sm_90") for layer in LAYERS for job in _jobs(layer)]
 PORTABLE = [
     job for job in _jobs(_layer(16, 4, 128, "bfloat16")) if "feedforward" in job.name or "attention" in job.name
