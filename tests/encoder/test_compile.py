@@ -263,24 +263,11 @@ def test_the_graph_kept_for_another_backward():
 
 
 @pytest.mark.parametrize("name", ["pre", "post"])
-def test_second_derivatives_are_right_or_refused(name):
-    tensors = encoder_tensors(SHAPE)
-
-    def penalty(function, dtype):
-        leaves = {each: tensor.to(dtype).requires_grad_() for each, tensor in tensors.items()}
-        loss = function(**leaves, nhead=4, **VARIANTS[name]).square().sum()
-        first = torch.autograd.grad(loss, leaves.values(), create_graph=True)
-        return torch.autograd.grad(sum(each.square().sum() for each in first), leaves.values(), allow_unused=True)
-
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        exact = penalty(torch_encoder, torch.float64)
-    try:
-        found = penalty(isogemm_encoder, torch.float32)
-    except (NotImplementedError, RuntimeError):
-        return
-    for each, got, right in zip(tensors, found, exact, strict=True):
-        error = (got.double() - right).abs().max() / right.abs().max().clamp_min(1e-30)
-        assert float(error) < 1e-3, each
+def test_second_derivatives_are_refused(name):
+    leaves = {each: tensor.requires_grad_() for each, tensor in encoder_tensors(SHAPE).items()}
+    loss = isogemm_encoder(**leaves, nhead=4, **VARIANTS[name]).square().sum()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, leaves.values(), create_graph=True)
 
 
 def test_a_stack():

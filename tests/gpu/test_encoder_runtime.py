@@ -426,23 +426,11 @@ def test_the_graph_kept_for_another_backward():
         assert_bitwise_equal(got, same)
 
 
-def test_second_derivatives_are_right_or_refused():
-    tensors = _tensors(EncoderShape(6, 9, 16, 4, 128), "ieee")
-
-    def penalty(function, dtype):
-        leaves = {name: each.to(dtype).requires_grad_() for name, each in tensors.items()}
-        loss = function(**leaves, nhead=4, **PRE).square().sum()
-        first = torch.autograd.grad(loss, leaves.values(), create_graph=True)
-        return torch.autograd.grad(sum(each.square().sum() for each in first), leaves.values(), allow_unused=True)
-
-    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
-        exact = penalty(torch_encoder, torch.float64)
-    try:
-        found = penalty(isogemm_encoder, torch.float32)
-    except (NotImplementedError, RuntimeError):
-        return
-    for name, got, right in zip(tensors, found, exact, strict=True):
-        assert float((got.double() - right).abs().max() / right.abs().max().clamp_min(1e-30)) < 1e-3, name
+def test_second_derivatives_are_refused():
+    leaves = _leaves(_tensors(EncoderShape(6, 9, 16, 4, 128), "ieee"))
+    loss = isogemm_encoder(**leaves, nhead=4, **PRE).square().sum()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, leaves.values(), create_graph=True)
 
 
 def test_parameters_changed_in_place_are_seen():

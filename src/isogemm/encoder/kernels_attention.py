@@ -13,15 +13,10 @@ import triton.language as tl
 
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs_attention import Attention, RegistersBackwardConfig, RegistersConfig
-from isogemm.encoder.kernels_forward import round_to_tf32, started
+from isogemm.encoder.kernels_forward import started
+from isogemm.gemm.kernels import multiple, round_to_tf32
 
 _CACHED = 16 << 20  # bytes of q, k and v that are read fast enough without being fetched first (H200)
-
-
-@triton.jit
-def _multiple(value, UNIT: tl.constexpr):
-    """The same value, seen by the compiler to be a multiple of UNIT: wide loads of rows that allow them."""
-    return value // UNIT * UNIT
 
 
 @triton.jit
@@ -209,9 +204,9 @@ def _attention_kernel(
     OWN: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     started(EARLY)
-    ld_q = _multiple(ld_q, UNIT)
-    ld_k = _multiple(ld_k, UNIT)
-    ld_v = _multiple(ld_v, UNIT)
+    ld_q = multiple(ld_q, UNIT)
+    ld_k = multiple(ld_k, UNIT)
+    ld_v = multiple(ld_v, UNIT)
     groups = (tokens + OWN - 1) // OWN
     thread = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     pair = thread // groups
@@ -409,13 +404,13 @@ def _attention_backward_kernel(
     # The first programs' threads own queries and write dq, the others' own keys and write dk and dv.
     started(EARLY)
     program = tl.program_id(0)
-    ld_q = _multiple(ld_q, UNIT)
-    ld_k = _multiple(ld_k, UNIT)
-    ld_v = _multiple(ld_v, UNIT)
-    ld_do = _multiple(ld_do, UNIT)
-    ld_dq = _multiple(ld_dq, UNIT)
-    ld_dk = _multiple(ld_dk, UNIT)
-    ld_dv = _multiple(ld_dv, UNIT)
+    ld_q = multiple(ld_q, UNIT)
+    ld_k = multiple(ld_k, UNIT)
+    ld_v = multiple(ld_v, UNIT)
+    ld_do = multiple(ld_do, UNIT)
+    ld_dq = multiple(ld_dq, UNIT)
+    ld_dk = multiple(ld_dk, UNIT)
+    ld_dv = multiple(ld_dv, UNIT)
     if TURNED:
         if program == 0:  # the transposes' columns beyond the last token
             column = tl.arange(0, BLOCK)

@@ -15,22 +15,9 @@ import triton.language as tl
 
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs_attention import Attention, DotConfig
+from isogemm.gemm.kernels import multiple, round_to_tf32
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _multiple(value, UNIT: tl.constexpr):
-    """The same value, seen by the compiler to be a multiple of UNIT: wide loads of rows that allow them."""
-    return value // UNIT * UNIT
-
-
-@triton.jit
-def _round_to_tf32(x):
-    """To nearest, ties to even; the tensor core would truncate."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, float("nan"))
 
 
 @triton.jit
@@ -38,7 +25,7 @@ def _operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """x as a dot takes it: in the type of q, k and v, rounded to nearest."""
     x = x.to(DTYPE)
     if PRECISION == "tf32":
-        x = _round_to_tf32(x)
+        x = round_to_tf32(x)
     return x
 
 
@@ -117,9 +104,9 @@ def _attention_dot_kernel(
     PRECISION: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    ld_q = _multiple(ld_q, UNIT)
-    ld_k = _multiple(ld_k, UNIT)
-    ld_v = _multiple(ld_v, UNIT)
+    ld_q = multiple(ld_q, UNIT)
+    ld_k = multiple(ld_k, UNIT)
+    ld_v = multiple(ld_v, UNIT)
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     blocks = tl.cdiv(tokens, BQ)
     program = tl.program_id(0)
@@ -279,12 +266,12 @@ def _attention_dot_backward_kernel(
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Two kinds of programs, for blocks of keys and of queries: each makes P again, and no sum is shared."""
-    ld_q = _multiple(ld_q, UNIT)
-    ld_k = _multiple(ld_k, UNIT)
-    ld_v = _multiple(ld_v, UNIT)
-    ld_dq = _multiple(ld_dq, UNIT)
-    ld_dk = _multiple(ld_dk, UNIT)
-    ld_dv = _multiple(ld_dv, UNIT)
+    ld_q = multiple(ld_q, UNIT)
+    ld_k = multiple(ld_k, UNIT)
+    ld_v = multiple(ld_v, UNIT)
+    ld_dq = multiple(ld_dq, UNIT)
+    ld_dk = multiple(ld_dk, UNIT)
+    ld_dv = multiple(ld_dv, UNIT)
     key_blocks = tl.cdiv(tokens, BK)
     blocks = key_blocks + tl.cdiv(tokens, BQ)
     program = tl.program_id(0)

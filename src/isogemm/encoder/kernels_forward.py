@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isogemm.gemm.kernels import multiply
+from isogemm.gemm.kernels import multiply, round_to_tf32
 
 
 @triton.jit
@@ -121,14 +121,6 @@ def normed(x, mean, deviation, g_ptr, b_ptr, D: tl.constexpr, DP: tl.constexpr, 
     if DP != D:
         xhat = tl.where((tl.arange(0, DP) < D)[None, :], xhat, 0.0)
     return scaled_and_shifted(xhat, g_ptr, b_ptr, D, DP)
-
-
-@triton.jit
-def round_to_tf32(x):
-    """To nearest, ties away from zero."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, float("nan"))
 
 
 @triton.jit

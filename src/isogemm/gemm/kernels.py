@@ -36,13 +36,13 @@ _SUMMED_AT_ONCE = 128  # columns of one warp, so that no thread waits for anothe
 
 
 @triton.jit
-def _multiple(value, UNIT: tl.constexpr):
+def multiple(value, UNIT: tl.constexpr):
     """The same value, seen by the compiler to be a multiple of UNIT: wide loads of rows that allow them."""
     return value // UNIT * UNIT
 
 
 @triton.jit
-def _round_to_tf32(x):
+def round_to_tf32(x):
     """To nearest, ties to even, as the copy engine does; the tensor core would truncate."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).to(tl.float32, bitcast=True)
@@ -52,8 +52,8 @@ def _round_to_tf32(x):
 @triton.jit
 def _split_tf32(x):
     """x as the sum of two TF32 numbers; an infinity is its own large part."""
-    large = _round_to_tf32(x)
-    small = _round_to_tf32(x - large)
+    large = round_to_tf32(x)
+    small = round_to_tf32(x - large)
     return large, tl.where(tl.abs(large) == float("inf"), 0.0, small)
 
 
@@ -71,9 +71,9 @@ def multiply(a, b, acc, PRECISION: tl.constexpr, A_ROUNDED: tl.constexpr, B_ROUN
     """
     if PRECISION == "tf32":
         if not A_ROUNDED:
-            a = _round_to_tf32(a)
+            a = round_to_tf32(a)
         if not B_ROUNDED:
-            b = _round_to_tf32(b)
+            b = round_to_tf32(b)
         return tl.dot(a, b, acc, input_precision="tf32")
     elif PRECISION == "tf32x3":
         a_large, a_small = _split_tf32(a)
@@ -179,25 +179,25 @@ def _gemm_kernel(
     TILE_M: tl.constexpr = BM // 2 if A_PAIRED else BM
     TILE_N: tl.constexpr = BN // 2 if B_PAIRED else BN + BN_REST
     BIASED: tl.constexpr = BN // 2 if B_PAIRED else BN
-    M = _multiple(M, UNITS[0])
-    N = _multiple(N, UNITS[1])
-    K = _multiple(K, UNITS[2])
+    M = multiple(M, UNITS[0])
+    N = multiple(N, UNITS[1])
+    K = multiple(K, UNITS[2])
     if not A_TMA:
-        stride_am = _multiple(stride_am, UNITS[3])
-        stride_ak = _multiple(stride_ak, UNITS[4])
+        stride_am = multiple(stride_am, UNITS[3])
+        stride_ak = multiple(stride_ak, UNITS[4])
     if not B_TMA:
-        stride_bk = _multiple(stride_bk, UNITS[5])
-        stride_bn = _multiple(stride_bn, UNITS[6])
+        stride_bk = multiple(stride_bk, UNITS[5])
+        stride_bn = multiple(stride_bn, UNITS[6])
     if not C_TMA:
-        stride_cm = _multiple(stride_cm, UNITS[7])
-        stride_cn = _multiple(stride_cn, UNITS[8])
+        stride_cm = multiple(stride_cm, UNITS[7])
+        stride_cn = multiple(stride_cn, UNITS[8])
     m_tiles = tl.cdiv(M, TILE_M)
     n_tiles = tl.cdiv(N, TILE_N)
     to_second = 0
     if E.paired and not (A_TMA if SWAPPED else B_TMA):
         first = a if SWAPPED else b
         to_second = (b_rest.to(tl.int64) - first.to(tl.int64)) // (first.dtype.element_ty.primitive_bitwidth // 8)
-        to_second = _multiple(to_second, UNITS[9])
+        to_second = multiple(to_second, UNITS[9])
     tiles = m_tiles * n_tiles
     if WALK == "partials":
         tiles *= tl.cdiv(K, CHUNK)
@@ -306,11 +306,11 @@ def _stream_kernel(
     B_PAIRED: tl.constexpr = E.paired and not SWAPPED
     TILE_M: tl.constexpr = BM // 2 if A_PAIRED else BM
     TILE_N: tl.constexpr = BN // 2 if B_PAIRED else BN
-    M = _multiple(M, UNITS[0])
-    N = _multiple(N, UNITS[1])
+    M = multiple(M, UNITS[0])
+    N = multiple(N, UNITS[1])
     if not C_TMA:
-        stride_cm = _multiple(stride_cm, UNITS[7])
-        stride_cn = _multiple(stride_cn, UNITS[8])
+        stride_cm = multiple(stride_cm, UNITS[7])
+        stride_cn = multiple(stride_cn, UNITS[8])
     m_tiles = tl.cdiv(M, TILE_M)
     n_tiles = tl.cdiv(N, TILE_N)
     blocks = tl.cdiv(K, BK)
@@ -418,8 +418,8 @@ def _bias_grad_kernel(
     ACCUMULATE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """out = (out or 0) + the sums of CHUNK rows of grad each, from first to last; a dot with ones fixes their order."""
-    N = _multiple(N, UNITS[0])
-    stride_t = _multiple(stride_t, UNITS[1])
+    N = multiple(N, UNITS[0])
+    stride_t = multiple(stride_t, UNITS[1])
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     live = n < N
     if ACCUMULATE:
@@ -450,8 +450,8 @@ def _activation_grad_kernel(
 
     SUMS: and each chunk's sum over its rows, in the order of `_bias_grad_kernel`.
     """
-    N = _multiple(N, UNITS[0])
-    stride_grad = _multiple(stride_grad, UNITS[1])
+    N = multiple(N, UNITS[0])
+    stride_grad = multiple(stride_grad, UNITS[1])
     DTYPE: tl.constexpr = dz.dtype.element_ty
     n = tl.program_id(0) % tl.cdiv(N, BN) * BN
     chunk = tl.program_id(0) // tl.cdiv(N, BN)

@@ -6,14 +6,13 @@ multiplies in fp32 whatever the precision: exact for 16-bit operands, at least w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from isogemm.core.launch import BoundKernel, bind
+from isogemm.core.launch import BoundKernel, Launch
 from isogemm.tiny.configs import Config, DotConfig, Problem, programs, unit
 
 
@@ -181,17 +180,6 @@ def _dot_kernel(
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 
 
-@dataclass(frozen=True)
-class Launch:
-    """All that a launch needs but the three addresses."""
-
-    kernel: Any
-    programs: int
-    scalars: tuple[int, ...]
-    constants: dict[str, object]
-    options: dict[str, object]
-
-
 def describe_bmm(problem: Problem, config: Config) -> Launch:
     """The launch that computes `problem` with `config`."""
     offsets = (
@@ -228,10 +216,9 @@ def describe_bmm(problem: Problem, config: Config) -> Launch:
 
 def launch_bmm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, problem: Problem, config: Config) -> None:
     """out[i] = a[i] b[i]; out [batch, m, n] is contiguous."""
-    launch = describe_bmm(problem, config)
-    launch.kernel[(launch.programs,)](a, b, out, *launch.scalars, **launch.constants, **launch.options)
+    describe_bmm(problem, config).run(a, b, out)
 
 
 def bind_bmm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, launch: Launch) -> BoundKernel:
     """Compile on the current device for tensors like these."""
-    return bind(launch.kernel, (a, b, out, *launch.scalars), launch.constants, launch.options)
+    return launch.bind(a, b, out)
