@@ -368,7 +368,7 @@ subtracting_infinities = pytest.mark.filterwarnings("ignore:invalid value:Runtim
 def _round_kernel(source, large, small, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     x = tl.load(source + at)
-    tl.store(large + at, kernels._round_to_tf32(x))
+    tl.store(large + at, kernels.round_to_tf32(x))
     tl.store(small + at, kernels._split_tf32(x)[1])
 
 
