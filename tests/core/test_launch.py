@@ -58,15 +58,30 @@ class Compiled:
 
 
 def test_launch_passes_grid_stream_and_arguments_in_order(monkeypatch):
-    monkeypatch.setattr(launch, "_current_stream", lambda device: 100 + device)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 100 + device)
     compiled = Compiled()
     BoundKernel(compiled, [2, 8])(3, 64, 4096, 7)
     assert compiled.launched == [(64, 1, 1, 103, "handle", "metadata", None, None, None, 4096, 7, 2, 8)]
 
 
+def test_a_prepared_launch_is_the_same_launch(monkeypatch):
+    monkeypatch.setattr(launch, "current_stream", lambda device: 103)
+    compiled = Compiled()
+    kernel = BoundKernel(compiled, [2, 8])
+    kernel(3, 64, 4096, 7)
+    kernel.prepared(103, 64, (4096, 7))()
+    assert compiled.launched[0] == compiled.launched[1]
+
+
+def test_hooks_are_noticed(monkeypatch):
+    assert not launch.is_heard()
+    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", repr)
+    assert launch.is_heard()
+
+
 def test_launch_tells_profilers(monkeypatch):
     """Triton's launch hooks, by which its profiler names kernels, see every launch."""
-    monkeypatch.setattr(launch, "_current_stream", lambda device: 100)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 100)
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", print)
     monkeypatch.setattr(knobs.runtime, "launch_exit_hook", repr)
     compiled = Compiled()

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from isogemm.encoder import configs, fused, plan
+from isogemm.encoder import configs, fused, schedule
 from isogemm.encoder.parameters import Options
 from isogemm.testing import (
     EncoderShape,
@@ -24,11 +24,13 @@ SHAPES = [EncoderShape(20, 5, 16, 4, 32), EncoderShape(2, 17, 48, 3, 36), Encode
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch):
-    def run(self, name, describe, *arguments):
-        describe().run(*map(plan._tensor, arguments))
+    def run(self, addresses, tensors):
+        assert addresses == schedule.addresses_of(tensors)
+        for step, places in zip(self._steps, self._places, strict=True):
+            step.describe().run(*self._arguments(step, places, tensors))
 
-    monkeypatch.setattr(plan.Plan, "_run", run)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(schedule.Schedule, "run", run)
+    monkeypatch.setattr(fused, "on", lambda index: contextlib.nullcontext())
 
 
 def _fused(

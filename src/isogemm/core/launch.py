@@ -19,7 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 # The raw handle of torch's current stream on a device: what Triton's own launcher asks for.
-_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 _TFLOAT32 = 11  # CU_TENSOR_MAP_DATA_TYPE_TFLOAT32: the copy engine rounds float32 as it reads
 _MOST_MAPS = 256  # addresses kept per plan and argument: a model's weights of one shape, and what its layers pass on
@@ -89,7 +89,7 @@ class BoundKernel:
 
         Tensors are given by address, or by what a `describer` gives, unpacked.
         """
-        stream = _current_stream(device)
+        stream = current_stream(device)
         enter, leave, described = _listening(knobs.runtime.launch_enter_hook), knobs.runtime.launch_exit_hook, None
         if enter is not None and not self._encoders:
             described = self._compiled.launch_metadata((programs, 1, 1), stream, *args, *self._constants)
@@ -99,6 +99,16 @@ class BoundKernel:
             self._launch(programs, 1, 1, stream, self._function, *self._before, *hooks, *self._after, arguments)
         else:
             self._launch(programs, 1, 1, stream, self._function, *self._before, *hooks, *args, *self._constants)
+
+    def prepared(self, stream: int, programs: int, args: Sequence[Any]) -> Callable[[], None]:
+        """A launch with these arguments on that stream, of which no hook hears: with nothing left to do but it."""
+        rest: tuple[Any, ...] = (*args, *self._constants)
+        if self._grouped:
+            rest = (*self._after, rest)
+        hooks = (self._metadata, None, None, None)
+        return functools.partial(
+            self._launch, programs, 1, 1, stream, self._function, *self._before, *hooks, *rest
+        )  # fmt: skip
 
     def describer(self, index: int, seen: TensorMap, device: int) -> Callable[[Any], tuple[Any, ...]]:
         """For the kernel's `index`-th descriptor: from an address to the arguments that describe the matrix there.
@@ -213,6 +223,12 @@ def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., None], tupl
     if hasattr(outer, "arg_annotations"):
         return launch, modes, (None, None, outer.arg_annotations, outer.kernel_signature), True
     return launch, (*modes, None, None), (), False
+
+
+def is_heard() -> bool:
+    """Whether anyone listens to launches."""
+    runtime = knobs.runtime
+    return _listening(runtime.launch_enter_hook) is not None or _listening(runtime.launch_exit_hook) is not None
 
 
 def _listening(hook: Any) -> Any:

@@ -1,169 +1,266 @@
 """A fused layer's call: what it allocates and launches, forward and backward.
 
 Kept for the backward, per token: x, o and log-sums (and with the norms last the sum before the last one); the rest is
-computed again. What a launch writes for a later one is dropped as soon as that has read it.
+computed again. Launches and the parts of memory that they pass on are tables: a part lies where none that is needed
+with it does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from isogemm.core import device as devices
-from isogemm.encoder import configs, configs_attention
+from isogemm.encoder import configs, configs_attention, layout
 from isogemm.encoder.configs import SHORT_HEAD, Layer
 from isogemm.encoder.configs_attention import Attention
+from isogemm.encoder.schedule import Bound, Part, Schedule, Step, addresses_of, spans
 
 if TYPE_CHECKING:
-    from isogemm.core.launch import BoundKernel, Launch
+    from isogemm.core.launch import Launch
 
-
-class Slots(NamedTuple):
-    """The parameters by their places; a stacked in_proj is three times the same tensor."""
-
-    wq: Tensor
-    wk: Tensor
-    wv: Tensor
-    bq: Tensor | None
-    bk: Tensor | None
-    bv: Tensor | None
-    wo: Tensor
-    bo: Tensor | None
-    w1: Tensor
-    b1: Tensor | None
-    w2: Tensor
-    g1: Tensor | None
-    s1: Tensor | None
-    g2: Tensor | None
-    s2: Tensor | None
-    b2: Tensor | None
-
-
-class Saved(NamedTuple):
-    """What a forward leaves for its backward."""
-
-    o: Tensor  # [S, T, D]
-    lse: Tensor  # [S, T, H]
-    total: Tensor | None  # [S, T, D], the sum before the last norm, where that is last
-    ready: Tensor | None  # the weights as operands, and their transposes
-
-
-class _Part(NamedTuple):
-    """Of a tensor, from its `first` element on: an argument without the cost of a view."""
-
-    base: Tensor
-    first: int
-
-
-_Argument = Tensor | _Part | None
+# The parameters in the order of EncoderParameters, with one in_proj or three.
+STACKED = ("wq", "wo", "w1", "w2", "g1", "g2", "bq", "bo", "b1", "b2", "s1", "s2")
+SEPARATE = ("wq", "wk", "wv", "wo", "w1", "w2", "g1", "g2", "bq", "bk", "bv", "bo", "b1", "b2", "s1", "s2")
+_MOST_GRADIENTS = 16
 
 
 class Plan:
-    """Of one layer on one device."""
+    """Of one layer on one device; `biases`: whether q, k and v have them."""
 
-    def __init__(self, layer: Layer, device: torch.device, eps: float, slots: Slots) -> None:
+    def __init__(self, layer: Layer, device: torch.device, eps: float, biases: bool) -> None:
         self.layer, self.eps, self.device = layer, eps, device
         self.index = device.index or 0
         self.configs = configs.choose(layer)
-        self.biases = slots.bq is not None
-        self._steps: dict[object, tuple[BoundKernel, int, tuple[Any, ...]]] = {}
+        self.biases = biases
+        self.names = STACKED if layer.stacked else SEPARATE
+        self._bound: Bound = {}
+        self._weights: torch.dtype = getattr(torch, layer.weights)
         d, f = layer.d_model, layer.dim_feedforward
         self._offsets, self._size = _laid_out(
             wqkv=3 * d * d, bqkv=3 * d, wo=d * d, w1=f * d, b1=f, w2=d * f, norms=6 * d
         )
-        self._ready_offsets, self._ready_size = _laid_out(
-            wo=d * d, w1=f * d, w2=d * f, wqkv=3 * d * d,
-            w2_turned=d * f, w1_turned=f * d, wo_turned=d * d, wqkv_turned=3 * d * d,
-        )  # fmt: skip
+        self._parts = kept_parts(layer) | self._passing_parts()
+        kept = _sizes(kept_parts(layer))
+        self._kept, self._kept_size = layout.in_a_row(kept)
+        self._divisions: dict[tuple[bool, ...], tuple[tuple[tuple[int, ...] | None, ...], list[int], int]] = {}
+        self._forwards = {keep: self._forward_schedule(keep) for keep in (True, False)}
+        self._backwards: dict[tuple[object, ...], tuple[Schedule, int]] = {}
 
-    def forward(self, x: Tensor, mask: Tensor | None, p: Slots, keep: bool) -> tuple[Tensor, Saved]:
-        """y [S, T, D], and what a backward needs of the rest (keep)."""
-        layer, d = self.layer, self.layer.d_model
-        ready = self._empty(self._ready_size) if layer.ready else None
-        qkv = self._empty(layer.rows, 3 * d)
-        norm1 = (p.g1, p.s1) if layer.norm_first else (None, None)
-        weights = (p.wq, p.wk, p.wv, p.bq, p.bk, p.bv)
-        self._run(
-            ("project", keep), partial(self._describe_project, False, keep),
-            x, *norm1, *weights, qkv, None, p.wo, None, p.w1, p.w2, ready,
-        )  # fmt: skip
-        o = self._empty(*x.shape)
-        lse = torch.empty((*x.shape[:2], layer.nhead), dtype=torch.float32, device=self.device)
-        self._run("attention", self._describe_attention, *self._parts(qkv), mask, o, lse)
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        parameters: Sequence[Tensor | None],
+        addresses: tuple[int, ...],
+        keep: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """y [S, T, D], and what a backward needs of the rest (keep). addresses: the parameters'."""
+        schedule, size = self._forwards[keep]
         y = torch.empty_like(x)
-        total = torch.empty_like(x) if keep and not layer.norm_first else None
-        wo, w1, w2 = self._weights(p, ready, "wo", "w1", "w2")
-        first, last = ((p.g2, p.s2), (None, None)) if layer.norm_first else ((p.g1, p.s1), (p.g2, p.s2))
-        self._run(
-            ("feedforward", keep), self._describe_feedforward,
-            x, o, wo, p.bo, w1, p.b1, w2, p.b2, *first, *last, y, total,
-        )  # fmt: skip
-        return y, Saved(o, lse, total, ready)
+        kept = torch.empty(self._kept_size, dtype=torch.uint8, device=self.device) if keep else None
+        work = torch.empty(size, dtype=torch.uint8, device=self.device)
+        first = (x, mask, y, kept, work)
+        schedule.run(addresses_of(first) + addresses, (*first, *parameters))
+        return y, kept
 
     def backward(
-        self, dy: Tensor, x: Tensor, mask: Tensor | None, p: Slots, saved: Saved, gradients: Sequence[Tensor | None],
-        added: Sequence[bool],
+        self, dy: Tensor, x: Tensor, mask: Tensor | None, parameters: Sequence[Tensor | None],
+        addresses: tuple[int, ...], kept: Tensor, gradients: Sequence[Tensor | None], added: tuple[bool, ...],
     ) -> Tensor:  # fmt: skip
-        """dx; the parameters' gradients are written to `gradients`, or added to those of `added`, in Slots' order."""
-        layer, d, f = self.layer, self.layer.d_model, self.layer.dim_feedforward
-        o, lse, total, ready = saved
-        slots = -(-layer.rows // configs.TILE_ROWS) * (configs.TILE_ROWS // self.configs.tile_rows)
-        partials = torch.empty((layer.chunks, self._size), dtype=torch.float32, device=self.device)
-        sums = torch.empty((slots, 6 * d), dtype=torch.float32, device=self.device)
-
-        u, act, dz = self._operand(d), self._operand(f), self._operand(f)
-        dlast = None if layer.norm_first else torch.empty_like(x)
-        dlast_turned = self._operand(d) if layer.turned else None
-        ds = torch.empty_like(x)
-        wo, w1, w1_turned, w2_turned = self._weights(p, ready, "wo", "w1", "w1_turned", "w2_turned")
-        first, last = ((p.g2, p.s2), None) if layer.norm_first else ((p.g1, p.s1), p.g2)
-        self._run(
-            "feedforward_backward", self._describe_feedforward_backward,
-            x, o, wo, p.bo, w1, p.b1, w1_turned, w2_turned, *first, last, dy, total,
-            u, act, dz, dlast, dlast_turned, ds, sums,
-        )  # fmt: skip
-        left = dlast_turned if layer.turned else dlast if dlast is not None else dy
-        self._run(
-            "feedforward weights",
-            partial(self._describe_weight_grads, (f, d, d, f), ("w1", "b1", "w2", "norms"), False),
-            dz, u, left, act, None, partials,
-        )  # fmt: skip
-        del u, act, dz, dlast, dlast_turned, left
-
-        qkv, do = self._empty(layer.rows, 3 * d), self._empty(layer.rows, d)
-        norm1 = (p.g1, p.s1) if layer.norm_first else (None, None)
-        wqkv, wo_turned, wqkv_turned = self._weights(p, ready, "wqkv", "wo_turned", "wqkv_turned")
-        weights = (wqkv, wqkv, wqkv) if layer.ready else (p.wq, p.wk, p.wv)
-        self._run(
-            "project again", partial(self._describe_project, True, True),
-            x, *norm1, *weights, p.bq, p.bk, p.bv, qkv, ds, wo_turned, do, None, None, None,
-        )  # fmt: skip
-        dqkv = self._operand(3 * d)
-        self._run(
-            "attention_backward", self._describe_attention_backward,
-            *self._parts(qkv), mask, o, lse, do, *self._grad_parts(dqkv),
-        )  # fmt: skip
-        del qkv, do
-        n = self._operand(d) if layer.norm_first or layer.turned else None
-        ds_turned, o_turned = (self._operand(d), self._operand(d)) if layer.turned else (None, None)
+        """dx; the parameters' gradients are written to `gradients`, or added to those of `added`."""
+        into = addresses_of(gradients)
+        variant = (added, *[each and each % 16 + 1 for each in into])
+        schedule, size = self._backwards.get(variant) or self._backward_schedule(variant, gradients, added)
         dx = torch.empty_like(x)
-        self._run(
-            "input_grad", self._describe_input_grad,
-            x, *norm1, wqkv_turned, dqkv, ds, o, n, ds_turned, o_turned, dx, sums,
-        )  # fmt: skip
-        self._run(
-            "attention weights",
-            partial(self._describe_weight_grads, (3 * d, d, d, d), ("wqkv", "bqkv", "wo", "norms"), True),
-            dqkv, x if n is None else n, ds_turned if layer.turned else ds, o_turned if layer.turned else o,
-            sums, partials,
-        )  # fmt: skip
-        aligned = tuple(each is None or each.data_ptr() % 16 == 0 for each in gradients)
-        self._run(("sum", *added, *aligned), partial(self._describe_sum, gradients, added), partials, *gradients)
+        work = torch.empty(size, dtype=torch.uint8, device=self.device)
+        first = (dy, x, mask, kept, dx, work)
+        schedule.run(addresses_of(first) + addresses + into, (*first, *parameters, *gradients))
         return dx
+
+    def gradients(self, wanted: tuple[bool, ...]) -> list[Tensor | None]:
+        """Unwritten memory for the gradients that are wanted, one allocation where each of its parts is aligned.
+
+        Each part counts its own changes, as if it were alone.
+        """
+        division = self._divisions.get(wanted)
+        if division is None:
+            shapes = tuple(self._shape(name) if want else None for name, want in zip(self.names, wanted, strict=True))
+            sizes = [math.prod(shape) for shape in shapes if shape]
+            division = self._divisions[wanted] = shapes, sizes, sum(sizes)
+        shapes, sizes, elements = division
+        dtype = self._weights
+        if any(size * dtype.itemsize % 16 for size in sizes):
+            return [None if each is None else torch.empty(each, dtype=dtype, device=self.device) for each in shapes]
+        pieces = iter(torch.empty(elements, dtype=dtype, device=self.device).unsafe_split_with_sizes(sizes))
+        return [
+            None if shape is None else next(pieces) if len(shape) == 1 else next(pieces).view(*shape)
+            for shape in shapes
+        ]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Of a parameter."""
+        d, f = self.layer.d_model, self.layer.dim_feedforward
+        in_proj = 3 * d if self.layer.stacked else d
+        weights = {"wq": (in_proj, d), "wk": (d, d), "wv": (d, d), "wo": (d, d), "w1": (f, d), "w2": (d, f)}
+        return weights.get(name) or {"bq": (in_proj,), "b1": (f,)}.get(name, (d,))
+
+    # the tables: parts of memory, and launches
+
+    def _passing_parts(self) -> dict[str, Part]:
+        """Of what the launches pass on, as many elements as they have."""
+        layer = self.layer
+        d, f, rows = layer.d_model, layer.dim_feedforward, layer.ld if layer.turned else layer.rows
+        of_x, operand = getattr(torch, layer.dtype), getattr(torch, layer.operand)
+        column = layer.ld if layer.turned else 1  # from one of dqkv to the next
+        slots = -(-layer.rows // configs.TILE_ROWS) * (configs.TILE_ROWS // self.configs.tile_rows)
+        square, long = d * d, d * f
+        parts = {
+            "qkv": Part(operand, layer.rows * 3 * d),
+            "q": Part(operand, layer.rows * 3 * d, "qkv"),
+            "k": Part(operand, layer.rows * 3 * d - d, "qkv", d),
+            "v": Part(operand, layer.rows * 3 * d - 2 * d, "qkv", 2 * d),
+            "u": Part(operand, rows * d),
+            "act": Part(operand, rows * f),
+            "dz": Part(operand, rows * f),
+            "dlast": Part(of_x, layer.rows * d),
+            "dlast_turned": Part(operand, rows * d),
+            "sums": Part(torch.float32, slots * 6 * d),
+            "partials": Part(torch.float32, layer.chunks * self._size),
+            "do": Part(operand, layer.rows * d),
+            "dqkv": Part(operand, rows * 3 * d),
+            "dq": Part(operand, rows * 3 * d, "dqkv"),
+            "dk": Part(operand, rows * 3 * d - column * d, "dqkv", column * d),
+            "dv": Part(operand, rows * 3 * d - 2 * column * d, "dqkv", 2 * column * d),
+            "n": Part(operand, rows * d),
+            "ds_turned": Part(operand, rows * d),
+            "o_turned": Part(operand, rows * d),
+            "dx": Part(of_x, layer.rows * d),
+            # Turned, its last reader is what writes dx, row by row.
+            "ds": Part(of_x, layer.rows * d, "dx" if layer.turned else ""),
+        }
+        if layer.stacked:  # three times the same
+            for name, of, size in (
+                ("wk", "wq", 3 * square),
+                ("wv", "wq", 3 * square),
+                ("bk", "bq", 3 * d),
+                ("bv", "bq", 3 * d),
+            ):
+                parts[name] = Part(self._weights, size, of)
+        at, _ = _laid_out(
+            wo=square, w1=long, w2=long, wqkv=3 * square,
+            w2_turned=long, w1_turned=long, wo_turned=square, wqkv_turned=3 * square,
+        )  # fmt: skip
+        return parts | {
+            f"ready {name}": Part(operand, _ready_size(layer) - first, "ready", first) for name, first in at.items()
+        }
+
+    def _forward_schedule(self, keep: bool) -> tuple[Schedule, int]:
+        layer = self.layer
+        norm1 = ("g1", "s1") if layer.norm_first else ("", "")
+        first, last = (("g2", "s2"), ("", "")) if layer.norm_first else (("g1", "s1"), ("g2", "s2"))
+        wo, w1, w2 = map(self._weight, ("wo", "w1", "w2"))
+        steps = (
+            Step(
+                ("project", keep), partial(self._describe_project, False, keep),
+                ("x", *norm1, "wq", "wk", "wv", "bq", "bk", "bv", "qkv", "", "wo", "", "w1", "w2",
+                 "ready" if layer.ready else ""),
+            ),
+            Step("attention", self._describe_attention, ("q", "k", "v", "mask", "o", "lse")),
+            Step(
+                ("feedforward", keep), self._describe_feedforward,
+                ("x", "o", wo, "bo", w1, "b1", w2, "b2", *first, *last, "y",
+                 "total" if keep and not layer.norm_first else ""),
+            ),
+        )  # fmt: skip
+        needed = spans(steps, self._parts)
+        if keep:
+            needed = {name: span for name, span in needed.items() if name not in self._kept}
+        offsets, size = layout.sharing(needed)
+        buffers = {"work": offsets} | ({"kept": self._kept} if keep else {})
+        return self._schedule(steps, ("x", "mask", "y", "kept", "work", *self.names), buffers), size
+
+    def _backward_schedule(
+        self, variant: tuple[object, ...], gradients: Sequence[Tensor | None], added: Sequence[bool]
+    ) -> tuple[Schedule, int]:
+        layer, d, f = self.layer, self.layer.d_model, self.layer.dim_feedforward
+        turned, norm_first = layer.turned, layer.norm_first
+        norm1 = ("g1", "s1") if norm_first else ("", "")
+        first, last = (("g2", "s2"), "") if norm_first else (("g1", "s1"), "g2")
+        wo, w1, w1_turned, w2_turned = map(self._weight, ("wo", "w1", "w1_turned", "w2_turned"))
+        wqkv, wo_turned, wqkv_turned = map(self._weight, ("wqkv", "wo_turned", "wqkv_turned"))
+        dlast, dlast_turned = "" if norm_first else "dlast", "dlast_turned" if turned else ""
+        n = "n" if norm_first or turned else ""
+        ds_turned, o_turned = ("ds_turned", "o_turned") if turned else ("", "")
+        into = [""] * _MOST_GRADIENTS
+        segments: list[tuple[int, int, bool] | None] = [None] * _MOST_GRADIENTS
+        for i, (name, each, more) in enumerate(zip(self.names, gradients, added, strict=True)):
+            if each is not None:
+                into[i], segments[i] = f"d{name}", (self._sum_of(name), each.numel(), more)
+        steps: tuple[Step, ...] = (
+            Step(
+                "feedforward_backward", self._describe_feedforward_backward,
+                ("x", "o", wo, "bo", w1, "b1", w1_turned, w2_turned, *first, last, "dy", "" if norm_first else "total",
+                 "u", "act", "dz", dlast, dlast_turned, "ds", "sums"),
+            ),
+            Step(
+                "feedforward weights",
+                partial(self._describe_weight_grads, (f, d, d, f), ("w1", "b1", "w2", "norms"), False),
+                ("dz", "u", dlast_turned or dlast or "dy", "act", "", "partials"),
+            ),
+            Step(
+                "project again", partial(self._describe_project, True, True),
+                ("x", *norm1, *((wqkv,) * 3 if layer.ready else ("wq", "wk", "wv")), "bq", "bk", "bv", "qkv",
+                 "ds", wo_turned, "do", "", "", ""),
+            ),
+            Step(
+                "attention_backward", self._describe_attention_backward,
+                ("q", "k", "v", "mask", "o", "lse", "do", "dq", "dk", "dv"),
+            ),
+            Step(
+                "input_grad", self._describe_input_grad,
+                ("x", *norm1, wqkv_turned, "dqkv", "ds", "o", n, ds_turned, o_turned, "dx", "sums"),
+            ),
+            Step(
+                "attention weights",
+                partial(self._describe_weight_grads, (3 * d, d, d, d), ("wqkv", "bqkv", "wo", "norms"), True),
+                ("dqkv", n or "x", ds_turned or "ds", o_turned or "o", "sums", "partials"),
+            ),
+            Step(("sum", *variant), partial(self._describe_sum, tuple(segments)), ("partials", *into)),
+        )  # fmt: skip
+        if not any(into):
+            steps = tuple(step for step in steps if "partials" not in step.arguments)
+        needed = {name: span for name, span in spans(steps, self._parts).items() if name not in self._kept}
+        dx = needed.pop("dx")._replace(last=len(steps))  # which before it is written has room for others
+        in_dx, _ = layout.sharing({"dx": dx} | needed, dx.size)
+        offsets, size = layout.sharing({name: span for name, span in needed.items() if name not in in_dx})
+        given = ("dy", "x", "mask", "kept", "dx", "work", *self.names, *(f"d{name}" for name in self.names))
+        schedule = self._schedule(steps, given, {"kept": self._kept, "dx": in_dx, "work": offsets})
+        made = self._backwards[variant] = schedule, size
+        return made
+
+    def _schedule(self, steps: Sequence[Step], given: Sequence[str], buffers: dict[str, dict[str, int]]) -> Schedule:
+        return Schedule(steps, given, self._parts, buffers, self.index, self._bound)
+
+    def _sum_of(self, name: str) -> int:
+        """Where a chunk's part in a parameter's gradient lies."""
+        d, at = self.layer.d_model, self._offsets
+        norms = ("g1", "s1", "g2", "s2", "b2", "bo")
+        if name in norms:
+            return at["norms"] + norms.index(name) * d
+        if name[1] in "qkv":
+            return at[f"{name[0]}qkv"] + "qkv".index(name[1]) * (d * d if name[0] == "w" else d)
+        return at[name]
+
+    def _weight(self, name: str) -> str:
+        """A weight as products read it: prepared, or as it is."""
+        plain = {"wqkv": "wq"}.get(name.removesuffix("_turned"), name.removesuffix("_turned"))
+        return f"ready {name}" if self.layer.ready else plain
 
     # the launches, described when first needed
 
@@ -199,20 +296,9 @@ class Plan:
             self.layer, self.configs.weight_grads, self.configs.tile_rows, shapes, offsets, self._size, norms
         )
 
-    def _describe_sum(self, gradients: Sequence[Tensor | None], added: Sequence[bool]) -> Launch:
+    def _describe_sum(self, segments: Sequence[tuple[int, int, bool] | None]) -> Launch:
         from isogemm.encoder import kernels
 
-        d, at = self.layer.d_model, self._offsets
-        square = d * d
-        offsets = (
-            *(at["wqkv"] + i * square for i in range(3)), *(at["bqkv"] + i * d for i in range(3)), at["wo"],
-            at["norms"] + 5 * d,
-            at["w1"], at["b1"], at["w2"], *(at["norms"] + i * d for i in range(5)),
-        )  # fmt: skip
-        segments = [
-            None if into is None else (offset, into.numel(), more)
-            for offset, into, more in zip(offsets, gradients, added, strict=True)
-        ]
         return kernels.describe_sum_chunks(self.layer, segments, self._size)
 
     def _describe_attention(self) -> Launch:
@@ -230,40 +316,6 @@ class Plan:
             (width,) * 3 + grads, layer.causal, layer.mask, layer.mask_strides,
             backend(), layer.early, backward and layer.turned,
         )  # fmt: skip
-
-    # arguments
-
-    def _run(self, name: object, describe: Callable[[], Launch], *arguments: _Argument) -> None:
-        step = self._steps.get(name)
-        if step is None:
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("nothing can be compiled while a CUDA graph is captured: call the layer before")
-            launch = describe()
-            step = self._steps[name] = launch.bind(*map(_tensor, arguments)), launch.programs, launch.scalars
-        kernel, programs, scalars = step
-        kernel(self.index, programs, *map(_address, arguments), *scalars)
-
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=getattr(torch, self.layer.operand), device=self.device)
-
-    def _operand(self, columns: int) -> Tensor:
-        """What the weights' gradients read: [rows, columns], or turned."""
-        return self._empty(columns, self.layer.ld) if self.layer.turned else self._empty(self.layer.rows, columns)
-
-    def _weights(self, p: Slots, ready: Tensor | None, *names: str) -> list[_Argument]:
-        """The weights as products read them: prepared, or as they are."""
-        if ready is not None:
-            return [_Part(ready, self._ready_offsets[name]) for name in names]
-        plain = {"wqkv": p.wq, "wo": p.wo, "w1": p.w1, "w2": p.w2}
-        return [plain[name.removesuffix("_turned")] for name in names]
-
-    def _parts(self, qkv: Tensor) -> tuple[_Argument, ...]:
-        d = self.layer.d_model
-        return qkv, _Part(qkv, d), _Part(qkv, 2 * d)
-
-    def _grad_parts(self, dqkv: Tensor) -> tuple[_Argument, ...]:
-        step = self.layer.d_model * (self.layer.ld if self.layer.turned else 1)
-        return dqkv, _Part(dqkv, step), _Part(dqkv, 2 * step)
 
 
 def backend() -> str:
@@ -297,15 +349,27 @@ def _laid_out(**sizes: int) -> tuple[dict[str, int], int]:
     return offsets, end
 
 
-def _tensor(argument: _Argument) -> Tensor | None:
-    if isinstance(argument, _Part):
-        return argument.base.view(-1)[argument.first :]
-    return argument
+def kept_parts(layer: Layer) -> dict[str, Part]:
+    """What a forward leaves for its backward, in one buffer."""
+    of_x, operand = getattr(torch, layer.dtype), getattr(torch, layer.operand)
+    parts = {
+        "o": Part(operand, layer.rows * layer.d_model),
+        "lse": Part(torch.float32, layer.rows * layer.nhead),
+    }
+    if not layer.norm_first:
+        parts["total"] = Part(of_x, layer.rows * layer.d_model)  # the sum before the last norm
+    if layer.ready:
+        parts["ready"] = Part(operand, _ready_size(layer))  # the weights as operands, and their transposes
+    return parts
 
 
-def _address(argument: _Argument) -> int | None:
-    if argument is None:
-        return None
-    if isinstance(argument, _Part):
-        return argument.base.data_ptr() + argument.first * argument.base.element_size()
-    return argument.data_ptr()
+def kept_size(layer: Layer) -> int:
+    return layout.in_a_row(_sizes(kept_parts(layer)))[1]
+
+
+def _ready_size(layer: Layer) -> int:
+    return 8 * layer.d_model * layer.d_model + 4 * layer.d_model * layer.dim_feedforward
+
+
+def _sizes(parts: Mapping[str, Part]) -> dict[str, int]:
+    return {name: part.size for name, part in parts.items()}

@@ -1,0 +1,51 @@
+"""Where the parts of a buffer lie. Pure: no device, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+ALIGNMENT = 256  # bytes
+
+
+class Span(NamedTuple):
+    """A part's bytes, and the first and the last launch that needs them."""
+
+    size: int
+    first: int
+    last: int
+
+    def meets(self, other: Span) -> bool:
+        return self.first <= other.last and other.first <= self.last
+
+
+def in_a_row(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Offsets, and the bytes in all. Sizes may be symbolic."""
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += _aligned(size)
+    return offsets, end
+
+
+def sharing(spans: Mapping[str, Span], limit: int | None = None) -> tuple[dict[str, int], int]:
+    """Offsets of parts that share bytes where no launch needs both, and the bytes in all.
+
+    Largest first, each as low as it can be; one that would end above `limit` is left out.
+    """
+    offsets: dict[str, int] = {}
+    for name in sorted(spans, key=lambda name: -spans[name].size):
+        span = spans[name]
+        taken = sorted((offsets[other], spans[other].size) for other in offsets if span.meets(spans[other]))
+        offset = 0
+        for start, size in taken:
+            if offset + span.size <= start:
+                break
+            offset = max(offset, start + _aligned(size))
+        if limit is None or offset + span.size <= limit:
+            offsets[name] = offset
+    return offsets, max((offset + _aligned(spans[name].size) for name, offset in offsets.items()), default=0)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,89 @@
+"""Where the parts of the fused layer's buffers lie."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isogemm.encoder import layout, plan
+from isogemm.encoder.configs import Layer
+from isogemm.encoder.layout import Span
+
+WIDE = Layer(
+    896, 42, 128, 16, 256, "bfloat16", "bfloat16", "bfloat16", "", "layer_norm", True, "gelu", False, "", (0, 0), True
+)
+LAYERS = {
+    "bf16": WIDE,
+    "norms last": replace(WIDE, norm_first=False),
+    "tf32": replace(WIDE, dtype="float32", operand="float32", weights="float32", precision="tf32"),
+    "autocast": replace(WIDE, dtype="float32", weights="float32"),
+    "odd": replace(WIDE, sequences=3, tokens=5, d_model=20, nhead=5, dim_feedforward=36, norm_first=False),
+}
+
+
+def _assert_apart(spans, offsets):
+    """No byte belongs to two parts that one launch needs."""
+    for name, at in offsets.items():
+        assert at % layout.ALIGNMENT == 0
+        for other, start in offsets.items():
+            if other != name and spans[name].meets(spans[other]):
+                assert at + spans[name].size <= start or start + spans[other].size <= at, (name, other)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 6), st.integers(0, 6)), max_size=12), st.integers(0, 9000)
+)
+def test_parts_needed_together_lie_apart(drawn, limit):
+    spans = {str(i): Span(size, min(a, b), max(a, b)) for i, (size, a, b) in enumerate(drawn)}
+    offsets, size = layout.sharing(spans)
+    _assert_apart(spans, offsets)
+    assert set(offsets) == set(spans)
+    assert all(offsets[name] + span.size <= size for name, span in spans.items())
+    below, _ = layout.sharing(spans, limit)
+    _assert_apart(spans, below)
+    assert all(at + spans[name].size <= limit for name, at in below.items())
+
+
+def test_parts_never_needed_together_share():
+    spans = {"early": Span(1000, 0, 1), "late": Span(700, 2, 3), "all along": Span(10, 0, 3)}
+    assert layout.sharing(spans) == ({"early": 0, "late": 0, "all along": 1024}, 1280)
+
+
+def test_in_a_row():
+    assert layout.in_a_row({"a": 1, "b": 256, "c": 300}) == ({"a": 0, "b": 256, "c": 512}, 1024)
+
+
+def _backward(layer):
+    made = plan.Plan(layer, torch.device("cpu"), 1e-5, biases=True)
+    gradients = [torch.empty(made._shape(name), device="meta") for name in made.names]
+    return made, *made._backward_schedule((), gradients, (False,) * len(gradients))
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "autocast"])  # there dx has room left over
+def test_a_backward_takes_no_more_than_its_greediest_launch(name):
+    """Memory that holds all that lives while one of them runs, dx included, holds the whole backward."""
+    made, schedule, size = _backward(LAYERS[name])
+    needed = {name: span for name, span in plan.spans(schedule._steps, made._parts).items() if name not in made._kept}
+    needed["dx"] = needed["dx"]._replace(last=len(schedule._steps))
+    alive = [
+        sum(span.size for span in needed.values() if span.first <= step <= span.last)
+        for step in range(len(schedule._steps))
+    ]
+    assert size + needed["dx"].size <= max(alive) + layout.ALIGNMENT * len(needed)
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_a_backwards_arguments_lie_apart(layer):
+    """Every launch's: where two begin in one buffer, one ends before the other, or one is inside the other."""
+    made, schedule, _ = _backward(layer)
+    for step, places in zip(schedule._steps, schedule._places, strict=True):
+        parts = {
+            name: (*place, place[1] + made._parts[name].size)
+            for name, place in zip(step.arguments, places, strict=True)
+            if place is not None and name in made._parts and not made._parts[name].inside
+        }
+        for name, (buffer, start, end) in parts.items():
+            for other, (where, first, last) in parts.items():
+                assert name == other or buffer != where or end <= first or last <= start, (step.name, name, other)
