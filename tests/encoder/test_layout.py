@@ -57,8 +57,7 @@ def test_in_a_row():
 
 def _backward(layer):
     made = plan.Plan(layer, torch.device("cpu"), 1e-5, biases=True)
-    gradients = [torch.empty(made._shape(name), device="meta") for name in made.names]
-    return made, *made._backward_schedule((), gradients, (False,) * len(gradients))
+    return made, *made._backward_schedule(made.gradients((True,) * len(made.names)))
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "autocast"])  # there dx has room left over

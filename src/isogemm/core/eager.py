@@ -17,7 +17,7 @@ def through_dispatcher(*tensors: torch.Tensor) -> bool:
         or _tracing_state() is not None
         or forward_ad._current_level >= 0
         or _interpreter() is not None
-        or any(map(_is_special, tensors))
+        or _any_special(tensors)
     )
 
 
@@ -40,15 +40,15 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type)
 
 
-def _is_special(x: torch.Tensor) -> bool:
+def _any_special(tensors: tuple[torch.Tensor, ...]) -> bool:
     """A subclass, or without memory that a kernel could read as it stands."""
-    if type(x) not in PLAIN:
-        return True
     try:
-        address = x.data_ptr()
-    except RuntimeError:  # sparse, or of a vmap
+        for x in tensors:
+            if type(x) not in PLAIN or x.is_neg() or x.is_nested or (not x.data_ptr() and x._is_zerotensor()):
+                return True
+    except RuntimeError:  # sparse, or of a vmap, without an address
         return True
-    return x.is_neg() or x.is_nested or (not address and x._is_zerotensor())
+    return False
 
 
 # Looked up once: they are asked at every call.

@@ -15,6 +15,7 @@ from isogemm.core.device import on
 from isogemm.core.eager import through_dispatcher
 from isogemm.encoder import configs
 from isogemm.encoder.configs import Layer
+from isogemm.encoder.gradients import Gradients
 from isogemm.encoder.op import placed, refuse_second_derivative
 from isogemm.encoder.parameters import EncoderParameters, Options
 from isogemm.encoder.plan import SEPARATE, STACKED, Plan, kept_size
@@ -52,7 +53,7 @@ def encoder_layer(x: Tensor, params: EncoderParameters, mask: Tensor | None, opt
     if through_dispatcher(x, *present):
         return _dispatched(x, parameters, mask, stacked, options)
     if torch.is_grad_enabled() and (x.requires_grad or any(each.requires_grad for each in present)):
-        return cast(Tensor, cast(Any, _Layer).apply(options, stacked, x, mask, *parameters))
+        return cast(Tensor, _apply(options, stacked, x, mask, *parameters))
     return _Call(x, mask, parameters, stacked, options).forward(keep=False)[0]
 
 
@@ -67,7 +68,7 @@ class _Layer(torch.autograd.Function):
         call = _Call(x, mask, parameters, stacked, options)
         y, kept = call.forward(keep=True)
         ctx.save_for_backward(x, mask, kept, *parameters)
-        ctx.options, ctx.stacked = options, stacked
+        ctx.options, ctx.stacked, ctx.found = options, stacked, (call.plan, call.addresses)
         ctx.owners = [parameter(each) for each in parameters]
         return y
 
@@ -76,19 +77,34 @@ class _Layer(torch.autograd.Function):
         refuse_second_derivative("encoder_layer")
         x, mask, kept, *parameters = ctx.saved_tensors
         needed = ctx.needs_input_grad
+        call = _Call(x, mask, parameters, ctx.stacked, ctx.options, ctx.found)
         totals = [getattr(each, "main_grad", None) for each in ctx.owners]
         if any(each is not None for each in totals):
-            place = 0
-            for i, each in enumerate(parameters):
-                place += each is not None
-                if totals[i] is not None and not is_accumulated(ctx, _FIRST + i, place + (mask is not None)):
-                    totals[i] = None
-        call = _Call(x, mask, parameters, ctx.stacked, ctx.options)
-        dx, gradients = call.backward(dy, kept, totals, needed[_FIRST:])
-        for owner, total in zip(ctx.owners, totals, strict=True):
-            if total is not None:
-                owner.grad_added_to_main_grad = True
+            dx, gradients = _accumulate(ctx, call, dy, kept, totals)
+        else:
+            into = call.plan.gradients(needed[_FIRST:])
+            dx, gradients = call.backward(dy, kept, into), into.tensors
         return None, None, dx if needed[2] else None, None, *gradients
+
+
+# Not torch's own `apply`, which looks for torch.func's wrappers in every argument: those go through the dispatcher.
+_apply: Any = super(torch.autograd.Function, _Layer).apply
+
+
+def _accumulate(
+    ctx: Any, call: _Call, dy: Tensor, kept: Tensor, totals: list[Tensor | None]
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Into the totals of the parameters whose gradients this backward is to accumulate."""
+    needed, place = ctx.needs_input_grad, 0 if call.mask is None else 1
+    for i, owner in enumerate(call.parameters):
+        place += owner is not None
+        if totals[i] is not None and not is_accumulated(ctx, _FIRST + i, place):
+            totals[i] = None
+    dx, gradients = call.accumulate(dy, kept, totals, needed[_FIRST:])
+    for owner, total in zip(ctx.owners, totals, strict=True):
+        if total is not None:
+            owner.grad_added_to_main_grad = True
+    return dx, gradients
 
 
 class _Call:
@@ -97,43 +113,41 @@ class _Call:
     __slots__ = ("addresses", "mask", "parameters", "plan", "x")
 
     def __init__(
-        self, x: Tensor, mask: Tensor | None, parameters: _Parameters, stacked: bool, options: Options
-    ) -> None:
-        self.x, self.mask = placed(x), mask.view(torch.uint8) if mask is not None and mask.dtype is torch.bool else mask
-        self.parameters = parameters = _dense(parameters)
-        self.addresses = addresses_of(parameters)
-        self.plan = _plan(self.x, self.mask, parameters, self.addresses, stacked, options)
+        self, x: Tensor, mask: Tensor | None, parameters: _Parameters, stacked: bool, options: Options,
+        found: tuple[Plan, tuple[int, ...]] | None = None,
+    ) -> None:  # fmt: skip
+        """found: the plan of the forward, and the addresses that it was made for."""
+        self.x, self.mask, self.parameters = placed(x), mask, parameters
+        if mask is not None and mask.dtype is torch.bool:
+            self.mask = mask.view(torch.uint8)
+        self.addresses = addresses_of((mask, *parameters))
+        if found is not None and found[1] == self.addresses:
+            self.plan = found[0]
+            return
+        if not all(each is None or each.is_contiguous() for each in parameters):
+            self.parameters = [None if each is None else each.contiguous() for each in parameters]
+            self.addresses = addresses_of((mask, *self.parameters))
+        self.plan = _plan(self.x, self.mask, self.parameters, self.addresses, stacked, options)
 
     def forward(self, keep: bool) -> tuple[Tensor, Tensor | None]:
         """y, and what a backward needs (keep)."""
         with on(self.plan.index):
             return self.plan.forward(self.x, self.mask, self.parameters, self.addresses, keep)
 
-    def backward(
-        self, dy: Tensor, kept: Tensor, totals: Sequence[Tensor | None], wanted: tuple[bool, ...], apart: bool = False
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """dx, and the gradients that are wanted: None where one is added to its total.
+    def backward(self, dy: Tensor, kept: Tensor, gradients: Gradients) -> Tensor:
+        """dx; the parameters' gradients are written or added to `gradients`."""
+        with on(self.plan.index):
+            return self.plan.backward(placed(dy), self.x, self.mask, self.parameters, self.addresses, kept, gradients)
 
-        apart: each in memory of its own, as operators must return them; else they are parts of one allocation.
-        """
-        plan = self.plan
-        if any(each is not None for each in totals):
-            into, added, later = self._into(totals, wanted)
-            gradients = [None if total is not None else each for total, each in zip(totals, into, strict=True)]
-        else:
-            into = gradients = self._new(wanted) if apart else plan.gradients(wanted)
-            added, later = (False,) * len(into), []
-        with on(plan.index):
-            dx = plan.backward(placed(dy), self.x, self.mask, self.parameters, self.addresses, kept, into, added)
+    def accumulate(
+        self, dy: Tensor, kept: Tensor, totals: Sequence[Tensor | None], wanted: Sequence[bool]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """dx, and the gradients that are wanted, each in memory of its own: None where one is added to its total."""
+        into, added, later = self._into(totals, wanted)
+        dx = self.backward(dy, kept, Gradients.of(into, added))
         for finish in later:
             finish()
-        return dx, gradients
-
-    def _new(self, wanted: Sequence[bool]) -> list[Tensor | None]:
-        return [
-            torch.empty_like(each) if each is not None and want else None
-            for each, want in zip(self.parameters, wanted, strict=True)
-        ]
+        return dx, [None if total is not None else each for total, each in zip(totals, into, strict=True)]
 
     def _into(
         self, totals: Sequence[Tensor | None], wanted: Sequence[bool]
@@ -205,7 +219,7 @@ def _plan(
     wo, w1 = _of_products(parameters, stacked)
     key = (
         x.shape, x.dtype, x.get_device(), options, stacked, wo.dtype, w1.shape[0],
-        None if mask is None else (mask.dtype, mask.stride(), mask.data_ptr() % 16),
+        None if mask is None else (mask.dtype, mask.stride()),
         tuple([each and each % 16 + 1 for each in addresses]),
     )  # fmt: skip
     plan = _plans.get(key)
@@ -213,15 +227,9 @@ def _plan(
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
         layer = _layer(x, mask, parameters, stacked, options, _overlaps(x.device))
-        biases = bool(addresses[(STACKED if stacked else SEPARATE).index("bq")])
+        biases = parameters[(STACKED if stacked else SEPARATE).index("bq")] is not None
         plan = _plans[key] = Plan(layer, x.device, options.eps, biases)
     return plan
-
-
-def _dense(parameters: _Parameters) -> _Parameters:
-    if all(each is None or each.is_contiguous() for each in parameters):
-        return parameters
-    return [None if each is None else each.contiguous() for each in parameters]
 
 
 # registration with torch.library, for torch.compile, fake tensors and dispatch modes
@@ -242,7 +250,7 @@ def _dispatched(x: Tensor, parameters: _Parameters, mask: Tensor | None, stacked
     return cast(Tensor, torch.ops.isogemm.encoder_layer(x, *arguments)[0])
 
 
-def _placed_in(places: Sequence[int], stacked: bool, present: Sequence[Tensor]) -> _Parameters:
+def _placed_in(places: Sequence[int], stacked: bool, present: Sequence[Tensor | None]) -> _Parameters:
     parameters: list[Tensor | None] = [None] * len(STACKED if stacked else SEPARATE)
     for place, each in zip(places, present, strict=True):
         parameters[place] = each
@@ -323,9 +331,8 @@ def _backward(
 ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
     parameters = _placed_in(places, stacked, params)
     call = _Call(x, mask, parameters, stacked, Options(*options))
-    wanted = tuple(each is not None for each in parameters)
-    placed_totals = _placed_in(places, stacked, cast("Sequence[Tensor]", totals))
-    dx, gradients = call.backward(dy, kept, placed_totals, wanted, apart=True)
+    wanted = [each is not None for each in parameters]
+    dx, gradients = call.accumulate(dy, kept, _placed_in(places, stacked, totals), wanted)
     return dx, [gradients[place] for place in places]
 
 

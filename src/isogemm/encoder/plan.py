@@ -7,7 +7,6 @@ with it does.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from isogemm.core import device as devices
 from isogemm.encoder import configs, configs_attention, layout
 from isogemm.encoder.configs import SHORT_HEAD, Layer
 from isogemm.encoder.configs_attention import Attention
+from isogemm.encoder.gradients import Division, Gradients
 from isogemm.encoder.schedule import Bound, Part, Schedule, Step, addresses_of, spans
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # The parameters in the order of EncoderParameters, with one in_proj or three.
 STACKED = ("wq", "wo", "w1", "w2", "g1", "g2", "bq", "bo", "b1", "b2", "s1", "s2")
 SEPARATE = ("wq", "wk", "wv", "wo", "w1", "w2", "g1", "g2", "bq", "bk", "bv", "bo", "b1", "b2", "s1", "s2")
-_MOST_GRADIENTS = 16
+_MOST_GRADIENTS = 16  # that one launch adds up
 
 
 class Plan:
@@ -48,9 +48,9 @@ class Plan:
         self._parts = kept_parts(layer) | self._passing_parts()
         kept = _sizes(kept_parts(layer))
         self._kept, self._kept_size = layout.in_a_row(kept)
-        self._divisions: dict[tuple[bool, ...], tuple[tuple[tuple[int, ...] | None, ...], list[int], int]] = {}
+        self._divisions: dict[tuple[bool, ...], Division] = {}
         self._forwards = {keep: self._forward_schedule(keep) for keep in (True, False)}
-        self._backwards: dict[tuple[object, ...], tuple[Schedule, int]] = {}
+        self._backwards: dict[object, tuple[Schedule, int]] = {}
 
     def forward(
         self,
@@ -60,48 +60,37 @@ class Plan:
         addresses: tuple[int, ...],
         keep: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """y [S, T, D], and what a backward needs of the rest (keep). addresses: the parameters'."""
+        """y [S, T, D], and what a backward needs of the rest (keep). addresses: of the mask and the parameters."""
         schedule, size = self._forwards[keep]
         y = torch.empty_like(x)
         kept = torch.empty(self._kept_size, dtype=torch.uint8, device=self.device) if keep else None
         work = torch.empty(size, dtype=torch.uint8, device=self.device)
-        first = (x, mask, y, kept, work)
-        schedule.run(addresses_of(first) + addresses, (*first, *parameters))
+        rest = (x, y, kept, work)
+        schedule.run(addresses + addresses_of(rest), (mask, *parameters, *rest))
         return y, kept
 
     def backward(
         self, dy: Tensor, x: Tensor, mask: Tensor | None, parameters: Sequence[Tensor | None],
-        addresses: tuple[int, ...], kept: Tensor, gradients: Sequence[Tensor | None], added: tuple[bool, ...],
+        addresses: tuple[int, ...], kept: Tensor, gradients: Gradients,
     ) -> Tensor:  # fmt: skip
-        """dx; the parameters' gradients are written to `gradients`, or added to those of `added`."""
-        into = addresses_of(gradients)
-        variant = (added, *[each and each % 16 + 1 for each in into])
-        schedule, size = self._backwards.get(variant) or self._backward_schedule(variant, gradients, added)
+        """dx; the parameters' gradients are written or added to `gradients`."""
+        found = self._backwards.get(gradients.kind)
+        if found is None:
+            found = self._backwards[gradients.kind] = self._backward_schedule(gradients)
+        schedule, size = found
         dx = torch.empty_like(x)
         work = torch.empty(size, dtype=torch.uint8, device=self.device)
-        first = (dy, x, mask, kept, dx, work)
-        schedule.run(addresses_of(first) + addresses + into, (*first, *parameters, *gradients))
+        rest = (dy, x, kept, dx, work, *gradients.memory)
+        schedule.run(addresses + addresses_of(rest), (mask, *parameters, *rest))
         return dx
 
-    def gradients(self, wanted: tuple[bool, ...]) -> list[Tensor | None]:
-        """Unwritten memory for the gradients that are wanted, one allocation where each of its parts is aligned.
-
-        Each part counts its own changes, as if it were alone.
-        """
+    def gradients(self, wanted: tuple[bool, ...]) -> Gradients:
+        """Unwritten memory for the gradients that are wanted."""
         division = self._divisions.get(wanted)
         if division is None:
-            shapes = tuple(self._shape(name) if want else None for name, want in zip(self.names, wanted, strict=True))
-            sizes = [math.prod(shape) for shape in shapes if shape]
-            division = self._divisions[wanted] = shapes, sizes, sum(sizes)
-        shapes, sizes, elements = division
-        dtype = self._weights
-        if any(size * dtype.itemsize % 16 for size in sizes):
-            return [None if each is None else torch.empty(each, dtype=dtype, device=self.device) for each in shapes]
-        pieces = iter(torch.empty(elements, dtype=dtype, device=self.device).unsafe_split_with_sizes(sizes))
-        return [
-            None if shape is None else next(pieces) if len(shape) == 1 else next(pieces).view(*shape)
-            for shape in shapes
-        ]
+            shapes = [self._shape(name) if want else None for name, want in zip(self.names, wanted, strict=True)]
+            division = self._divisions[wanted] = Division(shapes, self._weights)
+        return division.allocated(self.device)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """Of a parameter."""
@@ -183,11 +172,9 @@ class Plan:
             needed = {name: span for name, span in needed.items() if name not in self._kept}
         offsets, size = layout.sharing(needed)
         buffers = {"work": offsets} | ({"kept": self._kept} if keep else {})
-        return self._schedule(steps, ("x", "mask", "y", "kept", "work", *self.names), buffers), size
+        return self._schedule(steps, ("x", "y", "kept", "work"), buffers), size
 
-    def _backward_schedule(
-        self, variant: tuple[object, ...], gradients: Sequence[Tensor | None], added: Sequence[bool]
-    ) -> tuple[Schedule, int]:
+    def _backward_schedule(self, gradients: Gradients) -> tuple[Schedule, int]:
         layer, d, f = self.layer, self.layer.d_model, self.layer.dim_feedforward
         turned, norm_first = layer.turned, layer.norm_first
         norm1 = ("g1", "s1") if norm_first else ("", "")
@@ -197,11 +184,11 @@ class Plan:
         dlast, dlast_turned = "" if norm_first else "dlast", "dlast_turned" if turned else ""
         n = "n" if norm_first or turned else ""
         ds_turned, o_turned = ("ds_turned", "o_turned") if turned else ("", "")
-        into = [""] * _MOST_GRADIENTS
-        segments: list[tuple[int, int, bool] | None] = [None] * _MOST_GRADIENTS
-        for i, (name, each, more) in enumerate(zip(self.names, gradients, added, strict=True)):
-            if each is not None:
-                into[i], segments[i] = f"d{name}", (self._sum_of(name), each.numel(), more)
+        into = tuple(
+            "" if each is None else f"d{name}" for name, each in zip(self.names, gradients.tensors, strict=True)
+        )
+        into += ("",) * (_MOST_GRADIENTS - len(into))
+        given, parts = gradients.given([f"d{name}" for name in self.names])
         steps: tuple[Step, ...] = (
             Step(
                 "feedforward_backward", self._describe_feedforward_backward,
@@ -231,7 +218,7 @@ class Plan:
                 partial(self._describe_weight_grads, (3 * d, d, d, d), ("wqkv", "bqkv", "wo", "norms"), True),
                 ("dqkv", n or "x", ds_turned or "ds", o_turned or "o", "sums", "partials"),
             ),
-            Step(("sum", *variant), partial(self._describe_sum, tuple(segments)), ("partials", *into)),
+            Step(("sum", gradients.kind), partial(self._describe_sum, self._segments(gradients)), ("partials", *into)),
         )  # fmt: skip
         if not any(into):
             steps = tuple(step for step in steps if "partials" not in step.arguments)
@@ -239,13 +226,22 @@ class Plan:
         dx = needed.pop("dx")._replace(last=len(steps))  # which before it is written has room for others
         in_dx, _ = layout.sharing({"dx": dx} | needed, dx.size)
         offsets, size = layout.sharing({name: span for name, span in needed.items() if name not in in_dx})
-        given = ("dy", "x", "mask", "kept", "dx", "work", *self.names, *(f"d{name}" for name in self.names))
-        schedule = self._schedule(steps, given, {"kept": self._kept, "dx": in_dx, "work": offsets})
-        made = self._backwards[variant] = schedule, size
-        return made
+        buffers = {"kept": self._kept, "dx": in_dx, "work": offsets}
+        return self._schedule(steps, ("dy", "x", "kept", "dx", "work", *given), buffers, parts), size
 
-    def _schedule(self, steps: Sequence[Step], given: Sequence[str], buffers: dict[str, dict[str, int]]) -> Schedule:
-        return Schedule(steps, given, self._parts, buffers, self.index, self._bound)
+    def _schedule(
+        self, steps: Sequence[Step], given: Sequence[str], buffers: Mapping[str, Mapping[str, int]],
+        parts: dict[str, Part] | None = None,
+    ) -> Schedule:  # fmt: skip
+        given = ("mask", *self.names, *given)
+        return Schedule(steps, given, self._parts | (parts or {}), buffers, self.index, self._bound)
+
+    def _segments(self, gradients: Gradients) -> list[tuple[int, int, bool] | None]:
+        found: list[tuple[int, int, bool] | None] = [
+            None if each is None else (self._sum_of(name), each.numel(), more)
+            for name, each, more in zip(self.names, gradients.tensors, gradients.added, strict=True)
+        ]
+        return found + [None] * (_MOST_GRADIENTS - len(found))
 
     def _sum_of(self, name: str) -> int:
         """Where a chunk's part in a parameter's gradient lies."""
