@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from isogemm.encoder import configs, fused, schedule
+from isogemm.encoder import configs, fused, layout, schedule
 from isogemm.encoder.parameters import Options
 from isogemm.testing import (
     EncoderShape,
@@ -178,6 +178,25 @@ def test_walkers_and_places_change_no_bit(monkeypatch, precision):
     part = with_gradients(run, tensors | {"x": tensors["x"][7:20].clone()}, grad[7:20].clone())
     for name in ("the layer", "gradient of x"):
         assert_bitwise_equal(part[name], whole[name][7:20])
+
+
+@pytest.mark.parametrize(("shape", "norm_first", "precision"), [CASES[0], CASES[1], CASES[5]], ids=str)
+def test_shared_memory_changes_no_bit(monkeypatch, shape, norm_first, precision):
+    """Nor is anything read before it is written where no part has another's bytes."""
+    tensors = encoder_tensors(shape)
+    run = partial(_fused, nhead=shape.nhead, norm_first=norm_first, precision=precision)
+    shared = with_gradients(run, tensors, _grad(tensors))
+
+    def apart(spans, limit=None):
+        spans = spans if limit is None else {"dx": spans["dx"]}
+        return layout.in_a_row({name: span.size for name, span in spans.items()})
+
+    monkeypatch.setattr(layout, "sharing", apart)
+    monkeypatch.setattr(fused, "_plans", {})
+    with poisoned_allocations():
+        found = with_gradients(run, tensors, _grad(tensors))
+    for name, each in shared.items():
+        assert_bitwise_equal(found[name], each, name)
 
 
 def test_main_grad_is_added_to():

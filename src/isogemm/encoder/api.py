@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from isogemm.core import device as devices
 from isogemm.core import dispatch
 from isogemm.core.dispatch import Dispatch
 from isogemm.core.eager import autocast_dtype
@@ -56,12 +59,14 @@ def encoder_layer(
     micro-batches of multiples of that add up, through main_grad, to the bits of the whole batch. `isogemm.dispatch_log`
     shows whether the fused kernels served. Differentiable once.
     """
-    options = _options(x, params, key_padding_mask, nhead, norm_first, activation, norm, eps, is_causal, precision)
+    options, obstacle = _decided(
+        x, params, key_padding_mask, nhead, norm_first, activation, norm, eps, is_causal, precision
+    )
     refuse_transforms("encoder_layer", x)
     if x.ndim == 2:
         mask = None if key_padding_mask is None else key_padding_mask[None]
-        return _encoder_layer(x[None], params, mask, options)[0]
-    return _encoder_layer(x, params, key_padding_mask, options)
+        return _encoder_layer(x[None], params, mask, options, obstacle)[0]
+    return _encoder_layer(x, params, key_padding_mask, options, obstacle)
 
 
 def encoder_chunk(
@@ -90,19 +95,56 @@ def encoder_chunk(
     return composed.chunk(tokens, d_model, dim_feedforward, name)
 
 
-def _encoder_layer(x: Tensor, params: EncoderParameters, mask: Tensor | None, options: Options) -> Tensor:
-    """x [S, T, D]."""
+def _encoder_layer(
+    x: Tensor, params: EncoderParameters, mask: Tensor | None, options: Options, obstacle: str
+) -> Tensor:
+    """x [S, T, D]. obstacle: why the fused kernels cannot serve, empty where they can."""
     x = x.contiguous()
-    reason = "not on a GPU"
-    if x.is_cuda:
-        from isogemm.encoder import fused
+    if obstacle:
+        _record(x, params, options, "composed", obstacle)
+        return composed.encoder_layer(x, params, mask, options)
+    from isogemm.encoder import fused
 
-        reason = fused.unserved(x, params, mask, options)
-        if not reason:
-            _record(x, params, options, "fused", "all of it fits the fused kernels")
-            return fused.encoder_layer(x, params, mask, options)
-    _record(x, params, options, "composed", reason)
-    return composed.encoder_layer(x, params, mask, options)
+    _record(x, params, options, "fused", "all of it fits the fused kernels")
+    return fused.encoder_layer(x, params, mask, options)
+
+
+_MOST_DECISIONS = 1024
+_decisions: dict[tuple[Any, ...], tuple[Options, str]] = {}
+_facts = attrgetter("shape", "dtype", "device")
+
+
+def _decided(x: Tensor, params: EncoderParameters, mask: Tensor | None, nhead: int, *rest: Any) -> tuple[Options, str]:
+    """The options of valid arguments, and why the fused kernels cannot serve.
+
+    Validated once for all that this depends on: it takes longer than the launches.
+    """
+    if is_compiling() or type(params) is not EncoderParameters:
+        return _decide(x, params, mask, nhead, *rest)
+    try:
+        key = (
+            _facts(x), *[each if each is None else _facts(each) for each in params.flat()],
+            None if mask is None else (_facts(mask), mask.requires_grad),
+            type(nhead), nhead, *rest, autocast_dtype(x.device), devices.matmul_precision(),
+        )  # fmt: skip
+        decision = _decisions.get(key)
+    except (AttributeError, TypeError):  # no tensor, sizes that are symbols, what cannot be hashed
+        return _decide(x, params, mask, nhead, *rest)
+    if decision is None:
+        decision = _decide(x, params, mask, nhead, *rest)
+        if len(_decisions) >= _MOST_DECISIONS:
+            _decisions.clear()
+        _decisions[key] = decision
+    return decision
+
+
+def _decide(x: Tensor, params: EncoderParameters, mask: Tensor | None, *rest: Any) -> tuple[Options, str]:
+    options = _options(x, params, mask, *rest)
+    if not x.is_cuda:
+        return options, "not on a GPU"
+    from isogemm.encoder import fused
+
+    return options, fused.unserved(x, params, options)
 
 
 def _record(x: Tensor, params: EncoderParameters, options: Options, path: str, reason: str) -> None:
@@ -193,10 +235,7 @@ def _in_projection(params: EncoderParameters, d: int) -> Iterator[tuple[str, obj
         yield "in_proj_weight", weight, (3 * d, d), False
         yield "in_proj_bias", bias, (3 * d,), True
         return
-    if bias is not None and not isinstance(bias, tuple):
-        raise TypeError(
-            f"params.in_proj_bias is a {type(bias).__name__}; expected a tuple, since in_proj_weight is one"
-        )
+    params.flat()  # a bias that is none is a tuple
     for name, values, shape, optional in (
         ("in_proj_weight", weight, (d, d), False),
         ("in_proj_bias", bias or (None, None, None), (d,), True),

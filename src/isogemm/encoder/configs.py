@@ -110,15 +110,11 @@ def chunk_of(tokens: int) -> int:
 
 def chunk(tokens: int, d_model: int, nhead: int, dim_feedforward: int, dtype: str) -> int:
     """Sequences of one sum in the parameters' gradients of a fused layer; 0 where it is not fused."""
-    return 0 if _unfit(tokens, d_model, nhead, dtype) else chunk_of(tokens)
+    return 0 if unserved(tokens, d_model, nhead, dtype) else chunk_of(tokens)
 
 
-def unserved(layer: Layer) -> str:
+def unserved(tokens: int, d_model: int, nhead: int, operand: str) -> str:
     """Why the fused kernels do not serve, empty where they do."""
-    return _unfit(layer.tokens, layer.d_model, layer.nhead, layer.operand)
-
-
-def _unfit(tokens: int, d_model: int, nhead: int, operand: str) -> str:
     if d_model > WIDEST:
         return f"d_model is {d_model}; a program keeps rows of at most {WIDEST}"
     if d_model > 64 and d_model & (d_model - 1):

@@ -34,7 +34,7 @@ _NAMES = {
 _Parameters = Sequence[Tensor | None]  # in the order of plan.STACKED or SEPARATE
 
 
-def unserved(x: Tensor, params: EncoderParameters, mask: Tensor | None, options: Options) -> str:
+def unserved(x: Tensor, params: EncoderParameters, options: Options) -> str:
     """Why the fused kernels cannot serve, empty where they can."""
     if not x.numel():
         return "there are no tokens"
@@ -43,12 +43,12 @@ def unserved(x: Tensor, params: EncoderParameters, mask: Tensor | None, options:
         return "q, k and v do not all have a bias"
     if len({each.dtype for _, each in params.named()}) > 1:
         return "the parameters are of several dtypes"
-    return configs.unserved(_layer(x, mask, *_flat(params), options))
+    return configs.unserved(x.shape[-2], x.shape[-1], options.nhead, dtype_name(options.operand))
 
 
 def encoder_layer(x: Tensor, params: EncoderParameters, mask: Tensor | None, options: Options) -> Tensor:
     """Of x [S, T, D], contiguous; differentiable once."""
-    parameters, stacked = _flat(params)
+    parameters, stacked = params.flat(), _is_stacked(params)
     present = [each for each in parameters if each is not None]
     if through_dispatcher(x, *present):
         return _dispatched(x, parameters, mask, stacked, options)
@@ -68,7 +68,7 @@ class _Layer(torch.autograd.Function):
         call = _Call(x, mask, parameters, stacked, options)
         y, kept = call.forward(keep=True)
         ctx.save_for_backward(x, mask, kept, *parameters)
-        ctx.options, ctx.stacked, ctx.found = options, stacked, (call.plan, call.addresses)
+        ctx.call = stacked, options, (call.plan, call.addresses)
         ctx.owners = [parameter(each) for each in parameters]
         return y
 
@@ -77,7 +77,7 @@ class _Layer(torch.autograd.Function):
         refuse_second_derivative("encoder_layer")
         x, mask, kept, *parameters = ctx.saved_tensors
         needed = ctx.needs_input_grad
-        call = _Call(x, mask, parameters, ctx.stacked, ctx.options, ctx.found)
+        call = _Call(x, mask, parameters, *ctx.call)
         totals = [getattr(each, "main_grad", None) for each in ctx.owners]
         if any(each is not None for each in totals):
             dx, gradients = _accumulate(ctx, call, dy, kept, totals)
@@ -176,13 +176,8 @@ class _Call:
         return into, tuple(added), later
 
 
-def _flat(params: EncoderParameters) -> tuple[_Parameters, bool]:
-    """In the order of plan.STACKED or SEPARATE, and whether in_proj is stacked."""
-    weight, bias = params.in_proj_weight, params.in_proj_bias
-    if not isinstance(weight, tuple):
-        return cast(_Parameters, params), True
-    biases = cast("tuple[Tensor | None, ...]", bias or (None, None, None))
-    return (*weight, *params[1:6], *biases, *params[7:]), False
+def _is_stacked(params: EncoderParameters) -> bool:
+    return not isinstance(params.in_proj_weight, tuple)
 
 
 def _layer(

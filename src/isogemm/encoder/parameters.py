@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,19 @@ class EncoderParameters(NamedTuple):
                         yield f"{name}[{index}]", each
             elif value is not None:
                 yield name, value
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """In the same order: twelve, or sixteen where q, k and v have weights of their own."""
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        if not isinstance(weight, tuple):
+            return cast("tuple[Tensor | None, ...]", self)
+        if bias is None:
+            bias = (None, None, None)
+        elif not isinstance(bias, tuple):
+            raise TypeError(
+                f"params.in_proj_bias is a {type(bias).__name__}; expected a tuple, since in_proj_weight is one"
+            )
+        return cast("tuple[Tensor | None, ...]", (*weight, *self[1:6], *bias, *self[7:]))
 
 
 class Options(NamedTuple):

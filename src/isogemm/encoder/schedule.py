@@ -7,6 +7,7 @@ tensors' addresses: a training loop's allocations come back to the same ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -41,7 +42,9 @@ class Step(NamedTuple):
     arguments: tuple[str, ...]  # empty for none
 
 
-Bound = dict[Hashable, tuple["BoundKernel", int, tuple[Any, ...]]]  # kernel, programs and scalars of a step
+_Kernel = tuple["BoundKernel", int, tuple[Any, ...]]  # compiled, its programs and scalars
+_Place = tuple[int, int] | None  # which of the given tensors, and the bytes before it there
+Bound = dict[Hashable, _Kernel]  # by a step's name
 
 
 class Schedule:
@@ -58,6 +61,10 @@ class Schedule:
         self._steps, self._parts, self._index, self._bound = steps, parts, index, bound
         starts = {part: (buffer, at) for buffer, offsets in buffers.items() for part, at in offsets.items()}
         self._places = [[_place(name, parts, starts, given) for name in step.arguments] for step in steps]
+        self._pointers = list(dict.fromkeys(place for places in self._places for place in places if place))
+        numbers = {place: number for number, place in enumerate([*self._pointers, None])}
+        self._pick = [itemgetter(*(numbers[place] for place in places)) for places in self._places]
+        self._kernels: list[_Kernel] = []
         self._kept: dict[tuple[int, tuple[int, ...]], list[Callable[[], None]]] = {}
 
     def run(self, addresses: tuple[int, ...], tensors: Sequence[Tensor | None]) -> None:
@@ -73,27 +80,34 @@ class Schedule:
 
     def _run_anew(self, key: tuple[int, tuple[int, ...]], tensors: Sequence[Tensor | None]) -> None:
         stream, addresses = key
-        launches = []
-        for step, places in zip(self._steps, self._places, strict=True):
-            bound = self._bound.get(step.name)
-            if bound is None:
-                if torch.cuda.is_current_stream_capturing():
-                    raise RuntimeError("nothing can be compiled while a CUDA graph is captured: call the layer before")
-                launch = step.describe()
-                bound = launch.bind(*self._arguments(step, places, tensors)), launch.programs, launch.scalars
-                self._bound[step.name] = bound
-            kernel, programs, scalars = bound
-            pointers = (None if at is None or not addresses[at[0]] else addresses[at[0]] + at[1] for at in places)
-            arguments = (*pointers, *scalars)
-            kernel(self._index, programs, *arguments)
-            launches.append(kernel.prepared(stream, programs, arguments))
-        if len(self._kept) >= _MOST_KEPT:
-            self._kept.clear()
-        self._kept[key] = launches
+        heard, launches = self._launching.is_heard(), []
+        if not self._kernels:
+            self._kernels = [self._compiled(*each, tensors) for each in zip(self._steps, self._places, strict=True)]
+        pointers = [addresses[i] + offset if addresses[i] else None for i, offset in self._pointers]
+        pointers.append(None)
+        for (kernel, programs, scalars), pick in zip(self._kernels, self._pick, strict=True):
+            arguments = pick(pointers) + scalars
+            if heard:
+                kernel(self._index, programs, *arguments)
+            else:
+                launches.append(kernel.prepared(stream, programs, arguments))
+                launches[-1]()
+        if not heard:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            self._kept[key] = launches
 
-    def _arguments(
-        self, step: Step, places: Sequence[tuple[int, int] | None], tensors: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
+    def _compiled(self, step: Step, places: Sequence[_Place], tensors: Sequence[Tensor | None]) -> _Kernel:
+        found = self._bound.get(step.name)
+        if found is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("nothing can be compiled while a CUDA graph is captured: call the layer before")
+            launch = step.describe()
+            found = launch.bind(*self._arguments(step, places, tensors)), launch.programs, launch.scalars
+            self._bound[step.name] = found
+        return found
+
+    def _arguments(self, step: Step, places: Sequence[_Place], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """As tensors, by whose types and alignment Triton compiles."""
         found: list[Tensor | None] = []
         for name, place in zip(step.arguments, places, strict=True):
@@ -104,10 +118,7 @@ class Schedule:
         return found
 
 
-def _place(
-    name: str, parts: Mapping[str, Part], starts: Mapping[str, tuple[str, int]], given: Sequence[str]
-) -> tuple[int, int] | None:
-    """Which of the given, and the bytes before it."""
+def _place(name: str, parts: Mapping[str, Part], starts: Mapping[str, tuple[str, int]], given: Sequence[str]) -> _Place:
     if not name:
         return None
     root, offset = _root(name, parts)

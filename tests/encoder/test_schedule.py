@@ -1,0 +1,258 @@
+"""What the fused layer's launches are given, and what autograd makes of its gradients: no kernel runs."""
+
+import contextlib
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("triton")
+
+from triton import knobs
+
+from isogemm.core import launch
+from isogemm.core.launch import BoundKernel, Launch
+from isogemm.encoder import fused, schedule
+from isogemm.encoder.parameters import Options
+from isogemm.testing import EncoderShape, encoder_parameters, encoder_tensors
+
+SHAPE = EncoderShape(6, 5, 16, 4, 32)
+
+
+class Compiled:
+    """A kernel that notes what it was launched with."""
+
+    packed_metadata, function, name = "metadata", "handle", "kernel"
+
+    def __init__(self, kernel, launched):
+        self.kernel, self.launched = kernel, launched
+
+    def _init_handles(self):
+        pass
+
+    def run(self, programs, _y, _z, stream, function, metadata, described, enter, leave, *args):
+        self.launched.append((self.kernel, stream, enter, args))
+
+    def launch_metadata(self, grid, stream, *args):
+        return args
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    found = []
+    monkeypatch.setattr(Launch, "bind", lambda self, *tensors: BoundKernel(Compiled(self.kernel.__name__, found), []))
+    monkeypatch.setattr(launch, "current_stream", lambda index: 7)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(fused, "on", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(fused, "_plans", {})
+    return found
+
+
+def _leaves(seed=0, dtype=torch.float32, shape=SHAPE):
+    return {name: torch.nn.Parameter(each) for name, each in encoder_tensors(shape, dtype, seed=seed).items()}
+
+
+def _options(leaves, precision="ieee"):
+    dtype = leaves["x"].dtype
+    return Options(4, True, "gelu", "layer_norm", 1e-5, False, precision if dtype is torch.float32 else None, dtype)
+
+
+def _parameters(leaves):
+    return encoder_parameters({name: each for name, each in leaves.items() if name != "x"})
+
+
+def _call(leaves, precision="ieee"):
+    return fused.encoder_layer(leaves["x"], _parameters(leaves), None, _options(leaves, precision))
+
+
+def _step(leaves, **options):
+    for leaf in leaves.values():
+        leaf.grad = None
+    _call(leaves, **options).sum().backward()
+
+
+def _projection(launched):
+    """The addresses of in_proj's weight in the forwards launched."""
+    return [args[3] for name, _, _, args in launched if name == "_project_kernel" and args[10] is None]
+
+
+def test_layers_that_share_a_plan_have_their_own_arguments(launched):
+    one, two = _leaves(0), _leaves(1)
+    with torch.no_grad():
+        for _ in range(3):
+            _call(one), _call(two)
+    assert len(fused._plans) == 1
+    assert _projection(launched) == [leaves["in_proj_weight"].data_ptr() for leaves in (one, two)] * 3
+
+
+def test_arguments_are_made_once_for_the_same_addresses(launched, monkeypatch):
+    prepared, prepare = [], BoundKernel.prepared
+    monkeypatch.setattr(BoundKernel, "prepared", lambda self, *args: prepared.append(args) or prepare(self, *args))
+    leaves = _leaves()
+    parameters = _parameters(leaves).flat()
+    tensors = (None, *parameters, leaves["x"], *(torch.empty(1 << 16) for _ in range(3)))
+    made, _ = fused._Call(leaves["x"], None, parameters, True, _options(leaves)).plan._forwards[True]
+    for _ in range(3):
+        made.run(schedule.addresses_of(tensors), tensors)
+    assert len(prepared) == 3
+    assert launched[:3] == launched[3:6] == launched[6:]
+    monkeypatch.setattr(launch, "current_stream", lambda index: 8)
+    made.run(schedule.addresses_of(tensors), tensors)
+    assert [stream for _, stream, _, _ in launched] == [7] * 9 + [8] * 3
+
+
+def test_a_parameter_given_other_memory(launched):
+    leaves = _leaves()
+    addresses = []
+    for _ in range(2):
+        _step(leaves)
+        addresses.append(leaves["in_proj_weight"].data_ptr())
+        leaves["in_proj_weight"].data = leaves["in_proj_weight"].data.clone()
+    assert addresses[0] != addresses[1]
+    assert _projection(launched) == addresses
+
+
+def test_memory_swapped_between_forward_and_backward(launched):
+    leaves = _leaves()
+    result = _call(leaves)
+    leaves["in_proj_weight"].data = leaves["in_proj_weight"].data.clone()
+    result.sum().backward()
+    again = [args[3] for name, _, _, args in launched if name == "_project_kernel" and args[10] is not None]
+    assert again == [leaves["in_proj_weight"].data_ptr()]
+
+
+def test_an_unaligned_parameter_has_a_plan_of_its_own(launched):
+    leaves = _leaves()
+    _step(leaves)
+    odd = torch.empty(17)[1:]
+    leaves["norm1_weight"].data = odd
+    _step(leaves)
+    assert len(fused._plans) == 2
+
+
+def test_profilers_hear_launches_that_were_prepared(launched, monkeypatch):
+    leaves = _leaves()
+    _step(leaves)
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", print)
+    count = len(launched)
+    _step(leaves)
+    assert [enter for _, _, enter, _ in launched] == [None] * count + [print] * count
+
+
+def test_nothing_is_compiled_while_a_graph_is_captured(launched, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="nothing can be compiled while a CUDA graph is captured"):
+        _call(_leaves())
+    assert launched == []
+
+
+# Gradients
+
+
+def _storage(x):
+    return x.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_are_taken_as_they_are(launched, monkeypatch, dtype):
+    """autograd copies none of them: they are the memory that the launch wrote to."""
+    leaves = _leaves(dtype=dtype)
+    _step(leaves)
+    parameters = [each for name, each in leaves.items() if name != "x"]
+    (sums,) = [args for name, _, _, args in launched if name == "_sum_chunks_kernel"]
+    assert {each.grad.data_ptr() for each in parameters} == {each for each in sums[1:17] if each is not None}
+    assert len({_storage(each.grad) for each in parameters}) == 1
+    assert _storage(leaves["x"].grad) != _storage(parameters[0].grad)
+    for each in parameters:
+        assert each.grad.shape == each.shape
+        assert each.grad.dtype == dtype
+        assert each.grad.is_contiguous()
+        assert each.grad.data_ptr() % 16 == 0
+    ends = sorted((each.grad.data_ptr(), each.grad.nbytes) for each in parameters)
+    assert all(at + size <= after for (at, size), (after, _) in pairwise(ends))
+
+
+def test_gradients_change_one_at_a_time(launched):
+    leaves = _leaves()
+    _step(leaves)
+    parameters = [each for name, each in leaves.items() if name != "x"]
+    for each in parameters:
+        each.grad.zero_()
+    before = [each.grad._version for each in parameters]
+    parameters[0].grad.add_(1.0)
+    assert [each.grad._version for each in parameters[1:]] == before[1:]
+    assert not any(each.grad.any() for each in parameters[1:])
+    kept = parameters[0].grad
+    _call(leaves).sum().backward()
+    assert parameters[0].grad is kept  # added to, not replaced
+    torch.optim.SGD(parameters, lr=0.1, foreach=True).step()
+    parameters[0].grad = None
+    assert parameters[1].grad is not None
+
+
+def test_odd_sizes_have_memory_of_their_own(launched):
+    shape = EncoderShape(2, 3, 6, 2, 5)
+    leaves = _leaves(shape=shape)
+    options = Options(2, True, "gelu", "layer_norm", 1e-5, False, "ieee", torch.float32)
+    fused.encoder_layer(leaves["x"], _parameters(leaves), None, options).sum().backward()
+    assert len({_storage(each.grad) for each in leaves.values()}) == len(leaves)
+
+
+def test_frozen_and_accumulated_parameters_are_left_out(launched):
+    leaves = _leaves()
+    leaves["linear2_weight"].requires_grad_(False)
+    total = leaves["linear1_weight"].main_grad = torch.zeros(32, 16)
+    _step(leaves)
+    (sums,) = [args for name, _, _, args in launched if name == "_sum_chunks_kernel"]
+    written = [each for each in sums[1:17] if each is not None]
+    assert total.data_ptr() in written
+    assert len(written) == 11
+    assert leaves["linear1_weight"].grad is None
+    assert leaves["linear2_weight"].grad is None
+    assert leaves["linear1_bias"].grad is not None
+
+
+def test_only_xs_gradient(launched):
+    leaves = _leaves()
+    for name, each in leaves.items():
+        each.requires_grad_(name == "x")
+    _step(leaves)
+    assert leaves["x"].grad is not None
+    names = [name for name, *_ in launched[3:]]
+    assert names == [
+        "_feedforward_backward_kernel", "_project_kernel", "_attention_backward_kernel", "_input_grad_kernel",
+    ]  # fmt: skip
+
+
+def test_a_parameter_changed_between_forward_and_backward(launched):
+    leaves = _leaves()
+    result = _call(leaves)
+    with torch.no_grad():
+        leaves["linear1_weight"].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
+
+
+def test_a_graph_kept_for_another_backward(launched):
+    leaves = _leaves()
+    result = _call(leaves).sum()
+    result.backward(retain_graph=True)
+    first = leaves["linear1_weight"].grad
+    leaves["linear1_weight"].grad = None
+    result.backward()
+    assert leaves["linear1_weight"].grad.data_ptr() != first.data_ptr()
+    with pytest.raises(RuntimeError, match="second time"):
+        result.backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_main_grad_under_checkpointing(launched, use_reentrant):
+    leaves = _leaves()
+    total = leaves["linear1_weight"].main_grad = torch.zeros(32, 16)
+    x = leaves["x"]
+    checkpoint(lambda x: _call(leaves | {"x": x}), x, use_reentrant=use_reentrant).sum().backward()
+    (sums,) = [args for name, _, _, args in launched if name == "_sum_chunks_kernel"]
+    assert total.data_ptr() in sums[1:17]
+    assert leaves["linear1_weight"].grad is None
+    assert x.grad is not None
