@@ -6,7 +6,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
 def through_dispatcher(*tensors: torch.Tensor) -> bool:

@@ -227,8 +227,8 @@ def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., None], tupl
 
 def is_heard() -> bool:
     """Whether anyone listens to launches."""
-    runtime = knobs.runtime
-    return _listening(runtime.launch_enter_hook) is not None or _listening(runtime.launch_exit_hook) is not None
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _listening(hook: Any) -> Any:
