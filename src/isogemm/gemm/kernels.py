@@ -41,12 +41,26 @@ def multiple(value, UNIT: tl.constexpr):
     return value // UNIT * UNIT
 
 
+def _has_rounding(_semantic: Any = None) -> tl.constexpr:
+    """Whether the GPU that is compiled for rounds to TF32 by an instruction: NVIDIA's from sm_90 on."""
+    arch = "" if _semantic is None else str(_semantic.builder.options.arch)  # none where kernels are interpreted
+    return tl.constexpr(arch.startswith("sm") and int("".join(filter(str.isdigit, arch))) >= 90)
+
+
+setattr(_has_rounding, tl.core.TRITON_BUILTIN, True)  # so that kernels call it as they are compiled
+
+
 @triton.jit
 def round_to_tf32(x):
     """To nearest, ties to even, as the copy engine does; the tensor core would truncate."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, float("nan"))
+    if _has_rounding():
+        return tl.inline_asm_elementwise(
+            "cvt.rn.tf32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).to(tl.float32, bitcast=True)
+        return tl.where(x == x, rounded, float("nan"))
 
 
 @triton.jit
