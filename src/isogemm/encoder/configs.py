@@ -10,7 +10,11 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from isogemm.encoder.configs_attention import fragments_hold
+
 WIDEST = 256  # d_model of a row that a program keeps
+_WIDEST_FRAGMENTS = 32  # d_model of rows that lanes hold: wider ones leave no registers for weights on their way
+FRAGMENT_ROWS = 16  # of a warp
 TILE_ROWS = 64  # every tile's rows divide it
 _CHUNK_ROWS = 512  # of one sum in the parameters' gradients, at least
 _MOST_CHUNK_ROWS = 8192  # tokens that no shorter chunk divides would make the sums long and few
@@ -37,6 +41,7 @@ class Layer:
     mask_strides: tuple[int, int]
     stacked: bool  # whether in_proj is one weight
     overlaps: bool = False  # whether the device lets a launch begin before the last one ends (sm_90 and later)
+    mma: bool = False  # whether it has the instructions that fragments are made for (NVIDIA's from sm_80 on)
 
     @cached_property
     def head(self) -> int:
@@ -57,14 +62,30 @@ class Layer:
         return -(-self.rows // 16) * 16
 
     @cached_property
+    def narrow(self) -> bool:
+        """Whether a warp's lanes hold sixteen of its rows, in numbers that tensor cores take."""
+        fits = self.d_model <= _WIDEST_FRAGMENTS and self.d_model % 16 == 0 and self.dim_feedforward % 16 == 0
+        return fits and not self.exact
+
+    @cached_property
+    def fragments(self) -> bool:
+        """Whether its row kernels are those in which a warp owns sixteen rows."""
+        return self.mma and self.narrow
+
+    @cached_property
+    def by_head(self) -> bool:
+        """Whether q, k, v and do are passed on head by head: a head's tokens are then next to each other."""
+        return self.mma and not self.fragments and fragments_hold(self.head, self.operand, self.precision)
+
+    @cached_property
     def ready(self) -> bool:
-        """Whether the products read prepared weights: rounded, cast, or three made one."""
-        return self.precision == "tf32" or self.weights != self.operand or not self.stacked
+        """Whether the products read prepared weights: rounded, cast, three made one, or in fragments."""
+        return self.fragments or self.precision == "tf32" or self.weights != self.operand or not self.stacked
 
     @cached_property
     def turned(self) -> bool:
         """Whether the weights' gradients read transposes: TF32 tensor cores want both operands along the sum."""
-        return self.precision == "tf32" and self.head <= SHORT_HEAD and self.padded >= _TURNED
+        return self.precision == "tf32" and self.by_head and self.padded >= _TURNED
 
     @cached_property
     def early(self) -> bool:
@@ -82,9 +103,15 @@ class Layer:
         return self.ld * max(3 * self.d_model, self.dim_feedforward) >= 2**31
 
     @cached_property
+    def parts(self) -> int:
+        """Of a chunk that are summed for themselves: small weights leave few programs, and their sums cost little."""
+        rows, most = self.tokens * chunk_of(self.tokens), _MOST_PARTS if self.fragments else 1
+        return max(parts for parts in range(1, most + 1) if rows % (FRAGMENT_ROWS * parts) == 0)
+
+    @cached_property
     def chunk(self) -> int:
         """Rows of one sum in the parameters' gradients."""
-        return self.tokens * chunk_of(self.tokens)
+        return self.tokens * chunk_of(self.tokens) // self.parts
 
     @cached_property
     def chunks(self) -> int:
@@ -97,7 +124,8 @@ class Layer:
 
 
 _SMALL = 1 << 20  # elements of x
-_TURNED = 64  # padded d_model from which transposes pay: at 16 they took 75 us for what takes 68 without (H200)
+_MOST_PARTS = 7
+_TURNED = 64  # padded d_model from which transposes pay
 SHORT_HEAD = 16  # up to which attention is computed in registers
 LONGEST_HALF_HEAD = 64  # up to which it is computed from 16-bit operands; longer ones are widened, which is exact
 
@@ -179,7 +207,7 @@ _TABLE = {
         WeightConfig(64, 64, 64, 4, 3),
     ),
     ("tf32", 128): Configs(
-        RowConfig(64, 128, 8, 1), RowConfig(64, 64, 4, 1), RowConfig(32, 64, 4, 1), RowConfig(32, 32, 4, 3),
+        RowConfig(64, 128, 8, 1), RowConfig(64, 64, 4, 1), RowConfig(64, 64, 4, 1), RowConfig(32, 32, 4, 3),
         WeightConfig(64, 128, 32, 4, 4),
     ),
     ("tf32", 256): Configs(
@@ -237,6 +265,12 @@ def _number(layer: Layer) -> str:
     if layer.operand != "float32":
         return "half"
     return "tf32" if layer.precision == "tf32" else "ieee"
+
+
+def row_warps(layer: Layer, sm_count: int) -> int:
+    """Of a program, where a warp owns sixteen rows: as many as leave every multiprocessor two. No bit follows."""
+    tiles = -(-layer.rows // FRAGMENT_ROWS)
+    return max(warps for warps in (1, 2, 4, 8) if warps == 1 or tiles >= 2 * max(1, sm_count) * warps)
 
 
 def walkers(layer: Layer, config: RowConfig, parts: int, sm_count: int) -> int:

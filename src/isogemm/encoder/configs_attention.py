@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CACHED = 16 << 20  # bytes of q, k and v that are read fast enough without being fetched first (H200)
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -29,6 +31,7 @@ class Attention:
     mask_strides: tuple[int, int] = (0, 0)  # sequence, token
     backend: str = "cuda"
     early: bool = False  # whether the launch overlaps with its neighbours
+    by_head: bool = False  # whether q, k, v, do and the log-sums lie head by head, [heads, rows, ...]
     turned: bool = False  # whether dq, dk and dv are written transposed, rounded to TF32
 
 
@@ -52,6 +55,14 @@ class RegistersBackwardConfig:
     own_keys: int
     keys: int
     queries: int
+    num_warps: int = 4
+
+
+@dataclass(frozen=True)
+class MmaConfig:
+    """A warp owns 16 `tiles` tokens of one head. Changes no bit."""
+
+    tiles: int
     num_warps: int = 4
 
 
@@ -111,6 +122,23 @@ def choose(problem: Attention) -> DotConfig:
 def choose_backward(problem: Attention) -> DotConfig:
     """The backward blocks."""
     return _BACKWARD[_number(problem), _padded(problem.head)]
+
+
+def fits_mma(problem: Attention) -> bool:
+    """Whether fragments hold a head."""
+    return problem.backend == "cuda" and fragments_hold(problem.head, problem.dtype, problem.precision)
+
+
+def fragments_hold(head: int, dtype: str, precision: str) -> bool:
+    """Up to four long a head would be half padding, and fp32 is as fast."""
+    return 4 < head <= 16 and head % 2 == 0 and (dtype != "float32" or precision == "tf32")
+
+
+def choose_mma(problem: Attention) -> MmaConfig:
+    """For a short head: as many tokens a warp as registers allow, and no more than there are."""
+    most = 4 if problem.head <= 8 else 2
+    blocks = -(-problem.tokens // (16 * most))
+    return MmaConfig(-(-problem.tokens // (16 * blocks)))
 
 
 def choose_registers(problem: Attention) -> RegistersConfig:

@@ -125,8 +125,9 @@ class _Call:
         if found is not None and found[1] == self.addresses:
             self.plan = found[0]
             return
-        if not all(each is None or each.is_contiguous() for each in parameters):
-            self.parameters = [None if each is None else each.contiguous() for each in parameters]
+        dense = all(each is None or each.is_contiguous() for each in parameters)
+        if not dense or any(address % 16 for address in self.addresses[1:]):
+            self.parameters = [None if each is None else placed(each) for each in parameters]
             self.addresses = addresses_of((mask, *self.parameters))
         self.plan = _plan(self.x, self.mask, self.parameters, self.addresses, stacked, options)
 
@@ -182,7 +183,7 @@ def _is_stacked(params: EncoderParameters) -> bool:
 
 
 def _layer(
-    x: Tensor, mask: Tensor | None, parameters: _Parameters, stacked: bool, options: Options, overlaps: bool = False
+    x: Tensor, mask: Tensor | None, parameters: _Parameters, stacked: bool, options: Options, arch: int = 0
 ) -> Layer:
     sequences, tokens, d_model = x.shape
     wo, w1 = _of_products(parameters, stacked)
@@ -190,7 +191,7 @@ def _layer(
         sequences, tokens, d_model, options.nhead, w1.shape[0], dtype_name(x.dtype), dtype_name(options.operand),
         dtype_name(wo.dtype), options.precision or "", options.norm, options.norm_first, options.activation,
         options.is_causal, "" if mask is None else "additive" if mask.is_floating_point() else "bool",
-        (0, 0) if mask is None else cast("tuple[int, int]", mask.stride()), stacked, overlaps,
+        (0, 0) if mask is None else cast("tuple[int, int]", mask.stride()), stacked, arch >= 90, arch >= 80,
     )  # fmt: skip
 
 
@@ -200,9 +201,12 @@ def _of_products(parameters: _Parameters, stacked: bool) -> tuple[Tensor, Tensor
     return cast(Tensor, parameters[first]), cast(Tensor, parameters[first + 1])
 
 
-def _overlaps(device: torch.device) -> bool:
-    arch = devices.facts(device).arch if device.type == "cuda" else ""
-    return arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90
+def _arch(device: torch.device) -> int:
+    """NVIDIA's number; 0 for others, and 80 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 80
+    arch = devices.facts(device).arch
+    return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -222,7 +226,7 @@ def _plan(
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        layer = _layer(x, mask, parameters, stacked, options, _overlaps(x.device))
+        layer = _layer(x, mask, parameters, stacked, options, _arch(x.device))
         biases = parameters[(STACKED if stacked else SEPARATE).index("bq")] is not None
         plan = _plans[key] = Plan(layer, x.device, options.eps, biases)
     return plan

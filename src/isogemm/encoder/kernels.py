@@ -14,12 +14,11 @@ from isogemm.encoder.kernels_backward import (
     _sum_chunks_kernel,
     _weight_grads_kernel,
 )
-from isogemm.encoder.kernels_forward import _feedforward_kernel, _project_kernel
+from isogemm.encoder.kernels_forward import TYPES, _feedforward_kernel, _project_kernel
 from isogemm.epilogues import device
 
 _SIDE = 64  # of a tile of weights that one program prepares
 _ADDED_AT_ONCE = 512
-_TYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
 
 def describe_project(
@@ -36,6 +35,8 @@ def describe_project(
         programs += across * across * (4 if turn else 1) + 2 * across * down
     constants = _sizes(layer) | {
         "F": layer.dim_feedforward,
+        "HEAD": layer.head,
+        "BY_HEAD": layer.by_head,
         "NORM": layer.norm if layer.norm_first else "",
         "STACKED": layer.stacked,
         "BIASES": biases,
@@ -55,7 +56,7 @@ def describe_feedforward(layer: Layer, config: RowConfig, eps: float) -> Launch:
     """Of x, o, out_proj, linear1, linear2 and both norms, weight and bias each; y, and the sum before the last norm."""
     constants = _feedforward(layer) | {
         "READY": layer.ready,
-        "OPERAND": _TYPES[layer.operand],
+        "OPERAND": TYPES[layer.operand],
         "PRECISION": layer.precision,
         "ACT": getattr(device, layer.activation),
         "EXACT": layer.exact,
@@ -69,12 +70,12 @@ def describe_feedforward(layer: Layer, config: RowConfig, eps: float) -> Launch:
 
 def describe_feedforward_backward(layer: Layer, config: RowConfig, tile_rows: int, eps: float) -> Launch:
     """Of x, o, out_proj's weight and bias, linear1's, linear1 and linear2 turned, the first norm's weight and bias, the
-    last norm's weight, dy, the sum before the last norm; to u, act(z), dz, dlast, its transpose, ds and the sums.
+    last norm's weight, dy, the sum before the last norm; to u, act(z), dz, dlast, ds, the sums and dlast's transpose.
     """
     constants = _feedforward(layer) | {
         "READY": layer.ready,
         "TURNED": layer.turned,
-        "OPERAND": _TYPES[layer.operand],
+        "OPERAND": TYPES[layer.operand],
         "PRECISION": layer.precision,
         "ACT": getattr(device, layer.activation),
         "ACT_GRAD": getattr(device, f"{layer.activation}_derivative"),
@@ -89,7 +90,7 @@ def describe_feedforward_backward(layer: Layer, config: RowConfig, tile_rows: in
 
 
 def describe_input_grad(layer: Layer, config: RowConfig, tile_rows: int, eps: float) -> Launch:
-    """Of x, norm1's weight and bias, in_proj, dqkv, ds, o; to the norm of x, ds and o transposed, dx and the sums."""
+    """Of x, norm1's weight and bias, in_proj, dqkv, ds; to the norm of x, dx and the sums; of o; to ds and o turned."""
     constants = _sizes(layer) | {
         "NORM": layer.norm if layer.norm_first else "",
         "READY": layer.ready,
@@ -140,7 +141,8 @@ def describe_sum_chunks(layer: Layer, segments: Sequence[tuple[int, int, bool] |
         offset, length, added = segment or (0, 0, False)
         placed.append((programs, offset, length, added))
         programs += -(-length // _ADDED_AT_ONCE)
-    constants = {"SEGMENTS": tuple(placed), "SIZE": size, "BLOCK": _ADDED_AT_ONCE, "EARLY": layer.early}
+    constants: dict[str, object] = {"SEGMENTS": tuple(placed), "SIZE": size, "PARTS": layer.parts}
+    constants |= {"BLOCK": _ADDED_AT_ONCE, "EARLY": layer.early}
     return Launch(_sum_chunks_kernel, programs, (layer.chunks,), constants, _early(layer, {"num_warps": 4}))
 
 
@@ -154,7 +156,7 @@ def _feedforward(layer: Layer) -> dict[str, object]:
 
 
 def _numbers(layer: Layer) -> dict[str, object]:
-    return {"OPERAND": _TYPES[layer.operand], "PRECISION": layer.precision, "INDEX": _index(layer)}
+    return {"OPERAND": TYPES[layer.operand], "PRECISION": layer.precision, "INDEX": _index(layer)}
 
 
 def _index(layer: Layer) -> object:

@@ -12,11 +12,9 @@ import triton
 import triton.language as tl
 
 from isogemm.core.launch import Launch
-from isogemm.encoder.configs_attention import Attention, RegistersBackwardConfig, RegistersConfig
+from isogemm.encoder.configs_attention import CACHED, Attention, RegistersBackwardConfig, RegistersConfig
 from isogemm.encoder.kernels_forward import started
-from isogemm.gemm.kernels import multiple, round_to_tf32
-
-_CACHED = 16 << 20  # bytes of q, k and v that are read fast enough without being fetched first (H200)
+from isogemm.gemm.kernels import multiple
 
 
 @triton.jit
@@ -63,18 +61,6 @@ def _write(at, values, live, D: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.const
     for c in tl.static_range(0, D, VEC):
         block = _joined(values[c : c + VEC], BLOCK, VEC)
         tl.store(at[:, None] + (c + tl.arange(0, VEC))[None, :], block.to(at.dtype.element_ty), mask=live[:, None])
-
-
-@triton.jit
-def _write_grad(
-    ptr, values, row, ld, col, live, D: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr
-):
-    """D tensors [BLOCK] to columns col .. of rows `row`, ld apart; TURNED: to rows of a transpose, rounded to TF32."""
-    if TURNED:
-        for c in tl.static_range(D):
-            tl.store(ptr + ((col + c) * ld + row), round_to_tf32(values[c]), mask=live)
-    else:
-        _write(ptr + (row * ld + col), values, live, D, VEC, BLOCK)
 
 
 @triton.jit
@@ -199,7 +185,7 @@ def _attend(
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, sequences, tokens, scale,
     ld_q, ld_k, ld_v, mask_stride, mask_step,
-    H: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, TURNED: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     WIDE: tl.constexpr, FETCH: tl.constexpr, UNIT: tl.constexpr, VEC: tl.constexpr,
     OWN: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -324,7 +310,7 @@ def _key_grads(
 def _grads_of_queries(
     first, groups, row, head, live, tokens, scale, q_at, k_at, v_at, mask_at, o_at, lse_at, do_at, dq_ptr,
     ld_q, ld_k, ld_v, ld_do, ld_dq, mask_step, H: tl.constexpr, D: tl.constexpr, VEC: tl.constexpr, OWN: tl.constexpr,
-    KEYS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, TURNED: tl.constexpr,
+    KEYS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     FETCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     t = ()
@@ -352,14 +338,14 @@ def _grads_of_queries(
         dq = _query_grads(dq, q, do, lse, delta, held, full, t, tokens, D, OWN, KEYS, True, MASK, CAUSAL)
     for n in tl.static_range(OWN):
         written = live & (t[n] < tokens)
-        _write_grad(dq_ptr, _scaled(dq[n], scale, D), row + t[n], ld_dq, head * D, written, D, VEC, BLOCK, TURNED)
+        _write(dq_ptr + ((row + t[n]) * ld_dq + head * D), _scaled(dq[n], scale, D), written, D, VEC, BLOCK)
 
 
 @triton.jit
 def _grads_of_keys(
     first, groups, row, head, live, tokens, scale, q_at, k_at, v_at, mask_at, o_at, lse_at, do_at, dk_ptr, dv_ptr,
     ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_step, H: tl.constexpr, D: tl.constexpr, VEC: tl.constexpr,
-    OWN: tl.constexpr, QUERIES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, TURNED: tl.constexpr,
+    OWN: tl.constexpr, QUERIES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     FETCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     t = ()
@@ -388,15 +374,15 @@ def _grads_of_keys(
     for n in tl.static_range(OWN):
         written = live & (t[n] < tokens)
         dk = _scaled(state[0][n], scale, D)
-        _write_grad(dk_ptr, dk, row + t[n], ld_dk, head * D, written, D, VEC, BLOCK, TURNED)
-        _write_grad(dv_ptr, state[1][n], row + t[n], ld_dv, head * D, written, D, VEC, BLOCK, TURNED)
+        _write(dk_ptr + ((row + t[n]) * ld_dk + head * D), dk, written, D, VEC, BLOCK)
+        _write(dv_ptr + ((row + t[n]) * ld_dv + head * D), state[1][n], written, D, VEC, BLOCK)
 
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "query_programs"])
 def _attention_backward_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, sequences, tokens, scale,
     ld_q, ld_k, ld_v, ld_do, ld_dq, ld_dk, ld_dv, mask_stride, mask_step, query_programs,
-    H: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, TURNED: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     WIDE: tl.constexpr, FETCH: tl.constexpr, UNIT: tl.constexpr, VEC: tl.constexpr,
     OWN_Q: tl.constexpr, OWN_K: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -411,16 +397,6 @@ def _attention_backward_kernel(
     ld_dq = multiple(ld_dq, UNIT)
     ld_dk = multiple(ld_dk, UNIT)
     ld_dv = multiple(ld_dv, UNIT)
-    if TURNED:
-        if program == 0:  # the transposes' columns beyond the last token
-            column = tl.arange(0, BLOCK)
-            for token in tl.range(sequences * tokens, ld_dq):
-                for first_column in tl.range(0, H * D, BLOCK):
-                    at = (first_column + column).to(tl.int64) * ld_dq + token
-                    inside = first_column + column < H * D
-                    tl.store(dq_ptr + at, tl.zeros([BLOCK], tl.float32), mask=inside)
-                    tl.store(dk_ptr + at, tl.zeros([BLOCK], tl.float32), mask=inside)
-                    tl.store(dv_ptr + at, tl.zeros([BLOCK], tl.float32), mask=inside)
     of_queries = program < query_programs
     own = tl.where(of_queries, OWN_Q, OWN_K)
     groups = (tokens + own - 1) // own
@@ -446,12 +422,12 @@ def _attention_backward_kernel(
     if of_queries:
         _grads_of_queries(
             first, groups, row, head, live, tokens, scale, q_at, k_at, v_at, mask_at, o_at, lse_at, do_at, dq_ptr,
-            ld_q, ld_k, ld_v, ld_do, ld_dq, mask_step, H, D, VEC, OWN_Q, KEYS, MASK, CAUSAL, TURNED, FETCH, BLOCK,
+            ld_q, ld_k, ld_v, ld_do, ld_dq, mask_step, H, D, VEC, OWN_Q, KEYS, MASK, CAUSAL, FETCH, BLOCK,
         )  # fmt: skip
     else:
         _grads_of_keys(
             first, groups, row, head, live, tokens, scale, q_at, k_at, v_at, mask_at, o_at, lse_at, do_at, dk_ptr,
-            dv_ptr, ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_step, H, D, VEC, OWN_K, QUERIES, MASK, CAUSAL, TURNED,
+            dv_ptr, ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_step, H, D, VEC, OWN_K, QUERIES, MASK, CAUSAL,
             FETCH, BLOCK,
         )  # fmt: skip
 
@@ -506,16 +482,13 @@ def _constants(problem: Attention) -> dict[str, object]:
     unit = math.gcd(*problem.row_strides[:3], problem.head, 16 // itemsize)
     farthest = problem.sequences * problem.tokens * max(*problem.row_strides[:3], problem.heads * problem.head)
     read = problem.sequences * problem.tokens * 3 * problem.heads * problem.head * itemsize
-    if problem.turned:
-        farthest = max(farthest, problem.heads * problem.head * problem.row_strides[3])
     return {
         "H": problem.heads,
         "D": problem.head,
         "MASK": problem.mask,
         "CAUSAL": problem.causal,
-        "TURNED": problem.turned,
         "WIDE": farthest >= 2**31,
-        "FETCH": problem.backend == "cuda" and read > _CACHED and not triton.knobs.runtime.interpret,
+        "FETCH": problem.backend == "cuda" and read > CACHED and not triton.knobs.runtime.interpret,
         "UNIT": unit,
         "VEC": unit,
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -314,25 +313,6 @@ def describe_attention_dot_backward(problem: Attention, config: DotConfig) -> La
     """The backward launch; its addresses are q, k, v, mask (or None), o, lse, do, dq, dk, dv."""
     blocks = triton.cdiv(problem.tokens, config.block_q) + triton.cdiv(problem.tokens, config.block_k)
     return _describe(_attention_dot_backward_kernel, problem.sequences * problem.heads * blocks, problem, config)
-
-
-def launch_attention_dot(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor,
-    problem: Attention, config: DotConfig,
-) -> None:  # fmt: skip
-    """o = softmax(q k^T / sqrt(head) + mask) v, and lse: of each row, log2 of the sum of exp2(scores * log2(e)).
-
-    A row without keys has o = 0 and lse = inf.
-    """
-    describe_attention_dot(problem, config).run(q, k, v, mask, o, lse)
-
-
-def launch_attention_dot_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor,
-    do: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, problem: Attention, config: DotConfig,
-) -> None:  # fmt: skip
-    """dq, dk and dv from do, the gradient of o."""
-    describe_attention_dot_backward(problem, config).run(q, k, v, mask, o, lse, do, dq, dk, dv)
 
 
 def _describe(kernel: Any, programs: int, problem: Attention, config: DotConfig) -> Launch:

@@ -24,7 +24,7 @@ from isogemm.encoder.kernels_forward import (
     store_tile,
 )
 
-_AT_ONCE = tl.constexpr(8)  # chunks on their way while others are added
+_AT_ONCE = tl.constexpr(8)  # parts on their way while others are added, at least
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def _norm_backward(
 @triton.jit(do_not_specialize=["rows"])
 def _feedforward_backward_kernel(
     x_ptr, o_ptr, wo, bo, w1, b1, w1_turned, w2_turned, norm_w, norm_b, last_w, dy_ptr, sum_ptr,
-    u_ptr, act_ptr, dz_ptr, dlast_ptr, dlast_turned, ds_ptr, norm_sums, rows, eps, ld,
+    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, dlast_turned, rows, eps, ld,
     D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_FIRST: tl.constexpr,
     READY: tl.constexpr, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     ACT: tl.constexpr, ACT_GRAD: tl.constexpr, EXACT: tl.constexpr, INDEX: tl.constexpr,
@@ -135,7 +135,7 @@ def _feedforward_backward_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _input_grad_kernel(
-    x_ptr, norm_w, norm_b, in_proj_weight, dqkv_ptr, ds_ptr, o_ptr, n_ptr, ds_turned, o_turned, dx_ptr, norm_sums,
+    x_ptr, norm_w, norm_b, in_proj_weight, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, o_ptr, ds_turned, o_turned,
     rows, eps, ld,
     D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, READY: tl.constexpr, TURNED: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
@@ -214,13 +214,21 @@ def _weight_grads_kernel(
             M1, N1, CHUNK, TURNED, OPERAND, PRECISION, INDEX, False, BM, BN, BK,
         )  # fmt: skip
     elif norm_sums is not None:
-        tile = tl.arange(0, TILES_P)
-        tiles = tl.minimum((rows - chunk * CHUNK + (CHUNK // TILES) - 1) // (CHUNK // TILES), TILES)
-        for first in tl.range(0, 6 * D, 64):
-            col = first + tl.arange(0, 64)
-            at = norm_sums + ((chunk.to(tl.int64) * TILES + tile)[:, None] * (6 * D) + col[None, :])
-            live = (tile < tiles)[:, None] & (col < 6 * D)[None, :]
-            tl.store(to + norms + col, tl.sum(tl.load(at, mask=live, other=0.0), axis=0), mask=col < 6 * D)
+        add_tiles(norm_sums, to + norms, chunk, rows, D, CHUNK, TILES, TILES_P)
+
+
+@triton.jit
+def add_tiles(
+    norm_sums, to, chunk, rows, D: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, TILES_P: tl.constexpr
+):
+    """A chunk's sums [6, D] of those of its tiles."""
+    tile = tl.arange(0, TILES_P)
+    tiles = tl.minimum((rows - chunk * CHUNK + (CHUNK // TILES) - 1) // (CHUNK // TILES), TILES)
+    for first in tl.range(0, 6 * D, 64):
+        col = first + tl.arange(0, 64)
+        at = norm_sums + ((chunk.to(tl.int64) * TILES + tile)[:, None] * (6 * D) + col[None, :])
+        live = (tile < tiles)[:, None] & (col < 6 * D)[None, :]
+        tl.store(to + col, tl.sum(tl.load(at, mask=live, other=0.0), axis=0), mask=col < 6 * D)
 
 
 @triton.jit
@@ -284,29 +292,34 @@ def _turned_tile(ptr, col, k, end, ld, COLS: tl.constexpr, BC: tl.constexpr, BK:
 
 @triton.jit
 def _sum_segment(
-    partials, to, chunks, first, size: tl.constexpr, SIZE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The chunks one after another, added to zero or to what is there."""
+    partials, to, chunks, first, size: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The chunks one after another, each of PARTS in order, added to zero or to what is there."""
     at = first + tl.arange(0, BLOCK)
     live = at < size
     if ADD:
         total = tl.load(to + at, mask=live, other=0.0)
     else:
         total = tl.zeros((BLOCK,), tl.float32)
-    for chunk in tl.range(0, chunks, _AT_ONCE):
+    ON_THE_WAY: tl.constexpr = (_AT_ONCE + PARTS - 1) // PARTS * PARTS
+    for part in tl.range(0, chunks, ON_THE_WAY):
         coming = ()
-        for i in tl.static_range(_AT_ONCE):
-            coming = coming + (tl.load(partials + i * SIZE + at, mask=live & (chunk + i < chunks), other=0.0),)
-        for i in tl.static_range(_AT_ONCE):
-            total = tl.where(chunk + i < chunks, total + coming[i], total)
-        partials += _AT_ONCE * SIZE
+        for i in tl.static_range(ON_THE_WAY):
+            coming = coming + (tl.load(partials + i * SIZE + at, mask=live & (part + i < chunks), other=0.0),)
+        for i in tl.static_range(0, ON_THE_WAY, PARTS):
+            chunk = coming[i]
+            for j in tl.static_range(1, PARTS):
+                chunk += coming[i + j]
+            total = tl.where(part + i < chunks, total + chunk, total)
+        partials += ON_THE_WAY * SIZE
     tl.store(to + at, total.to(to.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["chunks"])
 def _sum_chunks_kernel(
     partials, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15, chunks,
-    SEGMENTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    SEGMENTS: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # SEGMENTS: for each gradient the first of its programs, its offset and size, and whether it is added to.
     started(EARLY)
@@ -317,5 +330,6 @@ def _sum_chunks_kernel(
             if (program >= SEGMENTS[i][0]) & (program < SEGMENTS[i][0] + (SEGMENTS[i][2] + BLOCK - 1) // BLOCK):
                 first = (program - SEGMENTS[i][0]) * BLOCK
                 _sum_segment(
-                    partials + SEGMENTS[i][1], outs[i], chunks, first, SEGMENTS[i][2], SIZE, SEGMENTS[i][3], BLOCK
-                )
+                    partials + SEGMENTS[i][1], outs[i], chunks, first, SEGMENTS[i][2],
+                    SIZE, PARTS, SEGMENTS[i][3], BLOCK,
+                )  # fmt: skip

@@ -12,6 +12,8 @@ import triton.language as tl
 
 from isogemm.gemm.kernels import multiply, round_to_tf32
 
+TYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
+
 
 @triton.jit
 def started(EARLY: tl.constexpr):
@@ -90,6 +92,16 @@ def store_tile(ptr, value, row, rows, col, COLS: tl.constexpr, BM: tl.constexpr,
     if COLS % BC != 0:
         live = live & (c < COLS)[None, :]
     tl.store(ptr + (r[:, None] * LD + c[None, :]), value.to(ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def store_heads(ptr, value, row, rows, col, D: tl.constexpr, HEAD: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    """A tile of [rows, D] to [D / HEAD, rows, HEAD]."""
+    r = row + tl.arange(0, BM)
+    c = col + tl.arange(0, BC)
+    at = (c // HEAD * rows.to(row.dtype))[None, :] + r[:, None]
+    live = (r < rows)[:, None] & (c < D)[None, :]
+    tl.store(ptr + (at * HEAD + (c % HEAD)[None, :]), value.to(ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -229,9 +241,9 @@ def in_proj(q, k, v, part, size, STACKED: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "per_part"])
 def _project_kernel(
     x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, ready, rows, eps, per_part,
-    D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, STACKED: tl.constexpr,
-    BIASES: tl.constexpr, BACKWARD: tl.constexpr, READY: tl.constexpr, TURN: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, HEAD: tl.constexpr, BY_HEAD: tl.constexpr,
+    NORM: tl.constexpr, STACKED: tl.constexpr, BIASES: tl.constexpr, BACKWARD: tl.constexpr, READY: tl.constexpr,
+    TURN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # Programs keep one part of the weight, BN columns of q, k or v, and walk over rows. In the backward there is a
@@ -269,14 +281,20 @@ def _project_kernel(
                 x = normed(x, mean, deviation, norm_w, norm_b, D, DP, NORM)
             x = operand(x, OPERAND, PRECISION)
             acc = product(w, x.T, tl.zeros((BN, BM), tl.float32), PRECISION) + bias
-            store_tile(qkv_ptr + part * D, acc.T, row, rows, n, D, BM, BN, 3 * D)
+            if BY_HEAD:
+                store_heads(qkv_ptr + part * rows.to(INDEX) * D, acc.T, row, rows, n, D, HEAD, BM, BN)
+            else:
+                store_tile(qkv_ptr + part * D, acc.T, row, rows, n, D, BM, BN, 3 * D)
     elif BACKWARD:
         w = backward_weight(wo, n, 0, D, D, BN, DP, READY, OPERAND, PRECISION)  # [BN, DP]
         for tile in tl.range(first, tiles, per_part):
             row = tile * BM + tl.zeros((), INDEX)
             ds = operand(row_tile(ds_ptr, row, rows, 0, D, BM, DP, D), OPERAND, PRECISION)
             acc = product(w, ds.T, tl.zeros((BN, BM), tl.float32), PRECISION)
-            store_tile(do_ptr, acc.T, row, rows, n, D, BM, BN, D)
+            if BY_HEAD:
+                store_heads(do_ptr, acc.T, row, rows, n, D, HEAD, BM, BN)
+            else:
+                store_tile(do_ptr, acc.T, row, rows, n, D, BM, BN, D)
 
 
 @triton.jit

@@ -38,6 +38,7 @@ class Plan:
         self.index = device.index or 0
         self.configs = configs.choose(layer)
         self.biases = biases
+        self._tile_rows = configs.FRAGMENT_ROWS if layer.fragments else self.configs.tile_rows
         self.names = STACKED if layer.stacked else SEPARATE
         self._bound: Bound = {}
         self._weights: torch.dtype = getattr(torch, layer.weights)
@@ -107,13 +108,14 @@ class Plan:
         d, f, rows = layer.d_model, layer.dim_feedforward, layer.ld if layer.turned else layer.rows
         of_x, operand = getattr(torch, layer.dtype), getattr(torch, layer.operand)
         column = layer.ld if layer.turned else 1  # from one of dqkv to the next
-        slots = -(-layer.rows // configs.TILE_ROWS) * (configs.TILE_ROWS // self.configs.tile_rows)
+        next_part = layer.rows * d if layer.by_head else d  # from q to k, and to v
+        slots = -(-layer.rows // configs.TILE_ROWS) * (configs.TILE_ROWS // self._tile_rows)
         square, long = d * d, d * f
         parts = {
             "qkv": Part(operand, layer.rows * 3 * d),
             "q": Part(operand, layer.rows * 3 * d, "qkv"),
-            "k": Part(operand, layer.rows * 3 * d - d, "qkv", d),
-            "v": Part(operand, layer.rows * 3 * d - 2 * d, "qkv", 2 * d),
+            "k": Part(operand, layer.rows * 3 * d - next_part, "qkv", next_part),
+            "v": Part(operand, layer.rows * 3 * d - 2 * next_part, "qkv", 2 * next_part),
             "u": Part(operand, rows * d),
             "act": Part(operand, rows * f),
             "dz": Part(operand, rows * f),
@@ -193,7 +195,7 @@ class Plan:
             Step(
                 "feedforward_backward", self._describe_feedforward_backward,
                 ("x", "o", wo, "bo", w1, "b1", w1_turned, w2_turned, *first, last, "dy", "" if norm_first else "total",
-                 "u", "act", "dz", dlast, dlast_turned, "ds", "sums"),
+                 "u", "act", "dz", dlast, "ds", "sums", *(() if layer.fragments else (dlast_turned,))),
             ),
             Step(
                 "feedforward weights",
@@ -211,7 +213,8 @@ class Plan:
             ),
             Step(
                 "input_grad", self._describe_input_grad,
-                ("x", *norm1, wqkv_turned, "dqkv", "ds", "o", n, ds_turned, o_turned, "dx", "sums"),
+                ("x", *norm1, wqkv_turned, "dqkv", "ds", n, "dx", "sums",
+                 *(() if layer.fragments else ("o", ds_turned, o_turned))),
             ),
             Step(
                 "attention weights",
@@ -261,36 +264,51 @@ class Plan:
     # the launches, described when first needed
 
     def _describe_project(self, backward: bool, turn: bool) -> Launch:
-        from isogemm.encoder import kernels
+        from isogemm.encoder import kernels, kernels_rows
 
+        layer, sm_count = self.layer, devices.facts(self.device).sm_count
+        if layer.fragments:
+            split = self._warps == 1
+            return kernels_rows.describe_project_rows(layer, self._warps, self.eps, self.biases, backward, turn, split)
         config = self.configs.project
-        parts = (4 if backward else 3) * -(-self.layer.d_model // config.block)
-        walkers = configs.walkers(self.layer, config, parts, devices.facts(self.device).sm_count)
-        return kernels.describe_project(self.layer, config, self.eps, walkers, self.biases, backward, turn)
+        parts = (4 if backward else 3) * -(-layer.d_model // config.block)
+        walkers = configs.walkers(layer, config, parts, sm_count)
+        return kernels.describe_project(layer, config, self.eps, walkers, self.biases, backward, turn)
 
     def _describe_feedforward(self) -> Launch:
-        from isogemm.encoder import kernels
+        from isogemm.encoder import kernels, kernels_rows
 
+        if self.layer.fragments:
+            return kernels_rows.describe_feedforward_rows(self.layer, self._warps, self.eps)
         return kernels.describe_feedforward(self.layer, self.configs.feedforward, self.eps)
 
     def _describe_feedforward_backward(self) -> Launch:
-        from isogemm.encoder import kernels
+        from isogemm.encoder import kernels, kernels_rows
 
-        config, rows = self.configs.feedforward_backward, self.configs.tile_rows
-        return kernels.describe_feedforward_backward(self.layer, config, rows, self.eps)
+        if self.layer.fragments:
+            return kernels_rows.describe_feedforward_backward_rows(self.layer, self._warps, self.eps)
+        config = self.configs.feedforward_backward
+        return kernels.describe_feedforward_backward(self.layer, config, self._tile_rows, self.eps)
 
     def _describe_input_grad(self) -> Launch:
-        from isogemm.encoder import kernels
+        from isogemm.encoder import kernels, kernels_rows
 
-        return kernels.describe_input_grad(self.layer, self.configs.input_grad, self.configs.tile_rows, self.eps)
+        if self.layer.fragments:
+            return kernels_rows.describe_input_grad_rows(self.layer, self._warps, self.eps)
+        return kernels.describe_input_grad(self.layer, self.configs.input_grad, self._tile_rows, self.eps)
 
     def _describe_weight_grads(self, shapes: Sequence[int], names: Sequence[str], norms: bool) -> Launch:
-        from isogemm.encoder import kernels
+        from isogemm.encoder import kernels, kernels_weight_rows
 
-        offsets = [self._offsets[name] for name in names]
-        return kernels.describe_weight_grads(
-            self.layer, self.configs.weight_grads, self.configs.tile_rows, shapes, offsets, self._size, norms
-        )
+        layer, offsets = self.layer, [self._offsets[name] for name in names]
+        if layer.fragments and layer.precision == "tf32":
+            return kernels_weight_rows.describe_weight_grads_rows(layer, shapes, offsets, self._size, norms)
+        config = self.configs.weight_grads
+        return kernels.describe_weight_grads(layer, config, self._tile_rows, shapes, offsets, self._size, norms)
+
+    @property
+    def _warps(self) -> int:
+        return configs.row_warps(self.layer, devices.facts(self.device).sm_count)
 
     def _describe_sum(self, segments: Sequence[tuple[int, int, bool] | None]) -> Launch:
         from isogemm.encoder import kernels
@@ -306,11 +324,12 @@ class Plan:
     def _attention(self, backward: bool) -> Attention:
         layer = self.layer
         width = 3 * layer.d_model
-        grads = (layer.ld if layer.turned else width,) * 3 if backward else ()
+        read = (layer.head if layer.by_head else width,) * 3
+        written = (layer.ld if layer.turned else width,) * 3 if backward else ()
         return Attention(
             layer.sequences, layer.tokens, layer.nhead, layer.head, layer.operand, layer.precision or "ieee",
-            (width,) * 3 + grads, layer.causal, layer.mask, layer.mask_strides,
-            backend(), layer.early, backward and layer.turned,
+            read + written, layer.causal, layer.mask, layer.mask_strides,
+            backend(), layer.early, layer.by_head, backward and layer.turned,
         )  # fmt: skip
 
 
@@ -320,16 +339,20 @@ def backend() -> str:
 
 def describe_attention(problem: Attention) -> Launch:
     """The forward's launch, by the size of the heads."""
-    from isogemm.encoder import kernels_attention, kernels_attention_dot
+    from isogemm.encoder import kernels_attention, kernels_attention_dot, kernels_attention_mma
 
+    if configs_attention.fits_mma(problem):
+        return kernels_attention_mma.describe_attention_mma(problem, configs_attention.choose_mma(problem))
     if problem.head <= SHORT_HEAD:
         return kernels_attention.describe_attention(problem, configs_attention.choose_registers(problem))
     return kernels_attention_dot.describe_attention_dot(problem, configs_attention.choose(problem))
 
 
 def describe_attention_backward(problem: Attention) -> Launch:
-    from isogemm.encoder import kernels_attention, kernels_attention_dot
+    from isogemm.encoder import kernels_attention, kernels_attention_dot, kernels_attention_mma
 
+    if configs_attention.fits_mma(problem):
+        return kernels_attention_mma.describe_attention_mma_backward(problem, configs_attention.choose_mma(problem))
     if problem.head <= SHORT_HEAD:
         config = configs_attention.choose_registers_backward(problem)
         return kernels_attention.describe_attention_backward(problem, config)
@@ -354,7 +377,7 @@ def kept_parts(layer: Layer) -> dict[str, Part]:
     }
     if not layer.norm_first:
         parts["total"] = Part(of_x, layer.rows * layer.d_model)  # the sum before the last norm
-    if layer.ready:
+    if layer.ready or layer.narrow:
         parts["ready"] = Part(operand, _ready_size(layer))  # the weights as operands, and their transposes
     return parts
 

@@ -1,18 +1,21 @@
-"""The logic of the attention of long heads on the CPU: poisoned outputs against fp64, and the bits of a sequence."""
+"""The logic of the attention on tensor cores on the CPU: poisoned outputs against fp64, and the bits of a sequence."""
 
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from isogemm.encoder.configs_attention import Attention, DotConfig, choose, choose_backward
-from isogemm.encoder.kernels_attention_dot import launch_attention_dot, launch_attention_dot_backward
+from isogemm.encoder.configs_attention import Attention, DotConfig, MmaConfig, choose, choose_backward, choose_mma
+from isogemm.encoder.kernels_attention_dot import describe_attention_dot, describe_attention_dot_backward
+from isogemm.encoder.kernels_attention_mma import describe_attention_mma, describe_attention_mma_backward
 from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch
 
 NUMBERS = [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.float16, "ieee")]
 SIZES = [  # tokens, head
     (1, 17), (2, 24), (17, 8), (63, 32), (64, 17), (65, 64), (17, 80), (33, 128), (17, 256),
 ]  # fmt: skip
+SHORT = [(torch.float32, "tf32"), (torch.bfloat16, "ieee"), (torch.float16, "ieee")]
+SHORT_SIZES = [(1, 8), (5, 16), (21, 6)]
 
 
 class Inputs(NamedTuple):
@@ -69,10 +72,11 @@ def _launch(inputs, precision="ieee", mask=None, causal=False, config=None):
     gradients = torch.full_like(packed, torch.nan)
     dq, dk, dv = gradients.split(width, dim=1)
     problem = _problem(inputs, precision, mask, causal, (3 * width,) * 3)
-    launch_attention_dot(q, k, v, mask, o, lse, problem, config or choose(problem))
+    describe = describe_attention_mma if isinstance(config, MmaConfig) else describe_attention_dot
+    describe(problem, config or choose(problem)).run(q, k, v, mask, o, lse)
     problem = _problem(inputs, precision, mask, causal, (3 * width,) * 6)
-    config = config or choose_backward(problem)
-    launch_attention_dot_backward(q, k, v, mask, o, lse, do, dq, dk, dv, problem, config)
+    describe = describe_attention_mma_backward if isinstance(config, MmaConfig) else describe_attention_dot_backward
+    describe(problem, config or choose_backward(problem)).run(q, k, v, mask, o, lse, do, dq, dk, dv)
     o, dq, dk, dv = (x.reshape(inputs.q.shape) for x in (o, dq, dk, dv))
     return Results(o, lse.reshape(sequences, tokens, heads), dq, dk, dv)
 
@@ -112,6 +116,38 @@ def _assert_close(results, inputs, precision="ieee", mask=None, causal=False):
 def test_sizes(dtype, precision, tokens, head):
     inputs = _inputs(1, tokens, 2 if tokens < 10 else 1, head, dtype)
     _assert_close(_launch(inputs, precision), inputs, precision)
+
+
+@pytest.mark.parametrize(("tokens", "head"), SHORT_SIZES)
+@pytest.mark.parametrize(("dtype", "precision"), SHORT, ids=str)
+def test_short_heads(dtype, precision, tokens, head):
+    inputs = _inputs(1, tokens, 3, head, dtype)
+    config = choose_mma(_problem(inputs, precision, None, False, (3 * head,) * 3))
+    _assert_close(_launch(inputs, precision, config=config), inputs, precision)
+
+
+@pytest.mark.parametrize(("mask", "causal"), [("", True), ("bool", True), ("additive", False)])
+@pytest.mark.parametrize(("dtype", "precision"), SHORT[:2], ids=str)
+def test_short_heads_masked(dtype, precision, mask, causal):
+    inputs = _inputs(2, 18, 1, 8, dtype)
+    mask = _mask(mask, 2, 18)
+    _assert_close(_launch(inputs, precision, mask, causal, MmaConfig(2)), inputs, precision, mask, causal)
+
+
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_short_heads_bits(tiles):
+    """Whatever a warp owns, wherever the sequence stands, and with more tokens that are left out."""
+    inputs = _inputs(2, 10, 1, 8, torch.bfloat16)
+    alone = _launch(Inputs(*(x[1:] for x in inputs)), config=MmaConfig(2, num_warps=1))
+    padded = Inputs(*(torch.cat([x, torch.randn(2, 30, 1, 8).to(x.dtype)], dim=1) for x in inputs))
+    padded.do[:, 10:] = 0
+    left_out = (torch.arange(40) >= 10).expand(2, 40)
+    for actual in (
+        _launch(inputs, config=MmaConfig(tiles)),
+        _launch(padded, "ieee", left_out, config=MmaConfig(tiles)),
+    ):
+        for found, expected in zip(actual, alone, strict=True):
+            assert_bitwise_equal(found[1:, :10], expected)
 
 
 @pytest.mark.parametrize(("tokens", "head"), [(128, 32), (200, 24)])
@@ -223,10 +259,10 @@ def test_wide_offsets():
     o, dq, dk, dv = torch.full((4, tokens, head), torch.nan, dtype=torch.float16)
     lse = torch.full((tokens, 1), torch.nan)
     problem = _problem(inputs, "ieee", None, False, (stride,) * 3)
-    launch_attention_dot(q, k, v, None, o, lse, problem, choose(problem))
+    describe_attention_dot(problem, choose(problem)).run(q, k, v, None, o, lse)
     problem = _problem(inputs, "ieee", None, False, (stride,) * 3 + (head,) * 3)
     do = inputs.do.reshape(tokens, head)
-    launch_attention_dot_backward(q, k, v, None, o, lse, do, dq, dk, dv, problem, choose_backward(problem))
+    describe_attention_dot_backward(problem, choose_backward(problem)).run(q, k, v, None, o, lse, do, dq, dk, dv)
     results = Results(*(x.reshape(1, tokens, 1, -1) for x in (o, lse, dq, dk, dv)))
     _assert_close(results._replace(lse=lse.reshape(1, tokens, 1)), inputs)
 

@@ -1,0 +1,689 @@
+"""Attention of short heads (d <= 16) on tensor cores: a warp owns up to 16 TILES tokens of one head of one sequence.
+
+The fragments of mma.m16n8k8 are held as the instruction wants them, one value (or packed pair) a lane, so that a
+product's result is the next one's operand where it lies: nothing passes through shared memory, and d is padded to 8,
+not to 32, and tokens to 16. Sums go over tokens in blocks of eight in ascending order, whatever the warp owns: no bit
+depends on the batch, the packing or the launch.
+
+In a warp, lane 4 r + c holds of a left operand [16, 8] rows r and r + 8 at columns 2 c and 2 c + 1, of a right operand
+[8, 8] row n = r at k = 2 c and 2 c + 1, and of a result [16, 8] rows r and r + 8 at columns 2 c and 2 c + 1. (For TF32
+the instruction counts k otherwise; the order within a block of eight is ours to choose as long as both operands agree.)
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from isogemm.core.launch import Launch
+from isogemm.encoder.configs_attention import CACHED, Attention, MmaConfig
+from isogemm.encoder.kernels_forward import started
+from isogemm.encoder.kernels_fragments import floats, instruction, loaded_operand, operand, packed, row_max, row_sum
+from isogemm.gemm.kernels import multiple, round_to_tf32
+
+_KINDS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
+
+
+# the warp's instructions; NATIVE = False: the same in plain Triton, for the interpreter
+
+
+@triton.jit
+def _product(acc, a, b, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """acc [16, 8] + a [16, 8] b^T, b [8, 8] by rows."""
+    if not NATIVE:
+        c0, c1 = _half_product(acc[0], acc[1], a[0], a[1], b)
+        c2, c3 = _half_product(acc[2], acc[3], a[2], a[3], b)
+        return c0, c1, c2, c3
+    elif KIND == tl.float32:
+        return instruction(acc[0], acc[1], acc[2], acc[3], a[0], a[2], a[1], a[3], b[0], b[1], KIND)
+    elif KIND == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5}, {$6}, {$7,$8,$9,$10};",
+            "=f,=f,=f,=f,r,r,r,f,f,f,f", [a[0], a[1], b[0], acc[0], acc[1], acc[2], acc[3]],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5}, {$6}, {$7,$8,$9,$10};",
+            "=f,=f,=f,=f,r,r,r,f,f,f,f", [a[0], a[1], b[0], acc[0], acc[1], acc[2], acc[3]],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _half_product(even, odd, a0, a1, b):
+    """Rows r of the result's columns 2 c and 2 c + 1."""
+    WARPS: tl.constexpr = even.shape[0] // 32
+    left0 = tl.reshape(a0, [WARPS, 8, 1, 4])
+    left1 = tl.reshape(a1, [WARPS, 8, 1, 4])
+    right0 = tl.reshape(b[0], [WARPS, 1, 8, 4])
+    right1 = tl.reshape(b[1], [WARPS, 1, 8, 4])
+    found = tl.sum(left0 * right0 + left1 * right1, axis=3)
+    first, second = tl.split(tl.reshape(found, [WARPS, 8, 4, 2]))
+    return even + tl.reshape(first, [WARPS * 32]), odd + tl.reshape(second, [WARPS * 32])
+
+
+@triton.jit
+def _loaded(raw, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """What was read, for every eight columns, as operands."""
+    made = ()
+    for j in tl.static_range(len(raw)):
+        made = made + (loaded_operand(raw[j], KIND, KIND, NATIVE),)
+    return made
+
+
+@triton.jit
+def _of_columns(x, c, NATIVE: tl.constexpr):
+    """From a value for each row r, known to its lanes: those of rows 2 c and 2 c + 1, which are a result's columns."""
+    if NATIVE:
+        even = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, 8 * c],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        odd = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, 8 * c + 4],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        return even, odd
+    else:
+        WARPS: tl.constexpr = x.shape[0] // 32
+        rows = tl.sum(tl.reshape(x, [WARPS, 8, 4]), axis=2) * 0.25
+        even, odd = tl.split(tl.reshape(rows, [WARPS, 4, 2]))
+        even = tl.broadcast_to(tl.reshape(even, [WARPS, 1, 4]), [WARPS, 8, 4])
+        odd = tl.broadcast_to(tl.reshape(odd, [WARPS, 1, 4]), [WARPS, 8, 4])
+        return tl.reshape(even, [WARPS * 32]), tl.reshape(odd, [WARPS * 32])
+
+
+# memory
+
+
+@triton.jit
+def _fetch(at, ld, tokens, FETCH: tl.constexpr, BLOCK: tl.constexpr):
+    """Ask for all of the head's lines at once: the walk over them then waits for the cache, not for memory."""
+    if FETCH:
+        lane = tl.arange(0, BLOCK) % 32
+        for first in tl.range(0, tokens, 32):
+            tl.inline_asm_elementwise(
+                "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [at + tl.minimum(first + lane, tokens - 1) * ld],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
+def _pair(at, first, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """Columns first and first + 1 of the rows at `at`, zeros beyond D: two values, or a packed pair."""
+    at += first
+    inside = first < D
+    if not NATIVE:
+        return (
+            tl.load(at, mask=inside, other=0.0).to(tl.float32),
+            tl.load(at + 1, mask=inside, other=0.0).to(tl.float32),
+        )
+    elif KIND == tl.float32:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.v2.b32 {$0, $1}, [$2]; }",
+            "=r,=r,l,r", [at, inside.to(tl.int32)], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return (tl.load(at.to(tl.pointer_type(tl.int32), bitcast=True), mask=inside, other=0),)
+
+
+@triton.jit
+def _store_pair(at, first, even, odd, live, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    at += first
+    live = live & (first < D)
+    if not NATIVE:
+        tl.store(at, even.to(KIND), mask=live)
+        tl.store(at + 1, odd.to(KIND), mask=live)
+    elif KIND == tl.float32:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $4, 0; @p st.global.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0; }",
+            "=r,l,f,f,r", [at.to(tl.int64), even, odd, live.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(at.to(tl.pointer_type(tl.int32), bitcast=True), packed(even, odd, KIND), mask=live)
+
+
+@triton.jit
+def _rows(at, ld, token, tokens, c, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """For every eight columns: rows token and token + 8 at columns 2 c and 2 c + 1; the last row for any beyond."""
+    upper = at + tl.minimum(token, tokens - 1) * ld
+    lower = at + tl.minimum(token + 8, tokens - 1) * ld
+    found = ()
+    for j in tl.static_range(0, D, 8):
+        found = found + (_pair(upper, j + 2 * c, D, KIND, NATIVE) + _pair(lower, j + 2 * c, D, KIND, NATIVE),)
+    return found
+
+
+@triton.jit
+def _row(at, ld, token, tokens, c, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """The same of row token alone."""
+    at += tl.minimum(token, tokens - 1) * ld
+    found = ()
+    for j in tl.static_range(0, D, 8):
+        found = found + (_pair(at, j + 2 * c, D, KIND, NATIVE),)
+    return found
+
+
+@triton.jit
+def _column(at, ld, token, tokens, r, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """For every eight columns: column r at rows token and token + 1; the last row for any beyond."""
+    upper = at + (tl.minimum(token, tokens - 1) * ld + r)
+    lower = at + (tl.minimum(token + 1, tokens - 1) * ld + r)
+    found = ()
+    for j in tl.static_range(0, D, 8):
+        even = tl.load(upper + j, mask=j + r < D, other=0.0)
+        odd = tl.load(lower + j, mask=j + r < D, other=0.0)
+        if not NATIVE:
+            found = found + ((even.to(tl.float32), odd.to(tl.float32)),)
+        elif KIND == tl.float32:
+            found = found + ((even.to(tl.int32, bitcast=True), odd.to(tl.int32, bitcast=True)),)
+        else:
+            low = even.to(tl.uint16, bitcast=True).to(tl.uint32)
+            high = odd.to(tl.uint16, bitcast=True).to(tl.uint32)
+            found = found + (((low | (high << 16)).to(tl.int32, bitcast=True),),)
+    return found
+
+
+@triton.jit
+def _zeros(N: tl.constexpr, BLOCK: tl.constexpr):
+    """N results."""
+    made = ()
+    for _ in tl.static_range(N):
+        zero = tl.zeros([BLOCK], tl.float32)
+        made = made + ((zero, zero, zero, zero),)
+    return made
+
+
+@triton.jit
+def _scores(a, b, BLOCK: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """[16, 8] of a b^T over all columns."""
+    zero = tl.zeros([BLOCK], tl.float32)
+    acc = (zero, zero, zero, zero)
+    for j in tl.static_range(len(a)):
+        acc = _product(acc, a[j], b[j], KIND, NATIVE)
+    return acc
+
+
+@triton.jit
+def _with_products(acc, a, b, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """acc + a b for every eight columns of b."""
+    made = ()
+    for j in tl.static_range(len(acc)):
+        made = made + (_product(acc[j], a, b[j], KIND, NATIVE),)
+    return made
+
+
+@triton.jit
+def _score_of_key(mask_at, mask_step, key, tokens, root, MASK: tl.constexpr):
+    """What is added to every score of a key, in their units: 0, or the mask; -inf for one beyond the end."""
+    inside = key < tokens
+    if MASK == "":
+        return tl.where(inside, 0.0, float("-inf"))
+    else:
+        seen = tl.load(mask_at + tl.minimum(key, tokens - 1) * mask_step)
+        if MASK == "bool":
+            return tl.where(inside & (seen == 0), 0.0, float("-inf"))
+        else:
+            return tl.where(inside, seen.to(tl.float32) * root, float("-inf"))
+
+
+@triton.jit
+def _seen(score, key, query, CAUSAL: tl.constexpr):
+    if CAUSAL:
+        return tl.where(key <= query, score, float("-inf"))
+    else:
+        return score
+
+
+@triton.jit
+def _head_at(ptr, row, head, ld, all_rows, D: tl.constexpr, BY_HEAD: tl.constexpr):
+    """A head's first row in its sequence."""
+    if BY_HEAD:
+        return ptr + (row + head * all_rows) * D
+    else:
+        return ptr + (row * ld + head * D)
+
+
+@triton.jit
+def _place(tokens, sequences, H: tl.constexpr, TILES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, program):
+    """All rows; a lane's row and column in fragments; its warp's first token, sequence, head, if any, its row."""
+    index = tl.arange(0, BLOCK)
+    blocks = (tokens + 16 * TILES - 1) // (16 * TILES)
+    unit = program * (BLOCK // 32) + index // 32
+    pair = unit // blocks
+    sequence = pair // H
+    head = pair - sequence * H
+    live = sequence < sequences
+    sequence = tl.minimum(sequence, sequences - 1)  # so that only stores need a mask
+    row = sequence * tokens
+    all_rows = sequences * tokens
+    if WIDE:
+        row = row.to(tl.int64)
+        all_rows = all_rows.to(tl.int64)
+    return all_rows, index % 32 // 4, index % 4, (unit - pair * blocks) * (16 * TILES), sequence, head, live, row
+
+
+@triton.jit(do_not_specialize=["sequences", "tokens"])
+def _attention_mma_kernel(
+    q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, sequences, tokens, scale, root, ld_q, ld_k, ld_v, mask_stride,
+    mask_step,
+    H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr, UNIT: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    started(EARLY)
+    ld_q = multiple(ld_q, UNIT)
+    ld_k = multiple(ld_k, UNIT)
+    ld_v = multiple(ld_v, UNIT)
+    all_rows, r, c, first, sequence, head, live, row = _place(
+        tokens, sequences, H, TILES, WIDE, BLOCK, tl.program_id(0)
+    )
+    q_at = _head_at(q_ptr, row, head, ld_q, all_rows, D, BY_HEAD)
+    k_at = _head_at(k_ptr, row, head, ld_k, all_rows, D, BY_HEAD)
+    v_at = _head_at(v_ptr, row, head, ld_v, all_rows, D, BY_HEAD)
+    _fetch(k_at, ld_k, tokens, FETCH, BLOCK)
+    _fetch(v_at, ld_v, tokens, FETCH, BLOCK)
+    mask_at = None
+    if MASK != "":
+        mask_at = mask_ptr + sequence.to(tl.int64) * mask_stride
+    q = ()
+    tops = ()
+    totals = ()
+    outs = ()
+    for n in tl.static_range(TILES):
+        q = q + (_loaded(_rows(q_at, ld_q, first + 16 * n + r, tokens, c, D, KIND, NATIVE), KIND, NATIVE),)
+        low = tl.full([BLOCK], float("-inf"), tl.float32)
+        zero = tl.zeros([BLOCK], tl.float32)
+        tops = tops + ((low, low),)
+        totals = totals + ((zero, zero),)
+        outs = outs + (_zeros((D + 7) // 8, BLOCK),)
+    state = (tops, totals, outs)
+    for key in tl.range(0, tokens, 16):
+        state = _attend(
+            state, q, k_at, v_at, mask_at, ld_k, ld_v, mask_step, key, first, r, c, tokens, scale, root,
+            D, KIND, NATIVE, MASK, CAUSAL, TILES, BLOCK,
+        )  # fmt: skip
+    for n in tl.static_range(TILES):
+        for i in tl.static_range(2):
+            token = first + (16 * n + 8 * i) + r
+            written = live & (token < tokens)
+            total = row_sum(state[1][n][i], NATIVE)
+            empty = total == 0.0
+            share = 1.0 / tl.where(empty, 1.0, total)
+            at = o_ptr + ((row + token) * (H * D) + head * D)
+            for j in tl.static_range(0, D, 8):
+                out = state[2][n][j // 8]
+                _store_pair(at, j + 2 * c, out[2 * i] * share, out[2 * i + 1] * share, written, D, KIND, NATIVE)
+            lse = tl.where(empty, float("inf"), state[0][n][i] * scale + tl.log2(total))
+            lse_at = _head_at(lse_ptr, row, head, H, all_rows, 1, BY_HEAD)
+            tl.store(lse_at + token * (1 if BY_HEAD else H), lse, mask=written & (c == 0))
+
+
+@triton.jit
+def _attend(
+    state, q, k_at, v_at, mask_at, ld_k, ld_v, mask_step, key, first, r, c, tokens, scale, root,
+    D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The rows' (largest score, sum, o) with keys key .. key + 15 taken in; sums are a lane's own until the end."""
+    k = ()
+    v = ()
+    added = ()
+    keys = ()
+    for i in tl.static_range(2):
+        k = k + (_loaded(_row(k_at, ld_k, key + 8 * i + r, tokens, c, D, KIND, NATIVE), KIND, NATIVE),)
+        v = v + (_loaded(_column(v_at, ld_v, key + 8 * i + 2 * c, tokens, r, D, KIND, NATIVE), KIND, NATIVE),)
+        for j in tl.static_range(2):
+            keys = keys + (key + (8 * i + j) + 2 * c,)
+            added = added + (_score_of_key(mask_at, mask_step, key + (8 * i + j) + 2 * c, tokens, root, MASK),)
+    tops = ()
+    totals = ()
+    outs = ()
+    for n in tl.static_range(TILES):
+        s = _scores(q[n], k[0], BLOCK, KIND, NATIVE) + _scores(q[n], k[1], BLOCK, KIND, NATIVE)
+        of_rows = ()
+        for i in tl.static_range(2):
+            query = first + (16 * n + 8 * i) + r
+            of_rows = of_rows + (
+                _attend_row(
+                    state[0][n][i], state[1][n][i],
+                    _seen(s[2 * i] + added[0], keys[0], query, CAUSAL),
+                    _seen(s[2 * i + 1] + added[1], keys[1], query, CAUSAL),
+                    _seen(s[2 * i + 4] + added[2], keys[2], query, CAUSAL),
+                    _seen(s[2 * i + 5] + added[3], keys[3], query, CAUSAL),
+                    scale, NATIVE, MASK != "" or CAUSAL,
+                ),
+            )  # fmt: skip
+        tops = tops + ((of_rows[0][0], of_rows[1][0]),)
+        totals = totals + ((of_rows[0][1], of_rows[1][1]),)
+        o = ()
+        for j in tl.static_range((D + 7) // 8):
+            acc = state[2][n][j]
+            upper, lower = of_rows[0][2], of_rows[1][2]
+            o = o + ((acc[0] * upper, acc[1] * upper, acc[2] * lower, acc[3] * lower),)
+        for i in tl.static_range(2):
+            p = (of_rows[0][3 + 2 * i], of_rows[0][4 + 2 * i], of_rows[1][3 + 2 * i], of_rows[1][4 + 2 * i])
+            o = _with_products(o, operand(p, KIND, NATIVE), v[i], KIND, NATIVE)
+        outs = outs + (o,)
+    return tops, totals, outs
+
+
+@triton.jit
+def _attend_row(top, total, s0, s1, s2, s3, scale, NATIVE: tl.constexpr, EMPTY: tl.constexpr):
+    """A row's largest score and sum with four scores taken in; what earlier ones shrink by; the four's exponentials."""
+    above = tl.maximum(top, row_max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), NATIVE))
+    base = above * scale
+    lower = top - above  # 0 where nothing is higher: what is left out then changes no bit
+    if EMPTY:
+        base = tl.where(above == float("-inf"), 0.0, base)
+        lower = tl.where(above == float("-inf"), 0.0, lower)
+    shrink = tl.exp2(lower * scale)
+    p0 = tl.exp2(tl.fma(s0, scale, -base))
+    p1 = tl.exp2(tl.fma(s1, scale, -base))
+    p2 = tl.exp2(tl.fma(s2, scale, -base))
+    p3 = tl.exp2(tl.fma(s3, scale, -base))
+    return above, total * shrink + ((p0 + p1) + (p2 + p3)), shrink, p0, p1, p2, p3
+
+
+@triton.jit
+def _delta(do, o, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """The sum of do o over all columns, of every row of which a lane holds pairs."""
+    totals = ()
+    for j in tl.static_range(len(do)):
+        # do as the products have it: what one key gives and takes is then the same
+        left = floats(loaded_operand(do[j], KIND, KIND, NATIVE), KIND, NATIVE)
+        right = floats(o[j], KIND, NATIVE)
+        after = ()
+        for i in tl.static_range(0, len(left), 2):
+            product = left[i] * right[i] if j == 0 else tl.fma(left[i], right[i], totals[i // 2])
+            after = after + (tl.fma(left[i + 1], right[i + 1], product),)
+        totals = after
+    sums = ()
+    for i in tl.static_range(len(totals)):
+        sums = sums + (row_sum(totals[i], NATIVE),)
+    return sums
+
+
+@triton.jit
+def _write_grad(
+    ptr, values, factor, row, token, tokens, ld, head, c, live, D: tl.constexpr, KIND: tl.constexpr,
+    NATIVE: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """A result [16, D] times a factor to rows token and token + 8 of a head; TURNED: of a transpose, as TF32."""
+    for i in tl.static_range(2):
+        at = token + 8 * i
+        written = live & (at < tokens)
+        for j in tl.static_range(0, D, 8):
+            even, odd = values[j // 8][2 * i] * factor, values[j // 8][2 * i + 1] * factor
+            column = j + 2 * c
+            if TURNED:
+                to = ptr + ((head * D + column) * ld + (row + at))
+                tl.store(to, round_to_tf32(even), mask=written & (column < D))
+                tl.store(to + ld, round_to_tf32(odd), mask=written & (column < D))
+            else:
+                _store_pair(ptr + ((row + at) * ld + head * D), column, even, odd, written, D, KIND, NATIVE)
+
+
+@triton.jit
+def _clear_beyond(dq_ptr, dk_ptr, dv_ptr, end, ld, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros in the columns of transposes that lie beyond the last token."""
+    column = tl.arange(0, BLOCK)
+    for token in tl.range(end, ld):
+        for first in tl.range(0, COLUMNS, BLOCK):
+            at = (first + column).to(tl.int64) * ld + token
+            inside = first + column < COLUMNS
+            tl.store(dq_ptr + at, tl.zeros([BLOCK], tl.float32), mask=inside)
+            tl.store(dk_ptr + at, tl.zeros([BLOCK], tl.float32), mask=inside)
+            tl.store(dv_ptr + at, tl.zeros([BLOCK], tl.float32), mask=inside)
+
+
+@triton.jit
+def _grads_of_queries(
+    program, q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, do_ptr, dq_ptr, sequences, tokens, scale, root,
+    ld_q, ld_k, ld_v, ld_do, ld_dq, mask_stride, mask_step,
+    H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr, TURNED: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    all_rows, r, c, first, sequence, head, live, row = _place(tokens, sequences, H, TILES, WIDE, BLOCK, program)
+    k_at = _head_at(k_ptr, row, head, ld_k, all_rows, D, BY_HEAD)
+    v_at = _head_at(v_ptr, row, head, ld_v, all_rows, D, BY_HEAD)
+    _fetch(k_at, ld_k, tokens, FETCH, BLOCK)
+    _fetch(v_at, ld_v, tokens, FETCH, BLOCK)
+    mask_at = None
+    if MASK != "":
+        mask_at = mask_ptr + sequence.to(tl.int64) * mask_stride
+    q = ()
+    do = ()
+    lse = ()
+    delta = ()
+    dq = ()
+    for n in tl.static_range(TILES):
+        token = first + 16 * n + r
+        q = q + (
+            _loaded(
+                _rows(_head_at(q_ptr, row, head, ld_q, all_rows, D, BY_HEAD), ld_q, token, tokens, c, D, KIND, NATIVE),
+                KIND,
+                NATIVE,
+            ),
+        )
+        values = _rows(
+            _head_at(do_ptr, row, head, ld_do, all_rows, D, BY_HEAD), ld_do, token, tokens, c, D, KIND, NATIVE
+        )
+        do = do + (_loaded(values, KIND, NATIVE),)
+        out = _rows(o_ptr + (row * (H * D) + head * D), H * D, token, tokens, c, D, KIND, NATIVE)
+        delta = delta + (_delta(values, out, KIND, NATIVE),)
+        sums = _head_at(lse_ptr, row, head, H, all_rows, 1, BY_HEAD)
+        upper = tl.load(sums + tl.minimum(token, tokens - 1) * (1 if BY_HEAD else H))
+        lower = tl.load(sums + tl.minimum(token + 8, tokens - 1) * (1 if BY_HEAD else H))
+        lse = lse + ((upper, lower),)
+        dq = dq + (_zeros((D + 7) // 8, BLOCK),)
+    for key in tl.range(0, tokens, 8):
+        k = _loaded(_row(k_at, ld_k, key + r, tokens, c, D, KIND, NATIVE), KIND, NATIVE)
+        v = _loaded(_row(v_at, ld_v, key + r, tokens, c, D, KIND, NATIVE), KIND, NATIVE)
+        along = _loaded(_column(k_at, ld_k, key + 2 * c, tokens, r, D, KIND, NATIVE), KIND, NATIVE)
+        even, odd = key + 2 * c, key + 2 * c + 1
+        of_even = _score_of_key(mask_at, mask_step, even, tokens, root, MASK)
+        of_odd = _score_of_key(mask_at, mask_step, odd, tokens, root, MASK)
+        after = ()
+        for n in tl.static_range(TILES):
+            s = _scores(q[n], k, BLOCK, KIND, NATIVE)
+            dp = _scores(do[n], v, BLOCK, KIND, NATIVE)
+            ds = ()
+            for i in tl.static_range(2):
+                query = first + (16 * n + 8 * i) + r
+                s0 = _seen(s[2 * i] + of_even, even, query, CAUSAL)
+                s1 = _seen(s[2 * i + 1] + of_odd, odd, query, CAUSAL)
+                ds = ds + (
+                    tl.exp2(tl.fma(s0, scale, -lse[n][i])) * (dp[2 * i] - delta[n][i]),
+                    tl.exp2(tl.fma(s1, scale, -lse[n][i])) * (dp[2 * i + 1] - delta[n][i]),
+                )
+            after = after + (_with_products(dq[n], operand(ds, KIND, NATIVE), along, KIND, NATIVE),)
+        dq = after
+    for n in tl.static_range(TILES):
+        token = first + 16 * n + r
+        _write_grad(dq_ptr, dq[n], 1.0 / root, row, token, tokens, ld_dq, head, c, live, D, KIND, NATIVE, TURNED)
+
+
+@triton.jit
+def _grads_of_keys(
+    program, q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, do_ptr, dk_ptr, dv_ptr, sequences, tokens, scale, root,
+    ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_stride, mask_step,
+    H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr, TURNED: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    all_rows, r, c, first, sequence, head, live, row = _place(tokens, sequences, H, TILES, WIDE, BLOCK, program)
+    q_at = _head_at(q_ptr, row, head, ld_q, all_rows, D, BY_HEAD)
+    do_at = _head_at(do_ptr, row, head, ld_do, all_rows, D, BY_HEAD)
+    o_at = o_ptr + (row * (H * D) + head * D)
+    lse_at = _head_at(lse_ptr, row, head, H, all_rows, 1, BY_HEAD)
+    _fetch(q_at, ld_q, tokens, FETCH, BLOCK)
+    _fetch(do_at, ld_do, tokens, FETCH, BLOCK)
+    _fetch(o_at, H * D, tokens, FETCH, BLOCK)
+    _fetch(lse_at, 1 if BY_HEAD else H, tokens, FETCH, BLOCK)
+    mask_at = None
+    if MASK != "":
+        mask_at = mask_ptr + sequence.to(tl.int64) * mask_stride
+    k = ()
+    v = ()
+    added = ()
+    dk = ()
+    dv = ()
+    for n in tl.static_range(TILES):
+        token = first + 16 * n + r
+        k = k + (
+            _loaded(
+                _rows(_head_at(k_ptr, row, head, ld_k, all_rows, D, BY_HEAD), ld_k, token, tokens, c, D, KIND, NATIVE),
+                KIND,
+                NATIVE,
+            ),
+        )
+        v = v + (
+            _loaded(
+                _rows(_head_at(v_ptr, row, head, ld_v, all_rows, D, BY_HEAD), ld_v, token, tokens, c, D, KIND, NATIVE),
+                KIND,
+                NATIVE,
+            ),
+        )
+        added = added + (
+            (
+                _score_of_key(mask_at, mask_step, token, tokens, root, MASK),
+                _score_of_key(mask_at, mask_step, token + 8, tokens, root, MASK),
+            ),
+        )
+        dk = dk + (_zeros((D + 7) // 8, BLOCK),)
+        dv = dv + (_zeros((D + 7) // 8, BLOCK),)
+    for query in tl.range(0, tokens, 8):
+        q = _loaded(_row(q_at, ld_q, query + r, tokens, c, D, KIND, NATIVE), KIND, NATIVE)
+        values = _row(do_at, ld_do, query + r, tokens, c, D, KIND, NATIVE)
+        do = _loaded(values, KIND, NATIVE)
+        out = _row(o_at, H * D, query + r, tokens, c, D, KIND, NATIVE)
+        delta = _delta(values, out, KIND, NATIVE)
+        deltas = _of_columns(delta[0], c, NATIVE)
+        q_along = _loaded(_column(q_at, ld_q, query + 2 * c, tokens, r, D, KIND, NATIVE), KIND, NATIVE)
+        do_along = _loaded(_column(do_at, ld_do, query + 2 * c, tokens, r, D, KIND, NATIVE), KIND, NATIVE)
+        lses = ()
+        for i in tl.static_range(2):  # beyond the end, queries that see nothing
+            token = query + i + 2 * c
+            lse = tl.load(lse_at + tl.minimum(token, tokens - 1) * (1 if BY_HEAD else H))
+            lses = lses + (tl.where(token < tokens, lse, float("inf")),)
+        dks = ()
+        dvs = ()
+        for n in tl.static_range(TILES):
+            s = _scores(k[n], q, BLOCK, KIND, NATIVE)
+            dp = _scores(v[n], do, BLOCK, KIND, NATIVE)
+            p = ()
+            ds = ()
+            for i in tl.static_range(4):
+                key = first + (16 * n + 8 * (i // 2)) + r
+                score = _seen(s[i] + added[n][i // 2], key, query + i % 2 + 2 * c, CAUSAL)
+                p = p + (tl.exp2(tl.fma(score, scale, -lses[i % 2])),)
+                ds = ds + (p[i] * (dp[i] - deltas[i % 2]),)
+            dvs = dvs + (_with_products(dv[n], operand(p, KIND, NATIVE), do_along, KIND, NATIVE),)
+            dks = dks + (_with_products(dk[n], operand(ds, KIND, NATIVE), q_along, KIND, NATIVE),)
+        dk = dks
+        dv = dvs
+    for n in tl.static_range(TILES):
+        token = first + 16 * n + r
+        _write_grad(dk_ptr, dk[n], 1.0 / root, row, token, tokens, ld_dk, head, c, live, D, KIND, NATIVE, TURNED)
+        _write_grad(dv_ptr, dv[n], 1.0, row, token, tokens, ld_dv, head, c, live, D, KIND, NATIVE, TURNED)
+
+
+@triton.jit(do_not_specialize=["sequences", "tokens", "query_programs"])
+def _attention_mma_backward_kernel(
+    q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, sequences, tokens, scale, root,
+    ld_q, ld_k, ld_v, ld_do, ld_dq, ld_dk, ld_dv, mask_stride, mask_step, query_programs,
+    H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr, TURNED: tl.constexpr,
+    UNIT: tl.constexpr, TILES: tl.constexpr,    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    # The first programs' warps own queries and write dq, the others' own keys and write dk and dv.
+    started(EARLY)
+    ld_q = multiple(ld_q, UNIT)
+    ld_k = multiple(ld_k, UNIT)
+    ld_v = multiple(ld_v, UNIT)
+    ld_do = multiple(ld_do, UNIT)
+    ld_dq = multiple(ld_dq, UNIT)
+    ld_dk = multiple(ld_dk, UNIT)
+    ld_dv = multiple(ld_dv, UNIT)
+    program = tl.program_id(0)
+    if TURNED:
+        if program == 0:
+            _clear_beyond(dq_ptr, dk_ptr, dv_ptr, sequences * tokens, ld_dq, H * D, BLOCK)
+    if program < query_programs:
+        _grads_of_queries(
+            program, q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, do_ptr, dq_ptr, sequences, tokens, scale, root,
+            ld_q, ld_k, ld_v, ld_do, ld_dq, mask_stride, mask_step,
+            H, D, KIND, NATIVE, MASK, CAUSAL, WIDE, FETCH, BY_HEAD, TURNED, TILES, BLOCK,
+        )  # fmt: skip
+    else:
+        _grads_of_keys(
+            program - query_programs, q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, do_ptr, dk_ptr, dv_ptr,
+            sequences, tokens, scale, root, ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_stride, mask_step,
+            H, D, KIND, NATIVE, MASK, CAUSAL, WIDE, FETCH, BY_HEAD, TURNED, TILES, BLOCK,
+        )  # fmt: skip
+
+
+def describe_attention_mma(problem: Attention, config: MmaConfig) -> Launch:
+    """Of q, k, v, mask, o, lse."""
+    scalars = (problem.sequences, problem.tokens, *_scales(problem), *problem.row_strides, *_mask_strides(problem))
+    constants, options = _constants(problem, config), _options(problem, config)
+    return Launch(_attention_mma_kernel, _programs(problem, config), scalars, constants, options)
+
+
+def describe_attention_mma_backward(problem: Attention, config: MmaConfig) -> Launch:
+    """Of q, k, v, mask, o, lse, do, dq, dk, dv."""
+    programs = _programs(problem, config)
+    of_do = problem.head if problem.by_head else problem.heads * problem.head
+    strides = (*problem.row_strides[:3], of_do, *problem.row_strides[3:])
+    scalars = (problem.sequences, problem.tokens, *_scales(problem), *strides, *_mask_strides(problem), programs)
+    constants, options = _constants(problem, config, {"TURNED": problem.turned}), _options(problem, config)
+    return Launch(_attention_mma_backward_kernel, 2 * programs, scalars, constants, options)
+
+
+def _scales(problem: Attention) -> tuple[float, float]:
+    """From a score to its exponent of two, and what a score is divided by."""
+    return math.log2(math.e) * problem.head**-0.5, problem.head**0.5
+
+
+def _programs(problem: Attention, config: MmaConfig) -> int:
+    warps = problem.sequences * problem.heads * -(-problem.tokens // (16 * config.tiles))
+    return -(-warps // config.num_warps)
+
+
+def _mask_strides(problem: Attention) -> tuple[int | None, int | None]:
+    return problem.mask_strides if problem.mask else (None, None)
+
+
+def _constants(problem: Attention, config: MmaConfig, written: dict[str, object] | None = None) -> dict[str, object]:
+    itemsize = 4 if problem.dtype == "float32" else 2
+    width = problem.heads * problem.head
+    read = 3 * problem.sequences * problem.tokens * width * itemsize
+    farthest = problem.sequences * problem.tokens * max(*problem.row_strides[:3], width)
+    if problem.turned:
+        farthest = max(farthest, width * problem.row_strides[3])
+    return {
+        "H": problem.heads,
+        "D": problem.head,
+        "KIND": _KINDS[problem.dtype],
+        "NATIVE": not triton.knobs.runtime.interpret,
+        "MASK": problem.mask,
+        "CAUSAL": problem.causal,
+        "WIDE": farthest >= 2**31,
+        "FETCH": read > CACHED and not triton.knobs.runtime.interpret,
+        "BY_HEAD": problem.by_head,
+        **(written or {}),
+        "UNIT": math.gcd(*problem.row_strides, width, 16 // itemsize),
+        "TILES": config.tiles,
+        "BLOCK": 32 * config.num_warps,
+        "EARLY": problem.early,
+    }
+
+
+def _options(problem: Attention, config: MmaConfig) -> dict[str, object]:
+    early = {"launch_pdl": True} if problem.early else {}
+    return {"num_warps": config.num_warps, "num_stages": 1, "enable_fp_fusion": False} | early

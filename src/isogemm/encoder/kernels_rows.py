@@ -1,0 +1,633 @@
+"""The row kernels of layers that fragments hold: a warp owns sixteen rows from the first product to the last.
+
+What a warp does depends on its own rows alone, in an order that no tile and no launch changes. The weights come
+prepared (`_prepare`): rounded or cast, and each block of 16 x 16 in the order in which lanes read it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from isogemm.core.launch import Launch
+from isogemm.encoder.configs import FRAGMENT_ROWS, Layer
+from isogemm.encoder.kernels_forward import TYPES, in_proj, started
+from isogemm.encoder.kernels_fragments import (
+    column_sum,
+    floats,
+    load_four,
+    load_prepared,
+    load_weights,
+    loaded_operand,
+    multiply,
+    operand,
+    prepared_place,
+    row_sum,
+    store_four,
+    weight_row,
+    zero_block,
+    zero_blocks,
+)
+from isogemm.epilogues import device
+from isogemm.gemm.kernels import round_to_tf32
+
+_SIDE = 32  # of a tile of weights that one program prepares
+
+# rows
+
+
+@triton.jit
+def _place(first_program, rows, INDEX: tl.constexpr, BLOCK: tl.constexpr):
+    """A lane's row and column in fragments; its two rows; whether they are there; the same, the last for any beyond."""
+    index = tl.arange(0, BLOCK)
+    r = index % 32 // 4
+    upper = ((first_program * (BLOCK // 32) + index // 32) * 16 + r).to(INDEX)
+    lower = upper + 8
+    return r, index % 4, (upper, lower), (upper < rows, lower < rows), (
+        tl.minimum(upper, rows - 1),
+        tl.minimum(lower, rows - 1),
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_rows(ptr, at, c, LD: tl.constexpr, COLUMNS: tl.constexpr, NATIVE: tl.constexpr):
+    """Both rows as blocks of floats."""
+    KIND: tl.constexpr = ptr.dtype.element_ty
+    upper = ptr + (at[0] * LD + 4 * c)
+    lower = ptr + (at[1] * LD + 4 * c)
+    made = ()
+    for i in tl.static_range(0, COLUMNS, 16):
+        above = floats(load_four(upper + i, NATIVE), KIND, NATIVE)
+        made = made + (above + floats(load_four(lower + i, NATIVE), KIND, NATIVE),)
+    return made
+
+
+@triton.jit
+def _load_operands(ptr, at, c, LD: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """Both rows as operands."""
+    FROM: tl.constexpr = ptr.dtype.element_ty
+    upper = ptr + (at[0] * LD + 4 * c)
+    lower = ptr + (at[1] * LD + 4 * c)
+    made = ()
+    for i in tl.static_range(0, COLUMNS, 16):
+        above = loaded_operand(load_four(upper + i, NATIVE), FROM, KIND, NATIVE)
+        made = made + (above + loaded_operand(load_four(lower + i, NATIVE), FROM, KIND, NATIVE),)
+    return made
+
+
+@triton.jit
+def _store_block(ptr, block, at, live, c, column, LD: tl.constexpr, NATIVE: tl.constexpr):
+    store_four(ptr + (at[0] * LD + column + 4 * c), block[0:4], live[0], NATIVE)
+    store_four(ptr + (at[1] * LD + column + 4 * c), block[4:8], live[1], NATIVE)
+
+
+@triton.jit
+def _store_rows(ptr, blocks, at, live, c, LD: tl.constexpr, NATIVE: tl.constexpr):
+    for i in tl.static_range(len(blocks)):
+        _store_block(ptr, blocks[i], at, live, c, 16 * i, LD, NATIVE)
+
+
+@triton.jit
+def _columns_of(ptr, c, column, NATIVE: tl.constexpr):
+    """Four elements of a vector, for each of both rows."""
+    four = floats(load_four(ptr + (column + 4 * c), NATIVE), ptr.dtype.element_ty, NATIVE)
+    return four + four
+
+
+@triton.jit
+def _sum(a, b):
+    made = ()
+    for i in tl.static_range(len(a)):
+        made = made + (a[i] + b[i],)
+    return made
+
+
+@triton.jit
+def _sums(a, b):
+    made = ()
+    for i in tl.static_range(len(a)):
+        made = made + (_sum(a[i], b[i]),)
+    return made
+
+
+@triton.jit
+def _product(a, b):
+    made = ()
+    for i in tl.static_range(len(a)):
+        made = made + (a[i] * b[i],)
+    return made
+
+
+@triton.jit
+def _operands(blocks, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    made = ()
+    for i in tl.static_range(len(blocks)):
+        made = made + (operand(blocks[i], KIND, NATIVE),)
+    return made
+
+
+@triton.jit
+def _plus_vector(blocks, ptr, c, NATIVE: tl.constexpr):
+    made = ()
+    for i in tl.static_range(len(blocks)):
+        made = made + (_sum(blocks[i], _columns_of(ptr, c, 16 * i, NATIVE)),)
+    return made
+
+
+@triton.jit
+def _only_live(blocks, live):
+    """Zeros in rows that are not there."""
+    made = ()
+    for i in tl.static_range(len(blocks)):
+        block = ()
+        for e in tl.static_range(8):
+            block = block + (tl.where(live[e // 4], blocks[i][e], 0.0),)
+        made = made + (block,)
+    return made
+
+
+@triton.jit
+def _four_sum(block, first: tl.constexpr):
+    return (block[first] + block[first + 1]) + (block[first + 2] + block[first + 3])
+
+
+@triton.jit
+def _row_sums(blocks, NATIVE: tl.constexpr):
+    """Of each of both rows, over all columns."""
+    upper = _four_sum(blocks[0], 0)
+    lower = _four_sum(blocks[0], 4)
+    for i in tl.static_range(1, len(blocks)):
+        upper += _four_sum(blocks[i], 0)
+        lower += _four_sum(blocks[i], 4)
+    return row_sum(upper, NATIVE), row_sum(lower, NATIVE)
+
+
+# norms
+
+
+@triton.jit
+def _statistics(x, eps, D: tl.constexpr, NORM: tl.constexpr, NATIVE: tl.constexpr):
+    """Each row's mean (0 for RMSNorm) and 1 / deviation."""
+    if NORM == "layer_norm":
+        upper, lower = _row_sums(x, NATIVE)
+        mean = (upper * (1.0 / D), lower * (1.0 / D))
+    else:
+        mean = (tl.zeros_like(x[0][0]), tl.zeros_like(x[0][0]))
+    squares = ()
+    for i in tl.static_range(len(x)):
+        block = ()
+        for e in tl.static_range(8):
+            away = x[i][e] - mean[e // 4]
+            block = block + (away * away,)
+        squares = squares + (block,)
+    upper, lower = _row_sums(squares, NATIVE)
+    return mean, (1.0 / tl.sqrt_rn(upper * (1.0 / D) + eps), 1.0 / tl.sqrt_rn(lower * (1.0 / D) + eps))
+
+
+@triton.jit
+def _normalized(block, mean, deviation):
+    made = ()
+    for e in tl.static_range(8):
+        made = made + ((block[e] - mean[e // 4]) * deviation[e // 4],)
+    return made
+
+
+@triton.jit
+def _normed_block(block, mean, deviation, g_ptr, b_ptr, c, column, NATIVE: tl.constexpr):
+    block = _normalized(block, mean, deviation)
+    if g_ptr is not None:
+        block = _product(block, _columns_of(g_ptr, c, column, NATIVE))
+    if b_ptr is not None:
+        block = _sum(block, _columns_of(b_ptr, c, column, NATIVE))
+    return block
+
+
+@triton.jit
+def _normed(x, mean, deviation, g_ptr, b_ptr, c, NATIVE: tl.constexpr):
+    """The norm of rows x with these statistics."""
+    made = ()
+    for i in tl.static_range(len(x)):
+        made = made + (_normed_block(x[i], mean, deviation, g_ptr, b_ptr, c, 16 * i, NATIVE),)
+    return made
+
+
+@triton.jit
+def _store_sum(at, block, column, leads, NATIVE: tl.constexpr):
+    """The warp's sum of a block's columns, to its place in one of the [6, D] sums; leads: whether this lane writes."""
+    sums = ()
+    for e in tl.static_range(4):
+        sums = sums + (column_sum(block[e] + block[e + 4], NATIVE),)
+    store_four(at + column, sums, leads, NATIVE)
+
+
+@triton.jit
+def _norm_backward(
+    dn, x, mean, deviation, g_ptr, sums, which: tl.constexpr, leads, c,
+    D: tl.constexpr, NORM: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a norm's input x; the warp's part in those of its scale and shift: sums which, which + 1."""
+    upper_along = tl.zeros_like(mean[0])
+    lower_along = tl.zeros_like(mean[0])
+    upper_away = tl.zeros_like(mean[0])
+    lower_away = tl.zeros_like(mean[0])
+    xhat = ()
+    scaled = ()
+    for i in tl.static_range(len(x)):  # block by block: the registers are wanted
+        normal = _normalized(x[i], mean, deviation)
+        _store_sum(sums + (which + 1) * D, dn[i], 16 * i, leads, NATIVE)
+        _store_sum(sums + which * D, _product(dn[i], normal), 16 * i, leads, NATIVE)
+        block = dn[i]
+        if g_ptr is not None:
+            block = _product(block, _columns_of(g_ptr, c, 16 * i, NATIVE))
+        along = _product(block, normal)
+        upper_along += _four_sum(along, 0)
+        lower_along += _four_sum(along, 4)
+        if NORM == "layer_norm":
+            upper_away += _four_sum(block, 0)
+            lower_away += _four_sum(block, 4)
+        xhat = xhat + (normal,)
+        scaled = scaled + (block,)
+    along = (row_sum(upper_along, NATIVE) * (1.0 / D), row_sum(lower_along, NATIVE) * (1.0 / D))
+    away = (row_sum(upper_away, NATIVE) * (1.0 / D), row_sum(lower_away, NATIVE) * (1.0 / D))
+    made = ()
+    for i in tl.static_range(len(x)):
+        block = ()
+        for e in tl.static_range(8):
+            rest = scaled[i][e] - away[e // 4] - xhat[i][e] * along[e // 4]
+            block = block + (rest * deviation[e // 4],)
+        made = made + (block,)
+    return made
+
+
+# products with prepared weights
+
+
+@triton.jit
+def _times_block(a, w, lane, first, K: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """One block of columns of a W^T; first: the block's place among the weight's, K columns deep."""
+    acc = zero_block(BLOCK)
+    for i in tl.static_range(len(a)):
+        acc = multiply(acc, a[i], load_prepared(w + (first * (K // 16) + i) * 256, lane, KIND, NATIVE), KIND, NATIVE)
+    return acc
+
+
+@triton.jit
+def _with_block(acc, a, w, lane, k, K: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """acc + a W^T for a block a of k, all columns of the result."""
+    made = ()
+    for j in tl.static_range(len(acc)):
+        made = made + (
+            multiply(acc[j], a, load_prepared(w + (j * (K // 16) + k) * 256, lane, KIND, NATIVE), KIND, NATIVE),
+        )
+    return made
+
+
+@triton.jit
+def _attended(
+    x_ptr, o_ptr, wo, bo, at, c, lane, D: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr
+):
+    """x + o Wo + bo."""
+    o = _load_operands(o_ptr, at, c, D, D, KIND, NATIVE)
+    s = ()
+    for j in tl.static_range(D // 16):
+        s = s + (_times_block(o, wo, lane, j, D, BLOCK, KIND, NATIVE),)
+    if bo is not None:
+        s = _plus_vector(s, bo, c, NATIVE)
+    return _sums(s, _load_rows(x_ptr, at, c, D, D, NATIVE))
+
+
+# the launches
+
+
+@triton.jit
+def _prepare_block(
+    w, straight, turned, item, first, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    TURN: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """One tile of a weight [N, K] as operands; and with TURN its transpose, from `first` on in one ROWS wide."""
+    ACROSS: tl.constexpr = (K + SIDE - 1) // SIDE
+    n = item // ACROSS * SIDE + tl.arange(0, SIDE)[:, None]
+    k = item % ACROSS * SIDE + tl.arange(0, SIDE)[None, :]
+    live = (n < N) & (k < K)
+    tile = tl.load(w + (n * K + k), mask=live, other=0.0)
+    if KIND == tl.float32:
+        tile = round_to_tf32(tile)
+    else:
+        tile = tile.to(KIND)
+    tl.store(straight + prepared_place(n, k, K, KIND), tile, mask=live)
+    if TURN:
+        tl.store(turned + prepared_place(k, first + n, ROWS, KIND), tile, mask=live)
+
+
+@triton.jit
+def _prepare(
+    item, wq, wk, wv, wo, w1, w2, ready, D: tl.constexpr, F: tl.constexpr, STACKED: tl.constexpr, TURN: tl.constexpr,
+    KIND: tl.constexpr, NATIVE: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """`ready`: out_proj, linear1, linear2, in_proj; and with TURN their transposes in the order of the products:
+    linear2's, linear1's, out_proj's, in_proj's."""
+    ACROSS: tl.constexpr = (D + SIDE - 1) // SIDE
+    DOWN: tl.constexpr = (F + SIDE - 1) // SIDE
+    SQUARE: tl.constexpr = ACROSS * ACROSS
+    turned = ready + (4 * D * D + 2 * D * F)
+    if item < SQUARE:
+        _prepare_block(wo, ready, turned + 2 * D * F, item, 0, D, D, D, TURN, KIND, NATIVE, SIDE)
+    elif item < SQUARE + ACROSS * DOWN:
+        item -= SQUARE
+        _prepare_block(w1, ready + D * D, turned + D * F, item, 0, F, D, F, TURN, KIND, NATIVE, SIDE)
+    elif item < SQUARE + 2 * ACROSS * DOWN:
+        item -= SQUARE + ACROSS * DOWN
+        _prepare_block(w2, ready + (D * D + D * F), turned, item, 0, D, F, D, TURN, KIND, NATIVE, SIDE)
+    elif TURN:
+        item -= SQUARE + 2 * ACROSS * DOWN
+        part = item // SQUARE
+        w = in_proj(wq, wk, wv, part, D * D, STACKED)
+        _prepare_block(
+            w, ready + (D * D + 2 * D * F) + part * (D * D), turned + (2 * D * F + D * D), item - part * SQUARE,
+            part * D, D, D, 3 * D, TURN, KIND, NATIVE, SIDE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "row_programs"])
+def _project_rows_kernel(
+    x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, ready, rows, eps, row_programs,
+    D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, STACKED: tl.constexpr, BIASES: tl.constexpr,
+    BACKWARD: tl.constexpr, TURN: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
+    INDEX: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    # q, k and v of a program's rows, or with SPLIT one of them; in the backward others compute do = ds Wo. In the
+    # forward the last programs prepare the weights for the other launches.
+    started(EARLY)
+    program = tl.program_id(0)
+    PARTS: tl.constexpr = 3 if SPLIT else 1
+    if program < row_programs * PARTS:
+        _project(
+            program // PARTS, program % PARTS, x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, rows, eps,
+            D, NORM, STACKED, BIASES, BACKWARD, SPLIT, KIND, NATIVE, INDEX, BLOCK,
+        )  # fmt: skip
+    else:
+        program -= row_programs * PARTS
+        if BACKWARD:
+            r, c, at, live, inside = _place(program, rows, INDEX, BLOCK)
+            ds = _load_operands(ds_ptr, inside, c, D, D, KIND, NATIVE)
+            for j in tl.range(0, D // 16):
+                acc = _times_block(ds, wo, 4 * r + c, j, D, BLOCK, KIND, NATIVE)
+                _store_block(do_ptr, acc, at, live, c, 16 * j, D, NATIVE)
+        else:
+            _prepare(program, wq, wk, wv, wo, w1, w2, ready, D, F, STACKED, TURN, KIND, NATIVE, SIDE)
+
+
+@triton.jit
+def _project(
+    program, first_part, x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, rows, eps,
+    D: tl.constexpr, NORM: tl.constexpr, STACKED: tl.constexpr, BIASES: tl.constexpr, BACKWARD: tl.constexpr,
+    SPLIT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    r, c, at, live, inside = _place(program, rows, INDEX, BLOCK)
+    x = _load_rows(x_ptr, inside, c, D, D, NATIVE)
+    if NORM != "":
+        mean, deviation = _statistics(x, eps, D, NORM, NATIVE)
+        x = _normed(x, mean, deviation, norm_w, norm_b, c, NATIVE)
+    n = _operands(x, KIND, NATIVE)
+    for part in tl.range(first_part, first_part + (1 if SPLIT else 3)):
+        w = in_proj(wq, wk, wv, part, D * D, STACKED or BACKWARD)
+        if BIASES:
+            b = in_proj(bq, bk, bv, part, D, STACKED)
+        for j in tl.range(0, D // 16):
+            if BACKWARD:
+                acc = _times_block(n, w, 4 * r + c, j, D, BLOCK, KIND, NATIVE)
+            else:
+                acc = zero_block(BLOCK)
+                from_row = w + ((16 * j + weight_row(r)) * D + 4 * c)
+                for i in tl.static_range(len(n)):
+                    acc = multiply(acc, n[i], load_weights(from_row + 16 * i, D, KIND, NATIVE), KIND, NATIVE)
+            if BIASES:
+                acc = _sum(acc, _columns_of(b, c, 16 * j, NATIVE))
+            _store_block(qkv_ptr, acc, at, live, c, part * D + 16 * j, 3 * D, NATIVE)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _feedforward_rows_kernel(
+    x_ptr, o_ptr, wo, bo, w1, b1, w2, b2, norm_w, norm_b, last_w, last_b, y_ptr, sum_ptr, rows, eps,
+    D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_FIRST: tl.constexpr, ACT: tl.constexpr,
+    EXACT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    # s = x + o Wo + bo; u = norm(s); y = s + act(u W1 + b1) W2 + b2, or with the norm last, y = norm(u + ...).
+    started(EARLY)
+    r, c, at, live, inside = _place(tl.program_id(0), rows, INDEX, BLOCK)
+    lane = 4 * r + c
+    y = _attended(x_ptr, o_ptr, wo, bo, inside, c, lane, D, KIND, BLOCK, NATIVE)
+    mean, deviation = _statistics(y, eps, D, NORM, NATIVE)
+    normed = _normed(y, mean, deviation, norm_w, norm_b, c, NATIVE)
+    u = _operands(normed, KIND, NATIVE)
+    if not NORM_FIRST:
+        y = normed
+    if b2 is not None:
+        y = _plus_vector(y, b2, c, NATIVE)
+    for f in tl.range(0, F // 16):
+        tl.debug_barrier()  # warps that stay together find the weights in the cache
+        z = _times_block(u, w1, lane, f, D, BLOCK, KIND, NATIVE)
+        if b1 is not None:
+            z = _sum(z, _columns_of(b1, c, 16 * f, NATIVE))
+        active = ()
+        for e in tl.static_range(8):
+            active = active + (ACT(z[e], EXACT),)
+        y = _with_block(y, operand(active, KIND, NATIVE), w2, lane, f, F, KIND, NATIVE)
+    if not NORM_FIRST:
+        if sum_ptr is not None:
+            _store_rows(sum_ptr, y, at, live, c, D, NATIVE)
+        mean, deviation = _statistics(y, eps, D, NORM, NATIVE)
+        y = _normed(y, mean, deviation, last_w, last_b, c, NATIVE)
+    _store_rows(y_ptr, y, at, live, c, D, NATIVE)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _feedforward_backward_rows_kernel(
+    x_ptr, o_ptr, wo, bo, w1, b1, w1_turned, w2_turned, norm_w, norm_b, last_w, dy_ptr, sum_ptr,
+    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, rows, eps,
+    D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_FIRST: tl.constexpr, ACT: tl.constexpr,
+    ACT_GRAD: tl.constexpr, EXACT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    # From dy to ds, the gradient of s = x + o Wo + bo; u = norm(s), act(z) and dz go to the weights' gradients.
+    started(EARLY)
+    r, c, at, live, inside = _place(tl.program_id(0), rows, INDEX, BLOCK)
+    lane = 4 * r + c
+    tile = tl.program_id(0) * (BLOCK // 32) + tl.arange(0, BLOCK) // 32
+    sums = norm_sums + (tile.to(tl.int64) * (6 * D) + 4 * c)
+    leads = (r == 0) & live[0]
+    s = _attended(x_ptr, o_ptr, wo, bo, inside, c, lane, D, KIND, BLOCK, NATIVE)
+    mean, deviation = _statistics(s, eps, D, NORM, NATIVE)
+    _store_rows(ds_ptr, s, at, live, c, D, NATIVE)  # parked there until the norm's gradient
+    normed = _normed(s, mean, deviation, norm_w, norm_b, c, NATIVE)
+    _store_rows(u_ptr, normed, at, live, c, D, NATIVE)
+    u = _operands(normed, KIND, NATIVE)
+    dlast = _only_live(_load_rows(dy_ptr, inside, c, D, D, NATIVE), live)
+    if not NORM_FIRST:
+        total = _load_rows(sum_ptr, inside, c, D, D, NATIVE)
+        last_mean, last_deviation = _statistics(total, eps, D, NORM, NATIVE)
+        dlast = _norm_backward(
+            dlast, total, last_mean, last_deviation, last_w, sums, 2, leads, c, D, NORM, NATIVE
+        )  # fmt: skip
+        _store_rows(dlast_ptr, dlast, at, live, c, D, NATIVE)
+    for i in tl.static_range(D // 16):  # linear2's bias, here and exactly: torch rounds none of it
+        _store_sum(sums + 4 * D, dlast[i], 16 * i, leads, NATIVE)
+    d_operand = _operands(dlast, KIND, NATIVE)
+    du = zero_blocks(D // 16, BLOCK)
+    for f in tl.range(0, F // 16):
+        tl.debug_barrier()  # warps that stay together find the weights in the cache
+        z = _times_block(u, w1, lane, f, D, BLOCK, KIND, NATIVE)
+        dz = _times_block(d_operand, w2_turned, lane, f, D, BLOCK, KIND, NATIVE)
+        if b1 is not None:
+            z = _sum(z, _columns_of(b1, c, 16 * f, NATIVE))
+        active = ()
+        slope = ()
+        for e in tl.static_range(8):
+            active = active + (ACT(z[e], EXACT),)
+            slope = slope + (dz[e] * ACT_GRAD(z[e], EXACT),)
+        _store_block(act_ptr, active, at, live, c, 16 * f, F, NATIVE)
+        _store_block(dz_ptr, slope, at, live, c, 16 * f, F, NATIVE)
+        du = _with_block(du, operand(slope, KIND, NATIVE), w1_turned, lane, f, F, KIND, NATIVE)
+    s = _only_live(_load_rows(ds_ptr, inside, c, D, D, NATIVE), live)
+    if NORM_FIRST:
+        ds = _norm_backward(du, s, mean, deviation, norm_w, sums, 2, leads, c, D, NORM, NATIVE)
+        ds = _sums(ds, _load_rows(dy_ptr, inside, c, D, D, NATIVE))
+    else:
+        du = _sums(du, _only_live(_load_rows(dlast_ptr, inside, c, D, D, NATIVE), live))
+        ds = _norm_backward(du, s, mean, deviation, norm_w, sums, 0, leads, c, D, NORM, NATIVE)
+    _store_rows(ds_ptr, ds, at, live, c, D, NATIVE)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _input_grad_rows_kernel(
+    x_ptr, norm_w, norm_b, in_proj_turned, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, rows, eps,
+    D: tl.constexpr, NORM: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients.
+    started(EARLY)
+    r, c, at, live, inside = _place(tl.program_id(0), rows, INDEX, BLOCK)
+    lane = 4 * r + c
+    tile = tl.program_id(0) * (BLOCK // 32) + tl.arange(0, BLOCK) // 32
+    sums = norm_sums + (tile.to(tl.int64) * (6 * D) + 4 * c)
+    leads = (r == 0) & live[0]
+    FROM: tl.constexpr = dqkv_ptr.dtype.element_ty
+    upper = dqkv_ptr + (inside[0] * (3 * D) + 4 * c)
+    lower = dqkv_ptr + (inside[1] * (3 * D) + 4 * c)
+    dn = zero_blocks(D // 16, BLOCK)
+    for k in tl.range(0, 3 * D // 16):
+        tl.debug_barrier()  # warps that stay together find the weights in the cache
+        above = loaded_operand(load_four(upper + 16 * k, NATIVE), FROM, KIND, NATIVE)
+        grad = above + loaded_operand(load_four(lower + 16 * k, NATIVE), FROM, KIND, NATIVE)
+        dn = _with_block(dn, grad, in_proj_turned, lane, k, 3 * D, KIND, NATIVE)
+    dn = _only_live(dn, live)
+    if NORM != "":
+        x = _load_rows(x_ptr, inside, c, D, D, NATIVE)
+        mean, deviation = _statistics(x, eps, D, NORM, NATIVE)
+        for i in tl.static_range(D // 16):
+            normed = _normed_block(x[i], mean, deviation, norm_w, norm_b, c, 16 * i, NATIVE)
+            _store_block(n_ptr, normed, at, live, c, 16 * i, D, NATIVE)
+        dn = _norm_backward(dn, x, mean, deviation, norm_w, sums, 0, leads, c, D, NORM, NATIVE)
+    for i in tl.static_range(D // 16):
+        ds = _only_live(_load_rows(ds_ptr + 16 * i, inside, c, D, 16, NATIVE), live)
+        _store_sum(sums + 5 * D, ds[0], 16 * i, leads, NATIVE)  # out_proj's bias, here and exactly
+        _store_block(dx_ptr, _sum(dn[i], ds[0]), at, live, c, 16 * i, D, NATIVE)
+
+
+def describe_project_rows(
+    layer: Layer, warps: int, eps: float, biases: bool, backward: bool, turn: bool, split: bool
+) -> Launch:
+    """Of x, norm1, the weights of q, k and v, their biases, qkv, ds, out_proj, do, linear1, linear2 and ready.
+
+    turn: whether the transposes are prepared too, for a backward; split: whether programs take one of q, k and v.
+    """
+    row_programs = _row_programs(layer, warps)
+    programs = row_programs * (3 if split else 1)
+    if backward:
+        programs += row_programs
+    else:
+        across, down = -(-layer.d_model // _SIDE), -(-layer.dim_feedforward // _SIDE)
+        programs += across * across * (4 if turn else 1) + 2 * across * down
+    constants = {
+        "D": layer.d_model,
+        "F": layer.dim_feedforward,
+        "NORM": layer.norm if layer.norm_first else "",
+        "STACKED": layer.stacked,
+        "BIASES": biases,
+        "BACKWARD": backward,
+        "TURN": turn,
+        "SPLIT": split,
+        **_numbers(layer),
+        "SIDE": _SIDE,
+        **_launch(layer, warps),
+    }
+    scalars = (layer.rows, eps, row_programs)
+    return Launch(_project_rows_kernel, programs, scalars, constants, _options(layer, warps))
+
+
+def describe_feedforward_rows(layer: Layer, warps: int, eps: float) -> Launch:
+    """Of x, o, out_proj, linear1, linear2 and both norms, weight and bias each; y, and the sum before the last norm."""
+    constants = {
+        **_feedforward(layer),
+        "ACT": getattr(device, layer.activation),
+        "EXACT": layer.exact,
+        **_numbers(layer),
+        **_launch(layer, warps),
+    }
+    programs = _row_programs(layer, warps)
+    return Launch(_feedforward_rows_kernel, programs, (layer.rows, eps), constants, _options(layer, warps))
+
+
+def describe_feedforward_backward_rows(layer: Layer, warps: int, eps: float) -> Launch:
+    """Of x, o, out_proj's weight and bias, linear1's, linear1 and linear2 turned, the first norm's weight and bias, the
+    last norm's weight, dy, the sum before the last norm; to u, act(z), dz, dlast, ds and the sums.
+    """
+    constants = {
+        **_feedforward(layer),
+        "ACT": getattr(device, layer.activation),
+        "ACT_GRAD": getattr(device, f"{layer.activation}_derivative"),
+        "EXACT": layer.exact,
+        **_numbers(layer),
+        **_launch(layer, warps),
+    }
+    programs = _row_programs(layer, warps)
+    return Launch(_feedforward_backward_rows_kernel, programs, (layer.rows, eps), constants, _options(layer, warps))
+
+
+def describe_input_grad_rows(layer: Layer, warps: int, eps: float) -> Launch:
+    """Of x, norm1's weight and bias, in_proj turned, dqkv, ds; to the norm of x, dx and the sums."""
+    constants = {
+        "D": layer.d_model,
+        "NORM": layer.norm if layer.norm_first else "",
+        **_numbers(layer),
+        **_launch(layer, warps),
+    }
+    programs = _row_programs(layer, warps)
+    return Launch(_input_grad_rows_kernel, programs, (layer.rows, eps), constants, _options(layer, warps))
+
+
+def _row_programs(layer: Layer, warps: int) -> int:
+    return -(-layer.rows // (FRAGMENT_ROWS * warps))
+
+
+def _feedforward(layer: Layer) -> dict[str, object]:
+    sizes = {"D": layer.d_model, "F": layer.dim_feedforward}
+    return sizes | {"NORM": layer.norm, "NORM_FIRST": layer.norm_first}
+
+
+def _numbers(layer: Layer) -> dict[str, object]:
+    return {
+        "KIND": TYPES[layer.operand],
+        "NATIVE": not triton.knobs.runtime.interpret,
+        "INDEX": tl.int64 if layer.wide else tl.int32,
+    }
+
+
+def _launch(layer: Layer, warps: int) -> dict[str, object]:
+    return {"BLOCK": 32 * warps, "EARLY": layer.early}
+
+
+def _options(layer: Layer, warps: int) -> dict[str, object]:
+    early = {"launch_pdl": True} if layer.early else {}
+    return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False} | early
