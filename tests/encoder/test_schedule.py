@@ -14,6 +14,7 @@ from triton import knobs
 from isogemm.core import launch
 from isogemm.core.launch import BoundKernel, Launch
 from isogemm.encoder import fused, schedule
+from isogemm.encoder.gradients import Gradients
 from isogemm.encoder.parameters import Options
 from isogemm.testing import EncoderShape, encoder_parameters, encoder_tensors
 
@@ -120,6 +121,12 @@ def test_memory_swapped_between_forward_and_backward(launched):
     result.sum().backward()
     again = [args[3] for name, _, _, args in launched if name == "_project_kernel" and args[10] is not None]
     assert again == [leaves["in_proj_weight"].data_ptr()]
+
+
+def test_gradients_of_other_types_are_of_another_kind():
+    """The second place of a parameter with a main_grad is summed in float32, another's gradient is of its own type."""
+    single, half = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)
+    assert Gradients.of([single, single], (True, False)).kind != Gradients.of([single, half], (True, False)).kind
 
 
 def test_an_unaligned_parameter_is_copied(launched):

@@ -161,6 +161,23 @@ def test_a_query_without_keys_attends_to_nothing(number):
             assert_bitwise_equal(result[2, :2], alone[2, :2])
 
 
+@pytest.mark.parametrize("nhead", [4, 2])
+@pytest.mark.parametrize("number", ["tf32", "bf16", "fp16"])
+def test_all_keys_far_below_are_all_there(number, nhead):
+    """A number is added to every score, so large that the scores are lost in it: all keys weigh the same."""
+    tensors = _tensors(SMALL, number)
+    leaves = {name: each.requires_grad_() for name, each in tensors.items()}
+    zeros = leaves | {"in_proj_weight": torch.zeros_like(leaves["in_proj_weight"], requires_grad=True)}
+    for far in (-1e9, -1e30):
+        mask = torch.full((SMALL.sequences, SMALL.tokens), far, device=DEVICE)
+        options = {"nhead": nhead, "precision": NUMBERS[number][1], **PRE}
+        result = isogemm_encoder(**zeros, key_padding_mask=mask, **options)
+        torch.testing.assert_close(result, isogemm_encoder(**zeros, **options))
+        gradients = torch.autograd.grad(isogemm_encoder(**leaves, key_padding_mask=mask, **options).sum(), leaves["x"])
+        assert bool(gradients[0].isfinite().all())
+        assert gradients[0].abs().max() < 1e4
+
+
 def test_a_bool_mask_is_one_of_0_and_minus_inf():
     tensors, mask = _tensors(SMALL, "bf16"), _padding(SMALL.sequences, SMALL.tokens)
     expected = isogemm_encoder(**tensors, nhead=4, key_padding_mask=mask, **PRE)

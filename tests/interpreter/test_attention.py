@@ -134,6 +134,15 @@ def test_short_heads_masked(dtype, precision, mask, causal):
     _assert_close(_launch(inputs, precision, mask, causal, MmaConfig(2)), inputs, precision, mask, causal)
 
 
+@pytest.mark.parametrize("far", [-1e9, -1e30])
+def test_short_heads_all_masked_by_a_number(far):
+    """Which leaves every key in: the weights are those of equal scores."""
+    inputs = _inputs(1, 5, 1, 8)
+    found = _launch(inputs, "tf32", torch.full((1, 5), far), config=MmaConfig(1))
+    torch.testing.assert_close(found.o, inputs.v.mean(dim=1, keepdim=True).expand_as(inputs.v), rtol=1e-2, atol=1e-2)
+    assert all(bool(each.isfinite().all()) and each.abs().max() < 100 for each in found[2:])
+
+
 @pytest.mark.parametrize("tiles", [1, 3])
 def test_short_heads_bits(tiles):
     """Whatever a warp owns, wherever the sequence stands, and with more tokens that are left out."""

@@ -20,7 +20,7 @@ from isogemm.testing import (
 )
 
 SHAPES = [EncoderShape(20, 5, 16, 4, 32), EncoderShape(2, 17, 48, 3, 36), EncoderShape(8, 3, 24, 6, 20)]
-NARROW = EncoderShape(7, 5, 16, 2, 16)  # a warp's sixteen rows end within a sequence
+NARROW = EncoderShape(4, 5, 16, 2, 16)  # a warp's sixteen rows end within a sequence
 
 
 @pytest.fixture(autouse=True)
@@ -176,9 +176,9 @@ def test_walkers_and_places_change_no_bit(monkeypatch, shape, precision):
     again = with_gradients(run, tensors, grad)
     for name, each in whole.items():
         assert_bitwise_equal(again[name], each)
-    part = with_gradients(run, tensors | {"x": tensors["x"][2:6].clone()}, grad[2:6].clone())
+    part = with_gradients(run, tensors | {"x": tensors["x"][1:3].clone()}, grad[1:3].clone())
     for name in ("the layer", "gradient of x"):
-        assert_bitwise_equal(part[name], whole[name][2:6])
+        assert_bitwise_equal(part[name], whole[name][1:3])
 
 
 def test_a_sequence_beside_nan():
@@ -192,7 +192,7 @@ def test_a_sequence_beside_nan():
         assert_bitwise_equal(found[name][::2], whole[name][::2])
 
 
-@pytest.mark.parametrize(("shape", "norm_first", "precision"), [CASES[0], CASES[1]], ids=str)
+@pytest.mark.parametrize(("shape", "norm_first", "precision"), [CASES[0], CASES[2]], ids=str)
 def test_shared_memory_changes_no_bit(monkeypatch, shape, norm_first, precision):
     """Nor is anything read before it is written where no part has another's bytes."""
     tensors = encoder_tensors(shape)

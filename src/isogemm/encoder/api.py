@@ -46,7 +46,7 @@ def encoder_layer(
         activation: "relu", "gelu" (erf), "gelu_tanh" or "silu".
         norm: "layer_norm", or "rms_norm", which has no bias.
         key_padding_mask: [S, T] ([T] for x [T, D]): bool, True for a key to leave out, or floating point, added to the
-            scores; -inf, and what is below -2.35e38 such as float32's lowest number, leaves a key out. It gets no
+            scores; -inf, and what is below -8e37 such as float32's lowest number, leaves a key out. It gets no
             gradient. A query without keys attends to nothing: its attention is 0.
         is_causal: a query sees no later key.
         precision: of float32 products, as in `isogemm.matmul`.

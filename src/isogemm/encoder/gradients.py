@@ -25,7 +25,10 @@ class Gradients(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], added: tuple[bool, ...]) -> Gradients:
-        return cls(tensors, added, tensors, (added, *[each and each % 16 + 1 for each in addresses_of(tensors)]))
+        aligned = [each and each % 16 + 1 for each in addresses_of(tensors)]
+        return cls(
+            tensors, added, tensors, (added, *aligned, *[each if each is None else each.dtype for each in tensors])
+        )
 
     def given(self, names: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Part]]:
         """What a schedule is given by `memory`, and which parts of it bear these names."""

@@ -375,16 +375,14 @@ def _attend(
 def _attend_row(top, total, s0, s1, s2, s3, scale, NATIVE: tl.constexpr, EMPTY: tl.constexpr):
     """A row's largest score and sum with four scores taken in; what earlier ones shrink by; the four's exponentials."""
     above = tl.maximum(top, row_max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), NATIVE))
-    base = above * scale
-    lower = top - above  # 0 where nothing is higher: what is left out then changes no bit
+    base = above
     if EMPTY:
-        base = tl.where(above == float("-inf"), 0.0, base)
-        lower = tl.where(above == float("-inf"), 0.0, lower)
-    shrink = tl.exp2(lower * scale)
-    p0 = tl.exp2(tl.fma(s0, scale, -base))
-    p1 = tl.exp2(tl.fma(s1, scale, -base))
-    p2 = tl.exp2(tl.fma(s2, scale, -base))
-    p3 = tl.exp2(tl.fma(s3, scale, -base))
+        base = tl.where(above == float("-inf"), 0.0, above)
+    shrink = tl.exp2((top - base) * scale)  # 1 where nothing is higher: what is left out then changes no bit
+    p0 = tl.exp2((s0 - base) * scale)
+    p1 = tl.exp2((s1 - base) * scale)
+    p2 = tl.exp2((s2 - base) * scale)
+    p3 = tl.exp2((s3 - base) * scale)
     return above, total * shrink + ((p0 + p1) + (p2 + p3)), shrink, p0, p1, p2, p3
 
 
@@ -420,7 +418,7 @@ def _write_grad(
             even, odd = values[j // 8][2 * i] * factor, values[j // 8][2 * i + 1] * factor
             column = j + 2 * c
             if TURNED:
-                to = ptr + ((head * D + column) * ld + (row + at))
+                to = ptr + ((head * D + column).to(row.dtype) * ld + (row + at))
                 tl.store(to, round_to_tf32(even), mask=written & (column < D))
                 tl.store(to + ld, round_to_tf32(odd), mask=written & (column < D))
             else:
@@ -498,8 +496,8 @@ def _grads_of_queries(
                 s0 = _seen(s[2 * i] + of_even, even, query, CAUSAL)
                 s1 = _seen(s[2 * i + 1] + of_odd, odd, query, CAUSAL)
                 ds = ds + (
-                    tl.exp2(tl.fma(s0, scale, -lse[n][i])) * (dp[2 * i] - delta[n][i]),
-                    tl.exp2(tl.fma(s1, scale, -lse[n][i])) * (dp[2 * i + 1] - delta[n][i]),
+                    tl.exp2(s0 * scale - lse[n][i]) * (dp[2 * i] - delta[n][i]),
+                    tl.exp2(s1 * scale - lse[n][i]) * (dp[2 * i + 1] - delta[n][i]),
                 )
             after = after + (_with_products(dq[n], operand(ds, KIND, NATIVE), along, KIND, NATIVE),)
         dq = after
@@ -581,7 +579,7 @@ def _grads_of_keys(
             for i in tl.static_range(4):
                 key = first + (16 * n + 8 * (i // 2)) + r
                 score = _seen(s[i] + added[n][i // 2], key, query + i % 2 + 2 * c, CAUSAL)
-                p = p + (tl.exp2(tl.fma(score, scale, -lses[i % 2])),)
+                p = p + (tl.exp2(score * scale - lses[i % 2]),)
                 ds = ds + (p[i] * (dp[i] - deltas[i % 2]),)
             dvs = dvs + (_with_products(dv[n], operand(p, KIND, NATIVE), do_along, KIND, NATIVE),)
             dks = dks + (_with_products(dk[n], operand(ds, KIND, NATIVE), q_along, KIND, NATIVE),)
@@ -659,13 +657,13 @@ def _mask_strides(problem: Attention) -> tuple[int | None, int | None]:
     return problem.mask_strides if problem.mask else (None, None)
 
 
-def _constants(problem: Attention, config: MmaConfig, written: dict[str, object] | None = None) -> dict[str, object]:
+def _constants(problem: Attention, config: MmaConfig, more: dict[str, object] | None = None) -> dict[str, object]:
     itemsize = 4 if problem.dtype == "float32" else 2
     width = problem.heads * problem.head
     read = 3 * problem.sequences * problem.tokens * width * itemsize
-    farthest = problem.sequences * problem.tokens * max(*problem.row_strides[:3], width)
-    if problem.turned:
-        farthest = max(farthest, width * problem.row_strides[3])
+    farthest = width * problem.row_strides[3] if problem.turned else 0
+    written = () if problem.turned else problem.row_strides[3:]
+    farthest = max(farthest, problem.sequences * problem.tokens * max(*problem.row_strides[:3], *written, width))
     return {
         "H": problem.heads,
         "D": problem.head,
@@ -676,7 +674,7 @@ def _constants(problem: Attention, config: MmaConfig, written: dict[str, object]
         "WIDE": farthest >= 2**31,
         "FETCH": read > CACHED and not triton.knobs.runtime.interpret,
         "BY_HEAD": problem.by_head,
-        **(written or {}),
+        **(more or {}),
         "UNIT": math.gcd(*problem.row_strides, width, 16 // itemsize),
         "TILES": config.tiles,
         "BLOCK": 32 * config.num_warps,

@@ -30,7 +30,7 @@ def _load(ptr, row, end, column, COLUMNS: tl.constexpr, LAST: tl.constexpr, NATI
     made = ()
     for i in tl.static_range(2):
         here = row + 4 * i
-        four = floats(load_four(at + tl.minimum(here, end - 1) * COLUMNS, NATIVE), tl.float32, NATIVE)
+        four = floats(load_four(at + tl.minimum(here, end - 1) * COLUMNS, NATIVE), ptr.dtype.element_ty, NATIVE)
         kept = inside & (here < end) if LAST else inside
         for e in tl.static_range(4):
             made = made + (tl.where(kept, four[e], 0.0),)
