@@ -192,9 +192,8 @@ def _epilogue_cases():
             continue
         problem = _problem(tokens, 1024, 1024, epilogue=epilogue, read_strides=(1024, 1024))
         yield problem, configs.fitted(problem, config)
-    for name, kind in (("relu", "out"), ("silu", "pre"), ("reglu", "pre")):
-        problem = _problem(1024, 1024, 1024, "nn", epilogue=Epilogue(activation=name, gradient=kind, dropout=True))
-        yield problem, configs.fitted(problem, large)
+    silu = _problem(1024, 1024, 1024, "nn", epilogue=Epilogue(activation="silu", gradient="pre", dropout=True))
+    yield silu, configs.fitted(silu, large)
     for epilogue, number in product(SUMMED, NUMBERS):
         for tokens in (1, 512, 4096):
             problem = _problem(tokens, 14336, 4096, "nn", *NUMBERS[number], epilogue=epilogue)
@@ -212,7 +211,7 @@ def _epilogue_cases():
     odd = replace(wide, read_strides=(1024, 1025), reads_float32=False)
     added = Epilogue(bias="n", activation="relu", residual=True)  # with all else, pointers of each element would spill
     shifted = _problem(1024, 1024, 1024, epilogue=added, read_strides=(0, 1024), read_aligned=False)
-    for problem, parts in product((wide, odd, shifted), (1, 2, 4)):
+    for problem, parts in ((wide, 1), (wide, 4), (odd, 2), (shifted, 1), (shifted, 4)):
         yield problem, configs.fitted(problem, replace(large, parts=parts))
     unaligned = replace(apart, b_aligned=False)
     yield unaligned, configs.choose(unaligned)

@@ -36,12 +36,13 @@ def jobs():
     for shape, layout, batch in product(SHAPES, LAYOUTS, (256, 65536)):
         problem = _problem(shape, layout, batch=batch)
         _add(found, problem, gate(problem))
-    for shape, layout, number in product(SHAPES, LAYOUTS, NUMBERS[1:]):
+    for shape, layout, number in product(SHAPES, LAYOUTS, NUMBERS[1:3]):
         problem = _problem(shape, layout, *number)
         _add(found, problem, gate(problem))
-    for shape, number, kernel in product([(12, 12, 64), (42, 8, 42), (3, 5, 7), (64, 64, 16)], NUMBERS, KERNELS):
+    for shape, number, kernel in product([(12, 12, 64), (42, 8, 42), (3, 5, 7), (64, 64, 16)], NUMBERS[:3], KERNELS):
         _add(found, _problem(shape, "nt", *number), kernel)
     for kernel in KERNELS:
+        _add(found, _problem((12, 12, 64), "nt", *NUMBERS[3]), kernel)
         _add(found, _problem((64, 64, 64), "nn"), kernel)
         _add(found, _problem((48, 24, 40), "tt"), kernel)
         _add(found, replace(_problem((12, 12, 64), "nn"), a_strides=(0, 64, 1)), kernel)
