@@ -447,8 +447,10 @@ def _grads_of_queries(
     TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     all_rows, r, c, first, sequence, head, live, row = _place(tokens, sequences, H, TILES, WIDE, BLOCK, program)
+    q_at = _head_at(q_ptr, row, head, ld_q, all_rows, D, BY_HEAD)
     k_at = _head_at(k_ptr, row, head, ld_k, all_rows, D, BY_HEAD)
     v_at = _head_at(v_ptr, row, head, ld_v, all_rows, D, BY_HEAD)
+    do_at = _head_at(do_ptr, row, head, ld_do, all_rows, D, BY_HEAD)
     _fetch(k_at, ld_k, tokens, FETCH, BLOCK)
     _fetch(v_at, ld_v, tokens, FETCH, BLOCK)
     mask_at = None
@@ -461,16 +463,8 @@ def _grads_of_queries(
     dq = ()
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
-        q = q + (
-            _loaded(
-                _rows(_head_at(q_ptr, row, head, ld_q, all_rows, D, BY_HEAD), ld_q, token, tokens, c, D, KIND, NATIVE),
-                KIND,
-                NATIVE,
-            ),
-        )
-        values = _rows(
-            _head_at(do_ptr, row, head, ld_do, all_rows, D, BY_HEAD), ld_do, token, tokens, c, D, KIND, NATIVE
-        )
+        q = q + (_loaded(_rows(q_at, ld_q, token, tokens, c, D, KIND, NATIVE), KIND, NATIVE),)
+        values = _rows(do_at, ld_do, token, tokens, c, D, KIND, NATIVE)
         do = do + (_loaded(values, KIND, NATIVE),)
         out = _rows(o_ptr + (row * (H * D) + head * D), H * D, token, tokens, c, D, KIND, NATIVE)
         delta = delta + (_delta(values, out, KIND, NATIVE),)
@@ -516,6 +510,8 @@ def _grads_of_keys(
 ):  # fmt: skip
     all_rows, r, c, first, sequence, head, live, row = _place(tokens, sequences, H, TILES, WIDE, BLOCK, program)
     q_at = _head_at(q_ptr, row, head, ld_q, all_rows, D, BY_HEAD)
+    k_at = _head_at(k_ptr, row, head, ld_k, all_rows, D, BY_HEAD)
+    v_at = _head_at(v_ptr, row, head, ld_v, all_rows, D, BY_HEAD)
     do_at = _head_at(do_ptr, row, head, ld_do, all_rows, D, BY_HEAD)
     o_at = o_ptr + (row * (H * D) + head * D)
     lse_at = _head_at(lse_ptr, row, head, H, all_rows, 1, BY_HEAD)
@@ -533,20 +529,8 @@ def _grads_of_keys(
     dv = ()
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
-        k = k + (
-            _loaded(
-                _rows(_head_at(k_ptr, row, head, ld_k, all_rows, D, BY_HEAD), ld_k, token, tokens, c, D, KIND, NATIVE),
-                KIND,
-                NATIVE,
-            ),
-        )
-        v = v + (
-            _loaded(
-                _rows(_head_at(v_ptr, row, head, ld_v, all_rows, D, BY_HEAD), ld_v, token, tokens, c, D, KIND, NATIVE),
-                KIND,
-                NATIVE,
-            ),
-        )
+        k = k + (_loaded(_rows(k_at, ld_k, token, tokens, c, D, KIND, NATIVE), KIND, NATIVE),)
+        v = v + (_loaded(_rows(v_at, ld_v, token, tokens, c, D, KIND, NATIVE), KIND, NATIVE),)
         added = added + (
             (
                 _score_of_key(mask_at, mask_step, token, tokens, root, MASK),

@@ -43,10 +43,8 @@ def _place(first_program, rows, INDEX: tl.constexpr, BLOCK: tl.constexpr):
     r = index % 32 // 4
     upper = ((first_program * (BLOCK // 32) + index // 32) * 16 + r).to(INDEX)
     lower = upper + 8
-    return r, index % 4, (upper, lower), (upper < rows, lower < rows), (
-        tl.minimum(upper, rows - 1),
-        tl.minimum(lower, rows - 1),
-    )  # fmt: skip
+    inside = tl.minimum(upper, rows - 1), tl.minimum(lower, rows - 1)
+    return r, index % 4, (upper, lower), (upper < rows, lower < rows), inside
 
 
 @triton.jit
@@ -209,6 +207,13 @@ def _normed(x, mean, deviation, g_ptr, b_ptr, c, NATIVE: tl.constexpr):
     for i in tl.static_range(len(x)):
         made = made + (_normed_block(x[i], mean, deviation, g_ptr, b_ptr, c, 16 * i, NATIVE),)
     return made
+
+
+@triton.jit
+def _place_of_sums(norm_sums, r, c, live, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a warp's sums [6, D] go, at a lane's columns; and whether the lane is one that writes them."""
+    tile = tl.program_id(0) * (BLOCK // 32) + tl.arange(0, BLOCK) // 32
+    return norm_sums + (tile.to(tl.int64) * (6 * D) + 4 * c), (r == 0) & live[0]
 
 
 @triton.jit
@@ -454,9 +459,7 @@ def _feedforward_backward_rows_kernel(
     started(EARLY)
     r, c, at, live, inside = _place(tl.program_id(0), rows, INDEX, BLOCK)
     lane = 4 * r + c
-    tile = tl.program_id(0) * (BLOCK // 32) + tl.arange(0, BLOCK) // 32
-    sums = norm_sums + (tile.to(tl.int64) * (6 * D) + 4 * c)
-    leads = (r == 0) & live[0]
+    sums, leads = _place_of_sums(norm_sums, r, c, live, D, BLOCK)
     s = _attended(x_ptr, o_ptr, wo, bo, inside, c, lane, D, KIND, BLOCK, NATIVE)
     mean, deviation = _statistics(s, eps, D, NORM, NATIVE)
     _store_rows(ds_ptr, s, at, live, c, D, NATIVE)  # parked there until the norm's gradient
@@ -509,9 +512,7 @@ def _input_grad_rows_kernel(
     started(EARLY)
     r, c, at, live, inside = _place(tl.program_id(0), rows, INDEX, BLOCK)
     lane = 4 * r + c
-    tile = tl.program_id(0) * (BLOCK // 32) + tl.arange(0, BLOCK) // 32
-    sums = norm_sums + (tile.to(tl.int64) * (6 * D) + 4 * c)
-    leads = (r == 0) & live[0]
+    sums, leads = _place_of_sums(norm_sums, r, c, live, D, BLOCK)
     FROM: tl.constexpr = dqkv_ptr.dtype.element_ty
     upper = dqkv_ptr + (inside[0] * (3 * D) + 4 * c)
     lower = dqkv_ptr + (inside[1] * (3 * D) + 4 * c)
