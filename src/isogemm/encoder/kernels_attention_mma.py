@@ -21,7 +21,7 @@ from isogemm.core.launch import Launch
 from isogemm.encoder.configs_attention import CACHED, Attention, MmaConfig
 from isogemm.encoder.kernels_forward import started
 from isogemm.encoder.kernels_fragments import floats, instruction, loaded_operand, operand, packed, row_max, row_sum
-from isogemm.gemm.kernels import multiple, round_to_tf32
+from isogemm.gemm.kernels import round_to_tf32
 
 _KINDS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
@@ -38,15 +38,11 @@ def _product(acc, a, b, KIND: tl.constexpr, NATIVE: tl.constexpr):
         return c0, c1, c2, c3
     elif KIND == tl.float32:
         return instruction(acc[0], acc[1], acc[2], acc[3], a[0], a[2], a[1], a[3], b[0], b[1], KIND)
-    elif KIND == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5}, {$6}, {$7,$8,$9,$10};",
-            "=f,=f,=f,=f,r,r,r,f,f,f,f", [a[0], a[1], b[0], acc[0], acc[1], acc[2], acc[3]],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
     else:
+        NAME: tl.constexpr = "bf16" if KIND == tl.bfloat16 else "f16"
         return tl.inline_asm_elementwise(
-            "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5}, {$6}, {$7,$8,$9,$10};",
+            "mma.sync.aligned.m16n8k8.row.col.f32." + NAME + "." + NAME + ".f32 "
+            "{$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};",
             "=f,=f,=f,=f,r,r,r,f,f,f,f", [a[0], a[1], b[0], acc[0], acc[1], acc[2], acc[3]],
             dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
@@ -271,13 +267,10 @@ def _attention_mma_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, sequences, tokens, scale, root, ld_q, ld_k, ld_v, mask_stride,
     mask_step,
     H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr, UNIT: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     started(EARLY)
-    ld_q = multiple(ld_q, UNIT)
-    ld_k = multiple(ld_k, UNIT)
-    ld_v = multiple(ld_v, UNIT)
     all_rows, r, c, first, sequence, head, live, row = _place(
         tokens, sequences, H, TILES, WIDE, BLOCK, tl.program_id(0)
     )
@@ -581,17 +574,10 @@ def _attention_mma_backward_kernel(
     ld_q, ld_k, ld_v, ld_do, ld_dq, ld_dk, ld_dv, mask_stride, mask_step, query_programs,
     H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr, TURNED: tl.constexpr,
-    UNIT: tl.constexpr, TILES: tl.constexpr,    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    TILES: tl.constexpr,    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # The first programs' warps own queries and write dq, the others' own keys and write dk and dv.
     started(EARLY)
-    ld_q = multiple(ld_q, UNIT)
-    ld_k = multiple(ld_k, UNIT)
-    ld_v = multiple(ld_v, UNIT)
-    ld_do = multiple(ld_do, UNIT)
-    ld_dq = multiple(ld_dq, UNIT)
-    ld_dk = multiple(ld_dk, UNIT)
-    ld_dv = multiple(ld_dv, UNIT)
     program = tl.program_id(0)
     if TURNED:
         if program == 0:
@@ -659,7 +645,6 @@ def _constants(problem: Attention, config: MmaConfig, more: dict[str, object] | 
         "FETCH": read > CACHED and not triton.knobs.runtime.interpret,
         "BY_HEAD": problem.by_head,
         **(more or {}),
-        "UNIT": math.gcd(*problem.row_strides, width, 16 // itemsize),
         "TILES": config.tiles,
         "BLOCK": 32 * config.num_warps,
         "EARLY": problem.early,

@@ -83,14 +83,10 @@ def store_four(at, values, live, NATIVE: tl.constexpr):
 @triton.jit
 def packed(low, high, KIND: tl.constexpr):
     """Two floats as 16-bit values in one register."""
-    if KIND == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], dtype=tl.int32, is_pure=True, pack=1
-        )
+    NAME: tl.constexpr = "bf16x2" if KIND == tl.bfloat16 else "f16x2"
+    return tl.inline_asm_elementwise(
+        "cvt.rn." + NAME + ".f32 $0, $1, $2;", "=r,f,f", [high, low], dtype=tl.int32, is_pure=True, pack=1
+    )  # fmt: skip
 
 
 @triton.jit
@@ -149,27 +145,16 @@ def loaded_operand(raw, FROM: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.const
 @triton.jit
 def instruction(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1, KIND: tl.constexpr):
     """c [16, 8] + a b: TF32 with k of 8, or 16-bit pairs with k of 16."""
-    if KIND == tl.float32:
-        return tl.inline_asm_elementwise(
-            "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-            "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
-    elif KIND == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-            "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        return tl.inline_asm_elementwise(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-            "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
+    SHAPE: tl.constexpr = (
+        "m16n8k8.row.col.f32.tf32.tf32.f32" if KIND == tl.float32
+        else "m16n8k16.row.col.f32.bf16.bf16.f32" if KIND == tl.bfloat16
+        else "m16n8k16.row.col.f32.f16.f16.f32"
+    )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        "mma.sync.aligned." + SHAPE + " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -270,36 +255,20 @@ def zero_blocks(N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def partner(x, DISTANCE: tl.constexpr):
+def _partner(x, DISTANCE: tl.constexpr):
     """x of the lane whose number differs in one bit."""
-    if DISTANCE == 1:
-        return tl.inline_asm_elementwise(
-            "shfl.sync.bfly.b32 $0, $1, 1, 0x1f, 0xffffffff;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    elif DISTANCE == 2:
-        return tl.inline_asm_elementwise(
-            "shfl.sync.bfly.b32 $0, $1, 2, 0x1f, 0xffffffff;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    elif DISTANCE == 4:
-        return tl.inline_asm_elementwise(
-            "shfl.sync.bfly.b32 $0, $1, 4, 0x1f, 0xffffffff;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    elif DISTANCE == 8:
-        return tl.inline_asm_elementwise(
-            "shfl.sync.bfly.b32 $0, $1, 8, 0x1f, 0xffffffff;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            "shfl.sync.bfly.b32 $0, $1, 16, 0x1f, 0xffffffff;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+    return tl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, tl.full(x.shape, DISTANCE, tl.int32)],
+        dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
 def row_sum(x, NATIVE: tl.constexpr):
     """The sum over a row's four lanes, in each of them."""
     if NATIVE:
-        x += partner(x, 1)
-        return x + partner(x, 2)
+        x += _partner(x, 1)
+        return x + _partner(x, 2)
     else:
         ROWS: tl.constexpr = x.shape[0] // 4
         total = tl.sum(tl.reshape(x, [ROWS, 4]), axis=1, keep_dims=True)
@@ -309,8 +278,8 @@ def row_sum(x, NATIVE: tl.constexpr):
 @triton.jit
 def row_max(x, NATIVE: tl.constexpr):
     if NATIVE:
-        x = tl.maximum(x, partner(x, 1))
-        return tl.maximum(x, partner(x, 2))
+        x = tl.maximum(x, _partner(x, 1))
+        return tl.maximum(x, _partner(x, 2))
     else:
         ROWS: tl.constexpr = x.shape[0] // 4
         top = tl.max(tl.reshape(x, [ROWS, 4]), axis=1, keep_dims=True)
@@ -321,9 +290,9 @@ def row_max(x, NATIVE: tl.constexpr):
 def column_sum(x, NATIVE: tl.constexpr):
     """The sum over a column's eight lanes, in each of them."""
     if NATIVE:
-        x += partner(x, 4)
-        x += partner(x, 8)
-        return x + partner(x, 16)
+        x += _partner(x, 4)
+        x += _partner(x, 8)
+        return x + _partner(x, 16)
     else:
         WARPS: tl.constexpr = x.shape[0] // 32
         total = tl.sum(tl.reshape(x, [WARPS, 8, 4]), axis=1, keep_dims=True)
