@@ -21,7 +21,7 @@ from isogemm.core.launch import Launch
 from isogemm.encoder.configs_attention import CACHED, Attention, MmaConfig
 from isogemm.encoder.kernels_forward import started
 from isogemm.encoder.kernels_fragments import floats, instruction, loaded_operand, operand, packed, row_max, row_sum
-from isogemm.gemm.kernels import round_to_tf32
+from isogemm.gemm.kernels import round_by_instruction
 
 _KINDS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
@@ -412,8 +412,8 @@ def _write_grad(
             column = j + 2 * c
             if TURNED:
                 to = ptr + ((head * D + column).to(row.dtype) * ld + (row + at))
-                tl.store(to, round_to_tf32(even), mask=written & (column < D))
-                tl.store(to + ld, round_to_tf32(odd), mask=written & (column < D))
+                tl.store(to, round_by_instruction(even), mask=written & (column < D))
+                tl.store(to + ld, round_by_instruction(odd), mask=written & (column < D))
             else:
                 _store_pair(ptr + ((row + at) * ld + head * D), column, even, odd, written, D, KIND, NATIVE)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isogemm.gemm.kernels import multiply, round_to_tf32
+from isogemm.gemm.kernels import multiply, round_by_instruction
 
 TYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
@@ -139,7 +139,7 @@ def normed(x, mean, deviation, g_ptr, b_ptr, D: tl.constexpr, DP: tl.constexpr, 
 def operand(x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """x as a product's operand: in its type, and TF32 rounded to nearest, where the tensor core would truncate."""
     if PRECISION == "tf32":
-        return round_to_tf32(x.to(OPERAND))
+        return round_by_instruction(x.to(OPERAND))
     else:
         return x.to(OPERAND)
 
@@ -162,7 +162,7 @@ def store_grad_operand(
         live = (r < ld)[None, :]  # zeros beyond the last row
         if COLS % BC != 0:
             live = live & (c < COLS)[:, None]
-        value = tl.where((r < rows)[None, :], round_to_tf32(value), 0.0)
+        value = tl.where((r < rows)[None, :], round_by_instruction(value), 0.0)
         tl.store(ptr + (c[:, None] * ld + r[None, :]), value, mask=live)
     else:
         store_tile(ptr, value.T, row, rows, col, COLS, BM, BC, COLS)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isogemm.gemm.kernels import round_to_tf32
+from isogemm.gemm.kernels import round_by_instruction
 
 # memory: four consecutive values at each address
 
@@ -93,9 +93,9 @@ def packed(low, high, KIND: tl.constexpr):
 def rounded(x, KIND: tl.constexpr, NATIVE: tl.constexpr):
     """One value of an operand that is not packed, to nearest."""
     if NATIVE:
-        return round_to_tf32(x).to(tl.int32, bitcast=True)
+        return round_by_instruction(x).to(tl.int32, bitcast=True)
     elif KIND == tl.float32:
-        return round_to_tf32(x)
+        return round_by_instruction(x)
     else:
         return x.to(KIND).to(tl.float32)
 

@@ -29,7 +29,7 @@ from isogemm.encoder.kernels_fragments import (
     zero_blocks,
 )
 from isogemm.epilogues import device
-from isogemm.gemm.kernels import round_to_tf32
+from isogemm.gemm.kernels import round_by_instruction
 
 _SIDE = 32  # of a tile of weights that one program prepares
 
@@ -316,7 +316,7 @@ def _prepare_block(
     live = (n < N) & (k < K)
     tile = tl.load(w + (n * K + k), mask=live, other=0.0)
     if KIND == tl.float32:
-        tile = round_to_tf32(tile)
+        tile = round_by_instruction(tile)
     else:
         tile = tile.to(KIND)
     tl.store(straight + prepared_place(n, k, K, KIND), tile, mask=live)

@@ -53,14 +53,21 @@ setattr(_has_rounding, tl.core.TRITON_BUILTIN, True)  # so that kernels call it 
 @triton.jit
 def round_to_tf32(x):
     """To nearest, ties to even, as the copy engine does; the tensor core would truncate."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, float("nan"))
+
+
+@triton.jit
+def round_by_instruction(x):
+    """`round_to_tf32`, in one instruction where there is one. Not for products that the copy engine rounds elsewhere:
+    that both treat every number alike, subnormals too, was not measured."""
     if _has_rounding():
         return tl.inline_asm_elementwise(
             "cvt.rn.tf32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )  # fmt: skip
     else:
-        bits = x.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).to(tl.float32, bitcast=True)
-        return tl.where(x == x, rounded, float("nan"))
+        return round_to_tf32(x)
 
 
 @triton.jit
