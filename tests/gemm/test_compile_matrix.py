@@ -268,6 +268,7 @@ def table_jobs():
 
 
 MEASURED = list(_measured())
+SAMPLE = MEASURED[::3]  # all of them ran on the GPU they were measured on; `table_jobs` compiles the rest
 OTHERS = [(problem, configs.choose(problem)) for problem in _other_cases()] + list(_epilogue_cases())
 PORTABLE = [
     (problem, configs.choose(problem)) for arch in ("sm_80", "sm_100", "gfx942") for problem in _portable_cases(arch)
@@ -284,7 +285,7 @@ def _ids(cases):
     return [f"{problem.arch} {problem} {config}" for problem, config in cases]
 
 
-@pytest.mark.parametrize(("problem", "config"), MEASURED + OTHERS, ids=_ids(MEASURED + OTHERS))
+@pytest.mark.parametrize(("problem", "config"), SAMPLE + OTHERS, ids=_ids(SAMPLE + OTHERS))
 def test_compiles_within_limits(problem, config):
     used = _compiled(problem, config)
     tensor_cores = used.instructions & {"mma", "wgmma"}

@@ -103,7 +103,7 @@ def _job(problem, config):
     )
 
 
-CASES = [(job, "sm_90") for job in jobs()]
+CASES = [(job, "sm_90") for job in jobs()[::2]]  # the others from a shell, as above
 CASES += [(job, target) for job in portable_jobs() for target in ("sm_80", "sm_100", "gfx942")]
 
 
