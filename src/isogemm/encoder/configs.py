@@ -15,6 +15,7 @@ from isogemm.encoder.configs_attention import fragments_hold
 WIDEST = 256  # d_model of a row that a program keeps
 _WIDEST_FRAGMENTS = 32  # d_model of rows that lanes hold: wider ones leave no registers for weights on their way
 FRAGMENT_ROWS = 16  # of a warp
+GROUP_ROWS = 64  # of a warpgroup
 TILE_ROWS = 64  # every tile's rows divide it
 _CHUNK_ROWS = 512  # of one sum in the parameters' gradients, at least
 _MOST_CHUNK_ROWS = 8192  # tokens that no shorter chunk divides would make the sums long and few
@@ -42,6 +43,7 @@ class Layer:
     stacked: bool  # whether in_proj is one weight
     overlaps: bool = False  # whether the device lets a launch begin before the last one ends (sm_90 and later)
     mma: bool = False  # whether it has the instructions that fragments are made for (NVIDIA's from sm_80 on)
+    wgmma: bool = False  # whether it has those of warpgroups (sm_90 alone)
 
     @cached_property
     def head(self) -> int:
@@ -168,6 +170,29 @@ class RowConfig:
 
 
 @dataclass(frozen=True)
+class WarpgroupConfig:
+    """A program's warps, of sixteen rows each, the features that it takes at once, and how many such blocks of weights
+    are there or on their way."""
+
+    warps: int
+    block: int
+    stages: int
+
+    def programs(self, layer: Layer) -> int:
+        return -(-layer.rows // (16 * self.warps))
+
+
+@dataclass(frozen=True)
+class WarpgroupConfigs:
+    """None: by tiles."""
+
+    project: WarpgroupConfig | None = None
+    feedforward: WarpgroupConfig | None = None
+    feedforward_backward: WarpgroupConfig | None = None
+    input_grad: WarpgroupConfig | None = None
+
+
+@dataclass(frozen=True)
 class WeightConfig:
     """A tile of a weight's gradient, and the rows that it takes at once."""
 
@@ -257,6 +282,26 @@ _TABLE = {
 }  # fmt: skip
 
 
+# By number type and d_model, from the same measurements: in 16 bits, smaller tiles do better in the backward.
+_WARPGROUPS = {
+    ("tf32", 64): WarpgroupConfigs(
+        WarpgroupConfig(4, 64, 1), WarpgroupConfig(4, 32, 2), WarpgroupConfig(4, 32, 2), WarpgroupConfig(4, 32, 2)
+    ),
+    ("tf32", 128): WarpgroupConfigs(
+        WarpgroupConfig(4, 128, 1), WarpgroupConfig(4, 32, 2), WarpgroupConfig(4, 16, 3), WarpgroupConfig(4, 64, 2)
+    ),
+    ("half", 128): WarpgroupConfigs(WarpgroupConfig(4, 128, 1), WarpgroupConfig(4, 64, 2)),
+}
+
+
+def choose_warpgroup(layer: Layer) -> WarpgroupConfigs:
+    """No bit follows the numbers in it."""
+    # Of a single block of features Triton compiles the copies ahead, which do not happen, as unaligned ones.
+    features = layer.dim_feedforward % 64 == 0 and layer.dim_feedforward >= 128
+    fits = layer.wgmma and features and not layer.exact
+    return _WARPGROUPS.get((_number(layer), layer.d_model), WarpgroupConfigs()) if fits else WarpgroupConfigs()
+
+
 def choose(layer: Layer) -> Configs:
     return _TABLE[_number(layer), layer.padded]
 
@@ -273,7 +318,7 @@ def row_warps(layer: Layer, sm_count: int) -> int:
     return max(warps for warps in (1, 2, 4, 8) if warps == 1 or tiles >= 2 * max(1, sm_count) * warps)
 
 
-def walkers(layer: Layer, config: RowConfig, parts: int, sm_count: int) -> int:
+def walkers(layer: Layer, tile_rows: int, parts: int, sm_count: int) -> int:
     """Programs that share the rows of one part of in_proj: as many as run at once, two on a multiprocessor."""
-    tiles = -(-layer.rows // config.rows)
+    tiles = -(-layer.rows // tile_rows)
     return min(tiles, max(1, -(-2 * sm_count // parts)))

@@ -191,7 +191,7 @@ def _layer(
         sequences, tokens, d_model, options.nhead, w1.shape[0], dtype_name(x.dtype), dtype_name(options.operand),
         dtype_name(wo.dtype), options.precision or "", options.norm, options.norm_first, options.activation,
         options.is_causal, "" if mask is None else "additive" if mask.is_floating_point() else "bool",
-        (0, 0) if mask is None else cast("tuple[int, int]", mask.stride()), stacked, arch >= 90, arch >= 80,
+        (0, 0) if mask is None else cast("tuple[int, int]", mask.stride()), stacked, arch >= 90, arch >= 80, arch == 90,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from isogemm.encoder.kernels_forward import TYPES, _feedforward_kernel, _project
 from isogemm.epilogues import device
 
 _SIDE = 64  # of a tile of weights that one program prepares
-_ADDED_AT_ONCE = 512
+_ADDED_AT_ONCE = 128
 
 
 def describe_project(

@@ -36,9 +36,13 @@ class Plan:
     def __init__(self, layer: Layer, device: torch.device, eps: float, biases: bool) -> None:
         self.layer, self.eps, self.device = layer, eps, device
         self.index = device.index or 0
-        self.configs = configs.choose(layer)
+        self.configs, self.groups = configs.choose(layer), configs.choose_warpgroup(layer)
         self.biases = biases
-        self._tile_rows = configs.FRAGMENT_ROWS if layer.fragments else self.configs.tile_rows
+        self._tile_rows = (
+            configs.FRAGMENT_ROWS if layer.fragments
+            else configs.GROUP_ROWS if self.groups.feedforward_backward
+            else self.configs.tile_rows
+        )  # fmt: skip
         self.names = STACKED if layer.stacked else SEPARATE
         self._bound: Bound = {}
         self._weights: torch.dtype = getattr(torch, layer.weights)
@@ -183,6 +187,9 @@ class Plan:
         first, last = (("g2", "s2"), "") if norm_first else (("g1", "s1"), "g2")
         wo, w1, w1_turned, w2_turned = map(self._weight, ("wo", "w1", "w1_turned", "w2_turned"))
         wqkv, wo_turned, wqkv_turned = map(self._weight, ("wqkv", "wo_turned", "wqkv_turned"))
+        again: tuple[str, ...] = (wqkv,) * 3 if layer.ready else ("wq", "wk", "wv")
+        if self.groups.project:  # which takes the weights as they are
+            again, wo_turned = ("wq", "wk", "wv"), "wo"
         dlast, dlast_turned = "" if norm_first else "dlast", "dlast_turned" if turned else ""
         n = "n" if norm_first or turned else ""
         ds_turned, o_turned = ("ds_turned", "o_turned") if turned else ("", "")
@@ -204,8 +211,7 @@ class Plan:
             ),
             Step(
                 "project again", partial(self._describe_project, True, True),
-                ("x", *norm1, *((wqkv,) * 3 if layer.ready else ("wq", "wk", "wv")), "bq", "bk", "bv", "qkv",
-                 "ds", wo_turned, "do", "", "", ""),
+                ("x", *norm1, *again, "bq", "bk", "bv", "qkv", "ds", wo_turned, "do", "", "", ""),
             ),
             Step(
                 "attention_backward", self._describe_attention_backward,
@@ -270,9 +276,16 @@ class Plan:
         if layer.fragments:
             split = self._warps == 1
             return kernels_rows.describe_project_rows(layer, self._warps, self.eps, self.biases, backward, turn, split)
+        if group := self.groups.project:
+            from isogemm.encoder import kernels_warpgroup
+
+            walkers = configs.walkers(layer, 16 * group.warps, 4 if backward else 3, sm_count)
+            return kernels_warpgroup.describe_project_warpgroup(
+                layer, group, self.eps, walkers, self.biases, backward, turn
+            )  # fmt: skip
         config = self.configs.project
         parts = (4 if backward else 3) * -(-layer.d_model // config.block)
-        walkers = configs.walkers(layer, config, parts, sm_count)
+        walkers = configs.walkers(layer, config.rows, parts, sm_count)
         return kernels.describe_project(layer, config, self.eps, walkers, self.biases, backward, turn)
 
     def _describe_feedforward(self) -> Launch:
@@ -280,6 +293,10 @@ class Plan:
 
         if self.layer.fragments:
             return kernels_rows.describe_feedforward_rows(self.layer, self._warps, self.eps)
+        if group := self.groups.feedforward:
+            from isogemm.encoder import kernels_warpgroup
+
+            return kernels_warpgroup.describe_feedforward_warpgroup(self.layer, group, self.eps)
         return kernels.describe_feedforward(self.layer, self.configs.feedforward, self.eps)
 
     def _describe_feedforward_backward(self) -> Launch:
@@ -287,6 +304,10 @@ class Plan:
 
         if self.layer.fragments:
             return kernels_rows.describe_feedforward_backward_rows(self.layer, self._warps, self.eps)
+        if group := self.groups.feedforward_backward:
+            from isogemm.encoder import kernels_warpgroup
+
+            return kernels_warpgroup.describe_feedforward_backward_warpgroup(self.layer, group, self.eps)
         config = self.configs.feedforward_backward
         return kernels.describe_feedforward_backward(self.layer, config, self._tile_rows, self.eps)
 
@@ -295,6 +316,10 @@ class Plan:
 
         if self.layer.fragments:
             return kernels_rows.describe_input_grad_rows(self.layer, self._warps, self.eps)
+        if group := self.groups.input_grad:
+            from isogemm.encoder import kernels_warpgroup
+
+            return kernels_warpgroup.describe_input_grad_warpgroup(self.layer, group, self.eps)
         return kernels.describe_input_grad(self.layer, self.configs.input_grad, self._tile_rows, self.eps)
 
     def _describe_weight_grads(self, shapes: Sequence[int], names: Sequence[str], norms: bool) -> Launch:

@@ -285,6 +285,7 @@ def _jit_function(reference: Reference) -> Any:
 
 def _source(job: CompileJob) -> Any:
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel = _jit_function(job.kernel)
     for given, name in ((job.signature, "signature"), (job.constexprs, "constexprs"), (job.attrs, "attrs")):
@@ -310,7 +311,7 @@ def _source(job: CompileJob) -> Any:
         for argument, divisor in job.attrs.items()
         if argument not in constexprs
     }
-    return ASTSource(kernel, signature, constexprs, attrs)
+    return (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
