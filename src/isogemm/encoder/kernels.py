@@ -107,15 +107,16 @@ def describe_input_grad(layer: Layer, config: RowConfig, tile_rows: int, eps: fl
 
 def describe_weight_grads(
     layer: Layer, config: WeightConfig, tile_rows: int, shapes: Sequence[int], offsets: Sequence[int], size: int,
-    norms: bool,
+    added: tuple[int, ...],
 ) -> Launch:  # fmt: skip
-    """Of left, right, left, right, the tiles' sums (norms) and the partials; shapes: M, N, M, N of the two products.
+    """Of left, right, left, right, the tiles' sums and the partials; shapes: M, N, M, N of the two products.
 
-    offsets: in the partials, of the first weight and its bias, the second weight, and the tiles' sums.
+    offsets: in a chunk's partials, `size` in all, of the first weight and its bias, the second weight, and those of the
+    tiles' six sums that are added up.
     """
     m0, n0, m1, n1 = shapes
     tiles = layer.chunk // tile_rows
-    per_chunk = _tiled(m0, n0, config) + _tiled(m1, n1, config) + norms
+    per_chunk = _tiled(m0, n0, config) + _tiled(m1, n1, config) + 1
     constants = {
         "M0": m0, "N0": n0, "M1": m1, "N1": n1,
         "D": layer.d_model,
@@ -123,6 +124,7 @@ def describe_weight_grads(
         "CHUNK": layer.chunk,
         "TILES": tiles,
         "TILES_P": 1 << (tiles - 1).bit_length(),
+        "ADDED": added,
         "TURNED": layer.turned,
         **_numbers(layer),
         "BM": config.block_m,
@@ -134,14 +136,19 @@ def describe_weight_grads(
     return Launch(_weight_grads_kernel, per_chunk * layer.chunks, scalars, constants, _options(layer, config))
 
 
-def describe_sum_chunks(layer: Layer, segments: Sequence[tuple[int, int, bool] | None], size: int) -> Launch:
-    """Of the partials and sixteen gradients. segments: each one's offset and size, and whether it is added to."""
+def describe_sum_chunks(
+    layer: Layer, segments: Sequence[tuple[int, int, int, bool] | None], sizes: Sequence[int]
+) -> Launch:
+    """Of the partials of both weight_grads and sixteen gradients. sizes: of a chunk's partials.
+
+    segments: for each gradient which partials it is the sum of, its offset there, its size, whether it is added to.
+    """
     programs, placed = 0, []
     for segment in segments:
-        offset, length, added = segment or (0, 0, False)
-        placed.append((programs, offset, length, added))
+        group, offset, length, added = segment or (0, 0, 0, False)
+        placed.append((programs, group, offset, length, added))
         programs += -(-length // _ADDED_AT_ONCE)
-    constants: dict[str, object] = {"SEGMENTS": tuple(placed), "SIZE": size, "PARTS": layer.parts}
+    constants: dict[str, object] = {"SEGMENTS": tuple(placed), "SIZES": tuple(sizes), "PARTS": layer.parts}
     constants |= {"BLOCK": _ADDED_AT_ONCE, "EARLY": layer.early}
     return Launch(_sum_chunks_kernel, programs, (layer.chunks,), constants, _early(layer, {"num_warps": 4}))
 

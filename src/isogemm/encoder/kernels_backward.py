@@ -186,18 +186,18 @@ def _input_grad_kernel(
 def _weight_grads_kernel(
     left0, right0, left1, right1, norm_sums, partials, rows, ld, weight0, bias0, weight1, norms,
     M0: tl.constexpr, N0: tl.constexpr, M1: tl.constexpr, N1: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, TILES: tl.constexpr, TILES_P: tl.constexpr, TURNED: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, TILES: tl.constexpr, TILES_P: tl.constexpr, ADDED: tl.constexpr, TURNED: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # A program adds up one tile of left0^T right0 or left1^T right1 over one chunk of rows, and left0's columns;
-    # with norm_sums, one program of a chunk adds up its TILES tiles' parts in the norms' gradients.
+    # one program of a chunk adds up its TILES tiles' parts in the norms' gradients.
     started(EARLY)
     COLS0: tl.constexpr = (N0 + BN - 1) // BN
     COLS1: tl.constexpr = (N1 + BN - 1) // BN
     TILES0: tl.constexpr = (M0 + BM - 1) // BM * COLS0
     TILES1: tl.constexpr = (M1 + BM - 1) // BM * COLS1
-    PER: tl.constexpr = TILES0 + TILES1 + (1 if norm_sums is not None else 0)
+    PER: tl.constexpr = TILES0 + TILES1 + 1
     program = tl.program_id(0)
     chunk = program // PER
     item = program % PER
@@ -213,22 +213,24 @@ def _weight_grads_kernel(
             left1, right1, to + weight1, to, chunk, item // COLS1 * BM, item % COLS1 * BN, rows, ld,
             M1, N1, CHUNK, TURNED, OPERAND, PRECISION, INDEX, False, BM, BN, BK,
         )  # fmt: skip
-    elif norm_sums is not None:
-        add_tiles(norm_sums, to + norms, chunk, rows, D, CHUNK, TILES, TILES_P)
+    else:
+        add_tiles(norm_sums, to + norms, chunk, rows, D, CHUNK, TILES, TILES_P, ADDED)
 
 
 @triton.jit
 def add_tiles(
-    norm_sums, to, chunk, rows, D: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, TILES_P: tl.constexpr
-):
-    """A chunk's sums [6, D] of those of its tiles."""
+    norm_sums, to, chunk, rows, D: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, TILES_P: tl.constexpr,
+    ADDED: tl.constexpr,
+):  # fmt: skip
+    """A chunk's sums of those of its tiles, [6, D] each; ADDED: which of the six."""
     tile = tl.arange(0, TILES_P)
     tiles = tl.minimum((rows - chunk * CHUNK + (CHUNK // TILES) - 1) // (CHUNK // TILES), TILES)
-    for first in tl.range(0, 6 * D, 64):
-        col = first + tl.arange(0, 64)
-        at = norm_sums + ((chunk.to(tl.int64) * TILES + tile)[:, None] * (6 * D) + col[None, :])
-        live = (tile < tiles)[:, None] & (col < 6 * D)[None, :]
-        tl.store(to + col, tl.sum(tl.load(at, mask=live, other=0.0), axis=0), mask=col < 6 * D)
+    for i in tl.static_range(len(ADDED)):
+        for first in tl.range(0, D, 64):
+            col = first + tl.arange(0, 64)
+            at = norm_sums + ((chunk.to(tl.int64) * TILES + tile)[:, None] * (6 * D) + (ADDED[i] * D + col)[None, :])
+            live = (tile < tiles)[:, None] & (col < D)[None, :]
+            tl.store(to + i * D + col, tl.sum(tl.load(at, mask=live, other=0.0), axis=0), mask=col < D)
 
 
 @triton.jit
@@ -318,18 +320,19 @@ def _sum_segment(
 
 @triton.jit(do_not_specialize=["chunks"])
 def _sum_chunks_kernel(
-    partials, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15, chunks,
-    SEGMENTS: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    partials0, partials1, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15, chunks,
+    SEGMENTS: tl.constexpr, SIZES: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # SEGMENTS: for each gradient the first of its programs, its offset and size, and whether it is added to.
+    # SEGMENTS: for each gradient the first of its programs, which partials it is the sum of, its offset there, its
+    # size, and whether it is added to. SIZES: of a chunk's partials.
     started(EARLY)
     outs = (p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15)
     program = tl.program_id(0)
     for i in tl.static_range(16):
         if outs[i] is not None:
-            if (program >= SEGMENTS[i][0]) & (program < SEGMENTS[i][0] + (SEGMENTS[i][2] + BLOCK - 1) // BLOCK):
+            if (program >= SEGMENTS[i][0]) & (program < SEGMENTS[i][0] + (SEGMENTS[i][3] + BLOCK - 1) // BLOCK):
                 first = (program - SEGMENTS[i][0]) * BLOCK
                 _sum_segment(
-                    partials + SEGMENTS[i][1], outs[i], chunks, first, SEGMENTS[i][2],
-                    SIZE, PARTS, SEGMENTS[i][3], BLOCK,
+                    (partials1 if SEGMENTS[i][1] else partials0) + SEGMENTS[i][2], outs[i], chunks, first,
+                    SEGMENTS[i][3], SIZES[SEGMENTS[i][1]], PARTS, SEGMENTS[i][4], BLOCK,
                 )  # fmt: skip

@@ -141,12 +141,13 @@ def _weight_grads_rows_kernel(
     left0, right0, left1, right1, norm_sums, partials, rows, weight0, bias0, weight1, norms,
     M0: tl.constexpr, N0: tl.constexpr, M1: tl.constexpr, N1: tl.constexpr, PROGRAMS0: tl.constexpr,
     PROGRAMS1: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
-    TILES_P: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr, EARLY: tl.constexpr,
+    TILES_P: tl.constexpr, ADDED: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     # A program's warps add up tiles of left0^T right0 or of left1^T right1 over one chunk of rows, and left0's columns;
-    # with norm_sums, one program of a chunk adds up its TILES tiles' parts in the norms' gradients.
+    # one program of a chunk adds up its TILES tiles' parts in the norms' gradients.
     started(EARLY)
-    PER: tl.constexpr = PROGRAMS0 + PROGRAMS1 + (1 if norm_sums is not None else 0)
+    PER: tl.constexpr = PROGRAMS0 + PROGRAMS1 + 1
     program = tl.program_id(0)
     chunk = program // PER
     group = program % PER
@@ -161,16 +162,17 @@ def _weight_grads_rows_kernel(
     elif group < PROGRAMS0 + PROGRAMS1:
         item = (group - PROGRAMS0) * (BLOCK // 32) + warp
         _chunk_product(left1, right1, to + weight1, to, item, start, rows, M1, N1, CHUNK, False, BLOCK, NATIVE)
-    elif norm_sums is not None:
-        add_tiles(norm_sums, to + norms, chunk, rows, D, CHUNK, TILES, TILES_P)
+    else:
+        add_tiles(norm_sums, to + norms, chunk, rows, D, CHUNK, TILES, TILES_P, ADDED)
 
 
 def describe_weight_grads_rows(
-    layer: Layer, shapes: Sequence[int], offsets: Sequence[int], size: int, norms: bool
+    layer: Layer, shapes: Sequence[int], offsets: Sequence[int], size: int, added: tuple[int, ...]
 ) -> Launch:
-    """Of left, right, left, right, the tiles' sums (norms) and the partials; shapes: M, N, M, N of the two products.
+    """Of left, right, left, right, the tiles' sums and the partials; shapes: M, N, M, N of the two products.
 
-    offsets: in the partials, of the first weight and its bias, the second weight, and the tiles' sums.
+    offsets: in a chunk's partials, `size` in all, of the first weight and its bias, the second weight, and those of the
+    tiles' six sums that are added up.
     """
     m0, n0, m1, n1 = shapes
     tiles = layer.chunk // FRAGMENT_ROWS
@@ -184,6 +186,7 @@ def describe_weight_grads_rows(
         "CHUNK": layer.chunk,
         "TILES": tiles,
         "TILES_P": 1 << (tiles - 1).bit_length(),
+        "ADDED": added,
         "INDEX": tl.int64 if layer.wide else tl.int32,
         "BLOCK": 32 * _WARPS,
         "NATIVE": not triton.knobs.runtime.interpret,
@@ -191,7 +194,7 @@ def describe_weight_grads_rows(
     }  # fmt: skip
     options: dict[str, object] = {"num_warps": _WARPS, "num_stages": 1, "enable_fp_fusion": False}
     options |= {"launch_pdl": True} if layer.early else {}
-    programs = (programs0 + programs1 + norms) * layer.chunks
+    programs = (programs0 + programs1 + 1) * layer.chunks
     return Launch(_weight_grads_rows_kernel, programs, (layer.rows, *offsets), constants, options)
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 STACKED = ("wq", "wo", "w1", "w2", "g1", "g2", "bq", "bo", "b1", "b2", "s1", "s2")
 SEPARATE = ("wq", "wk", "wv", "wo", "w1", "w2", "g1", "g2", "bq", "bk", "bv", "bo", "b1", "b2", "s1", "s2")
 _MOST_GRADIENTS = 16  # that one launch adds up
+_TILE_SUMS = ("g1", "s1", "g2", "s2", "b2", "bo")  # of rows, in the order in which a tile leaves them
 
 
 class Plan:
@@ -47,8 +48,10 @@ class Plan:
         self._bound: Bound = {}
         self._weights: torch.dtype = getattr(torch, layer.weights)
         d, f = layer.d_model, layer.dim_feedforward
-        self._offsets, self._size = _laid_out(
-            wqkv=3 * d * d, bqkv=3 * d, wo=d * d, w1=f * d, b1=f, w2=d * f, norms=6 * d
+        first = 2 if layer.norm_first else 0
+        self._partials = (  # of a chunk: what the feed-forward's backward leaves, and what the rest does
+            _laid_out(w1=f * d, b1=f, w2=d * f, **dict.fromkeys(_TILE_SUMS[first:5], d)),
+            _laid_out(wqkv=3 * d * d, bqkv=3 * d, wo=d * d, **dict.fromkeys((*_TILE_SUMS[:first], "bo"), d)),
         )
         self._parts = kept_parts(layer) | self._passing_parts()
         kept = _sizes(kept_parts(layer))
@@ -125,8 +128,10 @@ class Plan:
             "dz": Part(operand, rows * f),
             "dlast": Part(of_x, layer.rows * d),
             "dlast_turned": Part(operand, rows * d),
-            "sums": Part(torch.float32, slots * 6 * d),
-            "partials": Part(torch.float32, layer.chunks * self._size),
+            "feedforward sums": Part(torch.float32, slots * 6 * d),
+            "attention sums": Part(torch.float32, slots * 6 * d),
+            "feedforward partials": Part(torch.float32, layer.chunks * self._partials[0][1]),
+            "attention partials": Part(torch.float32, layer.chunks * self._partials[1][1]),
             "do": Part(operand, layer.rows * d),
             "dqkv": Part(operand, rows * 3 * d),
             "dq": Part(operand, rows * 3 * d, "dqkv"),
@@ -202,12 +207,12 @@ class Plan:
             Step(
                 "feedforward_backward", self._describe_feedforward_backward,
                 ("x", "o", wo, "bo", w1, "b1", w1_turned, w2_turned, *first, last, "dy", "" if norm_first else "total",
-                 "u", "act", "dz", dlast, "ds", "sums", *(() if layer.fragments else (dlast_turned,))),
+                 "u", "act", "dz", dlast, "ds", "feedforward sums", *(() if layer.fragments else (dlast_turned,))),
             ),
             Step(
                 "feedforward weights",
-                partial(self._describe_weight_grads, (f, d, d, f), ("w1", "b1", "w2", "norms"), False),
-                ("dz", "u", dlast_turned or dlast or "dy", "act", "", "partials"),
+                partial(self._describe_weight_grads, (f, d, d, f), 0),
+                ("dz", "u", dlast_turned or dlast or "dy", "act", "feedforward sums", "feedforward partials"),
             ),
             Step(
                 "project again", partial(self._describe_project, True, True),
@@ -219,18 +224,21 @@ class Plan:
             ),
             Step(
                 "input_grad", self._describe_input_grad,
-                ("x", *norm1, wqkv_turned, "dqkv", "ds", n, "dx", "sums",
+                ("x", *norm1, wqkv_turned, "dqkv", "ds", n, "dx", "attention sums",
                  *(() if layer.fragments else ("o", ds_turned, o_turned))),
             ),
             Step(
                 "attention weights",
-                partial(self._describe_weight_grads, (3 * d, d, d, d), ("wqkv", "bqkv", "wo", "norms"), True),
-                ("dqkv", n or "x", ds_turned or "ds", o_turned or "o", "sums", "partials"),
+                partial(self._describe_weight_grads, (3 * d, d, d, d), 1),
+                ("dqkv", n or "x", ds_turned or "ds", o_turned or "o", "attention sums", "attention partials"),
             ),
-            Step(("sum", gradients.kind), partial(self._describe_sum, self._segments(gradients)), ("partials", *into)),
+            Step(
+                ("sum", gradients.kind), partial(self._describe_sum, self._segments(gradients)),
+                ("feedforward partials", "attention partials", *into),
+            ),
         )  # fmt: skip
         if not any(into):
-            steps = tuple(step for step in steps if "partials" not in step.arguments)
+            steps = tuple(step for step in steps if not any("partials" in name for name in step.arguments))
         needed = {name: span for name, span in spans(steps, self._parts).items() if name not in self._kept}
         dx = needed.pop("dx")._replace(last=len(steps))  # which before it is written has room for others
         in_dx, _ = layout.sharing({"dx": dx} | needed, dx.size)
@@ -245,22 +253,21 @@ class Plan:
         given = ("mask", *self.names, *given)
         return Schedule(steps, given, self._parts | (parts or {}), buffers, self.index, self._bound)
 
-    def _segments(self, gradients: Gradients) -> list[tuple[int, int, bool] | None]:
-        found: list[tuple[int, int, bool] | None] = [
-            None if each is None else (self._sum_of(name), each.numel(), more)
+    def _segments(self, gradients: Gradients) -> list[tuple[int, int, int, bool] | None]:
+        found: list[tuple[int, int, int, bool] | None] = [
+            None if each is None else (*self._sum_of(name), each.numel(), more)
             for name, each, more in zip(self.names, gradients.tensors, gradients.added, strict=True)
         ]
         return found + [None] * (_MOST_GRADIENTS - len(found))
 
-    def _sum_of(self, name: str) -> int:
-        """Where a chunk's part in a parameter's gradient lies."""
-        d, at = self.layer.d_model, self._offsets
-        norms = ("g1", "s1", "g2", "s2", "b2", "bo")
-        if name in norms:
-            return at["norms"] + norms.index(name) * d
+    def _sum_of(self, name: str) -> tuple[int, int]:
+        """Which partials a chunk's part in a parameter's gradient is among, and where it lies there."""
+        d, (feedforward, attention) = self.layer.d_model, (offsets for offsets, _ in self._partials)
+        if name in feedforward:
+            return 0, feedforward[name]
         if name[1] in "qkv":
-            return at[f"{name[0]}qkv"] + "qkv".index(name[1]) * (d * d if name[0] == "w" else d)
-        return at[name]
+            return 1, attention[f"{name[0]}qkv"] + "qkv".index(name[1]) * (d * d if name[0] == "w" else d)
+        return 1, attention[name]
 
     def _weight(self, name: str) -> str:
         """A weight as products read it: prepared, or as it is."""
@@ -322,23 +329,25 @@ class Plan:
             return kernels_warpgroup.describe_input_grad_warpgroup(self.layer, group, self.eps)
         return kernels.describe_input_grad(self.layer, self.configs.input_grad, self._tile_rows, self.eps)
 
-    def _describe_weight_grads(self, shapes: Sequence[int], names: Sequence[str], norms: bool) -> Launch:
+    def _describe_weight_grads(self, shapes: Sequence[int], group: int) -> Launch:
         from isogemm.encoder import kernels, kernels_weight_rows
 
-        layer, offsets = self.layer, [self._offsets[name] for name in names]
+        layer, (offsets, size) = self.layer, self._partials[group]
+        into = list(offsets.values())[:4]
+        added = tuple(place for place, name in enumerate(_TILE_SUMS) if name in offsets)
         if layer.fragments and layer.precision == "tf32":
-            return kernels_weight_rows.describe_weight_grads_rows(layer, shapes, offsets, self._size, norms)
+            return kernels_weight_rows.describe_weight_grads_rows(layer, shapes, into, size, added)
         config = self.configs.weight_grads
-        return kernels.describe_weight_grads(layer, config, self._tile_rows, shapes, offsets, self._size, norms)
+        return kernels.describe_weight_grads(layer, config, self._tile_rows, shapes, into, size, added)
 
     @property
     def _warps(self) -> int:
         return configs.row_warps(self.layer, devices.facts(self.device).sm_count)
 
-    def _describe_sum(self, segments: Sequence[tuple[int, int, bool] | None]) -> Launch:
+    def _describe_sum(self, segments: Sequence[tuple[int, int, int, bool] | None]) -> Launch:
         from isogemm.encoder import kernels
 
-        return kernels.describe_sum_chunks(self.layer, segments, self._size)
+        return kernels.describe_sum_chunks(self.layer, segments, [size for _, size in self._partials])
 
     def _describe_attention(self) -> Launch:
         return describe_attention(self._attention(backward=False))
