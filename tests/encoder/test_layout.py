@@ -86,3 +86,13 @@ def test_a_backwards_arguments_lie_apart(layer):
         for name, (buffer, start, end) in parts.items():
             for other, (where, first, last) in parts.items():
                 assert name == other or buffer != where or end <= first or last <= start, (step.name, name, other)
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_attention_shares_memory_with_few_sums(layer):
+    """Where q, k, v and their gradients are in memory, of all sums only the feed-forward's over chunks are."""
+    made, schedule, _ = _backward(layer)
+    attention = [step.name for step in schedule._steps].index("attention_backward")
+    needed = plan.spans(schedule._steps, made._parts)
+    alive = {name for name, span in needed.items() if span.first <= attention <= span.last}
+    assert {name for name in alive if "sums" in name or "partials" in name} == {"feedforward partials"}
