@@ -84,6 +84,20 @@ def test_post_norm_of_a_wide_layer_no_worse_than_torch():
     assert_encoder_no_worse(tensors, nhead=shape.nhead, precision="tf32")
 
 
+@pytest.mark.parametrize("absent", ["", "bias", "norm"])
+@pytest.mark.parametrize(
+    ("number", "d_model", "nhead"), [("tf32", 64, 8), ("tf32", 128, 2), ("tf32", 128, 16), ("fp16", 128, 8)]
+)
+def test_rows_that_fill_no_tile_of_a_wide_layer(number, d_model, nhead, absent):
+    """703 rows; heads that are short and long; norms first and last."""
+    shape = EncoderShape(19, 37, d_model, nhead, 192)
+    options = PRE if absent == "norm" else {"norm_first": False, "norm": "rms_norm", "activation": "silu"}
+    tensors = _tensors(shape, number, norm=options.get("norm", "layer_norm"), activation=options["activation"])
+    if absent:
+        tensors = {name: each for name, each in tensors.items() if absent not in name}
+    assert_encoder_no_worse(tensors, nhead=nhead, precision=NUMBERS[number][1], **options)
+
+
 @pytest.mark.parametrize("number", ["tf32", "bf16"])
 @pytest.mark.parametrize("absent", ["biases", "norms", "in_proj_bias"])
 def test_absent_parameters(absent, number):

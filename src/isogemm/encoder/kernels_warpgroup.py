@@ -520,7 +520,8 @@ def _feedforward_backward_warpgroup_kernel(
     for i in gl.static_range(STAGES - 1):
         _fetch_feedforward_backward(slots, i, w1, w1_turned, w2_turned, i * BF, D, F, BF, WARPS)
     mean, deviation = _statistics(s, row < rows, eps, D, NORM)
-    _store_rows(ds_ptr, s, row, rows, 0, D, WARPS, KIND)  # parked there until the norm's gradient
+    parked = gl.allocate_shared_memory(gl.float32, [BM, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    parked.store(s)  # until the norm's gradient
     normed = _scaled(_normalized(s, mean, deviation, NORM), norm_w, norm_b, D, WARPS, KIND)
     _store_grad_operand(u_ptr, normed, row, rows, 0, ld, D, TURNED, WARPS, KIND)
     u = _operand(normed, BF, WARPS, KIND)
@@ -556,8 +557,7 @@ def _feedforward_backward_warpgroup_kernel(
         du = warpgroup_mma(_operand(dz, D, WARPS, KIND), weight.permute((1, 0)), du, is_async=True)
         _store_grad_operand(dz_ptr, dz, row_k, rows, block * BF, ld, F, TURNED, WARPS, KIND)
         du = warpgroup_mma_wait(0, deps=[du])
-    s = _load_rows(ds_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
-    xhat = _normalized(s, mean, deviation, NORM)
+    xhat = _normalized(parked.load(_rows_layout(D, WARPS, KIND)), mean, deviation, NORM)
     if NORM_FIRST:
         ds = _norm_backward(du, xhat, deviation, norm_w, norm_sums, 2, rows, D, NORM, WARPS, KIND)
         ds += _load_rows(dy_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
