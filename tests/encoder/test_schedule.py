@@ -93,7 +93,8 @@ def test_arguments_are_made_once_for_the_same_addresses(launched, monkeypatch):
     leaves = _leaves()
     parameters = _parameters(leaves).flat()
     tensors = (None, *parameters, leaves["x"], *(torch.empty(1 << 16) for _ in range(3)))
-    made, _ = fused._Call(leaves["x"], None, parameters, True, _options(leaves)).plan._forwards[True]
+    kind = fused.kind_of(leaves["x"], _parameters(leaves), _options(leaves))
+    made, _ = fused._Call(leaves["x"], None, parameters, kind).plan._forwards[True]
     for _ in range(3):
         made.run(schedule.addresses_of(tensors), tensors)
     assert len(prepared) == 3

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +12,16 @@ from torch.compiler import is_compiling
 from isogemm.core import device as devices
 from isogemm.core import dispatch
 from isogemm.core.dispatch import Dispatch
-from isogemm.core.eager import autocast_dtype
+from isogemm.core.eager import autocast_dtype, likeness, through_dispatcher
 from isogemm.core.errors import require_precision, require_same
 from isogemm.encoder import composed
 from isogemm.encoder.parameters import ACTIVATIONS, NORMS, EncoderParameters, Options
 from isogemm.gemm.autograd import refuse_transforms
 from isogemm.gemm.op import SERVED
 from isogemm.gemm.problem import dtype_name, resolve_precision
+
+if TYPE_CHECKING:
+    from isogemm.encoder.fused import Kind
 
 
 def encoder_layer(
@@ -59,14 +61,11 @@ def encoder_layer(
     micro-batches of multiples of that add up, through main_grad, to the bits of the whole batch. `isogemm.dispatch_log`
     shows whether the fused kernels served. Differentiable once.
     """
-    options, obstacle = _decided(
-        x, params, key_padding_mask, nhead, norm_first, activation, norm, eps, is_causal, precision
-    )
-    refuse_transforms("encoder_layer", x)
+    decision = _decided(x, params, key_padding_mask, nhead, norm_first, activation, norm, eps, is_causal, precision)
     if x.ndim == 2:
         mask = None if key_padding_mask is None else key_padding_mask[None]
-        return _encoder_layer(x[None], params, mask, options, obstacle)[0]
-    return _encoder_layer(x, params, key_padding_mask, options, obstacle)
+        return _encoder_layer(x[None], params, mask, decision)[0]
+    return _encoder_layer(x, params, key_padding_mask, decision)
 
 
 def encoder_chunk(
@@ -95,11 +94,20 @@ def encoder_chunk(
     return composed.chunk(tokens, d_model, dim_feedforward, name)
 
 
-def _encoder_layer(
-    x: Tensor, params: EncoderParameters, mask: Tensor | None, options: Options, obstacle: str
-) -> Tensor:
-    """x [S, T, D]. obstacle: why the fused kernels cannot serve, empty where they can."""
+class _Decision(NamedTuple):
+    options: Options
+    obstacle: str  # why the fused kernels cannot serve, empty where they can
+    kind: Kind | None = None  # of calls that they can serve with plain tensors
+
+
+def _encoder_layer(x: Tensor, params: EncoderParameters, mask: Tensor | None, decision: _Decision) -> Tensor:
+    """x [S, T, D]."""
+    options, obstacle, kind = decision
     x = x.contiguous()
+    if kind is not None and not through_dispatcher():
+        _record(x, params, options, "fused", "all of it fits the fused kernels")
+        return kind.launched(x, params.flat(), mask)
+    refuse_transforms("encoder_layer", x)
     if obstacle:
         _record(x, params, options, "composed", obstacle)
         return composed.encoder_layer(x, params, mask, options)
@@ -110,41 +118,46 @@ def _encoder_layer(
 
 
 _MOST_DECISIONS = 1024
-_decisions: dict[tuple[Any, ...], tuple[Options, str]] = {}
-_facts = attrgetter("shape", "dtype", "device")
+_MOST_ALIKE = 32  # of them for calls that their options and x's shape do not tell apart
+_decisions: dict[tuple[Any, ...], list[tuple[Callable[..., bool], _Decision]]] = {}
 
 
-def _decided(x: Tensor, params: EncoderParameters, mask: Tensor | None, nhead: int, *rest: Any) -> tuple[Options, str]:
-    """The options of valid arguments, and why the fused kernels cannot serve.
-
-    Validated once for all that this depends on: it takes longer than the launches.
-    """
+def _decided(x: Tensor, params: EncoderParameters, mask: Tensor | None, nhead: int, *rest: Any) -> _Decision:
+    """Validated once for all that this depends on: it takes longer than the launches."""
     if is_compiling() or type(params) is not EncoderParameters:
         return _decide(x, params, mask, nhead, *rest)
     try:
-        key = (
-            _facts(x), *[each if each is None else _facts(each) for each in params.flat()],
-            None if mask is None else (_facts(mask), mask.requires_grad),
-            type(nhead), nhead, *rest, autocast_dtype(x.device), devices.matmul_precision(),
-        )  # fmt: skip
-        decision = _decisions.get(key)
+        given = (x, mask, *params.flat())
+        tensors = [each for each in given if each is not None]
+        absent = len(tensors) < len(given) and tuple([each is None for each in given])
+        key = (x.shape, absent, type(nhead), nhead, *rest, autocast_dtype(x.device), devices.matmul_precision())
+        found = _decisions.get(key, ())
     except (AttributeError, TypeError):  # no tensor, sizes that are symbols, what cannot be hashed
         return _decide(x, params, mask, nhead, *rest)
-    if decision is None:
-        decision = _decide(x, params, mask, nhead, *rest)
-        if len(_decisions) >= _MOST_DECISIONS:
-            _decisions.clear()
-        _decisions[key] = decision
+    for is_like, decision in found:
+        if is_like(*tensors):
+            return decision
+    decision = _decide(x, params, mask, nhead, *rest)
+    alike = likeness(tensors)
+    if alike is None:
+        return decision
+    if not decision.obstacle:
+        from isogemm.encoder import fused
+
+        decision = decision._replace(kind=fused.kind_of(x, params, decision.options))
+    if len(_decisions) >= _MOST_DECISIONS or len(found) >= _MOST_ALIKE:
+        _decisions.clear()
+    _decisions.setdefault(key, []).append((alike, decision))
     return decision
 
 
-def _decide(x: Tensor, params: EncoderParameters, mask: Tensor | None, *rest: Any) -> tuple[Options, str]:
+def _decide(x: Tensor, params: EncoderParameters, mask: Tensor | None, *rest: Any) -> _Decision:
     options = _options(x, params, mask, *rest)
     if not x.is_cuda:
-        return options, "not on a GPU"
+        return _Decision(options, "not on a GPU")
     from isogemm.encoder import fused
 
-    return options, fused.unserved(x, params, options)
+    return _Decision(options, fused.unserved(x, params, options))
 
 
 def _record(x: Tensor, params: EncoderParameters, options: Options, path: str, reason: str) -> None:

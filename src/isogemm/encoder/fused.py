@@ -49,26 +49,42 @@ def unserved(x: Tensor, params: EncoderParameters, options: Options) -> str:
 def encoder_layer(x: Tensor, params: EncoderParameters, mask: Tensor | None, options: Options) -> Tensor:
     """Of x [S, T, D], contiguous; differentiable once."""
     parameters, stacked = params.flat(), _is_stacked(params)
-    present = [each for each in parameters if each is not None]
-    if through_dispatcher(x, *present):
+    if through_dispatcher(x, *[each for each in parameters if each is not None]):
         return _dispatched(x, parameters, mask, stacked, options)
-    if torch.is_grad_enabled() and (x.requires_grad or any(each.requires_grad for each in present)):
-        return cast(Tensor, _apply(options, stacked, x, mask, *parameters))
-    return _Call(x, mask, parameters, stacked, options).forward(keep=False)[0]
+    return Kind(x, parameters, stacked, options).launched(x, parameters, mask)
 
 
-_FIRST = 4  # of the parameters among the Function's arguments
+def kind_of(x: Tensor, params: EncoderParameters, options: Options) -> Kind:
+    return Kind(x, params.flat(), _is_stacked(params), options)
+
+
+class Kind:
+    """What calls whose tensors differ in nothing but memory have in common."""
+
+    __slots__ = ("differentiable", "options", "plans", "stacked")
+
+    def __init__(self, x: Tensor, parameters: _Parameters, stacked: bool, options: Options) -> None:
+        self.stacked, self.options = stacked, options
+        self.differentiable = any(each is not None and each.requires_grad for each in (x, *parameters))
+        self.plans: dict[tuple[int, ...], Plan] = {}  # by addresses from which nothing is to be moved
+
+    def launched(self, x: Tensor, parameters: _Parameters, mask: Tensor | None) -> Tensor:
+        """encoder_layer of tensors of this kind to which torch has nothing to say but autograd."""
+        if self.differentiable and torch.is_grad_enabled():
+            return cast(Tensor, _apply(self, x, mask, *parameters))
+        return _Call(x, mask, parameters, self).forward(keep=False)[0]
+
+
+_FIRST = 3  # of the parameters among the Function's arguments
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, options: Options, stacked: bool, x: Tensor, mask: Tensor | None, *parameters: Tensor | None
-    ) -> Tensor:
-        call = _Call(x, mask, parameters, stacked, options)
+    def forward(ctx: Any, kind: Kind, x: Tensor, mask: Tensor | None, *parameters: Tensor | None) -> Tensor:
+        call = _Call(x, mask, parameters, kind)
         y, kept = call.forward(keep=True)
         ctx.save_for_backward(x, mask, kept, *parameters)
-        ctx.call = stacked, options, (call.plan, call.addresses)
+        ctx.call = kind, (call.plan, call.addresses)
         # `parameter` of each, at a third of its cost
         ctx.owners = [each if each is None or each.is_leaf else parameter(each) for each in parameters]
         return y
@@ -79,24 +95,22 @@ class _Layer(torch.autograd.Function):
         x, mask, kept, *parameters = ctx.saved_tensors
         needed = ctx.needs_input_grad
         call = _Call(x, mask, parameters, *ctx.call)
-        totals = [getattr(each, "main_grad", None) for each in ctx.owners]
-        if any(each is not None for each in totals):
-            dx, gradients = _accumulate(ctx, call, dy, kept, totals)
+        if [each for each in ctx.owners if getattr(each, "main_grad", None) is not None]:
+            dx, gradients = _accumulate(ctx, call, dy, kept)
         else:
             into = call.plan.gradients(needed[_FIRST:])
             dx, gradients = call.backward(dy, kept, into), into.tensors
-        return None, None, dx if needed[2] else None, None, *gradients
+        return None, dx if needed[1] else None, None, *gradients
 
 
 # Not torch's own `apply`, which looks for torch.func's wrappers in every argument: those go through the dispatcher.
 _apply: Any = super(torch.autograd.Function, _Layer).apply
 
 
-def _accumulate(
-    ctx: Any, call: _Call, dy: Tensor, kept: Tensor, totals: list[Tensor | None]
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Into the totals of the parameters whose gradients this backward is to accumulate."""
+def _accumulate(ctx: Any, call: _Call, dy: Tensor, kept: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Into the main_grads of the parameters whose gradients this backward is to accumulate."""
     needed, place = ctx.needs_input_grad, 0 if call.mask is None else 1
+    totals = [main_grad_of(each) for each in ctx.owners]
     for i, owner in enumerate(call.parameters):
         place += owner is not None
         if totals[i] is not None and not is_accumulated(ctx, _FIRST + i, place):
@@ -114,22 +128,31 @@ class _Call:
     __slots__ = ("addresses", "mask", "parameters", "plan", "x")
 
     def __init__(
-        self, x: Tensor, mask: Tensor | None, parameters: _Parameters, stacked: bool, options: Options,
-        found: tuple[Plan, tuple[int, ...]] | None = None,
+        self, x: Tensor, mask: Tensor | None, parameters: _Parameters, kind: Kind,
+        forward: tuple[Plan, tuple[int, ...]] | None = None,
     ) -> None:  # fmt: skip
-        """found: the plan of the forward, and the addresses that it was made for."""
+        """forward: in a backward, the plan of its forward, and the addresses that it was made for."""
         self.x, self.mask, self.parameters = placed(x), mask, parameters
-        if mask is not None and mask.dtype is torch.bool:
-            self.mask = mask.view(torch.uint8)
         self.addresses = addresses_of((mask, *parameters))
-        if found is not None and found[1] == self.addresses:
-            self.plan = found[0]
-            return
-        dense = all(each is None or each.is_contiguous() for each in parameters)
-        if not dense or any(address % 16 for address in self.addresses[1:]):
-            self.parameters = [None if each is None else placed(each) for each in parameters]
-            self.addresses = addresses_of((mask, *self.parameters))
-        self.plan = _plan(self.x, self.mask, self.parameters, self.addresses, stacked, options)
+        if forward is None:
+            plan = kind.plans.get(self.addresses)
+        else:
+            plan = forward[0] if forward[1] == self.addresses else None
+        self.plan = self._find(kind, keep=forward is None) if plan is None else plan
+
+    def _find(self, kind: Kind, keep: bool) -> Plan:
+        """Moves the parameters that are not dense and aligned; else the plan is kept for these addresses."""
+        dense = all(each is None or each.is_contiguous() for each in self.parameters)
+        moved = not dense or any(address % 16 for address in self.addresses[1:])
+        if moved:
+            self.parameters = [None if each is None else placed(each) for each in self.parameters]
+            self.addresses = addresses_of((self.mask, *self.parameters))
+        plan = _plan(self.x, self.mask, self.parameters, self.addresses, kind.stacked, kind.options)
+        if keep and not moved:
+            if len(kind.plans) >= _MOST_PLANS:
+                kind.plans.clear()
+            kind.plans[self.addresses] = plan
+        return plan
 
     def forward(self, keep: bool) -> tuple[Tensor, Tensor | None]:
         """y, and what a backward needs (keep)."""
@@ -268,7 +291,8 @@ def _encoder_layer(
     stacked: bool,
     *options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    return _Call(x, mask, _placed_in(places, stacked, params), stacked, Options(*options)).forward(keep=True)
+    parameters = _placed_in(places, stacked, params)
+    return _Call(x, mask, parameters, Kind(x, parameters, stacked, Options(*options))).forward(keep=True)
 
 
 def _encoder_layer_fake(
@@ -330,7 +354,7 @@ def _backward(
     places: Sequence[int], mask: Tensor | None, stacked: bool, options: Sequence[Any],
 ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
     parameters = _placed_in(places, stacked, params)
-    call = _Call(x, mask, parameters, stacked, Options(*options))
+    call = _Call(x, mask, parameters, Kind(x, parameters, stacked, Options(*options)))
     wanted = [each is not None for each in parameters]
     dx, gradients = call.accumulate(dy, kept, _placed_in(places, stacked, totals), wanted)
     return dx, [gradients[place] for place in places]

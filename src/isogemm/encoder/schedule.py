@@ -114,6 +114,8 @@ class Schedule:
             given, part = None if place is None else tensors[place[0]], self._parts.get(name)
             if given is not None and place is not None and part is not None:
                 given = given.view(-1).view(torch.uint8)[place[1] : place[1] + part.size].view(part.dtype)
+            elif given is not None and given.dtype is torch.bool:
+                given = given.view(torch.uint8)
             found.append(given)
         return found
 
