@@ -13,7 +13,7 @@ from triton import knobs
 
 from isogemm.core import launch
 from isogemm.core.launch import BoundKernel, Launch
-from isogemm.encoder import fused, schedule
+from isogemm.encoder import api, fused, schedule
 from isogemm.encoder.gradients import Gradients
 from isogemm.encoder.parameters import Options
 from isogemm.testing import EncoderShape, encoder_parameters, encoder_tensors
@@ -135,6 +135,50 @@ def test_an_unaligned_parameter_is_copied(launched):
     leaves["in_proj_weight"].data = torch.empty(48 * 16 + 1)[1:].view(48, 16)
     _step(leaves)
     assert [address % 16 for address in _projection(launched)] == [0]
+
+
+@pytest.fixture
+def layer(launched, monkeypatch):
+    """isogemm.encoder_layer, by the fused kernels."""
+    monkeypatch.setattr(api, "_decisions", {})
+    monkeypatch.setattr(api, "_decide", lambda *arguments: api._Decision(api._options(*arguments), ""))
+    return lambda leaves: api.encoder_layer(leaves["x"], _parameters(leaves), nhead=4, norm_first=True)
+
+
+def _kinds():
+    return [decision.kind for found in api._decisions.values() for _, decision in found]
+
+
+def test_calls_that_differ_in_memory_alone_are_of_one_kind(launched, layer):
+    one, two = _leaves(0), _leaves(1)
+    for leaves in (one, two, one, two):
+        layer(leaves).sum().backward()
+    (kind,) = _kinds()
+    assert len(kind.plans) == 2
+    assert len(set(kind.plans.values())) == 1
+    assert _projection(launched) == [leaves["in_proj_weight"].data_ptr() for leaves in (one, two)] * 2
+
+
+def test_calls_that_differ_in_more_are_not(launched, layer):
+    leaves = _leaves()
+    layer(leaves)
+    square = leaves["out_proj_weight"]
+    address = square.data_ptr()
+    square.data = square.data.t()
+    layer(leaves)
+    first, second = [args[2] for name, _, _, args in launched if name == "_feedforward_kernel"]
+    assert first == square.data_ptr() == address != second
+    for each in leaves.values():
+        each.requires_grad_(False)
+    assert not layer(leaves).requires_grad
+    assert [len(kind.plans) for kind in _kinds()] == [1, 0, 0]  # none where a weight is copied
+
+
+def test_a_known_kind_within_a_transform(layer):
+    leaves = _leaves()
+    layer(leaves)
+    with pytest.raises(RuntimeError, match="no rule for forward-mode AD"):
+        torch.func.vmap(lambda _: layer(leaves))(torch.zeros(2))
 
 
 def test_profilers_hear_launches_that_were_prepared(launched, monkeypatch):
