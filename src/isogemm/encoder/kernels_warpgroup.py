@@ -139,13 +139,17 @@ def _store_grad_operand(
 ):
     """For the weights' gradients, the transpose where TURNED: rounded, ld apart, zeros beyond the last row."""
     if TURNED:
-        # ld anew: else the compiler keeps all offsets for the next store of this shape, in registers that are wanted.
-        ld = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [ld], dtype=gl.int32, is_pure=False, pack=1)
         c = (column + _column_numbers(value.shape[1], WARPS, KIND)).to(row.dtype)
         value = gl.where((row < rows)[:, None], _rounded(value), 0.0)
         gl.store(ptr + (c[None, :] * ld + row[:, None]), value, mask=(row < ld)[:, None])
     else:
         _store_rows(ptr, value, row, rows, column, LD, WARPS, KIND)
+
+
+@gluon.jit
+def _anew(ld):
+    """The same, unknown to the compiler, which else keeps all offsets that follow from it from one store to the next."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [ld], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -391,16 +395,19 @@ def _project_warpgroup_kernel(
     else:
         slot = gl.allocate_shared_memory(KIND, [D, D], _shared_layout(D, D, KIND))
         tiles = (rows + BM - 1) // BM
+        row = _row_numbers(first * BM, D, WARPS, KIND, INDEX)
         if part < 3:
+            coming = _load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND)
             _keep_weight(slot, in_proj(wq, wk, wv, part, D * D, STACKED), D, False, WARPS, KIND)
             fence_async_shared()
             tl.debug_barrier()
+            bias = gl.zeros([1, D], gl.float32, _rows_layout(D, WARPS, KIND))
+            if BIASES:
+                bias = _vector(in_proj(bq, bk, bv, part, D, STACKED), 0, D, WARPS, KIND)
             if BY_HEAD:
                 to = qkv_ptr + part * rows.to(INDEX) * D
             else:
                 to = qkv_ptr + part * D
-            row = _row_numbers(first * BM, D, WARPS, KIND, INDEX)
-            coming = _load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND)
             for tile in range(first, tiles, per_part):
                 x = coming.to(gl.float32)
                 if NORM != "":
@@ -412,20 +419,20 @@ def _project_warpgroup_kernel(
                 next_row = _row_numbers((tile + per_part) * BM, D, WARPS, KIND, INDEX)
                 coming = _load_rows(x_ptr, next_row, rows, 0, D, D, WARPS, KIND)
                 acc = warpgroup_mma_wait(0, deps=[acc])
-                if BIASES:
-                    acc += _vector(in_proj(bq, bk, bv, part, D, STACKED), 0, D, WARPS, KIND)
-                _store_heads(to, acc, row, rows, HEAD, BY_HEAD, 3 * D, WARPS, KIND)
+                _store_heads(to, acc + bias, row, rows, HEAD, BY_HEAD, 3 * D, WARPS, KIND)
                 row = next_row
         elif BACKWARD:
-            _keep_weight(slot, wo, D, True, WARPS, KIND)
+            coming = _load_rows(ds_ptr, row, rows, 0, D, D, WARPS, KIND)
+            _keep_weight(slot, wo, D, KIND == gl.float32, WARPS, KIND)
             fence_async_shared()
             tl.debug_barrier()
-            row = _row_numbers(first * BM, D, WARPS, KIND, INDEX)
-            coming = _load_rows(ds_ptr, row, rows, 0, D, D, WARPS, KIND)
+            right = slot
+            if KIND == gl.float32:  # which wants both operands along the sum
+                right = slot.permute((1, 0))
             for tile in range(first, tiles, per_part):
                 acc = gl.zeros([BM, D], gl.float32, _rows_layout(D, WARPS, KIND))
                 acc = warpgroup_mma(
-                    _operand(coming, D, WARPS, KIND), slot.permute((1, 0)), acc, use_acc=False, is_async=True
+                    _operand(coming, D, WARPS, KIND), right, acc, use_acc=False, is_async=True
                 )  # fmt: skip
                 next_row = _row_numbers((tile + per_part) * BM, D, WARPS, KIND, INDEX)
                 coming = _load_rows(ds_ptr, next_row, rows, 0, D, D, WARPS, KIND)
@@ -523,7 +530,7 @@ def _feedforward_backward_warpgroup_kernel(
     parked = gl.allocate_shared_memory(gl.float32, [BM, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     parked.store(s)  # until the norm's gradient
     normed = _scaled(_normalized(s, mean, deviation, NORM), norm_w, norm_b, D, WARPS, KIND)
-    _store_grad_operand(u_ptr, normed, row, rows, 0, ld, D, TURNED, WARPS, KIND)
+    _store_grad_operand(u_ptr, normed, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
     u = _operand(normed, BF, WARPS, KIND)
     dlast = _load_rows(dy_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
     if not NORM_FIRST:
@@ -534,7 +541,7 @@ def _feedforward_backward_warpgroup_kernel(
         _store_rows(dlast_ptr, dlast, row, rows, 0, D, WARPS, KIND)
     _store_sum(norm_sums, 4, dlast, rows, D, WARPS)  # linear2's bias, here and exactly: torch rounds nothing of it
     if TURNED:
-        _store_grad_operand(dlast_turned, dlast, row, rows, 0, ld, D, TURNED, WARPS, KIND)
+        _store_grad_operand(dlast_turned, dlast, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
     d = _operand(dlast, BF, WARPS, KIND)
     du = gl.zeros([BM, D], gl.float32, _rows_layout(D, WARPS, KIND))
     for block in range(F // BF):
@@ -549,13 +556,13 @@ def _feedforward_backward_warpgroup_kernel(
         z = warpgroup_mma_wait(1, deps=[z])
         if b1 is not None:
             z += _vector(b1, block * BF, BF, WARPS, KIND)
-        _store_grad_operand(act_ptr, ACT(z, False), row_k, rows, block * BF, ld, F, TURNED, WARPS, KIND)
+        _store_grad_operand(act_ptr, ACT(z, False), row_k, rows, block * BF, _anew(ld), F, TURNED, WARPS, KIND)
         slope = ACT_GRAD(z, False)
         dz = warpgroup_mma_wait(0, deps=[dz])
         dz = dz * slope
         weight = _columns_slot(slots.index(stage + 2), D, BF, KIND)
         du = warpgroup_mma(_operand(dz, D, WARPS, KIND), weight.permute((1, 0)), du, is_async=True)
-        _store_grad_operand(dz_ptr, dz, row_k, rows, block * BF, ld, F, TURNED, WARPS, KIND)
+        _store_grad_operand(dz_ptr, dz, row_k, rows, block * BF, _anew(ld), F, TURNED, WARPS, KIND)
         du = warpgroup_mma_wait(0, deps=[du])
     xhat = _normalized(parked.load(_rows_layout(D, WARPS, KIND)), mean, deviation, NORM)
     if NORM_FIRST:
@@ -605,11 +612,6 @@ def _input_grad_warpgroup_kernel(
     for i in gl.static_range(STAGES - 1):
         _fetch_in_proj(slots.index(i), in_proj_turned, i * BF, D, BF, WARPS)
     coming = _load_grad(dqkv_ptr, row_k, rows, 0, ld, D, BF, TURNED, WARPS)
-    later = _load_grad(dqkv_ptr, row_k, rows, BF, ld, D, BF, TURNED, WARPS)
-    _ask_for_rows(x_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
-    _ask_for_rows(ds_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
-    if TURNED:
-        _ask_for_rows(o_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
     dx = gl.zeros([BM, D], gl.float32, _rows_layout(D, WARPS, KIND))
     for block in range(3 * D // BF):
         grad = _operand(coming, D, WARPS, KIND)
@@ -618,8 +620,7 @@ def _input_grad_warpgroup_kernel(
         _fetch_in_proj(slots.index(ahead % STAGES), in_proj_turned, ahead * BF, D, BF, WARPS)
         weight = _columns_slot(slots.index(block % STAGES), D, BF, KIND)
         dx = warpgroup_mma(grad, weight.permute((1, 0)), dx, is_async=True)
-        coming = later
-        later = _load_grad(dqkv_ptr, row_k, rows, (block + 2) * BF, ld, D, BF, TURNED, WARPS)
+        coming = _load_grad(dqkv_ptr, row_k, rows, (block + 1) * BF, ld, D, BF, TURNED, WARPS)
         dx = warpgroup_mma_wait(0, deps=[dx])
     n = _load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
     if NORM != "":
