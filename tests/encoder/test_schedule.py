@@ -45,7 +45,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(Launch, "bind", lambda self, *tensors: BoundKernel(Compiled(self.kernel.__name__, found), []))
     monkeypatch.setattr(launch, "current_stream", lambda index: 7)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(fused, "on", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "current_device", lambda: 0)
     monkeypatch.setattr(fused, "_plans", {})
     return found
 
@@ -188,6 +188,23 @@ def test_profilers_hear_launches_that_were_prepared(launched, monkeypatch):
     count = len(launched)
     _step(leaves)
     assert [enter for _, _, enter, _ in launched] == [None] * count + [print] * count
+
+
+def test_the_tensors_device_is_made_current(launched, monkeypatch):
+    current = [1]
+
+    @contextlib.contextmanager
+    def device(index):
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(launch, "current_device", lambda: current[-1])
+    monkeypatch.setattr(launch, "current_stream", lambda index: 10 * index + current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    _step(_leaves())
+    assert {stream for _, stream, _, _ in launched} == {0}
+    assert current == [1]
 
 
 def test_nothing_is_compiled_while_a_graph_is_captured(launched, monkeypatch):

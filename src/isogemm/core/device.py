@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -38,14 +37,6 @@ def _facts(device: torch.device) -> DeviceFacts:
         shared_memory=getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block,
         l2_bytes=properties.L2_cache_size,
     )
-
-
-def on(index: int) -> AbstractContextManager[object]:
-    """That device current; torch's own way takes its time where it already is."""
-    return _STAYS if index == torch.cuda.current_device() else torch.cuda.device(index)
-
-
-_STAYS = nullcontext()
 
 
 def matmul_precision() -> str:

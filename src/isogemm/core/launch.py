@@ -20,6 +20,8 @@ from triton.runtime.jit import JITFunction
 
 # The raw handle of torch's current stream on a device: what Triton's own launcher asks for.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+# torch.cuda.current_device, without asking whether CUDA is there.
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 _TFLOAT32 = 11  # CU_TENSOR_MAP_DATA_TYPE_TFLOAT32: the copy engine rounds float32 as it reads
 _MOST_MAPS = 256  # addresses kept per plan and argument: a model's weights of one shape, and what its layers pass on

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from isogemm.core import device as devices
-from isogemm.core.device import on
 from isogemm.core.eager import through_dispatcher
 from isogemm.encoder import configs
 from isogemm.encoder.configs import Layer
@@ -61,11 +60,13 @@ def kind_of(x: Tensor, params: EncoderParameters, options: Options) -> Kind:
 class Kind:
     """What calls whose tensors differ in nothing but memory have in common."""
 
-    __slots__ = ("differentiable", "options", "plans", "stacked")
+    __slots__ = ("differentiable", "lasting", "options", "plans", "stacked")
 
     def __init__(self, x: Tensor, parameters: _Parameters, stacked: bool, options: Options) -> None:
         self.stacked, self.options = stacked, options
         self.differentiable = any(each is not None and each.requires_grad for each in (x, *parameters))
+        # No parameter is a passing tensor, of which a graph may keep alive no more than it saves.
+        self.lasting = all(each is None or type(each) is torch.nn.Parameter for each in parameters)
         self.plans: dict[tuple[int, ...], Plan] = {}  # by addresses from which nothing is to be moved
 
     def launched(self, x: Tensor, parameters: _Parameters, mask: Tensor | None) -> Tensor:
@@ -85,8 +86,7 @@ class _Layer(torch.autograd.Function):
         y, kept = call.forward(keep=True)
         ctx.save_for_backward(x, mask, kept, *parameters)
         ctx.call = kind, (call.plan, call.addresses)
-        # `parameter` of each, at a third of its cost
-        ctx.owners = [each if each is None or each.is_leaf else parameter(each) for each in parameters]
+        ctx.owners = parameters if kind.lasting else [parameter(each) for each in parameters]
         return y
 
     @staticmethod
@@ -109,10 +109,10 @@ _apply: Any = super(torch.autograd.Function, _Layer).apply
 
 def _accumulate(ctx: Any, call: _Call, dy: Tensor, kept: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Into the main_grads of the parameters whose gradients this backward is to accumulate."""
-    needed, place = ctx.needs_input_grad, 0 if call.mask is None else 1
+    needed, place = ctx.needs_input_grad, 0 if call.given[0] is None else 1
     totals = [main_grad_of(each) for each in ctx.owners]
-    for i, owner in enumerate(call.parameters):
-        place += owner is not None
+    for i, each in enumerate(call.given[1:]):
+        place += each is not None
         if totals[i] is not None and not is_accumulated(ctx, _FIRST + i, place):
             totals[i] = None
     dx, gradients = call.accumulate(dy, kept, totals, needed[_FIRST:])
@@ -125,15 +125,15 @@ def _accumulate(ctx: Any, call: _Call, dy: Tensor, kept: Tensor) -> tuple[Tensor
 class _Call:
     """One layer's call on its tensors, made dense and aligned where they are not."""
 
-    __slots__ = ("addresses", "mask", "parameters", "plan", "x")
+    __slots__ = ("addresses", "given", "plan", "x")
 
     def __init__(
         self, x: Tensor, mask: Tensor | None, parameters: _Parameters, kind: Kind,
         forward: tuple[Plan, tuple[int, ...]] | None = None,
     ) -> None:  # fmt: skip
         """forward: in a backward, the plan of its forward, and the addresses that it was made for."""
-        self.x, self.mask, self.parameters = placed(x), mask, parameters
-        self.addresses = addresses_of((mask, *parameters))
+        self.x, self.given = placed(x), (mask, *parameters)
+        self.addresses = addresses_of(self.given)
         if forward is None:
             plan = kind.plans.get(self.addresses)
         else:
@@ -142,12 +142,13 @@ class _Call:
 
     def _find(self, kind: Kind, keep: bool) -> Plan:
         """Moves the parameters that are not dense and aligned; else the plan is kept for these addresses."""
-        dense = all(each is None or each.is_contiguous() for each in self.parameters)
+        mask, *parameters = self.given
+        dense = all(each is None or each.is_contiguous() for each in parameters)
         moved = not dense or any(address % 16 for address in self.addresses[1:])
         if moved:
-            self.parameters = [None if each is None else placed(each) for each in self.parameters]
-            self.addresses = addresses_of((self.mask, *self.parameters))
-        plan = _plan(self.x, self.mask, self.parameters, self.addresses, kind.stacked, kind.options)
+            self.given = (mask, *[None if each is None else placed(each) for each in parameters])
+            self.addresses = addresses_of(self.given)
+        plan = _plan(self.x, mask, self.given[1:], self.addresses, kind.stacked, kind.options)
         if keep and not moved:
             if len(kind.plans) >= _MOST_PLANS:
                 kind.plans.clear()
@@ -156,13 +157,11 @@ class _Call:
 
     def forward(self, keep: bool) -> tuple[Tensor, Tensor | None]:
         """y, and what a backward needs (keep)."""
-        with on(self.plan.index):
-            return self.plan.forward(self.x, self.mask, self.parameters, self.addresses, keep)
+        return self.plan.forward(self.x, self.given, self.addresses, keep)
 
     def backward(self, dy: Tensor, kept: Tensor, gradients: Gradients) -> Tensor:
         """dx; the parameters' gradients are written or added to `gradients`."""
-        with on(self.plan.index):
-            return self.plan.backward(placed(dy), self.x, self.mask, self.parameters, self.addresses, kept, gradients)
+        return self.plan.backward(placed(dy), self.x, self.given, self.addresses, kept, gradients)
 
     def accumulate(
         self, dy: Tensor, kept: Tensor, totals: Sequence[Tensor | None], wanted: Sequence[bool]
@@ -182,7 +181,7 @@ class _Call:
         added = [False] * len(totals)
         later: list[Callable[[], object]] = []
         seen: list[Tensor] = []
-        for place, (of, total, want) in enumerate(zip(self.parameters, totals, wanted, strict=True)):
+        for place, (of, total, want) in enumerate(zip(self.given[1:], totals, wanted, strict=True)):
             if of is None or not want:
                 continue
             if total is None:

@@ -61,25 +61,20 @@ class Plan:
         self._backwards: dict[object, tuple[Schedule, int]] = {}
 
     def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        parameters: Sequence[Tensor | None],
-        addresses: tuple[int, ...],
-        keep: bool,
+        self, x: Tensor, given: Sequence[Tensor | None], addresses: tuple[int, ...], keep: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """y [S, T, D], and what a backward needs of the rest (keep). addresses: of the mask and the parameters."""
+        """y [S, T, D], and what a backward needs of the rest (keep). given: the mask and the parameters."""
         schedule, size = self._forwards[keep]
         y = torch.empty_like(x)
         kept = torch.empty(self._kept_size, dtype=torch.uint8, device=self.device) if keep else None
         work = torch.empty(size, dtype=torch.uint8, device=self.device)
         rest = (x, y, kept, work)
-        schedule.run(addresses + addresses_of(rest), (mask, *parameters, *rest))
+        schedule.run(addresses + addresses_of(rest), given, rest)
         return y, kept
 
     def backward(
-        self, dy: Tensor, x: Tensor, mask: Tensor | None, parameters: Sequence[Tensor | None],
-        addresses: tuple[int, ...], kept: Tensor, gradients: Gradients,
+        self, dy: Tensor, x: Tensor, given: Sequence[Tensor | None], addresses: tuple[int, ...], kept: Tensor,
+        gradients: Gradients,
     ) -> Tensor:  # fmt: skip
         """dx; the parameters' gradients are written or added to `gradients`."""
         found = self._backwards.get(gradients.kind)
@@ -89,7 +84,7 @@ class Plan:
         dx = torch.empty_like(x)
         work = torch.empty(size, dtype=torch.uint8, device=self.device)
         rest = (dy, x, kept, dx, work, *gradients.memory)
-        schedule.run(addresses + addresses_of(rest), (mask, *parameters, *rest))
+        schedule.run(addresses + addresses_of(rest), given, rest)
         return dx
 
     def gradients(self, wanted: tuple[bool, ...]) -> Gradients:

@@ -67,13 +67,17 @@ class Schedule:
         self._kernels: list[_Kernel] = []
         self._kept: dict[tuple[int, tuple[int, ...]], list[Callable[[], None]]] = {}
 
-    def run(self, addresses: tuple[int, ...], tensors: Sequence[Tensor | None]) -> None:
-        """Of the tensors given, on their device, which is current; `addresses_of` them."""
+    def run(self, addresses: tuple[int, ...], *tensors: Sequence[Tensor | None]) -> None:
+        """On those given, in groups that follow on one another; `addresses_of` them all."""
         launching = self._launching
+        if launching.current_device() != self._index:
+            with torch.cuda.device(self._index):
+                self.run(addresses, *tensors)
+            return
         key = launching.current_stream(self._index), addresses
         launches = self._kept.get(key)
         if launches is None or launching.is_heard():
-            self._run_anew(key, tensors)
+            self._run_anew(key, [each for group in tensors for each in group])
             return
         for launch in launches:
             launch()
