@@ -148,7 +148,7 @@ def _store_grad_operand(
 
 @gluon.jit
 def _anew(ld):
-    """The same, unknown to the compiler, which else keeps all offsets that follow from it from one store to the next."""
+    """The same, unknown to the compiler, which else keeps all offsets that follow from it from store to store."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [ld], dtype=gl.int32, is_pure=False, pack=1)
 
 
