@@ -290,6 +290,7 @@ _WARPGROUPS = {
     ("tf32", 128): WarpgroupConfigs(
         WarpgroupConfig(4, 128, 1), WarpgroupConfig(4, 32, 2), WarpgroupConfig(4, 16, 3), WarpgroupConfig(4, 64, 2)
     ),
+    ("half", 64): WarpgroupConfigs(WarpgroupConfig(4, 64, 1)),
     ("half", 128): WarpgroupConfigs(WarpgroupConfig(4, 128, 1), WarpgroupConfig(4, 64, 2)),
 }
 
