@@ -170,6 +170,14 @@ class RowConfig:
 
 
 @dataclass(frozen=True)
+class WalkConfig:
+    """Of programs that keep weights and walk over rows, sixteen a warp: how many a multiprocessor holds."""
+
+    warps: int
+    at_once: int
+
+
+@dataclass(frozen=True)
 class WarpgroupConfig:
     """A program's warps, of sixteen rows each, the features that it takes at once, and how many such blocks of weights
     are there or on their way."""
@@ -179,14 +187,14 @@ class WarpgroupConfig:
     stages: int
 
     def programs(self, layer: Layer) -> int:
-        return -(-layer.rows // (16 * self.warps))
+        return -(-layer.rows // (FRAGMENT_ROWS * self.warps))
 
 
 @dataclass(frozen=True)
 class WarpgroupConfigs:
     """None: by tiles."""
 
-    project: WarpgroupConfig | None = None
+    project: WalkConfig | None = None
     feedforward: WarpgroupConfig | None = None
     feedforward_backward: WarpgroupConfig | None = None
     input_grad: WarpgroupConfig | None = None
@@ -285,22 +293,24 @@ _TABLE = {
 # By number type and d_model, from the same measurements: in 16 bits, smaller tiles do better in the backward.
 _WARPGROUPS = {
     ("tf32", 64): WarpgroupConfigs(
-        WarpgroupConfig(4, 64, 1), WarpgroupConfig(4, 32, 2), WarpgroupConfig(4, 32, 2), WarpgroupConfig(4, 32, 2)
+        WalkConfig(4, 2), WarpgroupConfig(4, 32, 2), WarpgroupConfig(4, 32, 2), WarpgroupConfig(4, 32, 4)
     ),
     ("tf32", 128): WarpgroupConfigs(
-        WarpgroupConfig(4, 128, 1), WarpgroupConfig(4, 32, 2), WarpgroupConfig(4, 16, 3), WarpgroupConfig(4, 64, 2)
+        WalkConfig(4, 2), WarpgroupConfig(4, 32, 2), WarpgroupConfig(4, 16, 3), WarpgroupConfig(4, 32, 4)
     ),
-    ("half", 64): WarpgroupConfigs(WarpgroupConfig(4, 64, 1)),
-    ("half", 128): WarpgroupConfigs(WarpgroupConfig(4, 128, 1), WarpgroupConfig(4, 64, 2)),
+    ("half", 64): WarpgroupConfigs(WalkConfig(4, 3)),
+    ("half", 128): WarpgroupConfigs(WalkConfig(4, 3), WarpgroupConfig(4, 64, 2)),
 }
 
 
 def choose_warpgroup(layer: Layer) -> WarpgroupConfigs:
     """No bit follows the numbers in it."""
+    number = _number(layer)
     # Of a single block of features Triton compiles the copies ahead, which do not happen, as unaligned ones.
     features = layer.dim_feedforward % 64 == 0 and layer.dim_feedforward >= 128
-    fits = layer.wgmma and features and not layer.exact
-    return _WARPGROUPS.get((_number(layer), layer.d_model), WarpgroupConfigs()) if fits else WarpgroupConfigs()
+    numbers = number != "tf32" or layer.dtype == "float32"
+    fits = layer.wgmma and features and numbers
+    return _WARPGROUPS.get((number, layer.d_model), WarpgroupConfigs()) if fits else WarpgroupConfigs()
 
 
 def choose(layer: Layer) -> Configs:
@@ -319,7 +329,6 @@ def row_warps(layer: Layer, sm_count: int) -> int:
     return max(warps for warps in (1, 2, 4, 8) if warps == 1 or tiles >= 2 * max(1, sm_count) * warps)
 
 
-def walkers(layer: Layer, tile_rows: int, parts: int, sm_count: int) -> int:
-    """Programs that share the rows of one part of in_proj: as many as run at once, two on a multiprocessor."""
-    tiles = -(-layer.rows // tile_rows)
-    return min(tiles, max(1, -(-2 * sm_count // parts)))
+def walkers(layer: Layer, tile_rows: int, parts: int, at_once: int) -> int:
+    """Programs that share the rows of one part of in_proj, as many as run at once."""
+    return min(-(-layer.rows // tile_rows), max(1, -(-at_once // parts)))

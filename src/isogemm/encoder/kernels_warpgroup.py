@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from isogemm.core.launch import Launch
-from isogemm.encoder.configs import Layer, WarpgroupConfig
+from isogemm.encoder.configs import Layer, WalkConfig, WarpgroupConfig
 from isogemm.encoder.kernels_forward import TYPES, in_proj, started
 from isogemm.epilogues import device
 
@@ -51,6 +51,12 @@ def _copy_layout(warps, kind):
 @gluon.constexpr_function
 def _shared_layout(rows, columns, kind):
     return gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
+
+
+# Of tiles that are read as a product's rows: [rows, columns], and [columns, rows] of transposes. No banks conflict.
+_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+_NARROW_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))  # 32 columns
+_TURNED_TILE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 
 
 # operands
@@ -258,6 +264,24 @@ def _fetch(slot, ptr, row, column, LD: gl.constexpr, WARPS: gl.constexpr, KIND: 
 
 
 @gluon.jit
+def _fetch_rows(tile, ptr, first, rows, LD: gl.constexpr, WARPS: gl.constexpr, INDEX: gl.constexpr):
+    """A program's rows of float32."""
+    layout: gl.constexpr = _copy_layout(WARPS, gl.float32)
+    r = (first + gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))).to(INDEX)
+    c = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))
+    at = ptr + (r[:, None] * LD + c[None, :])
+    async_copy.async_copy_global_to_shared(tile, at, mask=(r < rows)[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _rows_in(tile, live, WARPS: gl.constexpr):
+    """Of `_fetch_rows`, zeros where not live."""
+    value = tile.load(_rows_layout(tile.shape[1], WARPS, gl.float32))
+    return gl.where(live[:, None], value, 0.0)
+
+
+@gluon.jit
 def _arrived(LATER: gl.constexpr):
     """Wait for all that was asked for but the last LATER groups, and for all warps."""
     async_copy.wait_group(LATER)
@@ -267,9 +291,9 @@ def _arrived(LATER: gl.constexpr):
 
 @gluon.jit
 def _attended(
-    x_ptr, o_ptr, wo, bo, row, rows, slots, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr
+    o_ptr, wo, bo, row, rows, slots, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr
 ):  # fmt: skip
-    """x + o Wo + bo."""
+    """o Wo + bo, when all that was asked for is there."""
     gl.static_assert(slots.shape[0] * slots.shape[1] >= D, "all of Wo shall fit")
     weight = slots._reinterpret(KIND, [D, D], _shared_layout(D, D, KIND))
     _fetch(weight, wo, 0, 0, D, WARPS, KIND)
@@ -282,7 +306,7 @@ def _attended(
     tl.debug_barrier()  # before the slots are filled again
     if bo is not None:
         s += _vector(bo, 0, D, WARPS, KIND)
-    return s + _load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
+    return s
 
 
 # the launches
@@ -344,19 +368,33 @@ def _prepare(
 
 
 @gluon.jit
+def _keep_vector(slot, ptr, D: gl.constexpr, WARPS: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    slot.store(gl.load(ptr + gl.arange(0, D, layout)).to(gl.float32))
+
+
+@gluon.jit
+def _kept_vector(slot, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+    """Of `_keep_vector`, for every row."""
+    return slot.load(gl.SliceLayout(0, _rows_layout(D, WARPS, KIND)))[None, :]
+
+
+@gluon.jit
 def _keep_weight(slot, w, D: gl.constexpr, TURNED: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
-    """All of a weight [D, D], or of its transpose, as the right operand."""
+    """All of a weight [D, D], or of its transpose, as the right operand; some rows of it at a time."""
+    ROWS: gl.constexpr = 32
     layout: gl.constexpr = (
-        gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1]) if TURNED
+        gl.BlockedLayout([4, 1], [8, 4], [1, WARPS], [0, 1]) if TURNED
         else gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
     )  # fmt: skip
-    n = gl.arange(0, D, gl.SliceLayout(1, layout))[:, None]
     k = _column_at(gl.arange(0, D, gl.SliceLayout(0, layout)), KIND)[None, :]
-    if TURNED:
-        at = w + (k * D + n)
-    else:
-        at = w + (n * D + k)
-    slot.store(_as_number(gl.load(at), KIND))
+    for first in gl.static_range(0, D, ROWS):
+        n = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+        if TURNED:
+            at = w + (k * D + n)
+        else:
+            at = w + (n * D + k)
+        slot.slice(first, ROWS).store(_as_number(gl.load(at), KIND))
 
 
 @gluon.jit
@@ -394,35 +432,45 @@ def _project_warpgroup_kernel(
             _prepare(program - per_part * PARTS, wq, wk, wv, wo, w1, w2, ready, D, F, STACKED, TURN, SIDE, WARPS, KIND)
     else:
         slot = gl.allocate_shared_memory(KIND, [D, D], _shared_layout(D, D, KIND))
+        # not in registers, which are wanted
+        vectors = gl.allocate_shared_memory(gl.float32, [3, D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         tiles = (rows + BM - 1) // BM
-        row = _row_numbers(first * BM, D, WARPS, KIND, INDEX)
         if part < 3:
-            coming = _load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND)
+            _ask_for_rows(x_ptr, first * BM, rows, D, WARPS, INDEX)
             _keep_weight(slot, in_proj(wq, wk, wv, part, D * D, STACKED), D, False, WARPS, KIND)
+            if norm_w is not None:
+                _keep_vector(vectors.index(0), norm_w, D, WARPS)
+            if norm_b is not None:
+                _keep_vector(vectors.index(1), norm_b, D, WARPS)
+            if BIASES:
+                _keep_vector(vectors.index(2), in_proj(bq, bk, bv, part, D, STACKED), D, WARPS)
             fence_async_shared()
             tl.debug_barrier()
-            bias = gl.zeros([1, D], gl.float32, _rows_layout(D, WARPS, KIND))
-            if BIASES:
-                bias = _vector(in_proj(bq, bk, bv, part, D, STACKED), 0, D, WARPS, KIND)
             if BY_HEAD:
                 to = qkv_ptr + part * rows.to(INDEX) * D
             else:
                 to = qkv_ptr + part * D
             for tile in range(first, tiles, per_part):
-                x = coming.to(gl.float32)
+                row = _row_numbers(tile * BM, D, WARPS, KIND, INDEX)
+                x = _load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
+                _ask_for_rows(x_ptr, (tile + per_part) * BM, rows, D, WARPS, INDEX)
                 if NORM != "":
-                    x = _normed(x, row < rows, eps, norm_w, norm_b, D, NORM, WARPS, KIND)
+                    mean, deviation = _statistics(x, row < rows, eps, D, NORM)
+                    x = _normalized(x, mean, deviation, NORM)
+                if norm_w is not None:
+                    x = x * _kept_vector(vectors.index(0), D, WARPS, KIND)
+                if norm_b is not None:
+                    x = x + _kept_vector(vectors.index(1), D, WARPS, KIND)
                 acc = gl.zeros([BM, D], gl.float32, _rows_layout(D, WARPS, KIND))
                 acc = warpgroup_mma(
                     _operand(x, D, WARPS, KIND), slot.permute((1, 0)), acc, use_acc=False, is_async=True
                 )  # fmt: skip
-                next_row = _row_numbers((tile + per_part) * BM, D, WARPS, KIND, INDEX)
-                coming = _load_rows(x_ptr, next_row, rows, 0, D, D, WARPS, KIND)
                 acc = warpgroup_mma_wait(0, deps=[acc])
-                _store_heads(to, acc + bias, row, rows, HEAD, BY_HEAD, 3 * D, WARPS, KIND)
-                row = next_row
+                if BIASES:
+                    acc += _kept_vector(vectors.index(2), D, WARPS, KIND)
+                _store_heads(to, acc, row, rows, HEAD, BY_HEAD, 3 * D, WARPS, KIND)
         elif BACKWARD:
-            coming = _load_rows(ds_ptr, row, rows, 0, D, D, WARPS, KIND)
+            _ask_for_rows(ds_ptr, first * BM, rows, D, WARPS, INDEX)
             _keep_weight(slot, wo, D, KIND == gl.float32, WARPS, KIND)
             fence_async_shared()
             tl.debug_barrier()
@@ -430,15 +478,13 @@ def _project_warpgroup_kernel(
             if KIND == gl.float32:  # which wants both operands along the sum
                 right = slot.permute((1, 0))
             for tile in range(first, tiles, per_part):
+                row = _row_numbers(tile * BM, D, WARPS, KIND, INDEX)
+                ds = _load_rows(ds_ptr, row, rows, 0, D, D, WARPS, KIND)
+                _ask_for_rows(ds_ptr, (tile + per_part) * BM, rows, D, WARPS, INDEX)
                 acc = gl.zeros([BM, D], gl.float32, _rows_layout(D, WARPS, KIND))
-                acc = warpgroup_mma(
-                    _operand(coming, D, WARPS, KIND), right, acc, use_acc=False, is_async=True
-                )  # fmt: skip
-                next_row = _row_numbers((tile + per_part) * BM, D, WARPS, KIND, INDEX)
-                coming = _load_rows(ds_ptr, next_row, rows, 0, D, D, WARPS, KIND)
+                acc = warpgroup_mma(_operand(ds, D, WARPS, KIND), right, acc, use_acc=False, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 _store_heads(do_ptr, acc, row, rows, HEAD, BY_HEAD, D, WARPS, KIND)
-                row = next_row
 
 
 @gluon.jit
@@ -465,7 +511,8 @@ def _feedforward_warpgroup_kernel(
     row = _row_numbers(gl.program_id(0) * BM, D, WARPS, KIND, INDEX)
     _ask_for_rows(x_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
     slots = gl.allocate_shared_memory(KIND, [2 * STAGES, BF, D], _shared_layout(BF, D, KIND))
-    y = _attended(x_ptr, o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
+    y = _attended(o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
+    y += _load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
     for i in gl.static_range(STAGES - 1):
         _fetch_feedforward(slots, i, w1, w2, i * BF, D, F, BF, WARPS, KIND)
     normed = _normed(y, row < rows, eps, norm_w, norm_b, D, NORM, WARPS, KIND)
@@ -520,15 +567,17 @@ def _feedforward_backward_warpgroup_kernel(
     KIND: gl.constexpr = gl.float32
     row = _row_numbers(gl.program_id(0) * BM, D, WARPS, KIND, INDEX)
     row_k = _row_numbers(gl.program_id(0) * BM, BF, WARPS, KIND, INDEX)
-    _ask_for_rows(x_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
-    _ask_for_rows(dy_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
     slots = gl.allocate_shared_memory(KIND, [3 * STAGES, BF, D], _shared_layout(BF, D, KIND))
-    s = _attended(x_ptr, o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
+    tile = gl.allocate_shared_memory(KIND, [BM, D], _TILE)
+    _fetch_rows(tile, x_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
+    _ask_for_rows(dy_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
+    s = _attended(o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
+    s += _rows_in(tile, row < rows, WARPS)
+    tl.debug_barrier()
+    tile.store(s)  # until the norm's gradient
     for i in gl.static_range(STAGES - 1):
         _fetch_feedforward_backward(slots, i, w1, w1_turned, w2_turned, i * BF, D, F, BF, WARPS)
     mean, deviation = _statistics(s, row < rows, eps, D, NORM)
-    parked = gl.allocate_shared_memory(gl.float32, [BM, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-    parked.store(s)  # until the norm's gradient
     normed = _scaled(_normalized(s, mean, deviation, NORM), norm_w, norm_b, D, WARPS, KIND)
     _store_grad_operand(u_ptr, normed, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
     u = _operand(normed, BF, WARPS, KIND)
@@ -564,7 +613,7 @@ def _feedforward_backward_warpgroup_kernel(
         du = warpgroup_mma(_operand(dz, D, WARPS, KIND), weight.permute((1, 0)), du, is_async=True)
         _store_grad_operand(dz_ptr, dz, row_k, rows, block * BF, _anew(ld), F, TURNED, WARPS, KIND)
         du = warpgroup_mma_wait(0, deps=[du])
-    xhat = _normalized(parked.load(_rows_layout(D, WARPS, KIND)), mean, deviation, NORM)
+    xhat = _normalized(tile.load(_rows_layout(D, WARPS, KIND)), mean, deviation, NORM)
     if NORM_FIRST:
         ds = _norm_backward(du, xhat, deviation, norm_w, norm_sums, 2, rows, D, NORM, WARPS, KIND)
         ds += _load_rows(dy_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
@@ -575,23 +624,22 @@ def _feedforward_backward_warpgroup_kernel(
 
 
 @gluon.jit
-def _load_grad(
-    dqkv_ptr, row, rows, k, ld, D: gl.constexpr, BF: gl.constexpr, TURNED: gl.constexpr, WARPS: gl.constexpr
+def _fetch_input_grad(
+    slot, tile, w_turned, dqkv_ptr, first, rows, k, ld,
+    D: gl.constexpr, BF: gl.constexpr, TURNED: gl.constexpr, WARPS: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
-    """Columns k .. k + BF - 1 of the gradients of q, k and v, zeros beyond the last of either."""
-    c = (k + _column_numbers(BF, WARPS, gl.float32)).to(row.dtype)
-    live = (row < rows)[:, None] & (c < 3 * D)[None, :]
-    if TURNED:
-        return gl.load(dqkv_ptr + (c[None, :] * ld + row[:, None]), mask=live, other=0.0)
-    else:
-        return gl.load(dqkv_ptr + (row[:, None] * (3 * D) + c[None, :]), mask=live, other=0.0)
-
-
-@gluon.jit
-def _fetch_in_proj(slot, w_turned, k, D: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr):
-    """Columns k .. k + BF - 1 of in_proj's transpose, if there are so many."""
+    """Columns k .. k + BF - 1 of in_proj's transpose, and of the gradients of q, k and v; if there are so many."""
+    layout: gl.constexpr = _copy_layout(WARPS, gl.float32)
     if k < 3 * D:
         _fetch(_columns_slot(slot, D, BF, gl.float32), w_turned, 0, k, 3 * D, WARPS, gl.float32)
+        if TURNED:
+            c = (k + gl.arange(0, BF, gl.SliceLayout(1, layout))).to(INDEX)[:, None]
+            r = (first + gl.arange(0, 16 * WARPS, gl.SliceLayout(0, layout))).to(INDEX)[None, :]
+            async_copy.async_copy_global_to_shared(tile, dqkv_ptr + (c * ld + r), mask=r < ld)
+        else:
+            r = (first + gl.arange(0, 16 * WARPS, gl.SliceLayout(1, layout))).to(INDEX)[:, None]
+            c = k + gl.arange(0, BF, gl.SliceLayout(0, layout))[None, :]
+            async_copy.async_copy_global_to_shared(tile, dqkv_ptr + (r * (3 * D) + c), mask=r < rows)
     async_copy.commit_group()
 
 
@@ -606,41 +654,66 @@ def _input_grad_warpgroup_kernel(
     started(EARLY)
     BM: gl.constexpr = 16 * WARPS
     KIND: gl.constexpr = gl.float32
-    row = _row_numbers(gl.program_id(0) * BM, D, WARPS, KIND, INDEX)
-    row_k = _row_numbers(gl.program_id(0) * BM, BF, WARPS, KIND, INDEX)
+    first = gl.program_id(0) * BM
+    row = _row_numbers(first, D, WARPS, KIND, INDEX)
+    live = row < rows
     slots = gl.allocate_shared_memory(KIND, [STAGES, BF, D], _shared_layout(BF, D, KIND))
+    if TURNED:
+        grads = gl.allocate_shared_memory(KIND, [STAGES, BF, BM], _TURNED_TILE)
+    else:
+        grads = gl.allocate_shared_memory(KIND, [STAGES, BM, BF], _NARROW_TILE)
     for i in gl.static_range(STAGES - 1):
-        _fetch_in_proj(slots.index(i), in_proj_turned, i * BF, D, BF, WARPS)
-    coming = _load_grad(dqkv_ptr, row_k, rows, 0, ld, D, BF, TURNED, WARPS)
+        _fetch_input_grad(
+            slots.index(i), grads.index(i), in_proj_turned, dqkv_ptr, first, rows, i * BF, ld,
+            D, BF, TURNED, WARPS, INDEX,
+        )  # fmt: skip
     dx = gl.zeros([BM, D], gl.float32, _rows_layout(D, WARPS, KIND))
     for block in range(3 * D // BF):
-        grad = _operand(coming, D, WARPS, KIND)
         _arrived(STAGES - 2)
         ahead = block + STAGES - 1
-        _fetch_in_proj(slots.index(ahead % STAGES), in_proj_turned, ahead * BF, D, BF, WARPS)
+        stage = ahead % STAGES
+        _fetch_input_grad(
+            slots.index(stage), grads.index(stage), in_proj_turned, dqkv_ptr, first, rows, ahead * BF, ld,
+            D, BF, TURNED, WARPS, INDEX,
+        )  # fmt: skip
+        grad = grads.index(block % STAGES)
+        if TURNED:
+            grad = grad.permute((1, 0))
         weight = _columns_slot(slots.index(block % STAGES), D, BF, KIND)
-        dx = warpgroup_mma(grad, weight.permute((1, 0)), dx, is_async=True)
-        coming = _load_grad(dqkv_ptr, row_k, rows, (block + 1) * BF, ld, D, BF, TURNED, WARPS)
+        left = _operand(grad.load(_rows_layout(BF, WARPS, KIND)), D, WARPS, KIND)
+        dx = warpgroup_mma(left, weight.permute((1, 0)), dx, is_async=True)
         dx = warpgroup_mma_wait(0, deps=[dx])
-    n = _load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
+    dx = gl.where(live[:, None], dx, 0.0)  # what is beyond the last row was not fetched
+    tl.debug_barrier()
+    gl.static_assert(STAGES * BF >= 2 * BM, "two tiles of rows shall fit")
+    gl.static_assert(STAGES * BF >= D, "a tile of rows shall fit")
+    tiles = slots._reinterpret(KIND, [2, BM, D], _TILE)
+    _fetch_rows(tiles.index(0), x_ptr, first, rows, D, WARPS, INDEX)
+    _fetch_rows(tiles.index(1), ds_ptr, first, rows, D, WARPS, INDEX)
+    if TURNED:
+        last = grads._reinterpret(KIND, [BM, D], _TILE)
+        _fetch_rows(last, o_ptr, first, rows, D, WARPS, INDEX)
+    _arrived(2 if TURNED else 1)
+    n = _rows_in(tiles.index(0), live, WARPS)
     if NORM != "":
-        mean, deviation = _statistics(n, row < rows, eps, D, NORM)
+        mean, deviation = _statistics(n, live, eps, D, NORM)
         n = _normalized(n, mean, deviation, NORM)
         dx = _norm_backward(dx, n, deviation, norm_w, norm_sums, 0, rows, D, NORM, WARPS, KIND)
         n = _scaled(n, norm_w, norm_b, D, WARPS, KIND)
     if n_ptr is not None:
-        _store_grad_operand(n_ptr, n, row, rows, 0, ld, D, TURNED, WARPS, KIND)
-    ds = _load_rows(ds_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
+        _store_grad_operand(n_ptr, n, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
+    _arrived(0)
+    ds = _rows_in(tiles.index(1), live, WARPS)
     _store_sum(norm_sums, 5, ds, rows, D, WARPS)  # out_proj's bias, here and exactly
     _store_rows(dx_ptr, dx + ds, row, rows, 0, D, WARPS, KIND)
     if TURNED:
-        _store_grad_operand(ds_turned, ds, row, rows, 0, ld, D, TURNED, WARPS, KIND)
-        o = _load_rows(o_ptr, row, rows, 0, D, D, WARPS, KIND)
-        _store_grad_operand(o_turned, o, row, rows, 0, ld, D, TURNED, WARPS, KIND)
+        _store_grad_operand(ds_turned, ds, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
+        o = _rows_in(last, live, WARPS)
+        _store_grad_operand(o_turned, o, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
 
 
 def describe_project_warpgroup(
-    layer: Layer, config: WarpgroupConfig, eps: float, walkers: int, biases: bool, backward: bool, turn: bool
+    layer: Layer, config: WalkConfig, eps: float, walkers: int, biases: bool, backward: bool, turn: bool
 ) -> Launch:
     """Of x, norm1, the weights of q, k and v, their biases, qkv, ds, out_proj, do, linear1, linear2 and ready.
 
@@ -728,6 +801,6 @@ def _blocks(layer: Layer, config: WarpgroupConfig) -> dict[str, object]:
     return {"BF": config.block, "STAGES": config.stages, "WARPS": config.warps, "EARLY": layer.early}
 
 
-def _options(layer: Layer, config: WarpgroupConfig) -> dict[str, object]:
+def _options(layer: Layer, config: WalkConfig | WarpgroupConfig) -> dict[str, object]:
     early = {"launch_pdl": True} if layer.early else {}
     return {"num_warps": config.warps, "enable_fp_fusion": False} | early

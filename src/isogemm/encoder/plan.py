@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 STACKED = ("wq", "wo", "w1", "w2", "g1", "g2", "bq", "bo", "b1", "b2", "s1", "s2")
 SEPARATE = ("wq", "wk", "wv", "wo", "w1", "w2", "g1", "g2", "bq", "bk", "bv", "bo", "b1", "b2", "s1", "s2")
 _MOST_GRADIENTS = 16  # that one launch adds up
+_TILES_AT_ONCE = 2  # of a walk over rows, on a multiprocessor
 _TILE_SUMS = ("g1", "s1", "g2", "s2", "b2", "bo")  # of rows, in the order in which a tile leaves them
 
 
@@ -281,13 +282,15 @@ class Plan:
         if group := self.groups.project:
             from isogemm.encoder import kernels_warpgroup
 
-            walkers = configs.walkers(layer, 16 * group.warps, 4 if backward else 3, sm_count)
+            walkers = configs.walkers(
+                layer, configs.FRAGMENT_ROWS * group.warps, 4 if backward else 3, group.at_once * sm_count
+            )
             return kernels_warpgroup.describe_project_warpgroup(
                 layer, group, self.eps, walkers, self.biases, backward, turn
             )  # fmt: skip
         config = self.configs.project
         parts = (4 if backward else 3) * -(-layer.d_model // config.block)
-        walkers = configs.walkers(layer, config.rows, parts, sm_count)
+        walkers = configs.walkers(layer, config.rows, parts, _TILES_AT_ONCE * sm_count)
         return kernels.describe_project(layer, config, self.eps, walkers, self.biases, backward, turn)
 
     def _describe_feedforward(self) -> Launch:
