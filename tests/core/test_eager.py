@@ -43,6 +43,18 @@ def test_a_parameter_whose_memory_is_laid_out_anew():
     assert not is_like(x, weight, mask)
 
 
+def test_a_tensor_in_two_places():
+    x, weight, mask = _tensors()
+    other = torch.nn.Parameter(torch.ones(4, 4))
+    tied, apart = likeness([x, weight, weight, mask]), likeness([x, weight, other, mask])
+    assert tied(x, weight, weight, mask)
+    assert tied(x, other, other, mask)
+    assert not tied(x, weight, other, mask)
+    assert not tied(x, weight, weight)
+    assert apart(x, other, weight, mask)
+    assert not apart(x, weight, weight, mask)
+
+
 def test_special_tensors_are_like_none():
     assert likeness([torch.zeros(2, 3).to_sparse()]) is None
     assert likeness([torch._neg_view(torch.zeros(2, 3))]) is None

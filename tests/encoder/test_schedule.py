@@ -174,6 +174,15 @@ def test_calls_that_differ_in_more_are_not(launched, layer):
     assert [len(kind.plans) for kind in _kinds()] == [1, 0, 0]  # none where a weight is copied
 
 
+def test_calls_with_a_parameter_in_two_places_are_of_one_kind(layer):
+    leaves = _leaves()
+    leaves["norm2_weight"] = leaves["norm1_weight"]
+    for _ in range(3):
+        layer(leaves).sum().backward()
+    (kind,) = _kinds()
+    assert len(kind.plans) == 1
+
+
 def test_a_known_kind_within_a_transform(layer):
     leaves = _leaves()
     layer(leaves)

@@ -28,14 +28,26 @@ def through_dispatcher(*tensors: torch.Tensor) -> bool:
 def likeness(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     """Whether other tensors are like these in all but memory, at a tenth of the cost of asking each; None if special.
 
-    In type, dispatch keys, dtype, device, sizes, strides and whether they require a gradient.
+    In type, dispatch keys, dtype, device, sizes, strides, whether they require a gradient, and which are the same.
     """
     if _any_special(tensors):
         return None
-    sizes, strides = [list(each.shape) for each in tensors], [list(each.stride()) for each in tensors]
+    firsts = _first_places(tensors)
+    places = sorted(set(firsts))
+    distinct = [tensors[place] for place in places]
+    sizes, strides = [list(each.shape) for each in distinct], [list(each.stride()) for each in distinct]
     guards: Any = TensorGuards
-    check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    return check
+    check: Callable[..., bool] = guards(*distinct, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    if len(places) == len(firsts):
+        return check
+    # The guards hold for no tensor that is given twice.
+    return lambda *others: _first_places(others) == firsts and check(*[others[place] for place in places])
+
+
+def _first_places(tensors: Sequence[object]) -> list[int]:
+    """Where each was given first."""
+    ids = list(map(id, tensors))
+    return [ids.index(each) for each in ids]
 
 
 def in_transform(*tensors: torch.Tensor) -> bool:
