@@ -84,6 +84,15 @@ def test_post_norm_of_a_wide_layer_no_worse_than_torch():
     assert_encoder_no_worse(tensors, nhead=shape.nhead, precision="tf32")
 
 
+@pytest.mark.parametrize("sizes", [(128, 16, 2048), (16, 4, 2048)], ids=str)
+def test_a_layer_that_adds_little_keeps_its_input(sizes):
+    """Where sums are rounded toward zero, x is not to go through those of 2048 features."""
+    shape = EncoderShape(19, 37, *sizes)
+    tensors = _tensors(shape, "tf32")
+    tensors |= {name: tensors[name] / 300 for name in ("out_proj_weight", "linear2_weight")}
+    assert_encoder_no_worse(tensors, nhead=shape.nhead, precision="tf32", **PRE)
+
+
 @pytest.mark.parametrize("absent", ["", "bias", "norm"])
 @pytest.mark.parametrize(
     ("number", "d_model", "nhead"), [("tf32", 64, 8), ("tf32", 128, 2), ("tf32", 128, 16), ("fp16", 128, 8)]

@@ -304,7 +304,7 @@ _WARPGROUPS = {
 
 
 def choose_warpgroup(layer: Layer) -> WarpgroupConfigs:
-    """No bit follows the numbers in it."""
+    """Which of the row kernels are by warpgroups, both of the backward's or none; no bit follows how they are cut."""
     number = _number(layer)
     # Of a single block of features Triton compiles the copies ahead, which do not happen, as unaligned ones.
     features = layer.dim_feedforward % 64 == 0 and layer.dim_feedforward >= 128

@@ -430,6 +430,7 @@ def _feedforward_rows_kernel(
         y = normed
     if b2 is not None:
         y = _plus_vector(y, b2, c, NATIVE)
+    acc = zero_blocks(D // 16, BLOCK)  # not y: tensor cores round sums toward zero, it would shrink with every block
     for f in tl.range(0, F // 16):
         tl.debug_barrier()  # warps that stay together find the weights in the cache
         z = _times_block(u, w1, lane, f, D, BLOCK, KIND, NATIVE)
@@ -438,7 +439,8 @@ def _feedforward_rows_kernel(
         active = ()
         for e in tl.static_range(8):
             active = active + (ACT(z[e], EXACT),)
-        y = _with_block(y, operand(active, KIND, NATIVE), w2, lane, f, F, KIND, NATIVE)
+        acc = _with_block(acc, operand(active, KIND, NATIVE), w2, lane, f, F, KIND, NATIVE)
+    y = _sums(y, acc)
     if not NORM_FIRST:
         if sum_ptr is not None:
             _store_rows(sum_ptr, y, at, live, c, D, NATIVE)

@@ -22,11 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from isogemm.core.launch import Launch
-from isogemm.encoder.configs import Layer, WalkConfig, WarpgroupConfig
+from isogemm.encoder.configs import GROUP_ROWS, Layer, WalkConfig, WarpgroupConfig
 from isogemm.encoder.kernels_forward import TYPES, in_proj, started
 from isogemm.epilogues import device
 
-_GROUP = gl.constexpr(64)  # rows of a warpgroup
+_GROUP = gl.constexpr(GROUP_ROWS)
 _SIDE = 64  # of a tile of weights that one program prepares
 
 
@@ -509,10 +509,17 @@ def _feedforward_warpgroup_kernel(
     started(EARLY)
     BM: gl.constexpr = 16 * WARPS
     row = _row_numbers(gl.program_id(0) * BM, D, WARPS, KIND, INDEX)
-    _ask_for_rows(x_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
     slots = gl.allocate_shared_memory(KIND, [2 * STAGES, BF, D], _shared_layout(BF, D, KIND))
-    y = _attended(o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
-    y += _load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
+    if KIND == gl.float32:
+        tile = gl.allocate_shared_memory(KIND, [BM, D], _TILE)
+        _fetch_rows(tile, x_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
+        y = _attended(o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
+        y += _rows_in(tile, row < rows, WARPS)
+        tl.debug_barrier()
+    else:
+        _ask_for_rows(x_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
+        y = _attended(o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
+        y += _load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
     for i in gl.static_range(STAGES - 1):
         _fetch_feedforward(slots, i, w1, w2, i * BF, D, F, BF, WARPS, KIND)
     normed = _normed(y, row < rows, eps, norm_w, norm_b, D, NORM, WARPS, KIND)
@@ -521,6 +528,9 @@ def _feedforward_warpgroup_kernel(
         y = normed
     if b2 is not None:
         y += _vector(b2, 0, D, WARPS, KIND)
+    if KIND == gl.float32:  # tensor cores round sums toward zero: y would shrink with every few features
+        tile.store(y)
+        y = gl.zeros([BM, D], gl.float32, _rows_layout(D, WARPS, KIND))
     for block in range(F // BF):
         _arrived(STAGES - 2)
         ahead = block + STAGES - 1
@@ -534,6 +544,8 @@ def _feedforward_warpgroup_kernel(
         weight = _columns_slot(slots.index(stage + 1), D, BF, KIND)
         y = warpgroup_mma(_operand(ACT(z, False), D, WARPS, KIND), weight.permute((1, 0)), y, is_async=True)
         y = warpgroup_mma_wait(0, deps=[y])
+    if KIND == gl.float32:
+        y += tile.load(_rows_layout(D, WARPS, KIND))
     if not NORM_FIRST:
         if sum_ptr is not None:
             _store_rows(sum_ptr, y, row, rows, 0, D, WARPS, KIND)

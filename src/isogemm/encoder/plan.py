@@ -327,10 +327,10 @@ class Plan:
             return kernels_warpgroup.describe_input_grad_warpgroup(self.layer, group, self.eps)
         return kernels.describe_input_grad(self.layer, self.configs.input_grad, self._tile_rows, self.eps)
 
-    def _describe_weight_grads(self, shapes: Sequence[int], group: int) -> Launch:
+    def _describe_weight_grads(self, shapes: Sequence[int], which: int) -> Launch:
         from isogemm.encoder import kernels, kernels_weight_rows
 
-        layer, (offsets, size) = self.layer, self._partials[group]
+        layer, (offsets, size) = self.layer, self._partials[which]
         into = list(offsets.values())[:4]
         added = tuple(place for place, name in enumerate(_TILE_SUMS) if name in offsets)
         if layer.fragments and layer.precision == "tf32":
