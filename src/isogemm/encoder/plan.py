@@ -280,12 +280,12 @@ class Plan:
             split = self._warps == 1
             return kernels_rows.describe_project_rows(layer, self._warps, self.eps, self.biases, backward, turn, split)
         if group := self.groups.project:
-            from isogemm.encoder import kernels_warpgroup
+            from isogemm.encoder import kernels_warpgroup_forward
 
             walkers = configs.walkers(
                 layer, configs.FRAGMENT_ROWS * group.warps, 4 if backward else 3, group.at_once * sm_count
             )
-            return kernels_warpgroup.describe_project_warpgroup(
+            return kernels_warpgroup_forward.describe_project_warpgroup(
                 layer, group, self.eps, walkers, self.biases, backward, turn
             )  # fmt: skip
         config = self.configs.project
@@ -299,9 +299,9 @@ class Plan:
         if self.layer.fragments:
             return kernels_rows.describe_feedforward_rows(self.layer, self._warps, self.eps)
         if group := self.groups.feedforward:
-            from isogemm.encoder import kernels_warpgroup
+            from isogemm.encoder import kernels_warpgroup_forward
 
-            return kernels_warpgroup.describe_feedforward_warpgroup(self.layer, group, self.eps)
+            return kernels_warpgroup_forward.describe_feedforward_warpgroup(self.layer, group, self.eps)
         return kernels.describe_feedforward(self.layer, self.configs.feedforward, self.eps)
 
     def _describe_feedforward_backward(self) -> Launch:
@@ -310,9 +310,9 @@ class Plan:
         if self.layer.fragments:
             return kernels_rows.describe_feedforward_backward_rows(self.layer, self._warps, self.eps)
         if group := self.groups.feedforward_backward:
-            from isogemm.encoder import kernels_warpgroup
+            from isogemm.encoder import kernels_warpgroup_backward
 
-            return kernels_warpgroup.describe_feedforward_backward_warpgroup(self.layer, group, self.eps)
+            return kernels_warpgroup_backward.describe_feedforward_backward_warpgroup(self.layer, group, self.eps)
         config = self.configs.feedforward_backward
         return kernels.describe_feedforward_backward(self.layer, config, self._tile_rows, self.eps)
 
@@ -322,9 +322,9 @@ class Plan:
         if self.layer.fragments:
             return kernels_rows.describe_input_grad_rows(self.layer, self._warps, self.eps)
         if group := self.groups.input_grad:
-            from isogemm.encoder import kernels_warpgroup
+            from isogemm.encoder import kernels_warpgroup_backward
 
-            return kernels_warpgroup.describe_input_grad_warpgroup(self.layer, group, self.eps)
+            return kernels_warpgroup_backward.describe_input_grad_warpgroup(self.layer, group, self.eps)
         return kernels.describe_input_grad(self.layer, self.configs.input_grad, self._tile_rows, self.eps)
 
     def _describe_weight_grads(self, shapes: Sequence[int], which: int) -> Launch:

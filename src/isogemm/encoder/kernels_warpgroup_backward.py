@@ -1,0 +1,296 @@
+"""The backward's row kernels by warpgroups, in TF32: the feed-forward's, and the input's gradient."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+
+from isogemm.core.launch import Launch
+from isogemm.encoder.configs import GROUP_ROWS, Layer, WarpgroupConfig
+from isogemm.encoder.kernels_forward import started
+from isogemm.encoder.kernels_warpgroup import (
+    TILE,
+    arrived,
+    ask_for_rows,
+    attended,
+    blocks,
+    column_numbers,
+    columns_slot,
+    copy_layout,
+    feedforward_sizes,
+    fetch,
+    fetch_rows,
+    index_type,
+    load_rows,
+    normalized,
+    operand,
+    options,
+    rounded,
+    row_numbers,
+    rows_in,
+    rows_layout,
+    scaled,
+    shared_layout,
+    statistics,
+    store_rows,
+    vector,
+)
+from isogemm.epilogues import device
+
+_GROUP = gl.constexpr(GROUP_ROWS)
+# Of blocks of dqkv: 32 columns of rows, and of its transpose. No banks conflict.
+_NARROW_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+_TURNED_TILE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+
+
+@gluon.jit
+def _anew(ld):
+    """The same, unknown to the compiler, which else keeps all offsets that follow from it from store to store."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [ld], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _store_grad_operand(
+    ptr, value, row, rows, column, ld, LD: gl.constexpr, TURNED: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr
+):
+    """For the weights' gradients, the transpose where TURNED: rounded, ld apart, zeros beyond the last row."""
+    if TURNED:
+        c = (column + column_numbers(value.shape[1], WARPS, KIND)).to(row.dtype)
+        value = gl.where((row < rows)[:, None], rounded(value), 0.0)
+        gl.store(ptr + (c[None, :] * ld + row[:, None]), value, mask=(row < ld)[:, None])
+    else:
+        store_rows(ptr, value, row, rows, column, LD, WARPS, KIND)
+
+
+@gluon.jit
+def _store_sum(norm_sums, which: gl.constexpr, value, rows, D: gl.constexpr, WARPS: gl.constexpr):
+    """The sums over 64 rows each, to row `which` of [6, D]."""
+    GROUPS: gl.constexpr = WARPS // 4
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
+    sums = gl.sum(gl.reshape(value, [GROUPS, _GROUP, D]), axis=1)
+    group = gl.program_id(0) * GROUPS + gl.arange(0, GROUPS, gl.SliceLayout(1, layout))
+    column = gl.arange(0, D, gl.SliceLayout(0, layout))
+    at = norm_sums + (group.to(gl.int64)[:, None] * (6 * D) + which * D + column[None, :])
+    gl.store(at, gl.convert_layout(sums, layout), mask=(group * _GROUP < rows)[:, None])
+
+
+@gluon.jit
+def _norm_backward(
+    dn, xhat, deviation, g_ptr, norm_sums, which: gl.constexpr, rows,
+    D: gl.constexpr, NORM: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    """The gradient of a norm's input, xhat normalized; the sums for those of its scale and shift: which, which + 1."""
+    _store_sum(norm_sums, which + 1, dn, rows, D, WARPS)
+    _store_sum(norm_sums, which, dn * xhat, rows, D, WARPS)
+    if g_ptr is not None:
+        dn = dn * vector(g_ptr, 0, D, WARPS, KIND)
+    along = gl.sum(dn * xhat, axis=1)[:, None] * (1.0 / D)
+    if NORM == "layer_norm":
+        return (dn - gl.sum(dn, axis=1)[:, None] * (1.0 / D) - xhat * along) * deviation
+    else:
+        return (dn - xhat * along) * deviation
+
+
+@gluon.jit
+def _fetch_feedforward_backward(
+    slots, stage, w1, w1_turned, w2_turned, f, D: gl.constexpr, F: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr
+):
+    """Rows f .. f + BF - 1 of linear1 and linear2's transpose, these columns of linear1's; if there are so many."""
+    if f < F:
+        fetch(slots.index(3 * stage), w1, f, 0, D, WARPS, gl.float32)
+        fetch(slots.index(3 * stage + 1), w2_turned, f, 0, D, WARPS, gl.float32)
+        fetch(columns_slot(slots.index(3 * stage + 2), D, BF, gl.float32), w1_turned, 0, f, F, WARPS, gl.float32)
+    async_copy.commit_group()
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def _feedforward_backward_warpgroup_kernel(
+    x_ptr, o_ptr, wo, bo, w1, b1, w1_turned, w2_turned, norm_w, norm_b, last_w, dy_ptr, sum_ptr,
+    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, dlast_turned, rows, eps, ld,
+    D: gl.constexpr, F: gl.constexpr, NORM: gl.constexpr, NORM_FIRST: gl.constexpr, TURNED: gl.constexpr,
+    ACT: gl.constexpr, ACT_GRAD: gl.constexpr, INDEX: gl.constexpr, BF: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    # From dy to ds, the gradient of s = x + o Wo + bo; u = norm(s), act(z) and dz go to the weights' gradients.
+    started(EARLY)
+    BM: gl.constexpr = 16 * WARPS
+    KIND: gl.constexpr = gl.float32
+    row = row_numbers(gl.program_id(0) * BM, D, WARPS, KIND, INDEX)
+    row_k = row_numbers(gl.program_id(0) * BM, BF, WARPS, KIND, INDEX)
+    slots = gl.allocate_shared_memory(KIND, [3 * STAGES, BF, D], shared_layout(BF, D, KIND))
+    tile = gl.allocate_shared_memory(KIND, [BM, D], TILE)
+    fetch_rows(tile, x_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
+    ask_for_rows(dy_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
+    s = attended(o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
+    s += rows_in(tile, row < rows, WARPS)
+    tl.debug_barrier()
+    tile.store(s)  # until the norm's gradient
+    for i in gl.static_range(STAGES - 1):
+        _fetch_feedforward_backward(slots, i, w1, w1_turned, w2_turned, i * BF, D, F, BF, WARPS)
+    mean, deviation = statistics(s, row < rows, eps, D, NORM)
+    normed = scaled(normalized(s, mean, deviation, NORM), norm_w, norm_b, D, WARPS, KIND)
+    _store_grad_operand(u_ptr, normed, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
+    u = operand(normed, BF, WARPS, KIND)
+    dlast = load_rows(dy_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
+    if not NORM_FIRST:
+        total = load_rows(sum_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
+        last_mean, last_deviation = statistics(total, row < rows, eps, D, NORM)
+        total = normalized(total, last_mean, last_deviation, NORM)
+        dlast = _norm_backward(dlast, total, last_deviation, last_w, norm_sums, 2, rows, D, NORM, WARPS, KIND)
+        store_rows(dlast_ptr, dlast, row, rows, 0, D, WARPS, KIND)
+    _store_sum(norm_sums, 4, dlast, rows, D, WARPS)  # linear2's bias, here and exactly: torch rounds nothing of it
+    if TURNED:
+        _store_grad_operand(dlast_turned, dlast, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
+    d = operand(dlast, BF, WARPS, KIND)
+    du = gl.zeros([BM, D], gl.float32, rows_layout(D, WARPS, KIND))
+    for block in range(F // BF):
+        arrived(STAGES - 2)
+        ahead = block + STAGES - 1
+        _fetch_feedforward_backward(slots, ahead % STAGES, w1, w1_turned, w2_turned, ahead * BF, D, F, BF, WARPS)
+        stage = block % STAGES * 3
+        z = gl.zeros([BM, BF], gl.float32, rows_layout(BF, WARPS, KIND))
+        dz = gl.zeros([BM, BF], gl.float32, rows_layout(BF, WARPS, KIND))
+        z = warpgroup_mma(u, slots.index(stage).permute((1, 0)), z, use_acc=False, is_async=True)
+        dz = warpgroup_mma(d, slots.index(stage + 1).permute((1, 0)), dz, use_acc=False, is_async=True)
+        z = warpgroup_mma_wait(1, deps=[z])
+        if b1 is not None:
+            z += vector(b1, block * BF, BF, WARPS, KIND)
+        _store_grad_operand(act_ptr, ACT(z, False), row_k, rows, block * BF, _anew(ld), F, TURNED, WARPS, KIND)
+        slope = ACT_GRAD(z, False)
+        dz = warpgroup_mma_wait(0, deps=[dz])
+        dz = dz * slope
+        weight = columns_slot(slots.index(stage + 2), D, BF, KIND)
+        du = warpgroup_mma(operand(dz, D, WARPS, KIND), weight.permute((1, 0)), du, is_async=True)
+        _store_grad_operand(dz_ptr, dz, row_k, rows, block * BF, _anew(ld), F, TURNED, WARPS, KIND)
+        du = warpgroup_mma_wait(0, deps=[du])
+    xhat = normalized(tile.load(rows_layout(D, WARPS, KIND)), mean, deviation, NORM)
+    if NORM_FIRST:
+        ds = _norm_backward(du, xhat, deviation, norm_w, norm_sums, 2, rows, D, NORM, WARPS, KIND)
+        ds += load_rows(dy_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
+    else:
+        du += load_rows(dlast_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
+        ds = _norm_backward(du, xhat, deviation, norm_w, norm_sums, 0, rows, D, NORM, WARPS, KIND)
+    store_rows(ds_ptr, ds, row, rows, 0, D, WARPS, KIND)
+
+
+@gluon.jit
+def _fetch_input_grad(
+    slot, tile, w_turned, dqkv_ptr, first, rows, k, ld,
+    D: gl.constexpr, BF: gl.constexpr, TURNED: gl.constexpr, WARPS: gl.constexpr, INDEX: gl.constexpr,
+):  # fmt: skip
+    """Columns k .. k + BF - 1 of in_proj's transpose, and of the gradients of q, k and v; if there are so many."""
+    layout: gl.constexpr = copy_layout(WARPS, gl.float32)
+    if k < 3 * D:
+        fetch(columns_slot(slot, D, BF, gl.float32), w_turned, 0, k, 3 * D, WARPS, gl.float32)
+        if TURNED:
+            c = (k + gl.arange(0, BF, gl.SliceLayout(1, layout))).to(INDEX)[:, None]
+            r = (first + gl.arange(0, 16 * WARPS, gl.SliceLayout(0, layout))).to(INDEX)[None, :]
+            async_copy.async_copy_global_to_shared(tile, dqkv_ptr + (c * ld + r), mask=r < ld)
+        else:
+            r = (first + gl.arange(0, 16 * WARPS, gl.SliceLayout(1, layout))).to(INDEX)[:, None]
+            c = k + gl.arange(0, BF, gl.SliceLayout(0, layout))[None, :]
+            async_copy.async_copy_global_to_shared(tile, dqkv_ptr + (r * (3 * D) + c), mask=r < rows)
+    async_copy.commit_group()
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def _input_grad_warpgroup_kernel(
+    x_ptr, norm_w, norm_b, in_proj_turned, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, o_ptr, ds_turned, o_turned,
+    rows, eps, ld,
+    D: gl.constexpr, NORM: gl.constexpr, TURNED: gl.constexpr, INDEX: gl.constexpr, BF: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients.
+    started(EARLY)
+    BM: gl.constexpr = 16 * WARPS
+    KIND: gl.constexpr = gl.float32
+    first = gl.program_id(0) * BM
+    row = row_numbers(first, D, WARPS, KIND, INDEX)
+    live = row < rows
+    slots = gl.allocate_shared_memory(KIND, [STAGES, BF, D], shared_layout(BF, D, KIND))
+    if TURNED:
+        grads = gl.allocate_shared_memory(KIND, [STAGES, BF, BM], _TURNED_TILE)
+    else:
+        grads = gl.allocate_shared_memory(KIND, [STAGES, BM, BF], _NARROW_TILE)
+    for i in gl.static_range(STAGES - 1):
+        _fetch_input_grad(
+            slots.index(i), grads.index(i), in_proj_turned, dqkv_ptr, first, rows, i * BF, ld,
+            D, BF, TURNED, WARPS, INDEX,
+        )  # fmt: skip
+    dx = gl.zeros([BM, D], gl.float32, rows_layout(D, WARPS, KIND))
+    for block in range(3 * D // BF):
+        arrived(STAGES - 2)
+        ahead = block + STAGES - 1
+        stage = ahead % STAGES
+        _fetch_input_grad(
+            slots.index(stage), grads.index(stage), in_proj_turned, dqkv_ptr, first, rows, ahead * BF, ld,
+            D, BF, TURNED, WARPS, INDEX,
+        )  # fmt: skip
+        grad = grads.index(block % STAGES)
+        if TURNED:
+            grad = grad.permute((1, 0))
+        weight = columns_slot(slots.index(block % STAGES), D, BF, KIND)
+        left = operand(grad.load(rows_layout(BF, WARPS, KIND)), D, WARPS, KIND)
+        dx = warpgroup_mma(left, weight.permute((1, 0)), dx, is_async=True)
+        dx = warpgroup_mma_wait(0, deps=[dx])
+    dx = gl.where(live[:, None], dx, 0.0)  # what is beyond the last row was not fetched
+    tl.debug_barrier()
+    gl.static_assert(STAGES * BF >= 2 * BM, "two tiles of rows shall fit")
+    gl.static_assert(STAGES * BF >= D, "a tile of rows shall fit")
+    tiles = slots._reinterpret(KIND, [2, BM, D], TILE)
+    fetch_rows(tiles.index(0), x_ptr, first, rows, D, WARPS, INDEX)
+    fetch_rows(tiles.index(1), ds_ptr, first, rows, D, WARPS, INDEX)
+    if TURNED:
+        last = grads._reinterpret(KIND, [BM, D], TILE)
+        fetch_rows(last, o_ptr, first, rows, D, WARPS, INDEX)
+    arrived(2 if TURNED else 1)
+    n = rows_in(tiles.index(0), live, WARPS)
+    if NORM != "":
+        mean, deviation = statistics(n, live, eps, D, NORM)
+        n = normalized(n, mean, deviation, NORM)
+        dx = _norm_backward(dx, n, deviation, norm_w, norm_sums, 0, rows, D, NORM, WARPS, KIND)
+        n = scaled(n, norm_w, norm_b, D, WARPS, KIND)
+    if n_ptr is not None:
+        _store_grad_operand(n_ptr, n, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
+    arrived(0)
+    ds = rows_in(tiles.index(1), live, WARPS)
+    _store_sum(norm_sums, 5, ds, rows, D, WARPS)  # out_proj's bias, here and exactly
+    store_rows(dx_ptr, dx + ds, row, rows, 0, D, WARPS, KIND)
+    if TURNED:
+        _store_grad_operand(ds_turned, ds, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
+        o = rows_in(last, live, WARPS)
+        _store_grad_operand(o_turned, o, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
+
+
+def describe_feedforward_backward_warpgroup(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:
+    """In TF32, of x, o, out_proj's weight and bias, linear1's, linear1 and linear2 turned, the first norm's weight and
+    bias, the last norm's weight, dy, the sum before the last norm; to u, act(z), dz, dlast, ds, the sums and dlast's
+    transpose.
+    """
+    constants = feedforward_sizes(layer) | {
+        "TURNED": layer.turned,
+        "ACT": getattr(device, layer.activation),
+        "ACT_GRAD": getattr(device, f"{layer.activation}_derivative"),
+        "INDEX": index_type(layer),
+        **blocks(layer, config),
+    }
+    scalars = (layer.rows, eps, layer.ld)
+    return Launch(
+        _feedforward_backward_warpgroup_kernel, config.programs(layer), scalars, constants, options(layer, config)
+    )
+
+
+def describe_input_grad_warpgroup(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:
+    """In TF32, of x, norm1's weight and bias, in_proj turned, dqkv, ds; to the norm of x, dx and the sums; of o; to ds
+    and o turned."""
+    constants = {
+        "D": layer.d_model,
+        "NORM": layer.norm if layer.norm_first else "",
+        "TURNED": layer.turned,
+        "INDEX": index_type(layer),
+        **blocks(layer, config),
+    }
+    scalars = (layer.rows, eps, layer.ld)
+    return Launch(_input_grad_warpgroup_kernel, config.programs(layer), scalars, constants, options(layer, config))

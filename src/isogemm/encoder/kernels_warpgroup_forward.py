@@ -1,0 +1,353 @@
+"""The forward's row kernels by warpgroups: the projections, and the feed-forward."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from isogemm.core.launch import Launch
+from isogemm.encoder.configs import Layer, WalkConfig, WarpgroupConfig
+from isogemm.encoder.kernels_forward import in_proj, started
+from isogemm.encoder.kernels_warpgroup import (
+    TILE,
+    arrived,
+    as_number,
+    ask_for_rows,
+    attended,
+    blocks,
+    column_numbers,
+    columns_slot,
+    feedforward_sizes,
+    fetch,
+    fetch_rows,
+    load_rows,
+    normalized,
+    numbers,
+    operand,
+    options,
+    row_numbers,
+    rows_in,
+    rows_layout,
+    scaled,
+    shared_layout,
+    statistics,
+    store_rows,
+    vector,
+)
+from isogemm.epilogues import device
+
+_SIDE = 64  # of a tile of weights that one program prepares
+
+
+@gluon.jit
+def _place(column, KIND: gl.constexpr):
+    """Of a weight's column among the prepared."""
+    if KIND == gl.float32:
+        return column // 8 * 8 + column % 2 * 4 + column % 8 // 2
+    else:
+        return column
+
+
+@gluon.jit
+def _column_at(place, KIND: gl.constexpr):
+    """Which column of a weight is prepared there."""
+    if KIND == gl.float32:
+        return place // 8 * 8 + place % 4 * 2 + place % 8 // 4
+    else:
+        return place
+
+
+@gluon.jit
+def _normed(
+    x, live, eps, g_ptr, b_ptr, D: gl.constexpr, NORM: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr
+):  # fmt: skip
+    mean, deviation = statistics(x, live, eps, D, NORM)
+    return scaled(normalized(x, mean, deviation, NORM), g_ptr, b_ptr, D, WARPS, KIND)
+
+
+@gluon.jit
+def _prepare_tile(
+    w, straight, turned, r, c, first, ROWS: gl.constexpr, COLS: gl.constexpr, LD: gl.constexpr, SIDE: gl.constexpr,
+    TURN: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    """A tile of a weight as an operand; and with TURN its transpose, from column `first` on in one LD wide."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
+    row = (r + gl.arange(0, SIDE, gl.SliceLayout(1, layout)))[:, None]
+    col = (c + gl.arange(0, SIDE, gl.SliceLayout(0, layout)))[None, :]
+    live = (row < ROWS) & (col < COLS)
+    tile = as_number(gl.load(w + (row * COLS + col), mask=live, other=0.0), KIND)
+    gl.store(straight + (row * COLS + _place(col, KIND)), tile, mask=live)
+    if TURN:
+        gl.store(turned + (col * LD + _place(first + row, KIND)), tile, mask=live)
+
+
+@gluon.jit
+def _prepare(
+    item, wq, wk, wv, wo, w1, w2, ready, D: gl.constexpr, F: gl.constexpr, STACKED: gl.constexpr, TURN: gl.constexpr,
+    SIDE: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    """`ready`: out_proj, linear1, linear2, in_proj; and with TURN their transposes in the order of the products:
+    linear2's, linear1's, out_proj's, in_proj's."""
+    ACROSS: gl.constexpr = D // SIDE
+    DOWN: gl.constexpr = F // SIDE
+    SQUARE: gl.constexpr = ACROSS * ACROSS
+    turned = ready + (4 * D * D + 2 * D * F)
+    if item < SQUARE:
+        _prepare_tile(
+            wo, ready, turned + 2 * D * F, item // ACROSS * SIDE, item % ACROSS * SIDE, 0,
+            D, D, D, SIDE, TURN, WARPS, KIND,
+        )  # fmt: skip
+    elif item < SQUARE + ACROSS * DOWN:
+        item -= SQUARE
+        _prepare_tile(
+            w1, ready + D * D, turned + D * F, item // ACROSS * SIDE, item % ACROSS * SIDE, 0,
+            F, D, F, SIDE, TURN, WARPS, KIND,
+        )  # fmt: skip
+    elif item < SQUARE + 2 * ACROSS * DOWN:
+        item -= SQUARE + ACROSS * DOWN
+        _prepare_tile(
+            w2, ready + (D * D + D * F), turned, item // DOWN * SIDE, item % DOWN * SIDE, 0,
+            D, F, D, SIDE, TURN, WARPS, KIND,
+        )  # fmt: skip
+    elif TURN:
+        item -= SQUARE + 2 * ACROSS * DOWN
+        part = item // SQUARE
+        item -= part * SQUARE
+        _prepare_tile(
+            in_proj(wq, wk, wv, part, D * D, STACKED), ready + (D * D + 2 * D * F) + part * (D * D),
+            turned + (2 * D * F + D * D), item // ACROSS * SIDE, item % ACROSS * SIDE, part * D,
+            D, D, 3 * D, SIDE, TURN, WARPS, KIND,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _keep_vector(slot, ptr, D: gl.constexpr, WARPS: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    slot.store(gl.load(ptr + gl.arange(0, D, layout)).to(gl.float32))
+
+
+@gluon.jit
+def _kept_vector(slot, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+    """Of `_keep_vector`, for every row."""
+    return slot.load(gl.SliceLayout(0, rows_layout(D, WARPS, KIND)))[None, :]
+
+
+@gluon.jit
+def _keep_weight(slot, w, D: gl.constexpr, TURNED: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+    """All of a weight [D, D], or of its transpose, as the right operand; some rows of it at a time."""
+    ROWS: gl.constexpr = 32
+    layout: gl.constexpr = (
+        gl.BlockedLayout([4, 1], [8, 4], [1, WARPS], [0, 1]) if TURNED
+        else gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
+    )  # fmt: skip
+    k = _column_at(gl.arange(0, D, gl.SliceLayout(0, layout)), KIND)[None, :]
+    for first in gl.static_range(0, D, ROWS):
+        n = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+        if TURNED:
+            at = w + (k * D + n)
+        else:
+            at = w + (n * D + k)
+        slot.slice(first, ROWS).store(as_number(gl.load(at), KIND))
+
+
+@gluon.jit
+def _store_heads(
+    ptr, value, row, rows, HEAD: gl.constexpr, BY_HEAD: gl.constexpr, LD: gl.constexpr,
+    WARPS: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    """[rows, D] to [D / HEAD, rows, HEAD] where BY_HEAD, or to rows LD apart."""
+    if BY_HEAD:
+        c = column_numbers(value.shape[1], WARPS, KIND)
+        at = ((c // HEAD).to(row.dtype) * rows.to(row.dtype))[None, :] + row[:, None]
+        at = ptr + (at * HEAD + (c % HEAD)[None, :])
+        gl.store(at, value.to(ptr.dtype.element_ty), mask=(row < rows)[:, None])
+    else:
+        store_rows(ptr, value, row, rows, 0, LD, WARPS, KIND)
+
+
+@gluon.jit(do_not_specialize=["rows", "per_part"])
+def _project_warpgroup_kernel(
+    x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, ready, rows, eps, per_part,
+    D: gl.constexpr, F: gl.constexpr, HEAD: gl.constexpr, BY_HEAD: gl.constexpr, NORM: gl.constexpr,
+    STACKED: gl.constexpr, BIASES: gl.constexpr, BACKWARD: gl.constexpr, TURN: gl.constexpr, KIND: gl.constexpr,
+    INDEX: gl.constexpr, SIDE: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    # Programs keep one of the weights of q, k and v and walk over rows. In the backward there is a fourth, for
+    # do = ds Wo. In a forward the last programs prepare the weights for other launches, where these want that.
+    started(EARLY)
+    PARTS: gl.constexpr = 4 if BACKWARD else 3
+    BM: gl.constexpr = 16 * WARPS
+    program = gl.program_id(0)
+    part = program % PARTS
+    first = program // PARTS
+    if first >= per_part:
+        if ready is not None:
+            _prepare(program - per_part * PARTS, wq, wk, wv, wo, w1, w2, ready, D, F, STACKED, TURN, SIDE, WARPS, KIND)
+    else:
+        slot = gl.allocate_shared_memory(KIND, [D, D], shared_layout(D, D, KIND))
+        # not in registers, which are wanted
+        vectors = gl.allocate_shared_memory(gl.float32, [3, D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        tiles = (rows + BM - 1) // BM
+        if part < 3:
+            ask_for_rows(x_ptr, first * BM, rows, D, WARPS, INDEX)
+            _keep_weight(slot, in_proj(wq, wk, wv, part, D * D, STACKED), D, False, WARPS, KIND)
+            if norm_w is not None:
+                _keep_vector(vectors.index(0), norm_w, D, WARPS)
+            if norm_b is not None:
+                _keep_vector(vectors.index(1), norm_b, D, WARPS)
+            if BIASES:
+                _keep_vector(vectors.index(2), in_proj(bq, bk, bv, part, D, STACKED), D, WARPS)
+            fence_async_shared()
+            tl.debug_barrier()
+            if BY_HEAD:
+                to = qkv_ptr + part * rows.to(INDEX) * D
+            else:
+                to = qkv_ptr + part * D
+            for tile in range(first, tiles, per_part):
+                row = row_numbers(tile * BM, D, WARPS, KIND, INDEX)
+                x = load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
+                ask_for_rows(x_ptr, (tile + per_part) * BM, rows, D, WARPS, INDEX)
+                if NORM != "":
+                    mean, deviation = statistics(x, row < rows, eps, D, NORM)
+                    x = normalized(x, mean, deviation, NORM)
+                if norm_w is not None:
+                    x = x * _kept_vector(vectors.index(0), D, WARPS, KIND)
+                if norm_b is not None:
+                    x = x + _kept_vector(vectors.index(1), D, WARPS, KIND)
+                acc = gl.zeros([BM, D], gl.float32, rows_layout(D, WARPS, KIND))
+                acc = warpgroup_mma(
+                    operand(x, D, WARPS, KIND), slot.permute((1, 0)), acc, use_acc=False, is_async=True
+                )  # fmt: skip
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                if BIASES:
+                    acc += _kept_vector(vectors.index(2), D, WARPS, KIND)
+                _store_heads(to, acc, row, rows, HEAD, BY_HEAD, 3 * D, WARPS, KIND)
+        elif BACKWARD:
+            ask_for_rows(ds_ptr, first * BM, rows, D, WARPS, INDEX)
+            _keep_weight(slot, wo, D, KIND == gl.float32, WARPS, KIND)
+            fence_async_shared()
+            tl.debug_barrier()
+            right = slot
+            if KIND == gl.float32:  # which wants both operands along the sum
+                right = slot.permute((1, 0))
+            for tile in range(first, tiles, per_part):
+                row = row_numbers(tile * BM, D, WARPS, KIND, INDEX)
+                ds = load_rows(ds_ptr, row, rows, 0, D, D, WARPS, KIND)
+                ask_for_rows(ds_ptr, (tile + per_part) * BM, rows, D, WARPS, INDEX)
+                acc = gl.zeros([BM, D], gl.float32, rows_layout(D, WARPS, KIND))
+                acc = warpgroup_mma(operand(ds, D, WARPS, KIND), right, acc, use_acc=False, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                _store_heads(do_ptr, acc, row, rows, HEAD, BY_HEAD, D, WARPS, KIND)
+
+
+@gluon.jit
+def _fetch_feedforward(
+    slots, stage, w1, w2, f, D: gl.constexpr, F: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr
+):
+    """The blocks of both weights for BF features from f on, if there are so many."""
+    if f < F:
+        fetch(slots.index(2 * stage), w1, f, 0, D, WARPS, KIND)
+        fetch(columns_slot(slots.index(2 * stage + 1), D, BF, KIND), w2, 0, f, F, WARPS, KIND)
+    async_copy.commit_group()
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def _feedforward_warpgroup_kernel(
+    x_ptr, o_ptr, wo, bo, w1, b1, w2, b2, norm_w, norm_b, last_w, last_b, y_ptr, sum_ptr, rows, eps,
+    D: gl.constexpr, F: gl.constexpr, NORM: gl.constexpr, NORM_FIRST: gl.constexpr, ACT: gl.constexpr,
+    KIND: gl.constexpr, INDEX: gl.constexpr, BF: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    EARLY: gl.constexpr,
+):  # fmt: skip
+    # s = x + o Wo + bo; u = norm(s); y = s + act(u W1 + b1) W2 + b2, or with the norm last, y = norm(u + ...).
+    started(EARLY)
+    BM: gl.constexpr = 16 * WARPS
+    row = row_numbers(gl.program_id(0) * BM, D, WARPS, KIND, INDEX)
+    slots = gl.allocate_shared_memory(KIND, [2 * STAGES, BF, D], shared_layout(BF, D, KIND))
+    if KIND == gl.float32:
+        tile = gl.allocate_shared_memory(KIND, [BM, D], TILE)
+        fetch_rows(tile, x_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
+        y = attended(o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
+        y += rows_in(tile, row < rows, WARPS)
+        tl.debug_barrier()
+    else:
+        ask_for_rows(x_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
+        y = attended(o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
+        y += load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
+    for i in gl.static_range(STAGES - 1):
+        _fetch_feedforward(slots, i, w1, w2, i * BF, D, F, BF, WARPS, KIND)
+    normed = _normed(y, row < rows, eps, norm_w, norm_b, D, NORM, WARPS, KIND)
+    u = operand(normed, BF, WARPS, KIND)
+    if not NORM_FIRST:
+        y = normed
+    if b2 is not None:
+        y += vector(b2, 0, D, WARPS, KIND)
+    if KIND == gl.float32:  # tensor cores round sums toward zero: y would shrink with every few features
+        tile.store(y)
+        y = gl.zeros([BM, D], gl.float32, rows_layout(D, WARPS, KIND))
+    for block in range(F // BF):
+        arrived(STAGES - 2)
+        ahead = block + STAGES - 1
+        _fetch_feedforward(slots, ahead % STAGES, w1, w2, ahead * BF, D, F, BF, WARPS, KIND)
+        stage = block % STAGES * 2
+        z = gl.zeros([BM, BF], gl.float32, rows_layout(BF, WARPS, KIND))
+        z = warpgroup_mma(u, slots.index(stage).permute((1, 0)), z, use_acc=False, is_async=True)
+        z = warpgroup_mma_wait(0, deps=[z])
+        if b1 is not None:
+            z += vector(b1, block * BF, BF, WARPS, KIND)
+        weight = columns_slot(slots.index(stage + 1), D, BF, KIND)
+        y = warpgroup_mma(operand(ACT(z, False), D, WARPS, KIND), weight.permute((1, 0)), y, is_async=True)
+        y = warpgroup_mma_wait(0, deps=[y])
+    if KIND == gl.float32:
+        y += tile.load(rows_layout(D, WARPS, KIND))
+    if not NORM_FIRST:
+        if sum_ptr is not None:
+            store_rows(sum_ptr, y, row, rows, 0, D, WARPS, KIND)
+        y = _normed(y, row < rows, eps, last_w, last_b, D, NORM, WARPS, KIND)
+    store_rows(y_ptr, y, row, rows, 0, D, WARPS, KIND)
+
+
+def describe_project_warpgroup(
+    layer: Layer, config: WalkConfig, eps: float, walkers: int, biases: bool, backward: bool, turn: bool
+) -> Launch:
+    """Of x, norm1, the weights of q, k and v, their biases, qkv, ds, out_proj, do, linear1, linear2 and ready.
+
+    turn: whether the transposes are prepared too, for a backward.
+    """
+    programs = walkers * (4 if backward else 3)
+    if layer.ready and not backward:
+        across, down = layer.d_model // _SIDE, layer.dim_feedforward // _SIDE
+        programs += across * across * (4 if turn else 1) + 2 * across * down
+    constants = {
+        "D": layer.d_model,
+        "F": layer.dim_feedforward,
+        "HEAD": layer.head,
+        "BY_HEAD": layer.by_head,
+        "NORM": layer.norm if layer.norm_first else "",
+        "STACKED": layer.stacked,
+        "BIASES": biases,
+        "BACKWARD": backward,
+        "TURN": turn,
+        **numbers(layer),
+        "SIDE": _SIDE,
+        "WARPS": config.warps,
+        "EARLY": layer.early,
+    }
+    return Launch(_project_warpgroup_kernel, programs, (layer.rows, eps, walkers), constants, options(layer, config))
+
+
+def describe_feedforward_warpgroup(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:
+    """Of x, o, out_proj, linear1, linear2 and both norms, weight and bias each; y, and the sum before the last norm."""
+    constants = feedforward_sizes(layer) | {
+        "ACT": getattr(device, layer.activation),
+        **numbers(layer),
+        **blocks(layer, config),
+    }
+    scalars = (layer.rows, eps)
+    return Launch(_feedforward_warpgroup_kernel, config.programs(layer), scalars, constants, options(layer, config))
