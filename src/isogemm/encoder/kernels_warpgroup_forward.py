@@ -77,13 +77,14 @@ def _prepare_tile(
     w, straight, turned, r, c, first, ROWS: gl.constexpr, COLS: gl.constexpr, LD: gl.constexpr, SIDE: gl.constexpr,
     TURN: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
-    """A tile of a weight as an operand; and with TURN its transpose, from column `first` on in one LD wide."""
+    """A tile of a weight as an operand, unless None; with TURN its transpose, from column `first` on in one LD wide."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
     row = (r + gl.arange(0, SIDE, gl.SliceLayout(1, layout)))[:, None]
     col = (c + gl.arange(0, SIDE, gl.SliceLayout(0, layout)))[None, :]
     live = (row < ROWS) & (col < COLS)
     tile = as_number(gl.load(w + (row * COLS + col), mask=live, other=0.0), KIND)
-    gl.store(straight + (row * COLS + _place(col, KIND)), tile, mask=live)
+    if straight is not None:
+        gl.store(straight + (row * COLS + _place(col, KIND)), tile, mask=live)
     if TURN:
         gl.store(turned + (col * LD + _place(first + row, KIND)), tile, mask=live)
 
@@ -93,16 +94,16 @@ def _prepare(
     item, wq, wk, wv, wo, w1, w2, ready, D: gl.constexpr, F: gl.constexpr, STACKED: gl.constexpr, TURN: gl.constexpr,
     SIDE: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
-    """`ready`: out_proj, linear1, linear2, in_proj; and with TURN their transposes in the order of the products:
-    linear2's, linear1's, out_proj's, in_proj's."""
+    """`ready`: out_proj, linear1, linear2, room for in_proj; and with TURN the transposes of linear2, linear1, room for
+    out_proj's, in_proj's. What has room alone, the projections read as it is."""
     ACROSS: gl.constexpr = D // SIDE
     DOWN: gl.constexpr = F // SIDE
     SQUARE: gl.constexpr = ACROSS * ACROSS
     turned = ready + (4 * D * D + 2 * D * F)
     if item < SQUARE:
         _prepare_tile(
-            wo, ready, turned + 2 * D * F, item // ACROSS * SIDE, item % ACROSS * SIDE, 0,
-            D, D, D, SIDE, TURN, WARPS, KIND,
+            wo, ready, None, item // ACROSS * SIDE, item % ACROSS * SIDE, 0,
+            D, D, D, SIDE, False, WARPS, KIND,
         )  # fmt: skip
     elif item < SQUARE + ACROSS * DOWN:
         item -= SQUARE
@@ -121,8 +122,8 @@ def _prepare(
         part = item // SQUARE
         item -= part * SQUARE
         _prepare_tile(
-            in_proj(wq, wk, wv, part, D * D, STACKED), ready + (D * D + 2 * D * F) + part * (D * D),
-            turned + (2 * D * F + D * D), item // ACROSS * SIDE, item % ACROSS * SIDE, part * D,
+            in_proj(wq, wk, wv, part, D * D, STACKED), None, turned + (2 * D * F + D * D),
+            item // ACROSS * SIDE, item % ACROSS * SIDE, part * D,
             D, D, 3 * D, SIDE, TURN, WARPS, KIND,
         )  # fmt: skip
 
