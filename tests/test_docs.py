@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -34,6 +35,32 @@ def test_gemm_tables_are_the_measured_ones(monkeypatch):
     tune, files = _tuning("gemm", "gemm_*.jsonl", monkeypatch)
     rows = [row for file in files for row in file]
     assert tune.source(tune.decide(rows)) == Path(gemm_tables.__file__).read_text(encoding="utf-8")
+
+
+def test_the_encoder_s_launches_are_the_measured_ones():
+    """What encoder/README.md says of the third and fourth stack."""
+    ceilings = store.newest(store.read(ROOT / "benchmarks" / "results" / "h200" / "ceilings.jsonl"))
+    copy = next(row for row in ceilings if row.op == "copy")
+    bandwidth = copy.bytes / median(copy.times_us["torch"])  # bytes a us
+    path = ROOT / "benchmarks" / "tuning" / "h200" / "encoder_launches.jsonl"
+    third, fourth = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    of_a_layer = {
+        name: round(each["per_step"] * each["us"] / 3) for name, each in third["launches"].items()
+    }  # fmt: skip
+    copied = []
+    for sequences, tokens, d_model, _, dim_feedforward in (third["layer"], fourth["layer"]):
+        passed_on = 3 * 4 * (50 * d_model + 4 * dim_feedforward) * sequences * tokens
+        copied.append(passed_on / bandwidth / 1e3)
+    text = " ".join((ROOT / "src" / "isogemm" / "encoder" / "README.md").read_text(encoding="utf-8").split())
+    for said in (
+        f"{copied[0]:.2f} ms of its", f"{copied[1]:.1f} of the fourth's", f"Of a layer's {sum(of_a_layer.values())} us",
+        f"feedforward_backward takes {of_a_layer['feedforward_backward_warpgroup']}:",
+        f"attention_backward {of_a_layer['attention_mma_backward']},",
+        f"both projections {of_a_layer['project_warpgroup']},", f"both weight_grads {of_a_layer['weight_grads']},",
+        f"input_grad {of_a_layer['input_grad_warpgroup']},", f"feedforward {of_a_layer['feedforward_warpgroup']},",
+        f"attention {of_a_layer['attention_mma']},", f"sum_chunks {of_a_layer['sum_chunks']}.",
+    ):  # fmt: skip
+        assert said in text
 
 
 def _tuning(family, pattern, monkeypatch):

@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+import triton
 
 from isogemm.encoder.configs import Layer
 from isogemm.encoder.plan import Plan
@@ -74,10 +75,13 @@ PORTABLE = [
 ]
 CASES += [(job, target) for target in TARGETS if target != "sm_90" for job in PORTABLE]
 CASES += [(job, "sm_80") for job in _jobs(_layer(16, 2, 128, "tf32", norm_first=False)) if "feedforward" in job.name]
-# With Triton 3.6, some also with 3.7. Measured on an H200: what spills nothing takes longer.
+# With which Triton; measured on an H200 (3.6): what spills nothing takes longer.
 SPILLED = {
-    "_feedforward_backward_warpgroup_kernel [896, 42, 128, 16, 256] float32/tf32 first": "148 us; by tiles 162",
-    "_input_grad_warpgroup_kernel [896, 42, 128, 16, 256] float32/tf32 first": "68 us; by tiles 91",
+    "_feedforward_backward_warpgroup_kernel [896, 42, 128, 16, 256] float32/tf32 first": (
+        "3.6",
+        "3.7",
+    ),  # 148, tiles 162
+    "_input_grad_warpgroup_kernel [896, 42, 128, 16, 256] float32/tf32 first": ("3.6",),  # 68 us, tiles 91
 }
 
 
@@ -85,7 +89,7 @@ SPILLED = {
 def test_compiles_within_limits(job, target):
     found = limit_violations(job, target, compile_job(job, target))  # spills, shared memory
     spills = [each for each in found if "spills" in each]
-    assert not spills or job.name in SPILLED
+    assert bool(spills) == triton.__version__.startswith(SPILLED.get(job.name, ()))
     assert list(found) == spills
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import triton.language as tl
-
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs import Layer, RowConfig, WeightConfig
 from isogemm.encoder.kernels_backward import (
@@ -14,7 +12,14 @@ from isogemm.encoder.kernels_backward import (
     _sum_chunks_kernel,
     _weight_grads_kernel,
 )
-from isogemm.encoder.kernels_forward import TYPES, _feedforward_kernel, _project_kernel
+from isogemm.encoder.kernels_forward import (
+    TYPES,
+    _feedforward_kernel,
+    _project_kernel,
+    feedforward_sizes,
+    index_type,
+    overlapping,
+)
 from isogemm.epilogues import device
 
 _SIDE = 64  # of a tile of weights that one program prepares
@@ -60,7 +65,7 @@ def describe_feedforward(layer: Layer, config: RowConfig, eps: float) -> Launch:
         "PRECISION": layer.precision,
         "ACT": getattr(device, layer.activation),
         "EXACT": layer.exact,
-        "INDEX": _index(layer),
+        "INDEX": index_type(layer),
         "PARKED": layer.dtype == "float32",
         **_blocks(layer, config),
         "EARLY": layer.early,
@@ -80,7 +85,7 @@ def describe_feedforward_backward(layer: Layer, config: RowConfig, tile_rows: in
         "ACT": getattr(device, layer.activation),
         "ACT_GRAD": getattr(device, f"{layer.activation}_derivative"),
         "EXACT": layer.exact,
-        "INDEX": _index(layer),
+        "INDEX": index_type(layer),
         **_blocks(layer, config),
         "SLOTS": config.rows // tile_rows,
         "EARLY": layer.early,
@@ -150,7 +155,7 @@ def describe_sum_chunks(
         programs += -(-length // _ADDED_AT_ONCE)
     constants: dict[str, object] = {"SEGMENTS": tuple(placed), "SIZES": tuple(sizes), "PARTS": layer.parts}
     constants |= {"BLOCK": _ADDED_AT_ONCE, "EARLY": layer.early}
-    return Launch(_sum_chunks_kernel, programs, (layer.chunks,), constants, _early(layer, {"num_warps": 4}))
+    return Launch(_sum_chunks_kernel, programs, (layer.chunks,), constants, {"num_warps": 4} | overlapping(layer))
 
 
 def _sizes(layer: Layer) -> dict[str, object]:
@@ -158,16 +163,11 @@ def _sizes(layer: Layer) -> dict[str, object]:
 
 
 def _feedforward(layer: Layer) -> dict[str, object]:
-    sizes = _sizes(layer) | {"F": layer.dim_feedforward}
-    return sizes | {"NORM": layer.norm, "NORM_FIRST": layer.norm_first}
+    return _sizes(layer) | feedforward_sizes(layer)
 
 
 def _numbers(layer: Layer) -> dict[str, object]:
-    return {"OPERAND": TYPES[layer.operand], "PRECISION": layer.precision, "INDEX": _index(layer)}
-
-
-def _index(layer: Layer) -> object:
-    return tl.int64 if layer.wide else tl.int32
+    return {"OPERAND": TYPES[layer.operand], "PRECISION": layer.precision, "INDEX": index_type(layer)}
 
 
 def _blocks(layer: Layer, config: RowConfig) -> dict[str, object]:
@@ -184,8 +184,4 @@ def _tiled(m: int, n: int, config: WeightConfig) -> int:
 
 def _options(layer: Layer, config: RowConfig | WeightConfig) -> dict[str, object]:
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
-    return _early(layer, options)
-
-
-def _early(layer: Layer, options: dict[str, object]) -> dict[str, object]:
-    return options | ({"launch_pdl": True} if layer.early else {})
+    return options | overlapping(layer)

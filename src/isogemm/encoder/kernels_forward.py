@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from isogemm.encoder.configs import Layer
 from isogemm.gemm.kernels import multiply, round_by_instruction
 
 TYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
@@ -53,7 +54,7 @@ def forward_weight(
     ptr, n, k, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     READY: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[BN, BK] of a weight W [N, K], or of what `_prepare` made of it."""
+    """[BN, BK] of a weight W [N, K], or of what `prepare` made of it."""
     tile = weight_tile(ptr, n, k, N, K, BN, BK)
     if READY:
         return tile
@@ -170,57 +171,60 @@ def store_grad_operand(
 
 @triton.jit
 def _prepare_tile(
-    w, straight, turned, r, c, ROWS: tl.constexpr, COLS: tl.constexpr, LD: tl.constexpr, SIDE: tl.constexpr,
-    TURN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    w, straight, turned, r, c, first, ROWS: tl.constexpr, COLS: tl.constexpr, LD: tl.constexpr, SIDE: tl.constexpr,
+    STRAIGHT: tl.constexpr, TURN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = operand(weight_tile(w, r, c, ROWS, COLS, SIDE, SIDE), OPERAND, PRECISION)
     row = (r + tl.arange(0, SIDE))[:, None]
     col = (c + tl.arange(0, SIDE))[None, :]
     live = (row < ROWS) & (col < COLS)
-    tl.store(straight + (row * COLS + col), tile, mask=live)
+    if STRAIGHT:
+        tl.store(straight + (row * COLS + col), tile, mask=live)
     if TURN:
-        tl.store(turned + (col * LD + row), tile, mask=live)
+        tl.store(turned + (col * LD + (first + row)), tile, mask=live)
 
 
 @triton.jit
-def _prepare(
-    item, wq, wk, wv, wo, w1, w2, ready, D: tl.constexpr, F: tl.constexpr, STACKED: tl.constexpr, TURN: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, SIDE: tl.constexpr,
+def prepare(
+    item, wq, wk, wv, wo, w1, w2, ready, TILE: tl.constexpr, D: tl.constexpr, F: tl.constexpr, SIDE: tl.constexpr,
+    STACKED: tl.constexpr, PROJECTED: tl.constexpr, TURN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the weights as operands: rounded, and with TURN transposed as the backward's products want them.
+    """One tile of the weights as operands: rounded or cast; with TURN also transposed, as the backward's products want.
 
     `ready`: out_proj, linear1, linear2, in_proj; and with TURN their transposes in the order of the products:
-    linear2's, linear1's, out_proj's, in_proj's.
+    linear2's, linear1's, out_proj's, in_proj's. Unless PROJECTED, in_proj and out_proj's transpose are left out, which
+    projections want alone that do not read the weights as they are. TILE writes the tile at (r, c) of a weight [ROWS,
+    COLS], and its transpose from column `first` on in one that is LD wide.
     """
     ACROSS: tl.constexpr = (D + SIDE - 1) // SIDE
     DOWN: tl.constexpr = (F + SIDE - 1) // SIDE
     SQUARE: tl.constexpr = ACROSS * ACROSS
     turned = ready + (4 * D * D + 2 * D * F)
     if item < SQUARE:
-        _prepare_tile(
-            wo, ready, turned + 2 * D * F, item // ACROSS * SIDE, item % ACROSS * SIDE,
-            D, D, D, SIDE, TURN, OPERAND, PRECISION,
+        TILE(
+            wo, ready, turned + 2 * D * F, item // ACROSS * SIDE, item % ACROSS * SIDE, 0,
+            D, D, D, SIDE, True, TURN and PROJECTED, OPERAND, PRECISION,
         )  # fmt: skip
     elif item < SQUARE + ACROSS * DOWN:
         item -= SQUARE
-        _prepare_tile(
-            w1, ready + D * D, turned + D * F, item // ACROSS * SIDE, item % ACROSS * SIDE,
-            F, D, F, SIDE, TURN, OPERAND, PRECISION,
+        TILE(
+            w1, ready + D * D, turned + D * F, item // ACROSS * SIDE, item % ACROSS * SIDE, 0,
+            F, D, F, SIDE, True, TURN, OPERAND, PRECISION,
         )  # fmt: skip
     elif item < SQUARE + 2 * ACROSS * DOWN:
         item -= SQUARE + ACROSS * DOWN
-        _prepare_tile(
-            w2, ready + (D * D + D * F), turned, item // DOWN * SIDE, item % DOWN * SIDE,
-            D, F, D, SIDE, TURN, OPERAND, PRECISION,
+        TILE(
+            w2, ready + (D * D + D * F), turned, item // DOWN * SIDE, item % DOWN * SIDE, 0,
+            D, F, D, SIDE, True, TURN, OPERAND, PRECISION,
         )  # fmt: skip
     elif TURN:
         item -= SQUARE + 2 * ACROSS * DOWN
         part = item // SQUARE
         item -= part * SQUARE
-        w = in_proj(wq, wk, wv, part, D * D, STACKED)
-        _prepare_tile(
-            w, ready + (D * D + 2 * D * F) + part * (D * D), turned + (2 * D * F + D * D) + part * D,
-            item // ACROSS * SIDE, item % ACROSS * SIDE, D, D, 3 * D, SIDE, TURN, OPERAND, PRECISION,
+        TILE(
+            in_proj(wq, wk, wv, part, D * D, STACKED), ready + (D * D + 2 * D * F) + part * (D * D),
+            turned + (2 * D * F + D * D), item // ACROSS * SIDE, item % ACROSS * SIDE, part * D,
+            D, D, 3 * D, SIDE, PROJECTED, TURN, OPERAND, PRECISION,
         )  # fmt: skip
 
 
@@ -259,7 +263,9 @@ def _project_kernel(
     if first >= per_part:
         if READY and not BACKWARD:
             item = program - per_part * (PARTS * BLOCKS)
-            _prepare(item, wq, wk, wv, wo, w1, w2, ready, D, F, STACKED, TURN, OPERAND, PRECISION, SIDE)
+            prepare(
+                item, wq, wk, wv, wo, w1, w2, ready, _prepare_tile, D, F, SIDE, STACKED, True, TURN, OPERAND, PRECISION
+            )  # fmt: skip
     elif part < 3:
         w_ptr = in_proj(wq, wk, wv, part, D * D, STACKED or (READY and BACKWARD))
         if READY and not BACKWARD:  # by way of its place among the prepared: loaded operands need no registers
@@ -365,3 +371,20 @@ def _feedforward_kernel(
         mean, deviation = statistics(y, eps, D, DP, NORM)
         y = normed(y, mean, deviation, last_w, last_b, D, DP, NORM)
     store_tile(y_ptr, y, row, rows, 0, D, BM, DP, D)
+
+
+# the launches' constants
+
+
+def feedforward_sizes(layer: Layer) -> dict[str, object]:
+    sizes = {"D": layer.d_model, "F": layer.dim_feedforward}
+    return sizes | {"NORM": layer.norm, "NORM_FIRST": layer.norm_first}
+
+
+def index_type(layer: Layer) -> object:
+    return tl.int64 if layer.wide else tl.int32
+
+
+def overlapping(layer: Layer) -> dict[str, object]:
+    """The option of a launch that may begin before the last one ends."""
+    return {"launch_pdl": True} if layer.early else {}

@@ -1,7 +1,7 @@
 """The row kernels of layers that fragments hold: a warp owns sixteen rows from the first product to the last.
 
 What a warp does depends on its own rows alone, in an order that no tile and no launch changes. The weights come
-prepared (`_prepare`): rounded or cast, and each block of 16 x 16 in the order in which lanes read it.
+prepared (`prepare`): rounded or cast, and each block of 16 x 16 in the order in which lanes read it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ import triton.language as tl
 
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs import FRAGMENT_ROWS, Layer
-from isogemm.encoder.kernels_forward import TYPES, in_proj, started
+from isogemm.encoder.kernels_forward import (
+    TYPES,
+    feedforward_sizes,
+    in_proj,
+    index_type,
+    overlapping,
+    prepare,
+    started,
+)
+from isogemm.encoder.kernels_forward import operand as as_operand
 from isogemm.encoder.kernels_fragments import (
     column_sum,
     floats,
@@ -29,7 +38,6 @@ from isogemm.encoder.kernels_fragments import (
     zero_blocks,
 )
 from isogemm.epilogues import device
-from isogemm.gemm.kernels import round_by_instruction
 
 _SIDE = 32  # of a tile of weights that one program prepares
 
@@ -305,52 +313,18 @@ def _attended(
 
 
 @triton.jit
-def _prepare_block(
-    w, straight, turned, item, first, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    TURN: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, SIDE: tl.constexpr,
+def _prepare_tile(
+    w, straight, turned, r, c, first, ROWS: tl.constexpr, COLS: tl.constexpr, LD: tl.constexpr, SIDE: tl.constexpr,
+    STRAIGHT: tl.constexpr, TURN: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a weight [N, K] as operands; and with TURN its transpose, from `first` on in one ROWS wide."""
-    ACROSS: tl.constexpr = (K + SIDE - 1) // SIDE
-    n = item // ACROSS * SIDE + tl.arange(0, SIDE)[:, None]
-    k = item % ACROSS * SIDE + tl.arange(0, SIDE)[None, :]
-    live = (n < N) & (k < K)
-    tile = tl.load(w + (n * K + k), mask=live, other=0.0)
-    if KIND == tl.float32:
-        tile = round_by_instruction(tile)
-    else:
-        tile = tile.to(KIND)
-    tl.store(straight + prepared_place(n, k, K, KIND), tile, mask=live)
+    n = r + tl.arange(0, SIDE)[:, None]
+    k = c + tl.arange(0, SIDE)[None, :]
+    live = (n < ROWS) & (k < COLS)
+    tile = as_operand(tl.load(w + (n * COLS + k), mask=live, other=0.0), KIND, PRECISION)
+    if STRAIGHT:
+        tl.store(straight + prepared_place(n, k, COLS, KIND), tile, mask=live)
     if TURN:
-        tl.store(turned + prepared_place(k, first + n, ROWS, KIND), tile, mask=live)
-
-
-@triton.jit
-def _prepare(
-    item, wq, wk, wv, wo, w1, w2, ready, D: tl.constexpr, F: tl.constexpr, STACKED: tl.constexpr, TURN: tl.constexpr,
-    KIND: tl.constexpr, NATIVE: tl.constexpr, SIDE: tl.constexpr,
-):  # fmt: skip
-    """`ready`: out_proj, linear1, linear2, in_proj; and with TURN their transposes in the order of the products:
-    linear2's, linear1's, out_proj's, in_proj's."""
-    ACROSS: tl.constexpr = (D + SIDE - 1) // SIDE
-    DOWN: tl.constexpr = (F + SIDE - 1) // SIDE
-    SQUARE: tl.constexpr = ACROSS * ACROSS
-    turned = ready + (4 * D * D + 2 * D * F)
-    if item < SQUARE:
-        _prepare_block(wo, ready, turned + 2 * D * F, item, 0, D, D, D, TURN, KIND, NATIVE, SIDE)
-    elif item < SQUARE + ACROSS * DOWN:
-        item -= SQUARE
-        _prepare_block(w1, ready + D * D, turned + D * F, item, 0, F, D, F, TURN, KIND, NATIVE, SIDE)
-    elif item < SQUARE + 2 * ACROSS * DOWN:
-        item -= SQUARE + ACROSS * DOWN
-        _prepare_block(w2, ready + (D * D + D * F), turned, item, 0, D, F, D, TURN, KIND, NATIVE, SIDE)
-    elif TURN:
-        item -= SQUARE + 2 * ACROSS * DOWN
-        part = item // SQUARE
-        w = in_proj(wq, wk, wv, part, D * D, STACKED)
-        _prepare_block(
-            w, ready + (D * D + 2 * D * F) + part * (D * D), turned + (2 * D * F + D * D), item - part * SQUARE,
-            part * D, D, D, 3 * D, TURN, KIND, NATIVE, SIDE,
-        )  # fmt: skip
+        tl.store(turned + prepared_place(k, first + n, LD, KIND), tile, mask=live)
 
 
 @triton.jit(do_not_specialize=["rows", "row_programs"])
@@ -379,7 +353,9 @@ def _project_rows_kernel(
                 acc = _times_block(ds, wo, 4 * r + c, j, D, BLOCK, KIND, NATIVE)
                 _store_block(do_ptr, acc, at, live, c, 16 * j, D, NATIVE)
         else:
-            _prepare(program, wq, wk, wv, wo, w1, w2, ready, D, F, STACKED, TURN, KIND, NATIVE, SIDE)
+            prepare(
+                program, wq, wk, wv, wo, w1, w2, ready, _prepare_tile, D, F, SIDE, STACKED, True, TURN, KIND, "tf32"
+            )  # fmt: skip
 
 
 @triton.jit
@@ -572,7 +548,7 @@ def describe_project_rows(
 def describe_feedforward_rows(layer: Layer, warps: int, eps: float) -> Launch:
     """Of x, o, out_proj, linear1, linear2 and both norms, weight and bias each; y, and the sum before the last norm."""
     constants = {
-        **_feedforward(layer),
+        **feedforward_sizes(layer),
         "ACT": getattr(device, layer.activation),
         "EXACT": layer.exact,
         **_numbers(layer),
@@ -587,7 +563,7 @@ def describe_feedforward_backward_rows(layer: Layer, warps: int, eps: float) -> 
     last norm's weight, dy, the sum before the last norm; to u, act(z), dz, dlast, ds and the sums.
     """
     constants = {
-        **_feedforward(layer),
+        **feedforward_sizes(layer),
         "ACT": getattr(device, layer.activation),
         "ACT_GRAD": getattr(device, f"{layer.activation}_derivative"),
         "EXACT": layer.exact,
@@ -614,16 +590,11 @@ def _row_programs(layer: Layer, warps: int) -> int:
     return -(-layer.rows // (FRAGMENT_ROWS * warps))
 
 
-def _feedforward(layer: Layer) -> dict[str, object]:
-    sizes = {"D": layer.d_model, "F": layer.dim_feedforward}
-    return sizes | {"NORM": layer.norm, "NORM_FIRST": layer.norm_first}
-
-
 def _numbers(layer: Layer) -> dict[str, object]:
     return {
         "KIND": TYPES[layer.operand],
         "NATIVE": not triton.knobs.runtime.interpret,
-        "INDEX": tl.int64 if layer.wide else tl.int32,
+        "INDEX": index_type(layer),
     }
 
 
@@ -632,5 +603,4 @@ def _launch(layer: Layer, warps: int) -> dict[str, object]:
 
 
 def _options(layer: Layer, warps: int) -> dict[str, object]:
-    early = {"launch_pdl": True} if layer.early else {}
-    return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False} | early
+    return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False} | overlapping(layer)

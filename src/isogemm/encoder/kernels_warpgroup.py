@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from isogemm.encoder.configs import Layer, WalkConfig, WarpgroupConfig
-from isogemm.encoder.kernels_forward import TYPES
+from isogemm.encoder.kernels_forward import TYPES, index_type, overlapping
 
 
 @gluon.constexpr_function
@@ -229,17 +229,8 @@ def attended(
 # the launches' constants
 
 
-def feedforward_sizes(layer: Layer) -> dict[str, object]:
-    sizes = {"D": layer.d_model, "F": layer.dim_feedforward}
-    return sizes | {"NORM": layer.norm, "NORM_FIRST": layer.norm_first}
-
-
 def numbers(layer: Layer) -> dict[str, object]:
     return {"KIND": TYPES[layer.operand], "INDEX": index_type(layer)}
-
-
-def index_type(layer: Layer) -> object:
-    return gl.int64 if layer.wide else gl.int32
 
 
 def blocks(layer: Layer, config: WarpgroupConfig) -> dict[str, object]:
@@ -247,5 +238,4 @@ def blocks(layer: Layer, config: WarpgroupConfig) -> dict[str, object]:
 
 
 def options(layer: Layer, config: WalkConfig | WarpgroupConfig) -> dict[str, object]:
-    early = {"launch_pdl": True} if layer.early else {}
-    return {"num_warps": config.warps, "enable_fp_fusion": False} | early
+    return {"num_warps": config.warps, "enable_fp_fusion": False} | overlapping(layer)

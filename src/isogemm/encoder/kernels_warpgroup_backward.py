@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs import GROUP_ROWS, Layer, WarpgroupConfig
-from isogemm.encoder.kernels_forward import started
+from isogemm.encoder.kernels_forward import feedforward_sizes, index_type, started
 from isogemm.encoder.kernels_warpgroup import (
     TILE,
     arrived,
@@ -19,10 +19,8 @@ from isogemm.encoder.kernels_warpgroup import (
     column_numbers,
     columns_slot,
     copy_layout,
-    feedforward_sizes,
     fetch,
     fetch_rows,
-    index_type,
     load_rows,
     normalized,
     operand,

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs import Layer, WalkConfig, WarpgroupConfig
-from isogemm.encoder.kernels_forward import in_proj, started
+from isogemm.encoder.kernels_forward import feedforward_sizes, in_proj, prepare, started
 from isogemm.encoder.kernels_warpgroup import (
     TILE,
     arrived,
@@ -24,7 +24,6 @@ from isogemm.encoder.kernels_warpgroup import (
     blocks,
     column_numbers,
     columns_slot,
-    feedforward_sizes,
     fetch,
     fetch_rows,
     load_rows,
@@ -75,57 +74,17 @@ def _normed(
 @gluon.jit
 def _prepare_tile(
     w, straight, turned, r, c, first, ROWS: gl.constexpr, COLS: gl.constexpr, LD: gl.constexpr, SIDE: gl.constexpr,
-    TURN: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr,
+    STRAIGHT: gl.constexpr, TURN: gl.constexpr, KIND: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
-    """A tile of a weight as an operand, unless None; with TURN its transpose, from column `first` on in one LD wide."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     row = (r + gl.arange(0, SIDE, gl.SliceLayout(1, layout)))[:, None]
     col = (c + gl.arange(0, SIDE, gl.SliceLayout(0, layout)))[None, :]
     live = (row < ROWS) & (col < COLS)
     tile = as_number(gl.load(w + (row * COLS + col), mask=live, other=0.0), KIND)
-    if straight is not None:
+    if STRAIGHT:
         gl.store(straight + (row * COLS + _place(col, KIND)), tile, mask=live)
     if TURN:
         gl.store(turned + (col * LD + _place(first + row, KIND)), tile, mask=live)
-
-
-@gluon.jit
-def _prepare(
-    item, wq, wk, wv, wo, w1, w2, ready, D: gl.constexpr, F: gl.constexpr, STACKED: gl.constexpr, TURN: gl.constexpr,
-    SIDE: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr,
-):  # fmt: skip
-    """`ready`: out_proj, linear1, linear2, room for in_proj; and with TURN the transposes of linear2, linear1, room for
-    out_proj's, in_proj's. What has room alone, the projections read as it is."""
-    ACROSS: gl.constexpr = D // SIDE
-    DOWN: gl.constexpr = F // SIDE
-    SQUARE: gl.constexpr = ACROSS * ACROSS
-    turned = ready + (4 * D * D + 2 * D * F)
-    if item < SQUARE:
-        _prepare_tile(
-            wo, ready, None, item // ACROSS * SIDE, item % ACROSS * SIDE, 0,
-            D, D, D, SIDE, False, WARPS, KIND,
-        )  # fmt: skip
-    elif item < SQUARE + ACROSS * DOWN:
-        item -= SQUARE
-        _prepare_tile(
-            w1, ready + D * D, turned + D * F, item // ACROSS * SIDE, item % ACROSS * SIDE, 0,
-            F, D, F, SIDE, TURN, WARPS, KIND,
-        )  # fmt: skip
-    elif item < SQUARE + 2 * ACROSS * DOWN:
-        item -= SQUARE + ACROSS * DOWN
-        _prepare_tile(
-            w2, ready + (D * D + D * F), turned, item // DOWN * SIDE, item % DOWN * SIDE, 0,
-            D, F, D, SIDE, TURN, WARPS, KIND,
-        )  # fmt: skip
-    elif TURN:
-        item -= SQUARE + 2 * ACROSS * DOWN
-        part = item // SQUARE
-        item -= part * SQUARE
-        _prepare_tile(
-            in_proj(wq, wk, wv, part, D * D, STACKED), None, turned + (2 * D * F + D * D),
-            item // ACROSS * SIDE, item % ACROSS * SIDE, part * D,
-            D, D, 3 * D, SIDE, TURN, WARPS, KIND,
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -190,7 +149,10 @@ def _project_warpgroup_kernel(
     first = program // PARTS
     if first >= per_part:
         if ready is not None:
-            _prepare(program - per_part * PARTS, wq, wk, wv, wo, w1, w2, ready, D, F, STACKED, TURN, SIDE, WARPS, KIND)
+            prepare(
+                program - per_part * PARTS, wq, wk, wv, wo, w1, w2, ready, _prepare_tile,
+                D, F, SIDE, STACKED, False, TURN, KIND, "tf32",
+            )  # fmt: skip
     else:
         slot = gl.allocate_shared_memory(KIND, [D, D], shared_layout(D, D, KIND))
         # not in registers, which are wanted

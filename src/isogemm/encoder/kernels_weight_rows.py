@@ -15,7 +15,7 @@ import triton.language as tl
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs import FRAGMENT_ROWS, Layer
 from isogemm.encoder.kernels_backward import add_tiles
-from isogemm.encoder.kernels_forward import started
+from isogemm.encoder.kernels_forward import index_type, overlapping, started
 from isogemm.encoder.kernels_fragments import floats, instruction, load_four, operand, row_sum, store_four
 
 _SIDE = tl.constexpr(32)  # of a warp's tile
@@ -187,13 +187,13 @@ def describe_weight_grads_rows(
         "TILES": tiles,
         "TILES_P": 1 << (tiles - 1).bit_length(),
         "ADDED": added,
-        "INDEX": tl.int64 if layer.wide else tl.int32,
+        "INDEX": index_type(layer),
         "BLOCK": 32 * _WARPS,
         "NATIVE": not triton.knobs.runtime.interpret,
         "EARLY": layer.early,
     }  # fmt: skip
     options: dict[str, object] = {"num_warps": _WARPS, "num_stages": 1, "enable_fp_fusion": False}
-    options |= {"launch_pdl": True} if layer.early else {}
+    options |= overlapping(layer)
     programs = (programs0 + programs1 + 1) * layer.chunks
     return Launch(_weight_grads_rows_kernel, programs, (layer.rows, *offsets), constants, options)
 
