@@ -354,7 +354,8 @@ def _project_rows_kernel(
                 _store_block(do_ptr, acc, at, live, c, 16 * j, D, NATIVE)
         else:
             prepare(
-                program, wq, wk, wv, wo, w1, w2, ready, _prepare_tile, D, F, SIDE, STACKED, True, TURN, KIND, "tf32"
+                program, wq, wk, wv, wo, w1, w2, ready, _prepare_tile, D, F, SIDE, STACKED, True, TURN, KIND,
+                "tf32" if KIND == tl.float32 else "",
             )  # fmt: skip
 
 

@@ -151,7 +151,7 @@ def _project_warpgroup_kernel(
         if ready is not None:
             prepare(
                 program - per_part * PARTS, wq, wk, wv, wo, w1, w2, ready, _prepare_tile,
-                D, F, SIDE, STACKED, False, TURN, KIND, "tf32",
+                D, F, SIDE, STACKED, False, TURN, KIND, "tf32" if KIND == gl.float32 else "",
             )  # fmt: skip
     else:
         slot = gl.allocate_shared_memory(KIND, [D, D], shared_layout(D, D, KIND))
