@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-NORMS = ("layer_norm", "rms_norm")
+NORMS = ("layer_norm", "rms_norm", "batch_norm")
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
 
@@ -55,14 +55,36 @@ class EncoderParameters(NamedTuple):
         return cast("tuple[Tensor | None, ...]", (*weight, *self[1:6], *bias, *self[7:]))
 
 
+class EncoderDropout(NamedTuple):
+    """The probabilities with which elements become 0, at the four places of an encoder layer."""
+
+    attention: float = 0.0  # the attention's weights
+    projection: float = 0.0  # after out_proj
+    activation: float = 0.0  # after the activation
+    output: float = 0.0  # after linear2
+
+
+class RunningStatistics(NamedTuple):
+    """What one batch norm of an encoder layer keeps from call to call, as torch.nn.BatchNorm1d does."""
+
+    mean: Tensor | None = None  # [D]
+    var: Tensor | None = None  # [D], the unbiased estimate
+    batches: Tensor | None = None  # how many there were, int64 []
+    momentum: float | None = 0.1  # None: the mean of all batches
+
+
 class Options(NamedTuple):
     """All else about a call, validated."""
 
     nhead: int
     norm_first: bool
+    residual_normed: bool
     activation: str
     norm: str
     eps: float
     is_causal: bool
     precision: str | None  # resolved; None where the operands are not float32, and on the CPU
     operand: torch.dtype  # of the products: autocast's, or x's
+    dropout: EncoderDropout  # zeros where nothing is dropped
+    from_batch: bool  # whether a batch norm takes the batch's statistics
+    return_scores: bool
