@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -15,13 +15,34 @@ from isogemm.core.dispatch import Dispatch
 from isogemm.core.eager import autocast_dtype, likeness, through_dispatcher
 from isogemm.core.errors import require_precision, require_same
 from isogemm.encoder import composed
-from isogemm.encoder.parameters import ACTIVATIONS, NORMS, EncoderParameters, Options
+from isogemm.encoder.batch_norm import update_running
+from isogemm.encoder.parameters import (
+    ACTIVATIONS,
+    NORMS,
+    EncoderDropout,
+    EncoderParameters,
+    Options,
+    RunningStatistics,
+)
 from isogemm.gemm.autograd import refuse_transforms
+from isogemm.gemm.fused import new_seed
 from isogemm.gemm.op import SERVED
 from isogemm.gemm.problem import dtype_name, resolve_precision
 
 if TYPE_CHECKING:
-    from isogemm.encoder.fused import Kind
+    from isogemm.encoder.fused import Given, Kind
+
+_NOTHING_DROPPED = EncoderDropout()
+
+
+@overload
+def encoder_layer(x: Tensor, params: EncoderParameters, *, return_scores: Literal[False] = ..., **rest: Any) -> Tensor: ...
+
+
+@overload
+def encoder_layer(
+    x: Tensor, params: EncoderParameters, *, return_scores: Literal[True], **rest: Any
+) -> tuple[Tensor, Tensor]: ...
 
 
 def encoder_layer(
@@ -30,14 +51,20 @@ def encoder_layer(
     *,
     nhead: int,
     norm_first: bool = False,
+    residual_normed: bool = False,
     activation: str = "relu",
     norm: str = "layer_norm",
     eps: float = 1e-5,
     key_padding_mask: Tensor | None = None,
     is_causal: bool = False,
+    dropout: float | EncoderDropout = _NOTHING_DROPPED,
+    running: tuple[RunningStatistics, RunningStatistics] | None = None,
+    training: bool = True,
+    scores: Tensor | None = None,
+    return_scores: bool = False,
     precision: str | None = None,
-) -> Tensor:
-    """A transformer's encoder layer, as torch.nn.TransformerEncoderLayer without dropout computes it.
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A transformer's encoder layer, as torch.nn.TransformerEncoderLayer and PatchTST's layers compute it.
 
     Args:
         x: [S, T, D] or [T, D], any strides: S sequences of T tokens; float32, bfloat16 or float16.
@@ -45,27 +72,44 @@ def encoder_layer(
             into that, it gets no other, and its `grad_added_to_main_grad` is set.
         nhead: divides D; scores are scaled by 1 / sqrt(D / nhead).
         norm_first: the norms before the attention and before the feed-forward part, else after each residual sum.
+        residual_normed: with norm_first, the residual sums begin with what is normed, not with what was before it.
         activation: "relu", "gelu" (erf), "gelu_tanh" or "silu".
-        norm: "layer_norm", or "rms_norm", which has no bias.
+        norm: "layer_norm"; "rms_norm", which has no bias; or "batch_norm", over all sequences and tokens.
         key_padding_mask: [S, T] ([T] for x [T, D]): bool, True for a key to leave out, or floating point, added to the
             scores; -inf, and what is below -8e37 such as float32's lowest number, leaves a key out. It gets no
             gradient. A query without keys attends to nothing: its attention is 0.
         is_causal: a query sees no later key.
+        dropout: the probability everywhere, or one for each place, rounded to 1/65536. Its seed is drawn on x's device
+            from torch's generator.
+        running: of both batch norms. In training they are updated in place, as torch.nn.BatchNorm1d's; else they are
+            what normalises. Where there are none, the batch's statistics do.
+        training: whether dropout drops, and batch norms take the batch's statistics.
+        scores: [S, nhead, T, T] ([nhead, T, T]), of the products' dtype, added to this layer's before the masks: those
+            that another layer returned.
+        return_scores: also return this layer's, with `scores` and the masks in them.
         precision: of float32 products, as in `isogemm.matmul`.
 
     Returns:
-        Like x. Under autocast the products are in its dtype; x, the residual sums and the result keep x's.
+        Like x; with return_scores, and the scores. Under autocast the products are in its dtype; x, the residual sums
+        and the result keep x's.
 
     The bits of a sequence's result and of its gradient do not depend on the sequences around it, on its place among
-    them, or on masked tokens after its own. Parameters' gradients are sums over `encoder_chunk` sequences at a time:
-    micro-batches of multiples of that add up, through main_grad, to the bits of the whole batch. `isogemm.dispatch_log`
-    shows whether the fused kernels served. Differentiable once.
+    them, or on masked tokens after its own; but for dropout, whose mask follows the place, and for a batch norm in
+    training, which by definition depends on all rows: its sums have one order. Parameters' gradients are sums over
+    `encoder_chunk` sequences at a time: micro-batches of multiples of that add up, through main_grad, to the bits of
+    the whole batch. `isogemm.dispatch_log` shows whether the fused kernels served. Differentiable once.
     """
-    decision = _decided(x, params, key_padding_mask, nhead, norm_first, activation, norm, eps, is_causal, precision)
+    given = _Tensors(key_padding_mask, scores, running)
+    decision = _decided(
+        x, params, given, nhead, norm_first, residual_normed, activation, norm, eps, is_causal, dropout, training,
+        return_scores, precision,
+    )  # fmt: skip
     if x.ndim == 2:
-        mask = None if key_padding_mask is None else key_padding_mask[None]
-        return _encoder_layer(x[None], params, mask, decision)[0]
-    return _encoder_layer(x, params, key_padding_mask, decision)
+        y, of_layer = _encoder_layer(x[None], params, given.of_one_more_dimension(), decision)
+        y, of_layer = y[0], None if of_layer is None else of_layer[0]
+    else:
+        y, of_layer = _encoder_layer(x, params, given, decision)
+    return y if of_layer is None else (y, of_layer)
 
 
 def encoder_chunk(
@@ -94,27 +138,65 @@ def encoder_chunk(
     return composed.chunk(tokens, d_model, dim_feedforward, name)
 
 
+class _Tensors(NamedTuple):
+    """A call's, besides x and the parameters."""
+
+    mask: Tensor | None  # [S, T]
+    scores: Tensor | None  # [S, H, T, T]
+    running: tuple[RunningStatistics, RunningStatistics] | None
+
+    def of_one_more_dimension(self) -> _Tensors:
+        return self._replace(
+            mask=None if self.mask is None else self.mask[None], scores=None if self.scores is None else self.scores[None]
+        )
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        if self.running is None:
+            return self.mask, self.scores
+        first, second = self.running
+        return self.mask, self.scores, *first[:3], *second[:3]
+
+
 class _Decision(NamedTuple):
     options: Options
     obstacle: str  # why the fused kernels cannot serve, empty where they can
     kind: Kind | None = None  # of calls that they can serve with plain tensors
 
 
-def _encoder_layer(x: Tensor, params: EncoderParameters, mask: Tensor | None, decision: _Decision) -> Tensor:
-    """x [S, T, D]."""
+def _encoder_layer(
+    x: Tensor, params: EncoderParameters, tensors: _Tensors, decision: _Decision
+) -> tuple[Tensor, Tensor | None]:
+    """Of x [S, T, D], and the scores."""
     options, obstacle, kind = decision
     x = x.contiguous()
-    if kind is not None and not through_dispatcher():
-        _record(x, params, options, "fused", "all of it fits the fused kernels")
-        return kind.launched(x, params.flat(), mask)
-    refuse_transforms("encoder_layer", x)
+    straight = kind is not None and not through_dispatcher()
+    if not straight:
+        refuse_transforms("encoder_layer", x)
     if obstacle:
         _record(x, params, options, "composed", obstacle)
-        return composed.encoder_layer(x, params, mask, options)
+        return composed.encoder_layer(x, params, tensors.mask, tensors.scores, tensors.running, options)
     from isogemm.encoder import fused
 
     _record(x, params, options, "fused", "all of it fits the fused kernels")
-    return fused.encoder_layer(x, params, mask, options)
+    given = _given(x, tensors, options)
+    if kind is not None and straight:
+        results = kind.launched(x, params.flat(), given)
+    else:
+        results = fused.encoder_layer(x, params, given, options)
+    if tensors.running is not None and options.from_batch and results.statistics is not None:
+        update_running(results.statistics, tensors.running)
+    return results.y, results.scores
+
+
+def _given(x: Tensor, tensors: _Tensors, options: Options) -> Given:
+    """As the fused layer takes them."""
+    from isogemm.encoder.fused import Given
+
+    seed = new_seed(x.device) if any(options.dropout) else None
+    if tensors.running is None or options.from_batch or options.norm != "batch_norm":
+        return Given(tensors.mask, seed, tensors.scores)
+    (mean1, var1, *_), (mean2, var2, *_) = tensors.running
+    return Given(tensors.mask, seed, tensors.scores, mean1, var1, mean2, var2)
 
 
 _MOST_DECISIONS = 1024
@@ -122,37 +204,38 @@ _MOST_ALIKE = 32  # of them for calls that their options and x's shape do not te
 _decisions: dict[tuple[Any, ...], list[tuple[Callable[..., bool], _Decision]]] = {}
 
 
-def _decided(x: Tensor, params: EncoderParameters, mask: Tensor | None, nhead: int, *rest: Any) -> _Decision:
+def _decided(x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int, *rest: Any) -> _Decision:
     """Validated once for all that this depends on: it takes longer than the launches."""
     if is_compiling() or type(params) is not EncoderParameters:
-        return _decide(x, params, mask, nhead, *rest)
+        return _decide(x, params, tensors, nhead, *rest)
     try:
-        given = (x, mask, *params.flat())
-        tensors = [each for each in given if each is not None]
-        absent = len(tensors) < len(given) and tuple([each is None for each in given])
+        given = (x, *tensors.flat(), *params.flat())
+        present = [each for each in given if each is not None]
+        absent = len(present) < len(given) and tuple([each is None for each in given])
         key = (x.shape, absent, type(nhead), nhead, *rest, autocast_dtype(x.device), devices.matmul_precision())
         found = _decisions.get(key, ())
-    except (AttributeError, TypeError):  # no tensor, sizes that are symbols, what cannot be hashed
-        return _decide(x, params, mask, nhead, *rest)
+    except (AttributeError, TypeError, ValueError):  # no tensor, sizes that are symbols, what cannot be hashed
+        return _decide(x, params, tensors, nhead, *rest)
     for is_like, decision in found:
-        if is_like(*tensors):
+        if is_like(*present):
             return decision
-    decision = _decide(x, params, mask, nhead, *rest)
-    alike = likeness(tensors)
+    decision = _decide(x, params, tensors, nhead, *rest)
+    alike = likeness(present)
     if alike is None:
         return decision
     if not decision.obstacle:
         from isogemm.encoder import fused
 
-        decision = decision._replace(kind=fused.kind_of(x, params, decision.options))
+        given_tensors = fused.Given(previous=tensors.scores)
+        decision = decision._replace(kind=fused.kind_of(x, params, given_tensors, decision.options))
     if len(_decisions) >= _MOST_DECISIONS or len(found) >= _MOST_ALIKE:
         _decisions.clear()
     _decisions.setdefault(key, []).append((alike, decision))
     return decision
 
 
-def _decide(x: Tensor, params: EncoderParameters, mask: Tensor | None, *rest: Any) -> _Decision:
-    options = _options(x, params, mask, *rest)
+def _decide(x: Tensor, params: EncoderParameters, tensors: _Tensors, *rest: Any) -> _Decision:
+    options = _options(x, params, tensors, *rest)
     if not x.is_cuda:
         return _Decision(options, "not on a GPU")
     from isogemm.encoder import fused
@@ -172,13 +255,17 @@ def _record(x: Tensor, params: EncoderParameters, options: Options, path: str, r
 def _options(
     x: Tensor,
     params: EncoderParameters,
-    mask: Tensor | None,
+    tensors: _Tensors,
     nhead: int,
     norm_first: bool,
+    residual_normed: bool,
     activation: str,
     norm: str,
     eps: float,
     is_causal: bool,
+    dropout: float | EncoderDropout,
+    training: bool,
+    return_scores: bool,
     precision: str | None,
 ) -> Options:
     """Of valid arguments; raises where one is not."""
@@ -195,16 +282,61 @@ def _options(
     for name, value, accepted in (("activation", activation, ACTIVATIONS), ("norm", norm, NORMS)):
         if value not in accepted:
             raise ValueError(f"{name} is {value!r}; accepted: {', '.join(map(repr, accepted))}")
+    if residual_normed and not norm_first:
+        raise ValueError("residual_normed is True without norm_first, where it always is so; expected both or neither")
     _require_heads(x.shape[-1], nhead)
     autocast = autocast_dtype(x.device)
     operand = autocast or x.dtype
     if autocast is None:
         require_precision(precision, operand)
     _require_parameters(x, params, norm, SERVED if autocast else (x.dtype,))
-    if mask is not None:
-        _require_mask(mask, x)
+    if tensors.mask is not None:
+        _require_mask(tensors.mask, x)
+    if tensors.scores is not None:
+        _require_scores(tensors.scores, x, nhead, operand)
+    from_batch = norm == "batch_norm" and _is_from_batch(x, tensors.running, training)
+    if norm != "batch_norm" and tensors.running is not None:
+        raise ValueError(f"running is given; norm {norm!r} has no such statistics, batch_norm alone has")
     precision = resolve_precision(x, precision) if operand is torch.float32 else None
-    return Options(nhead, bool(norm_first), activation, norm, float(eps), bool(is_causal), precision, operand)
+    return Options(
+        nhead, bool(norm_first), bool(residual_normed), activation, norm, float(eps), bool(is_causal), precision,
+        operand, _probabilities(dropout) if training else _NOTHING_DROPPED, from_batch, bool(return_scores),
+    )  # fmt: skip
+
+
+def _probabilities(dropout: float | EncoderDropout) -> EncoderDropout:
+    if isinstance(dropout, (int, float)):
+        dropout = EncoderDropout(*(dropout,) * 4)
+    elif not isinstance(dropout, EncoderDropout):
+        raise TypeError(f"dropout is a {type(dropout).__name__}; expected a number or an isogemm.EncoderDropout")
+    for place, p in zip(dropout._fields, dropout, strict=True):
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout.{place} is {p}; expected a probability")
+    return EncoderDropout(*map(float, dropout))
+
+
+def _is_from_batch(x: Tensor, running: object, training: bool) -> bool:
+    """Whether the batch norms take the batch's statistics."""
+    d, rows = x.shape[-1], x.shape[:-1].numel()
+    if running is not None:
+        if not isinstance(running, tuple) or [type(each) for each in running] != [RunningStatistics] * 2:
+            raise TypeError(f"running is {type(running).__name__}; expected a tuple of two isogemm.RunningStatistics")
+        for number, each in enumerate(running):
+            for name, value, shape, dtypes in (
+                ("mean", each.mean, (d,), SERVED),
+                ("var", each.var, (d,), SERVED),
+                ("batches", each.batches, (), (torch.int64,)),
+            ):
+                if value is not None:
+                    _require_tensor(f"running[{number}].{name}", value, shape, x, dtypes)
+            if (each.mean is None) != (each.var is None):
+                raise ValueError(f"running[{number}] has one of mean and var; expected both or neither")
+        if (running[0].mean is None) != (running[1].mean is None):
+            raise ValueError("running has statistics for one norm; expected them for both or neither")
+    from_batch = training or running is None or running[0].mean is None
+    if from_batch and rows == 1:
+        raise ValueError(f"x has shape {list(x.shape)}; the statistics of a batch norm in training need two rows")
+    return from_batch
 
 
 def _require_heads(d_model: int, nhead: int) -> None:
@@ -260,14 +392,20 @@ def _in_projection(params: EncoderParameters, d: int) -> Iterator[tuple[str, obj
 
 
 def _require(name: str, value: object, shape: Sequence[object], x: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    _require_tensor(f"params.{name}", value, shape, x, dtypes)
+
+
+def _require_tensor(
+    name: str, value: object, shape: Sequence[object], x: Tensor, dtypes: Sequence[torch.dtype]
+) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"params.{name} is a {type(value).__name__}; expected a torch.Tensor {_text(shape)}")
+        raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor {_text(shape)}")
     if value.shape != shape:
-        raise ValueError(f"params.{name} has shape {_text(value.shape)}; expected {_text(shape)}")
+        raise ValueError(f"{name} has shape {_text(value.shape)}; expected {_text(shape)}")
     if value.dtype not in dtypes:
-        raise TypeError(f"params.{name} has dtype {value.dtype}; expected {' or '.join(map(str, dtypes))}")
+        raise TypeError(f"{name} has dtype {value.dtype}; expected {' or '.join(map(str, dtypes))}")
     if value.device != x.device:
-        require_same("device", (f"params.{name}", "x"), (value.device, x.device))
+        require_same("device", (name, "x"), (value.device, x.device))
 
 
 def _text(shape: Sequence[object]) -> str:
@@ -285,3 +423,8 @@ def _require_mask(mask: object, x: Tensor) -> None:
     require_same("device", ("key_padding_mask", "x"), (mask.device, x.device))
     if mask.requires_grad:
         raise ValueError("key_padding_mask requires a gradient; expected one that does not: detach it")
+
+
+def _require_scores(scores: object, x: Tensor, nhead: int, operand: torch.dtype) -> None:
+    *sequences, tokens, _ = x.shape
+    _require_tensor("scores", scores, (*sequences, nhead, tokens, tokens), x, (operand,))

@@ -8,43 +8,69 @@ import torch
 from torch import Tensor
 
 from isogemm.encoder import op
+from isogemm.encoder.batch_norm import batch_norm
 from isogemm.encoder.op import AttentionCall
-from isogemm.encoder.parameters import EncoderParameters, Options
+from isogemm.encoder.parameters import EncoderParameters, Options, RunningStatistics
 from isogemm.gemm import configs
 from isogemm.gemm.api import linear, mlp
+from isogemm.gemm.fused import new_seed
 
 
-def encoder_layer(x: Tensor, params: EncoderParameters, mask: Tensor | None, options: Options) -> Tensor:
-    """Of x [S, T, D] and mask [S, T], valid and differentiable; the products apply autocast themselves."""
+def encoder_layer(
+    x: Tensor,
+    params: EncoderParameters,
+    mask: Tensor | None,
+    scores: Tensor | None,
+    running: tuple[RunningStatistics, RunningStatistics] | None,
+    options: Options,
+) -> tuple[Tensor, Tensor | None]:
+    """Of x [S, T, D], mask [S, T] and scores [S, H, T, T], valid and differentiable; and the layer's scores.
 
-    def normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    The products apply autocast themselves.
+    """
+    dropout = options.dropout
+
+    def normed(x: Tensor, number: int, dtype: torch.dtype) -> Tensor:
+        weight, bias = (params.norm1_weight, params.norm1_bias) if number == 1 else (params.norm2_weight, params.norm2_bias)
+        if options.norm == "batch_norm":
+            its_running = None if running is None else running[number - 1]
+            return batch_norm(x, weight, bias, its_running, options.from_batch, options.eps, dtype)
         return op.encoder_norm(x, weight, bias, options.norm, options.eps, dtype)
 
-    def attended(x: Tensor, residual: Tensor) -> Tensor:
-        o = op.attention(_operands(x, params, mask, options))
+    def attended(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        o, of_layer = op.attention(_operands(x, params, mask, scores, options))
         added, wide = _residual(residual, options)
         out = linear(
-            o, params.out_proj_weight, params.out_proj_bias, residual=added, out_dtype=wide, precision=options.precision
-        )
-        return out.to(residual.dtype)
+            o, params.out_proj_weight, params.out_proj_bias, residual=added, dropout_p=dropout.projection,
+            out_dtype=wide, precision=options.precision,
+        )  # fmt: skip
+        return out.to(residual.dtype), of_layer
 
     def fed_forward(x: Tensor, residual: Tensor) -> Tensor:
         added, wide = _residual(residual, options)
         out = mlp(
             x, params.linear1_weight, params.linear2_weight, bias=params.linear1_bias, bias_down=params.linear2_bias,
-            activation=options.activation, residual=added, out_dtype=wide, precision=options.precision,
+            activation=options.activation, hidden_dropout_p=dropout.activation, dropout_p=dropout.output,
+            residual=added, out_dtype=wide, precision=options.precision,
         )  # fmt: skip
         return out.to(residual.dtype)
 
-    norm1, norm2 = (params.norm1_weight, params.norm1_bias), (params.norm2_weight, params.norm2_bias)
-    if options.norm_first:
-        x = attended(normed(x, *norm1, options.operand), x)
-        return fed_forward(normed(x, *norm2, options.operand), x)
-    x = normed(attended(x, x), *norm1, x.dtype)
-    return normed(fed_forward(x, x), *norm2, x.dtype)
+    if not options.norm_first:
+        s, of_layer = attended(x, x)
+        u = normed(s, 1, x.dtype)
+        return normed(fed_forward(u, u), 2, x.dtype), of_layer
+    if options.residual_normed:
+        n = normed(x, 1, x.dtype)
+        s, of_layer = attended(n, n)
+        u = normed(s, 2, x.dtype)
+        return fed_forward(u, u), of_layer
+    s, of_layer = attended(normed(x, 1, options.operand), x)
+    return fed_forward(normed(s, 2, options.operand), s), of_layer
 
 
-def _operands(x: Tensor, params: EncoderParameters, mask: Tensor | None, options: Options) -> AttentionCall:
+def _operands(
+    x: Tensor, params: EncoderParameters, mask: Tensor | None, scores: Tensor | None, options: Options
+) -> AttentionCall:
     """Queries, keys and values, in one tensor where their weight is one."""
     weight, bias = params.in_proj_weight, params.in_proj_bias
     q: Tensor
@@ -59,7 +85,11 @@ def _operands(x: Tensor, params: EncoderParameters, mask: Tensor | None, options
     else:
         assert not isinstance(bias, tuple)
         q = linear(x, weight, bias, precision=options.precision)
-    return AttentionCall(q, k, v, mask, options.nhead, options.is_causal, options.precision)
+    p = options.dropout.attention
+    seed = new_seed(x.device) if p else None
+    return AttentionCall(
+        q, k, v, mask, options.nhead, options.is_causal, options.precision, scores, seed, p, options.return_scores
+    )  # fmt: skip
 
 
 def _residual(x: Tensor, options: Options) -> tuple[Tensor, torch.dtype | None]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from isogemm.encoder.configs_attention import fragments_hold
+from isogemm.encoder.parameters import EncoderDropout
 
 WIDEST = 256  # d_model of a row that a program keeps
 _WIDEST_FRAGMENTS = 32  # d_model of rows that lanes hold: wider ones leave no registers for weights on their way
@@ -44,10 +45,34 @@ class Layer:
     overlaps: bool = False  # whether the device lets a launch begin before the last one ends (sm_90 and later)
     mma: bool = False  # whether it has the instructions that fragments are made for (NVIDIA's from sm_80 on)
     wgmma: bool = False  # whether it has those of warpgroups (sm_90 alone)
+    residual_normed: bool = False  # with norm_first: the residual sums begin with what is normed
+    dropout: EncoderDropout = EncoderDropout()
+    from_batch: bool = False  # whether a batch norm takes the batch's statistics
+    previous: bool = False  # whether another layer's scores are added
+    scores: bool = False  # whether the scores are a result
 
     @cached_property
     def head(self) -> int:
         return self.d_model // self.nhead
+
+    @cached_property
+    def batch_norm(self) -> bool:
+        return self.norm == "batch_norm"
+
+    @cached_property
+    def parted(self) -> bool:
+        """Whether s is in memory: what comes of it needs all rows first, or other launches need it again."""
+        return self.batch_norm or self.residual_normed or any(self.dropout[1:])
+
+    @cached_property
+    def norm_last(self) -> bool:
+        """Whether the feed-forward's launches norm their own sums."""
+        return not (self.norm_first or self.batch_norm)
+
+    @cached_property
+    def row_norm(self) -> str:
+        """The norm before the projections that their launches compute themselves."""
+        return self.norm if self.norm_first and not self.batch_norm else ""
 
     @cached_property
     def rows(self) -> int:
@@ -67,7 +92,7 @@ class Layer:
     def narrow(self) -> bool:
         """Whether a warp's lanes hold sixteen of its rows, in numbers that tensor cores take."""
         fits = self.d_model <= _WIDEST_FRAGMENTS and self.d_model % 16 == 0 and self.dim_feedforward % 16 == 0
-        return fits and not self.exact
+        return fits and not self.exact and not self.parted
 
     @cached_property
     def fragments(self) -> bool:
@@ -220,6 +245,10 @@ class Configs:
     weight_grads: WeightConfig
 
     @property
+    def out_project(self) -> RowConfig:
+        return self.feedforward
+
+    @property
     def tile_rows(self) -> int:
         """Rows of the smallest tile that leaves its part of a norm's gradients."""
         return min(self.feedforward_backward.rows, self.input_grad.rows)
@@ -310,8 +339,9 @@ def choose_warpgroup(layer: Layer) -> WarpgroupConfigs:
     # Of a single block of features Triton compiles the copies ahead, which do not happen, as unaligned ones.
     features = layer.dim_feedforward % 64 == 0 and layer.dim_feedforward >= 128
     numbers = number != "tf32" or layer.dtype == "float32"
-    fits = layer.wgmma and features and numbers
-    return _WARPGROUPS.get((number, layer.d_model), WarpgroupConfigs()) if fits else WarpgroupConfigs()
+    if not (layer.wgmma and features and numbers):
+        return WarpgroupConfigs()
+    return _WARPGROUPS.get((number, layer.d_model), WarpgroupConfigs())
 
 
 def choose(layer: Layer) -> Configs:

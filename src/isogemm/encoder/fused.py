@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from isogemm.encoder import configs
 from isogemm.encoder.configs import Layer
 from isogemm.encoder.gradients import Gradients
 from isogemm.encoder.op import placed, refuse_second_derivative
-from isogemm.encoder.parameters import EncoderParameters, Options
-from isogemm.encoder.plan import SEPARATE, STACKED, Plan, kept_size
+from isogemm.encoder.parameters import EncoderDropout, EncoderParameters, Options
+from isogemm.encoder.plan import GIVEN, SEPARATE, STACKED, Forward, Plan, kept_size
 from isogemm.encoder.schedule import addresses_of
 from isogemm.gemm.autograd import is_accumulated, main_grad_of, parameter
 from isogemm.gemm.op import require_total
@@ -33,6 +33,26 @@ _NAMES = {
 _Parameters = Sequence[Tensor | None]  # in the order of plan.STACKED or SEPARATE
 
 
+class Given(NamedTuple):
+    """A call's tensors besides x and the parameters, as plan.GIVEN names them."""
+
+    mask: Tensor | None = None
+    seed: Tensor | None = None  # int64, of one element
+    previous: Tensor | None = None  # scores [S, H, T, T], contiguous
+    mean1: Tensor | None = None
+    var1: Tensor | None = None
+    mean2: Tensor | None = None
+    var2: Tensor | None = None
+
+
+class Results(NamedTuple):
+    """y; where the layer has them, its scores, and the statistics of its batch norms [2, 4, D]."""
+
+    y: Tensor
+    scores: Tensor | None = None
+    statistics: Tensor | None = None
+
+
 def unserved(x: Tensor, params: EncoderParameters, options: Options) -> str:
     """Why the fused kernels cannot serve, empty where they can."""
     if not x.numel():
@@ -45,95 +65,132 @@ def unserved(x: Tensor, params: EncoderParameters, options: Options) -> str:
     return configs.unserved(x.shape[-2], x.shape[-1], options.nhead, dtype_name(options.operand))
 
 
-def encoder_layer(x: Tensor, params: EncoderParameters, mask: Tensor | None, options: Options) -> Tensor:
+def encoder_layer(x: Tensor, params: EncoderParameters, given: Given, options: Options) -> Results:
     """Of x [S, T, D], contiguous; differentiable once."""
     parameters, stacked = params.flat(), _is_stacked(params)
-    if through_dispatcher(x, *[each for each in parameters if each is not None]):
-        return _dispatched(x, parameters, mask, stacked, options)
-    return Kind(x, parameters, stacked, options).launched(x, parameters, mask)
+    if through_dispatcher(x, *[each for each in (*given, *parameters) if each is not None]):
+        return _dispatched(x, parameters, given, stacked, options)
+    return Kind(x, parameters, given, stacked, options).launched(x, parameters, given)
 
 
-def kind_of(x: Tensor, params: EncoderParameters, options: Options) -> Kind:
-    return Kind(x, params.flat(), _is_stacked(params), options)
+def kind_of(x: Tensor, params: EncoderParameters, given: Given, options: Options) -> Kind:
+    return Kind(x, params.flat(), given, _is_stacked(params), options)
 
 
 class Kind:
     """What calls whose tensors differ in nothing but memory have in common."""
 
-    __slots__ = ("differentiable", "lasting", "options", "plans", "stacked")
+    __slots__ = ("differentiable", "lasting", "names", "options", "plans", "stacked")
 
-    def __init__(self, x: Tensor, parameters: _Parameters, stacked: bool, options: Options) -> None:
+    def __init__(self, x: Tensor, parameters: _Parameters, given: Given, stacked: bool, options: Options) -> None:
         self.stacked, self.options = stacked, options
-        self.differentiable = any(each is not None and each.requires_grad for each in (x, *parameters))
+        tensors = (x, given.previous, *parameters)
+        self.differentiable = any(each is not None and each.requires_grad for each in tensors)
         # No parameter is a passing tensor, of which a graph may keep alive no more than it saves.
         self.lasting = all(each is None or type(each) is torch.nn.Parameter for each in parameters)
         self.plans: dict[tuple[int, ...], Plan] = {}  # by addresses from which nothing is to be moved
+        # of the results besides y
+        self.names = [*["scores"] * options.return_scores, *["statistics"] * (options.norm == "batch_norm")]
 
-    def launched(self, x: Tensor, parameters: _Parameters, mask: Tensor | None) -> Tensor:
+    def launched(self, x: Tensor, parameters: _Parameters, given: Given) -> Results:
         """encoder_layer of tensors of this kind to which torch has nothing to say but autograd."""
-        if self.differentiable and torch.is_grad_enabled():
-            return cast(Tensor, _apply(self, x, mask, *parameters))
-        return _Call(x, mask, parameters, self).forward(keep=False)[0]
+        if not (self.differentiable and torch.is_grad_enabled()):
+            results = _Call(x, given, parameters, self).forward(keep=False)
+            return Results(results.y, results.scores, results.statistics)
+        if not self.names:
+            return Results(_apply(self, given, x, given.previous, *parameters))
+        y, *more = _apply(self, given, x, given.previous, *parameters)
+        return Results(y, **dict(zip(self.names, more, strict=True)))
 
 
-_FIRST = 3  # of the parameters among the Function's arguments
+_FIRST = 4  # of the parameters among the Function's arguments
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kind: Kind, x: Tensor, mask: Tensor | None, *parameters: Tensor | None) -> Tensor:
-        call = _Call(x, mask, parameters, kind)
-        y, kept = call.forward(keep=True)
-        ctx.save_for_backward(x, mask, kept, *parameters)
+    def forward(
+        ctx: Any, kind: Kind, given: Given, x: Tensor, previous: Tensor | None, *parameters: Tensor | None
+    ) -> Any:
+        call = _Call(x, given, parameters, kind)
+        results = call.forward(keep=True)
+        ctx.save_for_backward(
+            x, results.kept, results.statistics, given.mask, given.seed, previous, *parameters
+        )
         ctx.call = kind, (call.plan, call.addresses)
+        ctx.running = given[3:]  # of which a backward reads nothing
         ctx.owners = parameters if kind.lasting else [parameter(each) for each in parameters]
-        return y
+        if not kind.names:
+            return results.y
+        ctx.set_materialize_grads(False)
+        if results.statistics is not None:
+            ctx.mark_non_differentiable(results.statistics)
+        return results.y, *[getattr(results, name) for name in kind.names]
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("encoder_layer")
-        x, mask, kept, *parameters = ctx.saved_tensors
+        x, kept, statistics, mask, seed, previous, *parameters = ctx.saved_tensors
         needed = ctx.needs_input_grad
-        call = _Call(x, mask, parameters, *ctx.call)
+        kind, of_forward = ctx.call
+        call = _Call(x, Given(mask, seed, previous, *ctx.running), parameters, kind, of_forward)
+        above = Above(torch.zeros_like(x) if dy is None else dy, more[0] if kind.options.return_scores else None)
+        left = Left(kept, statistics)
         if [each for each in ctx.owners if getattr(each, "main_grad", None) is not None]:
-            dx, gradients = _accumulate(ctx, call, dy, kept)
+            dx, d_previous, gradients = _accumulate(ctx, call, above, left)
         else:
             into = call.plan.gradients(needed[_FIRST:])
-            dx, gradients = call.backward(dy, kept, into), into.tensors
-        return None, dx if needed[1] else None, None, *gradients
+            dx, d_previous = call.backward(above, left, into)
+            gradients = into.tensors
+        return None, None, dx if needed[2] else None, d_previous if needed[3] else None, *gradients
 
 
 # Not torch's own `apply`, which looks for torch.func's wrappers in every argument: those go through the dispatcher.
 _apply: Any = super(torch.autograd.Function, _Layer).apply
 
 
-def _accumulate(ctx: Any, call: _Call, dy: Tensor, kept: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
+class Above(NamedTuple):
+    """The gradients that come to a layer."""
+
+    dy: Tensor
+    d_scores: Tensor | None
+
+
+class Left(NamedTuple):
+    """What a forward left for its backward."""
+
+    kept: Tensor
+    statistics: Tensor | None
+
+
+def _accumulate(
+    ctx: Any, call: _Call, above: Above, left: Left
+) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
     """Into the main_grads of the parameters whose gradients this backward is to accumulate."""
-    needed, place = ctx.needs_input_grad, 0 if call.given[0] is None else 1
+    needed, place = ctx.needs_input_grad, 0 if call.given.previous is None else 1
     totals = [main_grad_of(each) for each in ctx.owners]
-    for i, each in enumerate(call.given[1:]):
+    for i, each in enumerate(call.parameters):
         place += each is not None
         if totals[i] is not None and not is_accumulated(ctx, _FIRST + i, place):
             totals[i] = None
-    dx, gradients = call.accumulate(dy, kept, totals, needed[_FIRST:])
+    dx, d_previous, gradients = call.accumulate(above, left, totals, needed[_FIRST:])
     for owner, total in zip(ctx.owners, totals, strict=True):
         if total is not None:
             owner.grad_added_to_main_grad = True
-    return dx, gradients
+    return dx, d_previous, gradients
 
 
 class _Call:
     """One layer's call on its tensors, made dense and aligned where they are not."""
 
-    __slots__ = ("addresses", "given", "plan", "x")
+    __slots__ = ("addresses", "given", "parameters", "plan", "x")
 
     def __init__(
-        self, x: Tensor, mask: Tensor | None, parameters: _Parameters, kind: Kind,
+        self, x: Tensor, given: Given, parameters: _Parameters, kind: Kind,
         forward: tuple[Plan, tuple[int, ...]] | None = None,
     ) -> None:  # fmt: skip
         """forward: in a backward, the plan of its forward, and the addresses that it was made for."""
-        self.x, self.given = placed(x), (mask, *parameters)
-        self.addresses = addresses_of(self.given)
+        self.x, self.given, self.parameters = placed(x), given, parameters
+        self.addresses = addresses_of((*given, *parameters))
         if forward is None:
             plan = kind.plans.get(self.addresses)
         else:
@@ -141,37 +198,45 @@ class _Call:
         self.plan = self._find(kind, keep=forward is None) if plan is None else plan
 
     def _find(self, kind: Kind, keep: bool) -> Plan:
-        """Moves the parameters that are not dense and aligned; else the plan is kept for these addresses."""
-        mask, *parameters = self.given
-        dense = all(each is None or each.is_contiguous() for each in parameters)
+        """Moves what is not dense and aligned; else the plan is kept for these addresses."""
+        mask, *others = self.given
+        tensors = [*others, *self.parameters]
+        dense = all(each is None or each.is_contiguous() for each in tensors)
         moved = not dense or any(address % 16 for address in self.addresses[1:])
         if moved:
-            self.given = (mask, *[None if each is None else placed(each) for each in parameters])
-            self.addresses = addresses_of(self.given)
-        plan = _plan(self.x, mask, self.given[1:], self.addresses, kind.stacked, kind.options)
+            tensors = [None if each is None else placed(each) for each in tensors]
+            self.given, self.parameters = Given(mask, *tensors[: len(others)]), tensors[len(others) :]
+            self.addresses = addresses_of((*self.given, *self.parameters))
+        plan = _plan(self.x, self.given, self.parameters, self.addresses, kind.stacked, kind.options)
         if keep and not moved:
             if len(kind.plans) >= _MOST_PLANS:
                 kind.plans.clear()
             kind.plans[self.addresses] = plan
         return plan
 
-    def forward(self, keep: bool) -> tuple[Tensor, Tensor | None]:
-        """y, and what a backward needs (keep)."""
-        return self.plan.forward(self.x, self.given, self.addresses, keep)
+    def forward(self, keep: bool) -> Forward:
+        """keep: with what a backward needs."""
+        return self.plan.forward(self.x, (*self.given, *self.parameters), self.addresses, keep)
 
-    def backward(self, dy: Tensor, kept: Tensor, gradients: Gradients) -> Tensor:
-        """dx; the parameters' gradients are written or added to `gradients`."""
-        return self.plan.backward(placed(dy), self.x, self.given, self.addresses, kept, gradients)
+    def backward(self, above: Above, left: Left, gradients: Gradients) -> tuple[Tensor, Tensor | None]:
+        """dx, and that of the scores given; the parameters' gradients are written or added to `gradients`."""
+        dy, d_scores = placed(above.dy), above.d_scores
+        if d_scores is not None:
+            d_scores = placed(d_scores)
+        given = (*self.given, *self.parameters)
+        return self.plan.backward(dy, d_scores, self.x, given, self.addresses, *left, gradients)
 
     def accumulate(
-        self, dy: Tensor, kept: Tensor, totals: Sequence[Tensor | None], wanted: Sequence[bool]
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """dx, and the gradients that are wanted, each in memory of its own: None where one is added to its total."""
+        self, above: Above, left: Left, totals: Sequence[Tensor | None], wanted: Sequence[bool]
+    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+        """dx, that of the scores given, and the gradients that are wanted, each in memory of its own: None where one is
+        added to its total."""
         into, added, later = self._into(totals, wanted)
-        dx = self.backward(dy, kept, Gradients.of(into, added))
+        dx, d_previous = self.backward(above, left, Gradients.of(into, added))
         for finish in later:
             finish()
-        return dx, [None if total is not None else each for total, each in zip(totals, into, strict=True)]
+        gradients = [None if total is not None else each for total, each in zip(totals, into, strict=True)]
+        return dx, d_previous, gradients
 
     def _into(
         self, totals: Sequence[Tensor | None], wanted: Sequence[bool]
@@ -181,7 +246,7 @@ class _Call:
         added = [False] * len(totals)
         later: list[Callable[[], object]] = []
         seen: list[Tensor] = []
-        for place, (of, total, want) in enumerate(zip(self.given[1:], totals, wanted, strict=True)):
+        for place, (of, total, want) in enumerate(zip(self.parameters, totals, wanted, strict=True)):
             if of is None or not want:
                 continue
             if total is None:
@@ -205,15 +270,17 @@ def _is_stacked(params: EncoderParameters) -> bool:
 
 
 def _layer(
-    x: Tensor, mask: Tensor | None, parameters: _Parameters, stacked: bool, options: Options, arch: int = 0
+    x: Tensor, given: Given, parameters: _Parameters, stacked: bool, options: Options, arch: int = 0
 ) -> Layer:
     sequences, tokens, d_model = x.shape
     wo, w1 = _of_products(parameters, stacked)
+    mask = given.mask
     return Layer(
         sequences, tokens, d_model, options.nhead, w1.shape[0], dtype_name(x.dtype), dtype_name(options.operand),
         dtype_name(wo.dtype), options.precision or "", options.norm, options.norm_first, options.activation,
         options.is_causal, "" if mask is None else "additive" if mask.is_floating_point() else "bool",
         (0, 0) if mask is None else cast("tuple[int, int]", mask.stride()), stacked, arch >= 90, arch >= 80, arch == 90,
+        options.residual_normed, options.dropout, options.from_batch, given.previous is not None, options.return_scores,
     )  # fmt: skip
 
 
@@ -235,20 +302,21 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 
 
 def _plan(
-    x: Tensor, mask: Tensor | None, parameters: _Parameters, addresses: tuple[int, ...], stacked: bool, options: Options
+    x: Tensor, given: Given, parameters: _Parameters, addresses: tuple[int, ...], stacked: bool, options: Options
 ) -> Plan:
     """By all that the launches depend on, Triton's specialisation of the arguments included."""
     wo, w1 = _of_products(parameters, stacked)
+    mask = given.mask
     key = (
         x.shape, x.dtype, x.get_device(), options, stacked, wo.dtype, w1.shape[0],
-        None if mask is None else (mask.dtype, mask.stride()),
+        None if mask is None else (mask.dtype, mask.stride()), tuple([each and each.dtype for each in given[3:]]),
         tuple([each and each % 16 + 1 for each in addresses]),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        layer = _layer(x, mask, parameters, stacked, options, _arch(x.device))
+        layer = _layer(x, given, parameters, stacked, options, _arch(x.device))
         biases = parameters[(STACKED if stacked else SEPARATE).index("bq")] is not None
         plan = _plans[key] = Plan(layer, x.device, options.eps, biases)
     return plan
@@ -257,7 +325,7 @@ def _plan(
 # registration with torch.library, for torch.compile, fake tensors and dispatch modes
 
 
-def _dispatched(x: Tensor, parameters: _Parameters, mask: Tensor | None, stacked: bool, options: Options) -> Tensor:
+def _dispatched(x: Tensor, parameters: _Parameters, given: Given, stacked: bool, options: Options) -> Results:
     places = [place for place, each in enumerate(parameters) if each is not None]
     present = [cast(Tensor, parameters[place]) for place in places]
     if not is_compiling():  # what torch has only noted down, a negation, it does not resolve in lists
@@ -268,8 +336,9 @@ def _dispatched(x: Tensor, parameters: _Parameters, mask: Tensor | None, stacked
         if each.requires_grad and main_grad_of(parameter(each)) is not None
     ]
     accumulated = [each for _, each in totals], [main_grad_of(each) for _, each in totals], [i for i, _ in totals]
-    arguments = (present, places, mask, *accumulated, stacked, *options)
-    return cast(Tensor, torch.ops.isogemm.encoder_layer(x, *arguments)[0])
+    arguments = (present, places, *given, *accumulated, stacked, *options)
+    y, _, scores, statistics = torch.ops.isogemm.encoder_layer(x, *arguments)
+    return Results(y, scores if options.return_scores else None, statistics if options.norm == "batch_norm" else None)
 
 
 def _placed_in(places: Sequence[int], stacked: bool, present: Sequence[Tensor | None]) -> _Parameters:
@@ -279,68 +348,72 @@ def _placed_in(places: Sequence[int], stacked: bool, present: Sequence[Tensor | 
     return parameters
 
 
+def _options(options: Sequence[Any]) -> Options:
+    """As an operator takes them."""
+    raw = Options(*options)
+    return raw._replace(dropout=EncoderDropout(*raw.dropout))
+
+
 def _encoder_layer(
     x: Tensor,
     params: Sequence[Tensor],
     places: Sequence[int],
-    mask: Tensor | None,
-    owners: Sequence[Tensor],
-    totals: Sequence[Tensor],
-    of_params: Sequence[int],
-    stacked: bool,
-    *options: Any,
-) -> tuple[Tensor, Tensor | None]:
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given, (_, _, _, stacked, *options) = Given(*rest[: len(GIVEN)]), rest[len(GIVEN) :]
     parameters = _placed_in(places, stacked, params)
-    return _Call(x, mask, parameters, Kind(x, parameters, stacked, Options(*options))).forward(keep=True)
+    call = _Call(x, given, parameters, Kind(x, parameters, given, stacked, _options(options)))
+    y, *others = call.forward(keep=True)
+    kept, scores, statistics = (x.new_empty(0) if each is None else each for each in others)
+    return y, kept, scores, statistics
 
 
 def _encoder_layer_fake(
-    x: Tensor, params: Sequence[Tensor], places: Sequence[int], mask: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    stacked, options = rest[3], Options(*rest[4:])
-    layer = _layer(x, mask, _placed_in(places, stacked, params), stacked, options)
-    return torch.empty_like(x), x.new_empty(kept_size(layer), dtype=torch.uint8)
+    x: Tensor, params: Sequence[Tensor], places: Sequence[int], *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given, (_, _, _, stacked, *raw) = Given(*rest[: len(GIVEN)]), rest[len(GIVEN) :]
+    options = _options(raw)
+    layer = _layer(x, given, _placed_in(places, stacked, params), stacked, options)
+    sequences, tokens, d_model = x.shape
+    scores = (sequences, options.nhead, tokens, tokens) if layer.scores else (0,)
+    statistics = (2, 4, d_model) if layer.batch_norm else (0,)
+    return (
+        torch.empty_like(x),
+        x.new_empty(kept_size(layer), dtype=torch.uint8),
+        x.new_empty(scores, dtype=options.operand if layer.scores else None),
+        x.new_empty(statistics, dtype=torch.float32 if layer.batch_norm else None),
+    )
 
 
-def _encoder_layer_backward(
-    dy: Tensor,
-    x: Tensor,
-    kept: Tensor,
-    params: Sequence[Tensor],
-    places: Sequence[int],
-    mask: Tensor | None,
-    stacked: bool,
-    *options: Any,
-) -> list[Tensor]:
-    """dx, and the gradients of the parameters."""
-    dx, gradients = _backward(dy, x, kept, params, [None] * len(params), places, mask, stacked, options)
-    return [dx, *cast("list[Tensor]", gradients)]
+def _encoder_layer_backward(dy: Tensor, *rest: Any) -> list[Tensor]:
+    """dx, that of the scores that were given, and the gradients of the parameters."""
+    call = _BackwardCall(dy, *rest[:_OF_BACKWARD], rest[_OF_BACKWARD:])
+    dx, d_previous, gradients = _backward(call, [None] * len(call.params))
+    return [dx, *([] if d_previous is None else [d_previous]), *cast("list[Tensor]", gradients)]
 
 
-def _encoder_layer_backward_fake(
-    dy: Tensor, x: Tensor, kept: Tensor, params: Sequence[Tensor], *rest: Any
-) -> list[Tensor]:
-    return [torch.empty_like(x), *(each.new_empty(each.shape) for each in params)]
+def _encoder_layer_backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
+    call = _BackwardCall(dy, *rest[:_OF_BACKWARD], rest[_OF_BACKWARD:])
+    previous = [] if call.previous is None else [torch.empty_like(call.previous)]
+    return [torch.empty_like(call.x), *previous, *(each.new_empty(each.shape) for each in call.params)]
 
 
 def _encoder_layer_backward_into(
     dx: Tensor,
+    d_previous: Tensor | None,
     into: Sequence[Tensor],
     owners: Sequence[Tensor],
     of_params: Sequence[int],
     dy: Tensor,
-    x: Tensor,
-    kept: Tensor,
-    params: Sequence[Tensor],
-    places: Sequence[int],
-    mask: Tensor | None,
-    stacked: bool,
-    *options: Any,
+    *rest: Any,
 ) -> None:
-    """The same, written to `dx` and `into`; added to what is there for the parameters that have an owner."""
+    """The same, written to `dx`, `d_previous` and `into`; added to what is there for parameters that have an owner."""
+    call = _BackwardCall(dy, *rest[:_OF_BACKWARD], rest[_OF_BACKWARD:])
     totals = [each if index in of_params else None for index, each in enumerate(into)]
-    of_x, gradients = _backward(dy, x, kept, params, totals, places, mask, stacked, options)
+    of_x, of_previous, gradients = _backward(call, totals)
     dx.copy_(of_x)
+    if d_previous is not None:
+        d_previous.copy_(cast(Tensor, of_previous))
     for each, found in zip(into, gradients, strict=True):
         if found is not None:
             each.copy_(found)
@@ -348,28 +421,55 @@ def _encoder_layer_backward_into(
         owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
+class _BackwardCall(NamedTuple):
+    """The arguments of the backward's operators, in their order."""
+
+    dy: Tensor
+    d_scores: Tensor | None
+    x: Tensor
+    kept: Tensor
+    statistics: Tensor
+    params: Sequence[Tensor]
+    places: Sequence[int]
+    mask: Tensor | None
+    seed: Tensor | None
+    previous: Tensor | None
+    stacked: bool
+    options: Sequence[Any]
+
+
+_OF_BACKWARD = len(_BackwardCall._fields) - 2  # between dy and the options
+
+
 def _backward(
-    dy: Tensor, x: Tensor, kept: Tensor, params: Sequence[Tensor], totals: Sequence[Tensor | None],
-    places: Sequence[int], mask: Tensor | None, stacked: bool, options: Sequence[Any],
-) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
-    parameters = _placed_in(places, stacked, params)
-    call = _Call(x, mask, parameters, Kind(x, parameters, stacked, Options(*options)))
+    call: _BackwardCall, totals: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    options = _options(call.options)
+    parameters = _placed_in(call.places, call.stacked, call.params)
+    given = Given(call.mask, call.seed, call.previous)
+    of_layer = _Call(call.x, given, parameters, Kind(call.x, parameters, given, call.stacked, options))
     wanted = [each is not None for each in parameters]
-    dx, gradients = call.accumulate(dy, kept, _placed_in(places, stacked, totals), wanted)
-    return dx, [gradients[place] for place in places]
+    left = Left(call.kept, call.statistics if options.norm == "batch_norm" else None)
+    above = Above(call.dy, call.d_scores)
+    dx, d_previous, gradients = of_layer.accumulate(above, left, _placed_in(call.places, call.stacked, totals), wanted)
+    return dx, d_previous, [gradients[place] for place in call.places]
 
 
 _OPTIONS = (
-    "int nhead, bool norm_first, str activation, str norm, float eps, bool is_causal, str? precision, "
-    "ScalarType operand"
+    "int nhead, bool norm_first, bool residual_normed, str activation, str norm, float eps, bool is_causal, "
+    "str? precision, ScalarType operand, float[] dropout, bool from_batch, bool return_scores"
 )
-_KEPT = "Tensor dy, Tensor x, Tensor kept, Tensor[] params, int[] places, Tensor? mask, bool stacked"
+_GIVEN = ", ".join(f"Tensor? {name}" for name in GIVEN)
+_KEPT = (
+    "Tensor dy, Tensor? d_scores, Tensor x, Tensor kept, Tensor statistics, Tensor[] params, int[] places, "
+    "Tensor? mask, Tensor? seed, Tensor? previous, bool stacked"
+)
 # torch.library is not typed.
 _library: Any = torch.library.Library("isogemm", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _schema, _function, _fake in (
     (
-        "encoder_layer(Tensor x, Tensor[] params, int[] places, Tensor? mask, Tensor[] owners, Tensor[] totals, "
-        f"int[] of_params, bool stacked, {_OPTIONS}) -> (Tensor, Tensor)",
+        f"encoder_layer(Tensor x, Tensor[] params, int[] places, {_GIVEN}, Tensor[] owners, Tensor[] totals, "
+        f"int[] of_params, bool stacked, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
         _encoder_layer,
         _encoder_layer_fake,
     ),
@@ -379,8 +479,8 @@ for _schema, _function, _fake in (
         _encoder_layer_backward_fake,
     ),
     (
-        "encoder_layer_backward_into(Tensor(a!) dx, Tensor(b!)[] into, Tensor[] owners, int[] of_params, "
-        f"{_KEPT}, {_OPTIONS}) -> ()",
+        "encoder_layer_backward_into(Tensor(a!) dx, Tensor(b!)? d_previous, Tensor(c!)[] into, Tensor[] owners, "
+        f"int[] of_params, {_KEPT}, {_OPTIONS}) -> ()",
         _encoder_layer_backward_into,
         lambda *args: None,
     ),
@@ -393,25 +493,39 @@ for _schema, _function, _fake in (
 
 def _register_autograd() -> None:
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, params, ctx.places, mask, owners, totals, of_params, ctx.stacked, *ctx.options = inputs
-        ctx.save_for_backward(x, mask, output[1], *params)
+        x, params, ctx.places, *rest = inputs
+        given, (owners, totals, of_params, ctx.stacked, *ctx.options) = rest[: len(GIVEN)], rest[len(GIVEN) :]
+        _, kept, _, statistics = output
+        ctx.save_for_backward(x, kept, statistics, *given[:3], *params)
         # Not saved tensors: another micro-batch's backward may change a total before this one's does.
         ctx.owners, ctx.totals = owners, dict(zip(of_params, totals, strict=True))
-        ctx.mark_non_differentiable(output[1])
+        ctx.mark_non_differentiable(kept, statistics)
+        ctx.set_materialize_grads(False)
 
-    def backward(ctx: Any, dy: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Any, ...]:
         refuse_second_derivative("encoder_layer")
-        x, mask, kept, *params = ctx.saved_tensors
-        arguments = (dy, x, kept, params, ctx.places, mask, ctx.stacked, *ctx.options)
+        x, kept, statistics, mask, seed, previous, *params = ctx.saved_tensors
+        dy = torch.zeros_like(x) if dy is None else dy
+        d_scores = more[1] if Options(*ctx.options).return_scores else None
+        of_layer = (mask, seed, previous, ctx.stacked, *ctx.options)
+        arguments = (dy, d_scores, x, kept, statistics, params, ctx.places, *of_layer)
+        d_previous: Tensor | None = None
         if ctx.totals:
             dx = torch.empty_like(x)
+            d_previous = None if previous is None else torch.empty_like(previous)
             into = [ctx.totals.get(index, each.new_empty(each.shape)) for index, each in enumerate(params)]
-            torch.ops.isogemm.encoder_layer_backward_into(dx, into, ctx.owners, list(ctx.totals), *arguments)
+            torch.ops.isogemm.encoder_layer_backward_into(
+                dx, d_previous, into, ctx.owners, list(ctx.totals), *arguments
+            )
             found = [None if index in ctx.totals else each for index, each in enumerate(into)]
         else:
             dx, *found = torch.ops.isogemm.encoder_layer_backward(*arguments)
+            if previous is not None:
+                d_previous, *found = found
         nothing = [None] * len(ctx.owners)  # torch wants a list for a list of tensors, and takes an empty one for that
-        return dx, found, None, None, nothing, nothing, None if nothing else [], None, *(None,) * len(ctx.options)
+        of_given = (None, None, d_previous, None, None, None, None)
+        accumulated = (nothing, nothing, None if nothing else [])
+        return dx, found, None, *of_given, *accumulated, None, *(None,) * len(ctx.options)
 
     register: Any = torch.library.register_autograd
     register("isogemm::encoder_layer", backward, setup_context=keep)

@@ -15,12 +15,14 @@ from isogemm.encoder.kernels_backward import (
 from isogemm.encoder.kernels_forward import (
     TYPES,
     _feedforward_kernel,
+    _out_project_kernel,
     _project_kernel,
     feedforward_sizes,
     index_type,
     overlapping,
+    residual_of,
 )
-from isogemm.epilogues import device
+from isogemm.epilogues import device, random
 
 _SIDE = 64  # of a tile of weights that one program prepares
 _ADDED_AT_ONCE = 128
@@ -42,7 +44,7 @@ def describe_project(
         "F": layer.dim_feedforward,
         "HEAD": layer.head,
         "BY_HEAD": layer.by_head,
-        "NORM": layer.norm if layer.norm_first else "",
+        "NORM": layer.row_norm,
         "STACKED": layer.stacked,
         "BIASES": biases,
         "BACKWARD": backward,
@@ -57,8 +59,23 @@ def describe_project(
     return Launch(_project_kernel, programs, (layer.rows, eps, walkers), constants, _options(layer, config))
 
 
+def describe_out_project(layer: Layer, config: RowConfig, eps: float) -> Launch:
+    """Of the residual (x, or what is normed here), o, out_proj, that norm's weight and bias, and the seed; s."""
+    constants = _sizes(layer) | {
+        "NORM": layer.row_norm if layer.residual_normed else "",
+        "DROPPED": random.threshold(layer.dropout.projection),
+        "READY": layer.ready,
+        **_numbers(layer),
+        "BM": config.rows,
+        "BK": min(config.block, layer.padded),
+        "EARLY": layer.early,
+    }
+    return Launch(_out_project_kernel, _tiles(layer, config), (layer.rows, eps), constants, _options(layer, config))
+
+
 def describe_feedforward(layer: Layer, config: RowConfig, eps: float) -> Launch:
-    """Of x, o, out_proj, linear1, linear2 and both norms, weight and bias each; y, and the sum before the last norm."""
+    """Of x, o, out_proj, linear1, linear2 and both norms, weight and bias each; y, and the sum before the last norm;
+    the seed. A batch norm's weight is its statistics; without o, x is s."""
     constants = _feedforward(layer) | {
         "READY": layer.ready,
         "OPERAND": TYPES[layer.operand],
@@ -75,7 +92,8 @@ def describe_feedforward(layer: Layer, config: RowConfig, eps: float) -> Launch:
 
 def describe_feedforward_backward(layer: Layer, config: RowConfig, tile_rows: int, eps: float) -> Launch:
     """Of x, o, out_proj's weight and bias, linear1's, linear1 and linear2 turned, the first norm's weight and bias, the
-    last norm's weight, dy, the sum before the last norm; to u, act(z), dz, dlast, ds, the sums and dlast's transpose.
+    last norm's weight, dy, the sum before the last norm; to u, act(z), dz, dlast, ds, the sums and dlast's transpose;
+    the seed, and what dropout leaves of dlast. A batch norm's weight is its statistics; without o, x is s.
     """
     constants = _feedforward(layer) | {
         "READY": layer.ready,
@@ -95,9 +113,11 @@ def describe_feedforward_backward(layer: Layer, config: RowConfig, tile_rows: in
 
 
 def describe_input_grad(layer: Layer, config: RowConfig, tile_rows: int, eps: float) -> Launch:
-    """Of x, norm1's weight and bias, in_proj, dqkv, ds; to the norm of x, dx and the sums; of o; to ds and o turned."""
+    """Of x, norm1's weight and bias, in_proj, dqkv, ds; to the norm of x, dx and the sums; of o; to ds and o turned;
+    of the residual's gradient, where it is not ds."""
     constants = _sizes(layer) | {
-        "NORM": layer.norm if layer.norm_first else "",
+        "NORM": layer.row_norm,
+        "RESIDUAL": residual_of(layer),
         "READY": layer.ready,
         "TURNED": layer.turned,
         **_numbers(layer),

@@ -10,14 +10,20 @@ import triton
 import triton.language as tl
 
 from isogemm.encoder.kernels_forward import (
+    ACTIVATION,
+    OUTPUT,
     attended,
     backward_weight,
+    batch_normed,
     columns_of,
+    dropout,
     hidden,
+    is_kept_turned,
     normed,
     operand,
     product,
     row_tile,
+    scale_of_kept,
     started,
     statistics,
     store_grad_operand,
@@ -84,29 +90,42 @@ def _norm_backward(
 @triton.jit(do_not_specialize=["rows"])
 def _feedforward_backward_kernel(
     x_ptr, o_ptr, wo, bo, w1, b1, w1_turned, w2_turned, norm_w, norm_b, last_w, dy_ptr, sum_ptr,
-    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, dlast_turned, rows, eps, ld,
-    D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_FIRST: tl.constexpr,
+    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, dlast_turned, seed_ptr, dropped_ptr, rows, eps, ld,
+    D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr,
+    RESIDUAL_NORMED: tl.constexpr, HIDDEN_DROPPED: tl.constexpr, DROPPED: tl.constexpr,
     READY: tl.constexpr, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     ACT: tl.constexpr, ACT_GRAD: tl.constexpr, EXACT: tl.constexpr, INDEX: tl.constexpr,
     BM: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # From dy to ds, the gradient of s = x + o Wo + bo; u = norm(s), act(z) and dz go to the weights' gradients.
+    # From dy to ds, the gradient of s = x + o Wo + bo, or without o, of x; where the norm is a batch norm, to the
+    # gradient of its result u. u = norm(s), act(z), dz and what dropout leaves of dlast go to the weights' gradients.
     started(EARLY)
     tile = tl.program_id(0)
     row = (tile * BM).to(INDEX)
-    slot = _first_slot(norm_sums, tile, SLOTS, 2 if NORM_FIRST else 0, 5, D, DP)
-    s = attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, READY, OPERAND, PRECISION, BM, BK)
-    mean, deviation = _live_statistics(s, row, rows, eps, BM, D, DP, NORM)
-    store_tile(ds_ptr, s, row, rows, 0, D, BM, DP, D)  # parked there until the norm's gradient
-    u = normed(s, mean, deviation, norm_w, norm_b, D, DP, NORM)
+    slot = _first_slot(norm_sums, tile, SLOTS, 0 if NORM_LAST else 4 if NORM == "batch_norm" else 2, 5, D, DP)
+    if o_ptr is None:
+        s = row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+    else:
+        s = attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, READY, OPERAND, PRECISION, BM, BK)
+    if NORM == "batch_norm":
+        u = batch_normed(s, norm_w, norm_b, D, DP)
+    else:
+        mean, deviation = _live_statistics(s, row, rows, eps, BM, D, DP, NORM)
+        if o_ptr is not None:
+            store_tile(ds_ptr, s, row, rows, 0, D, BM, DP, D)  # parked there until the norm's gradient
+        u = normed(s, mean, deviation, norm_w, norm_b, D, DP, NORM)
     store_grad_operand(u_ptr, u.T, row, rows, 0, ld, D, BM, DP, TURNED)
     u = operand(u, OPERAND, PRECISION).T
     dlast = row_tile(dy_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
-    if not NORM_FIRST:
+    if NORM_LAST:
         total = row_tile(sum_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
         last_mean, last_deviation = _live_statistics(total, row, rows, eps, BM, D, DP, NORM)
         dlast = _norm_backward(dlast, total, last_mean, last_deviation, last_w, norm_sums, slot, 2, D, DP, NORM)
         store_tile(dlast_ptr, dlast, row, rows, 0, D, BM, DP, D)
+    if DROPPED > 0:
+        dlast = dropout(dlast, seed_ptr, OUTPUT, row, 0, DROPPED, BM, DP)
+        if not TURNED:
+            store_tile(dropped_ptr, dlast, row, rows, 0, D, BM, DP, D)
     _store_sum(norm_sums, slot, 4, dlast, D, DP)  # linear2's bias, here and exactly: torch rounds nothing of it
     if TURNED:
         store_grad_operand(dlast_turned, dlast.T, row, rows, 0, ld, D, BM, DP, True)
@@ -115,20 +134,31 @@ def _feedforward_backward_kernel(
     acc = tl.zeros((DP, BM), tl.float32)
     for f in tl.range(0, F, BF):
         z = hidden(u, w1, b1, f, F, D, DP, READY, OPERAND, PRECISION, BM, BF)
-        store_grad_operand(act_ptr, ACT(z, EXACT), row, rows, f, ld, F, BM, BF, TURNED)
         w = backward_weight(w2_turned, f, 0, F, D, BF, DP, READY, OPERAND, PRECISION)  # [BF, DP]
-        dz = product(w, dlast, tl.zeros((BF, BM), tl.float32), PRECISION) * ACT_GRAD(z, EXACT)
+        if HIDDEN_DROPPED > 0:
+            kept = is_kept_turned(seed_ptr, ACTIVATION, row, f, HIDDEN_DROPPED, BM, BF)
+            keeping = tl.where(kept, scale_of_kept(HIDDEN_DROPPED), 0.0)
+            store_grad_operand(act_ptr, ACT(z, EXACT) * keeping, row, rows, f, ld, F, BM, BF, TURNED)
+            dz = product(w, dlast, tl.zeros((BF, BM), tl.float32), PRECISION) * keeping * ACT_GRAD(z, EXACT)
+        else:
+            store_grad_operand(act_ptr, ACT(z, EXACT), row, rows, f, ld, F, BM, BF, TURNED)
+            dz = product(w, dlast, tl.zeros((BF, BM), tl.float32), PRECISION) * ACT_GRAD(z, EXACT)
         store_grad_operand(dz_ptr, dz, row, rows, f, ld, F, BM, BF, TURNED)
         w = backward_weight(w1_turned, 0, f, D, F, DP, BF, READY, OPERAND, PRECISION)  # [DP, BF]
         acc = product(w, operand(dz, OPERAND, PRECISION), acc, PRECISION)
-    du = acc.T
-    s = row_tile(ds_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
-    if NORM_FIRST:
-        ds = _norm_backward(du, s, mean, deviation, norm_w, norm_sums, slot, 2, D, DP, NORM)
+    ds = acc.T
+    if NORM_LAST:
+        ds += row_tile(dlast_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+    elif RESIDUAL_NORMED:
         ds += row_tile(dy_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
-    else:
-        du += row_tile(dlast_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
-        ds = _norm_backward(du, s, mean, deviation, norm_w, norm_sums, slot, 0, D, DP, NORM)
+    if NORM != "batch_norm":
+        if o_ptr is None:
+            s = row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+        else:
+            s = row_tile(ds_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+        ds = _norm_backward(ds, s, mean, deviation, norm_w, norm_sums, slot, 0 if NORM_LAST else 2, D, DP, NORM)
+        if not RESIDUAL_NORMED:
+            ds += row_tile(dy_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
     tl.debug_barrier()
     store_tile(ds_ptr, ds, row, rows, 0, D, BM, DP, D)
 
@@ -136,12 +166,14 @@ def _feedforward_backward_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _input_grad_kernel(
     x_ptr, norm_w, norm_b, in_proj_weight, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, o_ptr, ds_turned, o_turned,
-    rows, eps, ld,
-    D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, READY: tl.constexpr, TURNED: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    SLOTS: tl.constexpr, EARLY: tl.constexpr,
+    residual_ptr, rows, eps, ld,
+    D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, READY: tl.constexpr,
+    TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients.
+    # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients. Where ds is
+    # what dropout left, the residual's gradient is another; RESIDUAL: whether it goes "around" the norm, "through" it,
+    # or is added elsewhere.
     started(EARLY)
     tile = tl.program_id(0)
     row = (tile * BM).to(INDEX)
@@ -175,10 +207,15 @@ def _input_grad_kernel(
         w = backward_weight(in_proj_weight, 0, k, D, 3 * D, DP, BK, READY, OPERAND, PRECISION)  # [DP, BK]
         acc = product(w, grad, acc, PRECISION)
     dx = acc.T
+    if residual_ptr is None:
+        residual_ptr = ds_ptr
+    if RESIDUAL == "through":
+        dx += row_tile(residual_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
     if NORM != "":
         x = row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
         dx = _norm_backward(dx, x, mean, deviation, norm_w, norm_sums, slot, 0, D, DP, NORM)
-    dx += row_tile(ds_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+    if RESIDUAL == "around":
+        dx += row_tile(residual_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
     store_tile(dx_ptr, dx, row, rows, 0, D, BM, DP, D)
 
 

@@ -11,9 +11,17 @@ import triton
 import triton.language as tl
 
 from isogemm.encoder.configs import Layer
+from isogemm.encoder.parameters import EncoderDropout
+from isogemm.epilogues import random
 from isogemm.gemm.kernels import multiply, round_by_instruction
+from isogemm.gemm.kernels_epilogue import is_kept
 
 TYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
+_LEVELS = tl.constexpr(random.LEVELS)
+# The places of dropout, by which its seed differs.
+PROJECTION = tl.constexpr(EncoderDropout._fields.index("projection"))
+ACTIVATION = tl.constexpr(EncoderDropout._fields.index("activation"))
+OUTPUT = tl.constexpr(EncoderDropout._fields.index("output"))
 
 
 @triton.jit
@@ -134,6 +142,51 @@ def normed(x, mean, deviation, g_ptr, b_ptr, D: tl.constexpr, DP: tl.constexpr, 
     if DP != D:
         xhat = tl.where((tl.arange(0, DP) < D)[None, :], xhat, 0.0)
     return scaled_and_shifted(xhat, g_ptr, b_ptr, D, DP)
+
+
+@triton.jit
+def batch_normed(x, statistics_ptr, b_ptr, D: tl.constexpr, DP: tl.constexpr):
+    """The batch norm of rows x [BM, DP], of its statistics [4, D]: of which the mean and the scale are read."""
+    xhat = (x - columns_of(statistics_ptr, D, DP)) * columns_of(statistics_ptr + 2 * D, D, DP)
+    return scaled_and_shifted(xhat, None, b_ptr, D, DP)
+
+
+@triton.jit
+def scale_of_kept(DROPPED: tl.constexpr):
+    """As `epilogues.random.scale` of the probability whose threshold is DROPPED."""
+    return _LEVELS / (_LEVELS - DROPPED) if DROPPED < _LEVELS else 0.0
+
+
+@triton.jit
+def dropout(
+    value, seed_ptr, PLACE: tl.constexpr, row, col, DROPPED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
+):
+    """Of a tile [BM, BC] whose first element is (row, col)."""
+    r = (row + tl.arange(0, BM)).to(tl.int32)[:, None]
+    c = (col + tl.arange(0, BC))[None, :]
+    kept = is_kept(tl.load(seed_ptr) + PLACE, row, col, r, c, DROPPED, BM, BC, False)
+    return tl.where(kept, value * scale_of_kept(DROPPED), 0.0)
+
+
+@triton.jit
+def is_kept_turned(
+    seed_ptr, PLACE: tl.constexpr, row, col, DROPPED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
+):
+    """Where `dropout` keeps an element, as a tile [BC, BM]."""
+    seed = tl.load(seed_ptr) + PLACE
+    r = (row + tl.arange(0, BM)).to(tl.int32)[None, :]
+    if BC < 32:
+        c = (col + tl.arange(0, BC))[:, None]
+        return is_kept(seed, row, col, r, c, DROPPED, BC, BM, True)
+    else:  # one call for eight columns
+        group = (col // 8 + tl.arange(0, BC // 8))[:, None]
+        zero = tl.zeros((BC // 8, BM), dtype=tl.int32)
+        w0, w1, w2, w3 = tl.philox(seed, group + zero, r + zero, zero, zero)
+        low = tl.join(tl.join(w0 & 0xFFFF, w2 & 0xFFFF), tl.join(w1 & 0xFFFF, w3 & 0xFFFF))
+        high = tl.join(tl.join(w0 >> 16, w2 >> 16), tl.join(w1 >> 16, w3 >> 16))
+        kept = tl.join(low, high).to(tl.int32) >= DROPPED  # [groups, BM, 2, 2, half]: word 2 i + j
+        kept = tl.reshape(kept.to(tl.int8), (BC // 32, 4, BM, 4, 2))
+        return tl.reshape(tl.permute(kept, (0, 3, 1, 4, 2)), (BC, BM)) != 0
 
 
 @triton.jit
@@ -304,11 +357,11 @@ def _project_kernel(
 
 
 @triton.jit
-def attended(
-    x_ptr, o_ptr, wo, bo, row, rows, D: tl.constexpr, DP: tl.constexpr, READY: tl.constexpr, OPERAND: tl.constexpr,
+def projected(
+    o_ptr, wo, bo, row, rows, D: tl.constexpr, DP: tl.constexpr, READY: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """x + o Wo + bo, [BM, DP]."""
+    """o Wo + bo, [BM, DP]."""
     acc = tl.zeros((DP, BM), tl.float32)
     for k in tl.range(0, D, BK):
         o = operand(row_tile(o_ptr, row, rows, k, D, BM, BK, D), OPERAND, PRECISION)
@@ -316,7 +369,37 @@ def attended(
     s = acc.T
     if bo is not None:
         s += columns_of(bo, D, DP)
+    return s
+
+
+@triton.jit
+def attended(
+    x_ptr, o_ptr, wo, bo, row, rows, D: tl.constexpr, DP: tl.constexpr, READY: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """x + o Wo + bo, [BM, DP]."""
+    s = projected(o_ptr, wo, bo, row, rows, D, DP, READY, OPERAND, PRECISION, BM, BK)
     return s + row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _out_project_kernel(
+    x_ptr, o_ptr, wo, bo, norm_w, norm_b, seed_ptr, s_ptr, rows, eps,
+    D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, DROPPED: tl.constexpr, READY: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    # s = x + dropout(o Wo + bo), or norm(x) + ...
+    started(EARLY)
+    row = (tl.program_id(0) * BM).to(INDEX)
+    s = projected(o_ptr, wo, bo, row, rows, D, DP, READY, OPERAND, PRECISION, BM, BK)
+    if DROPPED > 0:
+        s = dropout(s, seed_ptr, PROJECTION, row, 0, DROPPED, BM, DP)
+    x = row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+    if NORM != "":
+        mean, deviation = statistics(x, eps, D, DP, NORM)
+        x = normed(x, mean, deviation, norm_w, norm_b, D, DP, NORM)
+    store_tile(s_ptr, x + s, row, rows, 0, D, BM, DP, D)
 
 
 @triton.jit
@@ -333,26 +416,48 @@ def hidden(
     return z
 
 
+@triton.jit
+def activated(
+    z, seed_ptr, row, f, ACT: tl.constexpr, EXACT: tl.constexpr, DROPPED: tl.constexpr, BM: tl.constexpr,
+    BF: tl.constexpr,
+):  # fmt: skip
+    """dropout(act(z)) of features from f on, [BF, BM]."""
+    value = ACT(z, EXACT)
+    if DROPPED > 0:
+        kept = is_kept_turned(seed_ptr, ACTIVATION, row, f, DROPPED, BM, BF)
+        value = tl.where(kept, value * scale_of_kept(DROPPED), 0.0)
+    return value
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _feedforward_kernel(
-    x_ptr, o_ptr, wo, bo, w1, b1, w2, b2, norm_w, norm_b, last_w, last_b, y_ptr, sum_ptr, rows, eps,
-    D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_FIRST: tl.constexpr,
+    x_ptr, o_ptr, wo, bo, w1, b1, w2, b2, norm_w, norm_b, last_w, last_b, y_ptr, sum_ptr, seed_ptr, rows, eps,
+    D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr,
+    RESIDUAL_NORMED: tl.constexpr, HIDDEN_DROPPED: tl.constexpr, DROPPED: tl.constexpr,
     READY: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ACT: tl.constexpr, EXACT: tl.constexpr,
     INDEX: tl.constexpr, PARKED: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    # s = x + o Wo + bo; u = norm(s); y = s + act(u W1 + b1) W2 + b2, or with the norm last, y = norm(u + ...).
+    # s = x + o Wo + bo, or without o, x; u = norm(s); y = s + dropout(act(u W1 + b1)) W2 + b2, with RESIDUAL_NORMED
+    # y = u + ..., and with NORM_LAST the norm of that.
     started(EARLY)
     row = (tl.program_id(0) * BM).to(INDEX)
-    s = attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, READY, OPERAND, PRECISION, BM, BK)
-    mean, deviation = statistics(s, eps, D, DP, NORM)
-    u = normed(s, mean, deviation, norm_w, norm_b, D, DP, NORM)
-    if NORM_FIRST:
-        y = s
+    if o_ptr is None:
+        s = row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
     else:
+        s = attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, READY, OPERAND, PRECISION, BM, BK)
+    if NORM == "batch_norm":
+        u = batch_normed(s, norm_w, norm_b, D, DP)
+    else:
+        mean, deviation = statistics(s, eps, D, DP, NORM)
+        u = normed(s, mean, deviation, norm_w, norm_b, D, DP, NORM)
+    if RESIDUAL_NORMED:
         y = u
-    if b2 is not None:
-        y += columns_of(b2, D, DP)
+    else:
+        y = s
+    if DROPPED == 0:
+        if b2 is not None:
+            y += columns_of(b2, D, DP)
     if PARKED:  # in its place in memory: the registers are wanted
         store_tile(y_ptr, y, row, rows, 0, D, BM, DP, D)
         tl.debug_barrier()
@@ -360,12 +465,19 @@ def _feedforward_kernel(
     acc = tl.zeros((DP, BM), tl.float32)
     for f in tl.range(0, F, BF):
         z = hidden(u, w1, b1, f, F, D, DP, READY, OPERAND, PRECISION, BM, BF)
+        act = activated(z, seed_ptr, row, f, ACT, EXACT, HIDDEN_DROPPED, BM, BF)
         w = forward_weight(w2, 0, f, D, F, DP, BF, READY, OPERAND, PRECISION)  # [DP, BF]
-        acc = product(w, operand(ACT(z, EXACT), OPERAND, PRECISION), acc, PRECISION)
+        acc = product(w, operand(act, OPERAND, PRECISION), acc, PRECISION)
     if PARKED:
         y = row_tile(y_ptr, row, rows, 0, D, BM, DP, D)
-    y += acc.T
-    if not NORM_FIRST:
+    if DROPPED > 0:
+        fed = acc.T
+        if b2 is not None:
+            fed += columns_of(b2, D, DP)
+        y += dropout(fed, seed_ptr, OUTPUT, row, 0, DROPPED, BM, DP)
+    else:
+        y += acc.T
+    if NORM_LAST:
         if sum_ptr is not None:
             store_tile(sum_ptr, y, row, rows, 0, D, BM, DP, D)
         mean, deviation = statistics(y, eps, D, DP, NORM)
@@ -377,8 +489,22 @@ def _feedforward_kernel(
 
 
 def feedforward_sizes(layer: Layer) -> dict[str, object]:
-    sizes = {"D": layer.d_model, "F": layer.dim_feedforward}
-    return sizes | {"NORM": layer.norm, "NORM_FIRST": layer.norm_first}
+    return {
+        "D": layer.d_model,
+        "F": layer.dim_feedforward,
+        "NORM": layer.norm,
+        "NORM_LAST": layer.norm_last,
+        "RESIDUAL_NORMED": layer.residual_normed or not layer.norm_first,
+        "HIDDEN_DROPPED": random.threshold(layer.dropout.activation),
+        "DROPPED": random.threshold(layer.dropout.output),
+    }
+
+
+def residual_of(layer: Layer) -> str:
+    """Where the residual's gradient meets dx: "around" the norm, "through" it, or, of a batch norm, elsewhere."""
+    if not layer.norm_first or layer.residual_normed:
+        return "through"
+    return "" if layer.batch_norm else "around"
 
 
 def index_type(layer: Layer) -> object:

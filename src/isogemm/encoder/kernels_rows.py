@@ -390,8 +390,8 @@ def _project(
 
 @triton.jit(do_not_specialize=["rows"])
 def _feedforward_rows_kernel(
-    x_ptr, o_ptr, wo, bo, w1, b1, w2, b2, norm_w, norm_b, last_w, last_b, y_ptr, sum_ptr, rows, eps,
-    D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_FIRST: tl.constexpr, ACT: tl.constexpr,
+    x_ptr, o_ptr, wo, bo, w1, b1, w2, b2, norm_w, norm_b, last_w, last_b, y_ptr, sum_ptr, seed_ptr, rows, eps,
+    D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr, ACT: tl.constexpr,
     EXACT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -403,7 +403,7 @@ def _feedforward_rows_kernel(
     mean, deviation = _statistics(y, eps, D, NORM, NATIVE)
     normed = _normed(y, mean, deviation, norm_w, norm_b, c, NATIVE)
     u = _operands(normed, KIND, NATIVE)
-    if not NORM_FIRST:
+    if NORM_LAST:
         y = normed
     if b2 is not None:
         y = _plus_vector(y, b2, c, NATIVE)
@@ -418,7 +418,7 @@ def _feedforward_rows_kernel(
             active = active + (ACT(z[e], EXACT),)
         acc = _with_block(acc, operand(active, KIND, NATIVE), w2, lane, f, F, KIND, NATIVE)
     y = _sums(y, acc)
-    if not NORM_FIRST:
+    if NORM_LAST:
         if sum_ptr is not None:
             _store_rows(sum_ptr, y, at, live, c, D, NATIVE)
         mean, deviation = _statistics(y, eps, D, NORM, NATIVE)
@@ -429,8 +429,8 @@ def _feedforward_rows_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _feedforward_backward_rows_kernel(
     x_ptr, o_ptr, wo, bo, w1, b1, w1_turned, w2_turned, norm_w, norm_b, last_w, dy_ptr, sum_ptr,
-    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, rows, eps,
-    D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_FIRST: tl.constexpr, ACT: tl.constexpr,
+    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, seed_ptr, dropped_ptr, rows, eps,
+    D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr, ACT: tl.constexpr,
     ACT_GRAD: tl.constexpr, EXACT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -446,7 +446,7 @@ def _feedforward_backward_rows_kernel(
     _store_rows(u_ptr, normed, at, live, c, D, NATIVE)
     u = _operands(normed, KIND, NATIVE)
     dlast = _only_live(_load_rows(dy_ptr, inside, c, D, D, NATIVE), live)
-    if not NORM_FIRST:
+    if NORM_LAST:
         total = _load_rows(sum_ptr, inside, c, D, D, NATIVE)
         last_mean, last_deviation = _statistics(total, eps, D, NORM, NATIVE)
         dlast = _norm_backward(
@@ -472,7 +472,7 @@ def _feedforward_backward_rows_kernel(
         _store_block(dz_ptr, slope, at, live, c, 16 * f, F, NATIVE)
         du = _with_block(du, operand(slope, KIND, NATIVE), w1_turned, lane, f, F, KIND, NATIVE)
     s = _only_live(_load_rows(ds_ptr, inside, c, D, D, NATIVE), live)
-    if NORM_FIRST:
+    if not NORM_LAST:
         ds = _norm_backward(du, s, mean, deviation, norm_w, sums, 2, leads, c, D, NORM, NATIVE)
         ds = _sums(ds, _load_rows(dy_ptr, inside, c, D, D, NATIVE))
     else:
@@ -483,7 +483,7 @@ def _feedforward_backward_rows_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _input_grad_rows_kernel(
-    x_ptr, norm_w, norm_b, in_proj_turned, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, rows, eps,
+    x_ptr, norm_w, norm_b, in_proj_turned, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, residual_ptr, rows, eps,
     D: tl.constexpr, NORM: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -532,7 +532,7 @@ def describe_project_rows(
     constants = {
         "D": layer.d_model,
         "F": layer.dim_feedforward,
-        "NORM": layer.norm if layer.norm_first else "",
+        "NORM": layer.row_norm,
         "STACKED": layer.stacked,
         "BIASES": biases,
         "BACKWARD": backward,
@@ -579,7 +579,7 @@ def describe_input_grad_rows(layer: Layer, warps: int, eps: float) -> Launch:
     """Of x, norm1's weight and bias, in_proj turned, dqkv, ds; to the norm of x, dx and the sums."""
     constants = {
         "D": layer.d_model,
-        "NORM": layer.norm if layer.norm_first else "",
+        "NORM": layer.row_norm,
         **_numbers(layer),
         **_launch(layer, warps),
     }

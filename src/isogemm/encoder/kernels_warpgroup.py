@@ -163,6 +163,35 @@ def scaled(xhat, g_ptr, b_ptr, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.co
     return xhat
 
 
+@gluon.jit
+def batch_normed(x, statistics_ptr, b_ptr, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+    """The batch norm of rows, of its statistics [4, D]: of which the mean and the scale are read."""
+    xhat = (x - vector(statistics_ptr, 0, D, WARPS, KIND)) * vector(statistics_ptr, 2 * D, D, WARPS, KIND)
+    return scaled(xhat, None, b_ptr, D, WARPS, KIND)
+
+
+# dropout
+
+
+@gluon.jit
+def keeping(
+    seed_ptr, PLACE: gl.constexpr, row, column, COLUMNS: gl.constexpr, DROPPED: gl.constexpr, WARPS: gl.constexpr,
+    KIND: gl.constexpr,
+):  # fmt: skip
+    """What dropout multiplies with, as `kernels_forward.dropout` does: of columns from `column` on, a multiple of 16.
+
+    A lane holds the columns of one call of the generator, which compilers see.
+    """
+    c = (column + column_numbers(COLUMNS, WARPS, KIND))[None, :]
+    zero = (row.to(gl.int32)[:, None] + c) * 0
+    seed = gl.load(seed_ptr) + PLACE
+    w0, w1, w2, w3 = tl.philox(seed, (c >> 5 << 2) + (c >> 1 & 3) + zero, row.to(gl.int32)[:, None] + zero, zero, zero)
+    which = (c >> 3 & 3) + zero
+    word = gl.where(which < 2, gl.where(which == 0, w0, w1), gl.where(which == 2, w2, w3))
+    bits = gl.where((c & 1) + zero == 1, word >> 16, word & 0xFFFF)
+    return gl.where(bits.to(gl.int32) >= DROPPED, scale_of_kept(DROPPED), 0.0)
+
+
 # on their way to shared memory; a slot holds a block of a weight's rows [BF, D] or columns [D, BF]
 
 

@@ -9,18 +9,20 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs import GROUP_ROWS, Layer, WarpgroupConfig
-from isogemm.encoder.kernels_forward import feedforward_sizes, index_type, started
+from isogemm.encoder.kernels_forward import ACTIVATION, OUTPUT, feedforward_sizes, index_type, residual_of, started
 from isogemm.encoder.kernels_warpgroup import (
     TILE,
     arrived,
     ask_for_rows,
     attended,
+    batch_normed,
     blocks,
     column_numbers,
     columns_slot,
     copy_layout,
     fetch,
     fetch_rows,
+    keeping,
     load_rows,
     normalized,
     operand,
@@ -106,12 +108,14 @@ def _fetch_feedforward_backward(
 @gluon.jit(do_not_specialize=["rows"])
 def _feedforward_backward_warpgroup_kernel(
     x_ptr, o_ptr, wo, bo, w1, b1, w1_turned, w2_turned, norm_w, norm_b, last_w, dy_ptr, sum_ptr,
-    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, dlast_turned, rows, eps, ld,
-    D: gl.constexpr, F: gl.constexpr, NORM: gl.constexpr, NORM_FIRST: gl.constexpr, TURNED: gl.constexpr,
-    ACT: gl.constexpr, ACT_GRAD: gl.constexpr, INDEX: gl.constexpr, BF: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, EARLY: gl.constexpr,
+    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, dlast_turned, seed_ptr, dropped_ptr, rows, eps, ld,
+    D: gl.constexpr, F: gl.constexpr, NORM: gl.constexpr, NORM_LAST: gl.constexpr, RESIDUAL_NORMED: gl.constexpr,
+    HIDDEN_DROPPED: gl.constexpr, DROPPED: gl.constexpr, TURNED: gl.constexpr, ACT: gl.constexpr,
+    ACT_GRAD: gl.constexpr, INDEX: gl.constexpr, BF: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
-    # From dy to ds, the gradient of s = x + o Wo + bo; u = norm(s), act(z) and dz go to the weights' gradients.
+    # From dy to ds, the gradient of s = x + o Wo + bo, or without o, of x; where the norm is a batch norm, to the
+    # gradient of its result u. u = norm(s), act(z), dz and what dropout leaves of dlast go to the weights' gradients.
     started(EARLY)
     BM: gl.constexpr = 16 * WARPS
     KIND: gl.constexpr = gl.float32
@@ -121,23 +125,34 @@ def _feedforward_backward_warpgroup_kernel(
     tile = gl.allocate_shared_memory(KIND, [BM, D], TILE)
     fetch_rows(tile, x_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
     ask_for_rows(dy_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
-    s = attended(o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
-    s += rows_in(tile, row < rows, WARPS)
-    tl.debug_barrier()
-    tile.store(s)  # until the norm's gradient
+    if o_ptr is not None:
+        s = attended(o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
+        s += rows_in(tile, row < rows, WARPS)
+        tl.debug_barrier()
+        tile.store(s)  # until the norm's gradient
     for i in gl.static_range(STAGES - 1):
         _fetch_feedforward_backward(slots, i, w1, w1_turned, w2_turned, i * BF, D, F, BF, WARPS)
-    mean, deviation = statistics(s, row < rows, eps, D, NORM)
-    normed = scaled(normalized(s, mean, deviation, NORM), norm_w, norm_b, D, WARPS, KIND)
+    if o_ptr is None:
+        arrived(STAGES - 1)
+        s = rows_in(tile, row < rows, WARPS)
+    if NORM == "batch_norm":
+        normed = batch_normed(s, norm_w, norm_b, D, WARPS, KIND)
+    else:
+        mean, deviation = statistics(s, row < rows, eps, D, NORM)
+        normed = scaled(normalized(s, mean, deviation, NORM), norm_w, norm_b, D, WARPS, KIND)
     _store_grad_operand(u_ptr, normed, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
     u = operand(normed, BF, WARPS, KIND)
     dlast = load_rows(dy_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
-    if not NORM_FIRST:
+    if NORM_LAST:
         total = load_rows(sum_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
         last_mean, last_deviation = statistics(total, row < rows, eps, D, NORM)
         total = normalized(total, last_mean, last_deviation, NORM)
         dlast = _norm_backward(dlast, total, last_deviation, last_w, norm_sums, 2, rows, D, NORM, WARPS, KIND)
         store_rows(dlast_ptr, dlast, row, rows, 0, D, WARPS, KIND)
+    if DROPPED > 0:
+        dlast = dlast * keeping(seed_ptr, OUTPUT, row, 0, D, DROPPED, WARPS, KIND)
+        if not TURNED:
+            store_rows(dropped_ptr, dlast, row, rows, 0, D, WARPS, KIND)
     _store_sum(norm_sums, 4, dlast, rows, D, WARPS)  # linear2's bias, here and exactly: torch rounds nothing of it
     if TURNED:
         _store_grad_operand(dlast_turned, dlast, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
@@ -155,22 +170,33 @@ def _feedforward_backward_warpgroup_kernel(
         z = warpgroup_mma_wait(1, deps=[z])
         if b1 is not None:
             z += vector(b1, block * BF, BF, WARPS, KIND)
-        _store_grad_operand(act_ptr, ACT(z, False), row_k, rows, block * BF, _anew(ld), F, TURNED, WARPS, KIND)
+        act = ACT(z, False)
         slope = ACT_GRAD(z, False)
+        if HIDDEN_DROPPED > 0:
+            kept = keeping(seed_ptr, ACTIVATION, row_k, block * BF, BF, HIDDEN_DROPPED, WARPS, KIND)
+            act = act * kept
+            slope = slope * kept
+        _store_grad_operand(act_ptr, act, row_k, rows, block * BF, _anew(ld), F, TURNED, WARPS, KIND)
         dz = warpgroup_mma_wait(0, deps=[dz])
         dz = dz * slope
         weight = columns_slot(slots.index(stage + 2), D, BF, KIND)
         du = warpgroup_mma(operand(dz, D, WARPS, KIND), weight.permute((1, 0)), du, is_async=True)
         _store_grad_operand(dz_ptr, dz, row_k, rows, block * BF, _anew(ld), F, TURNED, WARPS, KIND)
         du = warpgroup_mma_wait(0, deps=[du])
-    xhat = normalized(tile.load(rows_layout(D, WARPS, KIND)), mean, deviation, NORM)
-    if NORM_FIRST:
-        ds = _norm_backward(du, xhat, deviation, norm_w, norm_sums, 2, rows, D, NORM, WARPS, KIND)
-        ds += load_rows(dy_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
-    else:
+    if NORM_LAST:
         du += load_rows(dlast_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
-        ds = _norm_backward(du, xhat, deviation, norm_w, norm_sums, 0, rows, D, NORM, WARPS, KIND)
-    store_rows(ds_ptr, ds, row, rows, 0, D, WARPS, KIND)
+    elif RESIDUAL_NORMED:
+        du += load_rows(dy_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
+    if NORM != "batch_norm":
+        xhat = tile.load(rows_layout(D, WARPS, KIND))
+        if o_ptr is None:
+            xhat = gl.where((row < rows)[:, None], xhat, 0.0)
+        xhat = normalized(xhat, mean, deviation, NORM)
+        which: gl.constexpr = 0 if NORM_LAST else 2
+        du = _norm_backward(du, xhat, deviation, norm_w, norm_sums, which, rows, D, NORM, WARPS, KIND)
+        if not RESIDUAL_NORMED:
+            du += load_rows(dy_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
+    store_rows(ds_ptr, du, row, rows, 0, D, WARPS, KIND)
 
 
 @gluon.jit
@@ -196,11 +222,13 @@ def _fetch_input_grad(
 @gluon.jit(do_not_specialize=["rows"])
 def _input_grad_warpgroup_kernel(
     x_ptr, norm_w, norm_b, in_proj_turned, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, o_ptr, ds_turned, o_turned,
-    rows, eps, ld,
-    D: gl.constexpr, NORM: gl.constexpr, TURNED: gl.constexpr, INDEX: gl.constexpr, BF: gl.constexpr,
-    STAGES: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
+    residual_ptr, rows, eps, ld,
+    D: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, TURNED: gl.constexpr, INDEX: gl.constexpr,
+    BF: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients.
+    # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients. Where ds is
+    # what dropout left, the residual's gradient is another; RESIDUAL: whether it goes "around" the norm, "through" it,
+    # or is added elsewhere.
     started(EARLY)
     BM: gl.constexpr = 16 * WARPS
     KIND: gl.constexpr = gl.float32
@@ -248,6 +276,11 @@ def _input_grad_warpgroup_kernel(
     if NORM != "":
         mean, deviation = statistics(n, live, eps, D, NORM)
         n = normalized(n, mean, deviation, NORM)
+        if RESIDUAL == "through":
+            if residual_ptr is None:
+                dx += load_rows(ds_ptr, row, rows, 0, D, D, WARPS, KIND)
+            else:
+                dx += load_rows(residual_ptr, row, rows, 0, D, D, WARPS, KIND)
         dx = _norm_backward(dx, n, deviation, norm_w, norm_sums, 0, rows, D, NORM, WARPS, KIND)
         n = scaled(n, norm_w, norm_b, D, WARPS, KIND)
     if n_ptr is not None:
@@ -255,7 +288,12 @@ def _input_grad_warpgroup_kernel(
     arrived(0)
     ds = rows_in(tiles.index(1), live, WARPS)
     _store_sum(norm_sums, 5, ds, rows, D, WARPS)  # out_proj's bias, here and exactly
-    store_rows(dx_ptr, dx + ds, row, rows, 0, D, WARPS, KIND)
+    if RESIDUAL == "around" or (RESIDUAL == "through" and NORM == ""):
+        if residual_ptr is None:
+            dx += ds
+        else:
+            dx += load_rows(residual_ptr, row, rows, 0, D, D, WARPS, KIND)
+    store_rows(dx_ptr, dx, row, rows, 0, D, WARPS, KIND)
     if TURNED:
         _store_grad_operand(ds_turned, ds, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
         o = rows_in(last, live, WARPS)
@@ -265,7 +303,7 @@ def _input_grad_warpgroup_kernel(
 def describe_feedforward_backward_warpgroup(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:
     """In TF32, of x, o, out_proj's weight and bias, linear1's, linear1 and linear2 turned, the first norm's weight and
     bias, the last norm's weight, dy, the sum before the last norm; to u, act(z), dz, dlast, ds, the sums and dlast's
-    transpose.
+    transpose; the seed, and what dropout leaves of dlast. A batch norm's weight is its statistics; without o, x is s.
     """
     constants = feedforward_sizes(layer) | {
         "TURNED": layer.turned,
@@ -282,10 +320,11 @@ def describe_feedforward_backward_warpgroup(layer: Layer, config: WarpgroupConfi
 
 def describe_input_grad_warpgroup(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:
     """In TF32, of x, norm1's weight and bias, in_proj turned, dqkv, ds; to the norm of x, dx and the sums; of o; to ds
-    and o turned."""
+    and o turned; of the residual's gradient, where it is not ds."""
     constants = {
         "D": layer.d_model,
-        "NORM": layer.norm if layer.norm_first else "",
+        "NORM": layer.row_norm,
+        "RESIDUAL": residual_of(layer),
         "TURNED": layer.turned,
         "INDEX": index_type(layer),
         **blocks(layer, config),

@@ -14,18 +14,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs import Layer, WalkConfig, WarpgroupConfig
-from isogemm.encoder.kernels_forward import feedforward_sizes, in_proj, prepare, started
+from isogemm.encoder.kernels_forward import ACTIVATION, OUTPUT, feedforward_sizes, in_proj, prepare, started
 from isogemm.encoder.kernels_warpgroup import (
     TILE,
     arrived,
     as_number,
     ask_for_rows,
     attended,
+    batch_normed,
     blocks,
     column_numbers,
     columns_slot,
     fetch,
     fetch_rows,
+    keeping,
     load_rows,
     normalized,
     numbers,
@@ -223,37 +225,54 @@ def _fetch_feedforward(
 
 @gluon.jit(do_not_specialize=["rows"])
 def _feedforward_warpgroup_kernel(
-    x_ptr, o_ptr, wo, bo, w1, b1, w2, b2, norm_w, norm_b, last_w, last_b, y_ptr, sum_ptr, rows, eps,
-    D: gl.constexpr, F: gl.constexpr, NORM: gl.constexpr, NORM_FIRST: gl.constexpr, ACT: gl.constexpr,
-    KIND: gl.constexpr, INDEX: gl.constexpr, BF: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    EARLY: gl.constexpr,
+    x_ptr, o_ptr, wo, bo, w1, b1, w2, b2, norm_w, norm_b, last_w, last_b, y_ptr, sum_ptr, seed_ptr, rows, eps,
+    D: gl.constexpr, F: gl.constexpr, NORM: gl.constexpr, NORM_LAST: gl.constexpr, RESIDUAL_NORMED: gl.constexpr,
+    HIDDEN_DROPPED: gl.constexpr, DROPPED: gl.constexpr, ACT: gl.constexpr, KIND: gl.constexpr, INDEX: gl.constexpr,
+    BF: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    # s = x + o Wo + bo; u = norm(s); y = s + act(u W1 + b1) W2 + b2, or with the norm last, y = norm(u + ...).
+    # s = x + o Wo + bo, or without o, x; u = norm(s); y = s + dropout(act(u W1 + b1)) W2 + b2, with RESIDUAL_NORMED
+    # y = u + ..., and with NORM_LAST the norm of that.
     started(EARLY)
     BM: gl.constexpr = 16 * WARPS
+    # Tensor cores round sums toward zero: a y among them would shrink with every few features.
+    PARKED: gl.constexpr = KIND == gl.float32 or DROPPED > 0
     row = row_numbers(gl.program_id(0) * BM, D, WARPS, KIND, INDEX)
     slots = gl.allocate_shared_memory(KIND, [2 * STAGES, BF, D], shared_layout(BF, D, KIND))
+    if PARKED:
+        tile = gl.allocate_shared_memory(gl.float32, [BM, D], TILE)
     if KIND == gl.float32:
-        tile = gl.allocate_shared_memory(KIND, [BM, D], TILE)
         fetch_rows(tile, x_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
-        y = attended(o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
-        y += rows_in(tile, row < rows, WARPS)
-        tl.debug_barrier()
-    else:
-        ask_for_rows(x_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
-        y = attended(o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
-        y += load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
+    if o_ptr is not None:
+        if KIND == gl.float32:
+            y = attended(o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
+            y += rows_in(tile, row < rows, WARPS)
+            tl.debug_barrier()
+        else:
+            ask_for_rows(x_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
+            y = attended(o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
+            y += load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
     for i in gl.static_range(STAGES - 1):
         _fetch_feedforward(slots, i, w1, w2, i * BF, D, F, BF, WARPS, KIND)
-    normed = _normed(y, row < rows, eps, norm_w, norm_b, D, NORM, WARPS, KIND)
+    if o_ptr is None:
+        if KIND == gl.float32:
+            arrived(STAGES - 1)
+            y = rows_in(tile, row < rows, WARPS)
+        else:
+            y = load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
+    if NORM == "batch_norm":
+        normed = batch_normed(y, norm_w, norm_b, D, WARPS, KIND)
+    else:
+        normed = _normed(y, row < rows, eps, norm_w, norm_b, D, NORM, WARPS, KIND)
     u = operand(normed, BF, WARPS, KIND)
-    if not NORM_FIRST:
+    if RESIDUAL_NORMED:
         y = normed
-    if b2 is not None:
-        y += vector(b2, 0, D, WARPS, KIND)
-    if KIND == gl.float32:  # tensor cores round sums toward zero: y would shrink with every few features
+    if DROPPED == 0:
+        if b2 is not None:
+            y += vector(b2, 0, D, WARPS, KIND)
+    if PARKED:
         tile.store(y)
         y = gl.zeros([BM, D], gl.float32, rows_layout(D, WARPS, KIND))
+    row_k = row_numbers(gl.program_id(0) * BM, BF, WARPS, KIND, INDEX)
     for block in range(F // BF):
         arrived(STAGES - 2)
         ahead = block + STAGES - 1
@@ -264,12 +283,19 @@ def _feedforward_warpgroup_kernel(
         z = warpgroup_mma_wait(0, deps=[z])
         if b1 is not None:
             z += vector(b1, block * BF, BF, WARPS, KIND)
+        act = ACT(z, False)
+        if HIDDEN_DROPPED > 0:
+            act = act * keeping(seed_ptr, ACTIVATION, row_k, block * BF, BF, HIDDEN_DROPPED, WARPS, KIND)
         weight = columns_slot(slots.index(stage + 1), D, BF, KIND)
-        y = warpgroup_mma(operand(ACT(z, False), D, WARPS, KIND), weight.permute((1, 0)), y, is_async=True)
+        y = warpgroup_mma(operand(act, D, WARPS, KIND), weight.permute((1, 0)), y, is_async=True)
         y = warpgroup_mma_wait(0, deps=[y])
-    if KIND == gl.float32:
+    if DROPPED > 0:
+        if b2 is not None:
+            y += vector(b2, 0, D, WARPS, KIND)
+        y = y * keeping(seed_ptr, OUTPUT, row, 0, D, DROPPED, WARPS, KIND)
+    if PARKED:
         y += tile.load(rows_layout(D, WARPS, KIND))
-    if not NORM_FIRST:
+    if NORM_LAST:
         if sum_ptr is not None:
             store_rows(sum_ptr, y, row, rows, 0, D, WARPS, KIND)
         y = _normed(y, row < rows, eps, last_w, last_b, D, NORM, WARPS, KIND)
@@ -292,7 +318,7 @@ def describe_project_warpgroup(
         "F": layer.dim_feedforward,
         "HEAD": layer.head,
         "BY_HEAD": layer.by_head,
-        "NORM": layer.norm if layer.norm_first else "",
+        "NORM": layer.row_norm,
         "STACKED": layer.stacked,
         "BIASES": biases,
         "BACKWARD": backward,
@@ -306,7 +332,8 @@ def describe_project_warpgroup(
 
 
 def describe_feedforward_warpgroup(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:
-    """Of x, o, out_proj, linear1, linear2 and both norms, weight and bias each; y, and the sum before the last norm."""
+    """Of x, o, out_proj, linear1, linear2 and both norms, weight and bias each; y, and the sum before the last norm;
+    the seed. A batch norm's weight is its statistics; without o, x is s."""
     constants = feedforward_sizes(layer) | {
         "ACT": getattr(device, layer.activation),
         **numbers(layer),

@@ -1,7 +1,7 @@
 """A fused layer's call: what it allocates and launches, forward and backward.
 
-Kept for the backward, per token: x, o and log-sums (and with the norms last the sum before the last one); the rest is
-computed again. Launches and the parts of memory that they pass on are tables: a part lies where none that is needed
+Kept for the backward, per token: x, o and log-sums (with the norms last the sum before the last one, and in a parted
+layer s); the rest is computed again. Launches and the parts of memory that they pass on are tables: a part lies where none that is needed
 with it does.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from isogemm.core import device as devices
 from isogemm.encoder import configs, configs_attention, layout
 from isogemm.encoder.configs import SHORT_HEAD, Layer
 from isogemm.encoder.configs_attention import Attention
+from isogemm.encoder.batch_norm_steps import BatchNormSteps
 from isogemm.encoder.gradients import Division, Gradients
 from isogemm.encoder.schedule import Bound, Part, Schedule, Step, addresses_of, spans
 
@@ -30,6 +31,20 @@ SEPARATE = ("wq", "wk", "wv", "wo", "w1", "w2", "g1", "g2", "bq", "bk", "bv", "b
 _MOST_GRADIENTS = 16  # that one launch adds up
 _TILES_AT_ONCE = 2  # of a walk over rows, on a multiprocessor
 _TILE_SUMS = ("g1", "s1", "g2", "s2", "b2", "bo")  # of rows, in the order in which a tile leaves them
+
+
+# What a call is given besides x and the parameters: its mask, the seed of its dropout, the scores of the layer before,
+# and the running statistics of its batch norms.
+GIVEN = ("mask", "seed", "previous", "mean1", "var1", "mean2", "var2")
+
+
+class Forward(NamedTuple):
+    """y [S, T, D]; what a backward needs of the rest, where it was asked for; and other results of the layer."""
+
+    y: Tensor
+    kept: Tensor | None
+    scores: Tensor | None  # [S, H, T, T]
+    statistics: Tensor | None  # of both batch norms [2, 4, D]
 
 
 class Plan:
@@ -45,11 +60,12 @@ class Plan:
             else configs.GROUP_ROWS if self.groups.feedforward_backward
             else self.configs.tile_rows
         )  # fmt: skip
+        self._norms = BatchNormSteps(layer, eps, configs.TILE_ROWS // self._tile_rows, _TILE_SUMS)
         self.names = STACKED if layer.stacked else SEPARATE
         self._bound: Bound = {}
         self._weights: torch.dtype = getattr(torch, layer.weights)
         d, f = layer.d_model, layer.dim_feedforward
-        first = 2 if layer.norm_first else 0
+        first = 2 if layer.norm_first else 0  # of the sums that are complete when linear1's and linear2's are taken
         self._partials = (  # of a chunk: what the feed-forward's backward leaves, and what the rest does
             _laid_out(w1=f * d, b1=f, w2=d * f, **dict.fromkeys(_TILE_SUMS[first:5], d)),
             _laid_out(wqkv=3 * d * d, bqkv=3 * d, wo=d * d, **dict.fromkeys((*_TILE_SUMS[:first], "bo"), d)),
@@ -63,30 +79,41 @@ class Plan:
 
     def forward(
         self, x: Tensor, given: Sequence[Tensor | None], addresses: tuple[int, ...], keep: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """y [S, T, D], and what a backward needs of the rest (keep). given: the mask and the parameters."""
+    ) -> Forward:
+        """given: what `GIVEN` names, and the parameters."""
         schedule, size = self._forwards[keep]
+        layer = self.layer
         y = torch.empty_like(x)
         kept = torch.empty(self._kept_size, dtype=torch.uint8, device=self.device) if keep else None
         work = torch.empty(size, dtype=torch.uint8, device=self.device)
-        rest = (x, y, kept, work)
+        scores = statistics = None
+        if layer.scores:
+            shape = (layer.sequences, layer.nhead, layer.tokens, layer.tokens)
+            scores = torch.empty(shape, dtype=getattr(torch, layer.operand), device=self.device)
+        if layer.batch_norm:
+            statistics = torch.empty((2, 4, layer.d_model), dtype=torch.float32, device=self.device)
+        rest = (x, y, kept, work, scores, statistics)
         schedule.run(addresses + addresses_of(rest), given, rest)
-        return y, kept
+        return Forward(y, kept, scores, statistics)
 
     def backward(
-        self, dy: Tensor, x: Tensor, given: Sequence[Tensor | None], addresses: tuple[int, ...], kept: Tensor,
-        gradients: Gradients,
-    ) -> Tensor:  # fmt: skip
-        """dx; the parameters' gradients are written or added to `gradients`."""
-        found = self._backwards.get(gradients.kind)
+        self, dy: Tensor, d_scores: Tensor | None, x: Tensor, given: Sequence[Tensor | None],
+        addresses: tuple[int, ...], kept: Tensor, statistics: Tensor | None, gradients: Gradients,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """dx, and that of the scores that were given; the parameters' gradients are written or added to `gradients`."""
+        key = d_scores is not None, gradients.kind
+        found = self._backwards.get(key)
         if found is None:
-            found = self._backwards[gradients.kind] = self._backward_schedule(gradients)
+            found = self._backwards[key] = self._backward_schedule(gradients, d_scores is not None)
         schedule, size = found
         dx = torch.empty_like(x)
         work = torch.empty(size, dtype=torch.uint8, device=self.device)
-        rest = (dy, x, kept, dx, work, *gradients.memory)
+        d_previous = None
+        if self.layer.previous:
+            d_previous = torch.empty_like(given[GIVEN.index("previous")])
+        rest = (dy, d_scores, x, kept, statistics, dx, d_previous, work, *gradients.memory)
         schedule.run(addresses + addresses_of(rest), given, rest)
-        return dx
+        return dx, d_previous
 
     def gradients(self, wanted: tuple[bool, ...]) -> Gradients:
         """Unwritten memory for the gradients that are wanted."""
@@ -139,7 +166,11 @@ class Plan:
             "dx": Part(of_x, layer.rows * d),
             # Turned, its last reader is what writes dx, row by row.
             "ds": Part(of_x, layer.rows * d, "dx" if layer.turned else ""),
-        }
+            "ds dropped": Part(of_x, layer.rows * d),
+            "dlast dropped": Part(of_x, layer.rows * d),
+            "normed": Part(of_x, layer.rows * d),
+            "d_normed": Part(of_x, layer.rows * d),
+        } | self._norms.parts()
         if layer.stacked:  # three times the same
             for name, of, size in (
                 ("wk", "wq", 3 * square),
@@ -158,95 +189,153 @@ class Plan:
 
     def _forward_schedule(self, keep: bool) -> tuple[Schedule, int]:
         layer = self.layer
-        norm1 = ("g1", "s1") if layer.norm_first else ("", "")
-        first, last = (("g2", "s2"), ("", "")) if layer.norm_first else (("g1", "s1"), ("g2", "s2"))
+        norm1 = ("g1", "s1") if layer.row_norm else ("", "")
         wo, w1, w2 = map(self._weight, ("wo", "w1", "w2"))
-        steps = (
+        seed = "seed" if any(layer.dropout[1:]) else ""
+        attending = "normed" if layer.batch_norm and layer.norm_first else "x"
+        steps: list[Step] = []
+        if attending == "normed":
+            steps += [*self._norms.statistics(1, "x"), self._norms.normalise(1, "x", "normed")]
+        steps += [
             Step(
                 ("project", keep), partial(self._describe_project, False, keep),
-                ("x", *norm1, "wq", "wk", "wv", "bq", "bk", "bv", "qkv", "", "wo", "", "w1", "w2",
+                (attending, *norm1, "wq", "wk", "wv", "bq", "bk", "bv", "qkv", "", "wo", "", "w1", "w2",
                  "ready" if layer.ready else ""),
             ),
-            Step("attention", self._describe_attention, ("q", "k", "v", "mask", "o", "lse")),
+            Step(
+                "attention", self._describe_attention,
+                ("q", "k", "v", "mask", "previous" if layer.previous else "",
+                 "seed" if layer.dropout.attention else "", "o", "lse", "scores" if layer.scores else ""),
+            ),
+        ]  # fmt: skip
+        of_s: tuple[str, ...] = ("x", "o", wo, "bo")
+        if layer.parted:
+            residual = attending if layer.residual_normed else "x"
+            norm = norm1 if layer.residual_normed else ("", "")
+            steps.append(Step("out_project", self._describe_out_project, (residual, *of_s[1:], *norm, seed, "s")))
+            of_s = ("s", "", "", "")
+        middle, last = (2, 0) if layer.norm_first else (1, 2)
+        norms: tuple[str, ...] = (f"g{middle}", f"s{middle}", *((f"g{last}", f"s{last}") if layer.norm_last else ("", "")))
+        fed = "y"
+        if layer.batch_norm:
+            steps += self._norms.statistics(middle, "s")
+            norms = (f"statistics{middle}", f"s{middle}", "", "")
+            fed = "total" if last else "y"
+        steps.append(
             Step(
                 ("feedforward", keep), self._describe_feedforward,
-                ("x", "o", wo, "bo", w1, "b1", w2, "b2", *first, *last, "y",
-                 "total" if keep and not layer.norm_first else ""),
-            ),
+                (*of_s, w1, "b1", w2, "b2", *norms, fed, "total" if keep and layer.norm_last else "", seed),
+            )
         )  # fmt: skip
+        if fed == "total":
+            steps += [*self._norms.statistics(2, "total"), self._norms.normalise(2, "total", "y")]
         needed = spans(steps, self._parts)
         if keep:
             needed = {name: span for name, span in needed.items() if name not in self._kept}
         offsets, size = layout.sharing(needed)
         buffers = {"work": offsets} | ({"kept": self._kept} if keep else {})
-        return self._schedule(steps, ("x", "y", "kept", "work"), buffers), size
+        return self._schedule(steps, ("x", "y", "kept", "work", "scores", "statistics"), buffers), size
 
-    def _backward_schedule(self, gradients: Gradients) -> tuple[Schedule, int]:
+    def _backward_schedule(self, gradients: Gradients, d_scores: bool) -> tuple[Schedule, int]:
         layer, d, f = self.layer, self.layer.d_model, self.layer.dim_feedforward
-        turned, norm_first = layer.turned, layer.norm_first
-        norm1 = ("g1", "s1") if norm_first else ("", "")
-        first, last = (("g2", "s2"), "") if norm_first else (("g1", "s1"), "g2")
+        turned, norm_last, dropout = layer.turned, layer.norm_last, layer.dropout
+        norm1 = ("g1", "s1") if layer.row_norm else ("", "")
         wo, w1, w1_turned, w2_turned = map(self._weight, ("wo", "w1", "w1_turned", "w2_turned"))
         wqkv, wo_turned, wqkv_turned = map(self._weight, ("wqkv", "wo_turned", "wqkv_turned"))
         again: tuple[str, ...] = (wqkv,) * 3 if layer.ready else ("wq", "wk", "wv")
         if self.groups.project:  # which takes the weights as they are
             again, wo_turned = ("wq", "wk", "wv"), "wo"
-        dlast, dlast_turned = "" if norm_first else "dlast", "dlast_turned" if turned else ""
-        n = "n" if norm_first or turned else ""
+        middle = 2 if layer.norm_first else 1
+        norms = (f"statistics{middle}" if layer.batch_norm else f"g{middle}", f"s{middle}", "g2" if norm_last else "")
+        of_s = ("s", "", "", "") if layer.parted else ("x", "o", wo, "bo")
+        seed = "seed" if any(dropout[1:]) else ""
+        dlast, dlast_turned = "dlast" if norm_last else "", "dlast_turned" if turned else ""
+        dlast_dropped = "dlast dropped" if dropout.output and not turned else ""
+        attending = "normed" if layer.batch_norm and layer.norm_first else "x"
+        n = "n" if layer.row_norm or turned else ""
+        ds = "ds dropped" if dropout.projection else "ds"  # the gradient of out_proj's result
         ds_turned, o_turned = ("ds_turned", "o_turned") if turned else ("", "")
         into = tuple(
             "" if each is None else f"d{name}" for name, each in zip(self.names, gradients.tensors, strict=True)
         )
         into += ("",) * (_MOST_GRADIENTS - len(into))
         given, parts = gradients.given([f"d{name}" for name in self.names])
-        steps: tuple[Step, ...] = (
+        above = "dy"
+        steps: list[Step] = []
+        if layer.batch_norm and not layer.norm_first:
+            above = "dlast"
+            steps += self._norms.through(2, "dy", "total", above)
+        steps.append(
             Step(
                 "feedforward_backward", self._describe_feedforward_backward,
-                ("x", "o", wo, "bo", w1, "b1", w1_turned, w2_turned, *first, last, "dy", "" if norm_first else "total",
-                 "u", "act", "dz", dlast, "ds", "feedforward sums", *(() if layer.fragments else (dlast_turned,))),
-            ),
+                (*of_s, w1, "b1", w1_turned, w2_turned, *norms, above, "total" if norm_last else "",
+                 "u", "act", "dz", dlast, "d_normed" if layer.batch_norm else "ds", "feedforward sums",
+                 *(() if layer.fragments else (dlast_turned,)), seed, dlast_dropped),
+            )
+        )  # fmt: skip
+        if layer.batch_norm:
+            around = "dy" if layer.norm_first and not layer.residual_normed else ""
+            dropped = ds if dropout.projection else ""
+            steps += self._norms.through(middle, "d_normed", "s", "ds", around, dropped)
+        elif dropout.projection:
+            steps.append(self._norms.dropped("ds", ds))
+        steps.append(
             Step(
                 "feedforward weights",
                 partial(self._describe_weight_grads, (f, d, d, f), 0),
-                ("dz", "u", dlast_turned or dlast or "dy", "act", "feedforward sums", "feedforward partials"),
-            ),
+                ("dz", "u", dlast_turned or dlast_dropped or dlast or above, "act", "feedforward sums",
+                 "feedforward partials"),
+            )
+        )  # fmt: skip
+        if attending == "normed":
+            steps.append(self._norms.normalise(1, "x", "normed"))
+        steps += [
             Step(
                 "project again", partial(self._describe_project, True, True),
-                ("x", *norm1, *again, "bq", "bk", "bv", "qkv", "ds", wo_turned, "do", "", "", ""),
+                (attending, *norm1, *again, "bq", "bk", "bv", "qkv", ds, wo_turned, "do", "", "", ""),
             ),
             Step(
-                "attention_backward", self._describe_attention_backward,
-                ("q", "k", "v", "mask", "o", "lse", "do", "dq", "dk", "dv"),
+                ("attention_backward", d_scores), partial(self._describe_attention_backward, d_scores),
+                ("q", "k", "v", "mask", "previous" if layer.previous else "", "seed" if dropout.attention else "",
+                 "o", "lse", "do", "d_scores" if d_scores else "", "dq", "dk", "dv",
+                 "d_previous" if layer.previous else ""),
             ),
             Step(
                 "input_grad", self._describe_input_grad,
-                ("x", *norm1, wqkv_turned, "dqkv", "ds", n, "dx", "attention sums",
-                 *(() if layer.fragments else ("o", ds_turned, o_turned))),
+                (attending, *norm1, wqkv_turned, "dqkv", ds, n, "d_normed" if attending == "normed" else "dx",
+                 "attention sums", *(() if layer.fragments else ("o", ds_turned, o_turned)),
+                 "" if ds == "ds" else "ds"),
             ),
+        ]  # fmt: skip
+        if attending == "normed":
+            around = "" if layer.residual_normed else "ds"
+            steps += self._norms.through(1, "d_normed", "x", "dx", around)
+        steps += [
             Step(
                 "attention weights",
                 partial(self._describe_weight_grads, (3 * d, d, d, d), 1),
-                ("dqkv", n or "x", ds_turned or "ds", o_turned or "o", "attention sums", "attention partials"),
+                ("dqkv", n or attending, ds_turned or ds, o_turned or "o", "attention sums", "attention partials"),
             ),
             Step(
                 ("sum", gradients.kind), partial(self._describe_sum, self._segments(gradients)),
                 ("feedforward partials", "attention partials", *into),
             ),
-        )  # fmt: skip
+        ]
         if not any(into):
-            steps = tuple(step for step in steps if not any("partials" in name for name in step.arguments))
+            steps = [step for step in steps if not any("partials" in name for name in step.arguments)]
         needed = {name: span for name, span in spans(steps, self._parts).items() if name not in self._kept}
         dx = needed.pop("dx")._replace(last=len(steps))  # which before it is written has room for others
         in_dx, _ = layout.sharing({"dx": dx} | needed, dx.size)
         offsets, size = layout.sharing({name: span for name, span in needed.items() if name not in in_dx})
         buffers = {"kept": self._kept, "dx": in_dx, "work": offsets}
-        return self._schedule(steps, ("dy", "x", "kept", "dx", "work", *given), buffers, parts), size
+        results = ("dy", "d_scores", "x", "kept", "statistics", "dx", "d_previous", "work", *given)
+        return self._schedule(steps, results, buffers, parts), size
 
     def _schedule(
         self, steps: Sequence[Step], given: Sequence[str], buffers: Mapping[str, Mapping[str, int]],
         parts: dict[str, Part] | None = None,
     ) -> Schedule:  # fmt: skip
-        given = ("mask", *self.names, *given)
+        given = (*GIVEN, *self.names, *given)
         return Schedule(steps, given, self._parts | (parts or {}), buffers, self.index, self._bound)
 
     def _segments(self, gradients: Gradients) -> list[tuple[int, int, int, bool] | None]:
@@ -292,6 +381,11 @@ class Plan:
         parts = (4 if backward else 3) * -(-layer.d_model // config.block)
         walkers = configs.walkers(layer, config.rows, parts, _TILES_AT_ONCE * sm_count)
         return kernels.describe_project(layer, config, self.eps, walkers, self.biases, backward, turn)
+
+    def _describe_out_project(self) -> Launch:
+        from isogemm.encoder import kernels
+
+        return kernels.describe_out_project(self.layer, self.configs.out_project, self.eps)
 
     def _describe_feedforward(self) -> Launch:
         from isogemm.encoder import kernels, kernels_rows
@@ -348,12 +442,12 @@ class Plan:
         return kernels.describe_sum_chunks(self.layer, segments, [size for _, size in self._partials])
 
     def _describe_attention(self) -> Launch:
-        return describe_attention(self._attention(backward=False))
+        return describe_attention(self._attention(backward=False, scores=self.layer.scores))
 
-    def _describe_attention_backward(self) -> Launch:
-        return describe_attention_backward(self._attention(backward=True))
+    def _describe_attention_backward(self, d_scores: bool) -> Launch:
+        return describe_attention_backward(self._attention(backward=True, scores=d_scores))
 
-    def _attention(self, backward: bool) -> Attention:
+    def _attention(self, backward: bool, scores: bool) -> Attention:
         layer = self.layer
         width = 3 * layer.d_model
         read = (layer.head if layer.by_head else width,) * 3
@@ -362,6 +456,7 @@ class Plan:
             layer.sequences, layer.tokens, layer.nhead, layer.head, layer.operand, layer.precision or "ieee",
             read + written, layer.causal, layer.mask, layer.mask_strides,
             backend(), layer.early, layer.by_head, backward and layer.turned,
+            layer.dropout.attention, layer.previous, scores,
         )  # fmt: skip
 
 
@@ -407,6 +502,8 @@ def kept_parts(layer: Layer) -> dict[str, Part]:
         "o": Part(operand, layer.rows * layer.d_model),
         "lse": Part(torch.float32, layer.rows * layer.nhead),
     }
+    if layer.parted:
+        parts["s"] = Part(of_x, layer.rows * layer.d_model)
     if not layer.norm_first:
         parts["total"] = Part(of_x, layer.rows * layer.d_model)  # the sum before the last norm
     if layer.ready or layer.narrow:
