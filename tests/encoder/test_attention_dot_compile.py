@@ -34,17 +34,18 @@ def portable_jobs():
 
 def _job(head, number, backward, mask, causal):
     dtype, precision = number
-    heads, tokens, tensors = 4, 128, 10 if backward else 6
+    heads, tokens, tensors = 4, 128, 14 if backward else 9
     strides = (3 * heads * head,) * (6 if backward else 3)
     problem = Attention(64, tokens, heads, head, dtype, precision, strides, causal, mask, (tokens, 1))
     config = (choose_backward if backward else choose)(problem)
     launch = (describe_attention_dot_backward if backward else describe_attention_dot)(problem, config)
     names = launch.kernel.arg_names
-    signature = dict.fromkeys(names[:tensors], POINTERS[dtype]) | {"lse_ptr": "*fp32", "mask_ptr": MASKS.get(mask)}
-    attrs = dict.fromkeys(names[:tensors], 16)
-    constexprs = dict(launch.constants)
-    if not mask:
-        constexprs["mask_ptr"] = None
+    absent = ["previous_ptr", "seed_ptr", "scores_ptr", "d_scores_ptr", "d_previous_ptr"] + ["mask_ptr"] * (not mask)
+    given = [name for name in names[:tensors] if name not in absent]
+    types = {"lse_ptr": "*fp32", "mask_ptr": MASKS.get(mask)}
+    signature = {name: types.get(name, POINTERS[dtype]) for name in given}
+    attrs = dict.fromkeys(given, 16)
+    constexprs = launch.constants | {name: None for name in names[:tensors] if name in absent}
     for name, value in zip(names[tensors:], launch.scalars, strict=False):  # as Triton specialises integers
         if value is None or (value == 1 and name != "tokens"):
             constexprs[name] = value

@@ -239,10 +239,15 @@ def _attention_arguments(packed, mask):
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("mask", ["bool", "float", "none"])
-def test_opcheck_attention(packed, mask):
+@pytest.mark.parametrize("variant", ["", "residual"])
+def test_opcheck_attention(packed, mask, variant):
     arguments = _attention_arguments(packed, mask)
-    o, lse = torch.ops.isogemm.attention(*arguments)
-    torch.library.opcheck(torch.ops.isogemm.attention_backward.default, (torch.ones_like(o), o, lse, *arguments))
+    previous = _normal(3, 3, 5, 5, seed=8)
+    arguments += (previous, torch.tensor([5]), 0.25, True) if variant else (None, None, 0.0, False)
+    o, lse, scores = torch.ops.isogemm.attention(*arguments)
+    given = (torch.ones_like(o), torch.ones_like(scores) if variant else None, o, lse, bool(variant), *arguments)
+    torch.library.opcheck(torch.ops.isogemm.attention_backward.default, given)
+    previous.requires_grad_()
     leaves = tuple(each.requires_grad_() if isinstance(each, torch.Tensor) else each for each in arguments[:3])
     torch.library.opcheck(torch.ops.isogemm.attention.default, (*leaves, *arguments[3:]))
 
@@ -265,9 +270,9 @@ def test_opcheck_norm(norm, given):
 def test_packed_and_separate_attention_have_the_same_bits():
     packed, grad = _normal(3, 9, 3 * D).requires_grad_(), _normal(3, 9, D, seed=1)
     rest = (None, NHEAD, False, None)
-    whole = op.attention(op.AttentionCall(packed, None, None, *rest))
+    whole, _ = op.attention(op.AttentionCall(packed, None, None, *rest))
     parts = [each.detach().requires_grad_() for each in packed.chunk(3, -1)]
-    apart = op.attention(op.AttentionCall(*parts, *rest))
+    apart, _ = op.attention(op.AttentionCall(*parts, *rest))
     assert_bitwise_equal(whole, apart)
     (of_whole,) = torch.autograd.grad(whole, packed, grad)
     assert_bitwise_equal(of_whole, torch.cat(torch.autograd.grad(apart, parts, grad), -1))

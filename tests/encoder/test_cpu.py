@@ -7,7 +7,14 @@ import torch
 from torch.nn import functional as F
 
 from isogemm.encoder import cpu, reference
-from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch, make_data
+from isogemm.testing import (
+    AttentionInputs,
+    AttentionResults,
+    assert_bitwise_equal,
+    assert_no_worse_than_torch,
+    make_data,
+    torch_attention,
+)
 
 ROWS = 64
 NORMS = ["layer_norm", "rms_norm"]
@@ -108,6 +115,28 @@ def test_attention_is_as_exact_as_torch(size, mask, is_causal):
     o, _, *gradients = _attention(q, k, v, mask, nhead, is_causal, grad)
     for ours, theirs, exact in zip((o, *gradients), in_torch(torch.float32), in_torch(torch.float64), strict=True):
         assert_no_worse_than_torch(ours, theirs, exact, ulps=8)  # products rounded, where torch's are fused into sums
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("mask", ["none", "bool", "additive"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3, 1.0])
+def test_residual_scores_and_dropout_are_as_exact_as_torch(size, mask, dropout, monkeypatch):
+    monkeypatch.setattr(cpu, "_TILE", 5000)  # several parts
+    sequences, tokens, _, nhead = size
+    q, k, v, grad = _operands(size)
+    previous, of_scores = (_normal(sequences, nhead, tokens, tokens, seed=seed) for seed in (5, 6))
+    previous[0, 0, 0, 0] = -math.inf
+    of_keys, is_causal, seed = _mask(mask, sequences, tokens), mask == "none", torch.tensor([-(2**40) + 3])
+    inputs = AttentionInputs(q, k, v, grad, nhead, of_keys, is_causal, previous, of_scores, seed, dropout)
+    extras = cpu.Extras(previous, dropout, seed)
+    o, *gradients = (torch.full(q.shape, math.nan) for _ in range(4))
+    scores, d_previous = torch.full((2, *previous.shape), math.nan)
+    cpu.attention(q, k, v, of_keys, nhead, is_causal, o, torch.empty(sequences, tokens, nhead), scores, extras)
+    cpu.attention_backward(grad, q, k, v, of_keys, nhead, is_causal, *gradients, of_scores, d_previous, extras)
+    theirs, exact = torch_attention(inputs, torch.float32), torch_attention(inputs, torch.float64)
+    ours = AttentionResults(o, scores, *gradients, d_previous)
+    for name, *found in zip(ours._fields, ours, theirs, exact, strict=True):
+        assert_no_worse_than_torch(*found, ulps=8, match_nonfinite=True, what=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

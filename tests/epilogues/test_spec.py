@@ -294,6 +294,34 @@ def test_masks_are_philox(seed):
     assert torch.equal(random.kept(_seed(seed), rows, columns, p), expected)
 
 
+def _weight_bits(seed, matrix, query, key):
+    """The 16 bits of a weight: two queries and two keys that agree but for bit 3 share a counter."""
+    groups = [(token >> 4 << 3) + (token & 7) for token in (key, query)]
+    words = _philox((*groups, matrix, 0), (seed & ONES, seed >> 32 & ONES))
+    return words[(query >> 3 & 1) * 2 + (key >> 3 & 1)] >> 16
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("first", "tokens"), [(0, 17), (5, 9), (2**31 - 1, 3)])
+def test_masks_of_weights_are_philox(seed, first, tokens):
+    p, numbers = 0.3, range(tokens)
+    expected = torch.tensor(
+        [
+            [[_weight_bits(seed, matrix, query, key) >= round(p * 2**16) for key in numbers] for query in numbers]
+            for matrix in (first, first + 1)
+        ]
+    )
+    assert torch.equal(random.kept_weights(_seed(seed), 2, tokens, p, first), expected)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_statistics_of_weights(p):
+    kept = random.kept_weights(_seed(4321), 400, 50, p).double()
+    for axes in ((0, 1, 2), (1, 2), (0, 1), (0, 2)):
+        rate, count = kept.mean(axes), math.prod(kept.shape[axis] for axis in axes)
+        assert float((rate - (1 - p)).abs().max()) < 5 * math.sqrt(p * (1 - p) / count)
+
+
 def test_masks_do_not_follow_the_shape():
     whole = random.kept(_seed(5), 300, 200, 0.5)
     for rows, columns in ((1, 1), (17, 65), (300, 3), (2, 200), (0, 5), (5, 0)):

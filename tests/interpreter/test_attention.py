@@ -73,10 +73,12 @@ def _launch(inputs, precision="ieee", mask=None, causal=False, config=None):
     dq, dk, dv = gradients.split(width, dim=1)
     problem = _problem(inputs, precision, mask, causal, (3 * width,) * 3)
     describe = describe_attention_mma if isinstance(config, MmaConfig) else describe_attention_dot
-    describe(problem, config or choose(problem)).run(q, k, v, mask, o, lse)
+    describe(problem, config or choose(problem)).run(q, k, v, mask, None, None, o, lse, None)
     problem = _problem(inputs, precision, mask, causal, (3 * width,) * 6)
     describe = describe_attention_mma_backward if isinstance(config, MmaConfig) else describe_attention_dot_backward
-    describe(problem, config or choose_backward(problem)).run(q, k, v, mask, o, lse, do, dq, dk, dv)
+    describe(problem, config or choose_backward(problem)).run(
+        q, k, v, mask, None, None, o, lse, do, None, dq, dk, dv, None
+    )
     o, dq, dk, dv = (x.reshape(inputs.q.shape) for x in (o, dq, dk, dv))
     return Results(o, lse.reshape(sequences, tokens, heads), dq, dk, dv)
 
@@ -268,10 +270,12 @@ def test_wide_offsets():
     o, dq, dk, dv = torch.full((4, tokens, head), torch.nan, dtype=torch.float16)
     lse = torch.full((tokens, 1), torch.nan)
     problem = _problem(inputs, "ieee", None, False, (stride,) * 3)
-    describe_attention_dot(problem, choose(problem)).run(q, k, v, None, o, lse)
+    describe_attention_dot(problem, choose(problem)).run(q, k, v, None, None, None, o, lse, None)
     problem = _problem(inputs, "ieee", None, False, (stride,) * 3 + (head,) * 3)
     do = inputs.do.reshape(tokens, head)
-    describe_attention_dot_backward(problem, choose_backward(problem)).run(q, k, v, None, o, lse, do, dq, dk, dv)
+    describe_attention_dot_backward(problem, choose_backward(problem)).run(
+        q, k, v, None, None, None, o, lse, do, None, dq, dk, dv, None
+    )
     results = Results(*(x.reshape(1, tokens, 1, -1) for x in (o, lse, dq, dk, dv)))
     _assert_close(results._replace(lse=lse.reshape(1, tokens, 1)), inputs)
 

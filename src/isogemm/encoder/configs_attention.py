@@ -16,7 +16,7 @@ class Attention:
     """softmax(Q K^T / sqrt(head) + mask) V of `heads` heads of `sequences` sequences of `tokens` tokens.
 
     Each of Q, K, V and their gradients is [sequences * tokens, heads * head] with rows some distance apart; what goes
-    with O is contiguous.
+    with O is contiguous, and so are scores, [sequences, heads, tokens, tokens].
     """
 
     sequences: int
@@ -33,6 +33,9 @@ class Attention:
     early: bool = False  # whether the launch overlaps with its neighbours
     by_head: bool = False  # whether q, k, v, do and the log-sums lie head by head, [heads, rows, ...]
     turned: bool = False  # whether dq, dk and dv are written transposed, rounded to TF32
+    dropout: float = 0.0  # the probability that a weight is left out
+    previous: bool = False  # whether scores of the layer before are added
+    scores: bool = False  # whether the scores are written; in the backward, whether their gradient comes in
 
 
 @dataclass(frozen=True)

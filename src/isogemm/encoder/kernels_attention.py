@@ -183,7 +183,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["sequences", "tokens"])
 def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, sequences, tokens, scale,
+    q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, scores_ptr, sequences, tokens, scale,
     ld_q, ld_k, ld_v, mask_stride, mask_step,
     H: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     WIDE: tl.constexpr, FETCH: tl.constexpr, UNIT: tl.constexpr, VEC: tl.constexpr,
@@ -380,7 +380,8 @@ def _grads_of_keys(
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "query_programs"])
 def _attention_backward_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, sequences, tokens, scale,
+    q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dq_ptr, dk_ptr, dv_ptr,
+    d_previous_ptr, sequences, tokens, scale,
     ld_q, ld_k, ld_v, ld_do, ld_dq, ld_dk, ld_dv, mask_stride, mask_step, query_programs,
     H: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     WIDE: tl.constexpr, FETCH: tl.constexpr, UNIT: tl.constexpr, VEC: tl.constexpr,
@@ -433,7 +434,7 @@ def _attention_backward_kernel(
 
 
 def describe_attention(problem: Attention, config: RegistersConfig) -> Launch:
-    """Of q, k, v, mask, o, lse."""
+    """Of q, k, v, mask, previous, seed, o, lse, scores; None where absent."""
     scalars = (problem.sequences, problem.tokens, math.log2(math.e) * problem.head**-0.5, *problem.row_strides)
     constants = _constants(problem) | {"OWN": config.own, "KEYS": config.block, "BLOCK": 32 * config.num_warps}
     constants["EARLY"] = problem.early
@@ -447,7 +448,7 @@ def describe_attention(problem: Attention, config: RegistersConfig) -> Launch:
 
 
 def describe_attention_backward(problem: Attention, config: RegistersBackwardConfig) -> Launch:
-    """Of q, k, v, mask, o, lse, do, dq, dk, dv."""
+    """Of q, k, v, mask, previous, seed, o, lse, do, d_scores, dq, dk, dv, d_previous; None where absent."""
     of_queries = _programs(problem, config.own_queries, config.num_warps)
     strides = (*problem.row_strides[:3], problem.heads * problem.head, *problem.row_strides[3:])
     scalars = (problem.sequences, problem.tokens, problem.head**-0.5, *strides, *_mask_strides(problem), of_queries)

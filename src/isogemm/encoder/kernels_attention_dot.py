@@ -98,7 +98,8 @@ def _keys(mask_at, key, tokens, mask_step, MASK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _attention_dot_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, tokens, ld_q, ld_k, ld_v, mask_stride, mask_step,
+    q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, scores_ptr, tokens,
+    ld_q, ld_k, ld_v, mask_stride, mask_step,
     H: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr,
@@ -258,7 +259,8 @@ def _key_gradients(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _attention_dot_backward_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, tokens,
+    q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dq_ptr, dk_ptr, dv_ptr,
+    d_previous_ptr, tokens,
     ld_q, ld_k, ld_v, ld_dq, ld_dk, ld_dv, mask_stride, mask_step,
     H: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr,
@@ -304,13 +306,13 @@ def _attention_dot_backward_kernel(
 
 
 def describe_attention_dot(problem: Attention, config: DotConfig) -> Launch:
-    """The forward launch; its addresses are q, k, v, mask (or None), o, lse."""
+    """Of q, k, v, mask, previous, seed, o, lse, scores; None where absent."""
     programs = problem.sequences * problem.heads * triton.cdiv(problem.tokens, config.block_q)
     return _describe(_attention_dot_kernel, programs, problem, config)
 
 
 def describe_attention_dot_backward(problem: Attention, config: DotConfig) -> Launch:
-    """The backward launch; its addresses are q, k, v, mask (or None), o, lse, do, dq, dk, dv."""
+    """Of q, k, v, mask, previous, seed, o, lse, do, d_scores, dq, dk, dv, d_previous; None where absent."""
     blocks = triton.cdiv(problem.tokens, config.block_q) + triton.cdiv(problem.tokens, config.block_k)
     return _describe(_attention_dot_backward_kernel, problem.sequences * problem.heads * blocks, problem, config)
 

@@ -264,8 +264,8 @@ def _place(tokens, sequences, H: tl.constexpr, TILES: tl.constexpr, WIDE: tl.con
 
 @triton.jit(do_not_specialize=["sequences", "tokens"])
 def _attention_mma_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, sequences, tokens, scale, root, ld_q, ld_k, ld_v, mask_stride,
-    mask_step,
+    q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, scores_ptr, sequences, tokens, scale, root,
+    ld_q, ld_k, ld_v, mask_stride, mask_step,
     H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
@@ -570,7 +570,8 @@ def _grads_of_keys(
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "query_programs"])
 def _attention_mma_backward_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, sequences, tokens, scale, root,
+    q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dq_ptr, dk_ptr, dv_ptr,
+    d_previous_ptr, sequences, tokens, scale, root,
     ld_q, ld_k, ld_v, ld_do, ld_dq, ld_dk, ld_dv, mask_stride, mask_step, query_programs,
     H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr, TURNED: tl.constexpr,
@@ -597,14 +598,14 @@ def _attention_mma_backward_kernel(
 
 
 def describe_attention_mma(problem: Attention, config: MmaConfig) -> Launch:
-    """Of q, k, v, mask, o, lse."""
+    """Of q, k, v, mask, previous, seed, o, lse, scores; None where absent."""
     scalars = (problem.sequences, problem.tokens, *_scales(problem), *problem.row_strides, *_mask_strides(problem))
     constants, options = _constants(problem, config), _options(problem, config)
     return Launch(_attention_mma_kernel, _programs(problem, config), scalars, constants, options)
 
 
 def describe_attention_mma_backward(problem: Attention, config: MmaConfig) -> Launch:
-    """Of q, k, v, mask, o, lse, do, dq, dk, dv."""
+    """Of q, k, v, mask, previous, seed, o, lse, do, d_scores, dq, dk, dv, d_previous; None where absent."""
     programs = _programs(problem, config)
     of_do = problem.head if problem.by_head else problem.heads * problem.head
     strides = (*problem.row_strides[:3], of_do, *problem.row_strides[3:])

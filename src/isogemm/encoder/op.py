@@ -173,6 +173,10 @@ class AttentionCall(NamedTuple):
     nhead: int
     is_causal: bool
     precision: str | None
+    previous: Tensor | None = None  # [S, H, T, T] in q's dtype, added to the scores
+    seed: Tensor | None = None  # of dropout, int64
+    dropout: float = 0.0  # of the weights
+    scores: bool = False  # whether they are a result
 
     def parts(self, packed: Tensor, *rest: Tensor | None) -> list[Tensor]:
         """q, k and v, or what is laid out like them: views."""
@@ -184,102 +188,147 @@ class AttentionCall(NamedTuple):
     def width(self) -> int:
         return self.q.shape[-1] // (3 if self.k is None else 1)
 
+    @property
+    def extras(self) -> cpu.Extras:
+        return cpu.Extras(self.previous, self.dropout, self.seed)
 
-def attention(call: AttentionCall) -> Tensor:
-    """softmax(q k^T / sqrt(d) + mask) v of every head [S, T, H * d]; 0 for a query without keys. Differentiable."""
-    tensors = [each for each in call[:3] if each is not None]
+    def empty_scores(self, wanted: bool) -> Tensor:
+        sequences, tokens, _ = self.q.shape
+        return self.q.new_empty((sequences, self.nhead, tokens, tokens) if wanted else 0)
+
+
+_TENSORS = ("q", "k", "v", "mask", "previous", "seed")
+
+
+def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """drop(softmax(scores)) v of every head [S, T, H * d], 0 for a query without keys; and, where wanted, the scores.
+
+    They are q k^T / sqrt(d) + previous + mask [S, H, T, T], -inf where a query does not see a key. Differentiable.
+    """
+    tensors = [each for each in call if isinstance(each, Tensor)]
     if through_dispatcher(*tensors):
-        return cast(Tensor, torch.ops.isogemm.attention(*call)[0])
-    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        return cast(Tensor, cast(Any, _Attention).apply(*call))
-    return _attention(*call)[0]
+        o, _, scores = torch.ops.isogemm.attention(*call)
+    elif torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        o, scores = cast(Any, _Attention).apply(*call)
+    else:
+        o, _, scores = _attention(*call)
+    return o, scores if call.scores else None
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        o, lse = _attention(*args)
-        ctx.save_for_backward(o, lse, *args[:4])
-        ctx.rest = args[4:]
-        return o
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        o, lse, scores = _attention(*args)
+        _keep_attention(ctx, args, (o, lse))
+        return o, scores
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, of_scores: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("attention")
-        return *_attention_gradients(ctx, grad, _attention_backward), None, None, None, None
+        return _attention_gradients(ctx, grad, of_scores, _attention_backward)
 
 
-def _attention_gradients(ctx: Any, grad: Tensor, backward: Any) -> tuple[Tensor | None, ...]:
-    """Of q, k and v."""
-    found = backward(grad, *ctx.saved_tensors, *ctx.rest)
-    return tuple(each if needed else None for each, needed in zip(found, ctx.needs_input_grad, strict=False))
+def _keep_attention(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:
+    given = AttentionCall(*args)._asdict()
+    ctx.save_for_backward(*results, *(given.pop(name) for name in _TENSORS))
+    ctx.rest = given
+    ctx.set_materialize_grads(False)
 
 
-def _attention(*args: Any) -> tuple[Tensor, Tensor]:
-    """The result, and log2 of every query's sum of exp2(score * log2(e)) [S, T, H], +inf where it has no keys."""
+def _attention_gradients(
+    ctx: Any, grad: Tensor | None, of_scores: Tensor | None, backward: Any
+) -> tuple[Tensor | None, ...]:
+    """Of an AttentionCall's fields."""
+    o, lse, *tensors = ctx.saved_tensors
+    call = AttentionCall(**dict(zip(_TENSORS, tensors, strict=True)), **ctx.rest)
+    needed = dict(zip(call._fields, ctx.needs_input_grad, strict=True))
+    grad = torch.zeros_like(o) if grad is None else grad
+    found = backward(grad, of_scores if call.scores else None, o, lse, needed["previous"], *call)
+    gradients = dict(zip(("q", "k", "v", "previous"), found, strict=True))
+    return tuple(gradients.get(name) if needed[name] else None for name in call._fields)
+
+
+def _attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, log2 of every query's sum of exp2(score * log2(e)) [S, T, H], +inf where it has no keys; scores."""
     call = AttentionCall(*args)
     sequences, tokens, _ = call.q.shape
     o = call.q.new_empty((sequences, tokens, call.width))
     lse = call.q.new_empty((sequences, tokens, call.nhead), dtype=torch.float32)
+    result = call.empty_scores(call.scores)
     if not o.numel():
-        return o, lse
+        return o, lse, result
     q, k, v = call.parts(*call[:3])
+    scores = result if call.scores else None
     if call.q.is_cuda:
-        _attention_on_gpu(call, "forward", q, k, v, call.mask, o, lse)
+        _attention_on_gpu(call, "forward", q, k, v, call.mask, call.previous, call.seed, o, lse, scores)
     else:
-        cpu.attention(q, k, v, call.mask, call.nhead, call.is_causal, o, lse)
+        cpu.attention(q, k, v, call.mask, call.nhead, call.is_causal, o, lse, scores, call.extras)
     _record("attention", call.q)
-    return o, lse
+    return o, lse, result
 
 
-def _attention_backward(grad: Tensor, o: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; where q holds all three, of that, and two that are empty."""
+def _attention_backward(
+    grad: Tensor, of_scores: Tensor | None, o: Tensor, lse: Tensor, of_previous: bool, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and, where wanted, previous; where q holds all three, of it, and two that are empty."""
     call = AttentionCall(*args)
-    found = _like_operands(call)
+    found = _like_operands(call, of_previous)
     if not o.numel():
         return found
     q, k, v = call.parts(*call[:3])
-    dq, dk, dv = call.parts(*found)
+    dq, dk, dv = call.parts(*found[:3])
+    d_previous = found[3] if of_previous else None
     if call.q.is_cuda:
-        _attention_on_gpu(call, "backward", q, k, v, call.mask, o, lse, grad.contiguous(), dq, dk, dv)
+        given = (q, k, v, call.mask, call.previous, call.seed, o, lse, grad.contiguous(), of_scores)
+        _attention_on_gpu(call, "backward", *given, dq, dk, dv, d_previous)
     else:
-        cpu.attention_backward(grad, q, k, v, call.mask, call.nhead, call.is_causal, dq, dk, dv)
+        cpu.attention_backward(
+            grad, q, k, v, call.mask, call.nhead, call.is_causal, dq, dk, dv, of_scores, d_previous, call.extras
+        )
     _record("attention_backward", call.q)
     return found
 
 
-def _like_operands(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+def _like_operands(call: AttentionCall, of_previous: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (call.q.new_empty(0 if each is None else each.shape) for each in call[:3])
-    return dq, dk, dv
+    return dq, dk, dv, call.empty_scores(of_previous)
 
 
 def _attention_on_gpu(call: AttentionCall, direction: str, *tensors: Tensor | None) -> None:
-    """Launch what serves heads of this size: q, k, v, mask, o and lse; in the backward also do, dq, dk and dv."""
+    """Launch what serves heads of this size.
+
+    Of q, k, v, mask, previous, seed, o, lse and scores; in the backward do, d_scores, dq, dk, dv and d_previous instead
+    of the scores.
+    """
     from isogemm.encoder import plan
 
-    q, k, v, mask, o, lse, *rest = tensors
+    forward = direction == "forward"
     if call.width // call.nhead > LONGEST_HALF_HEAD and call.q.dtype is not torch.float32:
-        wide = [None if each is None else each.float() for each in (q, k, v, mask, o, lse, *rest)]
-        if mask is not None and mask.dtype is torch.bool:
-            wide[3] = mask
+        wide = [each.float() if each is not None and each.is_floating_point() else each for each in tensors]
         _attention_on_gpu(call._replace(q=call.q.float(), precision="tf32"), direction, *wide)
-        written = (o,) if direction == "forward" else rest[-3:]
-        for each, computed in zip(written, wide[4:5] if direction == "forward" else wide[-3:], strict=True):
-            cast(Tensor, each).copy_(cast(Tensor, computed))
+        for place in (6, 8) if forward else range(10, 14):
+            if (written := tensors[place]) is not None:
+                written.copy_(cast(Tensor, wide[place]))
         return
-    rest = [lse, *rest]
-    grads = rest[-3:] if direction == "backward" else []
-    strides = tuple(_row_stride(each) for each in (q, k, v, *grads))
+    q, k, v, mask, previous, seed, o, lse, *rest = tensors
+    grads = () if forward else rest[2:5]
+    last = rest[0] if forward else rest[1]  # scores, or their gradient
     sequences, tokens, _ = call.q.shape
     problem = Attention(
         sequences, tokens, call.nhead, call.width // call.nhead, dtype_name(call.q.dtype), call.precision or "ieee",
-        strides, call.is_causal, "" if mask is None else "bool" if mask.dtype is torch.bool else "additive",
+        tuple(_row_stride(each) for each in (q, k, v, *grads)), call.is_causal,
+        "" if mask is None else "bool" if mask.dtype is torch.bool else "additive",
         (0, 0) if mask is None else cast("tuple[int, int]", mask.stride()), plan.backend(),
+        dropout=call.dropout, previous=previous is not None, scores=last is not None,
     )  # fmt: skip
     if mask is not None and mask.dtype is torch.bool:
         mask = mask.view(torch.uint8)
-    describe = plan.describe_attention if direction == "forward" else plan.describe_attention_backward
-    _launch(describe(problem), (q, k, v, mask, o, *rest))
+    if previous is not None:
+        previous = placed(previous)
+    if not forward and last is not None:
+        rest[1] = placed(last)
+    describe = plan.describe_attention if forward else plan.describe_attention_backward
+    _launch(describe(problem), (q, k, v, mask, previous, seed if call.dropout else None, o, lse, *rest))
 
 
 def _row_stride(x: Tensor | None) -> int:
@@ -324,18 +373,24 @@ def _encoder_norm_backward_fake(
     return x.new_empty(x.shape), x.new_empty((of_weight + of_bias, blocks, d), dtype=torch.float32)
 
 
-def _attention_fake(*args: Any) -> tuple[Tensor, Tensor]:
+def _attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = AttentionCall(*args)
     sequences, tokens, _ = call.q.shape
     o = call.q.new_empty((sequences, tokens, call.width))
-    return o, call.q.new_empty((sequences, tokens, call.nhead), dtype=torch.float32)
+    lse = call.q.new_empty((sequences, tokens, call.nhead), dtype=torch.float32)
+    return o, lse, call.empty_scores(call.scores)
 
 
-def _attention_backward_fake(grad: Tensor, o: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like_operands(AttentionCall(*args))
+def _attention_backward_fake(
+    grad: Tensor, of_scores: Tensor | None, o: Tensor, lse: Tensor, of_previous: bool, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _like_operands(AttentionCall(*args), of_previous)
 
 
-_OPERANDS = "Tensor q, Tensor? k, Tensor? v, Tensor? mask, int nhead, bool is_causal, str? precision"
+_OPERANDS = (
+    "Tensor q, Tensor? k, Tensor? v, Tensor? mask, int nhead, bool is_causal, str? precision, Tensor? previous, "
+    "Tensor? seed, float dropout, bool scores"
+)
 
 # torch.library is not typed.
 _library: Any = torch.library.Library("isogemm", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -352,9 +407,10 @@ for _schema, _function, _fake in (
         _norm_backward,
         _encoder_norm_backward_fake,
     ),
-    (f"attention({_OPERANDS}) -> (Tensor, Tensor)", _attention, _attention_fake),
+    (f"attention({_OPERANDS}) -> (Tensor, Tensor, Tensor)", _attention, _attention_fake),
     (
-        f"attention_backward(Tensor grad, Tensor o, Tensor lse, {_OPERANDS}) -> (Tensor, Tensor, Tensor)",
+        "attention_backward(Tensor grad, Tensor? of_scores, Tensor o, Tensor lse, bool of_previous, "
+        f"{_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
         _attention_backward,
         _attention_backward_fake,
     ),
@@ -381,14 +437,13 @@ def _register_autograd() -> None:
         found = _norm_gradients(ctx, grad, ctx.accumulated, torch.ops.isogemm.encoder_norm_backward)
         return *found, *(None,) * 7
 
-    def keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*output, *inputs[:4])
-        ctx.rest = inputs[4:]
+    def keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        _keep_attention(ctx, inputs, output[:2])
         ctx.mark_non_differentiable(output[1])
 
-    def attention_backward(ctx: Any, grad: Tensor, of_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def attention_backward(ctx: Any, grad: Tensor | None, of_lse: None, of_scores: Tensor | None) -> Any:
         refuse_second_derivative("attention")
-        return *_attention_gradients(ctx, grad, torch.ops.isogemm.attention_backward), None, None, None, None
+        return _attention_gradients(ctx, grad, of_scores, torch.ops.isogemm.attention_backward)
 
     register: Any = torch.library.register_autograd
     register("isogemm::encoder_norm", norm_backward, setup_context=keep_norm)

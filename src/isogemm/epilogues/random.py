@@ -1,7 +1,11 @@
-"""The dropout generator: Philox 4x32-10 keyed by the seed, counting (row, group of columns).
+"""The dropout generator: Philox 4x32-10 keyed by the seed.
 
-One call of it serves 8 columns, 16 bits each: those whose numbers agree but for bits 0, 3 and 4, which a thread holds
-together in a tensor core's result. An element's mask depends on (seed, row, column) alone.
+Of rows and columns it counts (group of columns, row). One call serves 8 columns, 16 bits each: those whose numbers
+agree but for bits 0, 3 and 4, which a thread holds together in a tensor core's result. An element's mask depends on
+(seed, row, column) alone.
+
+Of attention's weights it counts (group of keys, group of queries, matrix). One call serves two queries and two keys,
+whose numbers agree but for bit 3: so does a thread hold them, whichever of the two are its rows.
 """
 
 from __future__ import annotations
@@ -37,10 +41,20 @@ def kept(seed: torch.Tensor, rows: int, columns: int, p: float) -> torch.Tensor:
     return bits >= threshold(p)
 
 
-def _philox(seed: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Four 32-bit words for each counter (first, second, 0, 0), in int64."""
-    zero = torch.zeros_like(first + second)
-    c0, c1, c2, c3 = first + zero, second + zero, zero, zero
+def kept_weights(seed: torch.Tensor, matrices: int, tokens: int, p: float, first: int = 0) -> torch.Tensor:
+    """[matrices, tokens (queries), tokens (keys)] bool, of matrices first, first + 1, ...: sequence * heads + head."""
+    matrix = torch.arange(first, first + matrices, device=seed.device)[:, None, None]
+    blocks = -(-tokens // 16)
+    group = torch.arange(8 * blocks, device=seed.device)
+    words = torch.stack(_philox(seed, group[None, :], group[:, None], matrix))
+    bits = (words >> 16).view(2, 2, matrices, blocks, 8, blocks, 8).permute(2, 3, 0, 4, 5, 1, 6)
+    return bits.reshape(matrices, 16 * blocks, 16 * blocks)[:, :tokens, :tokens] >= threshold(p)
+
+
+def _philox(seed: torch.Tensor, *counters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Four 32-bit words for each counter of up to four, 0 where there are fewer; in int64."""
+    zero = torch.zeros_like(sum(counters, torch.zeros_like(counters[0])))
+    c0, c1, c2, c3 = (*(each + zero for each in counters), *(zero,) * (4 - len(counters)))
     k0, k1 = seed & _WORD, seed >> 32 & _WORD
     for _ in range(_ROUNDS):
         left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # the low 64 bits are right, wrapped or not

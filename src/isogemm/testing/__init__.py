@@ -3,6 +3,7 @@
 Hypothesis strategies are in `isogemm.testing.strategies`, apart because they need hypothesis.
 """
 
+from isogemm.testing.attention import AttentionInputs, AttentionResults, torch_attention
 from isogemm.testing.cases import (
     DATA_KINDS,
     FLOAT_DTYPES,
@@ -59,6 +60,8 @@ __all__ = [
     "LAYOUTS",
     "ODD_SIZES",
     "TARGETS",
+    "AttentionInputs",
+    "AttentionResults",
     "BitDiff",
     "Check",
     "CheckResult",
@@ -99,6 +102,7 @@ __all__ = [
     "run_matrix",
     "run_trials",
     "skip",
+    "torch_attention",
     "torch_encoder",
     "with_gradients",
     "with_layout",
