@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isogemm.encoder import configs_norm
+from isogemm.encoder import configs_batch_norm
 from isogemm.encoder.configs import TILE_ROWS, Layer
 from isogemm.encoder.parameters import EncoderDropout
 from isogemm.encoder.schedule import Part, Step
@@ -27,7 +27,7 @@ class BatchNormSteps:
 
     def __init__(self, layer: Layer, eps: float, slots: int, sums: Sequence[str]) -> None:
         self._layer, self._eps, self._slots, self._sums = layer, eps, slots, sums
-        self._groups = configs_norm.groups(layer.rows)
+        self._groups = configs_batch_norm.groups(layer.rows)
 
     def parts(self) -> dict[str, Part]:
         d = self._layer.d_model
@@ -82,7 +82,7 @@ class BatchNormSteps:
     @property
     def _height(self) -> int:
         """Rows of one of the moments or sums that are combined last."""
-        return configs_norm.GROUP_ROWS if self._groups else TILE_ROWS
+        return configs_batch_norm.GROUP_ROWS if self._groups else TILE_ROWS
 
     def _step(self, name: str, number: int, arguments: tuple[str, ...], *args: Any, **options: Any) -> Step:
         return Step((name, number), partial(self._describe, f"describe_{name}", *args, **options), arguments)

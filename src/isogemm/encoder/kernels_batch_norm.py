@@ -13,15 +13,10 @@ import triton
 import triton.language as tl
 
 from isogemm.core.launch import Launch
-from isogemm.encoder.configs import TILE_ROWS
+from isogemm.encoder.configs_batch_norm import GROUP, ROWS, groups
 from isogemm.encoder.kernels_forward import started
 from isogemm.epilogues import random
 from isogemm.gemm.kernels_epilogue import is_kept
-
-ROWS = TILE_ROWS  # of a tile's sums
-GROUP = 64  # tiles
-GROUP_ROWS = GROUP * ROWS
-_UNGROUPED = 2048  # tiles: so many are read by the programs of a few columns as fast as by two launches
 
 _COLUMNS = 64  # of a tile
 _ELEMENTS = 2048  # of a tile whose rows do not meet
@@ -324,11 +319,6 @@ def _running_kernel(
         _update_running(statistics0, mean0, var0, batches0, momentum0, D, CUMULATIVE0, BLOCK)
     else:
         _update_running(statistics1, mean1, var1, batches1, momentum1, D, CUMULATIVE1, BLOCK)
-
-
-def groups(rows: int) -> int:
-    """Of tiles of ROWS rows that are combined before all else; 0 where there are few."""
-    return -(-rows // GROUP_ROWS) if rows > _UNGROUPED * ROWS else 0
 
 
 def describe_moments(rows: int, d: int, early: bool = False) -> Launch:

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from isogemm.encoder.configs import Layer, WalkConfig, WarpgroupConfig
-from isogemm.encoder.kernels_forward import TYPES, index_type, overlapping
+from isogemm.encoder.kernels_forward import TYPES, index_type, overlapping, scale_of_kept
 
 
 @gluon.constexpr_function
