@@ -3,7 +3,7 @@
 from isogemm import epilogues, fusion, nn
 from isogemm.core.dispatch import dispatch_log
 from isogemm.encoder.api import encoder_chunk, encoder_layer
-from isogemm.encoder.parameters import EncoderParameters
+from isogemm.encoder.parameters import EncoderDropout, EncoderParameters, RunningStatistics
 from isogemm.fusion import autofuse
 from isogemm.gemm.api import linear, matmul, matmul_fused, mm, warmup
 from isogemm.tiny.api import bmm
@@ -11,7 +11,9 @@ from isogemm.tiny.api import bmm
 __version__ = "0.1.0"
 
 __all__ = [
+    "EncoderDropout",
     "EncoderParameters",
+    "RunningStatistics",
     "__version__",
     "autofuse",
     "bmm",

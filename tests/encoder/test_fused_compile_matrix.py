@@ -14,18 +14,18 @@ from isogemm.testing import TARGETS, CompileJob, compile_job, limit_violations
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
 
-def _layer(d_model, nhead, dim_feedforward, number, norm_first=True, wgmma=False):
+def _layer(d_model, nhead, dim_feedforward, number, norm_first=True, wgmma=False, norm="layer_norm", **variant):
     dtype = "float32" if number in ("tf32", "ieee") else number
     return Layer(
         896, 42, d_model, nhead, dim_feedforward, dtype, dtype, dtype, number if dtype == "float32" else "",
-        "layer_norm", norm_first, "gelu", False, "", (0, 0), True, mma=True, wgmma=wgmma,
+        norm, norm_first, "gelu", False, "", (0, 0), True, mma=True, wgmma=wgmma, **variant,
     )  # fmt: skip
 
 
 def _jobs(layer):
     plan = Plan(layer, torch.device("cpu"), 1e-5, biases=True)
     forward, _ = plan._forwards[True]
-    backward, _ = plan._backward_schedule(plan.gradients((True,) * len(plan.names)))
+    backward, _ = plan._backward_schedule(plan.gradients((True,) * len(plan.names)), layer.scores)
     for step in (*forward._steps, *backward._steps):
         launch = step.describe()
         names = launch.kernel.arg_names[: -len(launch.constants)]
@@ -34,7 +34,7 @@ def _jobs(layer):
         absent = [name for name, argument in given.items() if argument in ("", "mask")]
         whole = getattr(torch, layer.dtype)
         signature = {
-            name: TYPES[plan._parts[argument].dtype if argument in plan._parts else whole]
+            name: "*i64" if argument == "seed" else TYPES[plan._parts[argument].dtype if argument in plan._parts else whole]
             for name, argument in given.items()
             if name not in absent
         }

@@ -56,7 +56,8 @@ def _leaves(seed=0, dtype=torch.float32, shape=SHAPE):
 
 def _options(leaves, precision="ieee"):
     dtype = leaves["x"].dtype
-    return Options(4, True, "gelu", "layer_norm", 1e-5, False, precision if dtype is torch.float32 else None, dtype)
+    precision = precision if dtype is torch.float32 else None
+    return Options(4, True, False, "gelu", "layer_norm", 1e-5, False, precision, dtype)
 
 
 def _parameters(leaves):
@@ -64,7 +65,7 @@ def _parameters(leaves):
 
 
 def _call(leaves, precision="ieee"):
-    return fused.encoder_layer(leaves["x"], _parameters(leaves), None, _options(leaves, precision))
+    return fused.encoder_layer(leaves["x"], _parameters(leaves), fused.Given(), _options(leaves, precision)).y
 
 
 def _step(leaves, **options):
@@ -92,9 +93,10 @@ def test_arguments_are_made_once_for_the_same_addresses(launched, monkeypatch):
     monkeypatch.setattr(BoundKernel, "prepared", lambda self, *args: prepared.append(args) or prepare(self, *args))
     leaves = _leaves()
     parameters = _parameters(leaves).flat()
-    tensors = (None, *parameters, leaves["x"], *(torch.empty(1 << 16) for _ in range(3)))
-    kind = fused.kind_of(leaves["x"], _parameters(leaves), _options(leaves))
-    made, _ = fused._Call(leaves["x"], None, parameters, kind).plan._forwards[True]
+    given = fused.Given()
+    tensors = (*given, *parameters, leaves["x"], *(torch.empty(1 << 16) for _ in range(3)), None, None)
+    kind = fused.kind_of(leaves["x"], _parameters(leaves), given, _options(leaves))
+    made, _ = fused._Call(leaves["x"], given, parameters, kind).plan._forwards[True]
     for _ in range(3):
         made.run(schedule.addresses_of(tensors), tensors)
     assert len(prepared) == 3
@@ -270,8 +272,8 @@ def test_gradients_change_one_at_a_time(launched):
 def test_odd_sizes_have_memory_of_their_own(launched):
     shape = EncoderShape(2, 3, 6, 2, 5)
     leaves = _leaves(shape=shape)
-    options = Options(2, True, "gelu", "layer_norm", 1e-5, False, "ieee", torch.float32)
-    fused.encoder_layer(leaves["x"], _parameters(leaves), None, options).sum().backward()
+    options = Options(2, True, False, "gelu", "layer_norm", 1e-5, False, "ieee", torch.float32)
+    fused.encoder_layer(leaves["x"], _parameters(leaves), fused.Given(), options).y.sum().backward()
     assert len({_storage(each.grad) for each in leaves.values()}) == len(leaves)
 
 

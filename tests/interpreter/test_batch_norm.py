@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from isogemm.encoder import kernels_batch_norm as kernels
-from isogemm.encoder.kernels_batch_norm import GROUP, GROUP_ROWS, ROWS
+from isogemm.encoder.kernels_batch_norm import GROUP, ROWS
 from isogemm.epilogues import random
 from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch, make_data
 

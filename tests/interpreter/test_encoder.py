@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from isogemm.encoder import configs, fused, layout, schedule
+from isogemm.encoder import configs, fused, layout
 from isogemm.encoder.parameters import Options
 from isogemm.testing import (
     EncoderShape,
@@ -18,19 +18,9 @@ from isogemm.testing import (
     with_gradients,
 )
 
+pytestmark = pytest.mark.usefixtures("interpreted_schedules")
 SHAPES = [EncoderShape(20, 5, 16, 4, 32), EncoderShape(2, 17, 48, 3, 36), EncoderShape(8, 3, 24, 6, 20)]
 NARROW = EncoderShape(6, 3, 16, 2, 16)  # a warp's sixteen rows end within a sequence
-
-
-@pytest.fixture(autouse=True)
-def _interpreted(monkeypatch):
-    def run(self, addresses, *groups):
-        tensors = [each for group in groups for each in group]
-        assert addresses == schedule.addresses_of(tensors)
-        for step, places in zip(self._steps, self._places, strict=True):
-            step.describe().run(*self._arguments(step, places, tensors))
-
-    monkeypatch.setattr(schedule.Schedule, "run", run)
 
 
 def _fused(
@@ -39,9 +29,10 @@ def _fused(
 ):  # fmt: skip
     operand = operand or x.dtype
     options = Options(
-        nhead, norm_first, activation, norm, eps, is_causal, precision if operand is torch.float32 else None, operand
-    )
-    return fused.encoder_layer(x, encoder_parameters(parameters, separate=separate), key_padding_mask, options)
+        nhead, norm_first, False, activation, norm, eps, is_causal, precision if operand is torch.float32 else None, operand,
+    )  # fmt: skip
+    given = fused.Given(key_padding_mask)
+    return fused.encoder_layer(x, encoder_parameters(parameters, separate=separate), given, options).y
 
 
 def _grad(tensors):

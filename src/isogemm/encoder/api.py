@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Required, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -35,16 +35,32 @@ if TYPE_CHECKING:
 _NOTHING_DROPPED = EncoderDropout()
 
 
-@overload
-def encoder_layer(x: Tensor, params: EncoderParameters, *, return_scores: Literal[False] = ..., **rest: Any) -> Tensor: ...
+class _Named(TypedDict, total=False):
+    """encoder_layer's options but return_scores, on which its result's type depends."""
+
+    nhead: Required[int]
+    norm_first: bool
+    residual_normed: bool
+    activation: str
+    norm: str
+    eps: float
+    key_padding_mask: Tensor | None
+    is_causal: bool
+    dropout: float | EncoderDropout
+    running: tuple[RunningStatistics, RunningStatistics] | None
+    training: bool
+    scores: Tensor | None
+    precision: str | None
 
 
 @overload
 def encoder_layer(
-    x: Tensor, params: EncoderParameters, *, return_scores: Literal[True], **rest: Any
+    x: Tensor, params: EncoderParameters, *, return_scores: Literal[False] = ..., **options: Unpack[_Named]
+) -> Tensor: ...
+@overload
+def encoder_layer(
+    x: Tensor, params: EncoderParameters, *, return_scores: Literal[True], **options: Unpack[_Named]
 ) -> tuple[Tensor, Tensor]: ...
-
-
 def encoder_layer(
     x: Tensor,
     params: EncoderParameters,
@@ -81,8 +97,8 @@ def encoder_layer(
         is_causal: a query sees no later key.
         dropout: the probability everywhere, or one for each place, rounded to 1/65536. Its seed is drawn on x's device
             from torch's generator.
-        running: of both batch norms. In training they are updated in place, as torch.nn.BatchNorm1d's; else they are
-            what normalises. Where there are none, the batch's statistics do.
+        running: of both batch norms. In training they are updated in place, as torch.nn.BatchNorm1d's; else, and where
+            they are frozen, they are what normalises. Where there are none, the batch's statistics do.
         training: whether dropout drops, and batch norms take the batch's statistics.
         scores: [S, nhead, T, T] ([nhead, T, T]), of the products' dtype, added to this layer's before the masks: those
             that another layer returned.
@@ -183,7 +199,7 @@ def _encoder_layer(
         results = kind.launched(x, params.flat(), given)
     else:
         results = fused.encoder_layer(x, params, given, options)
-    if tensors.running is not None and options.from_batch and results.statistics is not None:
+    if results.statistics is not None and tensors.running is not None and options.from_batch:
         update_running(results.statistics, tensors.running)
     return results.y, results.scores
 
@@ -331,9 +347,10 @@ def _is_from_batch(x: Tensor, running: object, training: bool) -> bool:
                     _require_tensor(f"running[{number}].{name}", value, shape, x, dtypes)
             if (each.mean is None) != (each.var is None):
                 raise ValueError(f"running[{number}] has one of mean and var; expected both or neither")
-        if (running[0].mean is None) != (running[1].mean is None):
-            raise ValueError("running has statistics for one norm; expected them for both or neither")
-    from_batch = training or running is None or running[0].mean is None
+        first, second = (training and not each.frozen or each.mean is None for each in running)
+        if first != second:
+            raise ValueError("running has statistics that normalise for one norm alone; expected both or neither")
+    from_batch = running is None or first
     if from_batch and rows == 1:
         raise ValueError(f"x has shape {list(x.shape)}; the statistics of a batch norm in training need two rows")
     return from_batch

@@ -72,8 +72,8 @@ class BatchNormSteps:
             arguments = (sums, statistics, coefficients, "", "")
             steps.append(self._step("coefficients", number, arguments, *places, height=self._height))
         seed, p = ("seed", self._layer.dropout.projection) if dropped else ("", 0.0)
-        arguments = (grad, of, statistics, coefficients, around, to, dropped, seed)
-        return [*steps, self._step("batch_norm_backward", number, arguments, p, _PROJECTION)]
+        last = (grad, of, statistics, coefficients, around, to, dropped, seed)
+        return [*steps, self._step("batch_norm_backward", number, last, p, _PROJECTION)]
 
     def dropped(self, of: str, to: str) -> Step:
         """What out_proj's dropout leaves."""

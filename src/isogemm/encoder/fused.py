@@ -309,7 +309,7 @@ def _plan(
     mask = given.mask
     key = (
         x.shape, x.dtype, x.get_device(), options, stacked, wo.dtype, w1.shape[0],
-        None if mask is None else (mask.dtype, mask.stride()), tuple([each and each.dtype for each in given[3:]]),
+        None if mask is None else (mask.dtype, mask.stride()), tuple([each if each is None else each.dtype for each in given[3:]]),
         tuple([each and each % 16 + 1 for each in addresses]),
     )  # fmt: skip
     plan = _plans.get(key)
@@ -387,13 +387,13 @@ def _encoder_layer_fake(
 
 def _encoder_layer_backward(dy: Tensor, *rest: Any) -> list[Tensor]:
     """dx, that of the scores that were given, and the gradients of the parameters."""
-    call = _BackwardCall(dy, *rest[:_OF_BACKWARD], rest[_OF_BACKWARD:])
+    call = _BackwardCall.of(dy, *rest)
     dx, d_previous, gradients = _backward(call, [None] * len(call.params))
     return [dx, *([] if d_previous is None else [d_previous]), *cast("list[Tensor]", gradients)]
 
 
 def _encoder_layer_backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
-    call = _BackwardCall(dy, *rest[:_OF_BACKWARD], rest[_OF_BACKWARD:])
+    call = _BackwardCall.of(dy, *rest)
     previous = [] if call.previous is None else [torch.empty_like(call.previous)]
     return [torch.empty_like(call.x), *previous, *(each.new_empty(each.shape) for each in call.params)]
 
@@ -408,7 +408,7 @@ def _encoder_layer_backward_into(
     *rest: Any,
 ) -> None:
     """The same, written to `dx`, `d_previous` and `into`; added to what is there for parameters that have an owner."""
-    call = _BackwardCall(dy, *rest[:_OF_BACKWARD], rest[_OF_BACKWARD:])
+    call = _BackwardCall.of(dy, *rest)
     totals = [each if index in of_params else None for index, each in enumerate(into)]
     of_x, of_previous, gradients = _backward(call, totals)
     dx.copy_(of_x)
@@ -437,8 +437,10 @@ class _BackwardCall(NamedTuple):
     stacked: bool
     options: Sequence[Any]
 
-
-_OF_BACKWARD = len(_BackwardCall._fields) - 2  # between dy and the options
+    @classmethod
+    def of(cls, *arguments: Any) -> _BackwardCall:
+        before = len(cls._fields) - 1
+        return cls._make((*arguments[:before], arguments[before:]))
 
 
 def _backward(
@@ -524,7 +526,7 @@ def _register_autograd() -> None:
                 d_previous, *found = found
         nothing = [None] * len(ctx.owners)  # torch wants a list for a list of tensors, and takes an empty one for that
         of_given = (None, None, d_previous, None, None, None, None)
-        accumulated = (nothing, nothing, None if nothing else [])
+        accumulated: tuple[Any, ...] = (nothing, nothing, None if nothing else [])
         return dx, found, None, *of_given, *accumulated, None, *(None,) * len(ctx.options)
 
     register: Any = torch.library.register_autograd

@@ -95,7 +95,7 @@ def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps:
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not x.numel():
         return out
-    _record("encoder_norm", x)
+    record("encoder_norm", x)
     if not x.is_cuda:
         out.view(-1, x.shape[-1]).copy_(cpu.norm(flat(x), weight, bias, norm, eps))
         return out
@@ -103,7 +103,7 @@ def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps:
 
     d = x.shape[-1]
     launch = kernels_norm.describe_norm(x.numel() // d, d, norm, eps, configs_norm.choose(d))
-    _launch(launch, (placed(x), _dense(weight), _dense(bias), out))
+    run(launch, (placed(x), dense(weight), dense(bias), out))
     return out
 
 
@@ -118,7 +118,7 @@ def _norm_backward(
     partial = torch.empty((of_weight + of_bias, blocks, d), dtype=torch.float32, device=x.device)
     if not rows:
         return dx, partial
-    _record("encoder_norm_backward", x)
+    record("encoder_norm_backward", x)
     weight_sums, bias_sums = partial[0] if of_weight else None, partial[-1] if of_bias else None
     if not x.is_cuda:
         of_x, *sums = cpu.norm_backward(flat(grad), flat(x), weight, norm, eps, configs_norm.ROWS)
@@ -130,7 +130,7 @@ def _norm_backward(
     from isogemm.encoder import kernels_norm
 
     launch = kernels_norm.describe_norm_backward(rows, d, norm, eps, configs_norm.choose(d))
-    _launch(launch, (placed(grad), placed(x), _dense(weight), dx, weight_sums, bias_sums))
+    run(launch, (placed(grad), placed(x), dense(weight), dx, weight_sums, bias_sums))
     return dx, partial
 
 
@@ -140,16 +140,16 @@ def placed(x: Tensor) -> Tensor:
     return x if aligned(x) else x.clone()
 
 
-def _dense(x: Tensor | None) -> Tensor | None:
+def dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
 _bound: dict[tuple[Any, ...], BoundKernel] = {}
 
 
-def _launch(launch: Launch, tensors: tuple[Tensor | None, ...]) -> None:
+def run(launch: Launch, tensors: tuple[Tensor | None, ...]) -> None:
     """On the tensors' device; compiled where it is not yet."""
-    index = cast(Tensor, tensors[0]).get_device()
+    index = next(each for each in tensors if each is not None).get_device()
     seen = tuple(None if each is None else (each.dtype, each.data_ptr() & 15 == 0) for each in tensors)
     scalars = tuple(each % 16 == 0 if isinstance(each, int) and each != 1 else each for each in launch.scalars)
     key = (launch.kernel, *launch.constants.values(), scalars, index, seen)
@@ -263,7 +263,7 @@ def _attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         _attention_on_gpu(call, "forward", q, k, v, call.mask, call.previous, call.seed, o, lse, scores)
     else:
         cpu.attention(q, k, v, call.mask, call.nhead, call.is_causal, o, lse, scores, call.extras)
-    _record("attention", call.q)
+    record("attention", call.q)
     return o, lse, result
 
 
@@ -285,7 +285,7 @@ def _attention_backward(
         cpu.attention_backward(
             grad, q, k, v, call.mask, call.nhead, call.is_causal, dq, dk, dv, of_scores, d_previous, call.extras
         )
-    _record("attention_backward", call.q)
+    record("attention_backward", call.q)
     return found
 
 
@@ -328,7 +328,7 @@ def _attention_on_gpu(call: AttentionCall, direction: str, *tensors: Tensor | No
     if not forward and last is not None:
         rest[1] = placed(last)
     describe = plan.describe_attention if forward else plan.describe_attention_backward
-    _launch(describe(problem), (q, k, v, mask, previous, seed if call.dropout else None, o, lse, *rest))
+    run(describe(problem), (q, k, v, mask, previous, seed if call.dropout else None, o, lse, *rest))
 
 
 def _row_stride(x: Tensor | None) -> int:
@@ -337,7 +337,7 @@ def _row_stride(x: Tensor | None) -> int:
     return x.stride(1)
 
 
-def _record(name: str, x: Tensor) -> None:
+def record(name: str, x: Tensor) -> None:
     if dispatch.active:
         path, reason = ("encoder", "on a GPU") if x.is_cuda else ("cpu", "not on a GPU")
         dispatch.record(Dispatch(name, path, f"{list(x.shape)} {dtype_name(x.dtype)}", "", reason))

@@ -71,6 +71,7 @@ class RunningStatistics(NamedTuple):
     var: Tensor | None = None  # [D], the unbiased estimate
     batches: Tensor | None = None  # how many there were, int64 []
     momentum: float | None = 0.1  # None: the mean of all batches
+    frozen: bool = False  # whether they are what normalises in training too, and stay as they are
 
 
 class Options(NamedTuple):
@@ -85,6 +86,6 @@ class Options(NamedTuple):
     is_causal: bool
     precision: str | None  # resolved; None where the operands are not float32, and on the CPU
     operand: torch.dtype  # of the products: autocast's, or x's
-    dropout: EncoderDropout  # zeros where nothing is dropped
-    from_batch: bool  # whether a batch norm takes the batch's statistics
-    return_scores: bool
+    dropout: EncoderDropout = EncoderDropout()
+    from_batch: bool = False  # whether a batch norm takes the batch's statistics
+    return_scores: bool = False

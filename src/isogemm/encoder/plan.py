@@ -108,9 +108,8 @@ class Plan:
         schedule, size = found
         dx = torch.empty_like(x)
         work = torch.empty(size, dtype=torch.uint8, device=self.device)
-        d_previous = None
-        if self.layer.previous:
-            d_previous = torch.empty_like(given[GIVEN.index("previous")])
+        previous = given[GIVEN.index("previous")]
+        d_previous = None if previous is None else torch.empty_like(previous)
         rest = (dy, d_scores, x, kept, statistics, dx, d_previous, work, *gradients.memory)
         schedule.run(addresses + addresses_of(rest), given, rest)
         return dx, d_previous
@@ -236,7 +235,7 @@ class Plan:
         buffers = {"work": offsets} | ({"kept": self._kept} if keep else {})
         return self._schedule(steps, ("x", "y", "kept", "work", "scores", "statistics"), buffers), size
 
-    def _backward_schedule(self, gradients: Gradients, d_scores: bool) -> tuple[Schedule, int]:
+    def _backward_schedule(self, gradients: Gradients, d_scores: bool = False) -> tuple[Schedule, int]:
         layer, d, f = self.layer, self.layer.d_model, self.layer.dim_feedforward
         turned, norm_last, dropout = layer.turned, layer.norm_last, layer.dropout
         norm1 = ("g1", "s1") if layer.row_norm else ("", "")
@@ -295,7 +294,7 @@ class Plan:
                 (attending, *norm1, *again, "bq", "bk", "bv", "qkv", ds, wo_turned, "do", "", "", ""),
             ),
             Step(
-                ("attention_backward", d_scores), partial(self._describe_attention_backward, d_scores),
+                "attention_backward with scores" if d_scores else "attention_backward", partial(self._describe_attention_backward, d_scores),
                 ("q", "k", "v", "mask", "previous" if layer.previous else "", "seed" if dropout.attention else "",
                  "o", "lse", "do", "d_scores" if d_scores else "", "dq", "dk", "dv",
                  "d_previous" if layer.previous else ""),

@@ -77,7 +77,8 @@ def encoder_layer(
 def _batch_normed(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running: RunningStatistics | None, training: bool, eps: float
 ) -> Tensor:
-    mean, var, batches, momentum = running or (None, None, None, 0.1)
+    mean, var, batches, momentum, frozen = running or (None, None, None, 0.1, False)
+    training = training and not frozen
     if training and batches is not None:
         batches += 1
         momentum = 1.0 / int(batches) if momentum is None else momentum

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -104,7 +104,8 @@ class Setting(trials.Setting):
         return x, None if not self.mask else mask > 0 if self.mask == "bool" else mask
 
     def layer(self, x: torch.Tensor, mask: torch.Tensor | None, params: EncoderParameters) -> torch.Tensor:
-        return encoder_layer(x, params, key_padding_mask=mask, precision=self.precision or None, **self.options)
+        precision = self.precision or None
+        return cast(torch.Tensor, encoder_layer(x, params, key_padding_mask=mask, precision=precision, **self.options))
 
     def gradient_of_x(
         self, x: torch.Tensor, mask: torch.Tensor | None, grad: torch.Tensor, params: EncoderParameters
@@ -286,7 +287,7 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
 
     def isogemm(x: torch.Tensor, **given: Any) -> torch.Tensor:
         params = {name: given.pop(name) for name in names[1:]}
-        return encoder_layer(x, encoder_parameters(params, separate=each.separate), **given)
+        return cast(torch.Tensor, encoder_layer(x, encoder_parameters(params, separate=each.separate), **given))
 
     operands, in_torch = list(tensors.values()), named(torch_encoder)
     grad = each.normal(*tensors["x"].shape, seed=9)

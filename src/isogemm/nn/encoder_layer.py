@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from isogemm.core.errors import require_precision
 from isogemm.encoder.api import encoder_layer
-from isogemm.encoder.parameters import ACTIVATIONS, NORMS, EncoderParameters
+from isogemm.encoder.parameters import ACTIVATIONS, NORMS, EncoderDropout, EncoderParameters, RunningStatistics
 from isogemm.epilogues import of_module, recognise
 from isogemm.nn.sharing import module_obstacle, needs_its_forward, parameter_obstacle, shared
 
@@ -26,7 +26,7 @@ _FUNCTIONS: dict[str, Activation] = {
 
 # What the submodules compute in torch's forward.
 _LINEAR = (torch.nn.Linear.forward,)
-_NORM = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
+_NORM = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward, torch.nn.BatchNorm1d.forward)
 _DROPOUT = (torch.nn.Dropout.forward, torch.nn.Identity.forward)
 _FORWARDS: dict[str, tuple[Callable[..., Any], ...]] = {
     "self_attn": (torch.nn.MultiheadAttention.forward,),
@@ -53,10 +53,10 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
 
     Args:
         d_model .. dtype: as of torch.nn.TransformerEncoderLayer, in its order; so is the state_dict.
-        dropout: until it comes, one above 0 raises RuntimeError when called in training mode.
         activation: "relu", "gelu", "gelu_tanh" or "silu", or torch's function or module for it.
         batch_first: True alone.
-        norm: "layer_norm", or "rms_norm": two torch.nn.RMSNorm, which have no bias.
+        norm: "layer_norm"; "rms_norm": two torch.nn.RMSNorm, which have no bias; or "batch_norm": two
+            torch.nn.BatchNorm1d, over all sequences and tokens.
         precision: of float32 inputs, see isogemm.encoder_layer.
 
     The submodules hold the parameters, which are read past their forwards, parametrized or tied. What would need these
@@ -95,9 +95,10 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
             d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias,
             device, dtype,
         )  # fmt: skip
-        if norm == "rms_norm":
+        if norm != "layer_norm":
+            of_kind = torch.nn.RMSNorm if norm == "rms_norm" else torch.nn.BatchNorm1d
             for name in ("norm1", "norm2"):
-                self.add_module(name, torch.nn.RMSNorm(d_model, layer_norm_eps, device=device, dtype=dtype))
+                self.add_module(name, of_kind(d_model, layer_norm_eps, device=device, dtype=dtype))
         self._set_options(precision)
 
     @classmethod
@@ -137,7 +138,7 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
             src_key_padding_mask: [sequences, tokens] or [tokens], see isogemm.encoder_layer.
             is_causal: attend to no later token.
         """
-        if reason := _unlike(self) or dropping(self):
+        if reason := _unlike(self):
             raise RuntimeError(f"this EncoderLayer computes past its submodules, but {reason}")
         if src_mask is not None and not is_causal:
             raise ValueError("src_mask comes without is_causal=True; of such masks the causal one alone is computed")
@@ -167,10 +168,12 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
             nhead=attention.num_heads,
             norm_first=self.norm_first,
             activation=self._activation,
-            norm="layer_norm" if isinstance(norm1, torch.nn.LayerNorm) else "rms_norm",
+            norm=_kind(norm1),
             eps=norm1.eps,
             key_padding_mask=src_key_padding_mask,
             is_causal=is_causal,
+            dropout=_dropout(modules),
+            running=running_statistics(norm1, modules["norm2"]),
             precision=self.precision,
         )
 
@@ -200,6 +203,8 @@ def obstacle(layer: torch.nn.TransformerEncoderLayer) -> str:
             return f"{type(layer).__name__} has a {method} of its own"
     if reason := module_obstacle(layer) or _unlike(layer):
         return reason
+    if isinstance(layer.norm1, torch.nn.BatchNorm1d) and not isinstance(layer, EncoderLayer):
+        return "norm1 is a BatchNorm1d, which there takes the tokens for its features"
     if not _name_of(layer.activation):
         return f"its activation is {layer.activation!r}, none of {', '.join(ACTIVATIONS)}"
     for name, parameters in _PARAMETERS.items():
@@ -209,21 +214,36 @@ def obstacle(layer: torch.nn.TransformerEncoderLayer) -> str:
     return ""
 
 
-def dropping(layer: torch.nn.TransformerEncoderLayer) -> str:
-    """The dropout that its next call would have to do; empty if none."""
-    modules: dict[str, Any] = layer._modules
+def _dropout(modules: dict[str, Any]) -> EncoderDropout:
+    """What its next call drops."""
     attention = modules["self_attn"]
-    if attention.training and attention.dropout:
-        return _dropout("self_attn", attention.dropout)
-    for name in ("dropout", "dropout1", "dropout2"):
-        module = modules[name]
-        if module.training and type(module) is not torch.nn.Identity and module.p:
-            return _dropout(name, module.p)
-    return ""
+    return EncoderDropout(
+        attention.dropout if attention.training else 0.0,
+        *[probability(modules[name]) for name in ("dropout1", "dropout", "dropout2")],
+    )
 
 
-def _dropout(name: str, p: float) -> str:
-    return f"{name} drops {p:g} in training mode, which is not there yet: set it to 0, or the layer to eval()"
+def probability(module: torch.nn.Module) -> float:
+    """With which a torch.nn.Dropout drops now; 0 for a torch.nn.Identity."""
+    return float(module.p) if module.training and isinstance(module, torch.nn.Dropout) else 0.0
+
+
+def running_statistics(*norms: torch.nn.Module) -> tuple[RunningStatistics, RunningStatistics] | None:
+    """Of two torch.nn.BatchNorm1d; None for other norms."""
+    if not isinstance(norms[0], torch.nn.BatchNorm1d):
+        return None
+    first, second = (
+        RunningStatistics(each.running_mean, each.running_var, each.num_batches_tracked, each.momentum, not each.training)
+        for each in norms
+        if isinstance(each, torch.nn.BatchNorm1d)
+    )
+    return first, second
+
+
+def _kind(norm: torch.nn.Module) -> str:
+    if isinstance(norm, torch.nn.BatchNorm1d):
+        return "batch_norm"
+    return "layer_norm" if isinstance(norm, torch.nn.LayerNorm) else "rms_norm"
 
 
 def _unlike(layer: torch.nn.TransformerEncoderLayer) -> str:
@@ -245,8 +265,18 @@ def _unlike(layer: torch.nn.TransformerEncoderLayer) -> str:
         return "norm1 and norm2 are not of one kind and eps"
     if norm1.eps is None:
         return "norm1 has no eps"
+    if isinstance(norm1, torch.nn.BatchNorm1d):
+        return _unlike_batch_norms(norm1, norm2, attention.embed_dim)
     if not norm1.normalized_shape == norm2.normalized_shape == (attention.embed_dim,):
         return "norm1 or norm2 normalizes other dimensions than the last"
+    return ""
+
+
+def _unlike_batch_norms(norm1: torch.nn.BatchNorm1d, norm2: torch.nn.BatchNorm1d, d_model: int) -> str:
+    if not norm1.num_features == norm2.num_features == d_model:
+        return "norm1 or norm2 is not of d_model features"
+    if (norm1.training, norm1.running_mean is None) != (norm2.training, norm2.running_mean is None):
+        return "norm1 and norm2 do not both take the batch's statistics, or both the running ones"
     return ""
 
 

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from isogemm.epilogues import of_module
 from isogemm.gemm.configs import DTYPES
-from isogemm.nn.encoder_layer import EncoderLayer, dropping
+from isogemm.nn.encoder_layer import EncoderLayer
 from isogemm.nn.encoder_layer import obstacle as layer_obstacle
 from isogemm.nn.linear import Linear, in_words
 from isogemm.nn.linear import obstacle as linear_obstacle
@@ -239,7 +239,7 @@ def _unfit_layer(place: _Place, layer: torch.nn.TransformerEncoderLayer) -> str:
         return reason
     if type(layer) is not torch.nn.TransformerEncoderLayer:
         return "is a subclass of torch.nn.TransformerEncoderLayer, whose modules may be called past its forward"
-    return _unfit(place, *layer.parameters()) or dropping(layer)
+    return _unfit(place, *layer.parameters())
 
 
 def _unfit_linear(place: _Place, module: torch.nn.Linear) -> str:

@@ -127,7 +127,7 @@ def encoder_parameters(tensors: Tensors, *, separate: bool = False) -> isogemm.E
 def isogemm_encoder(x: torch.Tensor, *, separate: bool = False, **arguments: Any) -> torch.Tensor:
     """isogemm.encoder_layer on named tensors, its options among them."""
     named = {name: arguments.pop(name) for name in isogemm.EncoderParameters._fields if name in arguments}
-    return isogemm.encoder_layer(x, encoder_parameters(named, separate=separate), **arguments)
+    return cast(torch.Tensor, isogemm.encoder_layer(x, encoder_parameters(named, separate=separate), **arguments))
 
 
 def torch_encoder(

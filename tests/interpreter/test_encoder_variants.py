@@ -1,0 +1,145 @@
+"""Parted layers through their own plan and autograd: batch norms, placements of the norms, dropout, residual scores."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from isogemm.encoder import fused, reference
+from isogemm.encoder.parameters import EncoderDropout, Options
+from isogemm.epilogues import random
+from isogemm.testing import EncoderShape, encoder_parameters, encoder_tensors, make_data, poisoned_allocations
+
+pytestmark = pytest.mark.usefixtures("interpreted_schedules")
+SEED = torch.tensor([20240613])
+
+
+def _options(shape, dtype=torch.float32, **options):
+    defaults = {
+        "norm_first": False, "residual_normed": False, "activation": "gelu", "norm": "layer_norm", "eps": 1e-5,
+        "is_causal": False, "precision": "ieee" if dtype is torch.float32 else None, "operand": dtype,
+        "dropout": EncoderDropout(), "from_batch": False, "return_scores": False,
+    }  # fmt: skip
+    return Options(shape.nhead, **defaults | options)
+
+
+def _keeping(shape, dropout):
+    rows = shape.sequences * shape.tokens
+
+    def of_rows(place, columns):
+        p = dropout[place]
+        kept = random.kept(SEED + place, rows, columns, p) * random.scale(p)
+        return kept.view(shape.sequences, shape.tokens, columns).double()
+
+    p, heads = dropout.attention, shape.sequences * shape.nhead
+    weights = (random.kept_weights(SEED, heads, shape.tokens, p) * random.scale(p)).double()
+    weights = weights.view(shape.sequences, shape.nhead, shape.tokens, shape.tokens)
+    return weights, of_rows(1, shape.d_model), of_rows(2, shape.dim_feedforward), of_rows(3, shape.d_model)
+
+
+def _results(function, tensors, dtype, grads):
+    """The layer's, and the gradients of every tensor."""
+    leaves = {name: each.to(dtype).requires_grad_() for name, each in tensors.items()}
+    results = [each for each in function(**leaves) if each is not None]
+    total = sum((each * grad.to(each)).sum() for each, grad in zip(results, grads, strict=False))
+    found = torch.autograd.grad(total, list(leaves.values()))
+    named = {f"result {index}": each.detach() for index, each in enumerate(results)}
+    return named | {f"gradient of {name}": each for name, each in zip(leaves, found, strict=True)}
+
+
+def _assert_close(shape, bound=3e-6, dtype=torch.float32, previous=False, mask=None, running=None, **options):
+    """The results, the batch norms' statistics and every gradient, against float64."""
+    options = _options(shape, dtype, **options)
+    tensors = encoder_tensors(shape, dtype)
+    scores = (shape.sequences, shape.nhead, shape.tokens, shape.tokens)
+    if previous:
+        tensors["scores"] = make_data("normal", scores, seed=7, dtype=dtype, device="cpu")
+    grads = [make_data("normal", size, seed=9, dtype=dtype, device="cpu") for size in (tensors["x"].shape, scores)]
+    statistics = []
+
+    def ours(x, scores=None, **parameters):
+        given = fused.Given(mask, SEED if any(options.dropout) else None, scores, *(running or ()))
+        results = fused.encoder_layer(x, encoder_parameters(parameters), given, options)
+        statistics.append(results.statistics)
+        return results.y, results.scores
+
+    def theirs(x, scores=None, **parameters):
+        of_norms = None
+        if running is not None:
+            of_norms = tuple(RunningOf(*each) for each in (running[:2], running[2:]))
+        return reference.encoder_layer(
+            x, encoder_parameters(parameters), nhead=shape.nhead, norm_first=options.norm_first,
+            residual_normed=options.residual_normed, activation=options.activation, norm=options.norm,
+            key_padding_mask=mask, is_causal=options.is_causal, running=of_norms, training=running is None,
+            keeping=_keeping(shape, options.dropout) if any(options.dropout) else None, scores=scores,
+            return_scores=True,
+        )[: 1 + options.return_scores]  # fmt: skip
+
+    with poisoned_allocations():
+        found = _results(ours, tensors, dtype, grads)
+    exact = _results(theirs, tensors, torch.float64, grads)
+    assert found.keys() == exact.keys()
+    for name, expected in exact.items():
+        live = expected.isfinite()
+        assert torch.equal(live, found[name].isfinite()), name
+        # that of a bias before a batch norm is 0, a sum of what its weight's is a sum of
+        scale = max(exact[each][exact[each].isfinite()].abs().max() for each in (name, name.replace("bias", "weight")))
+        error = (found[name].double() - expected)[live].abs().max() / scale
+        assert error < bound, f"{name}: {error:.1e}"
+    return statistics[0]
+
+
+class RunningOf(tuple):
+    """Of a norm's mean and variance, in the reference's float64."""
+
+    def __new__(cls, mean, var):
+        return super().__new__(cls, (mean.double(), var.double(), None, 0.1))
+
+
+SHAPE = EncoderShape(7, 5, 16, 4, 36)
+DROPPED = EncoderDropout(0.0, 0.25, 0.5, 0.125)
+PLACEMENTS = {
+    "post": {},
+    "pre": {"norm_first": True},
+    "normed": {"norm_first": True, "residual_normed": True},
+}
+
+
+@pytest.mark.parametrize("dropout", [EncoderDropout(), DROPPED], ids=["whole", "dropped"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("norm", ["layer_norm", "batch_norm"])
+def test_norms_and_their_places(norm, placement, dropout):
+    _assert_close(SHAPE, norm=norm, from_batch=norm == "batch_norm", dropout=dropout, **PLACEMENTS[placement])
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_running_statistics(norm_first):
+    running = [make_data("normal", (16,), seed=i, dtype=torch.float32, device="cpu") for i in range(4)]
+    running = [each.abs() + 0.5 if i % 2 else each for i, each in enumerate(running)]
+    _assert_close(SHAPE, norm="batch_norm", norm_first=norm_first, running=running)
+
+
+def test_statistics():
+    statistics = _assert_close(SHAPE, norm="batch_norm", norm_first=True, from_batch=True)
+    rows = encoder_tensors(SHAPE)["x"].view(-1, 16).double()
+    torch.testing.assert_close(statistics[0, 0].double(), rows.mean(0), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(statistics[0, 3].double(), rows.var(0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [EncoderShape(3, 17, 48, 3, 36), EncoderShape(9, 8, 64, 4, 64), EncoderShape(5, 3, 24, 6, 20)],
+    ids=str,
+)
+def test_sizes(shape):
+    """Rows that only fill a tile are in no statistic, and in no gradient."""
+    _assert_close(shape, norm="batch_norm", from_batch=True, dropout=DROPPED, norm_first=shape.tokens == 3)
+
+
+def test_tf32():
+    shape = EncoderShape(9, 8, 64, 4, 64)
+    _assert_close(shape, bound=3e-3, norm="batch_norm", from_batch=True, dropout=DROPPED, precision="tf32")
+
+
+def test_float16():
+    _assert_close(SHAPE, bound=2e-2, dtype=torch.float16, norm="batch_norm", from_batch=True, dropout=DROPPED)
