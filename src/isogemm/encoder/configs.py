@@ -92,7 +92,7 @@ class Layer:
     def narrow(self) -> bool:
         """Whether a warp's lanes hold sixteen of its rows, in numbers that tensor cores take."""
         fits = self.d_model <= _WIDEST_FRAGMENTS and self.d_model % 16 == 0 and self.dim_feedforward % 16 == 0
-        return fits and not self.exact and not self.parted
+        return fits and not self.exact
 
     @cached_property
     def fragments(self) -> bool:

@@ -297,3 +297,13 @@ def column_sum(x, NATIVE: tl.constexpr):
         WARPS: tl.constexpr = x.shape[0] // 32
         total = tl.sum(tl.reshape(x, [WARPS, 8, 4]), axis=1, keep_dims=True)
         return tl.reshape(tl.broadcast_to(total, [WARPS, 8, 4]), [WARPS * 32])
+
+
+@triton.jit
+def across(x, NATIVE: tl.constexpr):
+    """x, words, of the lane two columns on or back in the row."""
+    if NATIVE:
+        return _partner(x.to(tl.float32, bitcast=True), 2).to(x.dtype, bitcast=True)
+    else:
+        LANES: tl.constexpr = x.shape[0]
+        return tl.reshape(tl.flip(tl.reshape(x, [LANES // 4, 2, 2]), 1), [LANES])

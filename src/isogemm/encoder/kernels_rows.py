@@ -12,16 +12,22 @@ import triton.language as tl
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs import FRAGMENT_ROWS, Layer
 from isogemm.encoder.kernels_forward import (
+    ACTIVATION,
+    OUTPUT,
+    PROJECTION,
     TYPES,
     feedforward_sizes,
     in_proj,
     index_type,
     overlapping,
     prepare,
+    residual_of,
+    scale_of_kept,
     started,
 )
 from isogemm.encoder.kernels_forward import operand as as_operand
 from isogemm.encoder.kernels_fragments import (
+    across,
     column_sum,
     floats,
     load_four,
@@ -37,7 +43,7 @@ from isogemm.encoder.kernels_fragments import (
     zero_block,
     zero_blocks,
 )
-from isogemm.epilogues import device
+from isogemm.epilogues import device, random
 
 _SIDE = 32  # of a tile of weights that one program prepares
 
@@ -218,6 +224,22 @@ def _normed(x, mean, deviation, g_ptr, b_ptr, c, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def _batch_normed(x, statistics, b_ptr, c, D: tl.constexpr, NATIVE: tl.constexpr):
+    """The batch norm of rows x, of its statistics [4, D]: of which the mean and the scale are read."""
+    made = ()
+    for i in tl.static_range(len(x)):
+        mean = _columns_of(statistics, c, 16 * i, NATIVE)
+        scale = _columns_of(statistics + 2 * D, c, 16 * i, NATIVE)
+        block = ()
+        for e in tl.static_range(8):
+            block = block + ((x[i][e] - mean[e]) * scale[e],)
+        if b_ptr is not None:
+            block = _sum(block, _columns_of(b_ptr, c, 16 * i, NATIVE))
+        made = made + (block,)
+    return made
+
+
+@triton.jit
 def _place_of_sums(norm_sums, r, c, live, D: tl.constexpr, BLOCK: tl.constexpr):
     """Where a warp's sums [6, D] go, at a lane's columns; and whether the lane is one that writes them."""
     tile = tl.program_id(0) * (BLOCK // 32) + tl.arange(0, BLOCK) // 32
@@ -272,6 +294,62 @@ def _norm_backward(
     return made
 
 
+# dropout
+
+
+@triton.jit
+def _random_words(seed, row, group, c, NATIVE: tl.constexpr):
+    """Of 32 columns of a row, the generator's words for a lane's four in the first sixteen, and for its four in the
+    others: two words each, for two columns each.
+
+    Two calls have the words of this lane and of the lane across, which make one each.
+    """
+    zero = (row * 0).to(tl.int32)
+    w0, w1, w2, w3 = tl.philox(seed, 4 * group + c % 2 * 2 + c // 2 + zero, row.to(tl.int32), zero, zero)
+    second = c >= 2
+    made = ()
+    for words in tl.static_range(2):
+        low, high = (w0, w1) if words == 0 else (w2, w3)
+        own = tl.where(second, high, low)
+        other = across(tl.where(second, low, high), NATIVE)
+        made = made + ((tl.where(second, other, own), tl.where(second, own, other)),)
+    return made
+
+
+@triton.jit
+def _words_of_rows(seed, at, group, c, NATIVE: tl.constexpr):
+    """Of 32 columns, a block's words and the next one's."""
+    upper = _random_words(seed, at[0], group, c, NATIVE)
+    lower = _random_words(seed, at[1], group, c, NATIVE)
+    return upper[0] + lower[0], upper[1] + lower[1]
+
+
+@triton.jit
+def _no_words(BLOCK: tl.constexpr):
+    zero = tl.zeros([BLOCK], tl.uint32)
+    return zero, zero, zero, zero
+
+
+@triton.jit
+def _keeping(words, DROPPED: tl.constexpr):
+    """What dropout multiplies a block with, as `epilogues.random` has it."""
+    made = ()
+    for e in tl.static_range(8):
+        bits = words[e // 2] >> 16 if e % 2 else words[e // 2] & 0xFFFF
+        made = made + (tl.where(bits >= DROPPED, scale_of_kept(DROPPED), 0.0),)
+    return made
+
+
+@triton.jit
+def _dropout(blocks, seed_ptr, PLACE: tl.constexpr, at, c, DROPPED: tl.constexpr, NATIVE: tl.constexpr):
+    """Of whole rows, at most 32 columns."""
+    words = _words_of_rows(tl.load(seed_ptr) + PLACE, at, 0, c, NATIVE)
+    made = ()
+    for i in tl.static_range(len(blocks)):
+        made = made + (_product(blocks[i], _keeping(words[i], DROPPED)),)
+    return made
+
+
 # products with prepared weights
 
 
@@ -296,17 +374,29 @@ def _with_block(acc, a, w, lane, k, K: tl.constexpr, KIND: tl.constexpr, NATIVE:
 
 
 @triton.jit
-def _attended(
-    x_ptr, o_ptr, wo, bo, at, c, lane, D: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr
+def _projected(
+    o_ptr, wo, bo, at, c, lane, D: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr
 ):
-    """x + o Wo + bo."""
+    """o Wo + bo."""
     o = _load_operands(o_ptr, at, c, D, D, KIND, NATIVE)
     s = ()
     for j in tl.static_range(D // 16):
         s = s + (_times_block(o, wo, lane, j, D, BLOCK, KIND, NATIVE),)
     if bo is not None:
         s = _plus_vector(s, bo, c, NATIVE)
-    return _sums(s, _load_rows(x_ptr, at, c, D, D, NATIVE))
+    return s
+
+
+@triton.jit
+def _attended(
+    x_ptr, o_ptr, wo, bo, at, c, lane, D: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr
+):
+    """x + o Wo + bo, or without o, x."""
+    if o_ptr is None:
+        return _load_rows(x_ptr, at, c, D, D, NATIVE)
+    else:
+        s = _projected(o_ptr, wo, bo, at, c, lane, D, KIND, BLOCK, NATIVE)
+        return _sums(s, _load_rows(x_ptr, at, c, D, D, NATIVE))
 
 
 # the launches
@@ -389,24 +479,51 @@ def _project(
 
 
 @triton.jit(do_not_specialize=["rows"])
+def _out_project_rows_kernel(
+    x_ptr, o_ptr, wo, bo, norm_w, norm_b, seed_ptr, s_ptr, rows, eps,
+    D: tl.constexpr, NORM: tl.constexpr, DROPPED: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
+    INDEX: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    # s = x + dropout(o Wo + bo), or norm(x) + ...
+    started(EARLY)
+    r, c, at, live, inside = _place(tl.program_id(0), rows, INDEX, BLOCK)
+    s = _projected(o_ptr, wo, bo, inside, c, 4 * r + c, D, KIND, BLOCK, NATIVE)
+    if DROPPED > 0:
+        s = _dropout(s, seed_ptr, PROJECTION, at, c, DROPPED, NATIVE)
+    x = _load_rows(x_ptr, inside, c, D, D, NATIVE)
+    if NORM != "":
+        mean, deviation = _statistics(x, eps, D, NORM, NATIVE)
+        x = _normed(x, mean, deviation, norm_w, norm_b, c, NATIVE)
+    _store_rows(s_ptr, _sums(s, x), at, live, c, D, NATIVE)
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _feedforward_rows_kernel(
     x_ptr, o_ptr, wo, bo, w1, b1, w2, b2, norm_w, norm_b, last_w, last_b, y_ptr, sum_ptr, seed_ptr, rows, eps,
-    D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr, ACT: tl.constexpr,
-    EXACT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr, RESIDUAL_NORMED: tl.constexpr,
+    HIDDEN_DROPPED: tl.constexpr, DROPPED: tl.constexpr, ACT: tl.constexpr, EXACT: tl.constexpr, KIND: tl.constexpr,
+    NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # s = x + o Wo + bo; u = norm(s); y = s + act(u W1 + b1) W2 + b2, or with the norm last, y = norm(u + ...).
+    # s = x + o Wo + bo, or without o, x; u = norm(s); y = s + dropout(act(u W1 + b1)) W2 + b2, with RESIDUAL_NORMED
+    # y = u + ..., and with NORM_LAST the norm of that.
     started(EARLY)
     r, c, at, live, inside = _place(tl.program_id(0), rows, INDEX, BLOCK)
     lane = 4 * r + c
     y = _attended(x_ptr, o_ptr, wo, bo, inside, c, lane, D, KIND, BLOCK, NATIVE)
-    mean, deviation = _statistics(y, eps, D, NORM, NATIVE)
-    normed = _normed(y, mean, deviation, norm_w, norm_b, c, NATIVE)
+    if NORM == "batch_norm":
+        normed = _batch_normed(y, norm_w, norm_b, c, D, NATIVE)
+    else:
+        mean, deviation = _statistics(y, eps, D, NORM, NATIVE)
+        normed = _normed(y, mean, deviation, norm_w, norm_b, c, NATIVE)
     u = _operands(normed, KIND, NATIVE)
-    if NORM_LAST:
+    if RESIDUAL_NORMED:
         y = normed
-    if b2 is not None:
-        y = _plus_vector(y, b2, c, NATIVE)
+    if DROPPED == 0:
+        if b2 is not None:
+            y = _plus_vector(y, b2, c, NATIVE)
+    if HIDDEN_DROPPED > 0:
+        seed = tl.load(seed_ptr) + ACTIVATION
+        later = _no_words(BLOCK)
     acc = zero_blocks(D // 16, BLOCK)  # not y: tensor cores round sums toward zero, it would shrink with every block
     for f in tl.range(0, F // 16):
         tl.debug_barrier()  # warps that stay together find the weights in the cache
@@ -416,7 +533,17 @@ def _feedforward_rows_kernel(
         active = ()
         for e in tl.static_range(8):
             active = active + (ACT(z[e], EXACT),)
+        if HIDDEN_DROPPED > 0:
+            if f % 2 == 0:
+                words, later = _words_of_rows(seed, at, f // 2, c, NATIVE)
+            else:
+                words = later
+            active = _product(active, _keeping(words, HIDDEN_DROPPED))
         acc = _with_block(acc, operand(active, KIND, NATIVE), w2, lane, f, F, KIND, NATIVE)
+    if DROPPED > 0:
+        if b2 is not None:
+            acc = _plus_vector(acc, b2, c, NATIVE)
+        acc = _dropout(acc, seed_ptr, OUTPUT, at, c, DROPPED, NATIVE)
     y = _sums(y, acc)
     if NORM_LAST:
         if sum_ptr is not None:
@@ -430,19 +557,25 @@ def _feedforward_rows_kernel(
 def _feedforward_backward_rows_kernel(
     x_ptr, o_ptr, wo, bo, w1, b1, w1_turned, w2_turned, norm_w, norm_b, last_w, dy_ptr, sum_ptr,
     u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, seed_ptr, dropped_ptr, rows, eps,
-    D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr, ACT: tl.constexpr,
-    ACT_GRAD: tl.constexpr, EXACT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr, RESIDUAL_NORMED: tl.constexpr,
+    HIDDEN_DROPPED: tl.constexpr, DROPPED: tl.constexpr, ACT: tl.constexpr, ACT_GRAD: tl.constexpr,
+    EXACT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    # From dy to ds, the gradient of s = x + o Wo + bo; u = norm(s), act(z) and dz go to the weights' gradients.
+    # From dy to ds, the gradient of s = x + o Wo + bo, or without o, of x; where the norm is a batch norm, to the
+    # gradient of its result u. u = norm(s), act(z), dz and what dropout leaves of dlast go to the weights' gradients.
     started(EARLY)
     r, c, at, live, inside = _place(tl.program_id(0), rows, INDEX, BLOCK)
     lane = 4 * r + c
     sums, leads = _place_of_sums(norm_sums, r, c, live, D, BLOCK)
     s = _attended(x_ptr, o_ptr, wo, bo, inside, c, lane, D, KIND, BLOCK, NATIVE)
-    mean, deviation = _statistics(s, eps, D, NORM, NATIVE)
-    _store_rows(ds_ptr, s, at, live, c, D, NATIVE)  # parked there until the norm's gradient
-    normed = _normed(s, mean, deviation, norm_w, norm_b, c, NATIVE)
+    if NORM == "batch_norm":
+        normed = _batch_normed(s, norm_w, norm_b, c, D, NATIVE)
+    else:
+        mean, deviation = _statistics(s, eps, D, NORM, NATIVE)
+        if o_ptr is not None:
+            _store_rows(ds_ptr, s, at, live, c, D, NATIVE)  # parked there until the norm's gradient
+        normed = _normed(s, mean, deviation, norm_w, norm_b, c, NATIVE)
     _store_rows(u_ptr, normed, at, live, c, D, NATIVE)
     u = _operands(normed, KIND, NATIVE)
     dlast = _only_live(_load_rows(dy_ptr, inside, c, D, D, NATIVE), live)
@@ -453,9 +586,15 @@ def _feedforward_backward_rows_kernel(
             dlast, total, last_mean, last_deviation, last_w, sums, 2, leads, c, D, NORM, NATIVE
         )  # fmt: skip
         _store_rows(dlast_ptr, dlast, at, live, c, D, NATIVE)
+    if DROPPED > 0:
+        dlast = _dropout(dlast, seed_ptr, OUTPUT, at, c, DROPPED, NATIVE)
+        _store_rows(dropped_ptr, dlast, at, live, c, D, NATIVE)
     for i in tl.static_range(D // 16):  # linear2's bias, here and exactly: torch rounds none of it
         _store_sum(sums + 4 * D, dlast[i], 16 * i, leads, NATIVE)
     d_operand = _operands(dlast, KIND, NATIVE)
+    if HIDDEN_DROPPED > 0:
+        seed = tl.load(seed_ptr) + ACTIVATION
+        later = _no_words(BLOCK)
     du = zero_blocks(D // 16, BLOCK)
     for f in tl.range(0, F // 16):
         tl.debug_barrier()  # warps that stay together find the weights in the cache
@@ -468,26 +607,46 @@ def _feedforward_backward_rows_kernel(
         for e in tl.static_range(8):
             active = active + (ACT(z[e], EXACT),)
             slope = slope + (dz[e] * ACT_GRAD(z[e], EXACT),)
+        if HIDDEN_DROPPED > 0:
+            if f % 2 == 0:
+                words, later = _words_of_rows(seed, at, f // 2, c, NATIVE)
+            else:
+                words = later
+            kept = _keeping(words, HIDDEN_DROPPED)
+            active = _product(active, kept)
+            slope = _product(slope, kept)
         _store_block(act_ptr, active, at, live, c, 16 * f, F, NATIVE)
         _store_block(dz_ptr, slope, at, live, c, 16 * f, F, NATIVE)
         du = _with_block(du, operand(slope, KIND, NATIVE), w1_turned, lane, f, F, KIND, NATIVE)
-    s = _only_live(_load_rows(ds_ptr, inside, c, D, D, NATIVE), live)
-    if not NORM_LAST:
-        ds = _norm_backward(du, s, mean, deviation, norm_w, sums, 2, leads, c, D, NORM, NATIVE)
-        ds = _sums(ds, _load_rows(dy_ptr, inside, c, D, D, NATIVE))
+    if NORM == "batch_norm":
+        ds = du
+        if RESIDUAL_NORMED:
+            ds = _sums(ds, _load_rows(dy_ptr, inside, c, D, D, NATIVE))
     else:
-        du = _sums(du, _only_live(_load_rows(dlast_ptr, inside, c, D, D, NATIVE), live))
-        ds = _norm_backward(du, s, mean, deviation, norm_w, sums, 0, leads, c, D, NORM, NATIVE)
+        if o_ptr is None:
+            s = _only_live(_load_rows(x_ptr, inside, c, D, D, NATIVE), live)
+        else:
+            s = _only_live(_load_rows(ds_ptr, inside, c, D, D, NATIVE), live)
+        if NORM_LAST:
+            du = _sums(du, _only_live(_load_rows(dlast_ptr, inside, c, D, D, NATIVE), live))
+        elif RESIDUAL_NORMED:
+            du = _sums(du, _only_live(_load_rows(dy_ptr, inside, c, D, D, NATIVE), live))
+        WHICH: tl.constexpr = 0 if NORM_LAST else 2
+        ds = _norm_backward(du, s, mean, deviation, norm_w, sums, WHICH, leads, c, D, NORM, NATIVE)
+        if not RESIDUAL_NORMED:
+            ds = _sums(ds, _load_rows(dy_ptr, inside, c, D, D, NATIVE))
     _store_rows(ds_ptr, ds, at, live, c, D, NATIVE)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _input_grad_rows_kernel(
     x_ptr, norm_w, norm_b, in_proj_turned, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, residual_ptr, rows, eps,
-    D: tl.constexpr, NORM: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
+    INDEX: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients.
+    # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients. Where ds is
+    # what dropout left, the residual's gradient is another; RESIDUAL: whether it goes "around" the norm, "through" it,
+    # or is added elsewhere.
     started(EARLY)
     r, c, at, live, inside = _place(tl.program_id(0), rows, INDEX, BLOCK)
     lane = 4 * r + c
@@ -508,11 +667,19 @@ def _input_grad_rows_kernel(
         for i in tl.static_range(D // 16):
             normed = _normed_block(x[i], mean, deviation, norm_w, norm_b, c, 16 * i, NATIVE)
             _store_block(n_ptr, normed, at, live, c, 16 * i, D, NATIVE)
+        if RESIDUAL == "through":
+            residual = _load_rows(ds_ptr if residual_ptr is None else residual_ptr, inside, c, D, D, NATIVE)
+            dn = _sums(dn, _only_live(residual, live))
         dn = _norm_backward(dn, x, mean, deviation, norm_w, sums, 0, leads, c, D, NORM, NATIVE)
     for i in tl.static_range(D // 16):
         ds = _only_live(_load_rows(ds_ptr + 16 * i, inside, c, D, 16, NATIVE), live)
         _store_sum(sums + 5 * D, ds[0], 16 * i, leads, NATIVE)  # out_proj's bias, here and exactly
-        _store_block(dx_ptr, _sum(dn[i], ds[0]), at, live, c, 16 * i, D, NATIVE)
+        dx = dn[i]
+        if RESIDUAL == "around" or (RESIDUAL == "through" and NORM == ""):
+            if residual_ptr is not None:
+                ds = _load_rows(residual_ptr + 16 * i, inside, c, D, 16, NATIVE)
+            dx = _sum(dx, ds[0])
+        _store_block(dx_ptr, dx, at, live, c, 16 * i, D, NATIVE)
 
 
 def describe_project_rows(
@@ -546,8 +713,22 @@ def describe_project_rows(
     return Launch(_project_rows_kernel, programs, scalars, constants, _options(layer, warps))
 
 
+def describe_out_project_rows(layer: Layer, warps: int, eps: float) -> Launch:
+    """Of the residual (x, or what is normed here), o, out_proj, that norm's weight and bias, and the seed; s."""
+    constants = {
+        "D": layer.d_model,
+        "NORM": layer.row_norm if layer.residual_normed else "",
+        "DROPPED": random.threshold(layer.dropout.projection),
+        **_numbers(layer),
+        **_launch(layer, warps),
+    }
+    programs = _row_programs(layer, warps)
+    return Launch(_out_project_rows_kernel, programs, (layer.rows, eps), constants, _options(layer, warps))
+
+
 def describe_feedforward_rows(layer: Layer, warps: int, eps: float) -> Launch:
-    """Of x, o, out_proj, linear1, linear2 and both norms, weight and bias each; y, and the sum before the last norm."""
+    """Of x, o, out_proj, linear1, linear2 and both norms, weight and bias each; y, and the sum before the last norm;
+    the seed. A batch norm's weight is its statistics; without o, x is s."""
     constants = {
         **feedforward_sizes(layer),
         "ACT": getattr(device, layer.activation),
@@ -561,7 +742,8 @@ def describe_feedforward_rows(layer: Layer, warps: int, eps: float) -> Launch:
 
 def describe_feedforward_backward_rows(layer: Layer, warps: int, eps: float) -> Launch:
     """Of x, o, out_proj's weight and bias, linear1's, linear1 and linear2 turned, the first norm's weight and bias, the
-    last norm's weight, dy, the sum before the last norm; to u, act(z), dz, dlast, ds and the sums.
+    last norm's weight, dy, the sum before the last norm; to u, act(z), dz, dlast, ds and the sums; the seed, and what
+    dropout leaves of dlast. A batch norm's weight is its statistics; without o, x is s.
     """
     constants = {
         **feedforward_sizes(layer),
@@ -576,10 +758,12 @@ def describe_feedforward_backward_rows(layer: Layer, warps: int, eps: float) -> 
 
 
 def describe_input_grad_rows(layer: Layer, warps: int, eps: float) -> Launch:
-    """Of x, norm1's weight and bias, in_proj turned, dqkv, ds; to the norm of x, dx and the sums."""
+    """Of x, norm1's weight and bias, in_proj turned, dqkv, ds; to the norm of x, dx and the sums; of the residual's
+    gradient, where it is not ds."""
     constants = {
         "D": layer.d_model,
         "NORM": layer.row_norm,
+        "RESIDUAL": residual_of(layer),
         **_numbers(layer),
         **_launch(layer, warps),
     }

@@ -382,8 +382,10 @@ class Plan:
         return kernels.describe_project(layer, config, self.eps, walkers, self.biases, backward, turn)
 
     def _describe_out_project(self) -> Launch:
-        from isogemm.encoder import kernels
+        from isogemm.encoder import kernels, kernels_rows
 
+        if self.layer.fragments:
+            return kernels_rows.describe_out_project_rows(self.layer, self._warps, self.eps)
         return kernels.describe_out_project(self.layer, self.configs.out_project, self.eps)
 
     def _describe_feedforward(self) -> Launch:
