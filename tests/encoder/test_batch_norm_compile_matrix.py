@@ -33,6 +33,7 @@ def jobs(d=128, dtype="*fp32", early=True):
 
 def _job(launch, d, dtype):
     names = launch.kernel.arg_names[: -len(launch.constants)]
+    assert launch.kernel.arg_names[len(names) :] == list(launch.constants)  # as `Launch.bind` wants them
     tensors = names[: len(names) - len(launch.scalars)]
     numbers = dict.fromkeys(names[len(tensors) :], "fp32")
     signature = {name: dtype if name.endswith("_ptr") else "*fp32" for name in tensors} | numbers

@@ -34,7 +34,7 @@ def _tiles(rows):
 
 def _statistics(x, weight=None):
     rows, d = x.shape
-    moments, statistics = _nans(_tiles(rows), 2, d), _nans(4, d)
+    moments, statistics = _nans(_tiles(rows), 3, d), _nans(4, d)
     kernels.describe_moments(rows, d).run(_among_nans(x), moments)
     kernels.describe_statistics(rows, d, EPS).run(moments, None, None, weight, statistics)
     return statistics
@@ -91,18 +91,19 @@ def test_statistics_of_running_ones():
 def test_groups_of_tiles():
     rows, d = 2050 * ROWS - 7, 5
     means, squares = _normal(2050, d), _normal(2050, d, seed=1).square() * ROWS
-    moments, parts = torch.stack([means + 3, squares], 1), _nans(kernels.groups(rows), 2, d)
+    moments, parts = torch.stack([means + 3, means / 2**26, squares], 1), _nans(kernels.groups(rows), 3, d)
     kernels.describe_group_moments(rows, d).run(_among_nans(moments), parts)
     statistics = _nans(4, d)
     kernels.describe_statistics(rows, d, EPS, height=GROUP_ROWS).run(parts, None, None, None, statistics)
     counts = torch.full((2050, 1), float(ROWS), dtype=torch.float64)
     counts[-1] -= 7
-    mean = (counts * moments[:, 0].double()).sum(0) / rows
-    total = (squares.double() + counts * (moments[:, 0].double() - mean) ** 2).sum(0)
+    of_tiles = moments[:, 0].double() + moments[:, 1].double()
+    mean = (counts * of_tiles).sum(0) / rows
+    total = (squares.double() + counts * (of_tiles - mean) ** 2).sum(0)
     exact = torch.stack([mean, (total / rows + EPS).rsqrt(), (total / rows + EPS).rsqrt(), total / (rows - 1)])
     assert_no_worse_than_torch(statistics, exact.float(), exact, ulps=2)
 
-    sums, coefficients = _normal(2050 * 2, 6, d), _nans(2, d)
+    sums, parts, coefficients = _normal(2050 * 2, 6, d), _nans(kernels.groups(rows), 2, d), _nans(2, d)
     sums[1::2] = math.nan  # a tile's other slot is zeros, and need not be read
     kernels.describe_group_sums(rows, d, slots=2, width=6, which=3).run(sums, parts)
     launch = kernels.describe_coefficients(rows, d, height=GROUP_ROWS)

@@ -239,3 +239,65 @@ def _ascending(x: Tensor) -> Tensor:
     for each in x.unbind(1):
         sums += each
     return sums
+
+
+# The batch norm's sums are over all rows, by halves, in float64.
+
+
+@torch.no_grad()
+def batch_statistics(x: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor | None, eps: float) -> Tensor:
+    """As the kernels' [4, D]: mean, 1 / deviation, that times weight, unbiased variance; as given, or of x [R, D]."""
+    if mean is None or var is None:
+        rows = len(x)
+        mean = _over_rows(x.to(torch.float64, copy=True)) / rows
+        squares = _over_rows((x.double() - mean).square_())
+        var, unbiased = squares / rows, squares / (rows - 1)
+    else:
+        mean, var = mean.double(), var.double()
+        unbiased = var
+    inverse = 1.0 / torch.sqrt(var + eps)
+    return torch.stack([mean, inverse, inverse if weight is None else inverse * weight, unbiased]).float()
+
+
+@torch.no_grad()
+def batch_norm(x: Tensor, statistics: Tensor, bias: Tensor | None) -> Tensor:
+    """Of the rows x [R, D], in fp32."""
+    y = (x.float() - statistics[0]).mul_(statistics[2])
+    return y if bias is None else y.add_(bias)
+
+
+@torch.no_grad()
+def batch_norm_backward(grad: Tensor, x: Tensor, statistics: Tensor, from_batch: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x [R, D], weight and bias; from_batch: through the statistics too."""
+    inverse, scale = statistics[1], statistics[2]
+    grad, centred = grad.float(), x.float() - statistics[0]
+    of_weight, of_bias = _over_rows((grad * (centred * inverse)).double()), _over_rows(grad.double())
+    if from_batch:
+        rows = len(x)
+        along = centred.mul_((inverse * of_weight / rows).float())
+        grad = grad - (of_bias / rows).float() - along
+    return grad * scale, of_weight.float(), of_bias.float()
+
+
+@torch.no_grad()
+def update_running(
+    statistics: Tensor, mean: Tensor | None, var: Tensor | None, batches: Tensor | None, momentum: float | None
+) -> None:
+    if batches is not None:
+        batches += 1
+    if momentum is None:
+        if batches is None:
+            return
+        momentum = 1.0 / batches.item()
+    for running, new in ((mean, statistics[0]), (var, statistics[3])):
+        if running is not None:
+            running.copy_(running.float().mul(1.0 - momentum).add_(new * momentum))
+
+
+def _over_rows(x: Tensor) -> Tensor:
+    """[R, D] -> [D], in place: row r and row r + R / 2 first."""
+    while len(x) > 1:
+        half = (len(x) + 1) // 2
+        x[: len(x) - half] += x[half:]
+        x = x[:half]
+    return x[0]

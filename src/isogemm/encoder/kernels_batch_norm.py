@@ -30,18 +30,24 @@ def _moments_kernel(
     x_ptr, moments, rows,
     D: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # The deviations from a first mean correct it, as large means want.
+    # The deviations from a first mean tell what its rounding took.
     started(EARLY)
     tile, _, col, live, at = _place(rows, D, INDEX, BM, BC)
     x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)  # [BM, BC]
     count = tl.minimum(rows - tile * BM, BM).to(tl.float32)
-    first = tl.div_rn(tl.sum(x, axis=0), count)
-    deviations = tl.where(live, x - first[None, :], 0.0)
-    correction = tl.div_rn(tl.sum(deviations, axis=0), count)
-    squares = tl.sum(deviations * deviations, axis=0) - correction * correction * count
-    to = moments + (tile.to(tl.int64) * (2 * D) + col)
-    tl.store(to, first + correction, mask=col < D)
-    tl.store(to + D, tl.maximum(squares, 0.0, propagate_nan=tl.PropagateNan.ALL), mask=col < D)
+    mean = tl.div_rn(tl.sum(x, axis=0), count)
+    x = tl.where(live, x - mean[None, :], 0.0)
+    rest = tl.div_rn(tl.sum(x, axis=0), count)
+    to = moments + (tile.to(tl.int64) * (3 * D) + col)
+    tl.store(to, mean, mask=col < D)
+    tl.store(to + D, rest, mask=col < D)
+    tl.store(to + 2 * D, tl.sum(x * x, axis=0) - count * rest * rest, mask=col < D)
+
+
+@triton.jit
+def _vector(at, col, live):
+    """fp32 [1, BC]"""
+    return tl.load(at + col, mask=live, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -61,11 +67,7 @@ def _place(rows, D: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BC: tl.
 def _combined(
     moments, first, end, col, rows, D: tl.constexpr, HEIGHT: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
 ):
-    """The mean and the sum of squared deviations, in fp64, of parts first .. end - 1, HEIGHT rows each.
-
-    By way of the deviations of their means from that of the first one: nothing cancels.
-    """
-    pivot = tl.load(moments + first.to(tl.int64) * (2 * D) + col, mask=col < D, other=0.0).to(tl.float64)[None, :]
+    """The mean and the sum of squared deviations [1, BC], in fp64, of parts first .. end - 1, HEIGHT rows each."""
     sums = tl.zeros((BT, BC), tl.float64)
     squares = tl.zeros((BT, BC), tl.float64)
     for start in tl.range(first, end, BT):
@@ -73,17 +75,19 @@ def _combined(
         live = part < end
         if D % BC != 0:
             live = live & (col < D)[None, :]
-        at = moments + (part * (2 * D) + col[None, :])
-        count = tl.minimum(rows - part * HEIGHT, HEIGHT).to(tl.float64)
+        at = moments + (part * (3 * D) + col[None, :])
         mean = tl.load(at, mask=live, other=0.0)
-        within = tl.load(at + D, mask=live, other=0.0)
-        deviation = tl.where(live, mean.to(tl.float64) - pivot, 0.0)
-        sums += count * deviation
-        squares += within.to(tl.float64) + count * deviation * deviation
+        rest = tl.load(at + D, mask=live, other=0.0)
+        within = tl.load(at + 2 * D, mask=live, other=0.0)
+        mean = mean.to(tl.float64) + rest.to(tl.float64)
+        of_part = tl.minimum(rows - part * HEIGHT, HEIGHT).to(tl.float64) * mean
+        sums += of_part
+        squares += within.to(tl.float64) + of_part * mean
     count = tl.minimum(rows - first.to(tl.int64) * HEIGHT, (end - first).to(tl.int64) * HEIGHT).to(tl.float64)
     total = tl.sum(sums, axis=0, keep_dims=True)
     mean = total / count
-    return pivot + mean, tl.sum(squares, axis=0, keep_dims=True) - total * mean  # [1, BC] each
+    squares = tl.sum(squares, axis=0, keep_dims=True) - total * mean
+    return mean, tl.maximum(squares, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -108,9 +112,10 @@ def _group_moments_kernel(
     started(EARLY)
     group, first, end, col = _group(rows, D, HEIGHT, GROUP, BC)
     mean, squares = _combined(moments, first, end, col, rows, D, HEIGHT, GROUP, BC)
-    to = groups + (group.to(tl.int64) * (2 * D) + col)[None, :]
+    to = groups + (group.to(tl.int64) * (3 * D) + col)[None, :]
     tl.store(to, mean.to(tl.float32), mask=(col < D)[None, :])
-    tl.store(to + D, squares.to(tl.float32), mask=(col < D)[None, :])
+    tl.store(to + D, (mean - mean.to(tl.float32).to(tl.float64)).to(tl.float32), mask=(col < D)[None, :])
+    tl.store(to + 2 * D, squares.to(tl.float32), mask=(col < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -140,12 +145,6 @@ def _statistics_kernel(
     tl.store(to + D, inverse.to(tl.float32), mask=live)
     tl.store(to + 2 * D, scale.to(tl.float32), mask=live)
     tl.store(to + 3 * D, unbiased.to(tl.float32), mask=live)
-
-
-@triton.jit
-def _vector(at, col, live):
-    """fp32 [1, BC]"""
-    return tl.load(at + col, mask=live, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -322,20 +321,20 @@ def _running_kernel(
 
 
 def describe_moments(rows: int, d: int, early: bool = False) -> Launch:
-    """Of x; to moments [tiles, 2, D]: each tile's mean, and the sum of its squared deviations from that."""
+    """Of x; to moments [tiles, 3, D]: each tile's mean, what its rounding took, the sum of squared deviations."""
     return _by_tile(_moments_kernel, rows, d, ROWS, (rows,), {}, early)
 
 
 def describe_group_moments(rows: int, d: int, early: bool = False) -> Launch:
-    """Of moments; to those of groups [groups(rows), 2, D]."""
+    """Of moments; to those of groups [groups(rows), 3, D]."""
     return _by_group(_group_moments_kernel, rows, d, {}, ROWS, early)
 
 
 def describe_statistics(rows: int, d: int, eps: float, height: int = ROWS, early: bool = False) -> Launch:
-    """Of moments (or None), running_mean, running_var, weight; to statistics.
+    """Of moments, running_mean, running_var, weight; to statistics.
 
-    Those are [4, D]: mean, 1 / deviation, that times weight, unbiased variance; of the batch where there are moments,
-    of `height` rows each.
+    Those are [4, D]: mean, 1 / deviation, that times weight, unbiased variance. Of the batch where there are moments,
+    of `height` rows each; pivot: the x whose first row their means are less, None where they are the means.
     """
     return _by_columns(_statistics_kernel, d, (rows, eps), {}, height, early)
 

@@ -1,0 +1,314 @@
+"""`isogemm::batch_norm` and `isogemm::update_running`, for the composed path and the CPU.
+
+In eager mode a call goes straight to its kernels; under torch.compile, fake tensors and dispatch modes it goes through
+the registered operators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from isogemm.core.eager import through_dispatcher
+from isogemm.encoder import cpu
+from isogemm.encoder.op import dense, placed, record, refuse_second_derivative, run
+from isogemm.encoder.parameters import RunningStatistics
+from isogemm.gemm import autograd, fused_autograd
+from isogemm.gemm.autograd import Accumulated, parameter
+from isogemm.gemm.configs import BIAS_BLOCKS
+from isogemm.gemm.op import require_total
+from isogemm.gemm.problem import flat
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: RunningStatistics | None,
+    from_batch: bool,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias, in fp32, rounded to `dtype`; differentiable.
+
+    from_batch: by the statistics of x over all but its last dimension, by which `running` is updated; else by the
+    running ones, and where there are none by x's.
+    """
+    mean = var = None
+    if running is not None and not from_batch and running.mean is not None and running.var is not None:
+        mean, var = running.mean, running.var
+    if mean is None:
+        require_rows(x)
+    tensors = [each for each in (x, weight, bias, mean, var) if each is not None]
+    if through_dispatcher(*tensors):
+        owners, main_grads = autograd.with_main_grad(parameter(weight), parameter(bias))
+        accumulated = (owners[0], main_grads[0], owners[1], main_grads[1])
+        y, statistics = torch.ops.isogemm.batch_norm(x, weight, bias, mean, var, *accumulated, eps, dtype)
+    elif torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        owners = parameter(weight), parameter(bias)
+        y, statistics = cast(Any, _BatchNorm).apply(x, weight, bias, mean, var, owners, eps, dtype)
+    else:
+        y, statistics = _batch_norm(x, weight, bias, mean, var, eps, dtype)
+    if from_batch and running is not None:
+        update_running(statistics, running if x.numel() else running._replace(mean=None, var=None))
+    return cast(Tensor, y)
+
+
+def require_rows(x: Tensor) -> None:
+    """One row has no variance; of none, as in torch, nothing is computed."""
+    if _rows(x) == 1:
+        raise ValueError(f"x has shape {list(x.shape)}: a batch norm needs more than one row to take statistics of")
+
+
+def update_running(statistics: Tensor, running: RunningStatistics) -> None:
+    """By those of a batch, in place, as torch.nn.BatchNorm1d does."""
+    tensors = [each for each in running[:3] if each is not None]
+    update = torch.ops.isogemm.update_running if through_dispatcher(statistics, *tensors) else _update_running
+    update(statistics, *running)
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        var: Tensor | None,
+        owners: tuple[Tensor | None, Tensor | None],
+        eps: float,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        y, statistics = _batch_norm(x, weight, bias, mean, var, eps, dtype)
+        _keep(ctx, x, weight, bias, mean, statistics)
+        ctx.owners = owners
+        ctx.bias_place = 1 if weight is None else 2  # among the tensors
+        return y, statistics
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, of_statistics: Tensor | None) -> tuple[Tensor | None, ...]:
+        accumulated = [
+            (owner, autograd.main_grad_of(owner) if autograd.is_accumulated(ctx, index, place) else None)
+            for index, place, owner in ((1, 1, ctx.owners[0]), (2, ctx.bias_place, ctx.owners[1]))
+        ]
+        return *_gradients(ctx, grad, accumulated, _batch_norm_backward), *(None,) * 5
+
+
+def _keep(
+    ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, statistics: Tensor
+) -> None:
+    ctx.save_for_backward(x, statistics)
+    ctx.mark_non_differentiable(statistics)
+    ctx.from_batch = mean is None
+    ctx.dtypes = [None if each is None else each.dtype for each in (weight, bias)]
+
+
+def _gradients(
+    ctx: Any, grad: Tensor, accumulated: Sequence[Accumulated], backward: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of x, weight and bias; None where not needed, and where added to a main_grad."""
+    refuse_second_derivative("batch_norm")
+    x, statistics = ctx.saved_tensors
+    needs_x, *needs = ctx.needs_input_grad[:3]
+    for name, (_, total), needed in zip(("weight", "bias"), accumulated, needs, strict=True):
+        if needed and total is not None:  # both, before either is touched
+            require_total(f"the norm's {name}.main_grad", total, x.shape[-1:], x.device)
+    dx, *found = backward(grad, x, statistics, ctx.from_batch, any(needs))
+    of_weight, of_bias = (
+        _delivered(each, dtype, owner) if needed else None
+        for each, dtype, owner, needed in zip(found, ctx.dtypes, accumulated, needs, strict=True)
+    )
+    return dx if needs_x else None, of_weight, of_bias
+
+
+def _delivered(gradient: Tensor, dtype: torch.dtype, accumulated: Accumulated) -> Tensor | None:
+    if accumulated[1] is None:
+        return gradient.to(dtype)
+    return fused_autograd.of_sums(gradient[None], BIAS_BLOCKS, dtype, accumulated)
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The result and the statistics [4, D] of the kernels, zeros where there are no rows."""
+    d = x.shape[-1]
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if not x.numel():
+        return y, torch.zeros((4, d), dtype=torch.float32, device=x.device)
+    record("batch_norm", x)
+    if not x.is_cuda:
+        statistics = cpu.batch_statistics(flat(x), mean, var, weight, eps)
+        y.view(-1, d).copy_(cpu.batch_norm(flat(x), statistics, bias))
+        return y, statistics
+    from isogemm.encoder import kernels_batch_norm as kernels
+
+    rows, x = _rows(x), placed(x)
+    moments, height = None, kernels.ROWS
+    if mean is None:
+        moments = _parts(x, -(-rows // height), 3)
+        run(kernels.describe_moments(rows, d), (x, moments))
+        if groups := kernels.groups(rows):
+            tiles, moments, height = moments, _parts(x, groups, 3), kernels.GROUP_ROWS
+            run(kernels.describe_group_moments(rows, d), (tiles, moments))
+    statistics = torch.empty((4, d), dtype=torch.float32, device=x.device)
+    given = dense(mean), dense(var), dense(weight)
+    run(kernels.describe_statistics(rows, d, eps, height), (moments, *given, statistics))
+    run(kernels.describe_normalise(rows, d), (x, statistics, dense(bias), y))
+    return y, statistics
+
+
+def _batch_norm_backward(
+    grad: Tensor, x: Tensor, statistics: Tensor, from_batch: bool, of_parameters: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, and of weight and bias in fp32, which are empty where not wanted."""
+    d = x.shape[-1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        zeros = torch.zeros((2, d if of_parameters else 0), dtype=torch.float32, device=x.device)
+        return dx, zeros[0].clone(), zeros[1].clone()
+    record("batch_norm_backward", x)
+    if not x.is_cuda:
+        of_x, *found = cpu.batch_norm_backward(flat(grad), flat(x), statistics, from_batch)
+        dx.view(-1, d).copy_(of_x)
+        of_weight, of_bias = found if of_parameters else (each.new_empty(0) for each in found)
+        return dx, of_weight, of_bias
+    from isogemm.encoder import kernels_batch_norm as kernels
+
+    rows, grad, x = _rows(x), placed(grad), placed(x)
+    gradients = [torch.empty(d if of_parameters else 0, dtype=torch.float32, device=x.device) for _ in range(2)]
+    coefficients = torch.empty((2, d), dtype=torch.float32, device=x.device) if from_batch else None
+    if from_batch or of_parameters:
+        sums, height = _parts(x, -(-rows // kernels.ROWS), 2), kernels.ROWS
+        run(kernels.describe_gradient_sums(rows, d), (grad, x, statistics, sums))
+        if groups := kernels.groups(rows):
+            tiles, sums, height = sums, _parts(x, groups, 2), kernels.GROUP_ROWS
+            run(kernels.describe_group_sums(rows, d), (tiles, sums))
+        written = gradients if of_parameters else (None, None)
+        last = kernels.describe_coefficients(rows, d, height=height)
+        run(last, (sums, statistics, coefficients, *written))
+    tensors = (grad, x, statistics, coefficients, None, dx, None, None)
+    run(kernels.describe_batch_norm_backward(rows, d), tensors)
+    return dx, gradients[0], gradients[1]
+
+
+def _parts(x: Tensor, count: int, width: int) -> Tensor:
+    return torch.empty((count, width, x.shape[-1]), dtype=torch.float32, device=x.device)
+
+
+def _update_running(
+    statistics: Tensor, mean: Tensor | None, var: Tensor | None, batches: Tensor | None, momentum: float | None
+) -> None:
+    buffers = (mean, var, batches)
+    if not statistics.is_cuda:
+        cpu.update_running(statistics, *buffers, momentum)
+        return
+    from isogemm.encoder import kernels_batch_norm as kernels
+
+    written = [dense(each) for each in buffers]
+    run(kernels.describe_running(statistics.shape[1], (momentum,)), (statistics, *written, *(None,) * 4))
+    for buffer, now in zip(buffers, written, strict=True):
+        if buffer is None or now is None:
+            continue
+        if buffer is not now:
+            buffer.copy_(now)
+        elif not buffer.is_inference():
+            torch.autograd.graph.increment_version(buffer)
+
+
+def _rows(x: Tensor) -> int:
+    return math.prod(x.shape[:-1])
+
+
+# registration with torch.library, for torch.compile, fake tensors and dispatch modes
+
+
+def _batch_norm_op(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    owner: Tensor | None,
+    main_grad: Tensor | None,
+    bias_owner: Tensor | None,
+    bias_main_grad: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    return _batch_norm(x, weight, bias, mean, var, eps, dtype)
+
+
+def _batch_norm_fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=args[-1]), x.new_empty((4, x.shape[-1]), dtype=torch.float32)
+
+
+def _batch_norm_backward_fake(
+    grad: Tensor, x: Tensor, statistics: Tensor, from_batch: bool, of_parameters: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = [x.new_empty(x.shape[-1] if of_parameters else 0, dtype=torch.float32) for _ in range(2)]
+    return x.new_empty(x.shape), gradients[0], gradients[1]
+
+
+def _update_running_fake(*args: Any) -> None:
+    return None
+
+
+# torch.library is not typed.
+_library: Any = torch.library.Library("isogemm", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _schema, _function, _fake in (
+    (
+        "batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, Tensor? owner, "
+        "Tensor? main_grad, Tensor? bias_owner, Tensor? bias_main_grad, float eps, ScalarType dtype) "
+        "-> (Tensor, Tensor)",
+        _batch_norm_op,
+        _batch_norm_fake,
+    ),
+    (
+        "batch_norm_backward(Tensor grad, Tensor x, Tensor statistics, bool from_batch, bool of_parameters) "
+        "-> (Tensor, Tensor, Tensor)",
+        _batch_norm_backward,
+        _batch_norm_backward_fake,
+    ),
+    (
+        "update_running(Tensor statistics, Tensor(a!)? mean, Tensor(b!)? var, Tensor(c!)? batches, float? momentum) "
+        "-> ()",
+        _update_running,
+        _update_running_fake,
+    ),
+):
+    _library.define(_schema)
+    _name = _schema.partition("(")[0]
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _function, _key)
+    torch.library.register_fake(f"isogemm::{_name}", _fake, lib=_library)
+
+
+def _register_autograd() -> None:
+    """The operators' autograd: the same gradients, through the operators."""
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, weight, bias, mean, _, owner, main_grad, bias_owner, bias_main_grad, _, _ = inputs
+        _keep(ctx, x, weight, bias, mean, output[1])
+        # Not saved tensors: another micro-batch's backward may change a main_grad before this one's does.
+        ctx.accumulated = (owner, main_grad), (bias_owner, bias_main_grad)
+
+    def backward(ctx: Any, grad: Tensor, of_statistics: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = _gradients(ctx, grad, ctx.accumulated, torch.ops.isogemm.batch_norm_backward)
+        return *found, *(None,) * 8
+
+    register: Any = torch.library.register_autograd
+    register("isogemm::batch_norm", backward, setup_context=keep)
+
+
+_register_autograd()
