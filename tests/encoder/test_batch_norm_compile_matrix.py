@@ -8,10 +8,11 @@ import pytest
 
 pytest.importorskip("triton")
 
+from isogemm.encoder import configs_batch_norm
 from isogemm.encoder import kernels_batch_norm as kernels
 from isogemm.testing import TARGETS, CompileJob, compile_job, limit_violations
 
-ROWS = 3000 * kernels.ROWS
+ROWS = 3000 * configs_batch_norm.ROWS
 KINDS = {"seed": "*i64", "batches0": "*i64", "batches1": "*i64", "rows": "i32", "threshold": "i32"}
 
 

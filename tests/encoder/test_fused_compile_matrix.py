@@ -34,7 +34,9 @@ def _jobs(layer):
         absent = [name for name, argument in given.items() if argument in ("", "mask")]
         whole = getattr(torch, layer.dtype)
         signature = {
-            name: "*i64" if argument == "seed" else TYPES[plan._parts[argument].dtype if argument in plan._parts else whole]
+            name: "*i64"
+            if argument == "seed"
+            else TYPES[plan._parts[argument].dtype if argument in plan._parts else whole]
             for name, argument in given.items()
             if name not in absent
         }

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from isogemm.encoder import configs_batch_norm
 from isogemm.encoder import kernels_batch_norm as kernels
-from isogemm.encoder.kernels_batch_norm import GROUP, ROWS
+from isogemm.encoder.configs_batch_norm import GROUP, GROUP_ROWS, ROWS
 from isogemm.epilogues import random
 from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch, make_data
 
@@ -91,7 +92,7 @@ def test_statistics_of_running_ones():
 def test_groups_of_tiles():
     rows, d = 2050 * ROWS - 7, 5
     means, squares = _normal(2050, d), _normal(2050, d, seed=1).square() * ROWS
-    moments, parts = torch.stack([means + 3, means / 2**26, squares], 1), _nans(kernels.groups(rows), 3, d)
+    moments, parts = torch.stack([means + 3, means / 2**26, squares], 1), _nans(configs_batch_norm.groups(rows), 3, d)
     kernels.describe_group_moments(rows, d).run(_among_nans(moments), parts)
     statistics = _nans(4, d)
     kernels.describe_statistics(rows, d, EPS, height=GROUP_ROWS).run(parts, None, None, None, statistics)
@@ -103,7 +104,7 @@ def test_groups_of_tiles():
     exact = torch.stack([mean, (total / rows + EPS).rsqrt(), (total / rows + EPS).rsqrt(), total / (rows - 1)])
     assert_no_worse_than_torch(statistics, exact.float(), exact, ulps=2)
 
-    sums, parts, coefficients = _normal(2050 * 2, 6, d), _nans(kernels.groups(rows), 2, d), _nans(2, d)
+    sums, parts, coefficients = _normal(2050 * 2, 6, d), _nans(configs_batch_norm.groups(rows), 2, d), _nans(2, d)
     sums[1::2] = math.nan  # a tile's other slot is zeros, and need not be read
     kernels.describe_group_sums(rows, d, slots=2, width=6, which=3).run(sums, parts)
     launch = kernels.describe_coefficients(rows, d, height=GROUP_ROWS)
@@ -114,8 +115,8 @@ def test_groups_of_tiles():
 
 
 def test_few_tiles_are_not_grouped():
-    assert kernels.groups(GROUP_ROWS) == kernels.groups(2048 * ROWS) == 0
-    assert kernels.groups(2048 * ROWS + 1) == 2048 // GROUP + 1
+    assert configs_batch_norm.groups(GROUP_ROWS) == configs_batch_norm.groups(2048 * ROWS) == 0
+    assert configs_batch_norm.groups(2048 * ROWS + 1) == 2048 // GROUP + 1
 
 
 def _sums(grad, x, statistics):

@@ -28,9 +28,8 @@ def _fused(
     separate=False, precision="ieee", operand=None, eps=1e-5, **parameters,
 ):  # fmt: skip
     operand = operand or x.dtype
-    options = Options(
-        nhead, norm_first, False, activation, norm, eps, is_causal, precision if operand is torch.float32 else None, operand,
-    )  # fmt: skip
+    precision = precision if operand is torch.float32 else None
+    options = Options(nhead, norm_first, False, activation, norm, eps, is_causal, precision, operand)
     given = fused.Given(key_padding_mask)
     return fused.encoder_layer(x, encoder_parameters(parameters, separate=separate), given, options).y
 

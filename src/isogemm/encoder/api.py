@@ -163,7 +163,8 @@ class _Tensors(NamedTuple):
 
     def of_one_more_dimension(self) -> _Tensors:
         return self._replace(
-            mask=None if self.mask is None else self.mask[None], scores=None if self.scores is None else self.scores[None]
+            mask=None if self.mask is None else self.mask[None],
+            scores=None if self.scores is None else self.scores[None],
         )
 
     def flat(self) -> tuple[Tensor | None, ...]:
@@ -200,7 +201,8 @@ def _encoder_layer(
     else:
         results = fused.encoder_layer(x, params, given, options)
     if results.statistics is not None and tensors.running is not None and options.from_batch:
-        update_running(results.statistics, tensors.running)
+        for statistics, running in zip(results.statistics, tensors.running, strict=True):
+            update_running(statistics, running)
     return results.y, results.scores
 
 
@@ -347,7 +349,7 @@ def _is_from_batch(x: Tensor, running: object, training: bool) -> bool:
                     _require_tensor(f"running[{number}].{name}", value, shape, x, dtypes)
             if (each.mean is None) != (each.var is None):
                 raise ValueError(f"running[{number}] has one of mean and var; expected both or neither")
-        first, second = (training and not each.frozen or each.mean is None for each in running)
+        first, second = ((training and not each.frozen) or each.mean is None for each in running)
         if first != second:
             raise ValueError("running has statistics that normalise for one norm alone; expected both or neither")
     from_batch = running is None or first

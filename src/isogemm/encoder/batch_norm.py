@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isogemm.core.eager import through_dispatcher
-from isogemm.encoder import cpu
+from isogemm.encoder import configs_batch_norm, cpu
 from isogemm.encoder.op import dense, placed, record, refuse_second_derivative, run
 from isogemm.encoder.parameters import RunningStatistics
 from isogemm.gemm import autograd, fused_autograd
@@ -68,7 +68,7 @@ def update_running(statistics: Tensor, running: RunningStatistics) -> None:
     """By those of a batch, in place, as torch.nn.BatchNorm1d does."""
     tensors = [each for each in running[:3] if each is not None]
     update = torch.ops.isogemm.update_running if through_dispatcher(statistics, *tensors) else _update_running
-    update(statistics, *running)
+    update(statistics, *running[:4])
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -154,12 +154,12 @@ def _batch_norm(
     from isogemm.encoder import kernels_batch_norm as kernels
 
     rows, x = _rows(x), placed(x)
-    moments, height = None, kernels.ROWS
+    moments, height = None, configs_batch_norm.ROWS
     if mean is None:
         moments = _parts(x, -(-rows // height), 3)
         run(kernels.describe_moments(rows, d), (x, moments))
-        if groups := kernels.groups(rows):
-            tiles, moments, height = moments, _parts(x, groups, 3), kernels.GROUP_ROWS
+        if groups := configs_batch_norm.groups(rows):
+            tiles, moments, height = moments, _parts(x, groups, 3), configs_batch_norm.GROUP_ROWS
             run(kernels.describe_group_moments(rows, d), (tiles, moments))
     statistics = torch.empty((4, d), dtype=torch.float32, device=x.device)
     given = dense(mean), dense(var), dense(weight)
@@ -189,10 +189,10 @@ def _batch_norm_backward(
     gradients = [torch.empty(d if of_parameters else 0, dtype=torch.float32, device=x.device) for _ in range(2)]
     coefficients = torch.empty((2, d), dtype=torch.float32, device=x.device) if from_batch else None
     if from_batch or of_parameters:
-        sums, height = _parts(x, -(-rows // kernels.ROWS), 2), kernels.ROWS
+        sums, height = _parts(x, -(-rows // configs_batch_norm.ROWS), 2), configs_batch_norm.ROWS
         run(kernels.describe_gradient_sums(rows, d), (grad, x, statistics, sums))
-        if groups := kernels.groups(rows):
-            tiles, sums, height = sums, _parts(x, groups, 2), kernels.GROUP_ROWS
+        if groups := configs_batch_norm.groups(rows):
+            tiles, sums, height = sums, _parts(x, groups, 2), configs_batch_norm.GROUP_ROWS
             run(kernels.describe_group_sums(rows, d), (tiles, sums))
         written = gradients if of_parameters else (None, None)
         last = kernels.describe_coefficients(rows, d, height=height)

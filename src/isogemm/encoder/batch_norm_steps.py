@@ -32,8 +32,8 @@ class BatchNormSteps:
     def parts(self) -> dict[str, Part]:
         d = self._layer.d_model
         return {
-            "moments": Part(torch.float32, -(-self._layer.rows // TILE_ROWS) * 2 * d),
-            "groups": Part(torch.float32, self._groups * 2 * d),
+            "moments": Part(torch.float32, -(-self._layer.rows // TILE_ROWS) * 3 * d),
+            "groups": Part(torch.float32, self._groups * 3 * d),
             "coefficients": Part(torch.float32, 2 * d),
             "statistics1": Part(torch.float32, 4 * d, "statistics"),
             "statistics2": Part(torch.float32, 4 * d, "statistics", 4 * d),

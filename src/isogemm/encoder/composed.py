@@ -31,7 +31,9 @@ def encoder_layer(
     dropout = options.dropout
 
     def normed(x: Tensor, number: int, dtype: torch.dtype) -> Tensor:
-        weight, bias = (params.norm1_weight, params.norm1_bias) if number == 1 else (params.norm2_weight, params.norm2_bias)
+        weight, bias = (
+            (params.norm1_weight, params.norm1_bias) if number == 1 else (params.norm2_weight, params.norm2_bias)
+        )
         if options.norm == "batch_norm":
             its_running = None if running is None else running[number - 1]
             return batch_norm(x, weight, bias, its_running, options.from_batch, options.eps, dtype)

@@ -113,9 +113,7 @@ class _Layer(torch.autograd.Function):
     ) -> Any:
         call = _Call(x, given, parameters, kind)
         results = call.forward(keep=True)
-        ctx.save_for_backward(
-            x, results.kept, results.statistics, given.mask, given.seed, previous, *parameters
-        )
+        ctx.save_for_backward(x, results.kept, results.statistics, given.mask, given.seed, previous, *parameters)
         ctx.call = kind, (call.plan, call.addresses)
         ctx.running = given[3:]  # of which a backward reads nothing
         ctx.owners = parameters if kind.lasting else [parameter(each) for each in parameters]
@@ -269,9 +267,7 @@ def _is_stacked(params: EncoderParameters) -> bool:
     return not isinstance(params.in_proj_weight, tuple)
 
 
-def _layer(
-    x: Tensor, given: Given, parameters: _Parameters, stacked: bool, options: Options, arch: int = 0
-) -> Layer:
+def _layer(x: Tensor, given: Given, parameters: _Parameters, stacked: bool, options: Options, arch: int = 0) -> Layer:
     sequences, tokens, d_model = x.shape
     wo, w1 = _of_products(parameters, stacked)
     mask = given.mask
@@ -309,7 +305,8 @@ def _plan(
     mask = given.mask
     key = (
         x.shape, x.dtype, x.get_device(), options, stacked, wo.dtype, w1.shape[0],
-        None if mask is None else (mask.dtype, mask.stride()), tuple([each if each is None else each.dtype for each in given[3:]]),
+        None if mask is None else (mask.dtype, mask.stride()),
+        tuple([None if each is None else each.dtype for each in given[3:]]),
         tuple([each and each % 16 + 1 for each in addresses]),
     )  # fmt: skip
     plan = _plans.get(key)

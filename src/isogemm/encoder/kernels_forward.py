@@ -158,9 +158,7 @@ def scale_of_kept(DROPPED: tl.constexpr):
 
 
 @triton.jit
-def dropout(
-    value, seed_ptr, PLACE: tl.constexpr, row, col, DROPPED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
-):
+def dropout(value, seed_ptr, PLACE: tl.constexpr, row, col, DROPPED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """Of a tile [BM, BC] whose first element is (row, col)."""
     r = (row + tl.arange(0, BM)).to(tl.int32)[:, None]
     c = (col + tl.arange(0, BC))[None, :]
@@ -169,9 +167,7 @@ def dropout(
 
 
 @triton.jit
-def is_kept_turned(
-    seed_ptr, PLACE: tl.constexpr, row, col, DROPPED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
-):
+def is_kept_turned(seed_ptr, PLACE: tl.constexpr, row, col, DROPPED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """Where `dropout` keeps an element, as a tile [BC, BM]."""
     seed = tl.load(seed_ptr) + PLACE
     r = (row + tl.arange(0, BM)).to(tl.int32)[None, :]

@@ -1,8 +1,8 @@
 """A fused layer's call: what it allocates and launches, forward and backward.
 
-Kept for the backward, per token: x, o and log-sums (with the norms last the sum before the last one, and in a parted
-layer s); the rest is computed again. Launches and the parts of memory that they pass on are tables: a part lies where none that is needed
-with it does.
+Kept for the backward, per token: x, o and log-sums (with the norms last the sum before the last one, in a parted layer
+s); the rest is computed again. Launches and the parts of memory that they pass on are tables: a part lies where none
+that is needed with it does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from isogemm.core import device as devices
 from isogemm.encoder import configs, configs_attention, layout
+from isogemm.encoder.batch_norm_steps import BatchNormSteps
 from isogemm.encoder.configs import SHORT_HEAD, Layer
 from isogemm.encoder.configs_attention import Attention
-from isogemm.encoder.batch_norm_steps import BatchNormSteps
 from isogemm.encoder.gradients import Division, Gradients
 from isogemm.encoder.schedule import Bound, Part, Schedule, Step, addresses_of, spans
 
@@ -77,9 +77,7 @@ class Plan:
         self._forwards = {keep: self._forward_schedule(keep) for keep in (True, False)}
         self._backwards: dict[object, tuple[Schedule, int]] = {}
 
-    def forward(
-        self, x: Tensor, given: Sequence[Tensor | None], addresses: tuple[int, ...], keep: bool
-    ) -> Forward:
+    def forward(self, x: Tensor, given: Sequence[Tensor | None], addresses: tuple[int, ...], keep: bool) -> Forward:
         """given: what `GIVEN` names, and the parameters."""
         schedule, size = self._forwards[keep]
         layer = self.layer
@@ -214,7 +212,11 @@ class Plan:
             steps.append(Step("out_project", self._describe_out_project, (residual, *of_s[1:], *norm, seed, "s")))
             of_s = ("s", "", "", "")
         middle, last = (2, 0) if layer.norm_first else (1, 2)
-        norms: tuple[str, ...] = (f"g{middle}", f"s{middle}", *((f"g{last}", f"s{last}") if layer.norm_last else ("", "")))
+        norms: tuple[str, ...] = (
+            f"g{middle}",
+            f"s{middle}",
+            *((f"g{last}", f"s{last}") if layer.norm_last else ("", "")),
+        )
         fed = "y"
         if layer.batch_norm:
             steps += self._norms.statistics(middle, "s")
@@ -294,7 +296,8 @@ class Plan:
                 (attending, *norm1, *again, "bq", "bk", "bv", "qkv", ds, wo_turned, "do", "", "", ""),
             ),
             Step(
-                "attention_backward with scores" if d_scores else "attention_backward", partial(self._describe_attention_backward, d_scores),
+                "attention_backward with scores" if d_scores else "attention_backward",
+                partial(self._describe_attention_backward, d_scores),
                 ("q", "k", "v", "mask", "previous" if layer.previous else "", "seed" if dropout.attention else "",
                  "o", "lse", "do", "d_scores" if d_scores else "", "dq", "dk", "dv",
                  "d_previous" if layer.previous else ""),
@@ -316,7 +319,8 @@ class Plan:
                 ("dqkv", n or attending, ds_turned or ds, o_turned or "o", "attention sums", "attention partials"),
             ),
             Step(
-                ("sum", gradients.kind), partial(self._describe_sum, self._segments(gradients)),
+                ("sum", gradients.kind),
+                partial(self._describe_sum, self._segments(gradients)),
                 ("feedforward partials", "attention partials", *into),
             ),
         ]

@@ -105,7 +105,12 @@ def attention(
 
 
 def attention_scores(
-    q: Tensor, k: Tensor, nhead: int, mask: Tensor | None = None, is_causal: bool = False, previous: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    nhead: int,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    previous: Tensor | None = None,
 ) -> Tensor:
     """[..., H, T, T], -inf for keys that are left out."""
     tokens = q.shape[-2]

@@ -233,7 +233,9 @@ def running_statistics(*norms: torch.nn.Module) -> tuple[RunningStatistics, Runn
     if not isinstance(norms[0], torch.nn.BatchNorm1d):
         return None
     first, second = (
-        RunningStatistics(each.running_mean, each.running_var, each.num_batches_tracked, each.momentum, not each.training)
+        RunningStatistics(
+            each.running_mean, each.running_var, each.num_batches_tracked, each.momentum, not each.training
+        )
         for each in norms
         if isinstance(each, torch.nn.BatchNorm1d)
     )
