@@ -19,11 +19,11 @@ KINDS = {"seed": "*i64", "batches0": "*i64", "batches1": "*i64", "rows": "i32", 
 def jobs(d=128, dtype="*fp32", early=True):
     launches = [
         kernels.describe_moments(ROWS, d, early),
-        kernels.describe_group_moments(ROWS, d, early),
+        kernels.describe_group_moments(ROWS, d, early=early),
         kernels.describe_statistics(ROWS, d, 1e-5, early=early),
         kernels.describe_normalise(ROWS, d, early),
         kernels.describe_gradient_sums(ROWS, d, 4, 6, 2, early),
-        kernels.describe_group_sums(ROWS, d, 4, 6, 2, early),
+        kernels.describe_group_sums(ROWS, d, 4, 6, 2, early=early),
         kernels.describe_coefficients(ROWS, d, 4, 6, 2, early=early),
         kernels.describe_batch_norm_backward(ROWS, d, 0.2, 1, early),
         kernels.describe_dropped(ROWS, d, 0.2, 1, early),

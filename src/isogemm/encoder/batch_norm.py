@@ -67,6 +67,8 @@ def require_rows(x: Tensor) -> None:
 def update_running(statistics: Tensor, running: RunningStatistics) -> None:
     """By those of a batch, in place, as torch.nn.BatchNorm1d does."""
     tensors = [each for each in running[:3] if each is not None]
+    if not tensors:
+        return
     update = torch.ops.isogemm.update_running if through_dispatcher(statistics, *tensors) else _update_running
     update(statistics, *running[:4])
 
@@ -88,10 +90,13 @@ class _BatchNorm(torch.autograd.Function):
         _keep(ctx, x, weight, bias, mean, statistics)
         ctx.owners = owners
         ctx.bias_place = 1 if weight is None else 2  # among the tensors
+        ctx.set_materialize_grads(False)
         return y, statistics
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, of_statistics: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, of_statistics: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 8
         accumulated = [
             (owner, autograd.main_grad_of(owner) if autograd.is_accumulated(ctx, index, place) else None)
             for index, place, owner in ((1, 1, ctx.owners[0]), (2, ctx.bias_place, ctx.owners[1]))

@@ -10,6 +10,6 @@ GROUP_ROWS = GROUP * ROWS
 _UNGROUPED = 2048  # tiles: so many are read by the programs of a few columns as fast as by two launches
 
 
-def groups(rows: int) -> int:
-    """Of tiles that are combined before all else; 0 where there are few."""
-    return -(-rows // GROUP_ROWS) if rows > _UNGROUPED * ROWS else 0
+def groups(rows: int, height: int = ROWS) -> int:
+    """Of tiles of `height` rows that are combined before all else; 0 where there are few."""
+    return -(-rows // (GROUP * height)) if rows > _UNGROUPED * height else 0

@@ -325,9 +325,9 @@ def describe_moments(rows: int, d: int, early: bool = False) -> Launch:
     return _by_tile(_moments_kernel, rows, d, ROWS, (rows,), {}, early)
 
 
-def describe_group_moments(rows: int, d: int, early: bool = False) -> Launch:
-    """Of moments; to those of groups [groups(rows), 3, D]."""
-    return _by_group(_group_moments_kernel, rows, d, {}, ROWS, early)
+def describe_group_moments(rows: int, d: int, height: int = ROWS, early: bool = False) -> Launch:
+    """Of moments, of `height` rows each; to those of groups [groups(rows, height), 3, D]."""
+    return _by_group(_group_moments_kernel, rows, d, {}, height, early)
 
 
 def describe_statistics(rows: int, d: int, eps: float, height: int = ROWS, early: bool = False) -> Launch:
@@ -357,11 +357,11 @@ def describe_gradient_sums(
 
 
 def describe_group_sums(
-    rows: int, d: int, slots: int = 1, width: int = 2, which: int = 0, early: bool = False
+    rows: int, d: int, slots: int = 1, width: int = 2, which: int = 0, height: int = ROWS, early: bool = False
 ) -> Launch:
-    """Of sums as above; to those of groups [groups(rows), 2, D]."""
+    """Of sums as above, of `height` rows each; to those of groups [groups(rows, height), 2, D]."""
     constants = {"SLOTS": slots, "WIDTH": width, "WHICH": which}
-    return _by_group(_group_sums_kernel, rows, d, constants, ROWS, early)
+    return _by_group(_group_sums_kernel, rows, d, constants, height, early)
 
 
 def describe_coefficients(
@@ -380,7 +380,7 @@ def describe_batch_norm_backward(rows: int, d: int, p: float = 0.0, place: int =
     """Of grad, x, statistics, coefficients, residual; to dx, dropped; of seed. All from coefficients on but dx or None.
 
     dx = scale * (grad - c0 - (x - mean) * c1) + residual, without coefficients scale * grad + residual (and x may be
-    None). dropped: what dropout with probability p makes of dx at this place.
+    None). dropped: what dropout with probability p makes of dx at this place, the number of EncoderDropout's field.
     """
     scalars = (rows, random.threshold(p), random.scale(p))
     return _by_tile(_batch_norm_backward_kernel, rows, d, _height(d), scalars, {"PLACE": place}, early)
@@ -422,7 +422,7 @@ def _by_tile(
 
 def _by_group(kernel: object, rows: int, d: int, constants: dict[str, object], height: int, early: bool) -> Launch:
     sizes = {"HEIGHT": height, "GROUP": GROUP, "BC": _GROUP_COLUMNS, "EARLY": early}
-    programs = groups(rows) * -(-d // _GROUP_COLUMNS)
+    programs = groups(rows, height) * -(-d // _GROUP_COLUMNS)
     return Launch(kernel, programs, (rows,), {"D": d} | constants | sizes, _options(4, early))
 
 
