@@ -333,8 +333,8 @@ def describe_group_moments(rows: int, d: int, height: int = ROWS, early: bool = 
 def describe_statistics(rows: int, d: int, eps: float, height: int = ROWS, early: bool = False) -> Launch:
     """Of moments, running_mean, running_var, weight; to statistics.
 
-    Those are [4, D]: mean, 1 / deviation, that times weight, unbiased variance. Of the batch where there are moments,
-    of `height` rows each; pivot: the x whose first row their means are less, None where they are the means.
+    Those are [4, D]: mean, 1 / deviation, that times weight (None: 1), unbiased variance. Of the batch, by moments of
+    `height` rows each, or where those are None the running ones.
     """
     return _by_columns(_statistics_kernel, d, (rows, eps), {}, height, early)
 
@@ -367,7 +367,7 @@ def describe_group_sums(
 def describe_coefficients(
     rows: int, d: int, slots: int = 1, width: int = 2, which: int = 0, height: int = ROWS, early: bool = False
 ) -> Launch:
-    """Of sums, statistics; to coefficients [2, D], and to the gradients of weight and bias. Each of those or None.
+    """Of sums, statistics; to coefficients [2, D], and to the gradients of weight and bias; None what is not wanted.
 
     The coefficients are the means over all rows of grad, and of grad * xhat times 1 / deviation. sums: as above, of
     `height` rows each.
@@ -377,10 +377,11 @@ def describe_coefficients(
 
 
 def describe_batch_norm_backward(rows: int, d: int, p: float = 0.0, place: int = 0, early: bool = False) -> Launch:
-    """Of grad, x, statistics, coefficients, residual; to dx, dropped; of seed. All from coefficients on but dx or None.
+    """Of grad, x, statistics, coefficients, residual; to dx and dropped; of seed.
 
-    dx = scale * (grad - c0 - (x - mean) * c1) + residual, without coefficients scale * grad + residual (and x may be
-    None). dropped: what dropout with probability p makes of dx at this place, the number of EncoderDropout's field.
+    dx = scale * (grad - c0 - (x - mean) * c1) + residual. Without coefficients, of running statistics, scale * grad +
+    residual: x is not read. dropped: what dropout with probability p makes of dx at this place, a field of
+    EncoderDropout's by number. coefficients, residual, and dropped with seed may be None.
     """
     scalars = (rows, random.threshold(p), random.scale(p))
     return _by_tile(_batch_norm_backward_kernel, rows, d, _height(d), scalars, {"PLACE": place}, early)
@@ -393,9 +394,9 @@ def describe_dropped(rows: int, d: int, p: float, place: int, early: bool = Fals
 
 
 def describe_running(d: int, momenta: Sequence[float | None], early: bool = False) -> Launch:
-    """Of statistics, mean, var, batches, and the same of a second norm; all but the first None where there is none.
+    """Of statistics, mean, var, batches, and the four of a second norm or None; momenta: of one or both.
 
-    momenta: of one norm or two.
+    Each of mean, var and batches may be None.
     """
     first, second = momenta[0], momenta[-1]
     constants = {"D": d, "CUMULATIVE0": first is None, "CUMULATIVE1": second is None, "BLOCK": 128, "EARLY": early}
