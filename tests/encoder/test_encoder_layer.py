@@ -454,7 +454,7 @@ def test_wrong_separate_projections_are_named():
         (ValueError, "nhead", {"nhead": -3}),
         (ValueError, "activation.*softplus", {"activation": "softplus"}),
         (ValueError, "activation.*swiglu", {"activation": "swiglu"}),
-        (ValueError, "norm.*batch_norm", {"norm": "batch_norm"}),
+        (ValueError, "norm.*instance_norm", {"norm": "instance_norm"}),
         (ValueError, "precision.*fast", {"precision": "fast"}),
         (ValueError, "norm1_bias", {"norm": "rms_norm"}),
         (ValueError, "key_padding_mask", {"key_padding_mask": torch.zeros(17, dtype=torch.bool)}),

@@ -116,7 +116,11 @@ def test_groups_of_tiles():
 
 def test_few_tiles_are_not_grouped():
     assert configs_batch_norm.groups(GROUP_ROWS) == configs_batch_norm.groups(2048 * ROWS) == 0
-    assert configs_batch_norm.groups(2048 * ROWS + 1) == configs_batch_norm.groups(2048 * 16 + 1, height=16) == 2048 // GROUP + 1
+    assert (
+        configs_batch_norm.groups(2048 * ROWS + 1)
+        == configs_batch_norm.groups(2048 * 16 + 1, height=16)
+        == 2048 // GROUP + 1
+    )
 
 
 def _sums(grad, x, statistics):

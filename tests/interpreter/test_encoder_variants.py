@@ -1,6 +1,5 @@
 """Parted layers through their own plan and autograd: batch norms, placements of the norms, dropout, residual scores."""
 
-
 import pytest
 import torch
 

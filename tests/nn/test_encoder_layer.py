@@ -203,7 +203,7 @@ def test_an_activation_set_later():
     ("options", "message"),
     [
         ({"batch_first": False}, r"batch_first is False; expected True, and x of \[sequences, tokens, d_model\]"),
-        ({"norm": "batch_norm"}, "norm is 'batch_norm'; accepted: layer_norm, rms_norm"),
+        ({"norm": "instance_norm"}, "norm is 'instance_norm'; accepted: layer_norm, rms_norm, batch_norm"),
         ({"precision": "fp8"}, "precision is 'fp8'; accepted: 'ieee'"),
     ],
 )
@@ -219,13 +219,12 @@ def test_repr():
 
 
 @pytest.mark.parametrize("name", ["self_attn", "dropout", "dropout1", "dropout2"])
-def test_dropout_in_training_raises(name):
+def test_dropout_drops_where_it_trains(name):
     layer, x = _layer(), _input()
     expected = layer(x)
     module = getattr(layer, name)
     setattr(module, "dropout" if name == "self_attn" else "p", 0.25)
-    with pytest.raises(RuntimeError, match=f"but {name} drops 0.25 in training mode.*set it to 0, or .* eval"):
-        layer(x)
+    assert not torch.equal(layer(x), expected)
     module.eval()
     assert_bitwise_equal(layer(x), expected)
     module.train()
@@ -233,6 +232,43 @@ def test_dropout_in_training_raises(name):
     if name != "self_attn":
         setattr(layer, name, torch.nn.Identity())
         assert_bitwise_equal(layer.train()(x), expected)
+
+
+def test_where_all_is_dropped_nothing_but_the_residual_is_left():
+    """At each place, as torch's layer: with probability 1 no draw decides."""
+    ours, theirs, x = _layer(norm_first=True), _torchs(norm_first=True), _input()
+    theirs.load_state_dict(ours.state_dict())
+    for name in ("dropout1", "dropout", "dropout2"):
+        for layer in (ours, theirs):
+            getattr(layer, name).p = 1.0
+        torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-5)
+        for layer in (ours, theirs):
+            getattr(layer, name).p = 0.0
+
+
+def test_batch_norm():
+    """Over all sequences and tokens, and by the running statistics in eval mode."""
+    layer, x = _layer(norm="batch_norm"), _input()
+    y = layer(x)
+    rows = ((y - layer.norm2.bias) / layer.norm2.weight).detach().flatten(0, 1)
+    torch.testing.assert_close(rows.mean(0), torch.zeros(D), rtol=0, atol=1e-5)
+    torch.testing.assert_close(rows.var(0, unbiased=False), torch.ones(D), rtol=0, atol=1e-3)
+    assert int(layer.norm2.num_batches_tracked) == 1
+    before = {name: each.clone() for name, each in layer.state_dict().items()}
+    layer.eval()
+    assert_bitwise_equal(torch.cat([layer(one[None]) for one in x]), layer(x))
+    assert all(torch.equal(each, before[name]) for name, each in layer.state_dict().items())
+    layer.train()
+    layer.norm1.eval()
+    with pytest.raises(RuntimeError, match="norm1 and norm2 do not both take the batch's statistics"):
+        layer(x)
+
+
+def test_a_torch_layer_with_batch_norms_is_another():
+    theirs = _torchs()
+    theirs.norm1, theirs.norm2 = torch.nn.BatchNorm1d(D), torch.nn.BatchNorm1d(D)
+    with pytest.raises(ValueError, match="norm1 is a BatchNorm1d, which there takes the tokens for its features"):
+        EncoderLayer.from_torch(theirs)
 
 
 def test_from_torch_shares_all():

@@ -315,20 +315,12 @@ def test_one_encoder_layer_under_two_names_stays_one():
     assert model.first is model.second
 
 
-def test_dropout_is_left_where_it_trains():
-    """And in eval mode it is none: the layer is swapped, and raises should it be trained."""
-    model = _Encoded(dropout=0.1)
-    report = swap(model)
-    assert report.swapped == ("up", "head")
-    assert "self_attn drops 0.1 in training mode" in _reason(report, LAYERS[0])
-    assert "fast path" in _reason(report, "encoder.layers.0.linear1")
-    assert model.encoder.use_nested_tensor
-    report = swap(model.eval())
-    assert report.swapped == LAYERS
+def test_dropout_is_swapped_and_drops():
+    model = _Encoded(dropout=0.5)
+    assert swap(model).swapped == ENCODED
     x = make_data("normal", (3, 5, 3), seed=0)
-    model(x)
-    with pytest.raises(RuntimeError, match=r"self_attn drops 0\.1 in training mode"):
-        model.train()(x)
+    assert not torch.equal(model(x), model(x))
+    assert_bitwise_equal(model.eval()(x), model(x))
 
 
 class _Subclass(TransformerEncoderLayer):
@@ -400,16 +392,16 @@ def test_weights_tied_between_encoder_layers():
 
 
 def test_encoder_layers_in_words():
-    model = _Encoded(dropout=0.1)
-    model.encoder.layers[1].eval()
+    model = _Encoded()
+    model.encoder.layers[0] = _Subclass(8, 2, 16, 0.0, batch_first=True)
     assert str(swap(model)).splitlines() == [
         "swapped 3, kept 5",
         "  swapped up",
         "  swapped encoder.layers.1",
         "  swapped head",
         "  no nested tensors in encoder",
-        "  kept encoder.layers.0 (TransformerEncoderLayer): self_attn drops 0.1 in training mode, which is not there "
-        "yet: set it to 0, or the layer to eval()",
+        "  kept encoder.layers.0 (_Subclass): is a subclass of torch.nn.TransformerEncoderLayer, whose modules may be "
+        "called past its forward",
         "  kept encoder.layers.0.self_attn (MultiheadAttention): is no Linear: torch computes products with its "
         "in_proj_weight",
         "  kept encoder.layers.0.self_attn.out_proj (NonDynamicallyQuantizableLinear): is a subclass of "

@@ -173,6 +173,11 @@ class _Tensors(NamedTuple):
         first, second = self.running
         return self.mask, self.scores, *first[:3], *second[:3]
 
+    @property
+    def frozen(self) -> bool | tuple[bool, bool]:
+        """Which of the running statistics are."""
+        return False if self.running is None else (self.running[0].frozen, self.running[1].frozen)
+
 
 class _Decision(NamedTuple):
     options: Options
@@ -230,7 +235,8 @@ def _decided(x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int
         given = (x, *tensors.flat(), *params.flat())
         present = [each for each in given if each is not None]
         absent = len(present) < len(given) and tuple([each is None for each in given])
-        key = (x.shape, absent, type(nhead), nhead, *rest, autocast_dtype(x.device), devices.matmul_precision())
+        settings = autocast_dtype(x.device), devices.matmul_precision()
+        key = (x.shape, absent, tensors.frozen, type(nhead), nhead, *rest, *settings)
         found = _decisions.get(key, ())
     except (AttributeError, TypeError, ValueError):  # no tensor, sizes that are symbols, what cannot be hashed
         return _decide(x, params, tensors, nhead, *rest)

@@ -38,6 +38,7 @@ from isogemm.testing.encoder import (
     torch_encoder,
     with_gradients,
 )
+from isogemm.testing.encoder_variants import Variant, assert_variant_no_worse
 from isogemm.testing.error import (
     Comparison,
     Errors,
@@ -72,11 +73,13 @@ __all__ = [
     "Outcome",
     "Resources",
     "TensorCase",
+    "Variant",
     "assert_bitwise_equal",
     "assert_encoder_no_worse",
     "assert_gradients_no_worse",
     "assert_no_worse_than_torch",
     "assert_same_nonfinite",
+    "assert_variant_no_worse",
     "compare_bits",
     "compile_job",
     "device_work",
