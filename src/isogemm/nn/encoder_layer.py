@@ -13,7 +13,7 @@ from isogemm.core.errors import require_precision
 from isogemm.encoder.api import encoder_layer
 from isogemm.encoder.parameters import ACTIVATIONS, NORMS, EncoderDropout, EncoderParameters, RunningStatistics
 from isogemm.epilogues import of_module, recognise
-from isogemm.nn.sharing import module_obstacle, needs_its_forward, parameter_obstacle, shared
+from isogemm.nn.sharing import module_obstacle, needs_its_forward, parameter, parameter_obstacle, shared
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -112,13 +112,13 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
         if reason := obstacle(layer):
             raise ValueError(f"layer cannot become an isogemm.nn.EncoderLayer: {reason}")
         made = shared(cls, layer)
-        made._activation = _name_of(layer.activation)
+        made._activation = activation_name(layer.activation)
         made._set_options(precision)
         return made
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "activation":
-            recognised = _name_of(value)
+            recognised = activation_name(value)
             if not recognised:
                 raise _unknown(value)
             self._activation = recognised
@@ -152,18 +152,18 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
         return encoder_layer(
             src,
             EncoderParameters(
-                in_proj_weight=_parameter(attention, "in_proj_weight"),
-                out_proj_weight=_parameter(attention._modules["out_proj"], "weight"),
-                linear1_weight=_parameter(modules["linear1"], "weight"),
-                linear2_weight=_parameter(modules["linear2"], "weight"),
-                norm1_weight=_parameter(norm1, "weight"),
-                norm2_weight=_parameter(modules["norm2"], "weight"),
-                in_proj_bias=_parameter(attention, "in_proj_bias"),
-                out_proj_bias=_parameter(attention._modules["out_proj"], "bias"),
-                linear1_bias=_parameter(modules["linear1"], "bias"),
-                linear2_bias=_parameter(modules["linear2"], "bias"),
-                norm1_bias=_parameter(norm1, "bias"),
-                norm2_bias=_parameter(modules["norm2"], "bias"),
+                in_proj_weight=parameter(attention, "in_proj_weight"),
+                out_proj_weight=parameter(attention._modules["out_proj"], "weight"),
+                linear1_weight=parameter(modules["linear1"], "weight"),
+                linear2_weight=parameter(modules["linear2"], "weight"),
+                norm1_weight=parameter(norm1, "weight"),
+                norm2_weight=parameter(modules["norm2"], "weight"),
+                in_proj_bias=parameter(attention, "in_proj_bias"),
+                out_proj_bias=parameter(attention._modules["out_proj"], "bias"),
+                linear1_bias=parameter(modules["linear1"], "bias"),
+                linear2_bias=parameter(modules["linear2"], "bias"),
+                norm1_bias=parameter(norm1, "bias"),
+                norm2_bias=parameter(modules["norm2"], "bias"),
             ),
             nhead=attention.num_heads,
             norm_first=self.norm_first,
@@ -205,7 +205,7 @@ def obstacle(layer: torch.nn.TransformerEncoderLayer) -> str:
         return reason
     if isinstance(layer.norm1, torch.nn.BatchNorm1d) and not isinstance(layer, EncoderLayer):
         return "norm1 is a BatchNorm1d, which there takes the tokens for its features"
-    if not _name_of(layer.activation):
+    if not activation_name(layer.activation):
         return f"its activation is {layer.activation!r}, none of {', '.join(ACTIVATIONS)}"
     for name, parameters in _PARAMETERS.items():
         module = layer.get_submodule(name)
@@ -282,13 +282,7 @@ def _unlike_batch_norms(norm1: torch.nn.BatchNorm1d, norm2: torch.nn.BatchNorm1d
     return ""
 
 
-def _parameter(module: torch.nn.Module, name: str) -> Any:
-    """The attribute, or None; read where it mostly is, as 12 attributes of modules take 6 us to find."""
-    found = module._parameters.get(name)
-    return found if found is not None else getattr(module, name, None)
-
-
-def _name_of(activation: object) -> str:
+def activation_name(activation: object) -> str:
     """Of one that isogemm.encoder_layer has; empty for others."""
     if isinstance(activation, torch.nn.Module):
         found = of_module(activation)

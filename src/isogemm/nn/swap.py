@@ -18,6 +18,7 @@ from isogemm.nn.encoder_layer import EncoderLayer
 from isogemm.nn.encoder_layer import obstacle as layer_obstacle
 from isogemm.nn.linear import Linear, in_words
 from isogemm.nn.linear import obstacle as linear_obstacle
+from isogemm.nn.sharing import PastForwards
 
 Predicate = Callable[[str, torch.nn.Module], bool]
 
@@ -68,13 +69,11 @@ class SwapReport:
         lines = [f"swapped {len(self.swapped)}, {folded}kept {len(self.kept)}"]
         lines += [f"  swapped {words}" for words in summarize(self.swapped)]
         lines += [f"  no nested tensors in {words or 'the model'}" for words in summarize(self.unnested)]
-        for epilogue, words in _grouped((pair.epilogue, pair.linear) for pair in self.folded):
+        for epilogue, words in grouped((pair.epilogue, pair.linear) for pair in self.folded):
             lines.append(f"  folded {epilogue} into {words}")
-        for (epilogue, reason), words in _grouped(
-            ((pair.epilogue, pair.reason), pair.linear) for pair in self.unfolded
-        ):
+        for (epilogue, reason), words in grouped(((pair.epilogue, pair.reason), pair.linear) for pair in self.unfolded):
             lines.append(f"  not folded {epilogue} into {words}: {reason}")
-        for (kind, reason), words in _grouped(((kind, reason), name) for name, kind, reason in self.kept):
+        for (kind, reason), words in grouped(((kind, reason), name) for name, kind, reason in self.kept):
             lines.append(f"  kept {words} ({kind}): {reason}")
         return "\n".join(lines)
 
@@ -210,11 +209,11 @@ def _layers_to_keep(places: list[_Place], selected: Container[torch.nn.Module]) 
 
 
 def _outside(places: list[_Place], kept_layers: Container[torch.nn.Module]) -> list[_Place]:
-    """The places that are not inside of an isogemm.nn.EncoderLayer, made or to be made."""
+    """The places that are not inside of a layer, made or to be made, which reads their parameters."""
     inside = tuple(
         f"{name}."
         for name, _, _, module in places
-        if isinstance(module, EncoderLayer)
+        if isinstance(module, EncoderLayer | PastForwards)
         or (isinstance(module, torch.nn.TransformerEncoderLayer) and module not in kept_layers)
     )
     return [place for place in places if not place.name.startswith(inside)]
@@ -332,7 +331,7 @@ def _unfoldable(pair: _Pair) -> str:
 _Key = TypeVar("_Key")
 
 
-def _grouped(items: Iterable[tuple[_Key, str]]) -> Iterator[tuple[_Key, str]]:
+def grouped(items: Iterable[tuple[_Key, str]]) -> Iterator[tuple[_Key, str]]:
     """The names under each key, summarized."""
     groups: defaultdict[_Key, list[str]] = defaultdict(list)
     for key, name in items:
