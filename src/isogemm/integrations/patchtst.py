@@ -1,0 +1,329 @@
+"""`accelerate`: the encoder layers of a PatchTST through `isogemm.encoder_layer`, in place and for as long as wanted.
+
+A layer stays the module it is and changes its class alone, to one with the class it had as a base: names, state_dict,
+hooks and references to it hold, what isogemm does not compute goes through the forward it had, and `restore` gives the
+class back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from isogemm.core import dispatch
+from isogemm.core.dispatch import Dispatch
+from isogemm.core.eager import in_transform
+from isogemm.core.errors import require_precision
+from isogemm.encoder.api import encoder_layer
+from isogemm.encoder.parameters import ACTIVATIONS
+from isogemm.epilogues import spec
+from isogemm.gemm.op import SERVED
+from isogemm.gemm.problem import dtype_name
+from isogemm.integrations.patchtst_layers import (
+    HUGGING_FACE,
+    OFFICIAL,
+    Family,
+    Parts,
+    encoder_arguments,
+    looked_at,
+    name_in,
+)
+from isogemm.nn.encoder_layer import activation_name
+from isogemm.nn.sharing import PastForwards, module_obstacle, parameter_obstacle, shared
+from isogemm.nn.swap import Kept, grouped, summarize
+
+
+@dataclass(frozen=True)
+class AccelerateReport:
+    """What `accelerate` did, by the modules' names in the model; a module under two names is listed under both."""
+
+    swapped: tuple[str, ...]
+    kept: tuple[Kept, ...]
+    without_scores: tuple[str, ...] = ()  # of the swapped, the last of a stack, whose scores nobody reads
+
+    def __str__(self) -> str:
+        if not self.swapped and not self.kept:
+            return "no encoder layer of a PatchTST was found"
+        lines = [f"swapped {len(self.swapped)}, kept {len(self.kept)}"]
+        lines += [f"  swapped {words or 'the model'}" for words in summarize(self.swapped)]
+        lines += [f"  no scores from {words}, which nobody reads" for words in summarize(self.without_scores)]
+        for (kind, reason), words in grouped(((kind, reason), name) for name, kind, reason in self.kept):
+            lines.append(f"  kept {words or 'the model'} ({kind}): {reason}")
+        return "\n".join(lines)
+
+
+def accelerate(model: torch.nn.Module, *, precision: str | None = None) -> AccelerateReport:
+    """Let a PatchTST's encoder layers compute through `isogemm.encoder_layer`.
+
+    Args:
+        model: Hugging Face's, the official one, or any module with their layers, changed in place. Parameters, buffers,
+            modules and state_dict stay what they are. What an earlier call did is undone first.
+        precision: of float32 products, see isogemm.encoder_layer.
+
+    Returns:
+        Which layers were swapped, which not, and why.
+
+    A layer is known by its modules' names and types, and swapped if its forward computes what they say: it is tried
+    once on the CPU, with random weights. A call that isogemm cannot serve (output_attentions, an attn_mask, hooks that
+    inner modules got later, norms of which one alone is in training mode) goes through the forward that the layer had;
+    `isogemm.dispatch_log` has it as integrations.patchtst, and why.
+
+    The official layer's two dropouts after the attention's projection become one, of 1 - (1 - p1) (1 - p2): the same
+    distribution. With residual attention, its encoder does not read the scores of its last layer: where that is so, the
+    layer gives None for them.
+    """
+    require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
+    restore(model)
+    swapped: dict[torch.nn.Module, type[_Accelerated]] = {}
+    reasons: dict[torch.nn.Module, str] = {}
+    names = list(model.named_modules(remove_duplicate=False))
+    for _, layer in names:
+        for kind in (_HuggingFaceLayer, _OfficialLayer):
+            if layer not in swapped and layer not in reasons and kind.family.resembles(layer):
+                if reason := _obstacle(kind, layer):
+                    reasons[layer] = reason
+                else:
+                    swapped[layer] = kind
+    unread = _with_unread_scores(names, [layer for layer, kind in swapped.items() if kind is _OfficialLayer])
+    for layer, its_kind in swapped.items():
+        _change_class(layer, its_kind, precision, scores_read=layer not in unread)
+    return AccelerateReport(
+        swapped=tuple(name for name, layer in names if layer in swapped),
+        kept=tuple(Kept(name, type(layer).__name__, reasons[layer]) for name, layer in names if layer in reasons),
+        without_scores=tuple(name for name, layer in names if layer in unread),
+    )
+
+
+def restore(model: torch.nn.Module) -> None:
+    """Undo `accelerate`."""
+    for layer in model.modules():
+        if isinstance(layer, _Accelerated):
+            if type(layer) not in _classes.values():
+                raise RuntimeError(f"an accelerated layer has become a {type(layer).__name__}: undo that first")
+            del layer.__dict__["isogemm_choices"]
+            layer.__class__ = type(layer).__bases__[1]
+
+
+class _Choices(NamedTuple):
+    precision: str | None
+    activation: str  # isogemm.encoder_layer's name
+    types: tuple[type, ...]  # of the modules that are known by type
+    scores_read: bool
+
+
+class _Accelerated(PastForwards):
+    """The first base of a layer's class, before the one it had."""
+
+    family: ClassVar[Family]
+    isogemm_choices: _Choices
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle would not find the class by its name."""
+        return _unfilled, type(self).__bases__, self.__getstate__()  # type: ignore[no-untyped-call]
+
+    def _isogemm_parts(self, x: Tensor, reason: str) -> Parts | None:
+        """What isogemm computes this call with; None, and recorded, if it does not, for `reason` or another."""
+        parts = None
+        if not reason:
+            parts, reason = looked_at(self.family, self)
+        if parts and not reason:
+            if tuple(map(type, parts.known_by_type)) != self.isogemm_choices.types:
+                reason = "a module in it was replaced by one of another type"
+            elif x.dtype not in SERVED or x.device.type not in ("cpu", "cuda", "meta"):
+                reason = f"its input is {dtype_name(x.dtype)} on {x.device.type}"
+            elif not is_compiling() and in_transform(x):
+                reason = "it is called inside forward-mode AD or a torch.func transform"
+        if not reason:
+            return parts
+        if dispatch.active and not is_compiling():
+            problem = f"{list(x.shape)} {dtype_name(x.dtype)}"
+            dispatch.record(Dispatch("integrations.patchtst", "torch", problem, "", reason))
+        return None
+
+    def _isogemm_computed(self, x: Tensor, parts: Parts, **options: Any) -> Any:
+        """x [S, T, D]."""
+        parameters, told = encoder_arguments(parts)
+        precision, activation, _, _ = self.isogemm_choices
+        return encoder_layer(x, parameters, activation=activation, precision=precision, **told, **options)
+
+
+class _HuggingFaceLayer(_Accelerated):
+    family = HUGGING_FACE
+
+    def forward(self, hidden_state: Tensor, output_attentions: bool | None = None) -> tuple[Tensor, ...]:
+        parts = self._isogemm_parts(hidden_state, "output_attentions is True" if output_attentions else "")
+        if parts is None:
+            theirs: tuple[Tensor, ...] = super().forward(hidden_state, output_attentions=output_attentions)
+            return theirs
+        tokens = self._isogemm_computed(hidden_state.flatten(0, 1), parts, norm_first=self.pre_norm)
+        return (tokens.view(hidden_state.shape),)
+
+
+class _OfficialLayer(_Accelerated):
+    family = OFFICIAL
+
+    def forward(
+        self,
+        src: Tensor,
+        prev: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        reason = ""
+        if attn_mask is not None:
+            reason = "it is called with an attn_mask"
+        elif key_padding_mask is not None and key_padding_mask.dtype is not torch.bool:
+            reason = "its key_padding_mask is not bool"
+        parts = self._isogemm_parts(src, reason)
+        if parts is None:
+            masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+            given = {name: mask for name, mask in masks.items() if mask is not None}  # a layer may know of none
+            theirs: Tensor | tuple[Tensor, Tensor] = super().forward(src, prev, **given)
+            return theirs
+        residual, scores_read = self.res_attention, self.isogemm_choices.scores_read
+        result = self._isogemm_computed(
+            src,
+            parts,
+            norm_first=self.pre_norm,
+            residual_normed=self.pre_norm,
+            key_padding_mask=key_padding_mask,
+            scores=prev if residual else None,
+            return_scores=residual and scores_read,
+        )
+        return (result, None) if residual and not scores_read else result
+
+
+_classes: dict[tuple[type, type], type[torch.nn.Module]] = {}  # by their bases
+
+
+def _class(kind: type[_Accelerated], original: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    bases = (kind, original)
+    if bases not in _classes:
+        _classes[bases] = type(f"Accelerated{original.__name__}", bases, {"__module__": __name__})
+    return _classes[bases]
+
+
+def _unfilled(kind: type[_Accelerated], original: type[torch.nn.Module]) -> torch.nn.Module:
+    """For copy and pickle, which set its attributes."""
+    made = _class(kind, original)
+    return made.__new__(made)
+
+
+def _change_class(
+    layer: torch.nn.Module, kind: type[_Accelerated], precision: str | None, scores_read: bool = True
+) -> None:
+    parts = kind.family.parts(layer)
+    types = tuple(map(type, parts.known_by_type))
+    layer.__dict__["isogemm_choices"] = _Choices(precision, _activation(parts.activation), types, scores_read)
+    layer.__class__ = _class(kind, type(layer))
+
+
+def _obstacle(kind: type[_Accelerated], layer: torch.nn.Module) -> str:
+    """Why isogemm.encoder_layer with the layer's parameters would not do what the layer does; empty if it would."""
+    if sum("forward" in vars(cls) for cls in type(layer).__mro__ if cls is not torch.nn.Module) > 1:
+        return f"{type(layer).__name__} has a forward of its own"
+    if reason := module_obstacle(layer):
+        return reason
+    parts, reason = looked_at(kind.family, layer)
+    if reason or parts is None:
+        return reason
+    if not _activation(parts.activation):
+        return f"its activation is {parts.activation!r}, none of {', '.join(ACTIVATIONS)}"
+    known = {layer, *parts.with_parameters, *parts.dropouts, *parts.known_by_type}
+    for name, module in layer.named_modules():
+        if module not in known:
+            return f"its {name} is no module of such a layer"
+    for module in parts.with_parameters:
+        if reason := parameter_obstacle(module, "weight", "bias"):
+            return f"{name_in(layer, module)}: {reason}"
+    for parameter in layer.parameters():
+        if parameter.dtype not in SERVED:
+            return f"{parameter.dtype} has no contract; those with one: {', '.join(map(dtype_name, SERVED))}"
+    return _otherwise(kind, layer)
+
+
+def _activation(module: torch.nn.Module) -> str:
+    """isogemm.encoder_layer's name, told by its values where it is no module of torch's; empty if it has none."""
+    name = activation_name(module)
+    if name or next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
+        return name
+    z = torch.linspace(-8, 8, 257, dtype=torch.float64, device="cpu")
+    with torch.no_grad():
+        values = module.forward(z.clone())
+        return next((name for name in ACTIVATIONS if _close(values, spec.activation(name).torch(z), 1e-6)), "")
+
+
+def _otherwise(kind: type[_Accelerated], layer: torch.nn.Module) -> str:
+    """What the layer's forward does that isogemm.encoder_layer does not, tried in eval mode; empty if nothing."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+
+    bare = shared(type(layer), layer)
+    bare.__dict__.update({name: OrderedDict() for name in vars(bare) if name.endswith("_hooks")})
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        tried = copy.deepcopy(bare).to_empty(device="cpu").float().eval()
+        for each in tried.parameters():
+            each.copy_(random(*each.shape) / (each.shape[-1] ** 0.5 if each.ndim > 1 else 1))
+        for buffer in tried.buffers():
+            buffer.copy_(random(*buffer.shape).square() + 1)  # a variance, too
+        args, kwargs = kind.family.trial(tried, random)
+        try:
+            theirs = _tensors(tried.forward(*args, **kwargs))
+        except Exception as error:
+            return f"its forward, tried on the CPU, raised {type(error).__name__}: {error}"
+        _change_class(tried, kind, precision=None)
+        ours = _tensors(tried.forward(*args, **kwargs))
+    if len(ours) == len(theirs) and all(map(_close, ours, theirs)):
+        return ""
+    return f"the forward of {type(layer).__name__} computes something else"
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def _close(ours: Tensor, theirs: object, tolerance: float = 1e-4) -> bool:
+    return (
+        isinstance(theirs, Tensor)
+        and ours.shape == theirs.shape
+        and bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
+    )
+
+
+def _with_unread_scores(
+    names: Sequence[tuple[str, torch.nn.Module]], layers: Container[torch.nn.Module]
+) -> set[torch.nn.Module]:
+    """Those with residual attention that come last in a stack which alone calls them and ignores their scores."""
+    times = Counter(module for _, module in names)
+    found = set()
+    for encoder in times:
+        stack = encoder._modules.get("layers")
+        if isinstance(stack, torch.nn.ModuleList) and len(stack) and (last := stack[-1]) in layers:
+            called_once = times[last] == 1 and not last._forward_hooks
+            if called_once and last.res_attention and _ignores_the_last_scores(encoder):
+                found.add(last)
+    return found
+
+
+def _ignores_the_last_scores(encoder: torch.nn.Module) -> bool:
+    """Told by what its forward makes of layers that give things with which nothing can be computed."""
+    if "forward" in encoder.__dict__:
+        return False
+    tokens = [object() for _ in range(4)]
+    layers = [lambda *args, given=given, **kwargs: (given, object()) for given in tokens[1:]]
+    stand_in = SimpleNamespace(layers=layers, res_attention=True)
+    try:
+        result = type(encoder).forward(stand_in, tokens[0])
+    except Exception:
+        return False
+    return result is tokens[-1] and vars(stand_in) == {"layers": layers, "res_attention": True}

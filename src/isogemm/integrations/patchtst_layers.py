@@ -1,0 +1,285 @@
+"""The encoder layers of a PatchTST, Hugging Face's and the official implementation's, by the names of their modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from isogemm.encoder.parameters import EncoderDropout, EncoderParameters, RunningStatistics
+from isogemm.nn.sharing import needs_its_forward, parameter
+
+_LINEAR = (torch.nn.Linear.forward,)
+_NORM = (torch.nn.LayerNorm.forward, torch.nn.BatchNorm1d.forward)
+_DROPOUT = (torch.nn.Dropout.forward, torch.nn.Identity.forward)
+
+_ATTENTIONS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+class Parts(NamedTuple):
+    """The modules of a layer, by what they compute."""
+
+    q: Any
+    k: Any
+    v: Any
+    out_proj: Any
+    linear1: Any
+    linear2: Any
+    norm1: Any
+    norm2: Any
+    activation: Any
+    projection_dropouts: tuple[Any, ...]
+    activation_dropout: Any
+    output_dropout: Any
+    others: tuple[Any, ...]  # all that are called besides
+    attention_dropout: float  # in the mode it is in
+    nhead: int
+
+    @property
+    def with_parameters(self) -> tuple[Any, ...]:
+        return self[:8]
+
+    @property
+    def dropouts(self) -> tuple[Any, ...]:
+        return (*self.projection_dropouts, self.activation_dropout, self.output_dropout)
+
+    @property
+    def known_by_type(self) -> tuple[Any, ...]:
+        """Those that are no torch.nn.Linear, norm or dropout."""
+        return (self.activation, *self.others)
+
+
+class Family(Protocol):
+    """One implementation's layers."""
+
+    def resembles(self, layer: torch.nn.Module) -> bool:
+        """Whether it has the modules that tell such a layer from others."""
+
+    def parts(self, layer: torch.nn.Module) -> Parts:
+        """KeyError or AttributeError where one is missing."""
+
+    def obstacle(self, layer: Any, parts: Parts) -> str:
+        """What of the layer's options isogemm.encoder_layer would not compute; empty if nothing."""
+
+    def trial(self, layer: Any, random: Callable[..., Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Arguments to try a copy of the layer with, which it makes ready."""
+
+
+class HuggingFace:
+    def resembles(self, layer: torch.nn.Module) -> bool:
+        names = ("norm_sublayer1", "norm_sublayer3", "ff")
+        return _has(layer, *names) and _has(layer._modules.get("self_attn"), "q_proj", "k_proj", "v_proj", "out_proj")
+
+    def parts(self, layer: torch.nn.Module) -> Parts:
+        modules: Mapping[str, Any] = layer._modules
+        attention, ff = modules["self_attn"], modules["ff"]
+        projections, feedforward = attention._modules, ff._modules
+        wrapped1, wrapped2 = modules["norm_sublayer1"], modules["norm_sublayer3"]
+        norm1, norm2 = wrapped1._modules.get("batchnorm", wrapped1), wrapped2._modules.get("batchnorm", wrapped2)
+        return Parts(
+            q=projections["q_proj"],
+            k=projections["k_proj"],
+            v=projections["v_proj"],
+            out_proj=projections["out_proj"],
+            linear1=feedforward["0"],
+            linear2=feedforward["3"],
+            norm1=norm1,
+            norm2=norm2,
+            activation=feedforward["1"],
+            projection_dropouts=(modules["dropout_path1"],),
+            activation_dropout=feedforward["2"],
+            output_dropout=modules["dropout_path3"],
+            others=(attention, ff) if norm1 is wrapped1 else (attention, ff, wrapped1, wrapped2),
+            attention_dropout=attention.dropout if attention.training else 0.0,
+            nhead=attention.num_heads,
+        )
+
+    def obstacle(self, layer: Any, parts: Parts) -> str:
+        attention = layer._modules["self_attn"]
+        if layer.channel_attention:
+            return "it attends across channels too (channel_attention)"
+        if attention.is_causal:
+            return "its attention is causal"
+        implementation = getattr(attention.config, "_attn_implementation", None)
+        if implementation not in _ATTENTIONS:
+            return f"its attention is {implementation!r}, none of {', '.join(_ATTENTIONS[1:])}"
+        return ""
+
+    def trial(self, layer: Any, random: Callable[..., Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        attention = layer.self_attn
+        if attention.config is not None:
+            attention.config._attn_implementation = "eager"  # the CPU may lack the others
+        return (), {"hidden_state": random(2, 2, 3, attention.embed_dim), "output_attentions": None}
+
+
+class Official:
+    def resembles(self, layer: torch.nn.Module) -> bool:
+        names = ("norm_attn", "norm_ffn", "ff")
+        return _has(layer, *names) and _has(layer._modules.get("self_attn"), "W_Q", "W_K", "W_V", "to_out")
+
+    def parts(self, layer: torch.nn.Module) -> Parts:
+        modules: Mapping[str, Any] = layer._modules
+        attention, ff = modules["self_attn"], modules["ff"]
+        projections, feedforward = attention._modules, ff._modules
+        attend, to_out = projections["sdp_attn"], projections["to_out"]
+        attention_dropout = attend._modules["attn_dropout"]
+        others = [attention, attend, attention_dropout, to_out, ff]
+        norm1 = wrapped1 = modules["norm_attn"]
+        norm2 = wrapped2 = modules["norm_ffn"]
+        if wrapped1._modules:  # transposed, normalized, transposed back
+            norm1, norm2 = wrapped1._modules["1"], wrapped2._modules["1"]
+            for wrapped in (wrapped1, wrapped2):
+                others += (wrapped, wrapped._modules["0"], wrapped._modules["2"])
+        return Parts(
+            q=projections["W_Q"],
+            k=projections["W_K"],
+            v=projections["W_V"],
+            out_proj=to_out._modules["0"],
+            linear1=feedforward["0"],
+            linear2=feedforward["3"],
+            norm1=norm1,
+            norm2=norm2,
+            activation=feedforward["1"],
+            projection_dropouts=(to_out._modules["1"], modules["dropout_attn"]),
+            activation_dropout=feedforward["2"],
+            output_dropout=modules["dropout_ffn"],
+            others=tuple(others),
+            attention_dropout=_probability(attention_dropout),
+            nhead=attention.n_heads,
+        )
+
+    def obstacle(self, layer: Any, parts: Parts) -> str:
+        attention = layer._modules["self_attn"]
+        attend = attention._modules["sdp_attn"]
+        if layer.store_attn:
+            return "it keeps its attention's weights (store_attn)"
+        if not attention.n_heads * attention.d_k == attention.n_heads * attention.d_v == parts.q.in_features:
+            return f"its heads of {attention.d_k} and {attention.d_v} do not make up d_model (d_k, d_v)"
+        if attend.lsa or attend.scale.requires_grad:
+            return "its attention learns its scale (lsa)"
+        if not _is_usual(attend.scale, attention.d_k):
+            return "its attention's scale is not 1 / sqrt(d_k)"
+        if not layer.res_attention == attention.res_attention == attend.res_attention:
+            return "it has residual attention in one of its modules and none in another"
+        return ""
+
+    def trial(self, layer: Any, random: Callable[..., Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        attention = layer.self_attn
+        attention.sdp_attn.scale.fill_(attention.d_k**-0.5)
+        return (random(2, 3, attention.W_Q.in_features),), {"prev": random(2, attention.n_heads, 3, 3)}
+
+
+HUGGING_FACE, OFFICIAL = HuggingFace(), Official()
+
+
+def looked_at(family: Family, layer: torch.nn.Module) -> tuple[Parts | None, str]:
+    """A layer's modules, and what in them and its options isogemm.encoder_layer would not compute as it is now."""
+    try:
+        parts = family.parts(layer)
+        return parts, family.obstacle(layer, parts) or _unlike(layer, parts)
+    except (AttributeError, KeyError) as error:
+        return None, f"it lacks what such a layer has: {error}"
+
+
+def name_in(layer: torch.nn.Module, module: torch.nn.Module) -> str:
+    names: dict[torch.nn.Module, str] = {each: name for name, each in layer.named_modules()}
+    return names[module]
+
+
+def encoder_arguments(parts: Parts) -> tuple[EncoderParameters, dict[str, Any]]:
+    """Of isogemm.encoder_layer, as far as the modules tell."""
+    norm1, norm2, out_proj = parts.norm1, parts.norm2, parts.out_proj
+    parameters = EncoderParameters(
+        in_proj_weight=(parameter(parts.q, "weight"), parameter(parts.k, "weight"), parameter(parts.v, "weight")),
+        out_proj_weight=parameter(out_proj, "weight"),
+        linear1_weight=parameter(parts.linear1, "weight"),
+        linear2_weight=parameter(parts.linear2, "weight"),
+        norm1_weight=parameter(norm1, "weight"),
+        norm2_weight=parameter(norm2, "weight"),
+        in_proj_bias=(parameter(parts.q, "bias"), parameter(parts.k, "bias"), parameter(parts.v, "bias")),
+        out_proj_bias=parameter(out_proj, "bias"),
+        linear1_bias=parameter(parts.linear1, "bias"),
+        linear2_bias=parameter(parts.linear2, "bias"),
+        norm1_bias=parameter(norm1, "bias"),
+        norm2_bias=parameter(norm2, "bias"),
+    )
+    options: dict[str, Any] = {"nhead": parts.nhead, "eps": norm1.eps, "dropout": _dropout(parts)}
+    if isinstance(norm1, torch.nn.BatchNorm1d):
+        options |= {"norm": "batch_norm", "running": (_running(norm1), _running(norm2)), "training": _from_batch(norm1)}
+    return parameters, options
+
+
+def _has(module: torch.nn.Module | None, *names: str) -> bool:
+    return module is not None and module._modules.keys() >= set(names)
+
+
+def _unlike(layer: torch.nn.Module, parts: Parts) -> str:
+    for forwards, modules in (
+        (_LINEAR, parts.with_parameters[:6]),
+        (_NORM, parts.with_parameters[6:]),
+        (_DROPOUT, parts.dropouts),
+        (None, parts.known_by_type),
+    ):
+        for module in modules:
+            if reason := needs_its_forward(module, forwards):
+                return f"{name_in(layer, module)} {reason}"
+    norm1, norm2 = parts.norm1, parts.norm2
+    if type(norm1).forward is not type(norm2).forward or norm1.eps != norm2.eps:
+        return "its norms are not of one kind and eps"
+    if isinstance(norm1, torch.nn.LayerNorm):
+        if not norm1.normalized_shape == norm2.normalized_shape == (parts.q.in_features,):
+            return "its norms normalize other dimensions than the last"
+    elif norm1 is norm2:
+        return "its norms are one batch norm, whose running statistics are updated twice"
+    elif _from_batch(norm1) != _from_batch(norm2):
+        return "one of its batch norms takes the batch's statistics and the other does not"
+    elif not _from_batch(norm1) and any(_dropout(parts)):
+        return "its batch norms are in eval mode and its dropout is not"
+    return ""
+
+
+def _probability(dropout: Any) -> float:
+    """Of what is dropped in the mode that it is in."""
+    return 0.0 if isinstance(dropout, torch.nn.Identity) or not dropout.training else float(dropout.p)
+
+
+def _dropout(parts: Parts) -> EncoderDropout:
+    kept = 1.0
+    for each in parts.projection_dropouts:
+        kept *= 1.0 - _probability(each)
+    return EncoderDropout(
+        attention=parts.attention_dropout,
+        projection=1.0 - kept,
+        activation=_probability(parts.activation_dropout),
+        output=_probability(parts.output_dropout),
+    )
+
+
+def _from_batch(norm: torch.nn.BatchNorm1d) -> bool:
+    """Whether it normalizes with the batch's statistics."""
+    return norm.training or (norm.running_mean is None and norm.running_var is None)
+
+
+def _running(norm: torch.nn.BatchNorm1d) -> RunningStatistics:
+    if norm.training and not norm.track_running_stats:
+        return RunningStatistics()
+    return RunningStatistics(norm.running_mean, norm.running_var, norm.num_batches_tracked, norm.momentum)
+
+
+_usual_scales: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()  # at which version of its value
+
+
+def _is_usual(scale: Tensor, head: int) -> bool:
+    """Whether it is 1 / sqrt(head). It is read only where it changed: that waits for the device."""
+    if is_compiling() or scale.is_meta:
+        return True
+    version = 0 if scale.is_inference() else scale._version
+    if _usual_scales.get(scale) != version:
+        if not torch.equal(scale.detach().cpu(), torch.tensor(head**-0.5, dtype=scale.dtype, device="cpu")):
+            return False
+        _usual_scales[scale] = version
+    return True
