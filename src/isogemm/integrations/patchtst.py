@@ -237,13 +237,13 @@ def _obstacle(kind: type[_Accelerated], layer: torch.nn.Module) -> str:
         return reason
     if not _activation(parts.activation):
         return f"its activation is {parts.activation!r}, none of {', '.join(ACTIVATIONS)}"
+    for module in parts.with_parameters:
+        if reason := parameter_obstacle(module, "weight", "bias"):
+            return f"{name_in(layer, module)}: {reason}"
     known = {layer, *parts.with_parameters, *parts.dropouts, *parts.known_by_type}
     for name, module in layer.named_modules():
         if module not in known:
             return f"its {name} is no module of such a layer"
-    for module in parts.with_parameters:
-        if reason := parameter_obstacle(module, "weight", "bias"):
-            return f"{name_in(layer, module)}: {reason}"
     for parameter in layer.parameters():
         if parameter.dtype not in SERVED:
             return f"{parameter.dtype} has no contract; those with one: {', '.join(map(dtype_name, SERVED))}"

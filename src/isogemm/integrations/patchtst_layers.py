@@ -248,12 +248,12 @@ def _probability(dropout: Any) -> float:
 
 
 def _dropout(parts: Parts) -> EncoderDropout:
-    kept = 1.0
-    for each in parts.projection_dropouts:
-        kept *= 1.0 - _probability(each)
+    projection = 0.0
+    for each in parts.projection_dropouts:  # one after the other: the first or, of the rest, the second
+        projection += (1.0 - projection) * _probability(each)
     return EncoderDropout(
         attention=parts.attention_dropout,
-        projection=1.0 - kept,
+        projection=projection,
         activation=_probability(parts.activation_dropout),
         output=_probability(parts.output_dropout),
     )

@@ -1,0 +1,693 @@
+"""PatchTST's layers through isogemm: the model that it was in all but who computes, and that one again."""
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations
+
+import isogemm
+from isogemm.integrations import patchtst
+from isogemm.integrations.patchtst import accelerate, restore
+from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch
+from isogemm.testing.patchtst import OfficialEncoder, OfficialLayer
+
+D, HEADS, F = 16, 4, 4
+SEQUENCES, TOKENS, CHANNELS, LENGTH = 6, 5, 3, 16
+
+
+def _random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _filled(model):
+    """With parameters and running statistics that are none of the neutral ones that they start from."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, each in [*model.named_parameters(), *model.named_buffers()]:
+            if each.is_floating_point() and not name.endswith("scale"):
+                each.add_(torch.rand(each.shape, generator=generator) - 0.5, alpha=0.2)
+    return model
+
+
+def _official(layers=2, **options):
+    torch.manual_seed(0)
+    return _filled(OfficialEncoder(layers, D, HEADS, F, **options))
+
+
+def _huggingface(head="Prediction", **options):
+    """2 patches."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.PatchTSTConfig(
+        num_input_channels=CHANNELS, context_length=LENGTH, patch_length=8, patch_stride=8, prediction_length=4,
+        d_model=D, num_attention_heads=HEADS, ffn_dim=F, num_hidden_layers=2, num_targets=3, loss="mse",
+        **{"attention_dropout": 0.0} | options,
+    )  # fmt: skip
+    return _filled(getattr(transformers, f"PatchTSTFor{head}")(config))
+
+
+def _served_by_torch(log):
+    """The reasons."""
+    return [entry.reason for entry in log if entry.op == "integrations.patchtst"]
+
+
+def _step(model, loss_of):
+    """The loss, what it is made from, every gradient and the running statistics, of one step in training mode."""
+    model.train().zero_grad(set_to_none=True)
+    torch.manual_seed(2)  # which patches are masked
+    loss, *outputs = loss_of(model)
+    loss.backward()
+    return {
+        "loss": loss.detach(),
+        **{f"output {index}": each.detach() for index, each in enumerate(outputs)},
+        **{f"gradient of {name}": each.grad for name, each in model.named_parameters() if each.grad is not None},
+        **{f"buffer {name}": each.clone() for name, each in model.named_buffers()},
+    }
+
+
+def _assert_step_is_no_worse(model, loss_of, exact_loss_of):
+    """Within 1e-4, and twice torch's error."""
+    theirs = _step(copy.deepcopy(model), loss_of)
+    exact = _step(copy.deepcopy(model).double(), exact_loss_of)
+    report = accelerate(model)
+    assert report.kept == ()
+    with isogemm.dispatch_log() as log:
+        ours = _step(model, loss_of)
+    assert _served_by_torch(log) == []
+    assert ours.keys() == theirs.keys()
+    for name, each in ours.items():
+        error = (each - exact[name]).abs().max()
+        assert error <= 1e-4 * max(1.0, float(exact[name].abs().max())), name
+    for kind in {name.split()[0] for name in ours} - {"loss"}:  # together: of few numbers, torch's may be right by luck
+        names = [name for name in ours if name.startswith(kind)]
+        steps = (torch.cat([step[name].flatten() for name in names]) for step in (ours, theirs, exact))
+        assert_no_worse_than_torch(*steps, what=kind)
+
+
+def _forecast(model, dtype):
+    future = _random(5, 4, CHANNELS, seed=1).to(dtype)
+    out = model(past_values=_random(5, LENGTH, CHANNELS).to(dtype), future_values=future)
+    return out.loss, out.prediction_outputs
+
+
+def _reconstruct(model, dtype):
+    out = model(past_values=_random(5, LENGTH, CHANNELS).to(dtype))
+    return out.loss, out.prediction_output
+
+
+def _classify(model, dtype):
+    out = model(past_values=_random(5, LENGTH, CHANNELS).to(dtype), target_values=torch.tensor([0, 2, 1, 1, 0]))
+    return out.loss, out.prediction_logits
+
+
+def _regress(model, dtype):
+    out = model(past_values=_random(5, LENGTH, CHANNELS).to(dtype), target_values=_random(5, 3, seed=1).to(dtype))
+    return out.loss, out.regression_outputs
+
+
+TASKS = {
+    "Prediction": (_forecast, {}),
+    "Pretraining": (_reconstruct, {"norm_type": "layernorm", "activation_function": "relu", "random_mask_ratio": 0.5}),
+    "Classification": (_classify, {"pre_norm": False, "use_cls_token": True, "activation_function": "silu"}),
+    "Regression": (_regress, {"pre_norm": False, "norm_type": "layernorm", "bias": False, "norm_eps": 1e-3}),
+}
+
+
+@pytest.mark.parametrize("head", TASKS)
+def test_a_step_of_hugging_face_s_model(head):
+    loss_of, options = TASKS[head]
+    model = _huggingface(head, **options)
+    _assert_step_is_no_worse(
+        model, lambda model: loss_of(model, torch.float32), lambda model: loss_of(model, torch.float64)
+    )
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize(
+    ("norm", "pre_norm", "res_attention"), itertools.product(["BatchNorm", "LayerNorm"], [False, True], [False, True])
+)
+def test_a_step_of_the_official_model(norm, pre_norm, res_attention, padded):
+    model = _official(3, norm=norm, pre_norm=pre_norm, res_attention=res_attention)
+    mask = torch.arange(TOKENS) >= torch.tensor([5, 2, 1, 5, 4, 3])[:, None] if padded else None
+    weights = _random(SEQUENCES, TOKENS, D, seed=3)
+
+    def loss_of(model, dtype):
+        y = model(_random(SEQUENCES, TOKENS, D).to(dtype), key_padding_mask=mask)
+        return (y * weights.to(dtype)).mean(), y
+
+    _assert_step_is_no_worse(
+        model, lambda model: loss_of(model, torch.float32), lambda model: loss_of(model, torch.float64)
+    )
+
+
+def test_scores_and_their_gradients():
+    """A layer by itself gives them, and takes others."""
+    model = _official(1)
+    layer = model.layers[0]
+    assert accelerate(layer).swapped == ("",)
+    prev = _random(SEQUENCES, HEADS, TOKENS, TOKENS, seed=4)
+    x = _random(SEQUENCES, TOKENS, D)
+
+    def run(layer, dtype):
+        given, before = (each.to(dtype, copy=True).requires_grad_() for each in (x, prev))
+        y, scores = layer(given, before)
+        (y.square().mean() + scores.sin().mean()).backward()
+        return y.detach(), scores.detach(), given.grad, before.grad
+
+    ours = run(layer, torch.float32)
+    restore(layer)
+    for got, theirs, exact in zip(ours, run(layer, torch.float32), run(layer.double(), torch.float64), strict=True):
+        assert_no_worse_than_torch(got, theirs, exact)
+
+
+def _assert_same_after(steps, model):
+    """Several steps in both modes: outputs and running statistics of the model and of a copy that is accelerated."""
+    ours = copy.deepcopy(model)
+    accelerate(ours)
+    for seed, training in enumerate(steps):
+        x = _random(SEQUENCES, TOKENS, D, seed=seed)
+        for each in (ours, model):
+            each.train(training)
+        torch.testing.assert_close(ours(x), model(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.state_dict(), model.state_dict(), rtol=1e-4, atol=1e-4)
+
+
+def test_modes():
+    _assert_same_after([True, True, False, True, False], _official())
+
+
+@pytest.mark.parametrize("momentum", [None, 0.5])
+def test_momentum(momentum):
+    model = _official()
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm1d):
+            norm.momentum = momentum
+    _assert_same_after([True, True, True, False], model)
+
+
+def test_no_running_statistics():
+    model = _official()
+    for layer in model.layers:
+        layer.norm_attn[1] = nn.BatchNorm1d(D, track_running_stats=False)
+        layer.norm_ffn[1] = nn.BatchNorm1d(D, affine=False, track_running_stats=False)
+    _assert_same_after([True, False], model)
+    model = _official()
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm1d):
+            norm.track_running_stats = False  # they are there, and are not updated
+    _assert_same_after([True, False], model)
+
+
+# Dropout
+
+
+def _asked(model, x, monkeypatch):
+    """The dropouts that isogemm.encoder_layer is asked for."""
+    seen = []
+    computed = patchtst.encoder_layer
+
+    def spy(*args, **kwargs):
+        seen.append(kwargs["dropout"])
+        return computed(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(patchtst, "encoder_layer", spy)
+        model(x)
+    return seen
+
+
+def test_places_of_hugging_face_s_dropout(monkeypatch):
+    model = _huggingface(attention_dropout=0.1, path_dropout=0.2, ff_dropout=0.3)
+    accelerate(model)
+    x = _random(5, LENGTH, CHANNELS)
+    first, second = _asked(model.train(), x, monkeypatch)
+    assert first == second == (0.1, 0.2, 0.3, 0.2)
+    assert {*_asked(model.eval(), x, monkeypatch)} == {(0, 0, 0, 0)}
+    model.train().model.encoder.layers[1].dropout_path1.eval()
+    assert _asked(model, x, monkeypatch) == [(0.1, 0.2, 0.3, 0.2), (0.1, 0, 0.3, 0.2)]
+    model.model.encoder.layers[1].self_attn.eval()
+    assert _asked(model, x, monkeypatch)[1] == (0, 0, 0.3, 0.2)
+
+
+def test_places_of_the_official_dropout(monkeypatch):
+    model = _official(attn_dropout=0.1, dropout=0.2)
+    accelerate(model)
+    x = _random(SEQUENCES, TOKENS, D)
+    first, _ = _asked(model.train(), x, monkeypatch)
+    assert first == pytest.approx((0.1, 1 - 0.8 * 0.8, 0.2, 0.2))
+    model.layers[0].dropout_attn.eval()
+    assert _asked(model, x, monkeypatch)[0] == pytest.approx((0.1, 0.2, 0.2, 0.2))
+    assert {*_asked(model.eval(), x, monkeypatch)} == {(0, 0, 0, 0)}
+
+
+def test_what_dropout_leaves():
+    """p of the elements are 0 and the rest is scaled: with norms first and no feed-forward part the sum shows it."""
+    model = _huggingface(norm_type="layernorm", path_dropout=0.25)
+    layer = model.model.encoder.layers[0]
+    nn.init.zeros_(layer.ff[3].weight)
+    nn.init.zeros_(layer.ff[3].bias)
+    accelerate(model)
+    x = _random(64, CHANNELS, 4, D)
+    added = layer.eval()(x)[0] - x
+    dropped = layer.train()(x)[0] - x
+    zeros = dropped == 0
+    n = x.numel()
+    assert abs(int(zeros.sum()) - n / 4) <= 4 * (n * 0.25 * 0.75) ** 0.5  # standard deviations
+    torch.testing.assert_close(dropped, torch.where(zeros, 0, added / 0.75), rtol=1e-4, atol=1e-4)
+    assert not torch.equal(layer(x)[0] - x == 0, zeros)
+
+
+def test_attention_s_dropout_keeps_the_mean():
+    """Of what the same sequence gets many times, where all after the attention is linear."""
+    model = _huggingface(norm_type="layernorm", attention_dropout=0.3)
+    layer = model.model.encoder.layers[0]
+    nn.init.zeros_(layer.ff[3].weight)
+    accelerate(model)
+    x = _random(1, 1, 4, D).expand(4000, 1, 4, D)
+    draws = layer.train()(x)[0]
+    deviation = draws.std(0) / len(draws) ** 0.5
+    assert float(deviation.max()) > 0
+    assert bool(((draws.mean(0) - layer.eval()(x[:1])[0][0]).abs() <= 5 * deviation + 1e-5).all())
+
+
+@pytest.mark.parametrize("model", [_official, _huggingface])
+def test_eval_mode_knows_no_dropout(model):
+    x = _random(SEQUENCES, TOKENS, D) if model is _official else _random(5, LENGTH, CHANNELS)
+    names = {"attn_dropout": 0.5, "dropout": 0.5} if model is _official else {"path_dropout": 0.5, "ff_dropout": 0.5}
+    results = []
+    for options in (names, {}):
+        made = model(**options).eval()
+        accelerate(made)
+        result = made(x)
+        results.append(result if model is _official else result.prediction_outputs)
+    assert_bitwise_equal(*results)
+
+
+# The model stays what it was
+
+
+def _state(model):
+    return [(name, type(each), {*vars(each)}) for name, each in model.named_modules()]
+
+
+@pytest.mark.parametrize("make", [_official, _huggingface])
+def test_restore_gives_back_the_very_model(make):
+    model = make()
+    before, untouched = _state(model), copy.deepcopy(model)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    layer = next(module for module in model.modules() if hasattr(module, "self_attn"))
+    accelerate(model, precision="ieee")
+    assert isinstance(layer, type(next(each for each in untouched.modules() if hasattr(each, "self_attn"))))
+    assert _state(model) != before
+    assert model.state_dict().keys() == untouched.state_dict().keys()
+    for name, each in model.state_dict(keep_vars=True).items():
+        assert each is tensors[name]
+    accelerate(model)
+    restore(model)
+    restore(model)
+    assert _state(model) == before
+    x = _random(SEQUENCES, TOKENS, D) if make is _official else _random(5, LENGTH, CHANNELS)
+    for ours, theirs in zip(_outputs(model, x), _outputs(untouched, x), strict=True):
+        assert_bitwise_equal(ours, theirs)
+    for ours, theirs in zip(model.buffers(), untouched.buffers(), strict=True):
+        assert_bitwise_equal(ours, theirs)
+
+
+def _outputs(model, x):
+    result = model(x)
+    return [result] if isinstance(result, torch.Tensor) else [result.prediction_outputs]
+
+
+def test_a_second_call_starts_afresh(monkeypatch):
+    model = _official()
+    first = accelerate(model)
+    types = [type(layer) for layer in model.layers]
+    assert accelerate(model, precision="ieee") == first
+    assert [type(layer) for layer in model.layers] == types
+    assert [layer.isogemm_choices.precision for layer in model.layers] == ["ieee", "ieee"]
+    with pytest.raises(ValueError, match="precision"):
+        accelerate(model, precision="tf64")
+    assert [type(layer) for layer in model.layers] == types
+
+
+@pytest.mark.parametrize("make", [_official, _huggingface])
+def test_copies_and_files(make):
+    model = make().eval()
+    accelerate(model)
+    x = _random(SEQUENCES, TOKENS, D) if make is _official else _random(5, LENGTH, CHANNELS)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (
+        copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)
+    ):  # fmt: skip
+        assert [type(each) for each in other.modules()] == [type(each) for each in model.modules()]
+        with isogemm.dispatch_log() as log:
+            assert_bitwise_equal(_outputs(other, x)[0], _outputs(model, x)[0])
+        assert _served_by_torch(log) == []
+        for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+            assert ours is not theirs
+        restore(other)
+        untouched = make()
+        assert [type(each) for each in other.modules()] == [type(each) for each in untouched.modules()]
+
+
+def test_state_dicts_of_both_fit_both():
+    model, other = _official(), _official()
+    with torch.no_grad():
+        for each in other.parameters():
+            if each.ndim:
+                each.mul_(1.5)
+    accelerate(model)
+    model.load_state_dict(other.state_dict())
+    x = _random(SEQUENCES, TOKENS, D)
+    torch.testing.assert_close(model(x), other(x), rtol=1e-4, atol=1e-4)
+    other.load_state_dict(model.state_dict())
+
+
+def test_other_dtypes():
+    model = _official().eval()
+    x = _random(SEQUENCES, TOKENS, D)
+    expected = model(x)
+    accelerate(model)
+    few_bits = 0.03 * float(expected.abs().max())
+    assert float((model.to(torch.bfloat16)(x.bfloat16()) - expected).abs().max()) <= few_bits
+    model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    assert y.dtype is torch.float32
+    assert float((y - expected).abs().max()) <= few_bits
+    with isogemm.dispatch_log() as log:
+        model.double()(x.double())
+    assert {entry.reason for entry in log} == {"its input is float64 on cpu"}
+
+
+@pytest.mark.parametrize("make", [_official, _huggingface])
+def test_compiled(make):
+    model = make(**({"dropout": 0.1} if make is _official else {"path_dropout": 0.1})).eval()
+    x = _random(SEQUENCES, TOKENS, D) if make is _official else _random(5, LENGTH, CHANNELS)
+    expected = _outputs(model, x)[0]
+    report = accelerate(model)
+    assert len(report.swapped) == 2
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(_outputs(compiled, x)[0], expected, rtol=1e-4, atol=1e-4)
+    _outputs(compiled.train(), x)[0].square().mean().backward()
+    assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
+
+
+def test_compiled_code_follows_a_change_of_class(monkeypatch):
+    model = _official(1).eval()
+    compiled = torch.compile(model, backend="eager")
+    x = _random(SEQUENCES, TOKENS, D)
+    compiled(x)
+    accelerate(model)
+    assert len(_asked(compiled, x, monkeypatch)) == 1
+    restore(model)
+    assert len(_asked(compiled, x, monkeypatch)) == 0
+
+
+def test_data_parallel_gradients():
+    model = _official()
+    expected = copy.deepcopy(model)
+    accelerate(model)
+    x = _random(SEQUENCES, TOKENS, D)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        DistributedDataParallel(model)(x).square().mean().backward()
+    finally:
+        distributed.destroy_process_group()
+    expected(x).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_swap_leaves_its_linears(monkeypatch):
+    model = nn.Sequential(_official(), nn.Linear(D, D))
+    accelerate(model)
+    assert isogemm.nn.swap(model).swapped == ("1",)
+    x = _random(SEQUENCES, TOKENS, D)
+    assert len(_asked(model, x, monkeypatch)) == 2
+
+
+# The last layer's scores
+
+
+def test_scores_that_nobody_reads():
+    model = _official(3)
+    report = accelerate(model)
+    assert report.without_scores == ("layers.2",)
+    assert str(report) == ("swapped 3, kept 0\n  swapped layers.* x 3\n  no scores from layers.2, which nobody reads")
+    x = _random(SEQUENCES, TOKENS, D)
+    _, scores = model.layers[0](x)
+    assert scores.shape == (SEQUENCES, HEADS, TOKENS, TOKENS)
+    assert model.layers[2](x, scores)[1] is None
+    restore(model)
+    assert model.layers[2](x, scores)[1] is not None
+
+
+class _ScoresGiven(OfficialEncoder):
+    def forward(self, src):
+        scores = None
+        for layer in self.layers:
+            src, scores = layer(src, prev=scores)
+        return src, scores
+
+
+class _ScoresKept(OfficialEncoder):
+    def forward(self, src):
+        scores = None
+        for layer in self.layers:
+            src, scores = layer(src, prev=scores)
+        self.scores = scores
+        return src
+
+
+class _ScoresUsed(OfficialEncoder):
+    def forward(self, src):
+        scores = None
+        for layer in self.layers:
+            src, scores = layer(src, prev=scores)
+        return src + scores.mean()
+
+
+@pytest.mark.parametrize("encoder", [_ScoresGiven, _ScoresKept, _ScoresUsed])
+def test_scores_that_another_encoder_reads(encoder):
+    model = encoder(2, D, HEADS, F)
+    report = accelerate(model)
+    assert len(report.swapped) == 2
+    assert report.without_scores == ()
+    model(_random(SEQUENCES, TOKENS, D))
+
+
+def test_scores_of_a_layer_that_others_call():
+    shared = _official(2)
+    shared.layers[1] = shared.layers[0]
+    hooked = _official(2)
+    hooked.layers[1].register_forward_hook(lambda module, args, output: None)
+    elsewhere = nn.Module()
+    elsewhere.encoder = _official(2)
+    elsewhere.too = elsewhere.encoder.layers[1]
+    replaced = _official(2)
+    replaced.forward = replaced.forward
+    for model in (shared, hooked, elsewhere, replaced, _official(2, res_attention=False)):
+        assert accelerate(model).without_scores == ()
+    assert accelerate(shared).swapped == ("layers.0", "layers.1")
+    shared(_random(SEQUENCES, TOKENS, D))
+
+
+# Layers that stay, and calls that isogemm does not serve
+
+
+class _OwnForward(OfficialLayer):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class _NoOwnForward(OfficialLayer):
+    pass
+
+
+class _Otherwise(nn.Module):
+    def forward(self, src, prev=None):
+        y, scores = OfficialLayer.forward(self, src, prev)
+        return y + 0.01 * src, scores
+
+
+class _OtherArguments(nn.Module):
+    def forward(self, src, channels):
+        return src
+
+
+def _linear_of(layer):
+    return layer.self_attn.W_K
+
+
+LEFT = {
+    "_OwnForward has a forward of its own": lambda layer: setattr(layer, "__class__", _OwnForward),
+    "its forward was replaced on the instance (as accelerate does to place devices)": lambda layer: setattr(
+        layer, "forward", layer.forward
+    ),
+    "the forward of _Otherwise computes something else": lambda layer: setattr(layer, "__class__", _Otherwise),
+    "its forward, tried on the CPU, raised TypeError: _OtherArguments.forward() got an unexpected keyword argument "
+    "'prev'": lambda layer: setattr(layer, "__class__", _OtherArguments),
+    "self_attn.W_K has hooks": lambda layer: _linear_of(layer).register_forward_hook(lambda *args: None),
+    "norm_attn.1 has hooks": lambda layer: layer.norm_attn[1].register_forward_pre_hook(lambda *args: None),
+    "ff has hooks": lambda layer: layer.ff.register_full_backward_hook(lambda *args: None),
+    "self_attn.W_K: its weight is made from other parameters (parametrization, weight norm, pruning): swap first": (
+        lambda layer: parametrizations.weight_norm(_linear_of(layer))
+    ),
+    "ff.0 is a Linear with a forward of its own": lambda layer: layer.ff.__setitem__(0, isogemm.nn.Linear(D, F)),
+    "norm_attn.1 is a SyncBatchNorm with a forward of its own": nn.SyncBatchNorm.convert_sync_batchnorm,
+    "its norms are not of one kind and eps": lambda layer: setattr(layer.norm_ffn[1], "eps", 1e-3),
+    "one of its batch norms takes the batch's statistics and the other does not": lambda layer: layer.norm_ffn.eval(),
+    "its norms are one batch norm, whose running statistics are updated twice": lambda layer: setattr(
+        layer, "norm_ffn", layer.norm_attn
+    ),
+    "it keeps its attention's weights (store_attn)": lambda layer: setattr(layer, "store_attn", True),
+    "its attention learns its scale (lsa)": lambda layer: layer.self_attn.sdp_attn.scale.requires_grad_(),
+    "its attention's scale is not 1 / sqrt(d_k)": lambda layer: layer.self_attn.sdp_attn.scale.data.mul_(2),
+    "its adapter is no module of such a layer": lambda layer: layer.add_module("adapter", nn.Linear(D, D)),
+    "it lacks what such a layer has: 'dropout_attn'": lambda layer: layer.__delattr__("dropout_attn"),
+    "its activation is LeakyReLU(negative_slope=0.01), none of relu, gelu, gelu_tanh, silu": (
+        lambda layer: layer.ff.__setitem__(1, nn.LeakyReLU())
+    ),
+    "torch.float64 has no contract; those with one: float32, float16, bfloat16": lambda layer: layer.double(),
+    "it is compiled: swap first, then compile": lambda layer: layer.compile(backend="eager"),
+}
+
+
+@pytest.mark.parametrize("reason", LEFT)
+def test_a_layer_that_stays(reason):
+    model = _official(1)
+    LEFT[reason](model.layers[0])
+    before = _state(model)
+    report = accelerate(model)
+    assert report.swapped == ()
+    assert [kept.reason for kept in report.kept] == [reason]
+    assert _state(model) == before
+    assert str(report) == f"swapped 0, kept 1\n  kept layers.0 ({report.kept[0].type}): {reason}"
+
+
+def test_heads_that_do_not_make_up_d_model():
+    assert [kept.reason for kept in accelerate(_official(1, d_k=8)).kept] == [
+        "its heads of 8 and 8 do not make up d_model (d_k, d_v)"
+    ]
+
+
+def test_channel_attention():
+    model = _huggingface(channel_attention=True)
+    report = accelerate(model)
+    assert str(report) == (
+        "swapped 0, kept 2\n  kept model.encoder.layers.* x 2 (PatchTSTEncoderLayer): "
+        "it attends across channels too (channel_attention)"
+    )
+
+
+def test_a_model_without_such_layers():
+    assert str(accelerate(nn.Linear(2, 2))) == "no encoder layer of a PatchTST was found"
+
+
+def test_a_subclass_without_a_forward():
+    layer = _NoOwnForward(D, HEADS, F)
+    assert accelerate(layer).swapped == ("",)
+    restore(layer)
+    assert type(layer) is _NoOwnForward
+
+
+@pytest.mark.parametrize(
+    ("name", "swapped"),
+    [("gelu", 2), ("gelu_new", 2), ("gelu_pytorch_tanh", 2), ("silu", 2), ("swish", 2), ("relu", 2), ("quick_gelu", 0)],
+)
+def test_activations_of_hugging_face(name, swapped):
+    model = _huggingface(activation_function=name).eval()
+    x = _random(5, LENGTH, CHANNELS)
+    expected = _outputs(model, x)[0]
+    assert len(accelerate(model).swapped) == swapped
+    torch.testing.assert_close(_outputs(model, x)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_attention_of_one_s_own():
+    model = _huggingface()
+    model.config._attn_implementation_internal = "mine"
+    [reason] = {kept.reason for kept in accelerate(model).kept}
+    assert reason.startswith("its attention is 'mine', none of eager, sdpa, ")
+
+
+def _reasons(model, *args, **kwargs):
+    with isogemm.dispatch_log() as log:
+        model(*args, **kwargs)
+    return _served_by_torch(log)
+
+
+def test_output_attentions():
+    model = _huggingface(attn_implementation="eager").eval()
+    x = _random(5, LENGTH, CHANNELS)
+    expected = model(x, output_attentions=True)
+    accelerate(model)
+    with isogemm.dispatch_log() as log:
+        got = model(x, output_attentions=True)
+    assert str(log[0]) == ("isogemm.integrations.patchtst [5, 3, 2, 16] float32: torch (output_attentions is True)")
+    assert len(log) == len(got.attentions) == 2
+    for ours, theirs in zip(got.attentions, expected.attentions, strict=True):
+        assert_bitwise_equal(ours, theirs)
+    assert_bitwise_equal(got.prediction_outputs, expected.prediction_outputs)
+    assert _reasons(model, x) == []
+
+
+def test_calls_that_torch_serves():
+    model = _official().eval()
+    untouched = copy.deepcopy(model)
+    accelerate(model)
+    x = _random(SEQUENCES, TOKENS, D)
+    masks = {"attn_mask": torch.ones(TOKENS, TOKENS).triu(1).bool()}
+    assert _reasons(model, x, **masks) == ["it is called with an attn_mask"] * 2
+    assert_bitwise_equal(model(x, **masks), untouched(x, **masks))
+    assert [*map(str, _reasons(model.layers[0], x))] == []
+    with pytest.raises(RuntimeError, match="bool"):
+        model(x, key_padding_mask=torch.zeros(SEQUENCES, TOKENS))
+    tangents = torch.func.jvp(model, (x,), (x,))
+    for ours, theirs in zip(tangents, torch.func.jvp(untouched, (x,), (x,)), strict=True):
+        assert_bitwise_equal(ours, theirs)
+
+
+def test_what_changes_later():
+    model = _official(dropout=0.1)
+    accelerate(model)
+    x = _random(SEQUENCES, TOKENS, D)
+    first = model.layers[0]
+    seen = []
+    handle = first.ff[0].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    assert _reasons(model, x) == ["ff.0 has hooks"]
+    assert seen == [(SEQUENCES, TOKENS, F)]
+    handle.remove()
+    assert _reasons(model, x) == []
+
+    first.norm_attn.eval()
+    assert _reasons(model, x) == ["one of its batch norms takes the batch's statistics and the other does not"]
+    first.norm_ffn.eval()
+    assert _reasons(model, x) == ["its batch norms are in eval mode and its dropout is not"]
+    assert _reasons(model.eval(), x) == []
+
+    state = model.state_dict()
+    state["layers.0.self_attn.sdp_attn.scale"] = torch.tensor(0.7)
+    model.load_state_dict(state)
+    assert _reasons(model, x) == ["its attention's scale is not 1 / sqrt(d_k)"]
+    first.self_attn.sdp_attn.scale.data.fill_(0.5)
+    assert _reasons(model, x) == []
+
+    first.ff[1] = nn.ReLU()
+    assert _reasons(model, x) == ["a module in it was replaced by one of another type"]
+    restore(model)
+    assert accelerate(model).kept == ()
+    assert _reasons(model, x) == []
+    parametrizations.weight_norm(first.self_attn.W_Q)  # read past its module's forward as well
+    expected = copy.deepcopy(model)
+    restore(expected)
+    assert _reasons(model, x) == []
+    torch.testing.assert_close(model(x), expected(x), rtol=1e-4, atol=1e-4)
