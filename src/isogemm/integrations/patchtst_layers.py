@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from isogemm.encoder.parameters import EncoderDropout, EncoderParameters, RunningStatistics
+from isogemm.encoder.parameters import EncoderDropout, EncoderParameters
+from isogemm.nn.encoder_layer import probability, running_statistics
 from isogemm.nn.sharing import needs_its_forward, parameter
 
 _LINEAR = (torch.nn.Linear.forward,)
@@ -148,7 +149,7 @@ class Official:
             activation_dropout=feedforward["2"],
             output_dropout=modules["dropout_ffn"],
             others=tuple(others),
-            attention_dropout=_probability(attention_dropout),
+            attention_dropout=probability(attention_dropout),
             nhead=attention.n_heads,
         )
 
@@ -207,9 +208,13 @@ def encoder_arguments(parts: Parts) -> tuple[EncoderParameters, dict[str, Any]]:
         norm1_bias=parameter(norm1, "bias"),
         norm2_bias=parameter(norm2, "bias"),
     )
-    options: dict[str, Any] = {"nhead": parts.nhead, "eps": norm1.eps, "dropout": _dropout(parts)}
-    if isinstance(norm1, torch.nn.BatchNorm1d):
-        options |= {"norm": "batch_norm", "running": (_running(norm1), _running(norm2)), "training": _from_batch(norm1)}
+    options: dict[str, Any] = {
+        "nhead": parts.nhead,
+        "norm": "batch_norm" if isinstance(norm1, torch.nn.BatchNorm1d) else "layer_norm",
+        "eps": norm1.eps,
+        "dropout": _dropout(parts),
+        "running": running_statistics(norm1, norm2),
+    }
     return parameters, options
 
 
@@ -237,37 +242,24 @@ def _unlike(layer: torch.nn.Module, parts: Parts) -> str:
         return "its norms are one batch norm, whose running statistics are updated twice"
     elif _from_batch(norm1) != _from_batch(norm2):
         return "one of its batch norms takes the batch's statistics and the other does not"
-    elif not _from_batch(norm1) and any(_dropout(parts)):
-        return "its batch norms are in eval mode and its dropout is not"
     return ""
-
-
-def _probability(dropout: Any) -> float:
-    """Of what is dropped in the mode that it is in."""
-    return 0.0 if isinstance(dropout, torch.nn.Identity) or not dropout.training else float(dropout.p)
 
 
 def _dropout(parts: Parts) -> EncoderDropout:
     projection = 0.0
     for each in parts.projection_dropouts:  # one after the other: the first or, of the rest, the second
-        projection += (1.0 - projection) * _probability(each)
+        projection += (1.0 - projection) * probability(each)
     return EncoderDropout(
         attention=parts.attention_dropout,
         projection=projection,
-        activation=_probability(parts.activation_dropout),
-        output=_probability(parts.output_dropout),
+        activation=probability(parts.activation_dropout),
+        output=probability(parts.output_dropout),
     )
 
 
 def _from_batch(norm: torch.nn.BatchNorm1d) -> bool:
     """Whether it normalizes with the batch's statistics."""
     return norm.training or (norm.running_mean is None and norm.running_var is None)
-
-
-def _running(norm: torch.nn.BatchNorm1d) -> RunningStatistics:
-    if norm.training and not norm.track_running_stats:
-        return RunningStatistics()
-    return RunningStatistics(norm.running_mean, norm.running_var, norm.num_batches_tracked, norm.momentum)
 
 
 _usual_scales: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()  # at which version of its value

@@ -232,14 +232,15 @@ def running_statistics(*norms: torch.nn.Module) -> tuple[RunningStatistics, Runn
     """Of two torch.nn.BatchNorm1d; None for other norms."""
     if not isinstance(norms[0], torch.nn.BatchNorm1d):
         return None
-    first, second = (
-        RunningStatistics(
-            each.running_mean, each.running_var, each.num_batches_tracked, each.momentum, not each.training
-        )
-        for each in norms
-        if isinstance(each, torch.nn.BatchNorm1d)
-    )
+    first, second = (_running(each) for each in norms if isinstance(each, torch.nn.BatchNorm1d))
     return first, second
+
+
+def _running(norm: torch.nn.BatchNorm1d) -> RunningStatistics:
+    if norm.training and not norm.track_running_stats:
+        return RunningStatistics()
+    batches, momentum, frozen = norm.num_batches_tracked, norm.momentum, not norm.training
+    return RunningStatistics(norm.running_mean, norm.running_var, batches, momentum, frozen)
 
 
 def _kind(norm: torch.nn.Module) -> str:
