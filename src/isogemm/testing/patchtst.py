@@ -1,12 +1,15 @@
-"""A stack of encoder layers with the modules, names and call of the official PatchTST's."""
+"""A stack of encoder layers with the modules, names and call of the official PatchTST's, and steps of any model."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from isogemm.testing.error import assert_no_worse_than_torch
 
 
 class OfficialAttend(nn.Module):
@@ -129,3 +132,28 @@ class OfficialEncoder(nn.Module):
             else:
                 src = layer(src, **masks)
         return src
+
+
+def training_step(model: nn.Module, loss_of: Callable[[Any], tuple[Tensor, ...]]) -> dict[str, Tensor]:
+    """The loss, what comes with it, every gradient and the running statistics."""
+    model.train().zero_grad(set_to_none=True)
+    torch.manual_seed(2)
+    loss, *outputs = loss_of(model)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return {
+        "loss": loss.detach(),
+        **{f"output {index}": each.detach() for index, each in enumerate(outputs)},
+        **{f"gradient of {name}": each.grad for name, each in model.named_parameters() if each.grad is not None},
+        **{f"buffer {name}": each.clone() for name, each in model.named_buffers()},
+    }
+
+
+def assert_step_no_worse(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
+    """Outputs, gradients and buffers, each kind as one: of a few numbers, torch's may be right by luck."""
+    __tracebackhide__ = True
+    if not ours.keys() == theirs.keys() == exact.keys():
+        raise AssertionError(f"of one alone: {ours.keys() ^ theirs.keys() or ours.keys() ^ exact.keys()}")
+    for kind in sorted({name.split()[0] for name in ours} - {"loss"}):
+        names = [name for name in ours if name.startswith(kind)]
+        steps = [torch.cat([step[name].flatten() for name in names]) for step in (ours, theirs, exact)]
+        assert_no_worse_than_torch(steps[0], steps[1], steps[2].double(), what=kind)
