@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from isogemm.encoder.parameters import EncoderDropout, EncoderParameters
 from isogemm.nn.encoder_layer import probability, running_statistics
@@ -160,9 +160,10 @@ class Official:
             return "it keeps its attention's weights (store_attn)"
         if not attention.n_heads * attention.d_k == attention.n_heads * attention.d_v == parts.q.in_features:
             return f"its heads of {attention.d_k} and {attention.d_v} do not make up d_model (d_k, d_v)"
-        if attend.lsa or attend.scale.requires_grad:
+        scale = parameter(attend, "scale")
+        if attend.lsa or scale.requires_grad:
             return "its attention learns its scale (lsa)"
-        if not _is_usual(attend.scale, attention.d_k):
+        if not _is_usual(scale, attention.d_k):
             return "its attention's scale is not 1 / sqrt(d_k)"
         if not layer.res_attention == attention.res_attention == attend.res_attention:
             return "it has residual attention in one of its modules and none in another"
@@ -262,7 +263,7 @@ def _from_batch(norm: torch.nn.BatchNorm1d) -> bool:
     return norm.training or (norm.running_mean is None and norm.running_var is None)
 
 
-_usual_scales: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()  # at which version of its value
+_usual_scales: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by address, and at which version of its value
 
 
 def _is_usual(scale: Tensor, head: int) -> bool:
@@ -270,8 +271,11 @@ def _is_usual(scale: Tensor, head: int) -> bool:
     if is_compiling() or scale.is_meta:
         return True
     version = 0 if scale.is_inference() else scale._version
-    if _usual_scales.get(scale) != version:
-        if not torch.equal(scale.detach().cpu(), torch.tensor(head**-0.5, dtype=scale.dtype, device="cpu")):
-            return False
-        _usual_scales[scale] = version
+    seen, then = _usual_scales.get(id(scale), (None, 0))
+    if seen is not None and seen() is scale and then == version:
+        return True
+    if not torch.equal(scale.detach().cpu(), torch.tensor(head**-0.5, dtype=scale.dtype, device="cpu")):
+        return False
+    address = id(scale)
+    _usual_scales[address] = weakref.ref(scale, lambda _: _usual_scales.pop(address, None)), version
     return True

@@ -239,8 +239,9 @@ def running_statistics(*norms: torch.nn.Module) -> tuple[RunningStatistics, Runn
 def _running(norm: torch.nn.BatchNorm1d) -> RunningStatistics:
     if norm.training and not norm.track_running_stats:
         return RunningStatistics()
-    batches, momentum, frozen = norm.num_batches_tracked, norm.momentum, not norm.training
-    return RunningStatistics(norm.running_mean, norm.running_var, batches, momentum, frozen)
+    buffers = norm._buffers  # where they are found in a tenth of the time
+    mean, var, batches = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
+    return RunningStatistics(mean, var, batches, norm.momentum, not norm.training)
 
 
 def _kind(norm: torch.nn.Module) -> str:
