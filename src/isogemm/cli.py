@@ -1,12 +1,15 @@
-"""The `isogemm` command: doctor | verify | bench | report | demo."""
+"""The `isogemm` command: doctor | verify | bench | report | demo | train-patchtst."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import math
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -21,6 +24,7 @@ from isogemm.bench.views import FamilyView, view_of
 from isogemm.core.device import facts
 from isogemm.families import DemoResult, Family
 from isogemm.testing.checks import Check, CheckResult
+from isogemm.training import loop, options, plots, results, world
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,6 +48,12 @@ exit status:
 BENCH_CODES = """\
 A case is timed only after its result was checked against fp64.
 exit status: 0, 1 if a case failed, 2 wrong usage"""
+
+TRAINING_FILES = """\
+DIR has checkpoint.pt, from which --resume goes on; best.pt, the weights of the least validation error; results.jsonl, a
+line per run; losses and forecast as .svg and .png. The first Ctrl-C or SIGTERM writes a checkpoint and ends the run.
+torchrun --nproc-per-node N -m isogemm train-patchtst ... shares every batch among N processes.
+exit status: 0, 1 if the loss is not finite, 2 wrong usage or data, 130 stopped"""
 
 
 class UsageError(Exception):
@@ -196,6 +206,34 @@ def demo(args: argparse.Namespace, terminal: Terminal) -> int:
     return code if all(result.ok for _, result in shown) else FAILED
 
 
+def train_patchtst(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Train a PatchTST forecaster, or one with each backend."""
+    with _values_as_usage():
+        config, plan, series = options.asked(args)
+    records = []
+    with world.entered(_device(args.device)) as here:
+        for backend in [config.backend] if args.compare is None else args.compare or options.BACKENDS:
+            with _values_as_usage():
+                run = loop.Run(replace(config, backend=backend), series, here)
+                if args.resume:
+                    run.resume(args.out / loop.CHECKPOINT)
+            try:
+                with terminal.progress(here.leads) as progress, _stop_requests(here.size == 1) as stop:
+                    outcome = run.fit(plan, progress, stop)
+            except loop.Stopped as stopped:
+                terminal.line(f"stopped {stopped}; --resume goes on from there")
+                return INTERRUPTED
+            except loop.Diverged as diverged:
+                terminal.line(f"{backend}: {diverged}")
+                return FAILED
+            records.append(results.record(run, outcome, runner.environment(here.device, args.commit), args.preset))
+            del run, outcome
+            _free_memory()
+        if here.leads:
+            _show_training(records, args.out, terminal, _describe(here.device))
+    return OK
+
+
 class Terminal:
     """Lines, tables and progress: with rich where it is installed, as plain text elsewhere."""
 
@@ -230,10 +268,10 @@ class Terminal:
         self._out.print(table)
 
     @contextmanager
-    def progress(self) -> Iterator[runner.Progress]:
+    def progress(self, shown: bool = True) -> Iterator[runner.Progress]:
         """Shows how many steps are done and which one begins: a bar on a terminal, lines elsewhere."""
-        if self._err is None or not self._err.is_terminal:
-            yield _print_step
+        if not shown or self._err is None or not self._err.is_terminal:
+            yield _line_per_step() if shown else lambda done, total, step: None
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -244,9 +282,16 @@ class Terminal:
             yield lambda done, total, step: bar.update(task, completed=done, total=total, description=step)
 
 
-def _print_step(done: int, total: int, step: str) -> None:
-    if step:
-        print(f"[{done + 1}/{total}] {step}", file=sys.stderr, flush=True)
+def _line_per_step() -> runner.Progress:
+    last = ""
+
+    def show(done: int, total: int, step: str) -> None:
+        nonlocal last
+        if step and step != last:
+            print(f"[{done + 1}/{total}] {step}", file=sys.stderr, flush=True)
+        last = step
+
+    return show
 
 
 def _rich_console(stream: TextIO) -> Console | None:
@@ -367,6 +412,57 @@ def _failure_table(failures: Sequence[runner.Failure], terminal: Terminal) -> in
     return FAILED if failures else OK
 
 
+@contextmanager
+def _values_as_usage() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+@contextmanager
+def _stop_requests(noted: bool) -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT or SIGTERM came: the first is noted, the second acts as it would have."""
+    came: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        came.append(number)
+        restore()
+
+    def restore() -> None:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)} if noted else {}
+    try:
+        yield lambda: bool(came)
+    finally:
+        restore()
+
+
+def _free_memory() -> None:
+    """What a run's graphs and compiled code hold, before the next one's is measured."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _show_training(records: Sequence[results.Record], out: Path, terminal: Terminal, device: str) -> None:
+    for record in records:
+        terminal.table(f"{results.backend(record)}, epochs", *results.epochs(record))
+    terminal.table(f"Training on {device}", *results.comparison(records))
+    for record in records:
+        results.append(out / "results.jsonl", record)
+    written = [out / "results.jsonl"]
+    try:
+        written += plots.save(out / "losses", plots.losses(records))
+        written += plots.save(out / "forecast", plots.forecast(records))
+    except ModuleNotFoundError as error:
+        terminal.line(f"no plots: {error}")
+    terminal.line(f"written: {', '.join(map(str, written))}")
+
+
 def _figure(value: float, form: str) -> str:
     return "" if math.isnan(value) else form.format(value)
 
@@ -438,4 +534,10 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     command("demo", demo, "check and time every family here, then measure and report", device, html)
+
+    added = command(
+        "train-patchtst", train_patchtst, "train a PatchTST forecaster and compare backends", device,
+        epilog=TRAINING_FILES,
+    )  # fmt: skip
+    options.add_arguments(added, BUILD / "train-patchtst")
     return parser

@@ -1,0 +1,1 @@
+"""A PatchTST forecaster and its training run: the same data, steps and seeds for torch, torch.compile and isogemm."""

@@ -1,0 +1,334 @@
+"""A run: epochs of steps, an evaluation after each, checkpoints from which it goes on with the same bits."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from isogemm.bench.cases import set_fp32_precision
+from isogemm.core.device import matmul_precision
+from isogemm.integrations import patchtst
+from isogemm.training import checkpoints
+from isogemm.training.config import Config
+from isogemm.training.model import Forecaster
+from isogemm.training.series import Series, SeriesError, cut
+from isogemm.training.steps import Evaluation, Objective, Training, random_state, set_random_state
+from isogemm.training.world import World
+
+CHECKPOINT, BEST = "checkpoint.pt", "best.pt"
+
+Progress = Callable[[int, int, str], None]  # steps done, steps in all, what was reached
+
+_SHOWN_CHANNELS = 4
+_PROGRESS_S = 0.1
+
+
+class Stopped(Exception):
+    """The run was asked to stop."""
+
+
+class Diverged(ArithmeticError):
+    """A loss that is not finite."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long a run goes on, and where it leaves its checkpoints: the weights' bits follow from none of it."""
+
+    epochs: int = 10
+    patience: int | None = None  # epochs without a lower validation error, then it ends
+    folder: Path | None = None  # of the checkpoints; None: none are written
+    checkpoint_epochs: int = 1  # from one to the next
+    checkpoint_steps: int | None = None  # and inside an epoch
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "patience", "checkpoint_epochs", "checkpoint_steps"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+
+
+@dataclass(frozen=True)
+class Epoch:
+    train_mse: float
+    val_mse: float
+    val_mae: float
+    train_s: float
+    val_s: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A test window in the data's own units, a list per channel."""
+
+    channels: list[str]
+    history: list[list[float]]
+    truth: list[list[float]]
+    forecast: list[list[float]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to."""
+
+    epochs: list[Epoch]
+    best_epoch: int  # counted from 1; test figures and the forecast are of its weights
+    test_mse: float
+    test_mae: float
+    setup_s: float  # compilation and capture
+    total_s: float  # from the first epoch's begin to the last one's end, checkpoints included
+    samples_per_s: float  # windows, in training
+    peak_bytes: int | None  # of device memory
+    forecast: Forecast
+
+
+def _silent(done: int, total: int, text: str) -> None:
+    pass
+
+
+def _never() -> bool:
+    return False
+
+
+class Run:
+    """A model in training, and how far it is."""
+
+    def __init__(self, config: Config, series: Series, world: World) -> None:
+        self.config, self.world, self.series = config, world, series
+        self._allocated = torch.cuda.memory_allocated(world.device) if self._on_gpu else 0
+        self.windows = cut(series, config.model.inputs, config.model.horizon).to(world.device)
+        self.steps = self.windows.train.count // config.batch
+        if not self.steps:
+            raise SeriesError(
+                f"{series.name}: {self.windows.train.count} training windows, fewer than a batch of {config.batch}"
+            )
+        if config.batch % world.size:
+            raise ValueError(f"batch is {config.batch}, which {world.size} processes cannot share evenly")
+        torch.manual_seed(config.seed)
+        self.model = Forecaster(config.model)
+        if config.backend == "isogemm":
+            report = patchtst.accelerate(self.model)
+            if report.kept or not report.swapped:
+                raise ValueError(f"isogemm does not serve this model: {report}")
+        self.model.to(world.device)
+        torch.manual_seed(config.seed + world.rank)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), config.lr, weight_decay=config.weight_decay, fused=True, capturable=self._on_gpu
+        )
+        self.epochs: list[Epoch] = []
+        self._losses = torch.zeros(0)  # of this epoch's steps so far
+        self._spent_s = 0.0  # on them
+        self._best: dict[str, Any] = {}  # epoch, and model
+        self._best_written = 0
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that the bits of the weights follow from; but for the graphs of a step, which do not change them."""
+        options = self.config.flat()
+        del options["graph"], options["graph_steps"]
+        data = {"data": self.series.fingerprint, "device": self.world.device.type, "processes": self.world.size}
+        return options | data
+
+    @property
+    def captured(self) -> bool:
+        """Whether a step is a CUDA graph. Not where processes share it: it waits for the others."""
+        return self.config.captures(self.world.device.type) and self.world.size == 1
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint of this very run."""
+        state = checkpoints.load(path)
+        checkpoints.require_same(path, state["run"], self.identity)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        set_random_state(state["random"][self.world.rank], self.world.device)
+        self.epochs = [Epoch(**each) for each in state["epochs"]]
+        self._losses, self._spent_s, self._best = state["losses"], state["spent_s"], state["best"]
+
+    def fit(self, plan: Plan, progress: Progress = _silent, stop: Callable[[], bool] = _never) -> Outcome:
+        """Train to the plan's end. Where `stop` comes true, a checkpoint is written between two steps: Stopped."""
+        with _fp32_precision(self.config.precision, self.world.device):
+            started = time.perf_counter()
+            objective, training, validation = self._prepared()
+            self._synchronize()
+            begun = time.perf_counter()
+            while not self._ended(plan):
+                self._epoch(training, validation, plan, progress, stop)
+            ended = time.perf_counter()
+            with self._best_weights():
+                test = Evaluation(objective, self.windows, self.windows.test, self.config.batch, *self._place)
+                mse, mae = self._errors(test)
+                forecast = self._forecast()
+        trained = len(self.epochs) * self.steps * self.config.batch
+        return Outcome(
+            epochs=self.epochs,
+            best_epoch=self._best["epoch"],
+            test_mse=mse,
+            test_mae=mae,
+            setup_s=begun - started,
+            total_s=ended - begun,
+            samples_per_s=trained / sum(epoch.train_s for epoch in self.epochs),
+            peak_bytes=torch.cuda.max_memory_allocated(self.world.device) - self._allocated if self._on_gpu else None,
+            forecast=forecast,
+        )
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.world.device.type == "cuda"
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self.world.rank, self.world.size
+
+    def _prepared(self) -> tuple[nn.Module, Training, Evaluation]:
+        """What runs a step and a validation, compiled and captured."""
+        config, windows, world = self.config, self.windows, self.world
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(world.device)
+        objective: nn.Module = Objective(self.model, windows, torch.bfloat16 if config.precision == "bf16" else None)
+        if config.compiles:
+            objective = torch.compile(objective, fullgraph=True, dynamic=False)  # type: ignore[assignment]
+        trained = DistributedDataParallel(objective) if world.size > 1 else objective
+        training = Training(trained, self.optimizer, windows.values, (self.steps, config.batch // world.size))
+        validation = Evaluation(objective, windows, windows.val, config.batch, *self._place)
+        self.model.train()
+        training.prepare(self.model, config.graph_steps if self.captured else 0)
+        self.model.eval()
+        validation.prepare(self.captured)
+        return objective, training, validation
+
+    def _ended(self, plan: Plan) -> bool:
+        done = len(self.epochs)
+        in_vain = done - self._best["epoch"] if self._best else 0
+        return done >= plan.epochs or (plan.patience is not None and in_vain >= plan.patience)
+
+    def _epoch(
+        self, training: Training, validation: Evaluation, plan: Plan, progress: Progress, stop: Callable[[], bool]
+    ) -> None:
+        number = len(self.epochs) + 1
+        self._train(training, plan, progress, stop)
+        begun = time.perf_counter()
+        mse, mae = self._errors(validation)
+        train_mse = self._losses.double().mean().item()
+        if not math.isfinite(train_mse + mse):
+            raise Diverged(f"the loss is not finite in epoch {number}; a lower learning rate may help")
+        self.epochs.append(Epoch(train_mse, mse, mae, self._spent_s, time.perf_counter() - begun))
+        self._losses, self._spent_s = torch.zeros(0), 0.0
+        if not self._best or mse < self.epochs[self._best["epoch"] - 1].val_mse:
+            self._best = {"epoch": number, "model": self._weights()}
+        if self._ended(plan) or number % plan.checkpoint_epochs == 0:
+            self._save(plan)
+
+    def _train(self, training: Training, plan: Plan, progress: Progress, stop: Callable[[], bool]) -> None:
+        """The epoch's steps that are left; the device is waited for at checkpoints and at the end alone."""
+        done, before = len(self._losses), len(self.epochs)
+        text = f"epoch {before + 1}/{plan.epochs}" + (f", {described(self.epochs[-1])}" if before else "")
+        due = plan.checkpoint_steps or self.steps
+        self.model.train()
+        begun, shown = time.perf_counter(), 0.0
+        training.begin(self.world.share(self._batches(before + 1)), self._losses)
+        while done < self.steps:
+            if time.perf_counter() - shown > _PROGRESS_S:
+                progress(before * self.steps + done, plan.epochs * self.steps, text)
+                shown = time.perf_counter()
+            done += training.advance(min(self.steps, (done // due + 1) * due) - done)
+            stopping = stop()
+            if stopping or done % due == 0 or done == self.steps:
+                self._losses = self.world.mean(training.losses(done)).cpu()
+                self._spent_s += time.perf_counter() - begun
+                if done < self.steps:
+                    self._save(plan)
+                    if stopping:
+                        raise Stopped(f"after step {done} of epoch {before + 1}")
+                begun = time.perf_counter()
+
+    def _batches(self, epoch: int) -> Tensor:
+        """[steps, batch]: where its windows begin, in an order that follows from the seed and the epoch alone."""
+        of_epoch = torch.randint(2**32, (epoch,), generator=torch.Generator().manual_seed(self.config.seed))[-1]
+        generator = torch.Generator().manual_seed(int(of_epoch))
+        part = self.windows.train
+        order = torch.randperm(part.count, generator=generator)[: self.steps * self.config.batch]
+        return (part.first + order).view(self.steps, self.config.batch)
+
+    def _errors(self, evaluation: Evaluation) -> tuple[float, float]:
+        """Mean squared and absolute error."""
+        self.model.eval()
+        self.world.spread(self.model.buffers())  # batch norm's statistics are each process's own
+        squared, absolute = (self.world.sum(evaluation.sums()) / evaluation.terms).tolist()
+        return squared, absolute
+
+    def _save(self, plan: Plan) -> None:
+        if plan.folder is None:
+            return
+        random = self.world.of_each(random_state(self.world.device))
+        if not self.world.leads:
+            return
+        state = {
+            "run": self.identity,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": random,
+            "epochs": [asdict(epoch) for epoch in self.epochs],
+            "losses": self._losses,
+            "spent_s": self._spent_s,
+            "best": self._best,
+        }
+        checkpoints.save(plan.folder / CHECKPOINT, state)
+        if self._best and self._best["epoch"] != self._best_written:
+            scaling = {"mean": self.windows.mean, "std": self.windows.std}
+            checkpoints.save(plan.folder / BEST, {"run": self.identity, **self._best, **scaling})
+            self._best_written = self._best["epoch"]
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+    @contextmanager
+    def _best_weights(self) -> Iterator[None]:
+        last = self._weights()
+        self.model.load_state_dict(self._best["model"])
+        yield
+        self.model.load_state_dict(last)
+
+    @torch.no_grad()
+    def _forecast(self) -> Forecast:
+        """Of the test part's middle window."""
+        windows, shown = self.windows, min(_SHOWN_CHANNELS, self.config.model.channels)
+        window = windows.all[windows.test.first + windows.test.count // 2]
+        self.model.eval()
+        y = self.model(window[None, :, : windows.inputs])[0]
+
+        def original(values: Tensor) -> list[list[float]]:
+            scaled = values[:shown].double().cpu() * windows.std[:shown, None] + windows.mean[:shown, None]
+            return [[float(f"{value:.6g}") for value in channel] for channel in scaled.tolist()]
+
+        history, truth = window.split((windows.inputs, windows.horizon), -1)
+        return Forecast(list(self.series.channels[:shown]), original(history), original(truth), original(y))
+
+    def _synchronize(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self.world.device)
+
+
+def described(epoch: Epoch) -> str:
+    return f"train MSE {epoch.train_mse:.4f}, val MSE {epoch.val_mse:.4f}, MAE {epoch.val_mae:.4f}"
+
+
+@contextmanager
+def _fp32_precision(precision: str, device: torch.device) -> Iterator[None]:
+    """Of the GPU's products, for torch and isogemm alike."""
+    if device.type != "cuda" or precision == "bf16":
+        yield
+        return
+    before = matmul_precision()
+    set_fp32_precision(precision)
+    try:
+        yield
+    finally:
+        set_fp32_precision(before)

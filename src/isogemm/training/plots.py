@@ -1,0 +1,119 @@
+"""Plots of recorded runs: the losses by epoch, and a forecast beside the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from isogemm.bench.extras import need
+from isogemm.training.results import Record, backend
+
+
+@dataclass(frozen=True)
+class Colours:
+    """What a plot is drawn in; the report's light theme unless told otherwise."""
+
+    ink: str = "#1a1f26"
+    muted: str = "#616b78"
+    line: str = "#e1e5ea"
+    series: tuple[str, ...] = ("#2563eb", "#d9730d", "#16885a", "#8b46c9", "#c7305f", "#0e7c93")
+
+    @property
+    def style(self) -> dict[str, Any]:
+        """For matplotlib's rc_context."""
+        return {
+            "svg.fonttype": "none",
+            "font.size": 8.0,
+            "text.color": self.ink,
+            "axes.labelcolor": self.muted,
+            "axes.titlesize": 8.0,
+            "axes.edgecolor": self.line,
+            "xtick.color": self.line,
+            "ytick.color": self.line,
+            "xtick.labelcolor": self.muted,
+            "ytick.labelcolor": self.muted,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "axes.axisbelow": True,
+            "grid.color": self.line,
+            "grid.linewidth": 0.6,
+            "legend.frameon": False,
+            "lines.linewidth": 1.4,
+        }
+
+
+class Plot(NamedTuple):
+    height: float  # inches
+    draw: Callable[[Any, Colours], None]  # onto a matplotlib figure, under the colours' style
+
+
+def losses(records: Sequence[Record]) -> Plot:
+    """Training and validation errors by epoch, and validation errors by time: a colour per run."""
+
+    def draw(figure: Any, colours: Colours) -> None:
+        by_epoch, by_time = figure.subplots(1, 2, sharey=True, width_ratios=[1.3, 1])
+        for index, each in enumerate(records):
+            colour, epochs = colours.series[index % len(colours.series)], each["epochs"]
+            numbers = range(1, len(epochs) + 1)
+            val = [epoch["val_mse"] for epoch in epochs]
+            train = [epoch["train_mse"] for epoch in epochs]
+            seconds = _summed([epoch["train_s"] + epoch["val_s"] for epoch in epochs])
+            by_epoch.plot(numbers, val, color=colour, marker="o", markersize=2.5, label=f"{backend(each)}, validation")
+            by_epoch.plot(numbers, train, color=colour, linestyle=":", label=f"{backend(each)}, training")
+            by_time.plot(seconds, val, color=colour, marker="o", markersize=2.5)
+        by_epoch.set(xlabel="epoch", ylabel="MSE, scaled", yscale="log")
+        by_epoch.xaxis.get_major_locator().set_params(integer=True)
+        by_epoch.legend(fontsize=7)
+        by_time.set(xlabel="seconds", xscale="log" if len(records) > 1 else "linear")
+        for axes in (by_epoch, by_time):
+            axes.tick_params(which="both", length=0)
+
+    return Plot(2.6, draw)
+
+
+def forecast(records: Sequence[Record]) -> Plot:
+    """A test window's channels, the end of what was seen and then the truth; a colour per run's forecast."""
+
+    shown = records[0]["forecast"]
+
+    def draw(figure: Any, colours: Colours) -> None:
+        rows = figure.subplots(len(shown["channels"]), 1, sharex=True, squeeze=False)[:, 0]
+        for channel, axes in enumerate(rows):
+            truth = shown["truth"][channel]
+            history = shown["history"][channel][-3 * len(truth) :]
+            axes.plot(range(1 - len(history), 1), history, color=colours.muted)
+            axes.plot(range(len(truth) + 1), [history[-1], *truth], color=colours.ink, label="truth")
+            for index, each in enumerate(records):
+                values = [history[-1], *each["forecast"]["forecast"][channel]]
+                colour = colours.series[index % len(colours.series)]
+                axes.plot(range(len(values)), values, color=colour, linestyle="--", label=backend(each))
+            axes.axvline(0, color=colours.muted, linewidth=0.8)
+            axes.set_title(shown["channels"][channel], loc="left")
+            axes.tick_params(length=0)
+        rows[0].legend(fontsize=7, ncols=len(records) + 1, loc="lower right", bbox_to_anchor=(1, 1))
+        rows[-1].set_xlabel("rows from the forecast's begin")
+
+    return Plot(0.6 + 1.1 * len(shown["channels"]), draw)
+
+
+def save(path: Path, plot: Plot) -> list[Path]:
+    """As .svg and as .png; returns both."""
+    colours, written = Colours(), [path.with_suffix(suffix) for suffix in (".svg", ".png")]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with need("matplotlib").rc_context({**colours.style, "svg.hashsalt": path.name}):
+        figure = need("matplotlib.figure").Figure(figsize=(7.0, plot.height), layout="constrained", facecolor="white")
+        plot.draw(figure, colours)
+        for file in written:
+            figure.savefig(file, dpi=160, metadata={"Date": None} if file.suffix == ".svg" else {})
+    return written
+
+
+def _summed(values: Sequence[float]) -> list[float]:
+    total, sums = 0.0, []
+    for value in values:
+        total += value
+        sums.append(total)
+    return sums

@@ -1,0 +1,95 @@
+"""A run as one line of JSON, from which tables and plots are made; and the table that compares backends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from isogemm.training.loop import Outcome, Run
+
+SCHEMA = 1
+Record = dict[str, Any]
+
+COLUMNS = (
+    "backend", "s / epoch", "total s", "setup s", "samples/s", "peak MiB", "val MSE", "val MAE", "test MSE", "test MAE",
+)  # fmt: skip
+
+
+def record(run: Run, outcome: Outcome, env: Mapping[str, str], preset: str) -> Record:
+    """All of a run but its weights."""
+    return {
+        "schema": SCHEMA,
+        "env": dict(env),
+        "preset": preset,
+        "run": run.identity,
+        "graph": run.captured,
+        "graph_steps": run.config.graph_steps,
+        "series": Path(run.series.name).name,
+        "parameters": sum(each.numel() for each in run.model.parameters() if each.requires_grad),
+        "steps": run.steps,
+        **asdict(outcome),
+    }
+
+
+def append(path: Path, made: Record) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(made, allow_nan=False) + "\n")
+
+
+def read(path: Path) -> list[Record]:
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for number, each in enumerate(records, 1):
+        if each.get("schema") != SCHEMA:
+            raise ValueError(f"{path}:{number}: schema {each.get('schema')!r}; expected {SCHEMA}")
+    return records
+
+
+def backend(made: Record) -> str:
+    """In words: with how a step was launched."""
+    run = made["run"]
+    rest = " + compile" if run["compile_rest"] and run["backend"] == "isogemm" else ""
+    return f"{run['backend']}{rest}{' + graph' if made['graph'] else ''}"
+
+
+def epochs(made: Record) -> tuple[list[str], list[list[str]]]:
+    """Columns and lines: a line per epoch, the best one marked."""
+    names = ("train_mse", "val_mse", "val_mae", "train_s", "val_s")
+    lines = [
+        [f"{number}{' *' if number == made['best_epoch'] else ''}", *(f"{epoch[name]:.5f}" for name in names)]
+        for number, epoch in enumerate(made["epochs"], 1)
+    ]
+    return ["epoch", "train MSE", "val MSE", "val MAE", "train s", "val s"], lines
+
+
+def comparison(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """Columns and lines: a line per run, and its speed in training over that of torch's backends."""
+    rivals = [each for each in records if each["run"]["backend"] != "isogemm"] if len(records) > 1 else []
+    columns = [*COLUMNS, *(f"over {backend(rival)}" for rival in rivals)]
+    return columns, [[*_line(each), *(f"{speedup(each, rival):.2f}x" for rival in rivals)] for each in records]
+
+
+def speedup(ours: Record, theirs: Record) -> float:
+    """By the median epoch's time in training."""
+    return epoch_s(theirs) / epoch_s(ours)
+
+
+def epoch_s(made: Record) -> float:
+    return median(epoch["train_s"] for epoch in made["epochs"])
+
+
+def _line(made: Record) -> list[str]:
+    last, peak = made["epochs"][-1], made["peak_bytes"]
+    seconds = epoch_s(made), made["total_s"], made["setup_s"]
+    errors = last["val_mse"], last["val_mae"], made["test_mse"], made["test_mae"]
+    return [
+        backend(made),
+        *(f"{each:.3f}" for each in seconds),
+        f"{made['samples_per_s']:,.0f}",
+        "" if peak is None else f"{peak / 2**20:.1f}",
+        *(f"{each:.5f}" for each in errors),
+    ]

@@ -1,0 +1,243 @@
+"""A multivariate series: read from a CSV or made, split in three parts, cut into windows."""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import hashlib
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import torch
+from torch import Tensor
+
+PARTS = ("train", "val", "test")
+
+_DATE_FORMATS = ("%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d")  # beside ISO 8601
+_ABSENT = frozenset({"", "na", "n/a", "null", "none", "-"})
+_DAY, _WEEK = 24, 168  # rows: the synthetic series is hourly
+
+
+class SeriesError(ValueError):
+    """Data that cannot be trained on; the message names the line and the column."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Rows in the order of time; `name` is the file's, or says how they were made."""
+
+    name: str
+    channels: tuple[str, ...]
+    values: Tensor  # [rows, channels] float64, finite
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the values: two series of the same one train alike."""
+        values = self.values.contiguous()
+        return hashlib.sha256(ctypes.string_at(values.data_ptr(), values.nbytes)).hexdigest()[:16]
+
+
+def read_csv(path: Path) -> Series:
+    """A header, then a date and a number per channel in each line, as the ETT files have it."""
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:  # what is no text is then no number
+        return _parsed(path, _lines(path, file))
+
+
+def synthetic(rows: int, channels: int, seed: int = 0) -> Series:
+    """Hourly channels with a daily and a weekly season, a trend and noise, each its own."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(channels, generator=generator, dtype=torch.float64)
+
+    hours = torch.arange(rows, dtype=torch.float64)[:, None]
+    values = drawn(-5, 5) + drawn(-1, 1) * hours / rows
+    for period, low, high in ((_DAY, 0.6, 1.4), (_DAY // 2, 0.1, 0.5), (_WEEK, 0.2, 0.8)):
+        values = values + drawn(low, high) * torch.sin(2 * math.pi * (hours / period + drawn(0, 1)))
+    noise = torch.randn(rows, channels, generator=generator, dtype=torch.float64)
+    values = values + drawn(0.1, 0.4) * noise
+    return Series(f"synthetic, seed {seed}", tuple(f"channel {index}" for index in range(channels)), values)
+
+
+def synthetic_rows(train_windows: int, window: int) -> int:
+    """How many rows leave the training part that many windows."""
+    return -(-(train_windows + window - 1) * 10 // 7)
+
+
+class Part(NamedTuple):
+    """Which rows the windows of a part begin at: first, and how many."""
+
+    first: int
+    count: int
+
+
+class Windows(NamedTuple):
+    """Scaled values, and where each part's windows begin: `inputs` rows, then the `horizon` rows to forecast."""
+
+    values: Tensor  # [channels, rows] float32
+    inputs: int
+    horizon: int
+    train: Part
+    val: Part
+    test: Part
+    mean: Tensor  # [channels] float64, of the training rows
+    std: Tensor
+
+    @property
+    def all(self) -> Tensor:
+        """[rows - inputs - horizon + 1, channels, inputs + horizon]: a view, window i begins at row i."""
+        return self.values.unfold(1, self.inputs + self.horizon, 1).transpose(0, 1)
+
+    def to(self, device: torch.device) -> Windows:
+        return self._replace(values=self.values.to(device))
+
+
+def cut(series: Series, inputs: int, horizon: int) -> Windows:
+    """70% of the rows to train on, the last 20% to test, between them those to validate.
+
+    A validation or test window may begin in the part before, but what it forecasts is its own part's. Each channel is
+    scaled by the mean and standard deviation of its training rows; one that is constant there is only shifted.
+    """
+    rows = len(series.values)
+    trained, tested = rows * 7 // 10, rows * 2 // 10
+    held = rows - trained - tested
+    counts = {"train": trained - inputs - horizon + 1, "val": held - horizon + 1, "test": tested - horizon + 1}
+    for name, count in counts.items():
+        if count < 1:
+            needed = next(n for n in range(rows, 20 * (rows + inputs + horizon)) if _fits(n, inputs, horizon))
+            raise SeriesError(
+                f"{series.name}: too short: its {rows} rows leave no window of {inputs} + {horizon} rows in the "
+                f"{name} part; at least {needed} rows would do"
+            )
+    mean = series.values[:trained].mean(0)
+    std = series.values[:trained].std(0, correction=0)
+    std = torch.where(std > 0, std, torch.ones_like(std))
+    scaled = ((series.values - mean) / std).float().T.contiguous()
+    return Windows(
+        scaled, inputs, horizon,
+        train=Part(0, counts["train"]),
+        val=Part(trained - inputs, counts["val"]),
+        test=Part(rows - tested - inputs, counts["test"]),
+        mean=mean, std=std,
+    )  # fmt: skip
+
+
+def _fits(rows: int, inputs: int, horizon: int) -> bool:
+    trained, tested = rows * 7 // 10, rows * 2 // 10
+    return trained >= inputs + horizon and tested >= horizon and rows - trained - tested >= horizon
+
+
+def _parsed(path: Path, lines: Iterator[tuple[int, list[str]]]) -> Series:
+    line, header = next(lines, (1, []))
+    if not header:
+        raise SeriesError(f"{path}, line 1: empty; expected a header, then a date and numbers in each line")
+    dates, *channels = _header(path, line, header)
+    values, before = array("d"), None
+    blank = 0  # a line without any cell: only at the end
+    for line, cells in lines:
+        if not cells:
+            blank = blank or line
+            continue
+        if blank:
+            raise SeriesError(f"{path}, line {blank}: empty, though lines follow")
+        if len(cells) != len(channels) + 1:
+            raise SeriesError(
+                f"{path}, line {line}: {len(cells)} columns; expected {len(channels) + 1} as in the header"
+            )
+        date = _date(path, line, dates, cells[0])
+        if before is not None:
+            _require_later(path, line, dates, cells[0], date, before)
+        before = date
+        values.extend(_numbers(path, line, channels, cells[1:]))
+    if not values:
+        raise SeriesError(f"{path}, line {line + 1}: no rows after the header")
+    return Series(
+        str(path), tuple(channels), torch.frombuffer(values, dtype=torch.float64).view(-1, len(channels)).clone()
+    )
+
+
+def _lines(path: Path, file: TextIO) -> Iterator[tuple[int, list[str]]]:
+    """The cells of each line, with its number in the file; of the lines that quoted cells span, the last."""
+    reader = csv.reader(file, strict=True)
+    while True:
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise SeriesError(f"{path}, line {reader.line_num}: {error}") from error
+        yield reader.line_num, cells
+
+
+def _header(path: Path, line: int, cells: Sequence[str]) -> list[str]:
+    names = [name.strip() for name in cells]
+    if len(names) < 2:
+        raise SeriesError(f"{path}, line {line}: no channels; expected a date column and others, separated by commas")
+    for place, name in enumerate(names, 1):
+        if not name:
+            raise SeriesError(f"{path}, line {line}, column {place}: without a name; expected a header")
+        if name in names[: place - 1]:
+            raise SeriesError(f"{path}, line {line}, column {place}: {name!r} is the name of another one too")
+    if all(_is_number(name) for name in names[1:]):
+        raise SeriesError(f"{path}, line {line}: numbers where the header is expected")
+    return names
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _date(path: Path, line: int, column: str, text: str) -> datetime:
+    text = text.strip()
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        pass
+    for form in _DATE_FORMATS:
+        try:
+            return datetime.strptime(text, form)
+        except ValueError:
+            continue
+    problem = "is missing" if text.lower() in _ABSENT else f"{text!r} is no date such as 2016-07-01 00:00:00"
+    raise SeriesError(f"{path}, line {line}, column {column!r}: {problem}")
+
+
+def _require_later(path: Path, line: int, column: str, text: str, date: datetime, before: datetime) -> None:
+    where = f"{path}, line {line}, column {column!r}: {text.strip()!r}"
+    if (date.tzinfo is None) != (before.tzinfo is None):
+        raise SeriesError(f"{where}: an offset from UTC is expected in every line or in none")
+    if date == before:
+        raise SeriesError(f"{where} is the date of the line before as well")
+    if date < before:
+        raise SeriesError(f"{where} is before the line before; expected ascending dates")
+
+
+def _numbers(path: Path, line: int, channels: Sequence[str], cells: Sequence[str]) -> list[float]:
+    try:
+        numbers = list(map(float, cells))
+        if math.isfinite(sum(numbers)) and "_" not in "".join(cells):  # float() takes 1_000
+            return numbers
+    except ValueError:
+        pass
+    return [_number(path, line, channel, cell) for channel, cell in zip(channels, cells, strict=True)]
+
+
+def _number(path: Path, line: int, channel: str, cell: str) -> float:
+    text = cell.strip()
+    where = f"{path}, line {line}, column {channel!r}"
+    if text.lower() in _ABSENT:
+        raise SeriesError(f"{where}: is missing")
+    if "_" in text or not _is_number(text):
+        raise SeriesError(f"{where}: {text!r} is not a number")
+    if not math.isfinite(number := float(text)):
+        raise SeriesError(f"{where}: {text!r} is not finite")
+    return number

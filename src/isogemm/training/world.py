@@ -1,0 +1,67 @@
+"""The processes of a run: one, or those that torchrun started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+
+@dataclass(frozen=True)
+class World:
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process reports and writes."""
+        return self.rank == 0
+
+    def share(self, batches: Tensor) -> Tensor:
+        """This process's part of every batch. [batches, batch] -> [batches, batch / size]"""
+        return batches.chunk(self.size, 1)[self.rank]
+
+    def mean(self, values: Tensor) -> Tensor:
+        return self.sum(values) / self.size
+
+    def sum(self, values: Tensor) -> Tensor:
+        if self.size > 1:
+            values = values.clone()
+            distributed.all_reduce(values)
+        return values
+
+    def of_each(self, value: Any) -> list[Any]:
+        """What every process has, in the order of ranks."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        distributed.all_gather_object(values, value)
+        return values
+
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """The leading process's values, to all."""
+        if self.size > 1:
+            for tensor in tensors:
+                distributed.broadcast(tensor, 0)
+
+
+@contextmanager
+def entered(device: torch.device) -> Iterator[World]:
+    """The processes of torchrun, if it started this one: over NCCL on a GPU each, over gloo on the CPU."""
+    if not distributed.is_torchelastic_launched():
+        yield World(device)
+        return
+    gpu = device.type == "cuda"
+    distributed.init_process_group("nccl" if gpu else "gloo")
+    try:
+        if gpu:
+            device = torch.device("cuda", distributed.get_node_local_rank())
+            torch.cuda.set_device(device)
+        yield World(device, distributed.get_rank(), distributed.get_world_size())
+    finally:
+        distributed.destroy_process_group()
