@@ -25,6 +25,7 @@ from isogemm.core.device import facts
 from isogemm.families import DemoResult, Family
 from isogemm.testing.checks import Check, CheckResult
 from isogemm.training import loop, options, plots, results, world
+from isogemm.training.config import BACKENDS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -212,7 +213,7 @@ def train_patchtst(args: argparse.Namespace, terminal: Terminal) -> int:
         config, plan, series = options.asked(args)
     records = []
     with world.entered(_device(args.device)) as here:
-        for backend in [config.backend] if args.compare is None else args.compare or options.BACKENDS:
+        for backend in [config.backend] if args.compare is None else args.compare or BACKENDS:
             with _values_as_usage():
                 run = loop.Run(replace(config, backend=backend), series, here)
                 if args.resume:

@@ -120,6 +120,7 @@ class Run:
                 raise ValueError(f"isogemm does not serve this model: {report}")
         self.model.to(world.device)
         torch.manual_seed(config.seed + world.rank)
+        self._random = random_state(world.device)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), config.lr, weight_decay=config.weight_decay, fused=True, capturable=self._on_gpu
         )
@@ -148,7 +149,7 @@ class Run:
         checkpoints.require_same(path, state["run"], self.identity)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        set_random_state(state["random"][self.world.rank], self.world.device)
+        self._random = state["random"][self.world.rank]
         self.epochs = [Epoch(**each) for each in state["epochs"]]
         self._losses, self._spent_s, self._best = state["losses"], state["spent_s"], state["best"]
 
@@ -156,6 +157,7 @@ class Run:
         """Train to the plan's end. Where `stop` comes true, a checkpoint is written between two steps: Stopped."""
         with _fp32_precision(self.config.precision, self.world.device):
             started = time.perf_counter()
+            set_random_state(self._random, self.world.device)
             objective, training, validation = self._prepared()
             self._synchronize()
             begun = time.perf_counter()
@@ -308,7 +310,7 @@ class Run:
             scaled = values[:shown].double().cpu() * windows.std[:shown, None] + windows.mean[:shown, None]
             return [[float(f"{value:.6g}") for value in channel] for channel in scaled.tolist()]
 
-        history, truth = window.split((windows.inputs, windows.horizon), -1)
+        history, truth = window[:, : windows.inputs], window[:, windows.inputs :]
         return Forecast(list(self.series.channels[:shown]), original(history), original(truth), original(y))
 
     def _synchronize(self) -> None:

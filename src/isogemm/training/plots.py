@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,19 +56,22 @@ def losses(records: Sequence[Record]) -> Plot:
 
     def draw(figure: Any, colours: Colours) -> None:
         by_epoch, by_time = figure.subplots(1, 2, sharey=True, width_ratios=[1.3, 1])
-        for index, each in enumerate(records):
-            colour, epochs = colours.series[index % len(colours.series)], each["epochs"]
+        for each, line in zip(records, _lines(records, colours), strict=True):
+            epochs = each["epochs"]
             numbers = range(1, len(epochs) + 1)
             val = [epoch["val_mse"] for epoch in epochs]
             train = [epoch["train_mse"] for epoch in epochs]
-            seconds = _summed([epoch["train_s"] + epoch["val_s"] for epoch in epochs])
-            by_epoch.plot(numbers, val, color=colour, marker="o", markersize=2.5, label=f"{backend(each)}, validation")
-            by_epoch.plot(numbers, train, color=colour, linestyle=":", label=f"{backend(each)}, training")
-            by_time.plot(seconds, val, color=colour, marker="o", markersize=2.5)
+            seconds = list(accumulate(epoch["train_s"] + epoch["val_s"] for epoch in epochs))
+            by_epoch.plot(numbers, val, marker="o", markersize=2.5, label=f"{backend(each)}, validation", **line)
+            by_epoch.plot(numbers, train, linestyle=":", label=f"{backend(each)}, training", **line)
+            by_time.plot(seconds, val, marker="o", markersize=2.5, color=line["color"])
         by_epoch.set(xlabel="epoch", ylabel="MSE, scaled", yscale="log")
         by_epoch.xaxis.get_major_locator().set_params(integer=True)
         by_epoch.legend(fontsize=7)
         by_time.set(xlabel="seconds", xscale="log" if len(records) > 1 else "linear")
+        for axis in (by_epoch.yaxis, by_time.xaxis):
+            axis.set_major_formatter(_plain)
+            axis.set_minor_formatter(_plain)
         for axes in (by_epoch, by_time):
             axes.tick_params(which="both", length=0)
 
@@ -86,10 +90,9 @@ def forecast(records: Sequence[Record]) -> Plot:
             history = shown["history"][channel][-3 * len(truth) :]
             axes.plot(range(1 - len(history), 1), history, color=colours.muted)
             axes.plot(range(len(truth) + 1), [history[-1], *truth], color=colours.ink, label="truth")
-            for index, each in enumerate(records):
+            for each, line in zip(records, _lines(records, colours), strict=True):
                 values = [history[-1], *each["forecast"]["forecast"][channel]]
-                colour = colours.series[index % len(colours.series)]
-                axes.plot(range(len(values)), values, color=colour, linestyle="--", label=backend(each))
+                axes.plot(range(len(values)), values, linestyle="--", label=backend(each), **line)
             axes.axvline(0, color=colours.muted, linewidth=0.8)
             axes.set_title(shown["channels"][channel], loc="left")
             axes.tick_params(length=0)
@@ -111,9 +114,14 @@ def save(path: Path, plot: Plot) -> list[Path]:
     return written
 
 
-def _summed(values: Sequence[float]) -> list[float]:
-    total, sums = 0.0, []
-    for value in values:
-        total += value
-        sums.append(total)
-    return sums
+def _lines(records: Sequence[Record], colours: Colours) -> list[dict[str, Any]]:
+    """How each is drawn: those below wider, since runs of a seed lie on each other."""
+    count = len(records)
+    return [
+        {"color": colours.series[index % len(colours.series)], "linewidth": 1.4 * (count - index)}
+        for index in range(count)
+    ]
+
+
+def _plain(value: float, _: int) -> str:
+    return f"{value:g}"

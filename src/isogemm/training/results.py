@@ -79,7 +79,7 @@ def speedup(ours: Record, theirs: Record) -> float:
 
 
 def epoch_s(made: Record) -> float:
-    return median(epoch["train_s"] for epoch in made["epochs"])
+    return float(median(epoch["train_s"] for epoch in made["epochs"]))
 
 
 def _line(made: Record) -> list[str]:

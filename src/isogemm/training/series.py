@@ -10,16 +10,16 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 import torch
 from torch import Tensor
 
-PARTS = ("train", "val", "test")
-
 _DATE_FORMATS = ("%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d")  # beside ISO 8601
 _ABSENT = frozenset({"", "na", "n/a", "null", "none", "-"})
+_CONSTANT = 1e-10  # a deviation, relative to the mean, that is rounding
 _DAY, _WEEK = 24, 168  # rows: the synthetic series is hourly
 
 
@@ -69,8 +69,9 @@ def synthetic_rows(train_windows: int, window: int) -> int:
     return -(-(train_windows + window - 1) * 10 // 7)
 
 
-class Part(NamedTuple):
-    """Which rows the windows of a part begin at: first, and how many."""
+@dataclass(frozen=True)
+class Part:
+    """At which row its first window begins, and how many there are: one at every row from there."""
 
     first: int
     count: int
@@ -104,32 +105,33 @@ def cut(series: Series, inputs: int, horizon: int) -> Windows:
     scaled by the mean and standard deviation of its training rows; one that is constant there is only shifted.
     """
     rows = len(series.values)
-    trained, tested = rows * 7 // 10, rows * 2 // 10
-    held = rows - trained - tested
-    counts = {"train": trained - inputs - horizon + 1, "val": held - horizon + 1, "test": tested - horizon + 1}
-    for name, count in counts.items():
-        if count < 1:
-            needed = next(n for n in range(rows, 20 * (rows + inputs + horizon)) if _fits(n, inputs, horizon))
+    parts = _parts(rows, inputs, horizon)
+    for name, part in parts.items():
+        if part.count < 1:
+            needed = next(n for n in count(rows) if min(each.count for each in _parts(n, inputs, horizon).values()) > 0)
             raise SeriesError(
                 f"{series.name}: too short: its {rows} rows leave no window of {inputs} + {horizon} rows in the "
-                f"{name} part; at least {needed} rows would do"
+                f"{name} part; {needed} rows would do"
             )
-    mean = series.values[:trained].mean(0)
-    std = series.values[:trained].std(0, correction=0)
-    std = torch.where(std > 0, std, torch.ones_like(std))
-    scaled = ((series.values - mean) / std).float().T.contiguous()
-    return Windows(
-        scaled, inputs, horizon,
-        train=Part(0, counts["train"]),
-        val=Part(trained - inputs, counts["val"]),
-        test=Part(rows - tested - inputs, counts["test"]),
-        mean=mean, std=std,
-    )  # fmt: skip
+    trained = series.values[: rows * 7 // 10]
+    mean, std = trained.mean(0), trained.std(0, correction=0)
+    std = torch.where(std > _CONSTANT * mean.abs(), std, 1.0)
+    scaled = ((series.values - mean) / std).float()
+    for row, channel in (~scaled.isfinite()).nonzero()[:1].tolist():
+        raise SeriesError(
+            f"{series.name}, row {row + 1}, column {series.channels[channel]!r}: {series.values[row, channel]:g} "
+            "is out of range beside the training rows"
+        )
+    return Windows(scaled.T.contiguous(), inputs, horizon, **parts, mean=mean, std=std)
 
 
-def _fits(rows: int, inputs: int, horizon: int) -> bool:
+def _parts(rows: int, inputs: int, horizon: int) -> dict[str, Part]:
     trained, tested = rows * 7 // 10, rows * 2 // 10
-    return trained >= inputs + horizon and tested >= horizon and rows - trained - tested >= horizon
+    return {
+        "train": Part(0, trained - inputs - horizon + 1),
+        "val": Part(trained - inputs, rows - tested - trained - horizon + 1),
+        "test": Part(rows - tested - inputs, tested - horizon + 1),
+    }
 
 
 def _parsed(path: Path, lines: Iterator[tuple[int, list[str]]]) -> Series:

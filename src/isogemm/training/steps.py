@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,8 @@ class Objective(nn.Module):
         """
         starts = batches.index_select(0, position)[0]
         windows = values.unfold(1, self.inputs + self.horizon, 1).transpose(0, 1)
-        x, y = windows.index_select(0, starts.clamp(min=0) if summed else starts).split((self.inputs, self.horizon), -1)
+        batch = windows.index_select(0, starts.clamp(min=0) if summed else starts)
+        x, y = batch[..., : self.inputs], batch[..., self.inputs :]
         with torch.autocast(values.device.type, self.autocast, enabled=self.autocast is not None):
             forecast = self.model(x)
         if not summed:
@@ -148,7 +150,7 @@ def warm_up(step: Callable[[], object], position: Tensor) -> None:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def captured(step: Callable[[], object], times: int = 1, pool: tuple[int, int] | None = None) -> torch.cuda.CUDAGraph:
+def captured(step: Callable[[], object], times: int = 1, pool: Any = None) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         for _ in range(times):

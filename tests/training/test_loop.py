@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from isogemm.training import checkpoints
+from isogemm.training.checkpoints import CheckpointError
+from isogemm.training.loop import BEST, CHECKPOINT, Diverged, Plan, Stopped
+from isogemm.training.series import SeriesError, synthetic
+
+ALL_RANDOM = {"norm": "batch", "res_attention": True, "dropout": 0.2, "attention_dropout": 0.1, "affine": True}
+BACKENDS = ["torch", "isogemm"]
+
+
+def weights(run):
+    return {name: value.clone() for name, value in run.model.state_dict().items()}
+
+
+def assert_same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    differing = [name for name in found if not torch.equal(found[name], expected[name])]
+    assert not differing
+
+
+class StopAfter:
+    """Asks to stop once so many steps were done."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+
+def test_the_loss_goes_down(start):
+    outcome = start(lr=3e-3).fit(Plan(epochs=6))
+    first, last = outcome.epochs[0], outcome.epochs[-1]
+    assert last.train_mse < 0.6 * first.train_mse
+    assert last.val_mse < 0.7 * first.val_mse
+    assert outcome.best_epoch == min(range(1, 7), key=lambda number: outcome.epochs[number - 1].val_mse)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_seed_decides_the_bits(start, backend):
+    runs = [start(**ALL_RANDOM, backend=backend, seed=seed) for seed in (1, 1, 2)]
+    for run in runs:
+        torch.rand(3)  # whatever was drawn before
+        run.fit(Plan(epochs=2))
+    one, again, other = map(weights, runs)
+    assert_same_bits(again, one)
+    assert not torch.equal(other["head.weight"], one["head.weight"])
+
+
+def test_backends_begin_alike_and_see_the_same_batches(start):
+    torchs, ours = (start(backend=backend) for backend in BACKENDS)
+    assert_same_bits(weights(ours), weights(torchs))
+    found, expected = (run.fit(Plan(epochs=2)) for run in (ours, torchs))
+    for one, other in zip(found.epochs, expected.epochs, strict=True):
+        assert one.train_mse == pytest.approx(other.train_mse, rel=1e-4)  # of rounding alone
+        assert one.val_mse == pytest.approx(other.val_mse, rel=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("stopped_after", [1, 14])
+def test_a_stopped_run_goes_on_to_the_same_bits(start, tmp_path, backend, stopped_after):
+    """Of 9 steps an epoch: inside the first, and inside the second."""
+    whole = start(**ALL_RANDOM, backend=backend)
+    expected = whole.fit(Plan(epochs=3))
+    plan = Plan(epochs=3, folder=tmp_path)
+    with pytest.raises(Stopped, match="after step"):
+        start(**ALL_RANDOM, backend=backend).fit(plan, stop=StopAfter(stopped_after))
+    resumed = start(**ALL_RANDOM, backend=backend)
+    resumed.resume(tmp_path / CHECKPOINT)
+    found = resumed.fit(plan)
+    assert_same_bits(weights(resumed), weights(whole))
+    assert found.test_mse == expected.test_mse
+    assert found.best_epoch == expected.best_epoch
+    assert [replace(each, train_s=0, val_s=0) for each in found.epochs] == [
+        replace(each, train_s=0, val_s=0) for each in expected.epochs
+    ]
+
+
+def test_more_epochs_are_those_of_a_longer_run(start, tmp_path):
+    whole = start(**ALL_RANDOM)
+    whole.fit(Plan(epochs=3))
+    start(**ALL_RANDOM).fit(Plan(epochs=2, folder=tmp_path))
+    resumed = start(**ALL_RANDOM)
+    resumed.resume(tmp_path / CHECKPOINT)
+    resumed.fit(Plan(epochs=3, folder=tmp_path))
+    assert_same_bits(weights(resumed), weights(whole))
+
+
+def test_a_finished_run_resumed_is_only_tested_again(start, tmp_path):
+    plan = Plan(epochs=2, folder=tmp_path)
+    run = start()
+    expected = run.fit(plan)
+    again = start()
+    again.resume(tmp_path / CHECKPOINT)
+    assert again.fit(plan).test_mae == expected.test_mae
+    assert_same_bits(weights(again), weights(run))
+
+
+def test_checkpoints_inside_an_epoch(start, tmp_path, monkeypatch):
+    done = []
+    save = checkpoints.save
+
+    def seen(path: Path, state):
+        if path.name == CHECKPOINT:
+            done.append((len(state["epochs"]), len(state["losses"])))
+        save(path, state)
+
+    monkeypatch.setattr(checkpoints, "save", seen)
+    run = start()
+    assert run.steps == 9
+    run.fit(Plan(epochs=2, folder=tmp_path, checkpoint_epochs=2, checkpoint_steps=4))
+    assert done == [(0, 4), (0, 8), (1, 4), (1, 8), (2, 0)]
+
+
+def test_best_weights_are_kept(start, tmp_path):
+    """Also where no checkpoint was due after the best epoch."""
+    run = start(lr=0.1)
+    outcome = run.fit(Plan(epochs=5, folder=tmp_path, checkpoint_epochs=5))
+    best = checkpoints.load(tmp_path / BEST)
+    assert best["epoch"] == outcome.best_epoch
+    run.model.load_state_dict(best["model"])
+    x, y = (run.windows.all[run.windows.test.first :][..., part] for part in (slice(16), slice(16, None)))
+    with torch.no_grad():
+        mse = (run.model.eval()(x) - y).square().mean().item()
+    assert mse == pytest.approx(outcome.test_mse, rel=1e-5)  # in another order
+    assert best["mean"].shape == best["std"].shape == (2,)
+
+
+def test_patience(start):
+    outcome = start(lr=0.1).fit(Plan(epochs=50, patience=2))
+    assert len(outcome.epochs) == outcome.best_epoch + 2 < 50
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": 0.5}, "lr is 0.5, in the checkpoint 0.001"),
+        ({"d_model": 16, "seed": 3}, "d_model is 16, in the checkpoint 8; seed is 3, in the checkpoint 0"),
+        ({"backend": "isogemm"}, "backend is 'isogemm', in the checkpoint 'torch'"),
+    ],
+)
+def test_another_runs_checkpoint_is_refused(start, tmp_path, options, message):
+    start().fit(Plan(epochs=1, folder=tmp_path))
+    with pytest.raises(CheckpointError, match=message):
+        start(**options).resume(tmp_path / CHECKPOINT)
+
+
+def test_other_data_is_refused(start, tmp_path):
+    start().fit(Plan(epochs=1, folder=tmp_path))
+    run = start()
+    run.series = synthetic(240, 2, seed=9)
+    with pytest.raises(CheckpointError, match="of another run: data is"):
+        run.resume(tmp_path / CHECKPOINT)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no checkpoint", b"PK\x03\x04"])
+def test_files_that_are_no_checkpoint(start, tmp_path, content):
+    path = tmp_path / CHECKPOINT
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.pt: (no such file|not a checkpoint)"):
+        start().resume(path)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    path = tmp_path / CHECKPOINT
+    checkpoints.save(path, {"value": 1})
+
+    def full(state, file):
+        file.write(b"half of it")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="no space left"):
+        checkpoints.save(path, {"value": 2})
+    assert checkpoints.load(path)["value"] == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(start):
+    run = start()
+    with torch.no_grad():
+        run.model.head.weight.fill_(1e30)
+    with pytest.raises(Diverged, match="epoch 1"):
+        run.fit(Plan(epochs=2))
+
+
+def test_fewer_windows_than_a_batch(start):
+    with pytest.raises(SeriesError, match="149 training windows, fewer than a batch of 150"):
+        start(batch=150)
+
+
+def test_a_compiled_step_is_one_graph(start, monkeypatch):
+    """Traced alone: fullgraph raises where the tracer has to leave the graph."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: compile(*args, backend="eager", **options))
+    plain, compiled, rest = start(), start(backend="compile"), start(backend="isogemm", compile_rest=True)
+    expected, *others = (run.fit(Plan(epochs=1)) for run in (plain, compiled, rest))
+    torch.compiler.reset()
+    for found in others:
+        assert found.epochs[0].train_mse == pytest.approx(expected.epochs[0].train_mse, rel=1e-4)
+
+
+def test_forecasts_are_in_the_datas_units(start, series):
+    outcome = start().fit(Plan(epochs=1))
+    shown = outcome.forecast
+    first = 240 - 48 - 16 + 45 // 2  # the middle of 45 test windows
+    for channel, name in enumerate(shown.channels):
+        assert name == series.channels[channel]
+        seen = shown.history[channel] + shown.truth[channel]
+        assert seen == pytest.approx(series.values[first : first + 20, channel].tolist(), rel=1e-4)
+        assert len(shown.forecast[channel]) == 4
