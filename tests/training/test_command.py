@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from isogemm.cli import main
+from isogemm.training import options, plots, results
+from isogemm.training.config import Config
+from isogemm.training.loop import BEST, CHECKPOINT
+from isogemm.training.model import Architecture
+from isogemm.training.series import synthetic
+from isogemm.training.steps import Training
+
+ROOT = Path(__file__).parents[2]
+SAVE = plots.save
+DATA = ["--rows", "240", "--channels", "2"]
+TINY = [
+    "--device", "cpu", "--inputs", "16", "--horizon", "4", "--patch", "4", "--d-model", "8", "--nhead", "2",
+    "--dim-feedforward", "16", "--layers", "1", "--batch", "16", "--epochs", "2",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty one, and no plots: they take longer than a run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plots, "save", lambda path, plot: [])
+
+
+@pytest.fixture
+def drawn(folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "save", SAVE)
+
+
+def train(*arguments: str) -> int:
+    return main(["train-patchtst", *TINY, *arguments])
+
+
+def recorded(folder: str = "build/train-patchtst") -> list[results.Record]:
+    return results.read(Path(folder) / "results.jsonl")
+
+
+def write_csv(rows: int = 240) -> Path:
+    values = synthetic(rows, 3).values.tolist()
+    lines = [
+        f"2016-07-{1 + hour // 24:02} {hour % 24:02}:00:00,{','.join(map(str, row))}" for hour, row in enumerate(values)
+    ]
+    path = Path("ETT.csv")
+    path.write_text("\n".join(["date,a,b,c", *lines]) + "\n")
+    return path
+
+
+def final(folder: str) -> dict[str, torch.Tensor]:
+    return torch.load(Path(folder) / CHECKPOINT, weights_only=True)["model"]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.usefixtures("drawn")
+def test_a_csv_end_to_end(capsys):
+    assert train("--csv", str(write_csv()), "--backend", "isogemm", "--out", "run") == 0
+    (row,) = recorded("run")
+    assert row["run"]["channels"] == 3
+    assert row["series"] == "ETT.csv"
+    assert len(row["epochs"]) == 2
+    assert row["forecast"]["channels"] == ["a", "b", "c"]
+    for name in (CHECKPOINT, BEST, "losses.svg", "losses.png", "forecast.svg", "forecast.png"):
+        assert (Path("run") / name).stat().st_size > 1000
+    captured = capsys.readouterr()
+    assert f"{row['test_mse']:.5f}" in captured.out
+    assert "epoch 2/2, train MSE" in captured.err
+
+
+def test_resume_from_the_command_line(monkeypatch, capsys):
+    common = [*DATA, "--dropout", "0.1", "--backend", "torch", "--epochs", "3"]
+    assert train(*common, "--out", "whole") == 0
+    advance, taken = Training.advance, 0
+
+    def interrupted(self: Training, most: int) -> int:
+        nonlocal taken
+        taken += 1
+        if taken == 13:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return advance(self, most)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "advance", interrupted)
+        assert train(*common, "--out", "parts") == 130
+    assert "stopped after step 4 of epoch 2" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert train(*common, "--out", "parts", "--resume") == 0
+    assert same(final("parts"), final("whole"))
+
+
+def test_compare(capsys):
+    assert train(*DATA, "--compare", "torch", "isogemm") == 0
+    torchs, ours = recorded()
+    assert (torchs["run"]["backend"], ours["run"]["backend"]) == ("torch", "isogemm")
+    assert ours["epochs"][-1]["val_mse"] == pytest.approx(torchs["epochs"][-1]["val_mse"], rel=1e-3)
+    out = capsys.readouterr().out
+    assert "over torch" in out
+    assert f"{results.speedup(ours, torchs):.2f}x" in out
+    assert not list(Path().rglob(CHECKPOINT))
+
+
+@pytest.mark.usefixtures("drawn")
+def test_without_the_extra(monkeypatch, capsys):
+    for package in ("rich", "matplotlib"):
+        for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
+            monkeypatch.setitem(sys.modules, name, None)
+    assert train(*DATA, "--backend", "torch") == 0
+    assert "no plots: matplotlib is not installed" in capsys.readouterr().out
+    assert len(recorded()) == 1
+
+
+def test_broken_csv(capsys):
+    path = write_csv(rows=240)
+    lines = path.read_text().splitlines()
+    lines[100] = lines[100].replace(",", ",cold ", 1)
+    path.write_text("\n".join(lines))
+    assert train("--csv", str(path)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("isogemm train-patchtst: error: ETT.csv, line 101, column 'a': 'cold ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--csv", "missing.csv"], "missing.csv"),
+        ([*DATA, "--rows", "20"], "synthetic, seed 0: too short: its 20 rows leave no window of 16 + 4 rows"),
+        ([*DATA, "--batch", "500"], "149 training windows, fewer than a batch of 500"),
+        ([*DATA, "--nhead", "3"], "nhead is 3, which does not divide d_model 8"),
+        ([*DATA, "--epochs", "0"], "epochs is 0; expected at least 1"),
+        ([*DATA, "--resume"], "checkpoint.pt: no such file"),
+        ([*DATA, "--resume", "--compare"], "--resume: not with --compare"),
+        (["--rows", "0"], "rows is 0"),
+    ],
+)
+def test_impossible_requests_are_one_line(arguments, message, capsys):
+    assert train(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("isogemm train-patchtst: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_data_that_is_not_synthetic_has_its_own_sizes(capsys):
+    assert train("--csv", str(write_csv()), "--channels", "2") == 2
+    assert "--rows, --channels: of synthetic data, but there is --csv" in capsys.readouterr().err
+
+
+def test_another_configuration_is_not_resumed(capsys):
+    assert train(*DATA, "--backend", "torch") == 0
+    assert train(*DATA, "--backend", "torch", "--lr", "0.5", "--resume") == 2
+    assert "of another run: lr is 0.5, in the checkpoint 0.001" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_fails(capsys):
+    assert train(*DATA, "--backend", "torch", "--lr", "1e30") == 1
+    assert "torch: the loss is not finite in epoch" in capsys.readouterr().out
+
+
+def test_every_option_of_a_run_can_be_given():
+    assert [each.name for each in fields(Architecture)] == list(options._MODEL)
+    assert {each.name for each in fields(Config)} - {"model"} == set(options._RUN)
+
+
+def test_two_processes_train_like_one():
+    """By torchrun: each with half of every batch, the gradients averaged."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["-m", "isogemm", "train-patchtst", *TINY, *DATA, "--backend", "isogemm", "--out", "two"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    with Path("two.log").open("w") as log:
+        processes = subprocess.Popen([*torchrun, *arguments], env=env, stdout=log, stderr=log, start_new_session=True)
+        try:
+            code = processes.wait(timeout=90)
+        except subprocess.TimeoutExpired:
+            os.killpg(processes.pid, signal.SIGKILL)
+            raise
+    assert code == 0, Path("two.log").read_text()[-3000:]
+    assert train(*DATA, "--backend", "isogemm", "--out", "one") == 0
+    (two,), (one,) = recorded("two"), recorded("one")
+    assert two["run"]["processes"] == 2
+    for together, alone in zip(two["epochs"], one["epochs"], strict=True):
+        for name in ("train_mse", "val_mse", "val_mae"):
+            assert together[name] == pytest.approx(alone[name], rel=1e-4)  # of rounding alone
+    assert Path("two.log").read_text().count("Training on") == 1
+
+
+def test_the_example_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_patchtst.py", "--help"])
+    source = (ROOT / "examples" / "train_patchtst.py").read_text()
+    with pytest.raises(SystemExit) as exit:
+        exec(compile(source, "train_patchtst.py", "exec"), {"__name__": "__main__"})
+    assert exit.value.code == 0
+    assert "usage: isogemm train-patchtst" in capsys.readouterr().out
