@@ -17,7 +17,7 @@ from isogemm.cli import main
 from isogemm.families import DemoResult, Family, Usability
 from isogemm.testing.checks import Check, CheckResult, skip
 
-COMMANDS = ["doctor", "verify", "bench", "report", "demo"]
+COMMANDS = ["doctor", "verify", "bench", "report", "demo", "train-patchtst"]
 PASSING = CheckResult("same bits", 1, 0, 0)
 FAILING = CheckResult("same bits", 1, 2, 17, detail="trial 3: first at (0, 5)")
 SKIPPED = skip("same bits", "no [tensor] cores")

@@ -53,7 +53,7 @@ class World:
 @contextmanager
 def entered(device: torch.device) -> Iterator[World]:
     """The processes of torchrun, if it started this one: over NCCL on a GPU each, over gloo on the CPU."""
-    if not distributed.is_torchelastic_launched():
+    if not (distributed.is_available() and distributed.is_torchelastic_launched()):
         yield World(device)
         return
     gpu = device.type == "cuda"
