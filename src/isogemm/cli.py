@@ -228,8 +228,9 @@ def train_patchtst(args: argparse.Namespace, terminal: Terminal) -> int:
                 terminal.line(f"{backend}: {diverged}")
                 return FAILED
             records.append(results.record(run, outcome, runner.environment(here.device, args.commit), args.preset))
+            compiled = run.config.compiles
             del run, outcome
-            _free_memory()
+            _free_memory(compiled)
         if here.leads:
             _show_training(records, args.out, terminal, _describe(here.device))
     return OK
@@ -441,9 +442,10 @@ def _stop_requests(noted: bool) -> Iterator[Callable[[], bool]]:
         restore()
 
 
-def _free_memory() -> None:
+def _free_memory(compiled: bool) -> None:
     """What a run's graphs and compiled code hold, before the next one's is measured."""
-    torch.compiler.reset()
+    if compiled:
+        torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

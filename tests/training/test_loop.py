@@ -8,7 +8,7 @@ import torch
 
 from isogemm.training import checkpoints
 from isogemm.training.checkpoints import CheckpointError
-from isogemm.training.loop import BEST, CHECKPOINT, Diverged, Plan, Stopped
+from isogemm.training.loop import BEST, CHECKPOINT, Diverged, Plan, Stopped, best_forecaster
 from isogemm.training.series import SeriesError, synthetic
 
 ALL_RANDOM = {"norm": "batch", "res_attention": True, "dropout": 0.2, "attention_dropout": 0.1, "affine": True}
@@ -120,18 +120,18 @@ def test_checkpoints_inside_an_epoch(start, tmp_path, monkeypatch):
     assert done == [(0, 4), (0, 8), (1, 4), (1, 8), (2, 0)]
 
 
-def test_best_weights_are_kept(start, tmp_path):
+def test_best_weights_are_kept(start, series, tmp_path):
     """Also where no checkpoint was due after the best epoch."""
     run = start(lr=0.1)
     outcome = run.fit(Plan(epochs=5, folder=tmp_path, checkpoint_epochs=5))
-    best = checkpoints.load(tmp_path / BEST)
-    assert best["epoch"] == outcome.best_epoch
-    run.model.load_state_dict(best["model"])
+    assert outcome.best_epoch < 5
+    assert checkpoints.load(tmp_path / BEST)["epoch"] == outcome.best_epoch
+    model, mean, std = best_forecaster(tmp_path / BEST)
     x, y = (run.windows.all[run.windows.test.first :][..., part] for part in (slice(16), slice(16, None)))
     with torch.no_grad():
-        mse = (run.model.eval()(x) - y).square().mean().item()
+        mse = (model(x) - y).square().mean().item()
     assert mse == pytest.approx(outcome.test_mse, rel=1e-5)  # in another order
-    assert best["mean"].shape == best["std"].shape == (2,)
+    torch.testing.assert_close((series.values - mean) / std, run.windows.values.T.double(), rtol=1e-6, atol=1e-6)
 
 
 def test_patience(start):

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from isogemm.core.device import matmul_precision
 from isogemm.integrations import patchtst
 from isogemm.training import checkpoints
 from isogemm.training.config import Config
-from isogemm.training.model import Forecaster
+from isogemm.training.model import Architecture, Forecaster
 from isogemm.training.series import Series, SeriesError, cut
 from isogemm.training.steps import Evaluation, Objective, Training, random_state, set_random_state
 from isogemm.training.world import World
@@ -316,6 +316,14 @@ class Run:
     def _synchronize(self) -> None:
         if self._on_gpu:
             torch.cuda.synchronize(self.world.device)
+
+
+def best_forecaster(path: Path) -> tuple[Forecaster, Tensor, Tensor]:
+    """From a run's best.pt: the model in eval mode, and the mean and deviation [channels] to scale its data by."""
+    state = checkpoints.load(path)
+    model = Forecaster(Architecture(**{each.name: state["run"][each.name] for each in fields(Architecture)}))
+    model.load_state_dict(state["model"])
+    return model.eval(), state["mean"], state["std"]
 
 
 def described(epoch: Epoch) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +53,11 @@ class World:
 @contextmanager
 def entered(device: torch.device) -> Iterator[World]:
     """The processes of torchrun, if it started this one: over NCCL on a GPU each, over gloo on the CPU."""
-    if not (distributed.is_available() and distributed.is_torchelastic_launched()):
-        yield World(device)
-        return
     gpu = device.type == "cuda"
+    if not (distributed.is_available() and distributed.is_torchelastic_launched()):
+        with torch.cuda.device(device) if gpu else nullcontext():
+            yield World(device)
+        return
     distributed.init_process_group("nccl" if gpu else "gloo")
     try:
         if gpu:
