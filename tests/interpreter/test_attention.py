@@ -5,10 +5,17 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from isogemm.encoder import plan
 from isogemm.encoder.configs_attention import Attention, DotConfig, MmaConfig, choose, choose_backward, choose_mma
 from isogemm.encoder.kernels_attention_dot import describe_attention_dot, describe_attention_dot_backward
 from isogemm.encoder.kernels_attention_mma import describe_attention_mma, describe_attention_mma_backward
-from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch
+from isogemm.testing import (
+    AttentionInputs,
+    AttentionResults,
+    assert_bitwise_equal,
+    assert_no_worse_than_torch,
+    torch_attention,
+)
 
 NUMBERS = [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.float16, "ieee")]
 SIZES = [  # tokens, head
@@ -278,6 +285,75 @@ def test_wide_offsets():
     )
     results = Results(*(x.reshape(1, tokens, 1, -1) for x in (o, lse, dq, dk, dv)))
     _assert_close(results._replace(lse=lse.reshape(1, tokens, 1)), inputs)
+
+
+def _variant(tokens, nhead, head, dtype, mask="", causal=False, residual=True, dropout=0.0):
+    """Two sequences; of residual scores the first is -inf."""
+    generator = torch.Generator().manual_seed(tokens)
+    q, k, v, grad = torch.randn(4, 2, tokens, nhead * head, generator=generator).to(dtype)
+    previous = of_scores = None
+    if residual:
+        previous, of_scores = torch.randn(2, 2, nhead, tokens, tokens, generator=generator).to(dtype)
+        previous[0, 0, 0, 0] = -torch.inf
+    mask = _mask(mask, 2, tokens)
+    seed = torch.tensor([-(2**40) - 5]) if dropout else None
+    return AttentionInputs(q, k, v, grad, nhead, mask, causal, previous, of_scores, seed, dropout)
+
+
+def _launch_variant(inputs, precision="ieee"):
+    """By the kernels that heads of this size have, into poisoned outputs."""
+    sequences, tokens, width = inputs.q.shape
+    name = str(inputs.q.dtype).removeprefix("torch.")
+    kind = "" if inputs.mask is None else "bool" if inputs.mask.dtype == torch.bool else "additive"
+    strides = (0, 0) if inputs.mask is None else inputs.mask.stride()
+
+    def problem(count):
+        return Attention(
+            sequences, tokens, inputs.nhead, width // inputs.nhead, name, precision, (width,) * count,
+            inputs.is_causal, kind, strides, dropout=inputs.dropout, previous=inputs.previous is not None,
+            scores=inputs.of_scores is not None,
+        )  # fmt: skip
+
+    q, k, v, do, mask, previous = *inputs[:4], inputs.mask, inputs.previous
+    o, dq, dk, dv = (torch.full_like(q, torch.nan) for _ in range(4))
+    lse = torch.full((sequences, tokens, inputs.nhead), torch.nan)
+    scores, d_previous = (None if x is None else torch.full_like(x, torch.nan) for x in (inputs.of_scores, previous))
+    given = (q, k, v, mask, previous, inputs.seed, o, lse)
+    plan.describe_attention(problem(3)).run(*given, scores)
+    plan.describe_attention_backward(problem(6)).run(*given, do, inputs.of_scores, dq, dk, dv, d_previous)
+    return AttentionResults(o, scores, dq, dk, dv, d_previous)
+
+
+def _assert_variant_close(inputs, precision="ieee"):
+    found = _launch_variant(inputs, precision)
+    peer = torch.float16 if precision == "tf32" else inputs.q.dtype  # which keeps as many bits
+    theirs, exact = torch_attention(inputs, peer), torch_attention(inputs, torch.float64)
+    for name, ours, torchs, right in zip(found._fields, found, theirs, exact, strict=True):
+        if ours is None:
+            continue
+        torchs = torchs.to(ours.dtype)
+        assert_no_worse_than_torch(ours, torchs, right, factor=4, ulps=8, match_nonfinite=True, what=name)
+
+
+VARIANTS = {  # of tokens, mask, causal, residual, dropout
+    "dropout": (18, "", False, False, 0.3),
+    "all dropped": (5, "", False, False, 1.0),
+    "residual": (21, "", False, True, 0.0),
+    "both, causal": (42, "", True, True, 0.2),
+    "both, bool": (17, "bool", False, True, 0.2),
+    "both, additive": (2, "additive", False, True, 0.5),
+}
+
+
+def _spread(numbers):
+    """Every variant, each number in turn."""
+    return [(variant, *numbers[place % len(numbers)]) for place, variant in enumerate(VARIANTS)]
+
+
+@pytest.mark.parametrize(("variant", "dtype", "precision"), _spread(NUMBERS), ids=str)
+def test_variants_of_long_heads(variant, dtype, precision):
+    tokens, *rest = VARIANTS[variant]
+    _assert_variant_close(_variant(tokens, 1, 24, dtype, *rest), precision)
 
 
 def test_nothing_to_do():

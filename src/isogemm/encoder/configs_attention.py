@@ -6,7 +6,9 @@ tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from isogemm.epilogues import random
 
 CACHED = 16 << 20  # bytes of q, k and v that are read fast enough without being fetched first (H200)
 
@@ -36,6 +38,11 @@ class Attention:
     dropout: float = 0.0  # the probability that a weight is left out
     previous: bool = False  # whether scores of the layer before are added
     scores: bool = False  # whether the scores are written; in the backward, whether their gradient comes in
+
+    @property
+    def dropping(self) -> tuple[int, float] | tuple[None, None]:
+        """Below which 16 bits leave a weight out, and the factor of the others."""
+        return (random.threshold(self.dropout), random.scale(self.dropout)) if self.dropout else (None, None)
 
 
 @dataclass(frozen=True)
@@ -119,12 +126,20 @@ LONGEST_HEAD = max(block_d for _, block_d in _FORWARD)
 
 def choose(problem: Attention) -> DotConfig:
     """The forward blocks, for a head of at most LONGEST_HEAD."""
-    return _FORWARD[_number(problem), _padded(problem.head)]
+    config = _FORWARD[_number(problem), _padded(problem.head)]
+    return replace(config, block_k=config.block_k // _too_many(problem, config))
 
 
 def choose_backward(problem: Attention) -> DotConfig:
     """The backward blocks."""
-    return _BACKWARD[_number(problem), _padded(problem.head)]
+    config = _BACKWARD[_number(problem), _padded(problem.head)]
+    return replace(config, block_q=config.block_q // _too_many(problem, config))
+
+
+def _too_many(problem: Attention, config: DotConfig) -> int:
+    """How many times the scores of a block: those in memory take registers of their own."""
+    most = 512 * config.num_warps
+    return max(1, config.block_q * config.block_k // most) if problem.previous or problem.scores else 1
 
 
 def fits_mma(problem: Attention) -> bool:

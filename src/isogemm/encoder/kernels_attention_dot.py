@@ -17,6 +17,7 @@ from isogemm.encoder.configs_attention import Attention, DotConfig
 from isogemm.gemm.kernels import multiple, round_to_tf32
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -96,12 +97,61 @@ def _keys(mask_at, key, tokens, mask_step, MASK: tl.constexpr):
     return kept, added
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
+def _matrix_at(ptr, matrix, tokens, LINE: tl.constexpr):
+    """The first of a matrix's scores."""
+    if ptr is None:
+        return None
+    else:
+        return ptr + matrix.to(tl.int64) * multiple(tokens, LINE) * tokens
+
+
+@triton.jit
+def _score_places(at, query, key, tokens, INDEX: tl.constexpr, LINE: tl.constexpr):
+    """Addresses of scores by query and key, which are numbers of rows and columns, and which there are."""
+    return at + (query.to(INDEX) * multiple(tokens, LINE) + key), (query < tokens) & (key < multiple(tokens, LINE))
+
+
+@triton.jit
+def _read_scores(at, query, key, tokens, INDEX: tl.constexpr, LINE: tl.constexpr):
+    at, inside = _score_places(at, query, key, tokens, INDEX, LINE)
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _write_scores(at, query, key, tokens, x, INDEX: tl.constexpr, LINE: tl.constexpr):
+    at, inside = _score_places(at, query, key, tokens, INDEX, LINE)
+    tl.store(at, x.to(at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _kept(x, dropout, query, key, matrix, TURNED: tl.constexpr):
+    """x, of a tile of weights, where dropout (seed, threshold) keeps them, as in `epilogues.random`; else 0.
+
+    The tile begins at (query, key), multiples of sixteen; TURNED: rows are keys.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    seed, dropped = dropout
+    zero = tl.zeros([ROWS // 2, COLUMNS // 2], dtype=tl.int32)
+    row = tl.arange(0, ROWS // 2)[:, None] + zero
+    column = tl.arange(0, COLUMNS // 2)[None, :] + zero
+    if TURNED:
+        w0, w2, w1, w3 = tl.philox(seed, row + key // 2, column + query // 2, matrix + zero, zero)
+    else:
+        w0, w1, w2, w3 = tl.philox(seed, column + key // 2, row + query // 2, matrix + zero, zero)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [.., .., 2, 2]: rows r and r + 8, columns c and c + 8
+    words = tl.reshape(words, [ROWS // 16, 8, COLUMNS // 16, 8, 2, 2])
+    words = tl.reshape(tl.permute(words, [0, 4, 1, 2, 5, 3]), [ROWS, COLUMNS])
+    return tl.where((words >> 16).to(tl.int32) < dropped, 0.0, x)
+
+
+@triton.jit(do_not_specialize=["tokens", "dropped"])
 def _attention_dot_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, scores_ptr, tokens,
-    ld_q, ld_k, ld_v, mask_stride, mask_step,
+    ld_q, ld_k, ld_v, mask_stride, mask_step, dropped, kept_scale,
     H: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr, LINE: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     ld_q = multiple(ld_q, UNIT)
@@ -119,6 +169,12 @@ def _attention_dot_kernel(
     mask_at = None
     if MASK != "":
         mask_at = mask_ptr + sequence * mask_stride
+    matrix = program // blocks
+    previous_at = _matrix_at(previous_ptr, matrix, tokens, LINE)
+    scores_at = _matrix_at(scores_ptr, matrix, tokens, LINE)
+    dropout = None
+    if seed_ptr is not None:
+        dropout = (tl.load(seed_ptr), dropped)
     row = first + tl.arange(0, BQ)
     live = row < tokens
     q_rows = (q_ptr + (start * ld_q + head * D), row, live, ld_q)
@@ -127,7 +183,7 @@ def _attention_dot_kernel(
     total = tl.zeros([BQ], dtype=tl.float32)
     acc = tl.zeros([BQ, BD], dtype=tl.float32)
     end = tokens
-    if CAUSAL:
+    if CAUSAL and scores_ptr is None:
         end = tl.minimum(tokens, first + BQ)
     for begin in tl.range(0, end, BK):
         key = begin + tl.arange(0, BK)
@@ -136,22 +192,30 @@ def _attention_dot_kernel(
         k = _operand(_read(k_rows, D, BD, INDEX), DTYPE, PRECISION)  # [BK, BD]
         v = _operand(_read((v_at, key, kept, ld_v), D, BD, INDEX), DTYPE, PRECISION)
         s = _over_head(q, q_rows, k, k_rows, D, BD, CHUNK, PRECISION, INDEX) * (SCALE * _LOG2E)  # [BQ, BK]
+        if previous_at is not None:
+            s += _read_scores(previous_at, row[:, None], key[None, :], tokens, INDEX, LINE) * _LOG2E
         if MASK == "additive":
             s += added[None, :]
         seen = kept[None, :]
         if CAUSAL:
             seen = seen & (key[None, :] <= row[:, None])
         s = tl.where(seen, s, float("-inf"))
+        if scores_at is not None:
+            _write_scores(scores_at, row[:, None], key[None, :], tokens, s * _LN2, INDEX, LINE)
         higher = tl.maximum(top, tl.max(s, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # no key yet: exp2 of -inf is 0, of -inf + inf NaN
         shrink = tl.exp2(top - base)
         p = tl.exp2(s - base[:, None])
         total = total * shrink + tl.sum(p, axis=1)
+        if dropout is not None:
+            p = _kept(p, dropout, first, begin, matrix, False)
         acc = _multiply(_operand(p, DTYPE, PRECISION), v, acc * shrink[:, None], PRECISION)
         top = higher
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     o = acc / total[:, None]
+    if dropout is not None:
+        o *= kept_scale
     _write((o_ptr + (start * (H * D) + head * D), row, live, H * D), o, D, BD, INDEX)
     lse = tl.where(empty, float("inf"), top + tl.log2(total))
     tl.store(lse_ptr + (start * H + head) + row.to(INDEX) * H, lse, mask=live)
@@ -177,10 +241,18 @@ def _score_gradient(p, dp, delta):
 
 
 @triton.jit
+def _with_gradient(ds, s, at, query, key, tokens, INDEX: tl.constexpr, LINE: tl.constexpr):
+    """ds and what comes in for the scores themselves, but for those that are -inf."""
+    above = _read_scores(at, query, key, tokens, INDEX, LINE)
+    return ds + tl.where(s == float("-inf"), 0.0, above)
+
+
+@triton.jit
 def _query_gradients(
-    q_at, k_at, v_at, mask_at, o_at, lse_at, do_at, dq_at, first, tokens, ld_q, ld_k, ld_v, ld_dq, mask_step,
+    q_at, k_at, v_at, mask_at, previous_at, o_at, lse_at, do_at, d_scores_at, dq_at, d_previous_at,
+    first, matrix, tokens, ld_q, ld_k, ld_v, ld_dq, mask_step, dropout, kept_scale,
     H: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, INDEX: tl.constexpr,
+    PRECISION: tl.constexpr, INDEX: tl.constexpr, LINE: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """dq of queries first .. first + BQ - 1, over blocks of keys."""
@@ -193,7 +265,7 @@ def _query_gradients(
     q = _operand(_read(q_rows, D, BD, INDEX), DTYPE, PRECISION)  # [BQ, BD]
     dq = tl.zeros([BQ, BD], dtype=tl.float32)
     end = tokens
-    if CAUSAL:
+    if CAUSAL and d_previous_at is None:
         end = tl.minimum(tokens, first + BQ)
     for begin in tl.range(0, end, BK):
         key = begin + tl.arange(0, BK)
@@ -203,6 +275,8 @@ def _query_gradients(
         k = _operand(_read(k_rows, D, BD, INDEX), DTYPE, PRECISION)  # [BK, BD]
         v = _operand(_read(v_rows, D, BD, INDEX), DTYPE, PRECISION)
         s = _over_head(q, q_rows, k, k_rows, D, BD, CHUNK, PRECISION, INDEX) * (SCALE * _LOG2E)  # [BQ, BK]
+        if previous_at is not None:
+            s += _read_scores(previous_at, row[:, None], key[None, :], tokens, INDEX, LINE) * _LOG2E
         if MASK == "additive":
             s += added[None, :]
         seen = kept[None, :]
@@ -210,17 +284,24 @@ def _query_gradients(
             seen = seen & (key[None, :] <= row[:, None])
         p = tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
         dp = _over_head(do, do_rows, v, v_rows, D, BD, CHUNK, PRECISION, INDEX)
+        if dropout is not None:
+            dp = _kept(dp, dropout, first, begin, matrix, False) * kept_scale
         ds = _score_gradient(p, dp, delta[:, None])
+        if d_scores_at is not None:
+            s = tl.where(seen, s, float("-inf"))
+            ds = _with_gradient(ds, s, d_scores_at, row[:, None], key[None, :], tokens, INDEX, LINE)
+        if d_previous_at is not None:
+            _write_scores(d_previous_at, row[:, None], key[None, :], tokens, ds, INDEX, LINE)
         dq = _multiply(_operand(ds, DTYPE, PRECISION), k, dq, PRECISION)
     _write((dq_at, row, live, ld_dq), dq * SCALE, D, BD, INDEX)
 
 
 @triton.jit
 def _key_gradients(
-    q_at, k_at, v_at, mask_at, o_at, lse_at, do_at, dk_at, dv_at, first, tokens,
-    ld_q, ld_k, ld_v, ld_dk, ld_dv, mask_step,
+    q_at, k_at, v_at, mask_at, previous_at, o_at, lse_at, do_at, d_scores_at, dk_at, dv_at, first, matrix, tokens,
+    ld_q, ld_k, ld_v, ld_dk, ld_dv, mask_step, dropout, kept_scale,
     H: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, INDEX: tl.constexpr,
+    PRECISION: tl.constexpr, INDEX: tl.constexpr, LINE: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of keys first .. first + BK - 1, over blocks of queries."""
@@ -243,27 +324,39 @@ def _key_gradients(
         do, lse, delta = _upstream(o_at, lse_at, do_rows, H, D, BD, PRECISION, INDEX)
         q = _operand(_read(q_rows, D, BD, INDEX), DTYPE, PRECISION)  # [BQ, BD]
         s = _over_head(k, k_rows, q, q_rows, D, BD, CHUNK, PRECISION, INDEX) * (SCALE * _LOG2E)  # [BK, BQ]
+        if previous_at is not None:
+            s += _read_scores(previous_at, row[None, :], key[:, None], tokens, INDEX, LINE) * _LOG2E
         if MASK == "additive":
             s += added[:, None]
         seen = kept[:, None]
         if CAUSAL:
             seen = seen & (key[:, None] <= row[None, :])
         p = tl.where(seen, tl.exp2(s - lse[None, :]), 0.0)
-        dv = _multiply(_operand(p, DTYPE, PRECISION), do, dv, PRECISION)
+        share = p
+        if dropout is not None:
+            share = _kept(p, dropout, begin, first, matrix, True)
+        dv = _multiply(_operand(share, DTYPE, PRECISION), do, dv, PRECISION)
         dp = _over_head(v, v_rows, do, do_rows, D, BD, CHUNK, PRECISION, INDEX)
+        if dropout is not None:
+            dp = _kept(dp, dropout, begin, first, matrix, True) * kept_scale
         ds = _score_gradient(p, dp, delta[None, :])
+        if d_scores_at is not None:
+            s = tl.where(seen, s, float("-inf"))
+            ds = _with_gradient(ds, s, d_scores_at, row[None, :], key[:, None], tokens, INDEX, LINE)
         dk = _multiply(_operand(ds, DTYPE, PRECISION), q, dk, PRECISION)
     _write((dk_at, key, key < tokens, ld_dk), dk * SCALE, D, BD, INDEX)
+    if dropout is not None:
+        dv *= kept_scale
     _write((dv_at, key, key < tokens, ld_dv), dv, D, BD, INDEX)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "dropped"])
 def _attention_dot_backward_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dq_ptr, dk_ptr, dv_ptr,
     d_previous_ptr, tokens,
-    ld_q, ld_k, ld_v, ld_dq, ld_dk, ld_dv, mask_stride, mask_step,
+    ld_q, ld_k, ld_v, ld_dq, ld_dk, ld_dv, mask_stride, mask_step, dropped, kept_scale,
     H: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr, LINE: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Two kinds of programs, for blocks of keys and of queries: each makes P again, and no sum is shared."""
@@ -289,19 +382,25 @@ def _attention_dot_backward_kernel(
     mask_at = None
     if MASK != "":
         mask_at = mask_ptr + sequence * mask_stride
+    matrix = program // blocks
+    previous_at = _matrix_at(previous_ptr, matrix, tokens, LINE)
+    d_scores_at = _matrix_at(d_scores_ptr, matrix, tokens, LINE)
+    dropout = None
+    if seed_ptr is not None:
+        dropout = (tl.load(seed_ptr), dropped)
     if block < key_blocks:
         _key_gradients(
-            q_at, k_at, v_at, mask_at, o_at, lse_at, do_at,
-            dk_ptr + (start * ld_dk + head * D), dv_ptr + (start * ld_dv + head * D), block * BK, tokens,
-            ld_q, ld_k, ld_v, ld_dk, ld_dv, mask_step,
-            H, D, SCALE, MASK, CAUSAL, PRECISION, INDEX, BQ, BK, BD, CHUNK,
+            q_at, k_at, v_at, mask_at, previous_at, o_at, lse_at, do_at, d_scores_at,
+            dk_ptr + (start * ld_dk + head * D), dv_ptr + (start * ld_dv + head * D), block * BK, matrix, tokens,
+            ld_q, ld_k, ld_v, ld_dk, ld_dv, mask_step, dropout, kept_scale,
+            H, D, SCALE, MASK, CAUSAL, PRECISION, INDEX, LINE, BQ, BK, BD, CHUNK,
         )  # fmt: skip
     else:
         _query_gradients(
-            q_at, k_at, v_at, mask_at, o_at, lse_at, do_at,
-            dq_ptr + (start * ld_dq + head * D), (block - key_blocks) * BQ, tokens,
-            ld_q, ld_k, ld_v, ld_dq, mask_step,
-            H, D, SCALE, MASK, CAUSAL, PRECISION, INDEX, BQ, BK, BD, CHUNK,
+            q_at, k_at, v_at, mask_at, previous_at, o_at, lse_at, do_at, d_scores_at,
+            dq_ptr + (start * ld_dq + head * D), _matrix_at(d_previous_ptr, matrix, tokens, LINE),
+            (block - key_blocks) * BQ, matrix, tokens, ld_q, ld_k, ld_v, ld_dq, mask_step, dropout, kept_scale,
+            H, D, SCALE, MASK, CAUSAL, PRECISION, INDEX, LINE, BQ, BK, BD, CHUNK,
         )  # fmt: skip
 
 
@@ -319,7 +418,9 @@ def describe_attention_dot_backward(problem: Attention, config: DotConfig) -> La
 
 def _describe(kernel: Any, programs: int, problem: Attention, config: DotConfig) -> Launch:
     precision = "" if problem.dtype != "float32" else "tf32" if problem.precision == "tf32" else "ieee"
-    farthest = problem.tokens * max(*problem.row_strides, problem.heads * problem.head)
+    residual = problem.previous or problem.scores
+    line = math.gcd(problem.tokens, 16) if residual else 1  # what rows of scores are multiples of
+    widest = max(*problem.row_strides, problem.heads * problem.head, problem.tokens if residual else 0)
     constants: dict[str, object] = {
         "H": problem.heads,
         "D": problem.head,
@@ -328,7 +429,8 @@ def _describe(kernel: Any, programs: int, problem: Attention, config: DotConfig)
         "CAUSAL": problem.causal,
         "PRECISION": precision,
         "UNIT": math.gcd(*problem.row_strides, 16),
-        "INDEX": tl.int64 if farthest >= 2**31 else tl.int32,
+        "INDEX": tl.int64 if problem.tokens * widest >= 2**31 else tl.int32,
+        "LINE": line,
         "BQ": config.block_q,
         "BK": config.block_k,
         "BD": config.block_d,
@@ -338,4 +440,5 @@ def _describe(kernel: Any, programs: int, problem: Attention, config: DotConfig)
         "num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
     mask_strides = problem.mask_strides if problem.mask else (None, None)
-    return Launch(kernel, programs, (problem.tokens, *problem.row_strides, *mask_strides), constants, options)
+    scalars = (problem.tokens, *problem.row_strides, *mask_strides, *problem.dropping)
+    return Launch(kernel, programs, scalars, constants, options)
