@@ -6,9 +6,10 @@ from isogemm.families.base import DemoResult, Family, Usability
 from isogemm.families.encoder import FAMILY as ENCODER
 from isogemm.families.fused import FAMILY as FUSED
 from isogemm.families.gemm import FAMILY as GEMM
+from isogemm.families.patchtst import FAMILY as PATCHTST
 from isogemm.families.tiny import FAMILY as TINY
 
-FAMILIES: tuple[Family, ...] = (GEMM, FUSED, TINY, ENCODER)
+FAMILIES: tuple[Family, ...] = (GEMM, FUSED, TINY, ENCODER, PATCHTST)
 
 __all__ = ["FAMILIES", "DemoResult", "Family", "Usability", "get"]
 

@@ -1,0 +1,212 @@
+"""PatchTST's entry: whole training steps of its official configurations, torch's model and the same accelerated."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from isogemm.bench import timer
+from isogemm.bench.cases import Case, CaseRun, set_fp32_precision
+from isogemm.bench.memory import peak_bytes
+from isogemm.bench.views import FamilyView
+from isogemm.core.dispatch import dispatch_log
+from isogemm.families.ahead import run_ahead
+from isogemm.families.base import DemoResult, Family
+from isogemm.families.encoder import COMPILED, Stack, usability
+from isogemm.integrations.patchtst import accelerate
+from isogemm.testing.compare import compare_bits
+from isogemm.training.config import PRESETS, Config
+from isogemm.training.model import Forecaster
+from isogemm.training.series import Windows, cut, synthetic, synthetic_rows
+from isogemm.training.steps import Objective
+
+OP = "whole training step"
+_SHAPE = ("layers", "batch", "channels", "patches", "d_model", "nhead", "dim_feedforward")
+_TIMES_TORCH = 4.0  # of torch's error in a gradient: a step's are sums of tens of thousands of rows, in other orders
+_MOST_ERROR = 1e-4  # of what fp32 rounds
+
+
+class Step:
+    """A model's step on one batch: forecast, loss, gradients and AdamW."""
+
+    def __init__(self, model: nn.Module, config: Config, windows: Windows, starts: Tensor) -> None:
+        self.model, self.windows, self.starts = model, windows, starts
+        autocast = torch.bfloat16 if config.precision == "bf16" else None
+        self._objective: Callable[..., Tensor] = Objective(model, windows, autocast)
+        if config.compiles:
+            self._objective = torch.compile(self._objective, dynamic=False)
+        self._position = torch.zeros(1, dtype=torch.int64, device=starts.device)
+        on_gpu = starts.is_cuda
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=on_gpu, capturable=on_gpu
+        )
+
+    def run(self) -> Tensor:
+        loss = self.gradients()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def gradients(self) -> Tensor:
+        """Into the parameters; the loss."""
+        loss = self._objective(self.windows.values, self.starts[None], self._position)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+
+def cases(device: torch.device, quick: bool) -> Sequence[Case]:
+    if device.type != "cuda":
+        return [_case("reference", "ieee", compiled=False, batch=4)]
+    names = ["reference"] if quick else list(PRESETS)
+    return [_case(name, precision, compiled=not quick) for precision in ("tf32", "bf16") for name in names]
+
+
+def ahead_of_cases(device: torch.device, cases: Sequence[Case]) -> None:
+    run_ahead(_compile, device, [dict(case.params) for case in cases])
+
+
+def _compile(device: str, params: Mapping[str, int | str]) -> None:
+    """isogemm's kernels, and what torch.compile makes: its caches are on disk as well."""
+    from torch._inductor import config
+
+    given = _config(str(params["preset"]), str(params["precision"]), int(params["batch"]))
+    with config.patch(compile_threads=1):  # every core has a process already
+        for step in _steps(given, torch.device(device), compiled=True).values():
+            step.run()
+
+
+def _config(preset: str, precision: str, batch: int = 0) -> Config:
+    config = PRESETS[preset].config
+    return replace(config, precision=precision, batch=batch or config.batch)
+
+
+def _steps(config: Config, device: torch.device, *, compiled: bool) -> dict[str, Step]:
+    """Of models with the same weights on the same batch."""
+    if device.type == "cuda":
+        set_fp32_precision("tf32" if config.precision == "tf32" else "ieee")
+    sizes = config.model
+    rows = synthetic_rows(max(4 * config.batch, 10 * (sizes.inputs + sizes.horizon)), sizes.inputs + sizes.horizon)
+    windows = cut(synthetic(rows, sizes.channels, config.seed), sizes.inputs, sizes.horizon)
+    windows = windows.to(device)
+    starts = torch.randperm(4 * config.batch, generator=torch.Generator().manual_seed(0))[: config.batch].to(device)
+    torch.manual_seed(0)
+    model = Forecaster(sizes).to(device)
+    backends = {"isogemm": "isogemm", "torch": "compile" if compiled else "torch"}
+    if device.type == "cuda":
+        backends |= {"isogemm + compile": "isogemm", "torch eager": "torch"} if compiled else {"torch eager": "torch"}
+    steps = {}
+    if compiled:
+        torch.compiler.reset()
+    for name, backend in backends.items():
+        its_own = copy.deepcopy(model)
+        if backend == "isogemm":
+            accelerate(its_own)
+        rest = name == "isogemm + compile"
+        steps[name] = Step(its_own, replace(config, backend=backend, compile_rest=rest), windows, starts)
+    return steps
+
+
+def _case(preset: str, precision: str, *, compiled: bool = True, batch: int = 0) -> Case:
+    config = _config(preset, precision, batch)
+    sizes = config.model
+    stack = Stack(
+        sizes.layers, config.batch * sizes.channels, sizes.patches, sizes.d_model, sizes.nhead, sizes.dim_feedforward
+    )
+    shape = (sizes.layers, config.batch, sizes.channels, sizes.patches, *(getattr(sizes, name) for name in _SHAPE[4:]))
+    params: dict[str, int | str] = {"preset": preset} | dict(zip(_SHAPE, shape, strict=True))
+    number = {"dtype": "bfloat16"} if precision == "bf16" else {"dtype": "float32"}
+    params |= number | {"precision": precision}
+
+    def build(device: torch.device) -> CaseRun:
+        steps = _steps(config, device, compiled=compiled)
+        with dispatch_log() as log:
+            steps["isogemm"].run()
+        served = next((entry for entry in log if entry.op == "encoder_layer"), None)
+        info = {"path": served.path if served else "", "torch call": "torch eager", "samples": str(config.batch)}
+        if device.type == "cuda":
+            info["torch call"] = COMPILED if compiled else "graph"
+            for name, step in steps.items():
+                step.run()
+                info[f"{name} peak MiB"] = f"{peak_bytes(step.run, device) / 2**20:.1f}"
+        return CaseRun(
+            {name: [step.run] for name, step in steps.items()},
+            lambda: _errors(config, device),
+            info,
+            eager=("torch eager",),
+        )
+
+    return Case("patchtst", OP, params, stack.flops, stack.bytes(2 if precision == "bf16" else 4), build)
+
+
+def _errors(config: Config, device: torch.device) -> dict[str, float]:
+    """The largest over the parameters, relative to each gradient's norm; without dropout, against fp64."""
+    whole = replace(config, model=replace(config.model, dropout=0.0))
+    steps = _steps(whole, device, compiled=False)
+    exact = _exact(steps["torch"], whole)
+    errors = {}
+    for name in ("isogemm", "torch"):
+        step = steps[name]
+        step.gradients()
+        found = [cast(Tensor, each.grad) for each in step.model.parameters() if each.requires_grad]
+        norms = [float(right.norm()) for right in exact]
+        largest = max(norms)
+        errors[name] = max(
+            float((mine.double() - right).norm()) / max(norm, 1e-3 * largest)
+            for mine, right, norm in zip(found, exact, norms, strict=True)
+        )
+    if errors["isogemm"] > max(_TIMES_TORCH * errors["torch"], _MOST_ERROR):
+        raise AssertionError(f"gradients: error {errors['isogemm']:.1e}, torch's {errors['torch']:.1e}")
+    return errors
+
+
+def _exact(step: Step, config: Config) -> list[Tensor]:
+    model = copy.deepcopy(step.model).double()
+    windows = step.windows._replace(values=step.windows.values.double())
+    wide = Step(model, replace(config, precision="ieee", backend="torch"), windows, step.starts)
+    wide.gradients()
+    return [cast(Tensor, each.grad) for each in model.parameters() if each.requires_grad]
+
+
+def demo(device: torch.device) -> DemoResult:
+    """A forecaster's step, torch's and accelerated; and forecasts alone and in their batch."""
+    config = _config("reference", "tf32" if device.type == "cuda" else "ieee", 64 if device.type == "cuda" else 4)
+    steps = _steps(config, device, compiled=False)
+    try:
+        errors = _errors(config, device)
+        accuracy = f"gradients' error {errors['isogemm']:.1e} (torch {errors['torch']:.1e}), against fp64"
+    except AssertionError as error:
+        errors, accuracy = {}, str(error)
+    encoder = cast(Forecaster, steps["isogemm"].model).encoder.eval()
+    rows = torch.randn(8, config.model.patches, config.model.d_model, device=device)
+    with torch.no_grad():
+        whole = encoder(rows)
+        differing = compare_bits(torch.cat([encoder(one) for one in torch.split(rows, 1)]), whole).count
+    encoder.train()
+    thunks = {name: [steps[name].run] for name in ("isogemm", "torch")}
+    times = timer.measure(thunks, device, repeats=10)
+    return DemoResult(
+        f"{OP} of a PatchTST, batch {config.batch} x {config.model.channels} channels, fp32 {config.precision}",
+        bool(errors) and differing == 0,
+        f"{accuracy}; 8 sequences alone and in their batch: {differing} of {whole.numel()} elements differ",
+        median(times["isogemm"]),
+        median(times["torch"]),
+        "integrations.patchtst.accelerate(model)",
+    )
+
+
+FAMILY = Family(
+    name="patchtst",
+    summary="a forecaster's whole training step, its encoder layers accelerated",
+    usability=usability,
+    checks=(),
+    cases=cases,
+    demo=demo,
+    ahead_of_cases=ahead_of_cases,
+    view=FamilyView("patchtst", "PatchTST", ("preset", *_SHAPE), column="", against=True, steps=True),
+)
