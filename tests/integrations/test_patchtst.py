@@ -279,7 +279,9 @@ def test_restore_gives_back_the_very_model(make):
     before, untouched = _state(model), copy.deepcopy(model)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     layer = next(module for module in model.modules() if hasattr(module, "self_attn"))
+    drawn = torch.get_rng_state()
     accelerate(model, precision="ieee")
+    assert_bitwise_equal(torch.get_rng_state(), drawn)
     assert isinstance(layer, type(next(each for each in untouched.modules() if hasattr(each, "self_attn"))))
     assert _state(model) != before
     assert model.state_dict().keys() == untouched.state_dict().keys()
@@ -301,7 +303,26 @@ def _outputs(model, x):
     return [result] if isinstance(result, torch.Tensor) else [result.prediction_outputs]
 
 
-def test_a_second_call_starts_afresh(monkeypatch):
+def test_restore_of_what_has_another_class_by_now():
+    model = _official(1)
+    accelerate(model)
+    model.layers[0].__class__ = type("Sharded", (type(model.layers[0]),), {})
+    with pytest.raises(RuntimeError, match="has become a Sharded: undo that first"):
+        restore(model)
+
+
+def test_a_model_without_memory():
+    with torch.device("meta"):
+        model = OfficialEncoder(2, D, HEADS, F)
+    assert accelerate(model).kept == ()
+    expected = _official().eval()
+    model.to_empty(device="cpu").eval().load_state_dict(expected.state_dict())
+    x = _random(SEQUENCES, TOKENS, D)
+    assert _reasons(model, x) == []
+    torch.testing.assert_close(model(x), expected(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_second_call_starts_afresh():
     model = _official()
     first = accelerate(model)
     types = [type(layer) for layer in model.layers]
@@ -540,6 +561,9 @@ LEFT = {
     "it lacks what such a layer has: 'dropout_attn'": lambda layer: layer.__delattr__("dropout_attn"),
     "its activation is LeakyReLU(negative_slope=0.01), none of relu, gelu, gelu_tanh, silu": (
         lambda layer: layer.ff.__setitem__(1, nn.LeakyReLU())
+    ),
+    "its activation is GLU(dim=-1), none of relu, gelu, gelu_tanh, silu": lambda layer: layer.ff.__setitem__(
+        1, nn.GLU()
     ),
     "torch.float64 has no contract; those with one: float32, float16, bfloat16": lambda layer: layer.double(),
     "it is compiled: swap first, then compile": lambda layer: layer.compile(backend="eager"),

@@ -257,8 +257,11 @@ def _activation(module: torch.nn.Module) -> str:
         return name
     z = torch.linspace(-8, 8, 257, dtype=torch.float64, device="cpu")
     with torch.no_grad():
-        values = module.forward(z.clone())
-        return next((name for name in ACTIVATIONS if _close(values, spec.activation(name).torch(z), 1e-6)), "")
+        try:
+            values = module.forward(z.clone())
+        except Exception:
+            return ""
+        return next((name for name in ACTIVATIONS if _close(spec.activation(name).torch(z), values, 1e-6)), "")
 
 
 def _otherwise(kind: type[_Accelerated], layer: torch.nn.Module) -> str:
