@@ -46,6 +46,7 @@ from isogemm.encoder.kernels_fragments import (
 from isogemm.epilogues import device, random
 
 _SIDE = 32  # of a tile of weights that one program prepares
+_MOST_REGISTERS = 128  # with which a multiprocessor holds two programs of eight warps
 
 # rows
 
@@ -527,6 +528,11 @@ def _feedforward_rows_kernel(
     acc = zero_blocks(D // 16, BLOCK)  # not y: tensor cores round sums toward zero, it would shrink with every block
     for f in tl.range(0, F // 16):
         tl.debug_barrier()  # warps that stay together find the weights in the cache
+        if HIDDEN_DROPPED > 0:
+            if f % 2 == 0:
+                words, later = _words_of_rows(seed, at, f // 2, c, NATIVE)
+            else:
+                words = later
         z = _times_block(u, w1, lane, f, D, BLOCK, KIND, NATIVE)
         if b1 is not None:
             z = _sum(z, _columns_of(b1, c, 16 * f, NATIVE))
@@ -534,10 +540,6 @@ def _feedforward_rows_kernel(
         for e in tl.static_range(8):
             active = active + (ACT(z[e], EXACT),)
         if HIDDEN_DROPPED > 0:
-            if f % 2 == 0:
-                words, later = _words_of_rows(seed, at, f // 2, c, NATIVE)
-            else:
-                words = later
             active = _product(active, _keeping(words, HIDDEN_DROPPED))
         acc = _with_block(acc, operand(active, KIND, NATIVE), w2, lane, f, F, KIND, NATIVE)
     if DROPPED > 0:
@@ -598,6 +600,11 @@ def _feedforward_backward_rows_kernel(
     du = zero_blocks(D // 16, BLOCK)
     for f in tl.range(0, F // 16):
         tl.debug_barrier()  # warps that stay together find the weights in the cache
+        if HIDDEN_DROPPED > 0:
+            if f % 2 == 0:
+                words, later = _words_of_rows(seed, at, f // 2, c, NATIVE)
+            else:
+                words = later
         z = _times_block(u, w1, lane, f, D, BLOCK, KIND, NATIVE)
         dz = _times_block(d_operand, w2_turned, lane, f, D, BLOCK, KIND, NATIVE)
         if b1 is not None:
@@ -608,10 +615,6 @@ def _feedforward_backward_rows_kernel(
             active = active + (ACT(z[e], EXACT),)
             slope = slope + (dz[e] * ACT_GRAD(z[e], EXACT),)
         if HIDDEN_DROPPED > 0:
-            if f % 2 == 0:
-                words, later = _words_of_rows(seed, at, f // 2, c, NATIVE)
-            else:
-                words = later
             kept = _keeping(words, HIDDEN_DROPPED)
             active = _product(active, kept)
             slope = _product(slope, kept)
@@ -753,8 +756,11 @@ def describe_feedforward_backward_rows(layer: Layer, warps: int, eps: float) -> 
         **_numbers(layer),
         **_launch(layer, warps),
     }
+    options = _options(layer, warps)
+    if layer.dropout.activation and layer.precision == "tf32" and layer.d_model == 32:
+        options["maxnreg"] = _MOST_REGISTERS  # up to four values wait in memory while the loop runs
     programs = _row_programs(layer, warps)
-    return Launch(_feedforward_backward_rows_kernel, programs, (layer.rows, eps), constants, _options(layer, warps))
+    return Launch(_feedforward_backward_rows_kernel, programs, (layer.rows, eps), constants, options)
 
 
 def describe_input_grad_rows(layer: Layer, warps: int, eps: float) -> Launch:
