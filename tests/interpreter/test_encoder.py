@@ -109,9 +109,8 @@ def test_projections_that_are_one_tensor(which):
             in_proj_weight=tuple((weight, other)[i] for i in which),
             in_proj_bias=tuple((bias, others_bias)[i] for i in which),
         )
-        return fused.encoder_layer(
-            x, params, None, Options(4, True, "gelu", "layer_norm", 1e-5, False, "ieee", x.dtype)
-        )
+        options = Options(4, True, False, "gelu", "layer_norm", 1e-5, False, "ieee", x.dtype)
+        return fused.encoder_layer(x, params, fused.Given(), options).y
 
     given = {name: each for name, each in tensors.items() if "in_proj" not in name}
     given |= {"weight": weights[0], "bias": biases[0]}

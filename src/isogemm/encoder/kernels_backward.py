@@ -134,15 +134,16 @@ def _feedforward_backward_kernel(
     acc = tl.zeros((DP, BM), tl.float32)
     for f in tl.range(0, F, BF):
         z = hidden(u, w1, b1, f, F, D, DP, READY, OPERAND, PRECISION, BM, BF)
-        w = backward_weight(w2_turned, f, 0, F, D, BF, DP, READY, OPERAND, PRECISION)  # [BF, DP]
+        act = ACT(z, EXACT)
         if HIDDEN_DROPPED > 0:
             kept = is_kept_turned(seed_ptr, ACTIVATION, row, f, HIDDEN_DROPPED, BM, BF)
             keeping = tl.where(kept, scale_of_kept(HIDDEN_DROPPED), 0.0)
-            store_grad_operand(act_ptr, ACT(z, EXACT) * keeping, row, rows, f, ld, F, BM, BF, TURNED)
-            dz = product(w, dlast, tl.zeros((BF, BM), tl.float32), PRECISION) * keeping * ACT_GRAD(z, EXACT)
-        else:
-            store_grad_operand(act_ptr, ACT(z, EXACT), row, rows, f, ld, F, BM, BF, TURNED)
-            dz = product(w, dlast, tl.zeros((BF, BM), tl.float32), PRECISION) * ACT_GRAD(z, EXACT)
+            act = act * keeping
+        store_grad_operand(act_ptr, act, row, rows, f, ld, F, BM, BF, TURNED)
+        w = backward_weight(w2_turned, f, 0, F, D, BF, DP, READY, OPERAND, PRECISION)  # [BF, DP]
+        dz = product(w, dlast, tl.zeros((BF, BM), tl.float32), PRECISION) * ACT_GRAD(z, EXACT)
+        if HIDDEN_DROPPED > 0:
+            dz = dz * keeping
         store_grad_operand(dz_ptr, dz, row, rows, f, ld, F, BM, BF, TURNED)
         w = backward_weight(w1_turned, 0, f, D, F, DP, BF, READY, OPERAND, PRECISION)  # [DP, BF]
         acc = product(w, operand(dz, OPERAND, PRECISION), acc, PRECISION)

@@ -209,7 +209,9 @@ class Plan:
         if layer.parted:
             residual = attending if layer.residual_normed else "x"
             norm = norm1 if layer.residual_normed else ("", "")
-            steps.append(Step("out_project", self._describe_out_project, (residual, *of_s[1:], *norm, seed, "s")))
+            weight = "wo" if self.groups.project else wo  # what is prepared for warpgroups is in their order
+            arguments = (residual, "o", weight, "bo", *norm, seed, "s")
+            steps.append(Step("out_project", self._describe_out_project, arguments))
             of_s = ("s", "", "", "")
         middle, last = (2, 0) if layer.norm_first else (1, 2)
         norms: tuple[str, ...] = (
@@ -390,7 +392,8 @@ class Plan:
 
         if self.layer.fragments:
             return kernels_rows.describe_out_project_rows(self.layer, self._warps, self.eps)
-        return kernels.describe_out_project(self.layer, self.configs.out_project, self.eps)
+        ready = self.layer.ready and not self.groups.project
+        return kernels.describe_out_project(self.layer, self.configs.out_project, self.eps, ready)
 
     def _describe_feedforward(self) -> Launch:
         from isogemm.encoder import kernels, kernels_rows
