@@ -202,11 +202,12 @@ def test_a_compiled_step_is_one_graph(start, monkeypatch):
     """Traced alone: fullgraph raises where the tracer has to leave the graph."""
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *args, **options: compile(*args, backend="eager", **options))
-    ways = {"backend": "torch"}, {"backend": "compile"}, {"backend": "isogemm", "compile_rest": True}
-    expected, *others = (start(layers=1, **way).fit(Plan(epochs=1)) for way in ways)
+    expected, found = (
+        start(layers=1, backend="isogemm", compile_rest=rest).fit(Plan(epochs=1)).epochs[0] for rest in (False, True)
+    )
     torch.compiler.reset()
-    for found in others:
-        assert found.epochs[0].train_mse == pytest.approx(expected.epochs[0].train_mse, rel=1e-4)
+    assert found.train_mse == pytest.approx(expected.train_mse, rel=1e-4)  # of rounding alone
+    assert found.val_mse == pytest.approx(expected.val_mse, rel=1e-4)
 
 
 def test_forecasts_are_in_the_datas_units(start, series):

@@ -117,7 +117,7 @@ class Run:
         if config.backend == "isogemm":
             report = patchtst.accelerate(self.model)
             if report.kept or not report.swapped:
-                raise ValueError(f"isogemm does not serve this model: {report}")
+                raise ValueError(f"isogemm does not serve this model: {' '.join(str(report).split())}")
         self.model.to(world.device)
         torch.manual_seed(config.seed + world.rank)
         self._random = random_state(world.device)
