@@ -25,6 +25,7 @@ from isogemm.core.device import facts
 from isogemm.families import DemoResult, Family
 from isogemm.testing.checks import Check, CheckResult
 from isogemm.training import loop, options, plots, results, world
+from isogemm.training import report as training_report
 from isogemm.training.config import BACKENDS
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ OK, FAILED, USAGE, NOTHING_PROVEN, INTERRUPTED = 0, 1, 2, 3, 130
 BUILD = Path("build")
 REPORT = BUILD / "isogemm-report.html"
 RECORDED = Path("benchmarks/results")
+IMAGES = Path("docs/images")
 STYLES = {"yes": "green", "pass": "green", "no": "yellow", "skipped": "yellow", "FAIL": "bold red"}
 
 VERIFY_CODES = """\
@@ -154,12 +156,13 @@ def bench(args: argparse.Namespace, terminal: Terminal) -> int:
 
 def make_report(args: argparse.Namespace, terminal: Terminal) -> int:
     """Make the HTML report, or the tables of the documents, from JSON lines."""
-    rows = _stored(args.results)
+    rows, runs = _stored(args.results), _recorded_runs(args.results)
     if not args.docs:
-        report.write(args.out, rows, _views())
+        report.write(args.out, rows, _views(), training_report.sections(runs))
         terminal.line(f"report: {args.out}")
         return OK
-    made = tables.tables(rows, _views())
+    made = tables.tables(rows, _views()) | training_report.tables(runs)
+    training_report.save_plots(runs, IMAGES)
     documents = [Path("README.md"), *sorted(Path("docs").rglob("*.md")), *sorted(Path("src").rglob("*.md"))]
     for document in documents:
         try:
@@ -386,7 +389,7 @@ def _measure(
 
 
 def _stored(paths: Sequence[Path]) -> list[Row]:
-    files = [file for path in paths for file in (sorted(path.rglob("*.jsonl")) if path.is_dir() else [path])]
+    files = [file for file in _recorded(paths) if file.parent.name != training_report.FOLDER]
     try:
         rows = store.read(*files)
     except store.StoreError as error:
@@ -394,6 +397,15 @@ def _stored(paths: Sequence[Path]) -> list[Row]:
     if not rows:
         raise UsageError(f"--results: no measurements in {', '.join(map(str, paths))}")
     return rows
+
+
+def _recorded_runs(paths: Sequence[Path]) -> list[results.Record]:
+    files = [file for file in _recorded(paths) if file.parent.name == training_report.FOLDER]
+    return [run for file in files for run in results.read(file)]
+
+
+def _recorded(paths: Sequence[Path]) -> list[Path]:
+    return [file for path in paths for file in (sorted(path.rglob("*.jsonl")) if path.is_dir() else [path])]
 
 
 def _speed_table(rows: Sequence[Row], terminal: Terminal) -> None:

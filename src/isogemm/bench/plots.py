@@ -6,6 +6,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from html import escape
 from typing import Any, ParamSpec
@@ -198,6 +199,25 @@ def point_label(row: Row, view: FamilyView) -> str:
     where = view.shape_label(row.params) + (f", {view.column} {column}" if column != "" else "")
     ratio = "" if row.speedup is None else f", {row.speedup:.2f}x"
     return f"{where} ({view.group_label(row.op, row.params)}): {summary.digits(row.best_us)} us{ratio}"
+
+
+@dataclass(frozen=True)
+class Palette:
+    """Colours to give to matplotlib."""
+
+    ink: str
+    muted: str
+    line: str
+    series: tuple[str, ...]
+
+
+@_styled
+def drawing(name: str, height: float, draw: Callable[[Any, Palette], None]) -> str:
+    """What `draw` makes of a figure, in the page's colours."""
+    canvas = _Canvas(_WIDTH, height)
+    series = tuple(canvas.colour(series_colour(index)) for index in range(SERIES))
+    draw(canvas.figure, Palette(_INK, _MUTED, _LINE, series))
+    return canvas.svg(name)
 
 
 class _Canvas:

@@ -57,27 +57,38 @@ class FamilySection:
 
 
 @dataclass(frozen=True)
+class Section:
+    """Of what is no point: a table and plots."""
+
+    title: str
+    text: str
+    table: Table
+    plots: list[Plot]
+
+
+@dataclass(frozen=True)
 class DeviceSection:
     gpu: str
     ceilings: list[str]
     families: list[FamilySection]
 
 
-def write(path: Path, rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> Path:
+def write(path: Path, rows: Iterable[Row], views: Iterable[FamilyView] = (), sections: Sequence[Section] = ()) -> Path:
     """Render the rows to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(rows, views), encoding="utf-8")
+    path.write_text(render(rows, views, sections), encoding="utf-8")
     return path
 
 
-def render(rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> str:
-    """The report as HTML; of points measured more than once, the newest."""
+def render(rows: Iterable[Row], views: Iterable[FamilyView] = (), sections: Sequence[Section] = ()) -> str:
+    """The report as HTML; of points measured more than once, the newest. sections: after the devices'."""
     latest, views = newest(rows), tuple(views)
     jinja2 = need("jinja2")
     source = (resources.files("isogemm.bench") / "templates" / "report.html.j2").read_text(encoding="utf-8")
     env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     html: str = env.from_string(source).render(
         devices=[_device(gpu, mine, views) for gpu, mine in summary.by_gpu(latest).items()],
+        sections=sections,
         environments=_environments(latest),
         points=sum(row.family != ceilings.FAMILY for row in latest),
     )

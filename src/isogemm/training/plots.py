@@ -71,7 +71,8 @@ def losses(records: Sequence[Record]) -> Plot:
         by_time.set(xlabel="seconds", xscale="log" if len(records) > 1 else "linear")
         for axis in (by_epoch.yaxis, by_time.xaxis):
             axis.set_major_formatter(_plain)
-            axis.set_minor_formatter(_plain)
+        by_epoch.yaxis.set_minor_formatter(_plain)
+        by_time.xaxis.set_minor_formatter(lambda *_: "")  # of several decades they would lie on each other
         for axes in (by_epoch, by_time):
             axes.tick_params(which="both", length=0)
 

@@ -1,0 +1,70 @@
+"""Recorded runs in the documents and in the HTML report: a table that compares backends, losses and a forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from isogemm.bench import plots as pages
+from isogemm.bench.extras import need
+from isogemm.bench.report import Cell, Plot, Section, Table
+from isogemm.bench.tables import markdown
+from isogemm.training import plots, results
+from isogemm.training.results import Record
+
+FOLDER = "training"  # of recorded runs, among the results of a GPU
+
+
+def by_preset(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The newest run of each backend."""
+    newest: dict[str, dict[str, Record]] = {}
+    for each in records:
+        newest.setdefault(each["preset"], {})[results.backend(each)] = each
+    return {preset: list(runs.values()) for preset, runs in newest.items()}
+
+
+def tables(records: Iterable[Record]) -> dict[str, str]:
+    """By the name of a document's marker, `training-PRESET`."""
+    made = {}
+    for preset, runs in by_preset(records).items():
+        columns, lines = results.comparison(runs)
+        made[f"training-{preset}"] = f"{_source(runs)}\n\n{markdown(columns, lines)}"
+    return made
+
+
+def save_plots(records: Iterable[Record], folder: Path) -> list[Path]:
+    """As images that documents show."""
+    written = []
+    for preset, runs in by_preset(records).items():
+        for name, plot in _plots(runs).items():
+            written += plots.save(folder / f"{preset}-{name}", plot)
+    return written
+
+
+def sections(records: Iterable[Record]) -> list[Section]:
+    made = []
+    for preset, runs in by_preset(records).items():
+        columns, lines = results.comparison(runs)
+        table = Table(columns, [[Cell(text) for text in line] for line in lines])
+        drawn = [Plot(name, _svg(f"{preset}: {name}", plot), []) for name, plot in _plots(runs).items()]
+        made.append(Section(f"Training run: {preset}", _source(runs), table, drawn))
+    return made
+
+
+def _plots(runs: Sequence[Record]) -> Mapping[str, plots.Plot]:
+    return {"losses": plots.losses(runs), "forecast": plots.forecast(runs)}
+
+
+def _svg(name: str, plot: plots.Plot) -> str:
+    def draw(figure: object, palette: pages.Palette) -> None:
+        colours = plots.Colours(palette.ink, palette.muted, palette.line, palette.series)
+        with need("matplotlib").rc_context(colours.style):
+            plot.draw(figure, colours)
+
+    return pages.drawing(name, plot.height, draw)
+
+
+def _source(runs: Sequence[Record]) -> str:
+    env = runs[0]["env"]
+    facts = [f"{name} {env[name]}" for name in ("torch", "triton", "driver", "commit")]
+    return f"{env['gpu']}: {', '.join([*facts, env['date'][:10]])}."
