@@ -121,7 +121,39 @@ def encoder_calls(i: int, j: int) -> int:
     return len(masks)
 
 
-PARTS = {"products": _products, "epilogues": _epilogues, "encoder": _encoders}
+def _variants() -> int:
+    return sum(variant_calls(i, j) for i in range(len(ENCODERS)) for j in range(4))
+
+
+def variant_calls(i: int, j: int) -> int:
+    """The same with dropout everywhere, residual scores, and norms of every kind and place."""
+    shape, (dtype, precision) = EncoderShape(*ENCODERS[i]), NUMBERS[j]
+    rows = shape.sequences * shape.tokens
+    if (precision == "ieee" and shape.d_model > 64) or rows == 1:
+        return 0  # long to compile; of one row there is no variance
+    leaves = {name: each.requires_grad_() for name, each in encoder_tensors(shape, dtype, device="cuda").items()}
+    places = ({}, {"norm_first": True}, {"norm_first": True, "residual_normed": True})
+    scores = None
+    for k, place in enumerate(places):
+        running = tuple(
+            isogemm.RunningStatistics(
+                torch.zeros(shape.d_model, device="cuda"), torch.ones(shape.d_model, device="cuda"),
+                torch.tensor(0, device="cuda"),
+            )
+            for _ in range(2)
+        )  # fmt: skip
+        batch = (i + j + k) % 3 > 0
+        y, scores = isogemm.encoder_layer(
+            leaves["x"], encoder_parameters(leaves), nhead=shape.nhead, precision=precision, dropout=0.25,
+            norm="batch_norm" if batch else "layer_norm", running=running if batch else None,
+            scores=scores, return_scores=True, **place,
+        )  # fmt: skip
+        (y.sum() + scores.sum()).backward()
+        scores = scores.detach().requires_grad_()
+    return len(places)
+
+
+PARTS = {"products": _products, "epilogues": _epilogues, "encoder": _encoders, "variants": _variants}
 
 if __name__ == "__main__":
     main(sys.argv[1:])
