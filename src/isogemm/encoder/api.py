@@ -24,6 +24,7 @@ from isogemm.encoder.parameters import (
     Options,
     RunningStatistics,
 )
+from isogemm.epilogues import random
 from isogemm.gemm.autograd import refuse_transforms
 from isogemm.gemm.fused import new_seed
 from isogemm.gemm.op import SERVED
@@ -329,6 +330,7 @@ def _options(
 
 
 def _probabilities(dropout: float | EncoderDropout) -> EncoderDropout:
+    """Rounded: one that drops nothing is 0."""
     if isinstance(dropout, (int, float)):
         dropout = EncoderDropout(*(dropout,) * 4)
     elif not isinstance(dropout, EncoderDropout):
@@ -336,7 +338,7 @@ def _probabilities(dropout: float | EncoderDropout) -> EncoderDropout:
     for place, p in zip(dropout._fields, dropout, strict=True):
         if not 0 <= p <= 1:
             raise ValueError(f"dropout.{place} is {p}; expected a probability")
-    return EncoderDropout(*map(float, dropout))
+    return EncoderDropout(*[random.threshold(p) / random.LEVELS for p in dropout])
 
 
 def _is_from_batch(x: Tensor, running: object, training: bool) -> bool:
