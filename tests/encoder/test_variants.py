@@ -104,6 +104,15 @@ def test_nothing_is_drawn_where_nothing_is_dropped():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_one_projection_or_three_with_all_that_may_be_given():
+    tensors = encoder_tensors(SHAPE)
+    params = encoder_parameters({name: each for name, each in tensors.items() if name != "x"})
+    apart = params._replace(in_proj_weight=params.in_proj_weight.chunk(3), in_proj_bias=params.in_proj_bias.chunk(3))
+    given = {"nhead": 4, "key_padding_mask": torch.zeros(6, 5), "scores": torch.zeros(6, 4, 5, 5)}
+    stacked = isogemm.encoder_layer(tensors["x"], params, **given)
+    assert_bitwise_equal(isogemm.encoder_layer(tensors["x"], apart, **given), stacked)
+
+
 @pytest.mark.parametrize(
     ("error", "message", "options"),
     [

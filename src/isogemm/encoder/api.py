@@ -237,7 +237,7 @@ def _decided(x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int
         present = [each for each in given if each is not None]
         absent = len(present) < len(given) and tuple([each is None for each in given])
         settings = autocast_dtype(x.device), devices.matmul_precision()
-        key = (x.shape, absent, tensors.frozen, type(nhead), nhead, *rest, *settings)
+        key = (x.shape, len(given), absent, tensors.frozen, type(nhead), nhead, *rest, *settings)
         found = _decisions.get(key, ())
     except (AttributeError, TypeError, ValueError):  # no tensor, sizes that are symbols, what cannot be hashed
         return _decide(x, params, tensors, nhead, *rest)
