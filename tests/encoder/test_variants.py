@@ -84,6 +84,15 @@ def test_frozen_statistics_normalise_in_training_and_stay():
     assert all(int(each.batches) == 4 and torch.equal(each.mean, torch.full((16,), 0.25)) for each in running)
 
 
+@pytest.mark.parametrize(("training", "frozen", "after"), [(True, False, 5), (True, True, 4), (False, False, 4)])
+def test_batches_are_counted_in_training_alone(training, frozen, after):
+    """Where there is no other statistic too, and the batch's normalise."""
+    tensors = encoder_tensors(SHAPE)
+    running = tuple(RunningStatistics(batches=torch.tensor(4), frozen=frozen) for _ in range(2))
+    _layer(tensors["x"], tensors, norm="batch_norm", running=running, training=training)
+    assert [int(each.batches) for each in running] == [after, after]
+
+
 def test_dropout_follows_torchs_seed():
     tensors = encoder_tensors(SHAPE)
     found = []

@@ -121,6 +121,8 @@ def encoder_layer(
         x, params, given, nhead, norm_first, residual_normed, activation, norm, eps, is_causal, dropout, training,
         return_scores, precision,
     )  # fmt: skip
+    if running is not None and not training:
+        given = given._replace(running=(running[0]._replace(frozen=True), running[1]._replace(frozen=True)))
     if x.ndim == 2:
         y, of_layer = _encoder_layer(x[None], params, given.of_one_more_dimension(), decision)
         y, of_layer = y[0], None if of_layer is None else of_layer[0]

@@ -35,8 +35,8 @@ def batch_norm(
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, in fp32, rounded to `dtype`; differentiable.
 
-    from_batch: by the statistics of x over all but its last dimension, by which `running` is updated; else by the
-    running ones, and where there are none by x's.
+    from_batch: by the statistics of x over all but its last dimension, by which `running` is updated unless frozen;
+    else by the running ones, and where there are none by x's.
     """
     mean = var = None
     if running is not None and not from_batch and running.mean is not None and running.var is not None:
@@ -67,7 +67,7 @@ def require_rows(x: Tensor) -> None:
 def update_running(statistics: Tensor, running: RunningStatistics) -> None:
     """By those of a batch, in place, as torch.nn.BatchNorm1d does."""
     tensors = [each for each in running[:3] if each is not None]
-    if not tensors:
+    if running.frozen or not tensors:
         return
     update = torch.ops.isogemm.update_running if through_dispatcher(statistics, *tensors) else _update_running
     update(statistics, *running[:4])
