@@ -151,8 +151,7 @@ def run(launch: Launch, tensors: tuple[Tensor | None, ...]) -> None:
     """On the tensors' device; compiled where it is not yet."""
     index = next(each for each in tensors if each is not None).get_device()
     seen = tuple(None if each is None else (each.dtype, each.data_ptr() & 15 == 0) for each in tensors)
-    scalars = tuple(each % 16 == 0 if isinstance(each, int) and each != 1 else each for each in launch.scalars)
-    key = (launch.kernel, *launch.constants.values(), scalars, index, seen)
+    key = (launch.kernel, *launch.constants.values(), *map(_specialised, launch.scalars), index, seen)
     with torch.cuda.device(index):
         kernel = _bound.get(key)
         if kernel is None:
@@ -161,6 +160,11 @@ def run(launch: Launch, tensors: tuple[Tensor | None, ...]) -> None:
             kernel = _bound[key] = launch.bind(*tensors)
         addresses = (None if each is None else each.data_ptr() for each in tensors)
         kernel(index, launch.programs, *addresses, *launch.scalars)
+
+
+def _specialised(scalar: object) -> object:
+    """What Triton compiles for, of an integer; else the number."""
+    return (scalar == 1, scalar % 16 == 0, scalar >= 2**31) if isinstance(scalar, int) else scalar
 
 
 class AttentionCall(NamedTuple):
