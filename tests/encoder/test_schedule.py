@@ -15,7 +15,7 @@ from isogemm.core import launch
 from isogemm.core.launch import BoundKernel, Launch
 from isogemm.encoder import api, fused, schedule
 from isogemm.encoder.gradients import Gradients
-from isogemm.encoder.parameters import Options
+from isogemm.encoder.parameters import EncoderDropout, Options
 from isogemm.testing import EncoderShape, encoder_parameters, encoder_tensors
 
 SHAPE = EncoderShape(6, 5, 16, 4, 32)
@@ -190,6 +190,31 @@ def test_a_known_kind_within_a_transform(layer):
     layer(leaves)
     with pytest.raises(RuntimeError, match="no rule for forward-mode AD"):
         torch.func.vmap(lambda _: layer(leaves))(torch.zeros(2))
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "batch_norm"])
+@pytest.mark.parametrize("operand", [torch.float32, torch.bfloat16])
+def test_operators_without_memory_make_what_those_with_it_do(launched, norm, operand):
+    """In shape, dtype and strides; the scores given are turned."""
+    tensors, scores = encoder_tensors(SHAPE), torch.zeros(6, 4, 5, 5, dtype=operand).mT
+    x, params = tensors["x"], list(_parameters(tensors))
+    precision = "ieee" if operand is torch.float32 else None
+    dropout = EncoderDropout(output=0.5)
+    options = Options(
+        4, False, False, "gelu", norm, 1e-5, False, precision, operand, dropout, norm == "batch_norm", True
+    )
+    given, places = fused.Given(seed=torch.zeros(1, dtype=torch.int64), previous=scores), list(range(len(params)))
+    forward = (x, params, places, *given, [], [], [], True, *options)
+    made = fused._encoder_layer(*forward)
+    _assert_alike(made, fused._encoder_layer_fake(*forward))
+    y, kept, of_layer, statistics = made
+    backward = (y, of_layer, x, kept, statistics, params, places, *given[:3], True, *options)
+    _assert_alike(fused._encoder_layer_backward(*backward), fused._encoder_layer_backward_fake(*backward))
+
+
+def _assert_alike(made, fakes):
+    for each, fake in zip(made, fakes, strict=True):
+        assert (each.shape, each.dtype, each.stride()) == (fake.shape, fake.dtype, fake.stride())
 
 
 def test_profilers_hear_launches_that_were_prepared(launched, monkeypatch):

@@ -391,7 +391,7 @@ def _encoder_layer_backward(dy: Tensor, *rest: Any) -> list[Tensor]:
 
 def _encoder_layer_backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
     call = _BackwardCall.of(dy, *rest)
-    previous = [] if call.previous is None else [torch.empty_like(call.previous)]
+    previous = [] if call.previous is None else [call.previous.new_empty(call.previous.shape)]
     return [torch.empty_like(call.x), *previous, *(each.new_empty(each.shape) for each in call.params)]
 
 
