@@ -1,6 +1,7 @@
 """Where the parts of the fused layer's buffers lie."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -10,17 +11,30 @@ from hypothesis import strategies as st
 from isogemm.encoder import layout, plan
 from isogemm.encoder.configs import Layer
 from isogemm.encoder.layout import Span
+from isogemm.encoder.parameters import EncoderDropout
 
 WIDE = Layer(
     896, 42, 128, 16, 256, "bfloat16", "bfloat16", "bfloat16", "", "layer_norm", True, "gelu", False, "", (0, 0), True
 )
+TF32 = replace(WIDE, dtype="float32", operand="float32", weights="float32", precision="tf32")
 LAYERS = {
     "bf16": WIDE,
     "norms last": replace(WIDE, norm_first=False),
-    "tf32": replace(WIDE, dtype="float32", operand="float32", weights="float32", precision="tf32"),
+    "tf32": TF32,
     "autocast": replace(WIDE, dtype="float32", weights="float32"),
     "odd": replace(WIDE, sequences=3, tokens=5, d_model=20, nhead=5, dim_feedforward=36, norm_first=False),
 }
+DROPPED = EncoderDropout(0.1, 0.1, 0.1, 0.1)
+BATCH_NORM = replace(TF32, norm="batch_norm", from_batch=True)
+PARTED = {
+    "dropped": replace(WIDE, dropout=DROPPED),
+    "batch norms": BATCH_NORM,
+    "batch norms last": replace(BATCH_NORM, norm_first=False, dropout=DROPPED),
+    "normed residuals": replace(BATCH_NORM, residual_normed=True, dropout=DROPPED),
+    "turned": replace(BATCH_NORM, mma=True),  # ds is where dx will be
+    "turned, dropped": replace(BATCH_NORM, mma=True, dropout=DROPPED),
+}
+EVERY = LAYERS | PARTED
 
 
 def _assert_apart(spans, offsets):
@@ -73,22 +87,24 @@ def test_a_backward_takes_no_more_than_its_greediest_launch(name):
     assert size + needed["dx"].size <= max(alive) + layout.ALIGNMENT * len(needed)
 
 
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-def test_a_backwards_arguments_lie_apart(layer):
-    """Every launch's: where two begin in one buffer, one ends before the other, or one is inside the other."""
-    made, schedule, _ = _backward(layer)
-    for step, places in zip(schedule._steps, schedule._places, strict=True):
-        parts = {
-            name: (*place, place[1] + made._parts[name].size)
-            for name, place in zip(step.arguments, places, strict=True)
-            if place is not None and name in made._parts and not made._parts[name].inside
-        }
-        for name, (buffer, start, end) in parts.items():
-            for other, (where, first, last) in parts.items():
-                assert name == other or buffer != where or end <= first or last <= start, (step.name, name, other)
+@pytest.mark.parametrize("layer", EVERY.values(), ids=EVERY)
+def test_a_calls_parts_lie_apart(layer):
+    """Of two that a launch needs, or that one is to find as another left them, in one buffer."""
+    made, backward, _ = _backward(layer)
+    for schedule in (backward, *(forward for forward, _ in made._forwards.values())):
+        spans = plan.spans(schedule._steps, made._parts)
+        if schedule is backward:
+            spans["dx"] = spans["dx"]._replace(last=len(schedule._steps))
+        found = {}
+        for step, places in zip(schedule._steps, schedule._places, strict=True):
+            found |= {name: at for name, at in zip(step.arguments, places, strict=True) if name in spans}
+        for (name, (buffer, start)), (other, (where, first)) in combinations(found.items(), 2):
+            one, two = spans[name], spans[other]
+            apart = start + one.size <= first or first + two.size <= start
+            assert buffer != where or apart or one.last < two.first or two.last < one.first, (name, other)
 
 
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("layer", EVERY.values(), ids=EVERY)
 def test_attention_shares_memory_with_few_sums(layer):
     """Where q, k, v and their gradients are in memory, of all sums only the feed-forward's over chunks are."""
     made, schedule, _ = _backward(layer)
