@@ -33,12 +33,11 @@ def scale(p: float) -> float:
 
 def kept(seed: torch.Tensor, rows: int, columns: int, p: float) -> torch.Tensor:
     """[rows, columns] bool; seed: an int64 tensor of one element."""
-    row = torch.arange(rows, device=seed.device)[:, None]
-    column = torch.arange(columns, device=seed.device)[None, :]
-    words = _philox(seed, (column >> 5 << 2) + (column >> 1 & 3), row)
-    word = torch.stack(words).gather(0, (column >> 3 & 3).expand(1, rows, columns))[0]
-    bits = torch.where(column & 1 == 1, word >> 16, word & 0xFFFF)
-    return bits >= threshold(p)
+    row, blocks = torch.arange(rows, device=seed.device)[:, None], -(-columns // 32)
+    words = torch.stack(_philox(seed, torch.arange(4 * blocks, device=seed.device)[None, :], row))
+    halves = torch.stack((words & 0xFFFF, words >> 16), -1)  # of a column: bits 3 and 4, row, 5 and up, 1 and 2, 0
+    bits = halves.view(4, rows, blocks, 4, 2).permute(1, 2, 0, 3, 4).reshape(rows, 32 * blocks)
+    return bits[:, :columns] >= threshold(p)
 
 
 def kept_weights(seed: torch.Tensor, matrices: int, tokens: int, p: float, first: int = 0) -> torch.Tensor:
