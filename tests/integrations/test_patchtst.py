@@ -304,11 +304,13 @@ def _outputs(model, x):
 
 
 def test_restore_of_what_has_another_class_by_now():
-    model = _official(1)
+    model = _official(2)
     accelerate(model)
-    model.layers[0].__class__ = type("Sharded", (type(model.layers[0]),), {})
+    model.layers[1].__class__ = type("Sharded", (type(model.layers[1]),), {})
+    before = _state(model)
     with pytest.raises(RuntimeError, match="has become a Sharded: undo that first"):
         restore(model)
+    assert _state(model) == before
 
 
 def test_a_model_without_memory():
@@ -382,6 +384,28 @@ def test_other_dtypes():
     with isogemm.dispatch_log() as log:
         model.double()(x.double())
     assert {entry.reason for entry in log} == {"its input is float64 on cpu"}
+
+
+@pytest.mark.parametrize("norm", ["BatchNorm", "LayerNorm"])
+def test_a_16_bit_model_with_norms_in_float32(norm):
+    model = _official(norm=norm).bfloat16()
+    for each in model.modules():
+        if isinstance(each, (nn.BatchNorm1d, nn.LayerNorm)):
+            each.float()
+    untouched = copy.deepcopy(model)
+    assert accelerate(model).kept == ()
+    x = _random(SEQUENCES, TOKENS, D).bfloat16()
+    assert {*_reasons(model, x)} == {"its norms are float32, its input bfloat16"}
+    untouched(x)  # running statistics
+    assert_bitwise_equal(model(x), untouched(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _reasons(model, x) == []
+
+
+def test_a_precision_of_float32_alone():
+    model = _official().eval()
+    accelerate(model, precision="ieee")
+    assert _reasons(model.bfloat16(), _random(SEQUENCES, TOKENS, D).bfloat16()) == []
 
 
 def test_compiled():
@@ -524,6 +548,12 @@ class _Otherwise(nn.Module):
         return y + 0.01 * src, scores
 
 
+class _OtherwiseInTraining(nn.Module):
+    def forward(self, src, prev=None):
+        y, scores = OfficialLayer.forward(self, src, prev)
+        return nn.functional.dropout(y, 0.5, self.training), scores
+
+
 class _OtherArguments(nn.Module):
     def forward(self, src, channels):
         return src
@@ -539,6 +569,12 @@ LEFT = {
         layer, "forward", layer.forward
     ),
     "the forward of _Otherwise computes something else": lambda layer: setattr(layer, "__class__", _Otherwise),
+    "the forward of _OtherwiseInTraining computes something else in training mode": lambda layer: setattr(
+        layer, "__class__", _OtherwiseInTraining
+    ),
+    "it cannot be copied to be tried: TypeError: cannot pickle 'generator' object": lambda layer: setattr(
+        layer, "log", (each for each in ())
+    ),
     "its forward, tried on the CPU, raised TypeError: _OtherArguments.forward() got an unexpected keyword argument "
     "'prev'": lambda layer: setattr(layer, "__class__", _OtherArguments),
     "self_attn.W_K has hooks": lambda layer: _linear_of(layer).register_forward_hook(lambda *args: None),

@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 
 from isogemm.core import dispatch
 from isogemm.core.dispatch import Dispatch
-from isogemm.core.eager import in_transform
+from isogemm.core.eager import autocast_dtype, in_transform
 from isogemm.core.errors import require_precision
 from isogemm.encoder.api import encoder_layer
 from isogemm.encoder.parameters import ACTIVATIONS
@@ -37,7 +37,7 @@ from isogemm.integrations.patchtst_layers import (
     name_in,
 )
 from isogemm.nn.encoder_layer import activation_name
-from isogemm.nn.sharing import PastForwards, module_obstacle, parameter_obstacle, shared
+from isogemm.nn.sharing import PastForwards, module_obstacle, parameter, parameter_obstacle, shared
 from isogemm.nn.swap import Kept, grouped, summarize
 
 
@@ -72,9 +72,10 @@ def accelerate(model: torch.nn.Module, *, precision: str | None = None) -> Accel
         Which layers were swapped, which not, and why.
 
     A layer is known by its modules' names and types, and swapped if its forward computes what they say: it is tried
-    once on the CPU, with random weights. A call that isogemm cannot serve (output_attentions, an attn_mask, hooks that
-    inner modules got later, norms of which one alone is in training mode) goes through the forward that the layer had;
-    `isogemm.dispatch_log` has it as integrations.patchtst, and why.
+    once on the CPU, in both modes, with random weights and no dropout. A call that isogemm cannot serve
+    (output_attentions, an attn_mask, hooks that inner modules got later, norms of which one alone is in training mode
+    or in another dtype than the input) goes through the forward that the layer had; `isogemm.dispatch_log` has it as
+    integrations.patchtst, and why.
 
     The official layer's two dropouts after the attention's projection become one, of 1 - (1 - p1) (1 - p2): the same
     distribution. With residual attention, its encoder does not read the scores of its last layer: where that is so, the
@@ -104,12 +105,13 @@ def accelerate(model: torch.nn.Module, *, precision: str | None = None) -> Accel
 
 def restore(model: torch.nn.Module) -> None:
     """Undo `accelerate`."""
-    for layer in model.modules():
-        if isinstance(layer, _Accelerated):
-            if type(layer) not in _classes.values():
-                raise RuntimeError(f"an accelerated layer has become a {type(layer).__name__}: undo that first")
-            del layer.__dict__["isogemm_choices"]
-            layer.__class__ = type(layer).__bases__[1]
+    layers = [layer for layer in model.modules() if isinstance(layer, _Accelerated)]
+    for layer in layers:
+        if type(layer) not in _classes.values():
+            raise RuntimeError(f"an accelerated layer has become a {type(layer).__name__}: undo that first")
+    for layer in layers:
+        del layer.__dict__["isogemm_choices"]
+        layer.__class__ = type(layer).__bases__[1]
 
 
 class _Choices(NamedTuple):
@@ -141,6 +143,8 @@ class _Accelerated(PastForwards):
                 reason = f"its input is {dtype_name(x.dtype)} on {x.device.type}"
             elif not is_compiling() and in_transform(x):
                 reason = "it is called inside forward-mode AD or a torch.func transform"
+            else:
+                reason = _other_dtype(parts, x)
         if not reason:
             return parts
         if dispatch.active and not is_compiling():
@@ -152,6 +156,7 @@ class _Accelerated(PastForwards):
         """x [S, T, D]."""
         parameters, told = encoder_arguments(parts)
         precision, activation, _, _ = self.isogemm_choices
+        precision = precision if x.dtype is torch.float32 else None
         return encoder_layer(x, parameters, activation=activation, precision=precision, **told, **options)
 
 
@@ -244,10 +249,19 @@ def _obstacle(kind: type[_Accelerated], layer: torch.nn.Module) -> str:
     for name, module in layer.named_modules():
         if module not in known:
             return f"its {name} is no module of such a layer"
-    for parameter in layer.parameters():
-        if parameter.dtype not in SERVED:
-            return f"{parameter.dtype} has no contract; those with one: {', '.join(map(dtype_name, SERVED))}"
+    for each in layer.parameters():
+        if each.dtype not in SERVED:
+            return f"{each.dtype} has no contract; those with one: {', '.join(map(dtype_name, SERVED))}"
     return _otherwise(kind, layer)
+
+
+def _other_dtype(parts: Parts, x: Tensor) -> str:
+    """Of norms that a 16-bit model keeps in float32: torch's take the input, without autocast isogemm's do not."""
+    for norm in (parts.norm1, parts.norm2):
+        scale = parameter(norm, "weight")
+        if scale is not None and scale.dtype is not x.dtype and autocast_dtype(x.device) is None:
+            return f"its norms are {dtype_name(scale.dtype)}, its input {dtype_name(x.dtype)}"
+    return ""
 
 
 def _activation(module: torch.nn.Module) -> str:
@@ -265,7 +279,7 @@ def _activation(module: torch.nn.Module) -> str:
 
 
 def _otherwise(kind: type[_Accelerated], layer: torch.nn.Module) -> str:
-    """What the layer's forward does that isogemm.encoder_layer does not, tried in eval mode; empty if nothing."""
+    """What the layer's forward does that isogemm.encoder_layer does not, tried without dropout; empty if nothing."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -274,21 +288,30 @@ def _otherwise(kind: type[_Accelerated], layer: torch.nn.Module) -> str:
     bare = shared(type(layer), layer)
     bare.__dict__.update({name: OrderedDict() for name in vars(bare) if name.endswith("_hooks")})
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        tried = copy.deepcopy(bare).to_empty(device="cpu").float().eval()
+        try:
+            tried = copy.deepcopy(bare).to_empty(device="cpu").float()
+        except Exception as error:
+            return f"it cannot be copied to be tried: {type(error).__name__}: {error}"
         for each in tried.parameters():
             each.copy_(random(*each.shape) / (each.shape[-1] ** 0.5 if each.ndim > 1 else 1))
         for buffer in tried.buffers():
             buffer.copy_(random(*buffer.shape).square() + 1)  # a variance, too
+        for module in tried.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
         args, kwargs = kind.family.trial(tried, random)
-        try:
-            theirs = _tensors(tried.forward(*args, **kwargs))
-        except Exception as error:
-            return f"its forward, tried on the CPU, raised {type(error).__name__}: {error}"
-        _change_class(tried, kind, precision=None)
-        ours = _tensors(tried.forward(*args, **kwargs))
-    if len(ours) == len(theirs) and all(map(_close, ours, theirs)):
-        return ""
-    return f"the forward of {type(layer).__name__} computes something else"
+        ours = copy.deepcopy(tried)
+        _change_class(ours, kind, precision=None)
+        for training in (False, True):
+            try:
+                theirs = [*_tensors(tried.train(training).forward(*args, **kwargs)), *tried.buffers()]
+            except Exception as error:
+                return f"its forward, tried on the CPU, raised {type(error).__name__}: {error}"
+            found = [*_tensors(ours.train(training).forward(*args, **kwargs)), *ours.buffers()]
+            if len(found) != len(theirs) or not all(map(_close, found, theirs)):
+                mode = " in training mode" if training else ""
+                return f"the forward of {type(layer).__name__} computes something else{mode}"
+    return ""
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -112,6 +112,7 @@ class HuggingFace:
 
     def trial(self, layer: Any, random: Callable[..., Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         attention = layer.self_attn
+        attention.dropout = 0.0
         if attention.config is not None:
             attention.config._attn_implementation = "eager"  # the CPU may lack the others
         return (), {"hidden_state": random(2, 2, 3, attention.embed_dim), "output_attentions": None}
