@@ -82,7 +82,8 @@ def changed(line: int, text: str) -> str:
             changed(3, "2016-07-01 01:00:00+02:00,5.5,30"),
             "line 3, column 'date': '2016-07-01 01:00:00+02:00': an offset",
         ),
-        (changed(3, '2016-07-01 01:00:00,"5.5,30'), "line 4: unexpected end of data"),
+        (changed(3, '2016-07-01 01:00:00,"5.5,30'), "line 3: unexpected end of data"),
+        (changed(3, '2016-07-01 01:00:00,"cold\n",30'), "line 3, column 'load': 'cold' is not a number"),
         (GOOD.encode().replace(b"30", b"\xff30"), "line 2, column 'oil temperature': '\ufffd30' is not a number"),
     ],
 )
@@ -126,7 +127,7 @@ def test_a_constant_channel_becomes_zeros(value):
 def test_what_float32_cannot_hold_is_named():
     values = synthetic(100, 2).values
     values[90, 1] = 1e300
-    with pytest.raises(SeriesError, match=r"row 91, column 'b': 1e\+300 is out of range"):
+    with pytest.raises(SeriesError, match=r"row 91 after the header, column 'b': 1e\+300 is out of range"):
         cut(Series("wild", ("a", "b"), values), 4, 2)
 
 

@@ -119,8 +119,8 @@ def cut(series: Series, inputs: int, horizon: int) -> Windows:
     scaled = ((series.values - mean) / std).float()
     for row, channel in (~scaled.isfinite()).nonzero()[:1].tolist():
         raise SeriesError(
-            f"{series.name}, row {row + 1}, column {series.channels[channel]!r}: {series.values[row, channel]:g} "
-            "is out of range beside the training rows"
+            f"{series.name}, row {row + 1} after the header, column {series.channels[channel]!r}: "
+            f"{series.values[row, channel]:g} is out of range beside the training rows"
         )
     return Windows(scaled.T.contiguous(), inputs, horizon, **parts, mean=mean, std=std)
 
@@ -164,16 +164,17 @@ def _parsed(path: Path, lines: Iterator[tuple[int, list[str]]]) -> Series:
 
 
 def _lines(path: Path, file: TextIO) -> Iterator[tuple[int, list[str]]]:
-    """The cells of each line, with its number in the file; of the lines that quoted cells span, the last."""
+    """The cells of each line, with its number in the file; of the lines that quoted cells span, the first."""
     reader = csv.reader(file, strict=True)
     while True:
+        line = reader.line_num + 1
         try:
             cells = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            raise SeriesError(f"{path}, line {reader.line_num}: {error}") from error
-        yield reader.line_num, cells
+            raise SeriesError(f"{path}, line {line}: {error}") from error
+        yield line, cells
 
 
 def _header(path: Path, line: int, cells: Sequence[str]) -> list[str]:
