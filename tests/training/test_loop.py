@@ -79,6 +79,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(start, tmp_path, backend, stoppe
     assert_same_bits(weights(resumed), weights(whole))
     assert found.test_mse == expected.test_mse
     assert found.best_epoch == expected.best_epoch
+    assert found.total_s >= sum(each.train_s + each.val_s for each in found.epochs)  # not of its last part alone
     assert [replace(each, train_s=0, val_s=0) for each in found.epochs] == [
         replace(each, train_s=0, val_s=0) for each in expected.epochs
     ]
@@ -100,7 +101,9 @@ def test_a_finished_run_resumed_is_only_tested_again(start, tmp_path):
     expected = run.fit(plan)
     again = start()
     again.resume(tmp_path / CHECKPOINT)
-    assert again.fit(plan).test_mae == expected.test_mae
+    found = again.fit(plan)
+    assert found.test_mae == expected.test_mae
+    assert found.total_s >= sum(each.train_s for each in found.epochs)
     assert_same_bits(weights(again), weights(run))
 
 

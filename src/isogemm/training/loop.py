@@ -84,7 +84,7 @@ class Outcome:
     test_mse: float
     test_mae: float
     setup_s: float  # compilation and capture
-    total_s: float  # from the first epoch's begin to the last one's end, checkpoints included
+    total_s: float  # of all epochs, checkpoints included; of a resumed run also before it was stopped
     samples_per_s: float  # windows, in training
     peak_bytes: int | None  # of device memory
     forecast: Forecast
@@ -127,6 +127,8 @@ class Run:
         self.epochs: list[Epoch] = []
         self._losses = torch.zeros(0)  # of this epoch's steps so far
         self._spent_s = 0.0  # on them
+        self._total_s = 0.0  # before it was resumed
+        self._begun = 0.0  # when it would have, without the stops
         self._best: dict[str, Any] = {}  # epoch, and model
         self._best_written = 0
 
@@ -152,18 +154,21 @@ class Run:
         self._random = state["random"][self.world.rank]
         self.epochs = [Epoch(**each) for each in state["epochs"]]
         self._losses, self._spent_s, self._best = state["losses"], state["spent_s"], state["best"]
+        self._total_s = state["total_s"]
 
     def fit(self, plan: Plan, progress: Progress = _silent, stop: Callable[[], bool] = _never) -> Outcome:
         """Train to the plan's end. Where `stop` comes true, a checkpoint is written between two steps: Stopped."""
         with _fp32_precision(self.config.precision, self.world.device):
+            progress(len(self.epochs) * self.steps + len(self._losses), plan.epochs * self.steps, "preparing")
             started = time.perf_counter()
             set_random_state(self._random, self.world.device)
             objective, training, validation = self._prepared()
             self._synchronize()
-            begun = time.perf_counter()
+            prepared = time.perf_counter()
+            self._begun = prepared - self._total_s
             while not self._ended(plan):
                 self._epoch(training, validation, plan, progress, stop)
-            ended = time.perf_counter()
+            self._total_s = time.perf_counter() - self._begun
             with self._best_weights():
                 test = Evaluation(objective, self.windows, self.windows.test, self.config.batch, *self._place)
                 mse, mae = self._errors(test)
@@ -174,8 +179,8 @@ class Run:
             best_epoch=self._best["epoch"],
             test_mse=mse,
             test_mae=mae,
-            setup_s=begun - started,
-            total_s=ended - begun,
+            setup_s=prepared - started,
+            total_s=self._total_s,
             samples_per_s=trained / sum(epoch.train_s for epoch in self.epochs),
             peak_bytes=torch.cuda.max_memory_allocated(self.world.device) - self._allocated if self._on_gpu else None,
             forecast=forecast,
@@ -280,6 +285,7 @@ class Run:
             "epochs": [asdict(epoch) for epoch in self.epochs],
             "losses": self._losses,
             "spent_s": self._spent_s,
+            "total_s": time.perf_counter() - self._begun,
             "best": self._best,
         }
         checkpoints.save(plan.folder / CHECKPOINT, state)
