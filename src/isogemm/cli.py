@@ -214,7 +214,7 @@ def train_patchtst(args: argparse.Namespace, terminal: Terminal) -> int:
     """Train a PatchTST forecaster, or one with each backend."""
     with _values_as_usage():
         config, plan, series = options.asked(args)
-    records = []
+    records, code = [], OK
     with world.entered(_device(args.device)) as here:
         for backend in [config.backend] if args.compare is None else args.compare or BACKENDS:
             with _values_as_usage():
@@ -223,20 +223,24 @@ def train_patchtst(args: argparse.Namespace, terminal: Terminal) -> int:
                     run.resume(args.out / loop.CHECKPOINT)
             try:
                 with terminal.progress(here.leads) as progress, _stop_requests(here.size == 1) as stop:
-                    outcome = run.fit(plan, progress, stop)
+                    outcome = run.fit(plan, _prefixed(f"{backend}: ", progress), stop)
             except loop.Stopped as stopped:
-                terminal.line(f"stopped {stopped}; --resume goes on from there")
-                return INTERRUPTED
+                terminal.line(f"stopped {stopped}{'; --resume goes on from there' if plan.folder else ''}")
+                code = INTERRUPTED
+                break
             except loop.Diverged as diverged:
-                terminal.line(f"{backend}: {diverged}")
-                return FAILED
-            records.append(results.record(run, outcome, runner.environment(here.device, args.commit), args.preset))
+                if here.leads:
+                    terminal.line(f"{backend}: {diverged}")
+                code = FAILED
+            else:
+                records.append(results.record(run, outcome, runner.environment(here.device, args.commit), args.preset))
+                del outcome
             compiled = run.config.compiles
-            del run, outcome
+            del run
             _free_memory(compiled)
-        if here.leads:
+        if here.leads and records:
             _show_training(records, args.out, terminal, _describe(here.device))
-    return OK
+    return code
 
 
 class Terminal:
@@ -285,6 +289,10 @@ class Terminal:
         with Progress(*columns, console=self._err, transient=True) as bar:
             task = bar.add_task("")
             yield lambda done, total, step: bar.update(task, completed=done, total=total, description=step)
+
+
+def _prefixed(prefix: str, progress: runner.Progress) -> runner.Progress:
+    return lambda done, total, step: progress(done, total, prefix + step)
 
 
 def _line_per_step() -> runner.Progress:

@@ -13,7 +13,7 @@ import torch
 from isogemm.cli import main
 from isogemm.training import options, plots, results
 from isogemm.training.config import Config
-from isogemm.training.loop import BEST, CHECKPOINT
+from isogemm.training.loop import BEST, CHECKPOINT, Diverged, Run, Stopped
 from isogemm.training.model import Architecture
 from isogemm.training.series import synthetic
 from isogemm.training.steps import Training
@@ -77,7 +77,8 @@ def test_a_csv_end_to_end(capsys):
         assert (Path("run") / name).stat().st_size > 1000
     captured = capsys.readouterr()
     assert f"{row['test_mse']:.5f}" in captured.out
-    assert "epoch 2/2, train MSE" in captured.err
+    assert "isogemm: preparing" in captured.err
+    assert "isogemm: epoch 2/2, train MSE" in captured.err
 
 
 def test_resume_from_the_command_line(monkeypatch, capsys):
@@ -110,6 +111,29 @@ def test_compare(capsys):
     assert "over torch" in out
     assert f"{results.speedup(ours, torchs):.2f}x" in out
     assert not list(Path().rglob(CHECKPOINT))
+
+
+def test_compare_shows_what_there_is(monkeypatch, capsys):
+    """Where a run was stopped, or another one's loss is not finite."""
+    fit = Run.fit
+
+    def ends(error: Exception, of: str) -> None:
+        def raising(self: Run, *args):
+            if self.config.backend == of:
+                raise error
+            return fit(self, *args)
+
+        monkeypatch.setattr(Run, "fit", raising)
+
+    ends(Stopped("after step 1 of epoch 1"), of="isogemm")
+    assert train(*DATA, "--compare", "torch", "isogemm", "--out", "stopped") == 130
+    assert [each["run"]["backend"] for each in recorded("stopped")] == ["torch"]
+    out = capsys.readouterr().out
+    assert "stopped after step 1 of epoch 1\n" in out  # there is no checkpoint to resume
+    assert "Training on" in out
+    ends(Diverged("the loss is not finite"), of="torch")
+    assert train(*DATA, "--compare", "torch", "isogemm", "--out", "diverged") == 1
+    assert [each["run"]["backend"] for each in recorded("diverged")] == ["isogemm"]
 
 
 @pytest.mark.usefixtures("drawn")
