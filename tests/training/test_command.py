@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -113,6 +114,13 @@ def test_compare(capsys):
     assert not list(Path().rglob(CHECKPOINT))
 
 
+def test_errors_in_the_table_are_of_the_best_epoch():
+    assert train(*DATA, "--backend", "torch") == 0
+    (made,) = recorded()
+    columns, (line,) = results.comparison([{**made, "best_epoch": 1}])
+    assert line[columns.index("val MSE")] == f"{made['epochs'][0]['val_mse']:.5f}"
+
+
 def test_compare_shows_what_there_is(monkeypatch, capsys):
     """Where a run was stopped, or another one's loss is not finite."""
     fit = Run.fit
@@ -146,6 +154,19 @@ def test_without_the_extra(monkeypatch, capsys):
     assert len(recorded()) == 1
 
 
+def test_a_forecast_as_the_guide_makes_it():
+    assert train("--csv", str(write_csv()), "--backend", "torch", "--out", "build/ettm1") == 0
+    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    (code,) = (each for each in re.findall("```python\n(.*?)```", guide, re.S) if "best_forecaster" in each)
+    shown = recorded("build/ettm1")[0]["forecast"]
+    names = {"x": torch.tensor(shown["history"])[None]}
+    with torch.no_grad():
+        exec(code, names)
+    torch.testing.assert_close(
+        names["forecast"][0], torch.tensor(shown["forecast"], dtype=torch.float64), rtol=1e-4, atol=1e-4
+    )
+
+
 def test_broken_csv(capsys):
     path = write_csv(rows=240)
     lines = path.read_text().splitlines()
@@ -168,6 +189,7 @@ def test_broken_csv(capsys):
         ([*DATA, "--resume"], "checkpoint.pt: no such file"),
         ([*DATA, "--resume", "--compare"], "--resume: not with --compare"),
         (["--rows", "0"], "rows is 0"),
+        ([*DATA, "--graph"], "graph is True; expected one process with a GPU, not 1 on cpu"),
     ],
 )
 def test_impossible_requests_are_one_line(arguments, message, capsys):

@@ -112,6 +112,8 @@ class Run:
             )
         if config.batch % world.size:
             raise ValueError(f"batch is {config.batch}, which {world.size} processes cannot share evenly")
+        if config.graph and not self.captured:
+            raise ValueError(f"graph is True; expected one process with a GPU, not {world.size} on {world.device.type}")
         torch.manual_seed(config.seed)
         self.model = Forecaster(config.model)
         if config.backend == "isogemm":

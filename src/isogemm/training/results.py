@@ -15,7 +15,8 @@ SCHEMA = 1
 Record = dict[str, Any]
 
 COLUMNS = (
-    "backend", "s / epoch", "total s", "setup s", "samples/s", "peak MiB", "val MSE", "val MAE", "test MSE", "test MAE",
+    "backend", "train s / epoch", "total s", "setup s", "samples/s", "peak MiB",
+    "val MSE", "val MAE", "test MSE", "test MAE",
 )  # fmt: skip
 
 
@@ -67,7 +68,10 @@ def epochs(made: Record) -> tuple[list[str], list[list[str]]]:
 
 
 def comparison(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """Columns and lines: a line per run, and its speed in training over that of torch's backends."""
+    """Columns and lines: a line per run, and its speed in training over that of torch's backends.
+
+    Times of an epoch are of its training, errors of the weights of the best epoch.
+    """
     rivals = [each for each in records if each["run"]["backend"] != "isogemm"] if len(records) > 1 else []
     columns = [*COLUMNS, *(f"over {backend(rival)}" for rival in rivals)]
     return columns, [[*_line(each), *(f"{speedup(each, rival):.2f}x" for rival in rivals)] for each in records]
@@ -83,9 +87,9 @@ def epoch_s(made: Record) -> float:
 
 
 def _line(made: Record) -> list[str]:
-    last, peak = made["epochs"][-1], made["peak_bytes"]
+    best, peak = made["epochs"][made["best_epoch"] - 1], made["peak_bytes"]
     seconds = epoch_s(made), made["total_s"], made["setup_s"]
-    errors = last["val_mse"], last["val_mae"], made["test_mse"], made["test_mae"]
+    errors = best["val_mse"], best["val_mae"], made["test_mse"], made["test_mae"]
     return [
         backend(made),
         *(f"{each:.3f}" for each in seconds),
