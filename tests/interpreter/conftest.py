@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -7,6 +8,36 @@ from isogemm.testing import require_interpreter
 
 def pytest_collect_file():
     require_interpreter(strict=bool(os.environ.get("CI")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter():
+    """Triton's interpreter without what it does in vain: half the time.
+
+    It puts its own functions into the language again at each call of a function in a kernel, though once a launch and
+    module is enough, and it computes whether integers overflow, but asserts it only in a debug mode it does not have.
+    """
+    from triton.runtime import interpreter
+
+    builder, patch, launch = interpreter.interpreter_builder, interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched = set()
+    assert not builder.options.debug
+
+    def patch_once(function):
+        if (module := id(function.__globals__)) in patched:
+            return None
+        patched.add(module)
+        return patch(function)
+
+    def launch_anew(*arguments, **named):
+        patched.clear()
+        launch(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+        monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+        yield
 
 
 @pytest.fixture
