@@ -188,6 +188,7 @@ def test_broken_csv(capsys):
         ([*DATA, "--epochs", "0"], "epochs is 0; expected at least 1"),
         ([*DATA, "--resume"], "checkpoint.pt: no such file"),
         ([*DATA, "--resume", "--compare"], "--resume: not with --compare"),
+        ([*DATA, "--backend", "torch", "--compare", "isogemm"], "--backend: not with --compare"),
         (["--rows", "0"], "rows is 0"),
         ([*DATA, "--graph"], "graph is True; expected one process with a GPU, not 1 on cpu"),
     ],

@@ -93,6 +93,8 @@ def asked(args: argparse.Namespace) -> Asked:
     given = {name: getattr(args, name) for name in (*_MODEL, *_RUN) if getattr(args, name) is not None}
     if args.resume and args.compare is not None:
         raise ValueError("--resume: not with --compare, which writes no checkpoints")
+    if args.backend is not None and args.compare is not None:
+        raise ValueError("--backend: not with --compare, which names those to compare")
     if args.csv is not None:
         if args.rows is not None or args.channels is not None:
             raise ValueError("--rows, --channels: of synthetic data, but there is --csv")
