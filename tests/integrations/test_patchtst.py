@@ -700,6 +700,22 @@ def test_calls_that_torch_serves():
         assert_bitwise_equal(ours, theirs)
 
 
+def test_options_of_hugging_face_that_change_later():
+    model = _huggingface().eval()
+    accelerate(model)
+    x = _random(5, LENGTH, CHANNELS)
+    attention = model.model.encoder.layers[0].self_attn
+    for name, value, reason in (
+        ("scaling", 1.0, "its attention's scale is not 1 / sqrt(head_dim)"),
+        ("is_causal", True, "its attention is causal"),
+    ):
+        before = getattr(attention, name)
+        setattr(attention, name, value)
+        assert _reasons(model, x) == [reason]
+        setattr(attention, name, before)
+    assert _reasons(model, x) == []
+
+
 def test_what_changes_later():
     model = _official(dropout=0.1)
     accelerate(model)

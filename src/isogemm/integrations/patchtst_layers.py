@@ -105,6 +105,8 @@ class HuggingFace:
             return "it attends across channels too (channel_attention)"
         if attention.is_causal:
             return "its attention is causal"
+        if attention.scaling != attention.head_dim**-0.5:
+            return "its attention's scale is not 1 / sqrt(head_dim)"
         implementation = getattr(attention.config, "_attn_implementation", None)
         if implementation not in _ATTENTIONS:
             return f"its attention is {implementation!r}, none of {', '.join(_ATTENTIONS[1:])}"
