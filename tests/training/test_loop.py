@@ -213,6 +213,22 @@ def test_a_compiled_step_is_one_graph(start, monkeypatch):
     assert found.val_mse == pytest.approx(expected.val_mse, rel=1e-4)
 
 
+def test_all_of_a_bfloat16_run_is_in_autocast(start):
+    run = start(precision="bf16")
+    seen = set()
+    run.model.head.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
+    run.fit(Plan(epochs=1))
+    assert seen == {torch.bfloat16}
+
+
+def test_the_checkpoint_is_written_last(start, tmp_path, monkeypatch):
+    """A stop between the files leaves a checkpoint from which the other one is written again."""
+    written = []
+    monkeypatch.setattr(checkpoints, "save", lambda path, state: written.append(path.name))
+    start().fit(Plan(epochs=1, folder=tmp_path))
+    assert written == [BEST, CHECKPOINT]
+
+
 def test_forecasts_are_in_the_datas_units(start, series):
     outcome = start().fit(Plan(epochs=1))
     shown = outcome.forecast

@@ -193,6 +193,10 @@ class Run:
         return self.world.device.type == "cuda"
 
     @property
+    def _autocast(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.config.precision == "bf16" else None
+
+    @property
     def _place(self) -> tuple[int, int]:
         return self.world.rank, self.world.size
 
@@ -201,7 +205,7 @@ class Run:
         config, windows, world = self.config, self.windows, self.world
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(world.device)
-        objective: nn.Module = Objective(self.model, windows, torch.bfloat16 if config.precision == "bf16" else None)
+        objective: nn.Module = Objective(self.model, windows, self._autocast)
         if config.compiles:
             objective = torch.compile(objective, fullgraph=True, dynamic=False)  # type: ignore[assignment]
         trained = DistributedDataParallel(objective) if world.size > 1 else objective
@@ -290,11 +294,11 @@ class Run:
             "total_s": time.perf_counter() - self._begun,
             "best": self._best,
         }
-        checkpoints.save(plan.folder / CHECKPOINT, state)
         if self._best and self._best["epoch"] != self._best_written:
             scaling = {"mean": self.windows.mean, "std": self.windows.std}
             checkpoints.save(plan.folder / BEST, {"run": self.identity, **self._best, **scaling})
             self._best_written = self._best["epoch"]
+        checkpoints.save(plan.folder / CHECKPOINT, state)  # last: a run that it says has ended is complete
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
@@ -312,7 +316,8 @@ class Run:
         windows, shown = self.windows, min(_SHOWN_CHANNELS, self.config.model.channels)
         window = windows.all[windows.test.first + windows.test.count // 2]
         self.model.eval()
-        y = self.model(window[None, :, : windows.inputs])[0]
+        with torch.autocast(self.world.device.type, self._autocast, enabled=self._autocast is not None):
+            y = self.model(window[None, :, : windows.inputs])[0]
 
         def original(values: Tensor) -> list[list[float]]:
             scaled = values[:shown].double().cpu() * windows.std[:shown, None] + windows.mean[:shown, None]
