@@ -356,6 +356,12 @@ def test_variants_of_long_heads(variant, dtype, precision):
     _assert_variant_close(_variant(tokens, 1, 24, dtype, *rest), precision)
 
 
+@pytest.mark.parametrize(("variant", "dtype", "precision"), _spread(SHORT), ids=str)
+def test_variants_of_short_heads(variant, dtype, precision):
+    tokens, *rest = VARIANTS[variant]
+    _assert_variant_close(_variant(tokens, 1, 6, dtype, *rest), precision)
+
+
 def test_nothing_to_do():
     for sequences, tokens in [(0, 5), (2, 0)]:
         assert _launch(_inputs(sequences, tokens, 1, 24)).o.numel() == 0

@@ -40,6 +40,16 @@ class Attention:
     scores: bool = False  # whether the scores are written; in the backward, whether their gradient comes in
 
     @property
+    def residual(self) -> bool:
+        """Whether there are scores in memory."""
+        return self.previous or self.scores
+
+    @property
+    def varied(self) -> bool:
+        """Whether it is more than softmax(q k^T) v, which short heads compute in registers."""
+        return self.residual or self.dropout > 0
+
+    @property
     def dropping(self) -> tuple[int, float] | tuple[None, None]:
         """Below which 16 bits leave a weight out, and the factor of the others."""
         return (random.threshold(self.dropout), random.scale(self.dropout)) if self.dropout else (None, None)
@@ -139,22 +149,28 @@ def choose_backward(problem: Attention) -> DotConfig:
 def _too_many(problem: Attention, config: DotConfig) -> int:
     """How many times the scores of a block: those in memory take registers of their own."""
     most = 512 * config.num_warps
-    return max(1, config.block_q * config.block_k // most) if problem.previous or problem.scores else 1
+    return max(1, config.block_q * config.block_k // most) if problem.residual else 1
 
 
 def fits_mma(problem: Attention) -> bool:
     """Whether fragments hold a head."""
-    return problem.backend == "cuda" and fragments_hold(problem.head, problem.dtype, problem.precision)
+    shortest = 2 if problem.residual else 6
+    return problem.backend == "cuda" and fragments_hold(problem.head, problem.dtype, problem.precision, shortest)
 
 
-def fragments_hold(head: int, dtype: str, precision: str) -> bool:
-    """Up to four long a head would be half padding, and fp32 is as fast."""
-    return 4 < head <= 16 and head % 2 == 0 and (dtype != "float32" or precision == "tf32")
+def fragments_hold(head: int, dtype: str, precision: str, shortest: int = 6) -> bool:
+    """Up to four long a head would be half padding, and fp32 is as fast.
+
+    Not so with scores in memory, of which a warp's fragments read and write eight next to each other.
+    """
+    return shortest <= head <= 16 and head % 2 == 0 and (dtype != "float32" or precision == "tf32")
 
 
 def choose_mma(problem: Attention) -> MmaConfig:
     """For a short head: as many tokens a warp as registers allow, and no more than there are."""
     most = 4 if problem.head <= 8 else 2
+    if problem.dropout or problem.residual:
+        most = 1 if problem.dropout and problem.residual else min(most, 3)
     blocks = -(-problem.tokens // (16 * most))
     return MmaConfig(-(-problem.tokens // (16 * blocks)))
 

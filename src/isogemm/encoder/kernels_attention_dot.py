@@ -14,6 +14,7 @@ import triton.language as tl
 
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs_attention import Attention, DotConfig
+from isogemm.epilogues.device import philox
 from isogemm.gemm.kernels import multiple, round_to_tf32
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -100,10 +101,7 @@ def _keys(mask_at, key, tokens, mask_step, MASK: tl.constexpr):
 @triton.jit
 def _matrix_at(ptr, matrix, tokens, LINE: tl.constexpr):
     """The first of a matrix's scores."""
-    if ptr is None:
-        return None
-    else:
-        return ptr + matrix.to(tl.int64) * multiple(tokens, LINE) * tokens
+    return ptr + matrix.to(tl.int64) * multiple(tokens, LINE) * tokens
 
 
 @triton.jit
@@ -137,9 +135,9 @@ def _kept(x, dropout, query, key, matrix, TURNED: tl.constexpr):
     row = tl.arange(0, ROWS // 2)[:, None] + zero
     column = tl.arange(0, COLUMNS // 2)[None, :] + zero
     if TURNED:
-        w0, w2, w1, w3 = tl.philox(seed, row + key // 2, column + query // 2, matrix + zero, zero)
+        w0, w2, w1, w3 = philox(seed, row + key // 2, column + query // 2, matrix + zero)
     else:
-        w0, w1, w2, w3 = tl.philox(seed, column + key // 2, row + query // 2, matrix + zero, zero)
+        w0, w1, w2, w3 = philox(seed, column + key // 2, row + query // 2, matrix + zero)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [.., .., 2, 2]: rows r and r + 8, columns c and c + 8
     words = tl.reshape(words, [ROWS // 16, 8, COLUMNS // 16, 8, 2, 2])
     words = tl.reshape(tl.permute(words, [0, 4, 1, 2, 5, 3]), [ROWS, COLUMNS])
@@ -170,8 +168,12 @@ def _attention_dot_kernel(
     if MASK != "":
         mask_at = mask_ptr + sequence * mask_stride
     matrix = program // blocks
-    previous_at = _matrix_at(previous_ptr, matrix, tokens, LINE)
-    scores_at = _matrix_at(scores_ptr, matrix, tokens, LINE)
+    previous_at = None
+    if previous_ptr is not None:
+        previous_at = _matrix_at(previous_ptr, matrix, tokens, LINE)
+    scores_at = None
+    if scores_ptr is not None:
+        scores_at = _matrix_at(scores_ptr, matrix, tokens, LINE)
     dropout = None
     if seed_ptr is not None:
         dropout = (tl.load(seed_ptr), dropped)
@@ -383,8 +385,15 @@ def _attention_dot_backward_kernel(
     if MASK != "":
         mask_at = mask_ptr + sequence * mask_stride
     matrix = program // blocks
-    previous_at = _matrix_at(previous_ptr, matrix, tokens, LINE)
-    d_scores_at = _matrix_at(d_scores_ptr, matrix, tokens, LINE)
+    previous_at = None
+    if previous_ptr is not None:
+        previous_at = _matrix_at(previous_ptr, matrix, tokens, LINE)
+    d_scores_at = None
+    if d_scores_ptr is not None:
+        d_scores_at = _matrix_at(d_scores_ptr, matrix, tokens, LINE)
+    d_previous_at = None
+    if d_previous_ptr is not None:
+        d_previous_at = _matrix_at(d_previous_ptr, matrix, tokens, LINE)
     dropout = None
     if seed_ptr is not None:
         dropout = (tl.load(seed_ptr), dropped)
@@ -398,7 +407,7 @@ def _attention_dot_backward_kernel(
     else:
         _query_gradients(
             q_at, k_at, v_at, mask_at, previous_at, o_at, lse_at, do_at, d_scores_at,
-            dq_ptr + (start * ld_dq + head * D), _matrix_at(d_previous_ptr, matrix, tokens, LINE),
+            dq_ptr + (start * ld_dq + head * D), d_previous_at,
             (block - key_blocks) * BQ, matrix, tokens, ld_q, ld_k, ld_v, ld_dq, mask_step, dropout, kept_scale,
             H, D, SCALE, MASK, CAUSAL, PRECISION, INDEX, LINE, BQ, BK, BD, CHUNK,
         )  # fmt: skip
@@ -418,9 +427,8 @@ def describe_attention_dot_backward(problem: Attention, config: DotConfig) -> La
 
 def _describe(kernel: Any, programs: int, problem: Attention, config: DotConfig) -> Launch:
     precision = "" if problem.dtype != "float32" else "tf32" if problem.precision == "tf32" else "ieee"
-    residual = problem.previous or problem.scores
-    line = math.gcd(problem.tokens, 16) if residual else 1  # what rows of scores are multiples of
-    widest = max(*problem.row_strides, problem.heads * problem.head, problem.tokens if residual else 0)
+    line = math.gcd(problem.tokens, 16) if problem.residual else 1  # what rows of scores are multiples of
+    widest = max(*problem.row_strides, problem.heads * problem.head, problem.tokens if problem.residual else 0)
     constants: dict[str, object] = {
         "H": problem.heads,
         "D": problem.head,

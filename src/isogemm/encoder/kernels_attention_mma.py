@@ -21,6 +21,7 @@ from isogemm.core.launch import Launch
 from isogemm.encoder.configs_attention import CACHED, Attention, MmaConfig
 from isogemm.encoder.kernels_forward import started
 from isogemm.encoder.kernels_fragments import floats, instruction, loaded_operand, operand, packed, row_max, row_sum
+from isogemm.epilogues.device import philox
 from isogemm.gemm.kernels import round_by_instruction
 
 _KINDS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
@@ -110,8 +111,11 @@ def _fetch(at, ld, tokens, FETCH: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _pair(at, first, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
     """Columns first and first + 1 of the rows at `at`, zeros beyond D: two values, or a packed pair."""
-    at += first
-    inside = first < D
+    return _load_pair(at + first, first < D, KIND, NATIVE)
+
+
+@triton.jit
+def _load_pair(at, inside, KIND: tl.constexpr, NATIVE: tl.constexpr):
     if not NATIVE:
         return (
             tl.load(at, mask=inside, other=0.0).to(tl.float32),
@@ -127,9 +131,7 @@ def _pair(at, first, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _store_pair(at, first, even, odd, live, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
-    at += first
-    live = live & (first < D)
+def _store_pair(at, even, odd, live, KIND: tl.constexpr, NATIVE: tl.constexpr):
     if not NATIVE:
         tl.store(at, even.to(KIND), mask=live)
         tl.store(at + 1, odd.to(KIND), mask=live)
@@ -181,6 +183,109 @@ def _column(at, ld, token, tokens, r, D: tl.constexpr, KIND: tl.constexpr, NATIV
             high = odd.to(tl.uint16, bitcast=True).to(tl.uint32)
             found = found + (((low | (high << 16)).to(tl.int32, bitcast=True),),)
     return found
+
+
+@triton.jit
+def _matrix_at(ptr, matrix, tokens, WIDE: tl.constexpr):
+    """The first of a matrix's scores."""
+    if WIDE:
+        return ptr + matrix.to(tl.int64) * tokens * tokens
+    else:
+        return ptr + matrix * (tokens * tokens)
+
+
+@triton.jit
+def _score_at(at, query, key, tokens, WIDE: tl.constexpr):
+    if WIDE:
+        query = query.to(tl.int64)
+    return at + (query * tokens + key)
+
+
+@triton.jit
+def _score(at, query, key, tokens, WIDE: tl.constexpr):
+    """One score as it is, 0 beyond the end."""
+    inside = (query < tokens) & (key < tokens)
+    return tl.load(_score_at(at, query, key, tokens, WIDE), mask=inside, other=0.0)
+
+
+@triton.jit
+def _scores_of_rows(at, query, key, tokens, EVEN: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr):
+    """[16, 8] of the scores in memory from (query, key) on, 0 beyond the end; EVEN: so are the tokens, pairs are."""
+    found = ()
+    for i in tl.static_range(2):
+        row = query + 8 * i
+        if EVEN:
+            inside = (row < tokens) & (key < tokens)
+            pair = _load_pair(_score_at(at, row, key, tokens, WIDE), inside, at.dtype.element_ty, NATIVE)
+            found = found + pair
+        else:
+            found = found + (_score(at, row, key, tokens, WIDE), _score(at, row, key + 1, tokens, WIDE))
+    return found
+
+
+@triton.jit
+def _scores_of_columns(at, query, key, tokens, WIDE: tl.constexpr):
+    """The same of the transpose: [16, 8] by key and query."""
+    found = ()
+    for i in tl.static_range(4):
+        found = found + (_score(at, query + i % 2, key + 8 * (i // 2), tokens, WIDE),)
+    return found
+
+
+@triton.jit
+def _values(raw, PAIRS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """Scores that were loaded, in pairs or one by one, as floats."""
+    made = ()
+    if PAIRS:
+        made = floats(raw, KIND, NATIVE)
+    else:
+        for i in tl.static_range(len(raw)):
+            made = made + (raw[i].to(tl.float32),)
+    return made
+
+
+@triton.jit
+def _with_scores(s, raw, root, PAIRS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """Products with scores of the layer before, in the products' units."""
+    values = _values(raw, PAIRS, KIND, NATIVE)
+    made = ()
+    for i in tl.static_range(len(s)):
+        made = made + (tl.fma(values[i], root, s[i]),)
+    return made
+
+
+@triton.jit
+def _write_scores(
+    at, query, key, even, odd, tokens, live, EVEN: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr
+):
+    """Those of keys key and key + 1."""
+    KIND: tl.constexpr = at.dtype.element_ty
+    live = live & (query < tokens)
+    to = _score_at(at, query, key, tokens, WIDE)
+    if EVEN:
+        _store_pair(to, even, odd, live & (key < tokens), KIND, NATIVE)
+    else:
+        tl.store(to, even.to(KIND), mask=live & (key < tokens))
+        tl.store(to + 1, odd.to(KIND), mask=live & (key + 1 < tokens))
+
+
+@triton.jit
+def _words(dropout, keys, queries, ALONG_KEYS: tl.constexpr):
+    """As in `epilogues.random`, of two neighbours in groups of keys or of queries: the four words of each.
+
+    dropout: the seed, the threshold and the matrix.
+    """
+    made = ()
+    for i in tl.static_range(2):
+        of_keys = keys + i if ALONG_KEYS else keys
+        of_queries = queries if ALONG_KEYS else queries + i
+        made = made + (philox(dropout[0], of_keys, of_queries, dropout[2]),)
+    return made
+
+
+@triton.jit
+def _kept(x, word, dropout):
+    return tl.where((word >> 16).to(tl.int32) < dropout[1], 0.0, x)
 
 
 @triton.jit
@@ -262,12 +367,12 @@ def _place(tokens, sequences, H: tl.constexpr, TILES: tl.constexpr, WIDE: tl.con
     return all_rows, index % 32 // 4, index % 4, (unit - pair * blocks) * (16 * TILES), sequence, head, live, row
 
 
-@triton.jit(do_not_specialize=["sequences", "tokens"])
+@triton.jit(do_not_specialize=["sequences", "tokens", "dropped"])
 def _attention_mma_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, scores_ptr, sequences, tokens, scale, root,
-    ld_q, ld_k, ld_v, mask_stride, mask_step,
+    ld_q, ld_k, ld_v, mask_stride, mask_step, dropped, kept_scale,
     H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     started(EARLY)
@@ -294,10 +399,20 @@ def _attention_mma_kernel(
         totals = totals + ((zero, zero),)
         outs = outs + (_zeros((D + 7) // 8, BLOCK),)
     state = (tops, totals, outs)
+    matrix = sequence * H + head
+    previous_at = None
+    if previous_ptr is not None:
+        previous_at = _matrix_at(previous_ptr, matrix, tokens, WIDE)
+    scores_at = None
+    if scores_ptr is not None:
+        scores_at = _matrix_at(scores_ptr, matrix, tokens, WIDE)
+    dropout = None
+    if seed_ptr is not None:
+        dropout = (tl.load(seed_ptr), dropped, matrix)
     for key in tl.range(0, tokens, 16):
         state = _attend(
-            state, q, k_at, v_at, mask_at, ld_k, ld_v, mask_step, key, first, r, c, tokens, scale, root,
-            D, KIND, NATIVE, MASK, CAUSAL, TILES, BLOCK,
+            state, q, k_at, v_at, mask_at, previous_at, scores_at, dropout, ld_k, ld_v, mask_step, key, first, r, c,
+            live, tokens, scale, root, D, KIND, NATIVE, MASK, CAUSAL, WIDE, EVEN, TILES, BLOCK,
         )  # fmt: skip
     for n in tl.static_range(TILES):
         for i in tl.static_range(2):
@@ -306,10 +421,14 @@ def _attention_mma_kernel(
             total = row_sum(state[1][n][i], NATIVE)
             empty = total == 0.0
             share = 1.0 / tl.where(empty, 1.0, total)
+            if dropout is not None:
+                share *= kept_scale
             at = o_ptr + ((row + token) * (H * D) + head * D)
             for j in tl.static_range(0, D, 8):
                 out = state[2][n][j // 8]
-                _store_pair(at, j + 2 * c, out[2 * i] * share, out[2 * i + 1] * share, written, D, KIND, NATIVE)
+                column = j + 2 * c
+                even, odd = out[2 * i] * share, out[2 * i + 1] * share
+                _store_pair(at + column, even, odd, written & (column < D), KIND, NATIVE)
             lse = tl.where(empty, float("inf"), state[0][n][i] * scale + tl.log2(total))
             lse_at = _head_at(lse_ptr, row, head, H, all_rows, 1, BY_HEAD)
             tl.store(lse_at + token * (1 if BY_HEAD else H), lse, mask=written & (c == 0))
@@ -317,9 +436,10 @@ def _attention_mma_kernel(
 
 @triton.jit
 def _attend(
-    state, q, k_at, v_at, mask_at, ld_k, ld_v, mask_step, key, first, r, c, tokens, scale, root,
+    state, q, k_at, v_at, mask_at, previous_at, scores_at, dropout, ld_k, ld_v, mask_step, key, first, r, c,
+    live, tokens, scale, root,
     D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    TILES: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr, EVEN: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The rows' (largest score, sum, o) with keys key .. key + 15 taken in; sums are a lane's own until the end."""
     k = ()
@@ -332,22 +452,35 @@ def _attend(
         for j in tl.static_range(2):
             keys = keys + (key + (8 * i + j) + 2 * c,)
             added = added + (_score_of_key(mask_at, mask_step, key + (8 * i + j) + 2 * c, tokens, root, MASK),)
+    before = ()
+    if previous_at is not None:
+        for n in tl.static_range(TILES):
+            query = first + 16 * n + r
+            before = before + (
+                _scores_of_rows(previous_at, query, keys[0], tokens, EVEN, WIDE, NATIVE)
+                + _scores_of_rows(previous_at, query, keys[2], tokens, EVEN, WIDE, NATIVE),
+            )
     tops = ()
     totals = ()
     outs = ()
     for n in tl.static_range(TILES):
         s = _scores(q[n], k[0], BLOCK, KIND, NATIVE) + _scores(q[n], k[1], BLOCK, KIND, NATIVE)
+        if previous_at is not None:
+            s = _with_scores(s, before[n], root, EVEN, KIND, NATIVE)
         of_rows = ()
         for i in tl.static_range(2):
             query = first + (16 * n + 8 * i) + r
+            seen = ()
+            for j in tl.static_range(4):
+                seen = seen + (_seen(s[4 * (j // 2) + 2 * i + j % 2] + added[j], keys[j], query, CAUSAL),)
+            if scores_at is not None:
+                for j in tl.static_range(0, 4, 2):
+                    even, odd = seen[j] * (1.0 / root), seen[j + 1] * (1.0 / root)
+                    _write_scores(scores_at, query, keys[j], even, odd, tokens, live, EVEN, WIDE, NATIVE)
             of_rows = of_rows + (
                 _attend_row(
-                    state[0][n][i], state[1][n][i],
-                    _seen(s[2 * i] + added[0], keys[0], query, CAUSAL),
-                    _seen(s[2 * i + 1] + added[1], keys[1], query, CAUSAL),
-                    _seen(s[2 * i + 4] + added[2], keys[2], query, CAUSAL),
-                    _seen(s[2 * i + 5] + added[3], keys[3], query, CAUSAL),
-                    scale, NATIVE, MASK != "" or CAUSAL,
+                    state[0][n][i], state[1][n][i], seen[0], seen[1], seen[2], seen[3],
+                    scale, NATIVE, MASK != "" or CAUSAL or previous_at is not None,
                 ),
             )  # fmt: skip
         tops = tops + ((of_rows[0][0], of_rows[1][0]),)
@@ -357,8 +490,16 @@ def _attend(
             acc = state[2][n][j]
             upper, lower = of_rows[0][2], of_rows[1][2]
             o = o + ((acc[0] * upper, acc[1] * upper, acc[2] * lower, acc[3] * lower),)
+        words = ()
+        if dropout is not None:
+            words = _words(dropout, key // 2 + 2 * c, first // 2 + (8 * n + r), True)
         for i in tl.static_range(2):
             p = (of_rows[0][3 + 2 * i], of_rows[0][4 + 2 * i], of_rows[1][3 + 2 * i], of_rows[1][4 + 2 * i])
+            if dropout is not None:
+                p = (
+                    _kept(p[0], words[0][i], dropout), _kept(p[1], words[1][i], dropout),
+                    _kept(p[2], words[0][2 + i], dropout), _kept(p[3], words[1][2 + i], dropout),
+                )  # fmt: skip
             o = _with_products(o, operand(p, KIND, NATIVE), v[i], KIND, NATIVE)
         outs = outs + (o,)
     return tops, totals, outs
@@ -415,7 +556,8 @@ def _write_grad(
                 tl.store(to, round_by_instruction(even), mask=written & (column < D))
                 tl.store(to + ld, round_by_instruction(odd), mask=written & (column < D))
             else:
-                _store_pair(ptr + ((row + at) * ld + head * D), column, even, odd, written, D, KIND, NATIVE)
+                to = ptr + ((row + at) * ld + head * D) + column
+                _store_pair(to, even, odd, written & (column < D), KIND, NATIVE)
 
 
 @triton.jit
@@ -433,11 +575,12 @@ def _clear_beyond(dq_ptr, dk_ptr, dv_ptr, end, ld, COLUMNS: tl.constexpr, BLOCK:
 
 @triton.jit
 def _grads_of_queries(
-    program, q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, do_ptr, dq_ptr, sequences, tokens, scale, root,
-    ld_q, ld_k, ld_v, ld_do, ld_dq, mask_stride, mask_step,
+    program, q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dq_ptr,
+    d_previous_ptr, sequences, tokens, scale, root, ld_q, ld_k, ld_v, ld_do, ld_dq, mask_stride, mask_step,
+    dropped, kept_scale,
     H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr, TURNED: tl.constexpr,
-    TILES: tl.constexpr, BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr,
+    TURNED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     all_rows, r, c, first, sequence, head, live, row = _place(tokens, sequences, H, TILES, WIDE, BLOCK, program)
     q_at = _head_at(q_ptr, row, head, ld_q, all_rows, D, BY_HEAD)
@@ -466,28 +609,69 @@ def _grads_of_queries(
         lower = tl.load(sums + tl.minimum(token + 8, tokens - 1) * (1 if BY_HEAD else H))
         lse = lse + ((upper, lower),)
         dq = dq + (_zeros((D + 7) // 8, BLOCK),)
-    for key in tl.range(0, tokens, 8):
-        k = _loaded(_row(k_at, ld_k, key + r, tokens, c, D, KIND, NATIVE), KIND, NATIVE)
-        v = _loaded(_row(v_at, ld_v, key + r, tokens, c, D, KIND, NATIVE), KIND, NATIVE)
-        along = _loaded(_column(k_at, ld_k, key + 2 * c, tokens, r, D, KIND, NATIVE), KIND, NATIVE)
-        even, odd = key + 2 * c, key + 2 * c + 1
-        of_even = _score_of_key(mask_at, mask_step, even, tokens, root, MASK)
-        of_odd = _score_of_key(mask_at, mask_step, odd, tokens, root, MASK)
-        after = ()
-        for n in tl.static_range(TILES):
-            s = _scores(q[n], k, BLOCK, KIND, NATIVE)
-            dp = _scores(do[n], v, BLOCK, KIND, NATIVE)
-            ds = ()
-            for i in tl.static_range(2):
-                query = first + (16 * n + 8 * i) + r
-                s0 = _seen(s[2 * i] + of_even, even, query, CAUSAL)
-                s1 = _seen(s[2 * i + 1] + of_odd, odd, query, CAUSAL)
-                ds = ds + (
-                    tl.exp2(s0 * scale - lse[n][i]) * (dp[2 * i] - delta[n][i]),
-                    tl.exp2(s1 * scale - lse[n][i]) * (dp[2 * i + 1] - delta[n][i]),
-                )
-            after = after + (_with_products(dq[n], operand(ds, KIND, NATIVE), along, KIND, NATIVE),)
-        dq = after
+    matrix = sequence * H + head
+    previous_at = None
+    if previous_ptr is not None:
+        previous_at = _matrix_at(previous_ptr, matrix, tokens, WIDE)
+    d_scores_at = None
+    if d_scores_ptr is not None:
+        d_scores_at = _matrix_at(d_scores_ptr, matrix, tokens, WIDE)
+    d_previous_at = None
+    if d_previous_ptr is not None:
+        d_previous_at = _matrix_at(d_previous_ptr, matrix, tokens, WIDE)
+    dropout = None
+    if seed_ptr is not None:
+        dropout = (tl.load(seed_ptr), dropped, matrix)
+    PARTS: tl.constexpr = 1 if seed_ptr is None else 2  # of eight keys each: a call's words are for both
+    for begin in tl.range(0, tokens, 8 * PARTS):
+        words = ()
+        for part in tl.static_range(PARTS):
+            key = begin + 8 * part
+            k = _loaded(_row(k_at, ld_k, key + r, tokens, c, D, KIND, NATIVE), KIND, NATIVE)
+            v = _loaded(_row(v_at, ld_v, key + r, tokens, c, D, KIND, NATIVE), KIND, NATIVE)
+            along = _loaded(_column(k_at, ld_k, key + 2 * c, tokens, r, D, KIND, NATIVE), KIND, NATIVE)
+            keys = (key + 2 * c, key + 2 * c + 1)
+            of_even = _score_of_key(mask_at, mask_step, keys[0], tokens, root, MASK)
+            of_odd = _score_of_key(mask_at, mask_step, keys[1], tokens, root, MASK)
+            before = ()
+            above = ()
+            for n in tl.static_range(TILES):
+                query = first + 16 * n + r
+                if previous_at is not None:
+                    before = before + (_scores_of_rows(previous_at, query, keys[0], tokens, EVEN, WIDE, NATIVE),)
+                if d_scores_at is not None:
+                    above = above + (_scores_of_rows(d_scores_at, query, keys[0], tokens, EVEN, WIDE, NATIVE),)
+            after = ()
+            for n in tl.static_range(TILES):
+                if dropout is not None and part == 0:
+                    words = words + (_words(dropout, begin // 2 + 2 * c, first // 2 + (8 * n + r), True),)
+                s = _scores(q[n], k, BLOCK, KIND, NATIVE)
+                dp = _scores(do[n], v, BLOCK, KIND, NATIVE)
+                if previous_at is not None:
+                    s = _with_scores(s, before[n], root, EVEN, KIND, NATIVE)
+                ds = ()
+                for i in tl.static_range(2):
+                    query = first + (16 * n + 8 * i) + r
+                    scores = (
+                        _seen(s[2 * i] + of_even, keys[0], query, CAUSAL),
+                        _seen(s[2 * i + 1] + of_odd, keys[1], query, CAUSAL),
+                    )
+                    for j in tl.static_range(2):
+                        p = tl.exp2(scores[j] * scale - lse[n][i])
+                        if dropout is None:
+                            found = p * (dp[2 * i + j] - delta[n][i])
+                        else:
+                            share = _kept(dp[2 * i + j], words[n][j][2 * i + part], dropout)
+                            found = p * tl.fma(share, kept_scale, -delta[n][i])
+                        if d_scores_at is not None:
+                            coming = _values(above[n], EVEN, KIND, NATIVE)[2 * i + j]
+                            found += tl.where(scores[j] == float("-inf"), 0.0, coming)
+                        ds = ds + (found,)
+                    if d_previous_at is not None:
+                        even, odd = ds[2 * i], ds[2 * i + 1]
+                        _write_scores(d_previous_at, query, keys[0], even, odd, tokens, live, EVEN, WIDE, NATIVE)
+                after = after + (_with_products(dq[n], operand(ds, KIND, NATIVE), along, KIND, NATIVE),)
+            dq = after
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
         _write_grad(dq_ptr, dq[n], 1.0 / root, row, token, tokens, ld_dq, head, c, live, D, KIND, NATIVE, TURNED)
@@ -495,8 +679,9 @@ def _grads_of_queries(
 
 @triton.jit
 def _grads_of_keys(
-    program, q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, do_ptr, dk_ptr, dv_ptr, sequences, tokens, scale, root,
-    ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_stride, mask_step,
+    program, q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dk_ptr,
+    dv_ptr, sequences, tokens, scale, root, ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_stride, mask_step,
+    dropped, kept_scale,
     H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr, TURNED: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr,
@@ -532,50 +717,88 @@ def _grads_of_keys(
         )
         dk = dk + (_zeros((D + 7) // 8, BLOCK),)
         dv = dv + (_zeros((D + 7) // 8, BLOCK),)
-    for query in tl.range(0, tokens, 8):
-        q = _loaded(_row(q_at, ld_q, query + r, tokens, c, D, KIND, NATIVE), KIND, NATIVE)
-        values = _row(do_at, ld_do, query + r, tokens, c, D, KIND, NATIVE)
-        do = _loaded(values, KIND, NATIVE)
-        out = _row(o_at, H * D, query + r, tokens, c, D, KIND, NATIVE)
-        delta = _delta(values, out, KIND, NATIVE)
-        deltas = _of_columns(delta[0], c, NATIVE)
-        q_along = _loaded(_column(q_at, ld_q, query + 2 * c, tokens, r, D, KIND, NATIVE), KIND, NATIVE)
-        do_along = _loaded(_column(do_at, ld_do, query + 2 * c, tokens, r, D, KIND, NATIVE), KIND, NATIVE)
-        lses = ()
-        for i in tl.static_range(2):  # beyond the end, queries that see nothing
-            token = query + i + 2 * c
-            lse = tl.load(lse_at + tl.minimum(token, tokens - 1) * (1 if BY_HEAD else H))
-            lses = lses + (tl.where(token < tokens, lse, float("inf")),)
-        dks = ()
-        dvs = ()
-        for n in tl.static_range(TILES):
-            s = _scores(k[n], q, BLOCK, KIND, NATIVE)
-            dp = _scores(v[n], do, BLOCK, KIND, NATIVE)
-            p = ()
-            ds = ()
-            for i in tl.static_range(4):
-                key = first + (16 * n + 8 * (i // 2)) + r
-                score = _seen(s[i] + added[n][i // 2], key, query + i % 2 + 2 * c, CAUSAL)
-                p = p + (tl.exp2(score * scale - lses[i % 2]),)
-                ds = ds + (p[i] * (dp[i] - deltas[i % 2]),)
-            dvs = dvs + (_with_products(dv[n], operand(p, KIND, NATIVE), do_along, KIND, NATIVE),)
-            dks = dks + (_with_products(dk[n], operand(ds, KIND, NATIVE), q_along, KIND, NATIVE),)
-        dk = dks
-        dv = dvs
+    matrix = sequence * H + head
+    previous_at = None
+    if previous_ptr is not None:
+        previous_at = _matrix_at(previous_ptr, matrix, tokens, WIDE)
+    d_scores_at = None
+    if d_scores_ptr is not None:
+        d_scores_at = _matrix_at(d_scores_ptr, matrix, tokens, WIDE)
+    dropout = None
+    if seed_ptr is not None:
+        dropout = (tl.load(seed_ptr), dropped, matrix)
+    PARTS: tl.constexpr = 1 if seed_ptr is None else 2  # of eight queries each: a call's words are for both
+    for begin in tl.range(0, tokens, 8 * PARTS):
+        words = ()
+        for part in tl.static_range(PARTS):
+            query = begin + 8 * part
+            q = _loaded(_row(q_at, ld_q, query + r, tokens, c, D, KIND, NATIVE), KIND, NATIVE)
+            values = _row(do_at, ld_do, query + r, tokens, c, D, KIND, NATIVE)
+            do = _loaded(values, KIND, NATIVE)
+            out = _row(o_at, H * D, query + r, tokens, c, D, KIND, NATIVE)
+            delta = _delta(values, out, KIND, NATIVE)
+            deltas = _of_columns(delta[0], c, NATIVE)
+            q_along = _loaded(_column(q_at, ld_q, query + 2 * c, tokens, r, D, KIND, NATIVE), KIND, NATIVE)
+            do_along = _loaded(_column(do_at, ld_do, query + 2 * c, tokens, r, D, KIND, NATIVE), KIND, NATIVE)
+            lses = ()
+            for i in tl.static_range(2):  # beyond the end, queries that see nothing
+                token = query + i + 2 * c
+                lse = tl.load(lse_at + tl.minimum(token, tokens - 1) * (1 if BY_HEAD else H))
+                lses = lses + (tl.where(token < tokens, lse, float("inf")),)
+            before = ()
+            above = ()
+            for n in tl.static_range(TILES):
+                key = first + 16 * n + r
+                if previous_at is not None:
+                    before = before + (_scores_of_columns(previous_at, query + 2 * c, key, tokens, WIDE),)
+                if d_scores_at is not None:
+                    above = above + (_scores_of_columns(d_scores_at, query + 2 * c, key, tokens, WIDE),)
+            dks = ()
+            dvs = ()
+            for n in tl.static_range(TILES):
+                if dropout is not None and part == 0:
+                    words = words + (_words(dropout, first // 2 + (8 * n + r), begin // 2 + 2 * c, False),)
+                s = _scores(k[n], q, BLOCK, KIND, NATIVE)
+                dp = _scores(v[n], do, BLOCK, KIND, NATIVE)
+                if previous_at is not None:
+                    s = _with_scores(s, before[n], root, False, KIND, NATIVE)
+                shares = ()
+                ds = ()
+                for i in tl.static_range(4):
+                    key = first + (16 * n + 8 * (i // 2)) + r
+                    score = _seen(s[i] + added[n][i // 2], key, query + i % 2 + 2 * c, CAUSAL)
+                    p = tl.exp2(score * scale - lses[i % 2])
+                    if dropout is None:
+                        shares = shares + (p,)
+                        found = p * (dp[i] - deltas[i % 2])
+                    else:
+                        word = words[n][i % 2][2 * part + i // 2]
+                        shares = shares + (_kept(p, word, dropout),)
+                        found = p * tl.fma(_kept(dp[i], word, dropout), kept_scale, -deltas[i % 2])
+                    if d_scores_at is not None:
+                        found += tl.where(score == float("-inf"), 0.0, above[n][i].to(tl.float32))
+                    ds = ds + (found,)
+                dvs = dvs + (_with_products(dv[n], operand(shares, KIND, NATIVE), do_along, KIND, NATIVE),)
+                dks = dks + (_with_products(dk[n], operand(ds, KIND, NATIVE), q_along, KIND, NATIVE),)
+            dk = dks
+            dv = dvs
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
         _write_grad(dk_ptr, dk[n], 1.0 / root, row, token, tokens, ld_dk, head, c, live, D, KIND, NATIVE, TURNED)
-        _write_grad(dv_ptr, dv[n], 1.0, row, token, tokens, ld_dv, head, c, live, D, KIND, NATIVE, TURNED)
+        _write_grad(
+            dv_ptr, dv[n], 1.0 if dropout is None else kept_scale, row, token, tokens, ld_dv, head, c, live,
+            D, KIND, NATIVE, TURNED,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["sequences", "tokens", "query_programs"])
+@triton.jit(do_not_specialize=["sequences", "tokens", "query_programs", "dropped"])
 def _attention_mma_backward_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dq_ptr, dk_ptr, dv_ptr,
     d_previous_ptr, sequences, tokens, scale, root,
-    ld_q, ld_k, ld_v, ld_do, ld_dq, ld_dk, ld_dv, mask_stride, mask_step, query_programs,
+    ld_q, ld_k, ld_v, ld_do, ld_dq, ld_dk, ld_dv, mask_stride, mask_step, query_programs, dropped, kept_scale,
     H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr, TURNED: tl.constexpr,
-    TILES: tl.constexpr,    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr,
+    TURNED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # The first programs' warps own queries and write dq, the others' own keys and write dk and dv.
     started(EARLY)
@@ -583,23 +806,30 @@ def _attention_mma_backward_kernel(
     if TURNED:
         if program == 0:
             _clear_beyond(dq_ptr, dk_ptr, dv_ptr, sequences * tokens, ld_dq, H * D, BLOCK)
-    if program < query_programs:
+    of_queries = program < query_programs
+    if previous_ptr is not None or d_scores_ptr is not None:  # by turns: what both read of scores is then still near
+        of_queries = program % 2 == 0
+        program = program // 2 + tl.where(of_queries, 0, query_programs)
+    if of_queries:
         _grads_of_queries(
-            program, q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, do_ptr, dq_ptr, sequences, tokens, scale, root,
-            ld_q, ld_k, ld_v, ld_do, ld_dq, mask_stride, mask_step,
-            H, D, KIND, NATIVE, MASK, CAUSAL, WIDE, FETCH, BY_HEAD, TURNED, TILES, BLOCK,
+            program, q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr,
+            dq_ptr, d_previous_ptr, sequences, tokens, scale, root,
+            ld_q, ld_k, ld_v, ld_do, ld_dq, mask_stride, mask_step, dropped, kept_scale,
+            H, D, KIND, NATIVE, MASK, CAUSAL, WIDE, EVEN, FETCH, BY_HEAD, TURNED, TILES, BLOCK,
         )  # fmt: skip
     else:
         _grads_of_keys(
-            program - query_programs, q_ptr, k_ptr, v_ptr, mask_ptr, o_ptr, lse_ptr, do_ptr, dk_ptr, dv_ptr,
-            sequences, tokens, scale, root, ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_stride, mask_step,
+            program - query_programs, q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr,
+            d_scores_ptr, dk_ptr, dv_ptr, sequences, tokens, scale, root,
+            ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_stride, mask_step, dropped, kept_scale,
             H, D, KIND, NATIVE, MASK, CAUSAL, WIDE, FETCH, BY_HEAD, TURNED, TILES, BLOCK,
         )  # fmt: skip
 
 
 def describe_attention_mma(problem: Attention, config: MmaConfig) -> Launch:
     """Of q, k, v, mask, previous, seed, o, lse, scores; None where absent."""
-    scalars = (problem.sequences, problem.tokens, *_scales(problem), *problem.row_strides, *_mask_strides(problem))
+    scalars = (problem.sequences, problem.tokens, *_scales(problem), *problem.row_strides)
+    scalars += (*_mask_strides(problem), *problem.dropping)
     constants, options = _constants(problem, config), _options(problem, config)
     return Launch(_attention_mma_kernel, _programs(problem, config), scalars, constants, options)
 
@@ -609,7 +839,8 @@ def describe_attention_mma_backward(problem: Attention, config: MmaConfig) -> La
     programs = _programs(problem, config)
     of_do = problem.head if problem.by_head else problem.heads * problem.head
     strides = (*problem.row_strides[:3], of_do, *problem.row_strides[3:])
-    scalars = (problem.sequences, problem.tokens, *_scales(problem), *strides, *_mask_strides(problem), programs)
+    scalars = (problem.sequences, problem.tokens, *_scales(problem), *strides)
+    scalars += (*_mask_strides(problem), programs, *problem.dropping)
     constants, options = _constants(problem, config, {"TURNED": problem.turned}), _options(problem, config)
     return Launch(_attention_mma_backward_kernel, 2 * programs, scalars, constants, options)
 
@@ -635,6 +866,8 @@ def _constants(problem: Attention, config: MmaConfig, more: dict[str, object] | 
     farthest = width * problem.row_strides[3] if problem.turned else 0
     written = () if problem.turned else problem.row_strides[3:]
     farthest = max(farthest, problem.sequences * problem.tokens * max(*problem.row_strides[:3], *written, width))
+    if problem.residual:
+        farthest = max(farthest, problem.sequences * problem.heads * problem.tokens**2)
     return {
         "H": problem.heads,
         "D": problem.head,
@@ -643,6 +876,7 @@ def _constants(problem: Attention, config: MmaConfig, more: dict[str, object] | 
         "MASK": problem.mask,
         "CAUSAL": problem.causal,
         "WIDE": farthest >= 2**31,
+        "EVEN": problem.residual and problem.tokens % 2 == 0,
         "FETCH": read > CACHED and not triton.knobs.runtime.interpret,
         "BY_HEAD": problem.by_head,
         **(more or {}),

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from isogemm.epilogues import random
+
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # libdevice is not, nor the tensor core's bf16
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -18,6 +20,27 @@ _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 _CUBIC = tl.constexpr(0.044715)
 _QUICK = tl.constexpr(1.702)
 _DENSITY = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
+_ROUNDS = tl.constexpr(random.ROUNDS)
+_LEFT, _RIGHT = map(tl.constexpr, random.MULTIPLIERS)
+_STEP, _OTHER_STEP = map(tl.constexpr, random.KEY_STEPS)
+
+
+@triton.jit
+def philox(seed, c0, c1, c2):
+    """The four words of `random`'s generator for counters (c0, c1, c2, 0), int32 tensors of one shape.
+
+    By products of 64 bits: tl.philox asks for their halves one by one, which takes twice the multiplications.
+    """
+    c0, c1, c2 = c0.to(tl.uint32, bitcast=True), c1.to(tl.uint32, bitcast=True), c2.to(tl.uint32, bitcast=True)
+    c3 = tl.zeros(c0.shape, tl.uint32)
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(_ROUNDS):
+        left, right = c0.to(tl.uint64) * _LEFT, c2.to(tl.uint64) * _RIGHT
+        c0, c2 = (right >> 32).to(tl.uint32) ^ c1 ^ k0, (left >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = right.to(tl.uint32), left.to(tl.uint32)
+        k0 += _STEP
+        k1 += _OTHER_STEP
+    return c0, c1, c2, c3
 
 
 @triton.jit

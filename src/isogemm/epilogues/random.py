@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import torch
 
-_ROUNDS = 10
+ROUNDS = 10
 _WORD = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 LEVELS = 1 << 16  # to which a probability is rounded
 
@@ -55,8 +55,8 @@ def _philox(seed: torch.Tensor, *counters: torch.Tensor) -> tuple[torch.Tensor, 
     zero = torch.zeros_like(sum(counters, torch.zeros_like(counters[0])))
     c0, c1, c2, c3 = (*(each + zero for each in counters), *(zero,) * (4 - len(counters)))
     k0, k1 = seed & _WORD, seed >> 32 & _WORD
-    for _ in range(_ROUNDS):
-        left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # the low 64 bits are right, wrapped or not
+    for _ in range(ROUNDS):
+        left, right = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]  # the low 64 bits are right, wrapped or not
         c0, c1, c2, c3 = right >> 32 & _WORD ^ c1 ^ k0, right & _WORD, left >> 32 & _WORD ^ c3 ^ k1, left & _WORD
-        k0, k1 = k0 + _KEY_STEPS[0] & _WORD, k1 + _KEY_STEPS[1] & _WORD
+        k0, k1 = k0 + KEY_STEPS[0] & _WORD, k1 + KEY_STEPS[1] & _WORD
     return c0, c1, c2, c3
