@@ -16,11 +16,21 @@ FOLDER = "training"  # of recorded runs, among the results of a GPU
 
 
 def by_preset(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """The newest run of each backend."""
-    newest: dict[str, dict[str, Record]] = {}
+    """The newest run of each backend, among those that differ from the newest of all in the backend alone."""
+    runs: dict[str, list[Record]] = {}
     for each in records:
-        newest.setdefault(each["preset"], {})[results.backend(each)] = each
-    return {preset: list(runs.values()) for preset, runs in newest.items()}
+        runs.setdefault(each["preset"], []).append(each)
+    return {
+        preset: list(
+            {results.backend(each): each for each in of_it if _but_backend(each) == _but_backend(of_it[-1])}.values()
+        )
+        for preset, of_it in runs.items()
+    }
+
+
+def _but_backend(made: Record) -> tuple[object, ...]:
+    options = {name: value for name, value in made["run"].items() if name not in ("backend", "compile_rest")}
+    return options, len(made["epochs"]), [made["env"][name] for name in ("gpu", "torch", "triton", "driver")]
 
 
 def tables(records: Iterable[Record]) -> dict[str, str]:
@@ -66,5 +76,6 @@ def _svg(name: str, plot: plots.Plot) -> str:
 
 def _source(runs: Sequence[Record]) -> str:
     env = runs[0]["env"]
-    facts = [f"{name} {env[name]}" for name in ("torch", "triton", "driver", "commit")]
-    return f"{env['gpu']}: {', '.join([*facts, env['date'][:10]])}."
+    facts = [f"{name} {env[name]}" for name in ("torch", "triton", "driver")]
+    commits = " and ".join(dict.fromkeys(each["env"]["commit"] for each in runs))
+    return f"{env['gpu']}: {', '.join([*facts, f'commit {commits}', env['date'][:10]])}."
