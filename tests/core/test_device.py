@@ -48,3 +48,23 @@ def test_matmul_precision(setting, precision):
         assert device.matmul_precision() == precision
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_the_precision_in_compiled_code_is_that_of_the_call(monkeypatch):
+    setting = "ieee"
+    monkeypatch.setattr(device, "_fp32_precision", lambda backend, op: setting)
+
+    def scaled(x):
+        return x * (2 if device.matmul_precision() == "tf32" else 1)
+
+    before = torch.get_float32_matmul_precision()
+    try:
+        compiled = torch.compile(scaled, fullgraph=True, backend="eager")
+        torch.set_float32_matmul_precision("highest")
+        assert compiled(torch.ones(2)).tolist() == [1, 1]
+        setting = "tf32"
+        torch.set_float32_matmul_precision("high")
+        assert compiled(torch.ones(2)).tolist() == [2, 2]
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.compiler.reset()

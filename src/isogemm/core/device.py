@@ -44,6 +44,9 @@ def matmul_precision() -> str:
     return "tf32" if _fp32_precision("cuda", "matmul") == "tf32" else "ieee"
 
 
+# torch.compile cannot trace it, and compiles anew where the setting changes.
+torch.compiler.assume_constant_result(matmul_precision)  # type: ignore[no-untyped-call]
+
 # What torch.backends.cuda.matmul.fp32_precision reads, at half its cost: it is asked at every call.
 _fp32_precision: Callable[[str, str], str] = getattr(
     torch._C, "_get_fp32_precision_getter", lambda backend, op: torch.backends.cuda.matmul.fp32_precision
