@@ -59,12 +59,15 @@ def describe_project(
     return Launch(_project_kernel, programs, (layer.rows, eps, walkers), constants, _options(layer, config))
 
 
-def describe_out_project(layer: Layer, config: RowConfig, eps: float) -> Launch:
-    """Of the residual (x, or what is normed here), o, out_proj, that norm's weight and bias, and the seed; s."""
+def describe_out_project(layer: Layer, config: RowConfig, eps: float, ready: bool) -> Launch:
+    """Of the residual (x, or what is normed here), o, out_proj, that norm's weight and bias, and the seed; s.
+
+    ready: whether the weight is prepared.
+    """
     constants = _sizes(layer) | {
         "NORM": layer.row_norm if layer.residual_normed else "",
         "DROPPED": random.threshold(layer.dropout.projection),
-        "READY": layer.ready,
+        "READY": ready,
         **_numbers(layer),
         "BM": config.rows,
         "BK": min(config.block, layer.padded),

@@ -14,15 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs import Layer, WalkConfig, WarpgroupConfig
-from isogemm.encoder.kernels_forward import (
-    ACTIVATION,
-    OUTPUT,
-    PROJECTION,
-    feedforward_sizes,
-    in_proj,
-    prepare,
-    started,
-)
+from isogemm.encoder.kernels_forward import ACTIVATION, OUTPUT, feedforward_sizes, in_proj, prepare, started
 from isogemm.encoder.kernels_warpgroup import (
     TILE,
     arrived,
@@ -50,7 +42,7 @@ from isogemm.encoder.kernels_warpgroup import (
     store_rows,
     vector,
 )
-from isogemm.epilogues import device, random
+from isogemm.epilogues import device
 
 _SIDE = 64  # of a tile of weights that one program prepares
 
@@ -220,43 +212,6 @@ def _project_warpgroup_kernel(
                 _store_heads(do_ptr, acc, row, rows, HEAD, BY_HEAD, D, WARPS, KIND)
 
 
-@gluon.jit(do_not_specialize=["rows", "walkers"])
-def _out_project_warpgroup_kernel(
-    x_ptr, o_ptr, wo, bo, norm_w, norm_b, seed_ptr, s_ptr, rows, eps, walkers,
-    D: gl.constexpr, NORM: gl.constexpr, DROPPED: gl.constexpr, KIND: gl.constexpr, INDEX: gl.constexpr,
-    WARPS: gl.constexpr, EARLY: gl.constexpr,
-):  # fmt: skip
-    # s = x + dropout(o Wo + bo), or norm(x) + ...: programs keep the weight and walk over rows.
-    started(EARLY)
-    BM: gl.constexpr = 16 * WARPS
-    slot = gl.allocate_shared_memory(KIND, [D, D], shared_layout(D, D, KIND))
-    vectors = gl.allocate_shared_memory(gl.float32, [1, D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    first = gl.program_id(0)
-    ask_for_rows(o_ptr, first * BM, rows, D, WARPS, INDEX)
-    ask_for_rows(x_ptr, first * BM, rows, D, WARPS, INDEX)
-    _keep_weight(slot, wo, D, False, WARPS, KIND)
-    if bo is not None:
-        _keep_vector(vectors.index(0), bo, D, WARPS)
-    fence_async_shared()
-    tl.debug_barrier()
-    for tile in range(first, (rows + BM - 1) // BM, walkers):
-        row = row_numbers(tile * BM, D, WARPS, KIND, INDEX)
-        o = load_rows(o_ptr, row, rows, 0, D, D, WARPS, KIND)
-        ask_for_rows(o_ptr, (tile + walkers) * BM, rows, D, WARPS, INDEX)
-        ask_for_rows(x_ptr, (tile + walkers) * BM, rows, D, WARPS, INDEX)
-        acc = gl.zeros([BM, D], gl.float32, rows_layout(D, WARPS, KIND))
-        acc = warpgroup_mma(operand(o, D, WARPS, KIND), slot.permute((1, 0)), acc, use_acc=False, is_async=True)
-        x = load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        if bo is not None:
-            acc += _kept_vector(vectors.index(0), D, WARPS, KIND)
-        if DROPPED > 0:
-            acc = acc * keeping(seed_ptr, PROJECTION, row, 0, D, DROPPED, WARPS, KIND)
-        if NORM != "":
-            x = _normed(x, row < rows, eps, norm_w, norm_b, D, NORM, WARPS, KIND)
-        store_rows(s_ptr, x + acc, row, rows, 0, D, WARPS, KIND)
-
-
 @gluon.jit
 def _fetch_feedforward(
     slots, stage, w1, w2, f, D: gl.constexpr, F: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr
@@ -374,20 +329,6 @@ def describe_project_warpgroup(
         "EARLY": layer.early,
     }
     return Launch(_project_warpgroup_kernel, programs, (layer.rows, eps, walkers), constants, options(layer, config))
-
-
-def describe_out_project_warpgroup(layer: Layer, config: WalkConfig, eps: float, walkers: int) -> Launch:
-    """Of the residual (x, or what is normed here), o, out_proj, that norm's weight and bias, and the seed; s."""
-    constants = {
-        "D": layer.d_model,
-        "NORM": layer.row_norm if layer.residual_normed else "",
-        "DROPPED": random.threshold(layer.dropout.projection),
-        **numbers(layer),
-        "WARPS": config.warps,
-        "EARLY": layer.early,
-    }
-    scalars = (layer.rows, eps, walkers)
-    return Launch(_out_project_warpgroup_kernel, walkers, scalars, constants, options(layer, config))
 
 
 def describe_feedforward_warpgroup(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:

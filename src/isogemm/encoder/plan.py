@@ -17,7 +17,7 @@ from torch import Tensor
 from isogemm.core import device as devices
 from isogemm.encoder import configs, configs_attention, layout
 from isogemm.encoder.batch_norm_steps import BatchNormSteps
-from isogemm.encoder.configs import SHORT_HEAD, Layer, WalkConfig
+from isogemm.encoder.configs import SHORT_HEAD, Layer
 from isogemm.encoder.configs_attention import Attention
 from isogemm.encoder.gradients import Division, Gradients
 from isogemm.encoder.schedule import Bound, Part, Schedule, Step, addresses_of, spans
@@ -376,7 +376,9 @@ class Plan:
         if group := self.groups.project:
             from isogemm.encoder import kernels_warpgroup_forward
 
-            walkers = self._walkers(group, 4 if backward else 3)
+            walkers = configs.walkers(
+                layer, configs.FRAGMENT_ROWS * group.warps, 4 if backward else 3, group.at_once * sm_count
+            )
             return kernels_warpgroup_forward.describe_project_warpgroup(
                 layer, group, self.eps, walkers, self.biases, backward, turn
             )  # fmt: skip
@@ -385,22 +387,13 @@ class Plan:
         walkers = configs.walkers(layer, config.rows, parts, _TILES_AT_ONCE * sm_count)
         return kernels.describe_project(layer, config, self.eps, walkers, self.biases, backward, turn)
 
-    def _walkers(self, group: WalkConfig, parts: int) -> int:
-        """Programs of warpgroups that share the rows of one of so many weights."""
-        at_once = group.at_once * devices.facts(self.device).sm_count
-        return configs.walkers(self.layer, configs.FRAGMENT_ROWS * group.warps, parts, at_once)
-
     def _describe_out_project(self) -> Launch:
         from isogemm.encoder import kernels, kernels_rows
 
         if self.layer.fragments:
             return kernels_rows.describe_out_project_rows(self.layer, self._warps, self.eps)
-        if group := self.groups.project:
-            from isogemm.encoder import kernels_warpgroup_forward
-
-            walkers = self._walkers(group, 1)
-            return kernels_warpgroup_forward.describe_out_project_warpgroup(self.layer, group, self.eps, walkers)
-        return kernels.describe_out_project(self.layer, self.configs.out_project, self.eps)
+        ready = self.layer.ready and not self.groups.project
+        return kernels.describe_out_project(self.layer, self.configs.out_project, self.eps, ready)
 
     def _describe_feedforward(self) -> Launch:
         from isogemm.encoder import kernels, kernels_rows
