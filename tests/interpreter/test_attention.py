@@ -339,7 +339,7 @@ VARIANTS = {  # of tokens, mask, causal, residual, dropout
     "dropout": (18, "", False, False, 0.3),
     "all dropped": (5, "", False, False, 1.0),
     "residual": (21, "", False, True, 0.0),
-    "both, causal": (42, "", True, True, 0.2),
+    "both, causal": (34, "", True, True, 0.2),
     "both, bool": (17, "bool", False, True, 0.2),
     "both, additive": (2, "additive", False, True, 0.5),
 }
@@ -360,6 +360,13 @@ def test_variants_of_long_heads(variant, dtype, precision):
 def test_variants_of_short_heads(variant, dtype, precision):
     tokens, *rest = VARIANTS[variant]
     _assert_variant_close(_variant(tokens, 1, 6, dtype, *rest), precision)
+
+
+@pytest.mark.parametrize(("variant", "dtype", "precision"), _spread(NUMBERS), ids=str)
+def test_variants_in_registers(variant, dtype, precision):
+    tokens, *rest = VARIANTS[variant]
+    head = 9 if precision == "ieee" and dtype == torch.float32 else 3
+    _assert_variant_close(_variant(tokens, 2, head, dtype, *rest), "ieee")
 
 
 def test_nothing_to_do():

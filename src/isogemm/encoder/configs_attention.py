@@ -183,14 +183,24 @@ def choose_registers(problem: Attention) -> RegistersConfig:
 
 
 def choose_registers_backward(problem: Attention) -> RegistersBackwardConfig:
+    queries = 2 if problem.head <= 8 or problem.dropout else 1
     if problem.head <= 8:
-        return RegistersBackwardConfig(_own(problem, most=4), _own(problem, most=3), keys=2, queries=2)
-    return RegistersBackwardConfig(_own(problem, most=2), _own(problem, most=2), keys=2, queries=1)
+        return RegistersBackwardConfig(_own(problem, most=4), _own(problem, most=3), keys=2, queries=queries)
+    return RegistersBackwardConfig(_own(problem, most=2), _own(problem, most=2), keys=2, queries=queries)
 
 
 def _own(problem: Attention, most: int) -> int:
     """Tokens of a thread. What it takes in costs about as much as one token's arithmetic, whatever it owns."""
-    return min(range(most, 0, -1), key=lambda own: -(-problem.tokens // own) * (own + 1))
+    fewest, step = (2, 2) if problem.dropout else (1, 1)
+    return min(range(most // step * step, fewest - 1, -step), key=lambda own: threads(problem, own) * (own + 1))
+
+
+def threads(problem: Attention, own: int) -> int:
+    """Of a head, where a thread owns so many tokens: with dropout, pairs of tokens that are eight apart."""
+    if not problem.dropout:
+        return -(-problem.tokens // own)
+    pairs = problem.tokens // 16 * 8 + min(problem.tokens % 16, 8)
+    return -(-pairs // (own // 2))
 
 
 def _number(problem: Attention) -> str:
