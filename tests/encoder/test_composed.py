@@ -254,6 +254,24 @@ def test_opcheck_attention(packed, mask, variant):
     torch.library.opcheck(torch.ops.isogemm.attention.default, (*leaves, *arguments[3:]))
 
 
+def test_either_result_of_attention_alone_has_gradients():
+    packed, previous = _normal(3, 9, 3 * D), _normal(3, NHEAD, 9, 9, seed=1)
+    grad, of_scores = _normal(3, 9, D, seed=2), _normal(3, NHEAD, 9, 9, seed=3)
+
+    def gradients(pick):
+        leaves = [each.clone().requires_grad_() for each in (packed, previous)]
+        call = op.AttentionCall(leaves[0], None, None, None, NHEAD, True, None, previous=leaves[1], scores=True)
+        o, scores = op.attention(call)
+        above = {"o": grad, "scores": of_scores}
+        given = {"o": o, "scores": scores}
+        return torch.autograd.grad([given[name] for name in pick], leaves, [above[name] for name in pick])
+
+    for of_one, of_other, both in zip(gradients(["o"]), gradients(["scores"]), gradients(["o", "scores"]), strict=True):
+        assert of_one.any()
+        assert of_other.any()
+        torch.testing.assert_close(of_one + of_other, both)
+
+
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("given", ["both", "weight", "bias", "neither"])
 def test_opcheck_norm(norm, given):
