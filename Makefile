@@ -4,25 +4,33 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs gpu-test bench clean
+.PHONY: help demo test interpreted compiled lint format docs gpu-test bench clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-9s %s\n", $$1, $$2}'
 
 # --no-build-isolation: the package is built by the pinned setuptools that torch needs anyway.
+# --no-compile: pip compiles one file after another; below all cores do, without models and tests that nobody imports.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints.txt setuptools
-	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m pip install --no-compile -c constraints.txt --no-build-isolation -e '.[dev]'
+	-$(BIN)/python -m compileall -qq -j 0 -x '/(models|tests?|_internal)/' .venv/lib
 	@touch $@
 
 demo: $(READY)  ## every family once on this machine's best device, and an HTML report
 	$(BIN)/python -m isogemm demo
 
+# Two at a time, each shown when it is done: mypy and the end of a test run leave cores idle.
+test: $(READY)  ## lint, and every test this machine can run
+	@$(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) lint interpreted compiled
+
 # One thread a process: two that share the cores wait for each other (362 s became 192 on two cores). Tests of several
 # threads ask for them.
-test: lint  ## lint, then every test this machine can run
+interpreted: $(READY)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/interpreter
+
+compiled: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --ignore=tests/interpreter
 
 lint: $(READY)  ## style, types and import rules
