@@ -36,8 +36,11 @@ class FamilyView:
     steps: bool = False
 
     def shape_label(self, params: Params) -> str:
-        """Such as 12x12x64."""
-        return "x".join(str(params[name]) for name in self.shape if name in params)
+        """Such as 12x12x64, after names."""
+        values = [params[name] for name in self.shape if name in params]
+        names = [each for each in values if isinstance(each, str)]
+        sizes = "x".join(str(each) for each in values if isinstance(each, int))
+        return " ".join([*names, *([sizes] if sizes else [])])
 
     def column_value(self, params: Params) -> int | str:
         """Where a point stands among the columns; "" for points without the parameter."""

@@ -45,11 +45,6 @@ class Attention:
         return self.previous or self.scores
 
     @property
-    def varied(self) -> bool:
-        """Whether it is more than softmax(q k^T) v, which short heads compute in registers."""
-        return self.residual or self.dropout > 0
-
-    @property
     def dropping(self) -> tuple[int, float] | tuple[None, None]:
         """Below which 16 bits leave a weight out, and the factor of the others."""
         return (random.threshold(self.dropout), random.scale(self.dropout)) if self.dropout else (None, None)

@@ -478,7 +478,7 @@ def describe_attention(problem: Attention) -> Launch:
 
     if configs_attention.fits_mma(problem):
         return kernels_attention_mma.describe_attention_mma(problem, configs_attention.choose_mma(problem))
-    if problem.head <= SHORT_HEAD and not problem.varied:
+    if problem.head <= SHORT_HEAD:
         return kernels_attention.describe_attention(problem, configs_attention.choose_registers(problem))
     return kernels_attention_dot.describe_attention_dot(problem, configs_attention.choose(problem))
 
@@ -488,7 +488,7 @@ def describe_attention_backward(problem: Attention) -> Launch:
 
     if configs_attention.fits_mma(problem):
         return kernels_attention_mma.describe_attention_mma_backward(problem, configs_attention.choose_mma(problem))
-    if problem.head <= SHORT_HEAD and not problem.varied:
+    if problem.head <= SHORT_HEAD:
         config = configs_attention.choose_registers_backward(problem)
         return kernels_attention.describe_attention_backward(problem, config)
     config_dot = configs_attention.choose_backward(problem)
