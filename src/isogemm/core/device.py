@@ -44,8 +44,9 @@ def matmul_precision() -> str:
     return "tf32" if _fp32_precision("cuda", "matmul") == "tf32" else "ieee"
 
 
-# torch.compile cannot trace it, and compiles anew where the setting changes.
-torch.compiler.assume_constant_result(matmul_precision)  # type: ignore[no-untyped-call]
+# torch.compile cannot trace it, and compiles anew where the setting changes: what torch.compiler.assume_constant_result
+# does, which imports all of torch.compile.
+matmul_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 # What torch.backends.cuda.matmul.fp32_precision reads, at half its cost: it is asked at every call.
 _fp32_precision: Callable[[str, str], str] = getattr(
