@@ -165,7 +165,10 @@ def choose_mma(problem: Attention) -> MmaConfig:
     """For a short head: as many tokens a warp as registers allow, and no more than there are."""
     most = 4 if problem.head <= 8 else 2
     if problem.dropout or problem.residual:
-        most = 1 if problem.dropout and problem.residual else min(most, 3)
+        writes = (
+            problem.scores and len(problem.row_strides) == 3
+        )  # the forward; 115 and 121 us by two, 132 and 151 by three
+        most = 1 if problem.dropout and problem.residual else min(most, 2 if writes else 3)
     blocks = -(-problem.tokens // (16 * most))
     return MmaConfig(-(-problem.tokens // (16 * blocks)))
 
