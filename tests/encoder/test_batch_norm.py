@@ -227,6 +227,19 @@ def test_opcheck(running):
 @pytest.mark.parametrize("running", [_running(5), _running(5, None), RunningStatistics(batches=torch.tensor(1))])
 def test_opcheck_of_the_update(running):
     torch.library.opcheck(torch.ops.isogemm.update_running.default, (_normal(4, 5), *running[:4]))
+    both = (*running[:4], *_running(5)[:4])
+    torch.library.opcheck(torch.ops.isogemm.update_running.default, (_normal(2, 4, 5), *both))
+
+
+def test_two_norms_are_updated_as_each():
+    statistics = _normal(2, 4, 5)
+    together, apart = ([_running(5), _running(5, None)] for _ in range(2))
+    update_running(statistics, *together)
+    for each, running in zip(statistics, apart, strict=True):
+        update_running(each, running)
+    for one, other in zip(together, apart, strict=True):
+        for now, expected in zip(one[:3], other[:3], strict=True):
+            assert_bitwise_equal(now, expected)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

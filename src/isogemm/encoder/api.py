@@ -209,8 +209,7 @@ def _encoder_layer(
     else:
         results = fused.encoder_layer(x, params, given, options)
     if results.statistics is not None and tensors.running is not None and options.from_batch:
-        for statistics, running in zip(results.statistics, tensors.running, strict=True):
-            update_running(statistics, running)
+        update_running(results.statistics, *tensors.running)
     return results.y, results.scores
 
 

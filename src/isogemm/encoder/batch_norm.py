@@ -64,13 +64,13 @@ def require_rows(x: Tensor) -> None:
         raise ValueError(f"x has shape {list(x.shape)}: a batch norm needs more than one row to take statistics of")
 
 
-def update_running(statistics: Tensor, running: RunningStatistics) -> None:
-    """By those of a batch, in place, as torch.nn.BatchNorm1d does."""
-    tensors = [each for each in running[:3] if each is not None]
-    if running.frozen or not tensors:
+def update_running(statistics: Tensor, *running: RunningStatistics) -> None:
+    """By those of a batch [4, D], in place, as torch.nn.BatchNorm1d does; of two norms [2, 4, D], in one launch."""
+    tensors = [each for one in running for each in one[:3] if each is not None]
+    if not tensors or any(each.frozen for each in running):
         return
     update = torch.ops.isogemm.update_running if through_dispatcher(statistics, *tensors) else _update_running
-    update(statistics, *running[:4])
+    update(statistics, *[value for one in running for value in one[:4]])
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -211,17 +211,21 @@ def _parts(x: Tensor, count: int, width: int) -> Tensor:
     return torch.empty((count, width, x.shape[-1]), dtype=torch.float32, device=x.device)
 
 
-def _update_running(
-    statistics: Tensor, mean: Tensor | None, var: Tensor | None, batches: Tensor | None, momentum: float | None
-) -> None:
-    buffers = (mean, var, batches)
+def _update_running(statistics: Tensor, *values: Any) -> None:
+    """Of one norm or two: mean, var, batches and momentum of each."""
+    of_norms = statistics.view(-1, *statistics.shape[-2:])
+    norms = [values[4 * place : 4 * place + 4] for place in range(len(of_norms))]
     if not statistics.is_cuda:
-        cpu.update_running(statistics, *buffers, momentum)
+        for each, norm in zip(of_norms, norms, strict=True):
+            cpu.update_running(each, *norm)
         return
     from isogemm.encoder import kernels_batch_norm as kernels
 
+    momenta = [norm[3] for norm in norms]
+    buffers = [buffer for norm in norms for buffer in norm[:3]]
     written = [dense(each) for each in buffers]
-    run(kernels.describe_running(statistics.shape[1], (momentum,)), (statistics, *written, *(None,) * 4))
+    arguments = [given for place, each in enumerate(of_norms) for given in (each, *written[3 * place : 3 * place + 3])]
+    run(kernels.describe_running(statistics.shape[-1], momenta), (*arguments, *[None] * (8 - len(arguments))))
     for buffer, now in zip(buffers, written, strict=True):
         if buffer is None or now is None:
             continue
@@ -286,8 +290,8 @@ for _schema, _function, _fake in (
         _batch_norm_backward_fake,
     ),
     (
-        "update_running(Tensor statistics, Tensor(a!)? mean, Tensor(b!)? var, Tensor(c!)? batches, float? momentum) "
-        "-> ()",
+        "update_running(Tensor statistics, Tensor(a!)? mean, Tensor(b!)? var, Tensor(c!)? batches, float? momentum, "
+        "Tensor(d!)? mean2=None, Tensor(e!)? var2=None, Tensor(f!)? batches2=None, float? momentum2=None) -> ()",
         _update_running,
         _update_running_fake,
     ),
