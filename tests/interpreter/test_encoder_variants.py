@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from isogemm.encoder import fused, reference
+from isogemm.encoder import fused, plan, reference
 from isogemm.encoder.parameters import EncoderDropout, Options, RunningStatistics
 from isogemm.epilogues import random
 from isogemm.testing import EncoderShape, encoder_parameters, encoder_tensors, make_data, poisoned_allocations
@@ -56,7 +56,7 @@ def _assert_close(shape, bound=3e-6, dtype=torch.float32, previous=False, mask=N
     statistics = []
 
     def ours(x, scores=None, **parameters):
-        given = fused.Given(mask, SEED if any(options.dropout) else None, scores, *(running or ()))
+        given = plan.Given(mask, SEED if any(options.dropout) else None, scores, *(running or ()))
         results = fused.encoder_layer(x, encoder_parameters(parameters), given, options)
         statistics.append(results.statistics)
         return results.y, results.scores

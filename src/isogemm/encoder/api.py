@@ -19,6 +19,7 @@ from isogemm.encoder.batch_norm import update_running
 from isogemm.encoder.parameters import (
     ACTIVATIONS,
     NORMS,
+    NOTHING_DROPPED,
     EncoderDropout,
     EncoderParameters,
     Options,
@@ -31,9 +32,8 @@ from isogemm.gemm.op import SERVED
 from isogemm.gemm.problem import dtype_name, resolve_precision
 
 if TYPE_CHECKING:
-    from isogemm.encoder.fused import Given, Kind
-
-_NOTHING_DROPPED = EncoderDropout()
+    from isogemm.encoder.fused import Kind
+    from isogemm.encoder.plan import Given
 
 
 class _Named(TypedDict, total=False):
@@ -74,7 +74,7 @@ def encoder_layer(
     eps: float = 1e-5,
     key_padding_mask: Tensor | None = None,
     is_causal: bool = False,
-    dropout: float | EncoderDropout = _NOTHING_DROPPED,
+    dropout: float | EncoderDropout = NOTHING_DROPPED,
     running: tuple[RunningStatistics, RunningStatistics] | None = None,
     training: bool = True,
     scores: Tensor | None = None,
@@ -215,7 +215,7 @@ def _encoder_layer(
 
 def _given(x: Tensor, tensors: _Tensors, options: Options) -> Given:
     """As the fused layer takes them."""
-    from isogemm.encoder.fused import Given
+    from isogemm.encoder.plan import Given
 
     seed = new_seed(x.device) if any(options.dropout) else None
     if tensors.running is None or options.from_batch or options.norm != "batch_norm":
@@ -250,9 +250,9 @@ def _decided(x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int
     if alike is None:
         return decision
     if not decision.obstacle:
-        from isogemm.encoder import fused
+        from isogemm.encoder import fused, plan
 
-        given_tensors = fused.Given(previous=tensors.scores)
+        given_tensors = plan.Given(previous=tensors.scores)
         decision = decision._replace(kind=fused.kind_of(x, params, given_tensors, decision.options))
     if len(_decisions) >= _MOST_DECISIONS or len(found) >= _MOST_ALIKE:
         _decisions.clear()
@@ -326,7 +326,7 @@ def _options(
     precision = resolve_precision(x, precision) if operand is torch.float32 else None
     return Options(
         nhead, bool(norm_first), bool(residual_normed), activation, norm, float(eps), bool(is_causal), precision,
-        operand, _probabilities(dropout) if training else _NOTHING_DROPPED, from_batch, bool(return_scores),
+        operand, _probabilities(dropout) if training else NOTHING_DROPPED, from_batch, bool(return_scores),
     )  # fmt: skip
 
 

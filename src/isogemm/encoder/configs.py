@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from isogemm.encoder.configs_attention import fragments_hold
-from isogemm.encoder.parameters import EncoderDropout
+from isogemm.encoder.parameters import NOTHING_DROPPED, EncoderDropout
 
 WIDEST = 256  # d_model of a row that a program keeps
 _WIDEST_FRAGMENTS = 32  # d_model of rows that lanes hold: wider ones leave no registers for weights on their way
 FRAGMENT_ROWS = 16  # of a warp
 GROUP_ROWS = 64  # of a warpgroup
 TILE_ROWS = 64  # every tile's rows divide it
-_NOTHING_DROPPED = EncoderDropout()
 _CHUNK_ROWS = 512  # of one sum in the parameters' gradients, at least
 _MOST_CHUNK_ROWS = 8192  # tokens that no shorter chunk divides would make the sums long and few
 
@@ -47,7 +46,7 @@ class Layer:
     mma: bool = False  # whether it has the instructions that fragments are made for (NVIDIA's from sm_80 on)
     wgmma: bool = False  # whether it has those of warpgroups (sm_90 alone)
     residual_normed: bool = False  # with norm_first: the residual sums begin with what is normed
-    dropout: EncoderDropout = _NOTHING_DROPPED
+    dropout: EncoderDropout = NOTHING_DROPPED
     from_batch: bool = False  # whether a batch norm takes the batch's statistics
     previous: bool = False  # whether another layer's scores are added
     scores: bool = False  # whether the scores are a result

@@ -17,7 +17,7 @@ from isogemm.encoder.configs import Layer
 from isogemm.encoder.gradients import Gradients
 from isogemm.encoder.op import placed, refuse_second_derivative
 from isogemm.encoder.parameters import EncoderDropout, EncoderParameters, Options
-from isogemm.encoder.plan import GIVEN, SEPARATE, STACKED, Forward, Plan, kept_size
+from isogemm.encoder.plan import GIVEN, SEPARATE, STACKED, Forward, Given, Plan, kept_size
 from isogemm.encoder.schedule import addresses_of
 from isogemm.gemm.autograd import is_accumulated, main_grad_of, parameter
 from isogemm.gemm.op import require_total
@@ -31,18 +31,6 @@ _NAMES = {
     "b1": "linear1_bias", "b2": "linear2_bias", "s1": "norm1_bias", "s2": "norm2_bias",
 }  # fmt: skip
 _Parameters = Sequence[Tensor | None]  # in the order of plan.STACKED or SEPARATE
-
-
-class Given(NamedTuple):
-    """A call's tensors besides x and the parameters, as plan.GIVEN names them."""
-
-    mask: Tensor | None = None
-    seed: Tensor | None = None  # int64, of one element
-    previous: Tensor | None = None  # scores [S, H, T, T], contiguous
-    mean1: Tensor | None = None
-    var1: Tensor | None = None
-    mean2: Tensor | None = None
-    var2: Tensor | None = None
 
 
 class Results(NamedTuple):

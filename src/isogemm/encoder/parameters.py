@@ -64,6 +64,9 @@ class EncoderDropout(NamedTuple):
     output: float = 0.0  # after linear2
 
 
+NOTHING_DROPPED = EncoderDropout()
+
+
 class RunningStatistics(NamedTuple):
     """What one batch norm of an encoder layer keeps from call to call, as torch.nn.BatchNorm1d does."""
 
@@ -86,6 +89,6 @@ class Options(NamedTuple):
     is_causal: bool
     precision: str | None  # resolved; None where the operands are not float32, and on the CPU
     operand: torch.dtype  # of the products: autocast's, or x's
-    dropout: EncoderDropout = EncoderDropout()
+    dropout: EncoderDropout = NOTHING_DROPPED
     from_batch: bool = False  # whether a batch norm takes the batch's statistics
     return_scores: bool = False

@@ -33,9 +33,19 @@ _TILES_AT_ONCE = 2  # of a walk over rows, on a multiprocessor
 _TILE_SUMS = ("g1", "s1", "g2", "s2", "b2", "bo")  # of rows, in the order in which a tile leaves them
 
 
-# What a call is given besides x and the parameters: its mask, the seed of its dropout, the scores of the layer before,
-# and the running statistics of its batch norms.
-GIVEN = ("mask", "seed", "previous", "mean1", "var1", "mean2", "var2")
+class Given(NamedTuple):
+    """A call's tensors besides x and the parameters."""
+
+    mask: Tensor | None = None
+    seed: Tensor | None = None  # of its dropout, int64, of one element
+    previous: Tensor | None = None  # scores of the layer before [S, H, T, T], contiguous
+    mean1: Tensor | None = None  # running statistics of its batch norms
+    var1: Tensor | None = None
+    mean2: Tensor | None = None
+    var2: Tensor | None = None
+
+
+GIVEN = Given._fields
 
 
 class Forward(NamedTuple):
