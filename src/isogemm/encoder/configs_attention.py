@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from isogemm.epilogues import random
 
 CACHED = 16 << 20  # bytes of q, k and v that are read fast enough without being fetched first (H200)
+MOST_FACTORS = 4  # earlier layers whose queries and keys an attention takes in
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,9 @@ class Attention:
     """softmax(Q K^T / sqrt(head) + mask) V of `heads` heads of `sequences` sequences of `tokens` tokens.
 
     Each of Q, K, V and their gradients is [sequences * tokens, heads * head] with rows some distance apart; what goes
-    with O is contiguous, and so are scores, [sequences, heads, tokens, tokens].
+    with O is contiguous, and so are scores, [sequences, heads, tokens, tokens]. Earlier layers' q and k, which residual
+    attention takes in instead of scores, are by head and contiguous, as are their gradients and what comes in for this
+    layer's: [heads, sequences * tokens, head].
     """
 
     sequences: int
@@ -38,6 +41,14 @@ class Attention:
     dropout: float = 0.0  # the probability that a weight is left out
     previous: bool = False  # whether scores of the layer before are added
     scores: bool = False  # whether the scores are written; in the backward, whether their gradient comes in
+    factors: int = 0  # earlier layers whose q k^T are added
+    added: bool = False  # in the backward: whether gradients of q and k come in, of later layers that took them in
+
+    def __post_init__(self) -> None:
+        if (self.factors or self.added) and (not self.by_head or self.residual or not fits_mma(self)):
+            raise ValueError(f"factors need fragments, q and k by head and no scores in memory; got {self}")
+        if not 0 <= self.factors <= MOST_FACTORS:
+            raise ValueError(f"factors: got {self.factors}, expected 0 to {MOST_FACTORS}")
 
     @property
     def residual(self) -> bool:

@@ -8,6 +8,9 @@ depends on the batch, the packing or the launch.
 In a warp, lane 4 r + c holds of a left operand [16, 8] rows r and r + 8 at columns 2 c and 2 c + 1, of a right operand
 [8, 8] row n = r at k = 2 c and 2 c + 1, and of a result [16, 8] rows r and r + 8 at columns 2 c and 2 c + 1. (For TF32
 the instruction counts k otherwise; the order within a block of eight is ours to choose as long as both operands agree.)
+
+Factors: the scores of earlier layers are sums of q k^T, so their queries and keys, by head, are taken in as more columns
+of this layer's: first the earliest layer's, its own last. Their fragments stand one after the other in one tuple.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import triton
 import triton.language as tl
 
 from isogemm.core.launch import Launch
-from isogemm.encoder.configs_attention import CACHED, Attention, MmaConfig
+from isogemm.encoder.configs_attention import CACHED, MOST_FACTORS, Attention, MmaConfig
 from isogemm.encoder.kernels_forward import started
 from isogemm.encoder.kernels_fragments import floats, instruction, loaded_operand, operand, packed, row_max, row_sum
 from isogemm.epilogues.device import philox
@@ -109,6 +112,12 @@ def _fetch(at, ld, tokens, FETCH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _fetch_layers(ats, ld, tokens, FETCH: tl.constexpr, BLOCK: tl.constexpr):
+    for layer in tl.static_range(len(ats)):
+        _fetch(ats[layer], ld, tokens, FETCH, BLOCK)
+
+
+@triton.jit
 def _pair(at, first, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
     """Columns first and first + 1 of the rows at `at`, zeros beyond D: two values, or a packed pair."""
     return _load_pair(at + first, first < D, KIND, NATIVE)
@@ -183,6 +192,17 @@ def _column(at, ld, token, tokens, r, D: tl.constexpr, KIND: tl.constexpr, NATIV
             high = odd.to(tl.uint16, bitcast=True).to(tl.uint32)
             found = found + (((low | (high << 16)).to(tl.int32, bitcast=True),),)
     return found
+
+
+@triton.jit
+def _operands(
+    ats, ld, token, tokens, lane, READ: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr
+):
+    """What READ (`_rows`, `_row` or `_column`) finds of every layer, as operands."""
+    made = ()
+    for layer in tl.static_range(len(ats)):
+        made = made + _loaded(READ(ats[layer], ld, token, tokens, lane, D, KIND, NATIVE), KIND, NATIVE)
+    return made
 
 
 @triton.jit
@@ -349,6 +369,29 @@ def _head_at(ptr, row, head, ld, all_rows, D: tl.constexpr, BY_HEAD: tl.constexp
 
 
 @triton.jit
+def _layers(earlier0, earlier1, earlier2, earlier3, own):
+    """The earlier layers' pointers that are there, then this one's."""
+    found = ()
+    if earlier0 is not None:
+        found = found + (earlier0,)
+    if earlier1 is not None:
+        found = found + (earlier1,)
+    if earlier2 is not None:
+        found = found + (earlier2,)
+    if earlier3 is not None:
+        found = found + (earlier3,)
+    return found + (own,)
+
+
+@triton.jit
+def _layers_at(ptrs, row, head, ld, all_rows, D: tl.constexpr, BY_HEAD: tl.constexpr):
+    found = ()
+    for layer in tl.static_range(len(ptrs)):
+        found = found + (_head_at(ptrs[layer], row, head, ld, all_rows, D, BY_HEAD),)
+    return found
+
+
+@triton.jit
 def _place(tokens, sequences, H: tl.constexpr, TILES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, program):
     """All rows; a lane's row and column in fragments; its warp's first token, sequence, head, if any, its row."""
     index = tl.arange(0, BLOCK)
@@ -369,7 +412,8 @@ def _place(tokens, sequences, H: tl.constexpr, TILES: tl.constexpr, WIDE: tl.con
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "dropped"])
 def _attention_mma_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, scores_ptr, sequences, tokens, scale, root,
+    q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, scores_ptr,
+    q0_ptr, k0_ptr, q1_ptr, k1_ptr, q2_ptr, k2_ptr, q3_ptr, k3_ptr, sequences, tokens, scale, root,
     ld_q, ld_k, ld_v, mask_stride, mask_step, dropped, kept_scale,
     H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr,
@@ -379,10 +423,10 @@ def _attention_mma_kernel(
     all_rows, r, c, first, sequence, head, live, row = _place(
         tokens, sequences, H, TILES, WIDE, BLOCK, tl.program_id(0)
     )
-    q_at = _head_at(q_ptr, row, head, ld_q, all_rows, D, BY_HEAD)
-    k_at = _head_at(k_ptr, row, head, ld_k, all_rows, D, BY_HEAD)
+    q_at = _layers_at(_layers(q0_ptr, q1_ptr, q2_ptr, q3_ptr, q_ptr), row, head, ld_q, all_rows, D, BY_HEAD)
+    k_at = _layers_at(_layers(k0_ptr, k1_ptr, k2_ptr, k3_ptr, k_ptr), row, head, ld_k, all_rows, D, BY_HEAD)
     v_at = _head_at(v_ptr, row, head, ld_v, all_rows, D, BY_HEAD)
-    _fetch(k_at, ld_k, tokens, FETCH, BLOCK)
+    _fetch_layers(k_at, ld_k, tokens, FETCH, BLOCK)
     _fetch(v_at, ld_v, tokens, FETCH, BLOCK)
     mask_at = None
     if MASK != "":
@@ -392,7 +436,7 @@ def _attention_mma_kernel(
     totals = ()
     outs = ()
     for n in tl.static_range(TILES):
-        q = q + (_loaded(_rows(q_at, ld_q, first + 16 * n + r, tokens, c, D, KIND, NATIVE), KIND, NATIVE),)
+        q = q + (_operands(q_at, ld_q, first + 16 * n + r, tokens, c, _rows, D, KIND, NATIVE),)
         low = tl.full([BLOCK], float("-inf"), tl.float32)
         zero = tl.zeros([BLOCK], tl.float32)
         tops = tops + ((low, low),)
@@ -447,7 +491,7 @@ def _attend(
     added = ()
     keys = ()
     for i in tl.static_range(2):
-        k = k + (_loaded(_row(k_at, ld_k, key + 8 * i + r, tokens, c, D, KIND, NATIVE), KIND, NATIVE),)
+        k = k + (_operands(k_at, ld_k, key + 8 * i + r, tokens, c, _row, D, KIND, NATIVE),)
         v = v + (_loaded(_column(v_at, ld_v, key + 8 * i + 2 * c, tokens, r, D, KIND, NATIVE), KIND, NATIVE),)
         for j in tl.static_range(2):
             keys = keys + (key + (8 * i + j) + 2 * c,)
@@ -827,8 +871,9 @@ def _attention_mma_backward_kernel(
 
 
 def describe_attention_mma(problem: Attention, config: MmaConfig) -> Launch:
-    """Of q, k, v, mask, previous, seed, o, lse, scores; None where absent."""
-    scalars = (problem.sequences, problem.tokens, *_scales(problem), *problem.row_strides)
+    """Of q, k, v, mask, previous, seed, o, lse, scores; None where absent. With factors, then q0, k0, .. q3, k3."""
+    scalars = () if problem.factors else (None,) * (2 * MOST_FACTORS)
+    scalars += (problem.sequences, problem.tokens, *_scales(problem), *problem.row_strides)
     scalars += (*_mask_strides(problem), *problem.dropping)
     constants, options = _constants(problem, config), _options(problem, config)
     return Launch(_attention_mma_kernel, _programs(problem, config), scalars, constants, options)
@@ -862,7 +907,7 @@ def _mask_strides(problem: Attention) -> tuple[int | None, int | None]:
 def _constants(problem: Attention, config: MmaConfig, more: dict[str, object] | None = None) -> dict[str, object]:
     itemsize = 4 if problem.dtype == "float32" else 2
     width = problem.heads * problem.head
-    read = 3 * problem.sequences * problem.tokens * width * itemsize
+    read = (3 + 2 * problem.factors) * problem.sequences * problem.tokens * width * itemsize
     farthest = width * problem.row_strides[3] if problem.turned else 0
     written = () if problem.turned else problem.row_strides[3:]
     farthest = max(farthest, problem.sequences * problem.tokens * max(*problem.row_strides[:3], *written, width))
