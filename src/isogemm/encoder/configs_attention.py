@@ -180,8 +180,19 @@ def choose_mma(problem: Attention) -> MmaConfig:
             problem.scores and len(problem.row_strides) == 3
         )  # the forward; 115 and 121 us by two, 132 and 151 by three
         most = 1 if problem.dropout and problem.residual else min(most, 2 if writes else 3)
+    if problem.factors:
+        most = min(most, _most_with_factors(problem))
     blocks = -(-problem.tokens // (16 * most))
     return MmaConfig(-(-problem.tokens // (16 * blocks)))
+
+
+def _most_with_factors(problem: Attention) -> int:
+    """Tiles whose operands of all layers, and in the backward as many sums, leave room for three programs (sm_90)."""
+    backward = len(problem.row_strides) > 3
+    fragments = (problem.factors + 1) * -(-problem.head // 8)
+    if not problem.dropout:
+        return max(1, min(3, 8 // fragments) if backward else 15 // fragments)
+    return max(1, min(2, 6 // fragments) if backward else 9 // fragments)
 
 
 def choose_registers(problem: Attention) -> RegistersConfig:

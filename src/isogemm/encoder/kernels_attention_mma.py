@@ -9,8 +9,8 @@ In a warp, lane 4 r + c holds of a left operand [16, 8] rows r and r + 8 at colu
 [8, 8] row n = r at k = 2 c and 2 c + 1, and of a result [16, 8] rows r and r + 8 at columns 2 c and 2 c + 1. (For TF32
 the instruction counts k otherwise; the order within a block of eight is ours to choose as long as both operands agree.)
 
-Factors: the scores of earlier layers are sums of q k^T, so their queries and keys, by head, are taken in as more columns
-of this layer's: first the earliest layer's, its own last. Their fragments stand one after the other in one tuple.
+Factors: the scores of earlier layers are sums of q k^T, so their queries and keys are taken in as more columns of this
+layer's, the earliest layer's first and its own last. Their fragments stand one after the other in one tuple.
 """
 
 from __future__ import annotations
@@ -585,15 +585,21 @@ def _delta(do, o, KIND: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def _write_grad(
-    ptr, values, factor, row, token, tokens, ld, head, c, live, D: tl.constexpr, KIND: tl.constexpr,
-    NATIVE: tl.constexpr, TURNED: tl.constexpr,
+    ptr, values, FIRST: tl.constexpr, factor, more, row, token, tokens, ld, head, c, live, D: tl.constexpr,
+    KIND: tl.constexpr, NATIVE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """A result [16, D] times a factor to rows token and token + 8 of a head; TURNED: of a transpose, as TF32."""
+    """A result [16, D], values from FIRST on, times a factor, and more, to rows token and token + 8 of a head.
+
+    TURNED: of a transpose, as TF32.
+    """
     for i in tl.static_range(2):
         at = token + 8 * i
         written = live & (at < tokens)
         for j in tl.static_range(0, D, 8):
-            even, odd = values[j // 8][2 * i] * factor, values[j // 8][2 * i + 1] * factor
+            even, odd = values[FIRST + j // 8][2 * i] * factor, values[FIRST + j // 8][2 * i + 1] * factor
+            if more is not None:
+                even += more[j // 8][2 * i]
+                odd += more[j // 8][2 * i + 1]
             column = j + 2 * c
             if TURNED:
                 to = ptr + ((head * D + column).to(row.dtype) * ld + (row + at))
@@ -602,6 +608,31 @@ def _write_grad(
             else:
                 to = ptr + ((row + at) * ld + head * D) + column
                 _store_pair(to, even, odd, written & (column < D), KIND, NATIVE)
+
+
+@triton.jit
+def _write_grads(
+    ptrs, values, factor, coming_ptr, row, all_rows, token, tokens, ld, head, c, live, D: tl.constexpr,
+    KIND: tl.constexpr, NATIVE: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Results of all layers: the earlier ones' by head; this one's as `_write_grad` does, with what comes in for it."""
+    BLOCKS: tl.constexpr = (D + 7) // 8
+    OWN: tl.constexpr = len(ptrs) - 1
+    for layer in tl.static_range(OWN):
+        _write_grad(
+            ptrs[layer], values, layer * BLOCKS, factor, None, row + head * all_rows, token, tokens, D, 0, c, live,
+            D, KIND, NATIVE, False,
+        )  # fmt: skip
+    more = None
+    if coming_ptr is not None:
+        coming_at = _head_at(coming_ptr, row, head, D, all_rows, D, True)
+        more = ()
+        raw = _rows(coming_at, D, token, tokens, c, D, KIND, NATIVE)
+        for j in tl.static_range(BLOCKS):
+            more = more + (floats(raw[j], KIND, NATIVE),)
+    _write_grad(
+        ptrs[OWN], values, OWN * BLOCKS, factor, more, row, token, tokens, ld, head, c, live, D, KIND, NATIVE, TURNED
+    )
 
 
 @triton.jit
@@ -619,19 +650,19 @@ def _clear_beyond(dq_ptr, dk_ptr, dv_ptr, end, ld, COLUMNS: tl.constexpr, BLOCK:
 
 @triton.jit
 def _grads_of_queries(
-    program, q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dq_ptr,
-    d_previous_ptr, sequences, tokens, scale, root, ld_q, ld_k, ld_v, ld_do, ld_dq, mask_stride, mask_step,
+    program, q_ptrs, k_ptrs, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dq_ptrs,
+    d_previous_ptr, dq_in_ptr, sequences, tokens, scale, root, ld_q, ld_k, ld_v, ld_do, ld_dq, mask_stride, mask_step,
     dropped, kept_scale,
     H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr,
     TURNED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     all_rows, r, c, first, sequence, head, live, row = _place(tokens, sequences, H, TILES, WIDE, BLOCK, program)
-    q_at = _head_at(q_ptr, row, head, ld_q, all_rows, D, BY_HEAD)
-    k_at = _head_at(k_ptr, row, head, ld_k, all_rows, D, BY_HEAD)
+    q_at = _layers_at(q_ptrs, row, head, ld_q, all_rows, D, BY_HEAD)
+    k_at = _layers_at(k_ptrs, row, head, ld_k, all_rows, D, BY_HEAD)
     v_at = _head_at(v_ptr, row, head, ld_v, all_rows, D, BY_HEAD)
     do_at = _head_at(do_ptr, row, head, ld_do, all_rows, D, BY_HEAD)
-    _fetch(k_at, ld_k, tokens, FETCH, BLOCK)
+    _fetch_layers(k_at, ld_k, tokens, FETCH, BLOCK)
     _fetch(v_at, ld_v, tokens, FETCH, BLOCK)
     mask_at = None
     if MASK != "":
@@ -643,7 +674,7 @@ def _grads_of_queries(
     dq = ()
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
-        q = q + (_loaded(_rows(q_at, ld_q, token, tokens, c, D, KIND, NATIVE), KIND, NATIVE),)
+        q = q + (_operands(q_at, ld_q, token, tokens, c, _rows, D, KIND, NATIVE),)
         values = _rows(do_at, ld_do, token, tokens, c, D, KIND, NATIVE)
         do = do + (_loaded(values, KIND, NATIVE),)
         out = _rows(o_ptr + (row * (H * D) + head * D), H * D, token, tokens, c, D, KIND, NATIVE)
@@ -652,7 +683,7 @@ def _grads_of_queries(
         upper = tl.load(sums + tl.minimum(token, tokens - 1) * (1 if BY_HEAD else H))
         lower = tl.load(sums + tl.minimum(token + 8, tokens - 1) * (1 if BY_HEAD else H))
         lse = lse + ((upper, lower),)
-        dq = dq + (_zeros((D + 7) // 8, BLOCK),)
+        dq = dq + (_zeros(len(q_at) * ((D + 7) // 8), BLOCK),)
     matrix = sequence * H + head
     previous_at = None
     if previous_ptr is not None:
@@ -671,9 +702,9 @@ def _grads_of_queries(
         words = ()
         for part in tl.static_range(PARTS):
             key = begin + 8 * part
-            k = _loaded(_row(k_at, ld_k, key + r, tokens, c, D, KIND, NATIVE), KIND, NATIVE)
+            k = _operands(k_at, ld_k, key + r, tokens, c, _row, D, KIND, NATIVE)
             v = _loaded(_row(v_at, ld_v, key + r, tokens, c, D, KIND, NATIVE), KIND, NATIVE)
-            along = _loaded(_column(k_at, ld_k, key + 2 * c, tokens, r, D, KIND, NATIVE), KIND, NATIVE)
+            along = _operands(k_at, ld_k, key + 2 * c, tokens, r, _column, D, KIND, NATIVE)
             keys = (key + 2 * c, key + 2 * c + 1)
             of_even = _score_of_key(mask_at, mask_step, keys[0], tokens, root, MASK)
             of_odd = _score_of_key(mask_at, mask_step, keys[1], tokens, root, MASK)
@@ -718,26 +749,29 @@ def _grads_of_queries(
             dq = after
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
-        _write_grad(dq_ptr, dq[n], 1.0 / root, row, token, tokens, ld_dq, head, c, live, D, KIND, NATIVE, TURNED)
+        _write_grads(
+            dq_ptrs, dq[n], 1.0 / root, dq_in_ptr, row, all_rows, token, tokens, ld_dq, head, c, live,
+            D, KIND, NATIVE, TURNED,
+        )  # fmt: skip
 
 
 @triton.jit
 def _grads_of_keys(
-    program, q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dk_ptr,
-    dv_ptr, sequences, tokens, scale, root, ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_stride, mask_step,
+    program, q_ptrs, k_ptrs, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dk_ptrs,
+    dv_ptr, dk_in_ptr, sequences, tokens, scale, root, ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_stride, mask_step,
     dropped, kept_scale,
     H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr, TURNED: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     all_rows, r, c, first, sequence, head, live, row = _place(tokens, sequences, H, TILES, WIDE, BLOCK, program)
-    q_at = _head_at(q_ptr, row, head, ld_q, all_rows, D, BY_HEAD)
-    k_at = _head_at(k_ptr, row, head, ld_k, all_rows, D, BY_HEAD)
+    q_at = _layers_at(q_ptrs, row, head, ld_q, all_rows, D, BY_HEAD)
+    k_at = _layers_at(k_ptrs, row, head, ld_k, all_rows, D, BY_HEAD)
     v_at = _head_at(v_ptr, row, head, ld_v, all_rows, D, BY_HEAD)
     do_at = _head_at(do_ptr, row, head, ld_do, all_rows, D, BY_HEAD)
     o_at = o_ptr + (row * (H * D) + head * D)
     lse_at = _head_at(lse_ptr, row, head, H, all_rows, 1, BY_HEAD)
-    _fetch(q_at, ld_q, tokens, FETCH, BLOCK)
+    _fetch_layers(q_at, ld_q, tokens, FETCH, BLOCK)
     _fetch(do_at, ld_do, tokens, FETCH, BLOCK)
     _fetch(o_at, H * D, tokens, FETCH, BLOCK)
     _fetch(lse_at, 1 if BY_HEAD else H, tokens, FETCH, BLOCK)
@@ -751,7 +785,7 @@ def _grads_of_keys(
     dv = ()
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
-        k = k + (_loaded(_rows(k_at, ld_k, token, tokens, c, D, KIND, NATIVE), KIND, NATIVE),)
+        k = k + (_operands(k_at, ld_k, token, tokens, c, _rows, D, KIND, NATIVE),)
         v = v + (_loaded(_rows(v_at, ld_v, token, tokens, c, D, KIND, NATIVE), KIND, NATIVE),)
         added = added + (
             (
@@ -759,7 +793,7 @@ def _grads_of_keys(
                 _score_of_key(mask_at, mask_step, token + 8, tokens, root, MASK),
             ),
         )
-        dk = dk + (_zeros((D + 7) // 8, BLOCK),)
+        dk = dk + (_zeros(len(k_at) * ((D + 7) // 8), BLOCK),)
         dv = dv + (_zeros((D + 7) // 8, BLOCK),)
     matrix = sequence * H + head
     previous_at = None
@@ -776,13 +810,13 @@ def _grads_of_keys(
         words = ()
         for part in tl.static_range(PARTS):
             query = begin + 8 * part
-            q = _loaded(_row(q_at, ld_q, query + r, tokens, c, D, KIND, NATIVE), KIND, NATIVE)
+            q = _operands(q_at, ld_q, query + r, tokens, c, _row, D, KIND, NATIVE)
             values = _row(do_at, ld_do, query + r, tokens, c, D, KIND, NATIVE)
             do = _loaded(values, KIND, NATIVE)
             out = _row(o_at, H * D, query + r, tokens, c, D, KIND, NATIVE)
             delta = _delta(values, out, KIND, NATIVE)
             deltas = _of_columns(delta[0], c, NATIVE)
-            q_along = _loaded(_column(q_at, ld_q, query + 2 * c, tokens, r, D, KIND, NATIVE), KIND, NATIVE)
+            q_along = _operands(q_at, ld_q, query + 2 * c, tokens, r, _column, D, KIND, NATIVE)
             do_along = _loaded(_column(do_at, ld_do, query + 2 * c, tokens, r, D, KIND, NATIVE), KIND, NATIVE)
             lses = ()
             for i in tl.static_range(2):  # beyond the end, queries that see nothing
@@ -828,9 +862,12 @@ def _grads_of_keys(
             dv = dvs
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
-        _write_grad(dk_ptr, dk[n], 1.0 / root, row, token, tokens, ld_dk, head, c, live, D, KIND, NATIVE, TURNED)
+        _write_grads(
+            dk_ptrs, dk[n], 1.0 / root, dk_in_ptr, row, all_rows, token, tokens, ld_dk, head, c, live,
+            D, KIND, NATIVE, TURNED,
+        )  # fmt: skip
         _write_grad(
-            dv_ptr, dv[n], 1.0 if dropout is None else kept_scale, row, token, tokens, ld_dv, head, c, live,
+            dv_ptr, dv[n], 0, 1.0 if dropout is None else kept_scale, None, row, token, tokens, ld_dv, head, c, live,
             D, KIND, NATIVE, TURNED,
         )  # fmt: skip
 
@@ -838,7 +875,9 @@ def _grads_of_keys(
 @triton.jit(do_not_specialize=["sequences", "tokens", "query_programs", "dropped"])
 def _attention_mma_backward_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dq_ptr, dk_ptr, dv_ptr,
-    d_previous_ptr, sequences, tokens, scale, root,
+    d_previous_ptr, q0_ptr, k0_ptr, q1_ptr, k1_ptr, q2_ptr, k2_ptr, q3_ptr, k3_ptr,
+    dq0_ptr, dk0_ptr, dq1_ptr, dk1_ptr, dq2_ptr, dk2_ptr, dq3_ptr, dk3_ptr, dq_in_ptr, dk_in_ptr,
+    sequences, tokens, scale, root,
     ld_q, ld_k, ld_v, ld_do, ld_dq, ld_dk, ld_dv, mask_stride, mask_step, query_programs, dropped, kept_scale,
     H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr,
@@ -851,20 +890,25 @@ def _attention_mma_backward_kernel(
         if program == 0:
             _clear_beyond(dq_ptr, dk_ptr, dv_ptr, sequences * tokens, ld_dq, H * D, BLOCK)
     of_queries = program < query_programs
-    if previous_ptr is not None or d_scores_ptr is not None:  # by turns: what both read of scores is then still near
+    if previous_ptr is not None or d_scores_ptr is not None or q0_ptr is not None:
+        # by turns: what both read of scores or of earlier layers is then still near
         of_queries = program % 2 == 0
         program = program // 2 + tl.where(of_queries, 0, query_programs)
+    q_ptrs = _layers(q0_ptr, q1_ptr, q2_ptr, q3_ptr, q_ptr)
+    k_ptrs = _layers(k0_ptr, k1_ptr, k2_ptr, k3_ptr, k_ptr)
     if of_queries:
         _grads_of_queries(
-            program, q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr,
-            dq_ptr, d_previous_ptr, sequences, tokens, scale, root,
+            program, q_ptrs, k_ptrs, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr,
+            _layers(dq0_ptr, dq1_ptr, dq2_ptr, dq3_ptr, dq_ptr), d_previous_ptr, dq_in_ptr,
+            sequences, tokens, scale, root,
             ld_q, ld_k, ld_v, ld_do, ld_dq, mask_stride, mask_step, dropped, kept_scale,
             H, D, KIND, NATIVE, MASK, CAUSAL, WIDE, EVEN, FETCH, BY_HEAD, TURNED, TILES, BLOCK,
         )  # fmt: skip
     else:
         _grads_of_keys(
-            program - query_programs, q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr,
-            d_scores_ptr, dk_ptr, dv_ptr, sequences, tokens, scale, root,
+            program - query_programs, q_ptrs, k_ptrs, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr,
+            d_scores_ptr, _layers(dk0_ptr, dk1_ptr, dk2_ptr, dk3_ptr, dk_ptr), dv_ptr, dk_in_ptr,
+            sequences, tokens, scale, root,
             ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_stride, mask_step, dropped, kept_scale,
             H, D, KIND, NATIVE, MASK, CAUSAL, WIDE, FETCH, BY_HEAD, TURNED, TILES, BLOCK,
         )  # fmt: skip
@@ -880,11 +924,15 @@ def describe_attention_mma(problem: Attention, config: MmaConfig) -> Launch:
 
 
 def describe_attention_mma_backward(problem: Attention, config: MmaConfig) -> Launch:
-    """Of q, k, v, mask, previous, seed, o, lse, do, d_scores, dq, dk, dv, d_previous; None where absent."""
+    """Of q, k, v, mask, previous, seed, o, lse, do, d_scores, dq, dk, dv, d_previous; None where absent.
+
+    With factors or gradients that come in, then q0, k0, .. q3, k3, dq0, dk0, .. dq3, dk3, dq_in, dk_in.
+    """
     programs = _programs(problem, config)
     of_do = problem.head if problem.by_head else problem.heads * problem.head
     strides = (*problem.row_strides[:3], of_do, *problem.row_strides[3:])
-    scalars = (problem.sequences, problem.tokens, *_scales(problem), *strides)
+    scalars = () if problem.factors or problem.added else (None,) * (4 * MOST_FACTORS + 2)
+    scalars += (problem.sequences, problem.tokens, *_scales(problem), *strides)
     scalars += (*_mask_strides(problem), programs, *problem.dropping)
     constants, options = _constants(problem, config, {"TURNED": problem.turned}), _options(problem, config)
     return Launch(_attention_mma_backward_kernel, 2 * programs, scalars, constants, options)
