@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from isogemm.encoder import op
+from isogemm.encoder.configs_attention import MOST_FACTORS, MmaConfig
 from isogemm.testing import (
     AttentionInputs,
     AttentionResults,
     assert_bitwise_equal,
     assert_no_worse_than_torch,
+    attention_by_head,
     make_data,
     poisoned_allocations,
     torch_attention,
@@ -71,8 +73,11 @@ def _results(inputs, precision):
 
 
 def _assert_close(inputs, precision):
+    _assert_results_close(_results(inputs, precision), inputs, precision)
+
+
+def _assert_results_close(found, inputs, precision):
     """float16 keeps as many bits as TF32; the factor is for the lse, whose rounding is in all weights of a row."""
-    found = _results(inputs, precision)
     peer = torch_attention(inputs, torch.float16 if precision == "tf32" else inputs.q.dtype)
     exact = torch_attention(inputs, torch.float64)
     for name, ours, theirs, right in zip(found._fields, found, peer, exact, strict=True):
@@ -156,3 +161,41 @@ def test_scores_without_gradients(family):
     assert_bitwise_equal(scores, expected.scores)
     for ours, right in zip(gradients, expected[2:5], strict=True):
         torch.testing.assert_close(ours, right)  # -0 + 0
+
+
+def _factored(family, tokens, factors, dropout=0.0, mask="", causal=False, sequences=SEQUENCES):
+    """With q and k of so many earlier layers, and gradients from later ones."""
+    inputs = _inputs(family, tokens, False, dropout, mask, causal, sequences)
+    q_and_k = _normal(factors + 1, 2, *inputs.q.shape, seed=7, dtype=inputs.q.dtype)
+    return inputs._replace(earlier=q_and_k[1:] if factors else None, of_own=q_and_k[0])
+
+
+FACTORED = [family for family in FAMILIES if family.startswith("fragments") and FAMILIES[family][0] >= 6]
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("factors", range(MOST_FACTORS + 1))
+@pytest.mark.parametrize("family", FACTORED)
+def test_earlier_layers(family, factors, tokens):
+    mask, causal = TOKENS[tokens]
+    precision = FAMILIES[family][2] or "ieee"
+    for dropout in (0.0, 0.2):
+        inputs = _factored(family, tokens, factors, dropout, mask, causal)
+        found = attention_by_head(inputs, precision, turned=precision == "tf32")
+        _assert_results_close(found, inputs, precision)
+
+
+@pytest.mark.parametrize("factors", [1, 2])
+@pytest.mark.parametrize("family", FACTORED)
+def test_earlier_layers_bits(family, factors):
+    """A sequence's are its own, whatever a warp owns; enough of them that the cache is asked for all at once."""
+    inputs, precision = _factored(family, 42, factors, sequences=2049), FAMILIES[family][2] or "ieee"
+    whole = attention_by_head(inputs, precision)
+    q, k, v, grad = (each[2048:] for each in inputs[:4])
+    earlier, of_own = inputs.earlier[:, :, 2048:], inputs.of_own[:, 2048:]
+    alone = inputs._replace(q=q, k=k, v=v, grad=grad, earlier=earlier, of_own=of_own)
+    for config in (None, MmaConfig(1)):
+        found = attention_by_head(alone, precision, config=config)
+        for name in ("o", "dq", "dk", "dv"):
+            assert_bitwise_equal(getattr(found, name), getattr(whole, name)[2048:], name)
+        assert_bitwise_equal(found.d_previous, whole.d_previous[:, :, 2048:])

@@ -14,6 +14,7 @@ from isogemm.testing import (
     AttentionResults,
     assert_bitwise_equal,
     assert_no_worse_than_torch,
+    attention_by_head,
     torch_attention,
 )
 
@@ -325,7 +326,10 @@ def _launch_variant(inputs, precision="ieee"):
 
 
 def _assert_variant_close(inputs, precision="ieee"):
-    found = _launch_variant(inputs, precision)
+    _assert_results_close(_launch_variant(inputs, precision), inputs, precision)
+
+
+def _assert_results_close(found, inputs, precision):
     peer = torch.float16 if precision == "tf32" else inputs.q.dtype  # which keeps as many bits
     theirs, exact = torch_attention(inputs, peer), torch_attention(inputs, torch.float64)
     for name, ours, torchs, right in zip(found._fields, found, theirs, exact, strict=True):
@@ -367,6 +371,42 @@ def test_variants_in_registers(variant, dtype, precision):
     tokens, *rest = VARIANTS[variant]
     head = 9 if precision == "ieee" and dtype == torch.float32 else 3
     _assert_variant_close(_variant(tokens, 2 if tokens < 10 else 1, head, dtype, *rest), "ieee")
+
+
+def _factored(tokens, nhead, head, dtype, factors, of_own, mask="", causal=False, dropout=0.0):
+    """With q and k of so many earlier layers; of_own: gradients come in from later ones."""
+    inputs = _variant(tokens, nhead, head, dtype, mask, causal, False, dropout)
+    generator = torch.Generator().manual_seed(factors)
+    q_and_k = torch.randn(factors + 1, 2, *inputs.q.shape, generator=generator).to(dtype)
+    return inputs._replace(earlier=q_and_k[1:] if factors else None, of_own=q_and_k[0] if of_own else None)
+
+
+FACTORED = {  # of tokens, heads, head, dtype, factors, of_own, mask, causal, dropout
+    "turned": (21, 1, 8, torch.float32, 1, True),
+    "causal": (18, 1, 16, torch.float32, 2, False, "additive", True),
+    "dropped": (17, 1, 8, torch.float16, 2, True, "bool", False, 0.2),
+    "most": (5, 2, 6, torch.bfloat16, 4, True),
+    "first layer": (5, 2, 8, torch.float16, 0, True),
+}
+
+
+@pytest.mark.parametrize("case", FACTORED)
+def test_earlier_layers(case):
+    inputs = _factored(*FACTORED[case])
+    precision = "tf32" if inputs.q.dtype == torch.float32 else "ieee"
+    found = attention_by_head(inputs, precision, turned=case == "turned")
+    _assert_results_close(found, inputs, precision)
+
+
+def test_earlier_layers_bits():
+    """Whatever a warp owns, wherever the sequence stands."""
+    inputs = _factored(18, 1, 8, torch.float16, 2, True)
+    q, k, v, grad = (each[1:] for each in inputs[:4])
+    alone = inputs._replace(q=q, k=k, v=v, grad=grad, earlier=inputs.earlier[:, :, 1:], of_own=inputs.of_own[:, 1:])
+    whole, one = attention_by_head(inputs, "ieee", config=MmaConfig(1)), attention_by_head(alone, "ieee")
+    for name in ("o", "dq", "dk", "dv"):
+        assert_bitwise_equal(getattr(whole, name)[1:], getattr(one, name), name)
+    assert_bitwise_equal(whole.d_previous[:, :, 1:], one.d_previous)
 
 
 def test_nothing_to_do():

@@ -3,7 +3,7 @@
 Hypothesis strategies are in `isogemm.testing.strategies`, apart because they need hypothesis.
 """
 
-from isogemm.testing.attention import AttentionInputs, AttentionResults, torch_attention
+from isogemm.testing.attention import AttentionInputs, AttentionResults, attention_by_head, torch_attention
 from isogemm.testing.cases import (
     DATA_KINDS,
     FLOAT_DTYPES,
@@ -80,6 +80,7 @@ __all__ = [
     "assert_no_worse_than_torch",
     "assert_same_nonfinite",
     "assert_variant_no_worse",
+    "attention_by_head",
     "compare_bits",
     "compile_job",
     "device_work",
