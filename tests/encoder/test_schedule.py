@@ -207,8 +207,8 @@ def test_operators_without_memory_make_what_those_with_it_do(launched, norm, ope
     forward = (x, params, places, *given, [], [], [], True, *options)
     made = fused._encoder_layer(*forward)
     _assert_alike(made, fused._encoder_layer_fake(*forward))
-    y, kept, of_layer, statistics = made
-    backward = (y, of_layer, x, kept, statistics, params, places, *given[:3], True, *options)
+    y, kept, of_layer, statistics, own = made
+    backward = (y, of_layer, None, kept, statistics, own, x, params, places, *given.read_again, True, *options)
     _assert_alike(fused._encoder_layer_backward(*backward), fused._encoder_layer_backward_fake(*backward))
 
 

@@ -471,7 +471,11 @@ def test_scores_that_nobody_reads():
     model = _official(3)
     report = accelerate(model)
     assert report.without_scores == ("layers.2",)
-    assert str(report) == ("swapped 3, kept 0\n  swapped layers.* x 3\n  no scores from layers.2, which nobody reads")
+    assert report.by_factors == ("layers.0", "layers.1")
+    assert str(report) == (
+        "swapped 3, kept 0\n  swapped layers.* x 3\n  no scores from layers.2, which nobody reads\n"
+        "  scores by their factors from layers.* x 2, on a GPU"
+    )
     x = _random(SEQUENCES, TOKENS, D)
     _, scores = model.layers[0](x)
     assert scores.shape == (SEQUENCES, HEADS, TOKENS, TOKENS)

@@ -56,7 +56,8 @@ def _assert_close(shape, bound=3e-6, dtype=torch.float32, previous=False, mask=N
     statistics = []
 
     def ours(x, scores=None, **parameters):
-        given = plan.Given(mask, SEED if any(options.dropout) else None, scores, *(running or ()))
+        of_norms = dict(zip(("mean1", "var1", "mean2", "var2"), running or (), strict=False))
+        given = plan.Given(mask, SEED if any(options.dropout) else None, scores, **of_norms)
         results = fused.encoder_layer(x, encoder_parameters(parameters), given, options)
         statistics.append(results.statistics)
         return results.y, results.scores
@@ -156,3 +157,54 @@ def test_narrow(shape, norm, placement, precision):
     numbers = {"precision": precision, "bound": 3e-3} if precision else {"dtype": torch.float16, "bound": 1e-2}
     from_batch = norm == "batch_norm"
     _assert_close(shape, norm=norm, from_batch=from_batch, dropout=DROPPED, **numbers, **PLACEMENTS[placement])
+
+
+STACKS = {  # of shape, dtype, precision, bound, whether masked
+    "tf32, transposes": (EncoderShape(3, 10, 64, 8, 32), torch.float32, "tf32", 3e-3, False),
+    "tf32": (EncoderShape(2, 5, 48, 6, 20), torch.float32, "tf32", 3e-3, True),
+    "float16": (EncoderShape(2, 9, 40, 5, 20), torch.float16, None, 1e-2, False),
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_scores_by_factors(stack):
+    """Three layers of the same parameters, the last of which gives none on."""
+    shape, dtype, precision, bound, masked = STACKS[stack]
+    options = _options(shape, dtype, precision=precision, norm="batch_norm", from_batch=True, return_factors=True)
+    tensors = encoder_tensors(shape, dtype)
+    mask = torch.arange(shape.tokens).expand(shape.sequences, -1) > 3 if masked else None
+
+    def ours(x, **parameters):
+        factors = ()
+        for layer in range(3):
+            given = plan.Given(mask, None, None, *factors)
+            results = fused.encoder_layer(
+                x, encoder_parameters(parameters), given, options._replace(return_factors=layer < 2)
+            )
+            x, factors = results.y, (*factors, results.own)
+        assert factors[2] is None
+        return x, factors[0], factors[1]
+
+    def theirs(x, **parameters):
+        scores = None
+        for _ in range(3):
+            x, scores = reference.encoder_layer(
+                x, encoder_parameters(parameters), nhead=shape.nhead, activation="gelu", norm="batch_norm",
+                key_padding_mask=mask, scores=scores, return_scores=True,
+            )  # fmt: skip
+        return (x,)
+
+    grads = [make_data("normal", tensors["x"].shape, seed=9, dtype=dtype, device="cpu")]
+    with poisoned_allocations():
+        found = _results(ours, tensors, dtype, grads)
+    exact = _results(theirs, tensors, torch.float64, grads)
+    for name, expected in exact.items():
+        scale = max(exact[each].abs().max() for each in (name, name.replace("bias", "weight")))
+        error = (found[name].double() - expected).abs().max() / scale
+        assert error < bound, f"{name}: {error:.1e}"
+    q, k = found["result 1"]
+    assert q.shape == (shape.nhead, shape.sequences, shape.tokens, shape.d_model // shape.nhead)
+    weight, bias = tensors["in_proj_weight"].double(), tensors["in_proj_bias"].double()
+    for own, part in ((q, slice(0, shape.d_model)), (k, slice(shape.d_model, 2 * shape.d_model))):
+        right = (tensors["x"].double() @ weight[part].mT + bias[part]).unflatten(-1, (shape.nhead, -1))
+        torch.testing.assert_close(own.double(), right.permute(2, 0, 1, 3), rtol=bound, atol=bound)

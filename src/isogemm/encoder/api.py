@@ -50,7 +50,7 @@ class _Named(TypedDict, total=False):
     dropout: float | EncoderDropout
     running: tuple[RunningStatistics, RunningStatistics] | None
     training: bool
-    scores: Tensor | None
+    scores: Tensor | tuple[Tensor, ...] | None
     precision: str | None
 
 
@@ -62,6 +62,10 @@ def encoder_layer(
 def encoder_layer(
     x: Tensor, params: EncoderParameters, *, return_scores: Literal[True], **options: Unpack[_Named]
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def encoder_layer(
+    x: Tensor, params: EncoderParameters, *, return_scores: Literal["factors"], **options: Unpack[_Named]
+) -> tuple[Tensor, tuple[Tensor, ...]]: ...
 def encoder_layer(
     x: Tensor,
     params: EncoderParameters,
@@ -77,10 +81,10 @@ def encoder_layer(
     dropout: float | EncoderDropout = NOTHING_DROPPED,
     running: tuple[RunningStatistics, RunningStatistics] | None = None,
     training: bool = True,
-    scores: Tensor | None = None,
-    return_scores: bool = False,
+    scores: Tensor | tuple[Tensor, ...] | None = None,
+    return_scores: bool | Literal["factors"] = False,
     precision: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor | tuple[Tensor, ...]]:
     """A transformer's encoder layer, as torch.nn.TransformerEncoderLayer and PatchTST's layers compute it.
 
     Args:
@@ -102,8 +106,11 @@ def encoder_layer(
             they are frozen, they are what normalises. Where there are none, the batch's statistics do.
         training: whether dropout drops, and batch norms take the batch's statistics.
         scores: [S, nhead, T, T] ([nhead, T, T]), of the products' dtype, added to this layer's before the masks: those
-            that another layer returned.
-        return_scores: also return this layer's, with `scores` and the masks in them.
+            that another layer returned. Or their factors: for each of the earlier layers its queries and keys
+            [2, nhead, S, T, D / nhead] ([2, nhead, T, D / nhead]).
+        return_scores: also return this layer's, with `scores` and the masks in them; or, "factors", a tuple of
+            `scores`, which then are factors or None, and this layer's: less memory than scores of more than
+            2 D / nhead tokens, and less to read and write. No mask is in them: each layer applies its own.
         precision: of float32 products, as in `isogemm.matmul`.
 
     Returns:
@@ -116,7 +123,7 @@ def encoder_layer(
     `encoder_chunk` sequences at a time: micro-batches of multiples of that add up, through main_grad, to the bits of
     the whole batch. `isogemm.dispatch_log` shows whether the fused kernels served. Differentiable once.
     """
-    given = _Tensors(key_padding_mask, scores, running)
+    given = _Tensors.of(key_padding_mask, scores, running)
     decision = _decided(
         x, params, given, nhead, norm_first, residual_normed, activation, norm, eps, is_causal, dropout, training,
         return_scores, precision,
@@ -124,11 +131,28 @@ def encoder_layer(
     if running is not None and not training:
         given = given._replace(running=(running[0]._replace(frozen=True), running[1]._replace(frozen=True)))
     if x.ndim == 2:
-        y, of_layer = _encoder_layer(x[None], params, given.of_one_more_dimension(), decision)
-        y, of_layer = y[0], None if of_layer is None else of_layer[0]
+        y, of_layer, own = _encoder_layer(x[None], params, given.of_one_more_dimension(), decision)
+        y = y[0]
+        of_layer, own = None if of_layer is None else of_layer[0], None if own is None else own[:, :, 0]
     else:
-        y, of_layer = _encoder_layer(x, params, given, decision)
+        y, of_layer, own = _encoder_layer(x, params, given, decision)
+    if own is not None:
+        return y, (*given.factors, own)
     return y if of_layer is None else (y, of_layer)
+
+
+def takes_factors(x: Tensor, params: EncoderParameters, nhead: int, layers: int, precision: str | None) -> bool:
+    """Whether the fused kernels pass scores on as factors, through so many layers of x and such parameters."""
+    if not x.is_cuda or x.dtype not in SERVED:
+        return False
+    from isogemm.encoder import fused
+
+    operand = autocast_dtype(x.device) or x.dtype
+    options = Options(
+        nhead, False, False, "relu", "layer_norm", 0.0, False,
+        resolve_precision(x, precision) if operand is torch.float32 else None, operand, return_factors=True,
+    )  # fmt: skip
+    return not fused.unserved(x, params, options, layers - 1)
 
 
 def encoder_chunk(
@@ -162,19 +186,32 @@ class _Tensors(NamedTuple):
 
     mask: Tensor | None  # [S, T]
     scores: Tensor | None  # [S, H, T, T]
+    factors: tuple[Tensor, ...]  # [2, H, S, T, d] each
     running: tuple[RunningStatistics, RunningStatistics] | None
+
+    @classmethod
+    def of(
+        cls,
+        mask: Tensor | None,
+        scores: Tensor | tuple[Tensor, ...] | None,
+        running: tuple[RunningStatistics, RunningStatistics] | None,
+    ) -> _Tensors:
+        if isinstance(scores, tuple):
+            return cls(mask, None, scores, running)
+        return cls(mask, scores, (), running)
 
     def of_one_more_dimension(self) -> _Tensors:
         return self._replace(
             mask=None if self.mask is None else self.mask[None],
             scores=None if self.scores is None else self.scores[None],
+            factors=tuple(each.unsqueeze(2) for each in self.factors),
         )
 
     def flat(self) -> tuple[Tensor | None, ...]:
         if self.running is None:
-            return self.mask, self.scores
+            return self.mask, self.scores, *self.factors
         first, second = self.running
-        return self.mask, self.scores, *first[:3], *second[:3]
+        return self.mask, self.scores, *self.factors, *first[:3], *second[:3]
 
     @property
     def frozen(self) -> bool | tuple[bool, bool]:
@@ -190,8 +227,8 @@ class _Decision(NamedTuple):
 
 def _encoder_layer(
     x: Tensor, params: EncoderParameters, tensors: _Tensors, decision: _Decision
-) -> tuple[Tensor, Tensor | None]:
-    """Of x [S, T, D], and the scores."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Of x [S, T, D], the scores, and their factors of this layer."""
     options, obstacle, kind = decision
     x = x.contiguous()
     straight = kind is not None and not through_dispatcher()
@@ -199,7 +236,10 @@ def _encoder_layer(
         refuse_transforms("encoder_layer", x)
     if obstacle:
         _record(x, params, options, "composed", obstacle)
-        return composed.encoder_layer(x, params, tensors.mask, tensors.scores, tensors.running, options)
+        scores = tensors.scores
+        if tensors.factors:
+            scores = composed.scores_of(tensors.factors, options.precision)
+        return composed.encoder_layer(x, params, tensors.mask, scores, tensors.running, options)
     from isogemm.encoder import fused
 
     _record(x, params, options, "fused", "all of it fits the fused kernels")
@@ -210,7 +250,7 @@ def _encoder_layer(
         results = fused.encoder_layer(x, params, given, options)
     if results.statistics is not None and tensors.running is not None and options.from_batch:
         update_running(results.statistics, *tensors.running)
-    return results.y, results.scores
+    return results.y, results.scores, results.own
 
 
 def _given(x: Tensor, tensors: _Tensors, options: Options) -> Given:
@@ -218,10 +258,11 @@ def _given(x: Tensor, tensors: _Tensors, options: Options) -> Given:
     from isogemm.encoder.plan import Given
 
     seed = new_seed(x.device) if any(options.dropout) else None
+    given = Given(tensors.mask, seed, tensors.scores, *tensors.factors)
     if tensors.running is None or options.from_batch or options.norm != "batch_norm":
-        return Given(tensors.mask, seed, tensors.scores)
+        return given
     (mean1, var1, *_), (mean2, var2, *_) = tensors.running
-    return Given(tensors.mask, seed, tensors.scores, mean1, var1, mean2, var2)
+    return given._replace(mean1=mean1, var1=var1, mean2=mean2, var2=var2)
 
 
 _MOST_DECISIONS = 1024
@@ -238,7 +279,8 @@ def _decided(x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int
         present = [each for each in given if each is not None]
         absent = len(present) < len(given) and tuple([each is None for each in given])
         settings = autocast_dtype(x.device), devices.matmul_precision()
-        key = (x.shape, len(given), absent, tensors.frozen, type(nhead), nhead, *rest, *settings)
+        alike_in = len(given), len(tensors.factors), absent, tensors.frozen
+        key = (x.shape, *alike_in, type(nhead), nhead, *rest, *settings)
         found = _decisions.get(key, ())
     except (AttributeError, TypeError, ValueError):  # no tensor, sizes that are symbols, what cannot be hashed
         return _decide(x, params, tensors, nhead, *rest)
@@ -252,7 +294,7 @@ def _decided(x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int
     if not decision.obstacle:
         from isogemm.encoder import fused, plan
 
-        given_tensors = plan.Given(previous=tensors.scores)
+        given_tensors = plan.Given(None, None, tensors.scores, *tensors.factors)
         decision = decision._replace(kind=fused.kind_of(x, params, given_tensors, decision.options))
     if len(_decisions) >= _MOST_DECISIONS or len(found) >= _MOST_ALIKE:
         _decisions.clear()
@@ -266,7 +308,7 @@ def _decide(x: Tensor, params: EncoderParameters, tensors: _Tensors, *rest: Any)
         return _Decision(options, "not on a GPU")
     from isogemm.encoder import fused
 
-    return _Decision(options, fused.unserved(x, params, options))
+    return _Decision(options, fused.unserved(x, params, options, len(tensors.factors)))
 
 
 def _record(x: Tensor, params: EncoderParameters, options: Options, path: str, reason: str) -> None:
@@ -291,7 +333,7 @@ def _options(
     is_causal: bool,
     dropout: float | EncoderDropout,
     training: bool,
-    return_scores: bool,
+    return_scores: object,
     precision: str | None,
 ) -> Options:
     """Of valid arguments; raises where one is not."""
@@ -318,15 +360,15 @@ def _options(
     _require_parameters(x, params, norm, SERVED if autocast else (x.dtype,))
     if tensors.mask is not None:
         _require_mask(tensors.mask, x)
-    if tensors.scores is not None:
-        _require_scores(tensors.scores, x, nhead, operand)
+    _require_scores(tensors, x, nhead, operand, return_scores)
     from_batch = norm == "batch_norm" and _is_from_batch(x, tensors.running, training)
     if norm != "batch_norm" and tensors.running is not None:
         raise ValueError(f"running is given; norm {norm!r} has no such statistics, batch_norm alone has")
     precision = resolve_precision(x, precision) if operand is torch.float32 else None
     return Options(
         nhead, bool(norm_first), bool(residual_normed), activation, norm, float(eps), bool(is_causal), precision,
-        operand, _probabilities(dropout) if training else NOTHING_DROPPED, from_batch, bool(return_scores),
+        operand, _probabilities(dropout) if training else NOTHING_DROPPED, from_batch,
+        return_scores != "factors" and bool(return_scores), return_scores == "factors",
     )  # fmt: skip
 
 
@@ -453,6 +495,13 @@ def _require_mask(mask: object, x: Tensor) -> None:
         raise ValueError("key_padding_mask requires a gradient; expected one that does not: detach it")
 
 
-def _require_scores(scores: object, x: Tensor, nhead: int, operand: torch.dtype) -> None:
-    *sequences, tokens, _ = x.shape
-    _require_tensor("scores", scores, (*sequences, nhead, tokens, tokens), x, (operand,))
+def _require_scores(tensors: _Tensors, x: Tensor, nhead: int, operand: torch.dtype, returned: object) -> None:
+    *sequences, tokens, d_model = x.shape
+    if isinstance(returned, str) and returned != "factors":
+        raise ValueError(f"return_scores is {returned!r}; accepted: False, True and 'factors'")
+    if tensors.scores is not None:
+        if returned == "factors":
+            raise ValueError("scores are given as one tensor; expected their factors, since return_scores='factors'")
+        _require_tensor("scores", tensors.scores, (*sequences, nhead, tokens, tokens), x, (operand,))
+    for index, factor in enumerate(tensors.factors):
+        _require_tensor(f"scores[{index}]", factor, (2, nhead, *sequences, tokens, d_model // nhead), x, (operand,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ def encoder_layer(
     scores: Tensor | None,
     running: tuple[RunningStatistics, RunningStatistics] | None,
     options: Options,
-) -> tuple[Tensor, Tensor | None]:
-    """Of x [S, T, D], mask [S, T] and scores [S, H, T, T], valid and differentiable; and the layer's scores.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Of x [S, T, D], mask [S, T] and scores [S, H, T, T], valid and differentiable; the layer's scores; its factors.
 
     The products apply autocast themselves.
     """
@@ -39,14 +40,16 @@ def encoder_layer(
             return batch_norm(x, weight, bias, its_running, options.from_batch, options.eps, dtype)
         return op.encoder_norm(x, weight, bias, options.norm, options.eps, dtype)
 
-    def attended(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
-        o, of_layer = op.attention(_operands(x, params, mask, scores, options))
+    def attended(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        call = _operands(x, params, mask, scores, options)
+        o, of_layer = op.attention(call)
+        own = _factors(call) if options.return_factors else None
         added, wide = _residual(residual, options)
         out = linear(
             o, params.out_proj_weight, params.out_proj_bias, residual=added, dropout_p=dropout.projection,
             out_dtype=wide, precision=options.precision,
         )  # fmt: skip
-        return out.to(residual.dtype), of_layer
+        return out.to(residual.dtype), of_layer, own
 
     def fed_forward(x: Tensor, residual: Tensor) -> Tensor:
         added, wide = _residual(residual, options)
@@ -58,16 +61,33 @@ def encoder_layer(
         return out.to(residual.dtype)
 
     if not options.norm_first:
-        s, of_layer = attended(x, x)
+        s, of_layer, own = attended(x, x)
         u = normed(s, 1, x.dtype)
-        return normed(fed_forward(u, u), 2, x.dtype), of_layer
+        return normed(fed_forward(u, u), 2, x.dtype), of_layer, own
     if options.residual_normed:
         n = normed(x, 1, x.dtype)
-        s, of_layer = attended(n, n)
+        s, of_layer, own = attended(n, n)
         u = normed(s, 2, x.dtype)
-        return fed_forward(u, u), of_layer
-    s, of_layer = attended(normed(x, 1, options.operand), x)
-    return fed_forward(normed(s, 2, options.operand), s), of_layer
+        return fed_forward(u, u), of_layer, own
+    s, of_layer, own = attended(normed(x, 1, options.operand), x)
+    return fed_forward(normed(s, 2, options.operand), s), of_layer, own
+
+
+def scores_of(factors: Sequence[Tensor], precision: str | None) -> Tensor:
+    """The sum of q k^T / sqrt(d) [S, H, T, T] of layers' queries and keys [2, H, S, T, d], in attention's own order."""
+    scores = None
+    for factor in factors:
+        q, k = (each.permute(1, 2, 0, 3).flatten(2) for each in factor)
+        call = AttentionCall(q, k, k, None, factor.shape[1], False, precision, scores, scores=True)
+        _, scores = op.attention(call)
+    assert scores is not None
+    return scores
+
+
+def _factors(call: AttentionCall) -> Tensor:
+    """Its queries and keys [2, H, S, T, d]."""
+    q, k, _ = call.parts(call.q, call.k, call.v)
+    return torch.stack([each.view(*each.shape[:-1], call.nhead, -1).permute(2, 0, 1, 3) for each in (q, k)])
 
 
 def _operands(

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from isogemm.encoder.configs_attention import fragments_hold
+from isogemm.encoder.configs_attention import MOST_FACTORS, fragments_hold
 from isogemm.encoder.parameters import NOTHING_DROPPED, EncoderDropout
 
 WIDEST = 256  # d_model of a row that a program keeps
@@ -50,6 +50,8 @@ class Layer:
     from_batch: bool = False  # whether a batch norm takes the batch's statistics
     previous: bool = False  # whether another layer's scores are added
     scores: bool = False  # whether the scores are a result
+    factors: int = 0  # earlier layers whose queries and keys are given for their scores
+    own_factors: bool = False  # whether its queries and keys are a result
 
     @cached_property
     def head(self) -> int:
@@ -105,6 +107,10 @@ class Layer:
         return self.mma and not self.fragments and fragments_hold(self.head, self.operand, self.precision)
 
     @cached_property
+    def shape_of_factor(self) -> tuple[int, ...]:
+        return (2, self.nhead, self.sequences, self.tokens, self.head)
+
+    @cached_property
     def ready(self) -> bool:
         """Whether the products read prepared weights: rounded, cast, three made one, or in fragments."""
         return self.fragments or self.precision == "tf32" or self.weights != self.operand or not self.stacked
@@ -157,6 +163,11 @@ SHORT_HEAD = 16  # up to which attention is computed in registers
 LONGEST_HALF_HEAD = 64  # up to which it is computed from 16-bit operands; longer ones are widened, which is exact
 
 
+def projected_parts(layer: Layer, backward: bool) -> range:
+    """Of q, k, v and do, numbered: those that a projection computes. A backward has q and k that are a result."""
+    return range(2 if backward and layer.own_factors else 0, 4 if backward else 3)
+
+
 def chunk_of(tokens: int) -> int:
     """Sequences of one sum: the fewest that tiles divide and that have _CHUNK_ROWS tokens."""
     least = TILE_ROWS // math.gcd(tokens, TILE_ROWS)
@@ -178,6 +189,15 @@ def unserved(tokens: int, d_model: int, nhead: int, operand: str) -> str:
         return f"heads are {d_model // nhead} long; in 16 bits they were verified up to {LONGEST_HALF_HEAD}"
     if tokens * chunk_of(tokens) > _MOST_CHUNK_ROWS:
         return f"no chunk of at most {_MOST_CHUNK_ROWS} tokens is whole sequences of {tokens} and whole tiles"
+    return ""
+
+
+def unserved_factors(layer: Layer, factors: int) -> str:
+    """Why the fused kernels do not take so many earlier layers' queries and keys, or give none; empty where they do."""
+    if factors > MOST_FACTORS:
+        return f"scores are given as {factors} layers' factors; attention takes in at most {MOST_FACTORS}"
+    if not layer.by_head:
+        return "factors of scores are for heads of 6 to 16 in TF32 or 16 bits, in layers wider than fragments hold"
     return ""
 
 

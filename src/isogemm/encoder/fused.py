@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,7 +18,7 @@ from isogemm.encoder.configs import Layer
 from isogemm.encoder.gradients import Gradients
 from isogemm.encoder.op import placed, refuse_second_derivative
 from isogemm.encoder.parameters import EncoderDropout, EncoderParameters, Options
-from isogemm.encoder.plan import GIVEN, SEPARATE, STACKED, Forward, Given, Plan, kept_size
+from isogemm.encoder.plan import ADDED, GIVEN, SEPARATE, STACKED, Above, Forward, Given, Left, Plan, kept_size
 from isogemm.encoder.schedule import addresses_of
 from isogemm.gemm.autograd import is_accumulated, main_grad_of, parameter
 from isogemm.gemm.op import require_total
@@ -34,14 +35,15 @@ _Parameters = Sequence[Tensor | None]  # in the order of plan.STACKED or SEPARAT
 
 
 class Results(NamedTuple):
-    """y; where the layer has them, its scores, and the statistics of its batch norms [2, 4, D]."""
+    """y; where the layer has them, its scores, the statistics of its batch norms [2, 4, D], its queries and keys."""
 
     y: Tensor
     scores: Tensor | None = None
     statistics: Tensor | None = None
+    own: Tensor | None = None
 
 
-def unserved(x: Tensor, params: EncoderParameters, options: Options) -> str:
+def unserved(x: Tensor, params: EncoderParameters, options: Options, factors: int = 0) -> str:
     """Why the fused kernels cannot serve, empty where they can."""
     if not x.numel():
         return "there are no tokens"
@@ -50,6 +52,10 @@ def unserved(x: Tensor, params: EncoderParameters, options: Options) -> str:
         return "q, k and v do not all have a bias"
     if len({each.dtype for _, each in params.named()}) > 1:
         return "the parameters are of several dtypes"
+    if factors or options.return_factors:
+        layer = _layer(x, Given(), params.flat(), _is_stacked(params), options, _arch(x.device))
+        if reason := configs.unserved_factors(layer, factors):
+            return reason
     return configs.unserved(x.shape[-2], x.shape[-1], options.nhead, dtype_name(options.operand))
 
 
@@ -72,38 +78,42 @@ class Kind:
 
     def __init__(self, x: Tensor, parameters: _Parameters, given: Given, stacked: bool, options: Options) -> None:
         self.stacked, self.options = stacked, options
-        tensors = (x, given.previous, *parameters)
+        tensors = (x, *given.added, *parameters)
         self.differentiable = any(each is not None and each.requires_grad for each in tensors)
         # No parameter is a passing tensor, of which a graph may keep alive no more than it saves.
         self.lasting = all(each is None or type(each) is torch.nn.Parameter for each in parameters)
         self.plans: dict[tuple[int, ...], Plan] = {}  # by addresses from which nothing is to be moved
         # of the results besides y
-        self.names = [*["scores"] * options.return_scores, *["statistics"] * (options.norm == "batch_norm")]
+        self.names = [
+            *["scores"] * options.return_scores,
+            *["statistics"] * (options.norm == "batch_norm"),
+            *["own"] * options.return_factors,
+        ]
 
     def launched(self, x: Tensor, parameters: _Parameters, given: Given) -> Results:
         """encoder_layer of tensors of this kind to which torch has nothing to say but autograd."""
         if not (self.differentiable and torch.is_grad_enabled()):
             results = _Call(x, given, parameters, self).forward(keep=False)
-            return Results(results.y, results.scores, results.statistics)
+            return Results(results.y, results.scores, results.statistics, results.own)
         if not self.names:
-            return Results(_apply(self, given, x, given.previous, *parameters))
-        y, *more = _apply(self, given, x, given.previous, *parameters)
+            return Results(_apply(self, given, x, *given.added, *parameters))
+        y, *more = _apply(self, given, x, *given.added, *parameters)
         return Results(y, **dict(zip(self.names, more, strict=True)))
 
 
-_FIRST = 4  # of the parameters among the Function's arguments
+_FIRST = 3 + len(ADDED)  # of the parameters among the Function's arguments
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, kind: Kind, given: Given, x: Tensor, previous: Tensor | None, *parameters: Tensor | None
-    ) -> Any:
+    def forward(ctx: Any, kind: Kind, given: Given, x: Tensor, *tensors: Tensor | None) -> Any:
+        parameters = tensors[len(ADDED) :]
         call = _Call(x, given, parameters, kind)
         results = call.forward(keep=True)
-        ctx.save_for_backward(x, results.kept, results.statistics, given.mask, given.seed, previous, *parameters)
+        left = results.kept, results.statistics, results.own
+        ctx.save_for_backward(x, *left, *given.read_again, *parameters)
         ctx.call = kind, (call.plan, call.addresses)
-        ctx.running = given[3:]  # of which a backward reads nothing
+        ctx.running = given[len(given.read_again) :]
         ctx.owners = parameters if kind.lasting else [parameter(each) for each in parameters]
         if not kind.names:
             return results.y
@@ -115,54 +125,44 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("encoder_layer")
-        x, kept, statistics, mask, seed, previous, *parameters = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
+        left, saved = Left(*saved[: len(Left._fields)]), saved[len(Left._fields) :]
+        again = len(GIVEN) - len(ctx.running)
         needed = ctx.needs_input_grad
         kind, of_forward = ctx.call
-        call = _Call(x, Given(mask, seed, previous, *ctx.running), parameters, kind, of_forward)
-        above = Above(torch.zeros_like(x) if dy is None else dy, more[0] if kind.options.return_scores else None)
-        left = Left(kept, statistics)
+        call = _Call(x, Given(*saved[:again], *ctx.running), saved[again:], kind, of_forward)
+        coming = dict(zip(kind.names, more, strict=True))
+        above = Above(torch.zeros_like(x) if dy is None else dy, coming.get("scores"), coming.get("own"))
         if [each for each in ctx.owners if getattr(each, "main_grad", None) is not None]:
-            dx, d_previous, gradients = _accumulate(ctx, call, above, left)
+            dx, of_added, gradients = _accumulate(ctx, call, above, left)
         else:
             into = call.plan.gradients(needed[_FIRST:])
-            dx, d_previous = call.backward(above, left, into)
+            dx, of_added = call.backward(above, left, into)
             gradients = into.tensors
-        return None, None, dx if needed[2] else None, d_previous if needed[3] else None, *gradients
+        found = [each if need else None for each, need in zip((dx, *of_added), needed[2:_FIRST], strict=True)]
+        return None, None, *found, *gradients
 
 
 # Not torch's own `apply`, which looks for torch.func's wrappers in every argument: those go through the dispatcher.
 _apply: Any = super(torch.autograd.Function, _Layer).apply
 
 
-class Above(NamedTuple):
-    """The gradients that come to a layer."""
-
-    dy: Tensor
-    d_scores: Tensor | None
+_OfTensors = Sequence[Tensor | None]  # gradients
 
 
-class Left(NamedTuple):
-    """What a forward left for its backward."""
-
-    kept: Tensor
-    statistics: Tensor | None
-
-
-def _accumulate(
-    ctx: Any, call: _Call, above: Above, left: Left
-) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
+def _accumulate(ctx: Any, call: _Call, above: Above, left: Left) -> tuple[Tensor, _OfTensors, _OfTensors]:
     """Into the main_grads of the parameters whose gradients this backward is to accumulate."""
-    needed, place = ctx.needs_input_grad, 0 if call.given.previous is None else 1
+    needed, place = ctx.needs_input_grad, sum(each is not None for each in call.given.added)
     totals = [main_grad_of(each) for each in ctx.owners]
     for i, each in enumerate(call.parameters):
         place += each is not None
         if totals[i] is not None and not is_accumulated(ctx, _FIRST + i, place):
             totals[i] = None
-    dx, d_previous, gradients = call.accumulate(above, left, totals, needed[_FIRST:])
+    dx, of_added, gradients = call.accumulate(above, left, totals, needed[_FIRST:])
     for owner, total in zip(ctx.owners, totals, strict=True):
         if total is not None:
             owner.grad_added_to_main_grad = True
-    return dx, d_previous, gradients
+    return dx, of_added, gradients
 
 
 class _Call:
@@ -204,25 +204,23 @@ class _Call:
         """keep: with what a backward needs."""
         return self.plan.forward(self.x, (*self.given, *self.parameters), self.addresses, keep)
 
-    def backward(self, above: Above, left: Left, gradients: Gradients) -> tuple[Tensor, Tensor | None]:
-        """dx, and that of the scores given; the parameters' gradients are written or added to `gradients`."""
-        dy, d_scores = placed(above.dy), above.d_scores
-        if d_scores is not None:
-            d_scores = placed(d_scores)
+    def backward(self, above: Above, left: Left, gradients: Gradients) -> tuple[Tensor, _OfTensors]:
+        """dx, and those of what is added to the scores; the parameters' are written or added to `gradients`."""
+        others = [None if each is None else placed(each) for each in above[1:]]
         given = (*self.given, *self.parameters)
-        return self.plan.backward(dy, d_scores, self.x, given, self.addresses, *left, gradients)
+        return self.plan.backward(Above(placed(above.dy), *others), left, self.x, given, self.addresses, gradients)
 
     def accumulate(
         self, above: Above, left: Left, totals: Sequence[Tensor | None], wanted: Sequence[bool]
-    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-        """dx, that of the scores given, and the gradients that are wanted, each in memory of its own: None where one is
-        added to its total."""
+    ) -> tuple[Tensor, _OfTensors, list[Tensor | None]]:
+        """dx, those of what is added to the scores, and those wanted of the parameters, each in memory of its own: None
+        where one is added to its total."""
         into, added, later = self._into(totals, wanted)
-        dx, d_previous = self.backward(above, left, Gradients.of(into, added))
+        dx, of_added = self.backward(above, left, Gradients.of(into, added))
         for finish in later:
             finish()
         gradients = [None if total is not None else each for total, each in zip(totals, into, strict=True)]
-        return dx, d_previous, gradients
+        return dx, of_added, gradients
 
     def _into(
         self, totals: Sequence[Tensor | None], wanted: Sequence[bool]
@@ -265,6 +263,7 @@ def _layer(x: Tensor, given: Given, parameters: _Parameters, stacked: bool, opti
         options.is_causal, "" if mask is None else "additive" if mask.is_floating_point() else "bool",
         (0, 0) if mask is None else cast("tuple[int, int]", mask.stride()), stacked, arch >= 90, arch >= 80, arch == 90,
         options.residual_normed, options.dropout, options.from_batch, given.previous is not None, options.return_scores,
+        sum(each is not None for each in given.added[1:]), options.return_factors,
     )  # fmt: skip
 
 
@@ -294,7 +293,7 @@ def _plan(
     key = (
         x.shape, x.dtype, x.get_device(), options, stacked, wo.dtype, w1.shape[0],
         None if mask is None else (mask.dtype, mask.stride()),
-        tuple([None if each is None else each.dtype for each in given[3:]]),
+        tuple([None if each is None else each.dtype for each in given[len(given.read_again) :]]),
         tuple([each and each % 16 + 1 for each in addresses]),
     )  # fmt: skip
     plan = _plans.get(key)
@@ -322,8 +321,13 @@ def _dispatched(x: Tensor, parameters: _Parameters, given: Given, stacked: bool,
     ]
     accumulated = [each for _, each in totals], [main_grad_of(each) for _, each in totals], [i for i, _ in totals]
     arguments = (present, places, *given, *accumulated, stacked, *options)
-    y, _, scores, statistics = torch.ops.isogemm.encoder_layer(x, *arguments)
-    return Results(y, scores if options.return_scores else None, statistics if options.norm == "batch_norm" else None)
+    y, _, scores, statistics, own = torch.ops.isogemm.encoder_layer(x, *arguments)
+    return Results(
+        y,
+        scores if options.return_scores else None,
+        statistics if options.norm == "batch_norm" else None,
+        own if options.return_factors else None,
+    )
 
 
 def _placed_in(places: Sequence[int], stacked: bool, present: Sequence[Tensor | None]) -> _Parameters:
@@ -344,61 +348,61 @@ def _encoder_layer(
     params: Sequence[Tensor],
     places: Sequence[int],
     *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     given, (_, _, _, stacked, *options) = Given(*rest[: len(GIVEN)]), rest[len(GIVEN) :]
     parameters = _placed_in(places, stacked, params)
     call = _Call(x, given, parameters, Kind(x, parameters, given, stacked, _options(options)))
-    y, *others = call.forward(keep=True)
-    kept, scores, statistics = (x.new_empty(0) if each is None else each for each in others)
-    return y, kept, scores, statistics
+    return tuple(x.new_empty(0) if each is None else each for each in call.forward(keep=True))
 
 
-def _encoder_layer_fake(
-    x: Tensor, params: Sequence[Tensor], places: Sequence[int], *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _encoder_layer_fake(x: Tensor, params: Sequence[Tensor], places: Sequence[int], *rest: Any) -> tuple[Tensor, ...]:
     given, (_, _, _, stacked, *raw) = Given(*rest[: len(GIVEN)]), rest[len(GIVEN) :]
     options = _options(raw)
     layer = _layer(x, given, _placed_in(places, stacked, params), stacked, options)
     sequences, tokens, d_model = x.shape
     scores = (sequences, options.nhead, tokens, tokens) if layer.scores else (0,)
     statistics = (2, 4, d_model) if layer.batch_norm else (0,)
+    own = layer.shape_of_factor if layer.own_factors else (0,)
     return (
         torch.empty_like(x),
         x.new_empty(kept_size(layer), dtype=torch.uint8),
         x.new_empty(scores, dtype=options.operand if layer.scores else None),
         x.new_empty(statistics, dtype=torch.float32 if layer.batch_norm else None),
+        x.new_empty(own, dtype=options.operand if layer.own_factors else None),
     )
 
 
 def _encoder_layer_backward(dy: Tensor, *rest: Any) -> list[Tensor]:
-    """dx, that of the scores that were given, and the gradients of the parameters."""
+    """dx, those of what is added to the scores, and the gradients of the parameters."""
     call = _BackwardCall.of(dy, *rest)
-    dx, d_previous, gradients = _backward(call, [None] * len(call.params))
-    return [dx, *([] if d_previous is None else [d_previous]), *cast("list[Tensor]", gradients)]
+    dx, of_added, gradients = _backward(call, [None] * len(call.params))
+    return [dx, *(each for each in of_added if each is not None), *cast("list[Tensor]", gradients)]
 
 
 def _encoder_layer_backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
     call = _BackwardCall.of(dy, *rest)
-    previous = [] if call.previous is None else [call.previous.new_empty(call.previous.shape)]
-    return [torch.empty_like(call.x), *previous, *(each.new_empty(each.shape) for each in call.params)]
+    return [
+        torch.empty_like(call.x),
+        *(each.new_empty(each.shape) for each in (*call.given.added, *call.params) if each is not None),
+    ]
 
 
 def _encoder_layer_backward_into(
     dx: Tensor,
-    d_previous: Tensor | None,
+    of_added: Sequence[Tensor],
     into: Sequence[Tensor],
     owners: Sequence[Tensor],
     of_params: Sequence[int],
     dy: Tensor,
     *rest: Any,
 ) -> None:
-    """The same, written to `dx`, `d_previous` and `into`; added to what is there for parameters that have an owner."""
+    """The same, written to `dx`, `of_added` and `into`; added to what is there for parameters that have an owner."""
     call = _BackwardCall.of(dy, *rest)
     totals = [each if index in of_params else None for index, each in enumerate(into)]
-    of_x, of_previous, gradients = _backward(call, totals)
+    of_x, found_of_added, gradients = _backward(call, totals)
     dx.copy_(of_x)
-    if d_previous is not None:
-        d_previous.copy_(cast(Tensor, of_previous))
+    for each, of_one in zip(of_added, [each for each in found_of_added if each is not None], strict=True):
+        each.copy_(of_one)
     for each, found in zip(into, gradients, strict=True):
         if found is not None:
             each.copy_(found)
@@ -407,56 +411,57 @@ def _encoder_layer_backward_into(
 
 
 class _BackwardCall(NamedTuple):
-    """The arguments of the backward's operators, in their order."""
+    """The arguments of the backward's operators."""
 
-    dy: Tensor
-    d_scores: Tensor | None
+    above: Above
+    left: Left  # empty tensors where the layer has none
     x: Tensor
-    kept: Tensor
-    statistics: Tensor
     params: Sequence[Tensor]
     places: Sequence[int]
-    mask: Tensor | None
-    seed: Tensor | None
-    previous: Tensor | None
+    given: Given
     stacked: bool
-    options: Sequence[Any]
+    options: Options
 
     @classmethod
     def of(cls, *arguments: Any) -> _BackwardCall:
-        before = len(cls._fields) - 1
-        return cls._make((*arguments[:before], arguments[before:]))
+        rest = iter(arguments)
+        above, left = Above(*islice(rest, len(Above._fields))), Left(*islice(rest, len(Left._fields)))
+        x, params, places, *more = rest
+        *given, stacked = more[: len(_READ_AGAIN) + 1]
+        return cls(above, left, x, params, places, Given(*given), stacked, _options(more[len(_READ_AGAIN) + 1 :]))
 
 
-def _backward(
-    call: _BackwardCall, totals: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    options = _options(call.options)
+def _backward(call: _BackwardCall, totals: Sequence[Tensor | None]) -> tuple[Tensor, _OfTensors, list[Tensor | None]]:
+    given, options = call.given, call.options
     parameters = _placed_in(call.places, call.stacked, call.params)
-    given = Given(call.mask, call.seed, call.previous)
     of_layer = _Call(call.x, given, parameters, Kind(call.x, parameters, given, call.stacked, options))
     wanted = [each is not None for each in parameters]
-    left = Left(call.kept, call.statistics if options.norm == "batch_norm" else None)
-    above = Above(call.dy, call.d_scores)
-    dx, d_previous, gradients = of_layer.accumulate(above, left, _placed_in(call.places, call.stacked, totals), wanted)
-    return dx, d_previous, [gradients[place] for place in call.places]
+    left = Left(
+        call.left.kept,
+        call.left.statistics if options.norm == "batch_norm" else None,
+        call.left.own if options.return_factors else None,
+    )
+    into = _placed_in(call.places, call.stacked, totals)
+    dx, of_added, gradients = of_layer.accumulate(call.above, left, into, wanted)
+    return dx, of_added, [gradients[place] for place in call.places]
 
 
 _OPTIONS = (
     "int nhead, bool norm_first, bool residual_normed, str activation, str norm, float eps, bool is_causal, "
-    "str? precision, ScalarType operand, float[] dropout, bool from_batch, bool return_scores"
+    "str? precision, ScalarType operand, float[] dropout, bool from_batch, bool return_scores, bool return_factors"
 )
 _GIVEN = ", ".join(f"Tensor? {name}" for name in GIVEN)
+_READ_AGAIN = GIVEN[: len(Given().read_again)]
 _KEPT = (
-    "Tensor dy, Tensor? d_scores, Tensor x, Tensor kept, Tensor statistics, Tensor[] params, int[] places, "
-    "Tensor? mask, Tensor? seed, Tensor? previous, bool stacked"
+    "Tensor dy, Tensor? d_scores, Tensor? d_own, Tensor kept, Tensor statistics, Tensor own, Tensor x, "
+    f"Tensor[] params, int[] places, {', '.join(f'Tensor? {name}' for name in _READ_AGAIN)}, bool stacked"
 )
 # torch.library is not typed.
 _library: Any = torch.library.Library("isogemm", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _schema, _function, _fake in (
     (
         f"encoder_layer(Tensor x, Tensor[] params, int[] places, {_GIVEN}, Tensor[] owners, Tensor[] totals, "
-        f"int[] of_params, bool stacked, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+        f"int[] of_params, bool stacked, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         _encoder_layer,
         _encoder_layer_fake,
     ),
@@ -466,7 +471,7 @@ for _schema, _function, _fake in (
         _encoder_layer_backward_fake,
     ),
     (
-        "encoder_layer_backward_into(Tensor(a!) dx, Tensor(b!)? d_previous, Tensor(c!)[] into, Tensor[] owners, "
+        "encoder_layer_backward_into(Tensor(a!) dx, Tensor(b!)[] of_added, Tensor(c!)[] into, Tensor[] owners, "
         f"int[] of_params, {_KEPT}, {_OPTIONS}) -> ()",
         _encoder_layer_backward_into,
         lambda *args: None,
@@ -482,8 +487,8 @@ def _register_autograd() -> None:
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, params, ctx.places, *rest = inputs
         given, (owners, totals, of_params, ctx.stacked, *ctx.options) = rest[: len(GIVEN)], rest[len(GIVEN) :]
-        _, kept, _, statistics = output
-        ctx.save_for_backward(x, kept, statistics, *given[:3], *params)
+        _, kept, _, statistics, own = output
+        ctx.save_for_backward(kept, statistics, own, x, *Given(*given).read_again, *params)
         # Not saved tensors: another micro-batch's backward may change a total before this one's does.
         ctx.owners, ctx.totals = owners, dict(zip(of_params, totals, strict=True))
         ctx.mark_non_differentiable(kept, statistics)
@@ -491,28 +496,32 @@ def _register_autograd() -> None:
 
     def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Any, ...]:
         refuse_second_derivative("encoder_layer")
-        x, kept, statistics, mask, seed, previous, *params = ctx.saved_tensors
-        dy = torch.zeros_like(x) if dy is None else dy
-        d_scores = more[1] if Options(*ctx.options).return_scores else None
-        of_layer = (mask, seed, previous, ctx.stacked, *ctx.options)
-        arguments = (dy, d_scores, x, kept, statistics, params, ctx.places, *of_layer)
-        d_previous: Tensor | None = None
+        kept, statistics, own, x, *saved = ctx.saved_tensors
+        again, params = saved[: len(_READ_AGAIN)], saved[len(_READ_AGAIN) :]
+        given, options = Given(*again), Options(*ctx.options)
+        _, d_scores, _, d_own = more
+        above = Above(
+            torch.zeros_like(x) if dy is None else dy,
+            d_scores if options.return_scores else None,
+            d_own if options.return_factors else None,
+        )
+        left = Left(kept, statistics, own)
+        arguments = (*above, *left, x, params, ctx.places, *again, ctx.stacked, *ctx.options)
+        added = [each for each in given.added if each is not None]
         if ctx.totals:
-            dx = torch.empty_like(x)
-            d_previous = None if previous is None else torch.empty_like(previous)
+            dx, of_added = torch.empty_like(x), [torch.empty_like(each) for each in added]
             into = [ctx.totals.get(index, each.new_empty(each.shape)) for index, each in enumerate(params)]
-            torch.ops.isogemm.encoder_layer_backward_into(
-                dx, d_previous, into, ctx.owners, list(ctx.totals), *arguments
-            )
+            torch.ops.isogemm.encoder_layer_backward_into(dx, of_added, into, ctx.owners, list(ctx.totals), *arguments)
             found = [None if index in ctx.totals else each for index, each in enumerate(into)]
         else:
             dx, *found = torch.ops.isogemm.encoder_layer_backward(*arguments)
-            if previous is not None:
-                d_previous, *found = found
+            of_added, found = found[: len(added)], found[len(added) :]
+        present = iter(of_added)
+        of_given = {name: next(present) for name in ADDED if getattr(given, name) is not None}
         nothing = [None] * len(ctx.owners)  # torch wants a list for a list of tensors, and takes an empty one for that
-        of_given = (None, None, d_previous, None, None, None, None)
         accumulated: tuple[Any, ...] = (nothing, nothing, None if nothing else [])
-        return dx, found, None, *of_given, *accumulated, None, *(None,) * len(ctx.options)
+        of_each = [of_given.get(name) for name in GIVEN]
+        return dx, found, None, *of_each, *accumulated, None, *(None,) * len(ctx.options)
 
     register: Any = torch.library.register_autograd
     register("isogemm::encoder_layer", backward, setup_context=keep)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from isogemm.core.launch import Launch
-from isogemm.encoder.configs import Layer, RowConfig, WeightConfig
+from isogemm.encoder.configs import Layer, RowConfig, WeightConfig, projected_parts
 from isogemm.encoder.kernels_backward import (
     _feedforward_backward_kernel,
     _input_grad_kernel,
@@ -31,12 +31,14 @@ _ADDED_AT_ONCE = 128
 def describe_project(
     layer: Layer, config: RowConfig, eps: float, walkers: int, biases: bool, backward: bool, turn: bool
 ) -> Launch:
-    """Of x, norm1, the weights of q, k and v, their biases, qkv, ds, out_proj, do, linear1, linear2 and ready.
+    """Of x, norm1, the weights of q, k and v, their biases, qkv, ds, out_proj, do, linear1, linear2, ready, and v where
+    it is no part of qkv.
 
     turn: whether the transposes are prepared too, for a backward.
     """
+    parts = projected_parts(layer, backward)
     block = min(config.block, layer.padded)
-    programs = walkers * (4 if backward else 3) * -(-layer.d_model // block)
+    programs = walkers * len(parts) * -(-layer.d_model // block)
     if layer.ready and not backward:
         across, down = -(-layer.d_model // _SIDE), -(-layer.dim_feedforward // _SIDE)
         programs += across * across * (4 if turn else 1) + 2 * across * down
@@ -47,6 +49,7 @@ def describe_project(
         "NORM": layer.row_norm,
         "STACKED": layer.stacked,
         "BIASES": biases,
+        "FIRST": parts[0],
         "BACKWARD": backward,
         "READY": layer.ready,
         "TURN": turn,

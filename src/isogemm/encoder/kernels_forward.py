@@ -291,21 +291,37 @@ def in_proj(q, k, v, part, size, STACKED: tl.constexpr):
         return at
 
 
+@triton.jit
+def projected_at(qkv_ptr, v_ptr, part, size, FIRST: tl.constexpr):
+    """Where a part of so many elements goes: to its place among q, k and v, or v elsewhere, FIRST where it is alone."""
+    if v_ptr is None:
+        return qkv_ptr + part * size
+    elif FIRST == 2:
+        return v_ptr
+    else:
+        at = qkv_ptr + part * size
+        if part == 2:
+            at = v_ptr
+        return at
+
+
 @triton.jit(do_not_specialize=["rows", "per_part"])
 def _project_kernel(
-    x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, ready, rows, eps, per_part,
+    x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, ready, v_ptr,
+    rows, eps, per_part,
     D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, HEAD: tl.constexpr, BY_HEAD: tl.constexpr,
-    NORM: tl.constexpr, STACKED: tl.constexpr, BIASES: tl.constexpr, BACKWARD: tl.constexpr, READY: tl.constexpr,
-    TURN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
+    NORM: tl.constexpr, STACKED: tl.constexpr, BIASES: tl.constexpr, FIRST: tl.constexpr, BACKWARD: tl.constexpr,
+    READY: tl.constexpr, TURN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # Programs keep one part of the weight, BN columns of q, k or v, and walk over rows. In the backward there is a
-    # fourth part, do = ds Wo. In a forward that reads prepared weights, the last programs prepare them for the others.
+    # fourth part, do = ds Wo, and FIRST is v's where q and k were kept. In a forward that reads prepared weights, the
+    # last programs prepare them for the others.
     started(EARLY)
-    PARTS: tl.constexpr = 4 if BACKWARD else 3
+    PARTS: tl.constexpr = (4 if BACKWARD else 3) - FIRST
     BLOCKS: tl.constexpr = (D + BN - 1) // BN
     program = tl.program_id(0)
-    part = program % PARTS
+    part = FIRST + program % PARTS
     n = program // PARTS % BLOCKS * BN
     first = program // (PARTS * BLOCKS)
     tiles = (rows + BM - 1) // BM
@@ -337,7 +353,8 @@ def _project_kernel(
             x = operand(x, OPERAND, PRECISION)
             acc = product(w, x.T, tl.zeros((BN, BM), tl.float32), PRECISION) + bias
             if BY_HEAD:
-                store_heads(qkv_ptr + part * rows.to(INDEX) * D, acc.T, row, rows, n, D, HEAD, BM, BN)
+                to = projected_at(qkv_ptr, v_ptr, part, rows.to(INDEX) * D, FIRST)
+                store_heads(to, acc.T, row, rows, n, D, HEAD, BM, BN)
             else:
                 store_tile(qkv_ptr + part * D, acc.T, row, rows, n, D, BM, BN, 3 * D)
     elif BACKWARD:

@@ -13,8 +13,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from isogemm.core.launch import Launch
-from isogemm.encoder.configs import Layer, WalkConfig, WarpgroupConfig
-from isogemm.encoder.kernels_forward import ACTIVATION, OUTPUT, feedforward_sizes, in_proj, prepare, started
+from isogemm.encoder.configs import Layer, WalkConfig, WarpgroupConfig, projected_parts
+from isogemm.encoder.kernels_forward import (
+    ACTIVATION,
+    OUTPUT,
+    feedforward_sizes,
+    in_proj,
+    prepare,
+    projected_at,
+    started,
+)
 from isogemm.encoder.kernels_warpgroup import (
     TILE,
     arrived,
@@ -136,18 +144,20 @@ def _store_heads(
 
 @gluon.jit(do_not_specialize=["rows", "per_part"])
 def _project_warpgroup_kernel(
-    x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, ready, rows, eps, per_part,
+    x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, ready, v_ptr,
+    rows, eps, per_part,
     D: gl.constexpr, F: gl.constexpr, HEAD: gl.constexpr, BY_HEAD: gl.constexpr, NORM: gl.constexpr,
-    STACKED: gl.constexpr, BIASES: gl.constexpr, BACKWARD: gl.constexpr, TURN: gl.constexpr, KIND: gl.constexpr,
-    INDEX: gl.constexpr, SIDE: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
+    STACKED: gl.constexpr, BIASES: gl.constexpr, FIRST: gl.constexpr, BACKWARD: gl.constexpr, TURN: gl.constexpr,
+    KIND: gl.constexpr, INDEX: gl.constexpr, SIDE: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     # Programs keep one of the weights of q, k and v and walk over rows. In the backward there is a fourth, for
-    # do = ds Wo. In a forward the last programs prepare the weights for other launches, where these want that.
+    # do = ds Wo, and FIRST is v's where q and k were kept. In a forward the last programs prepare the weights for other
+    # launches, where these want that.
     started(EARLY)
-    PARTS: gl.constexpr = 4 if BACKWARD else 3
+    PARTS: gl.constexpr = (4 if BACKWARD else 3) - FIRST
     BM: gl.constexpr = 16 * WARPS
     program = gl.program_id(0)
-    part = program % PARTS
+    part = FIRST + program % PARTS
     first = program // PARTS
     if first >= per_part:
         if ready is not None:
@@ -172,7 +182,7 @@ def _project_warpgroup_kernel(
             fence_async_shared()
             tl.debug_barrier()
             if BY_HEAD:
-                to = qkv_ptr + part * rows.to(INDEX) * D
+                to = projected_at(qkv_ptr, v_ptr, part, rows.to(INDEX) * D, FIRST)
             else:
                 to = qkv_ptr + part * D
             for tile in range(first, tiles, per_part):
@@ -305,11 +315,13 @@ def _feedforward_warpgroup_kernel(
 def describe_project_warpgroup(
     layer: Layer, config: WalkConfig, eps: float, walkers: int, biases: bool, backward: bool, turn: bool
 ) -> Launch:
-    """Of x, norm1, the weights of q, k and v, their biases, qkv, ds, out_proj, do, linear1, linear2 and ready.
+    """Of x, norm1, the weights of q, k and v, their biases, qkv, ds, out_proj, do, linear1, linear2, ready, and v where
+    it is no part of qkv.
 
     turn: whether the transposes are prepared too, for a backward.
     """
-    programs = walkers * (4 if backward else 3)
+    parts = projected_parts(layer, backward)
+    programs = walkers * len(parts)
     if layer.ready and not backward:
         across, down = layer.d_model // _SIDE, layer.dim_feedforward // _SIDE
         programs += across * across * (4 if turn else 1) + 2 * across * down
@@ -321,6 +333,7 @@ def describe_project_warpgroup(
         "NORM": layer.row_norm,
         "STACKED": layer.stacked,
         "BIASES": biases,
+        "FIRST": parts[0],
         "BACKWARD": backward,
         "TURN": turn,
         **numbers(layer),

@@ -92,3 +92,4 @@ class Options(NamedTuple):
     dropout: EncoderDropout = NOTHING_DROPPED
     from_batch: bool = False  # whether a batch norm takes the batch's statistics
     return_scores: bool = False
+    return_factors: bool = False  # the layer's queries and keys, in place of its scores

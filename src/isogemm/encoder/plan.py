@@ -18,7 +18,7 @@ from isogemm.core import device as devices
 from isogemm.encoder import configs, configs_attention, layout
 from isogemm.encoder.batch_norm_steps import BatchNormSteps
 from isogemm.encoder.configs import SHORT_HEAD, Layer
-from isogemm.encoder.configs_attention import Attention
+from isogemm.encoder.configs_attention import MOST_FACTORS, Attention
 from isogemm.encoder.gradients import Division, Gradients
 from isogemm.encoder.schedule import Bound, Part, Schedule, Step, addresses_of, spans
 
@@ -39,13 +39,29 @@ class Given(NamedTuple):
     mask: Tensor | None = None
     seed: Tensor | None = None  # of its dropout, int64, of one element
     previous: Tensor | None = None  # scores of the layer before [S, H, T, T], contiguous
+    factor0: Tensor | None = None  # queries and keys of the first layer [2, H, S, T, d]: factors of scores
+    factor1: Tensor | None = None
+    factor2: Tensor | None = None
+    factor3: Tensor | None = None
     mean1: Tensor | None = None  # running statistics of its batch norms
     var1: Tensor | None = None
     mean2: Tensor | None = None
     var2: Tensor | None = None
 
+    @property
+    def read_again(self) -> tuple[Tensor | None, ...]:
+        """In a backward."""
+        return tuple(self)[: _ADDED.stop]
+
+    @property
+    def added(self) -> tuple[Tensor | None, ...]:
+        """To the scores, and differentiable."""
+        return tuple(self)[_ADDED]
+
 
 GIVEN = Given._fields
+_ADDED = slice(GIVEN.index("previous"), GIVEN.index("previous") + 1 + MOST_FACTORS)
+ADDED = GIVEN[_ADDED]
 
 
 class Forward(NamedTuple):
@@ -55,6 +71,23 @@ class Forward(NamedTuple):
     kept: Tensor | None
     scores: Tensor | None  # [S, H, T, T]
     statistics: Tensor | None  # of both batch norms [2, 4, D]
+    own: Tensor | None  # its queries and keys [2, H, S, T, d]
+
+
+class Above(NamedTuple):
+    """The gradients that come to a layer."""
+
+    dy: Tensor
+    d_scores: Tensor | None
+    d_own: Tensor | None
+
+
+class Left(NamedTuple):
+    """What a forward left for its backward."""
+
+    kept: Tensor
+    statistics: Tensor | None
+    own: Tensor | None
 
 
 class Plan:
@@ -94,33 +127,36 @@ class Plan:
         y = torch.empty_like(x)
         kept = torch.empty(self._kept_size, dtype=torch.uint8, device=self.device) if keep else None
         work = torch.empty(size, dtype=torch.uint8, device=self.device)
-        scores = statistics = None
+        operand: torch.dtype = getattr(torch, layer.operand)
+        scores = statistics = own = None
         if layer.scores:
             shape = (layer.sequences, layer.nhead, layer.tokens, layer.tokens)
-            scores = torch.empty(shape, dtype=getattr(torch, layer.operand), device=self.device)
+            scores = torch.empty(shape, dtype=operand, device=self.device)
+        if layer.own_factors:
+            own = torch.empty(layer.shape_of_factor, dtype=operand, device=self.device)
         if layer.batch_norm:
             statistics = torch.empty((2, 4, layer.d_model), dtype=torch.float32, device=self.device)
-        rest = (x, y, kept, work, scores, statistics)
+        rest = (x, y, kept, work, scores, statistics, own)
         schedule.run(addresses + addresses_of(rest), given, rest)
-        return Forward(y, kept, scores, statistics)
+        return Forward(y, kept, scores, statistics, own)
 
     def backward(
-        self, dy: Tensor, d_scores: Tensor | None, x: Tensor, given: Sequence[Tensor | None],
-        addresses: tuple[int, ...], kept: Tensor, statistics: Tensor | None, gradients: Gradients,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """dx, and that of the scores that were given; the parameters' gradients are written or added to `gradients`."""
-        key = d_scores is not None, gradients.kind
+        self, above: Above, left: Left, x: Tensor, given: Sequence[Tensor | None], addresses: tuple[int, ...],
+        gradients: Gradients,
+    ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
+        """dx, and those of what `ADDED` names; the parameters' gradients are written or added to `gradients`."""
+        scores, own = above.d_scores is not None, above.d_own is not None
+        key = scores, own, gradients.kind
         found = self._backwards.get(key)
         if found is None:
-            found = self._backwards[key] = self._backward_schedule(gradients, d_scores is not None)
+            found = self._backwards[key] = self._backward_schedule(gradients, scores, own)
         schedule, size = found
         dx = torch.empty_like(x)
         work = torch.empty(size, dtype=torch.uint8, device=self.device)
-        previous = given[GIVEN.index("previous")]
-        d_previous = None if previous is None else torch.empty_like(previous)
-        rest = (dy, d_scores, x, kept, statistics, dx, d_previous, work, *gradients.memory)
+        of_added = [None if each is None else torch.empty_like(each) for each in given[_ADDED]]
+        rest = (*above, x, *left, dx, work, *of_added, *gradients.memory)
         schedule.run(addresses + addresses_of(rest), given, rest)
-        return dx, d_previous
+        return dx, of_added
 
     def gradients(self, wanted: tuple[bool, ...]) -> Gradients:
         """Unwritten memory for the gradients that are wanted."""
@@ -178,6 +214,14 @@ class Plan:
             "normed": Part(of_x, layer.rows * d),
             "d_normed": Part(of_x, layer.rows * d),
         } | self._norms.parts()
+        for factor in (*ADDED[1:], "own") if layer.by_head else ():
+            for of in (factor, f"d_{factor}"):
+                parts |= {
+                    f"{of} queries": Part(operand, layer.rows * d, of),
+                    f"{of} keys": Part(operand, layer.rows * d, of, layer.rows * d),
+                }
+        if layer.own_factors:
+            parts |= {"q": parts["own queries"], "k": parts["own keys"], "v": Part(operand, layer.rows * d)}
         if layer.stacked:  # three times the same
             for name, of, size in (
                 ("wk", "wq", 3 * square),
@@ -206,13 +250,14 @@ class Plan:
         steps += [
             Step(
                 ("project", keep), partial(self._describe_project, False, keep),
-                (attending, *norm1, "wq", "wk", "wv", "bq", "bk", "bv", "qkv", "", "wo", "", "w1", "w2",
-                 "ready" if layer.ready else ""),
+                (attending, *norm1, "wq", "wk", "wv", "bq", "bk", "bv", "q", "", "wo", "", "w1", "w2",
+                 "ready" if layer.ready else "", *self._own_v()),
             ),
             Step(
                 "attention", self._describe_attention,
                 ("q", "k", "v", "mask", "previous" if layer.previous else "",
-                 "seed" if layer.dropout.attention else "", "o", "lse", "scores" if layer.scores else ""),
+                 "seed" if layer.dropout.attention else "", "o", "lse", "scores" if layer.scores else "",
+                 *(self._factors("") if layer.factors else ())),
             ),
         ]  # fmt: skip
         of_s: tuple[str, ...] = ("x", "o", wo, "bo")
@@ -247,9 +292,11 @@ class Plan:
             needed = {name: span for name, span in needed.items() if name not in self._kept}
         offsets, size = layout.sharing(needed)
         buffers = {"work": offsets} | ({"kept": self._kept} if keep else {})
-        return self._schedule(steps, ("x", "y", "kept", "work", "scores", "statistics"), buffers), size
+        return self._schedule(steps, ("x", "y", "kept", "work", "scores", "statistics", "own"), buffers), size
 
-    def _backward_schedule(self, gradients: Gradients, d_scores: bool = False) -> tuple[Schedule, int]:
+    def _backward_schedule(
+        self, gradients: Gradients, d_scores: bool = False, d_own: bool = False
+    ) -> tuple[Schedule, int]:
         layer, d, f = self.layer, self.layer.d_model, self.layer.dim_feedforward
         turned, norm_last, dropout = layer.turned, layer.norm_last, layer.dropout
         norm1 = ("g1", "s1") if layer.row_norm else ("", "")
@@ -273,6 +320,10 @@ class Plan:
         )
         into += ("",) * (_MOST_GRADIENTS - len(into))
         given, parts = gradients.given([f"d{name}" for name in self.names])
+        factors: tuple[str, ...] = ()
+        if layer.factors or d_own:
+            of_own = ("d_own queries", "d_own keys") if d_own else ("", "")
+            factors = (*self._factors(""), *self._factors("d_"), *of_own)
         above = "dy"
         steps: list[Step] = []
         if layer.batch_norm and not layer.norm_first:
@@ -305,14 +356,15 @@ class Plan:
         steps += [
             Step(
                 "project again", partial(self._describe_project, True, True),
-                (attending, *norm1, *again, "bq", "bk", "bv", "qkv", ds, wo_turned, "do", "", "", ""),
+                (attending, *norm1, *again, "bq", "bk", "bv", "" if layer.own_factors else "q", ds, wo_turned, "do",
+                 "", "", "", *self._own_v()),
             ),
             Step(
-                "attention_backward with scores" if d_scores else "attention_backward",
-                partial(self._describe_attention_backward, d_scores),
+                ("attention_backward", d_scores, d_own),
+                partial(self._describe_attention_backward, d_scores, d_own),
                 ("q", "k", "v", "mask", "previous" if layer.previous else "", "seed" if dropout.attention else "",
                  "o", "lse", "do", "d_scores" if d_scores else "", "dq", "dk", "dv",
-                 "d_previous" if layer.previous else ""),
+                 "d_previous" if layer.previous else "", *factors),
             ),
             Step(
                 "input_grad", self._describe_input_grad,
@@ -343,7 +395,8 @@ class Plan:
         in_dx, _ = layout.sharing({"dx": dx} | needed, dx.size)
         offsets, size = layout.sharing({name: span for name, span in needed.items() if name not in in_dx})
         buffers = {"kept": self._kept, "dx": in_dx, "work": offsets}
-        results = ("dy", "d_scores", "x", "kept", "statistics", "dx", "d_previous", "work", *given)
+        of_added = [f"d_{name}" for name in ADDED]
+        results = (*Above._fields, "x", *Left._fields, "dx", "work", *of_added, *given)
         return self._schedule(steps, results, buffers, parts), size
 
     def _schedule(
@@ -352,6 +405,16 @@ class Plan:
     ) -> Schedule:  # fmt: skip
         given = (*GIVEN, *self.names, *given)
         return Schedule(steps, given, self._parts | (parts or {}), buffers, self.index, self._bound)
+
+    def _own_v(self) -> tuple[str, ...]:
+        """What a projection takes besides: v's place where that is not behind k."""
+        return () if self.layer.fragments else ("v" if self.layer.own_factors else "",)
+
+    def _factors(self, of: str) -> tuple[str, ...]:
+        """Queries and keys of as many earlier layers as attention takes, or with "d_" their gradients."""
+        given = ADDED[1 : 1 + self.layer.factors]
+        found = [f"{of}{name} {which}" for name in given for which in ("queries", "keys")]
+        return (*found, *[""] * (2 * MOST_FACTORS - len(found)))
 
     def _segments(self, gradients: Gradients) -> list[tuple[int, int, int, bool] | None]:
         found: list[tuple[int, int, int, bool] | None] = [
@@ -383,18 +446,17 @@ class Plan:
         if layer.fragments:
             split = self._warps == 1
             return kernels_rows.describe_project_rows(layer, self._warps, self.eps, self.biases, backward, turn, split)
+        parts = configs.projected_parts(layer, backward)
         if group := self.groups.project:
             from isogemm.encoder import kernels_warpgroup_forward
 
-            walkers = configs.walkers(
-                layer, configs.FRAGMENT_ROWS * group.warps, 4 if backward else 3, group.at_once * sm_count
-            )
+            walkers = configs.walkers(layer, configs.FRAGMENT_ROWS * group.warps, len(parts), group.at_once * sm_count)
             return kernels_warpgroup_forward.describe_project_warpgroup(
                 layer, group, self.eps, walkers, self.biases, backward, turn
             )  # fmt: skip
         config = self.configs.project
-        parts = (4 if backward else 3) * -(-layer.d_model // config.block)
-        walkers = configs.walkers(layer, config.rows, parts, _TILES_AT_ONCE * sm_count)
+        blocks = len(parts) * -(-layer.d_model // config.block)
+        walkers = configs.walkers(layer, config.rows, blocks, _TILES_AT_ONCE * sm_count)
         return kernels.describe_project(layer, config, self.eps, walkers, self.biases, backward, turn)
 
     def _describe_out_project(self) -> Launch:
@@ -462,10 +524,10 @@ class Plan:
     def _describe_attention(self) -> Launch:
         return describe_attention(self._attention(backward=False, scores=self.layer.scores))
 
-    def _describe_attention_backward(self, d_scores: bool) -> Launch:
-        return describe_attention_backward(self._attention(backward=True, scores=d_scores))
+    def _describe_attention_backward(self, d_scores: bool, d_own: bool) -> Launch:
+        return describe_attention_backward(self._attention(backward=True, scores=d_scores, added=d_own))
 
-    def _attention(self, backward: bool, scores: bool) -> Attention:
+    def _attention(self, backward: bool, scores: bool, added: bool = False) -> Attention:
         layer = self.layer
         width = 3 * layer.d_model
         read = (layer.head if layer.by_head else width,) * 3
@@ -474,7 +536,7 @@ class Plan:
             layer.sequences, layer.tokens, layer.nhead, layer.head, layer.operand, layer.precision or "ieee",
             read + written, layer.causal, layer.mask, layer.mask_strides,
             backend(), layer.early, layer.by_head, backward and layer.turned,
-            layer.dropout.attention, layer.previous, scores,
+            layer.dropout.attention, layer.previous, scores, layer.factors, added,
         )  # fmt: skip
 
 

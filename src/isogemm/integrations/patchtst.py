@@ -22,7 +22,8 @@ from isogemm.core import dispatch
 from isogemm.core.dispatch import Dispatch
 from isogemm.core.eager import autocast_dtype, in_transform
 from isogemm.core.errors import require_precision
-from isogemm.encoder.api import encoder_layer
+from isogemm.encoder.api import encoder_layer, takes_factors
+from isogemm.encoder.composed import scores_of
 from isogemm.encoder.parameters import ACTIVATIONS
 from isogemm.epilogues import spec
 from isogemm.gemm.op import SERVED
@@ -48,6 +49,7 @@ class AccelerateReport:
     swapped: tuple[str, ...]
     kept: tuple[Kept, ...]
     without_scores: tuple[str, ...] = ()  # of the swapped, the last of a stack, whose scores nobody reads
+    by_factors: tuple[str, ...] = ()  # those of such a stack that may pass scores on as queries and keys
 
     def __str__(self) -> str:
         if not self.swapped and not self.kept:
@@ -55,6 +57,7 @@ class AccelerateReport:
         lines = [f"swapped {len(self.swapped)}, kept {len(self.kept)}"]
         lines += [f"  swapped {words or 'the model'}" for words in summarize(self.swapped)]
         lines += [f"  no scores from {words}, which nobody reads" for words in summarize(self.without_scores)]
+        lines += [f"  scores by their factors from {words}, on a GPU" for words in summarize(self.by_factors)]
         for (kind, reason), words in grouped(((kind, reason), name) for name, kind, reason in self.kept):
             lines.append(f"  kept {words or 'the model'} ({kind}): {reason}")
         return "\n".join(lines)
@@ -78,8 +81,9 @@ def accelerate(model: torch.nn.Module, *, precision: str | None = None) -> Accel
     integrations.patchtst, and why.
 
     The official layer's two dropouts after the attention's projection become one, of 1 - (1 - p1) (1 - p2): the same
-    distribution. With residual attention, its encoder does not read the scores of its last layer: where that is so, the
-    layer gives None for them.
+    distribution. With residual attention, its encoder hands scores from layer to layer and does not read the last ones:
+    where that is so, the last layer gives None for them and, where the fused kernels take them, the others give their
+    factors (return_scores of isogemm.encoder_layer), a tuple that the next layer knows.
     """
     require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
     restore(model)
@@ -93,13 +97,16 @@ def accelerate(model: torch.nn.Module, *, precision: str | None = None) -> Accel
                     reasons[layer] = reason
                 else:
                     swapped[layer] = kind
-    unread = _with_unread_scores(names, [layer for layer, kind in swapped.items() if kind is _OfficialLayer])
+    stacks = _handing_on_scores(names, [layer for layer, kind in swapped.items() if kind is _OfficialLayer])
+    unread = {layers[-1] for layers in stacks} - {None}
+    depths = {layer: len(layers) for layers in stacks if None not in layers for layer in layers}
     for layer, its_kind in swapped.items():
-        _change_class(layer, its_kind, precision, scores_read=layer not in unread)
+        _change_class(layer, its_kind, precision, layer not in unread, depths.get(layer, 0))
     return AccelerateReport(
         swapped=tuple(name for name, layer in names if layer in swapped),
         kept=tuple(Kept(name, type(layer).__name__, reasons[layer]) for name, layer in names if layer in reasons),
         without_scores=tuple(name for name, layer in names if layer in unread),
+        by_factors=tuple(name for name, layer in names if layer in depths and layer not in unread),
     )
 
 
@@ -119,6 +126,7 @@ class _Choices(NamedTuple):
     activation: str  # isogemm.encoder_layer's name
     types: tuple[type, ...]  # of the modules that are known by type
     scores_read: bool
+    depth: int  # layers of the stack that does nothing with scores but hand them on; 0: it may do more
 
 
 class _Accelerated(PastForwards):
@@ -155,8 +163,12 @@ class _Accelerated(PastForwards):
     def _isogemm_computed(self, x: Tensor, parts: Parts, **options: Any) -> Any:
         """x [S, T, D]."""
         parameters, told = encoder_arguments(parts)
-        precision, activation, _, _ = self.isogemm_choices
-        precision = precision if x.dtype is torch.float32 else None
+        precision = self.isogemm_choices.precision if x.dtype is torch.float32 else None
+        if options.get("return_scores") == "factors" and not takes_factors(
+            x, parameters, told["nhead"], self.isogemm_choices.depth, precision
+        ):
+            options["return_scores"] = True
+        activation = self.isogemm_choices.activation
         return encoder_layer(x, parameters, activation=activation, precision=precision, **told, **options)
 
 
@@ -178,10 +190,10 @@ class _OfficialLayer(_Accelerated):
     def forward(
         self,
         src: Tensor,
-        prev: Tensor | None = None,
+        prev: Tensor | tuple[Tensor, ...] | None = None,
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Tensor | tuple[Tensor, ...] | None]:
         reason = ""
         if attn_mask is not None:
             reason = "it is called with an attn_mask"
@@ -191,9 +203,13 @@ class _OfficialLayer(_Accelerated):
         if parts is None:
             masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
             given = {name: mask for name, mask in masks.items() if mask is not None}  # a layer may know of none
+            if isinstance(prev, tuple):
+                prev = scores_of(prev, self.isogemm_choices.precision if prev[0].dtype is torch.float32 else None)
             theirs: Tensor | tuple[Tensor, Tensor] = super().forward(src, prev, **given)
             return theirs
-        residual, scores_read = self.res_attention, self.isogemm_choices.scores_read
+        residual, (*_, scores_read, depth) = self.res_attention, self.isogemm_choices
+        # Masks are in scores, and in no factors.
+        by_factors = isinstance(prev, tuple) or (depth > 0 and prev is None and key_padding_mask is None)
         result = self._isogemm_computed(
             src,
             parts,
@@ -201,7 +217,7 @@ class _OfficialLayer(_Accelerated):
             residual_normed=self.pre_norm,
             key_padding_mask=key_padding_mask,
             scores=prev if residual else None,
-            return_scores=residual and scores_read,
+            return_scores=residual and scores_read and ("factors" if by_factors else True),
         )
         return (result, None) if residual and not scores_read else result
 
@@ -223,11 +239,11 @@ def _unfilled(kind: type[_Accelerated], original: type[torch.nn.Module]) -> torc
 
 
 def _change_class(
-    layer: torch.nn.Module, kind: type[_Accelerated], precision: str | None, scores_read: bool = True
+    layer: torch.nn.Module, kind: type[_Accelerated], precision: str | None, scores_read: bool = True, depth: int = 0
 ) -> None:
     parts = kind.family.parts(layer)
     types = tuple(map(type, parts.known_by_type))
-    layer.__dict__["isogemm_choices"] = _Choices(precision, _activation(parts.activation), types, scores_read)
+    layer.__dict__["isogemm_choices"] = _Choices(precision, _activation(parts.activation), types, scores_read, depth)
     layer.__class__ = _class(kind, type(layer))
 
 
@@ -326,22 +342,25 @@ def _close(ours: Tensor, theirs: object, tolerance: float = 1e-4) -> bool:
     )
 
 
-def _with_unread_scores(
+def _handing_on_scores(
     names: Sequence[tuple[str, torch.nn.Module]], layers: Container[torch.nn.Module]
-) -> set[torch.nn.Module]:
-    """Those with residual attention that come last in a stack which alone calls them and ignores their scores."""
+) -> list[list[torch.nn.Module | None]]:
+    """Of stacks with residual attention that hand scores on and do no more with them: the layers; None for one that is
+    none of `layers`, or whose scores others may see."""
     times = Counter(module for _, module in names)
-    found = set()
+
+    def known(layer: torch.nn.Module) -> bool:
+        return layer in layers and times[layer] == 1 and not layer._forward_hooks and bool(layer.res_attention)
+
+    found = []
     for encoder in times:
         stack = encoder._modules.get("layers")
-        if isinstance(stack, torch.nn.ModuleList) and len(stack) and (last := stack[-1]) in layers:
-            called_once = times[last] == 1 and not last._forward_hooks
-            if called_once and last.res_attention and _ignores_the_last_scores(encoder):
-                found.add(last)
+        if isinstance(stack, torch.nn.ModuleList) and any(map(known, stack)) and _hands_scores_on(encoder):
+            found.append([layer if known(layer) else None for layer in stack])
     return found
 
 
-def _ignores_the_last_scores(encoder: torch.nn.Module) -> bool:
+def _hands_scores_on(encoder: torch.nn.Module) -> bool:
     """Told by what its forward makes of layers that give things with which nothing can be computed."""
     if "forward" in encoder.__dict__:
         return False
