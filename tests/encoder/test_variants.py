@@ -42,6 +42,42 @@ def test_combinations(variant, shape):
     assert_variant_no_worse(shape, variant)
 
 
+@pytest.mark.parametrize("stack", [2, 3])
+@pytest.mark.parametrize(("norm", "mask"), [("batch_norm", "bool"), ("layer_norm", "")])
+def test_scores_by_factors(norm, mask, stack):
+    assert_variant_no_worse(EncoderShape(7, 5, 16, 4, 12), Variant(norm, mask=mask, stack=stack))
+
+
+def test_factors_of_one_sequence():
+    tensors = encoder_tensors(SHAPE)
+    y, scores = _layer(tensors["x"], tensors, return_scores="factors")
+    y, scores = _layer(y, tensors, scores=scores, return_scores="factors")
+    one, of_one = _layer(tensors["x"][1], tensors, return_scores="factors")
+    one, of_one = _layer(one, tensors, scores=of_one, return_scores="factors")
+    assert_bitwise_equal(one, y[1])
+    for ours, all_of_them in zip(of_one, scores, strict=True):
+        assert_bitwise_equal(ours, all_of_them[:, :, 1])
+
+
+def test_factors_that_are_none():
+    tensors = encoder_tensors(SHAPE)
+    x = tensors["x"]
+    _, scores = _layer(x, tensors, return_scores=True)
+    _, factors = _layer(x, tensors, return_scores="factors")
+    for message, given in (
+        ("scores are given as one tensor", {"scores": scores, "return_scores": "factors"}),
+        ("return_scores is 'factor'", {"return_scores": "factor"}),
+        (r"scores\[1\] has shape", {"scores": (*factors, scores)}),
+        (r"scores\[0\] has shape", {"scores": (factors[0][:1],)}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _layer(x, tensors, **given)
+    with pytest.raises(TypeError, match=r"scores\[0\] has dtype"):
+        _layer(x, tensors, scores=(factors[0].double(),))
+    with pytest.raises(TypeError, match=r"scores\[0\] is a NoneType"):
+        _layer(x, tensors, scores=(None,))
+
+
 def _layer(x, tensors, **options):
     named = {name: each for name, each in tensors.items() if name != "x"}
     return isogemm.encoder_layer(x, encoder_parameters(named), nhead=4, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class Variant(NamedTuple):
     is_causal: bool = False
     previous: bool = False  # whether scores of another layer are added
     return_scores: bool = False
+    stack: int = 1  # layers of the same parameters: their scores are passed on, isogemm's by factors
 
     def __str__(self) -> str:
         plain = Variant()
@@ -121,14 +122,19 @@ class _Case:
         parameters = encoder_parameters({name: each for name, each in leaves.items() if name != "scores"})
         given: dict[str, Any] = {"nhead": self.shape.nhead, "running": running, "scores": leaves.get("scores")}
         given |= variant.options() | {"key_padding_mask": self.mask}
+        compute: Any
         if ours:
             torch.manual_seed(_SEED)
             given |= {"dropout": variant.dropout, "precision": self.precision}
-            found = isogemm.encoder_layer(leaves["x"], parameters, **given)
+            compute = isogemm.encoder_layer
         else:
-            multipliers = None if self.keeping is None else tuple(each.to(dtype) for each in self.keeping)
-            found = reference.encoder_layer(leaves["x"], parameters, keeping=cast(Any, multipliers), **given)
-        return _with_gradients(found, leaves, self.grads, running)
+            given["keeping"] = None if self.keeping is None else tuple(each.to(dtype) for each in self.keeping)
+            compute = reference.encoder_layer
+        x = leaves["x"]
+        for _ in range(variant.stack - 1):
+            passed_on = given | {"return_scores": "factors" if ours else True}
+            x, given["scores"] = compute(x, parameters, **passed_on)
+        return _with_gradients(compute(x, parameters, **given), leaves, self.grads, running)
 
 
 def _with_gradients(found: Any, leaves: dict[str, Tensor], grads: list[Tensor], running: Any) -> _Results:
