@@ -163,6 +163,8 @@ STACKS = {  # of shape, dtype, precision, bound, whether masked
     "tf32, transposes": (EncoderShape(3, 10, 64, 8, 32), torch.float32, "tf32", 3e-3, False),
     "tf32": (EncoderShape(2, 5, 48, 6, 20), torch.float32, "tf32", 3e-3, True),
     "float16": (EncoderShape(2, 9, 40, 5, 20), torch.float16, None, 1e-2, False),
+    "narrow": (EncoderShape(3, 6, 16, 4, 16), torch.float32, "tf32", 3e-3, False),
+    "narrow float16": (EncoderShape(2, 9, 32, 4, 16), torch.float16, None, 1e-2, True),
 }
 
 

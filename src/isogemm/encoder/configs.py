@@ -104,6 +104,9 @@ class Layer:
     @cached_property
     def by_head(self) -> bool:
         """Whether q, k, v and do are passed on head by head: a head's tokens are then next to each other."""
+        if self.factors or self.own_factors:  # which attention by fragments alone takes, for short heads too
+            in_lanes = self.head % 4 == 0 or not self.fragments
+            return self.mma and in_lanes and fragments_hold(self.head, self.operand, self.precision, shortest=2)
         return self.mma and not self.fragments and fragments_hold(self.head, self.operand, self.precision)
 
     @cached_property
@@ -197,7 +200,9 @@ def unserved_factors(layer: Layer, factors: int) -> str:
     if factors > MOST_FACTORS:
         return f"scores are given as {factors} layers' factors; attention takes in at most {MOST_FACTORS}"
     if not layer.by_head:
-        return "factors of scores are for heads of 6 to 16 in TF32 or 16 bits, in layers wider than fragments hold"
+        return (
+            "factors of scores are for heads of up to 16, in TF32 or 16 bits; with d_model 16 and 32, of multiples of 4"
+        )
     return ""
 
 

@@ -160,14 +160,15 @@ def _too_many(problem: Attention, config: DotConfig) -> int:
 
 def fits_mma(problem: Attention) -> bool:
     """Whether fragments hold a head."""
-    shortest = 2 if problem.residual else 6
+    shortest = 2 if problem.residual or problem.by_head else 6
     return problem.backend == "cuda" and fragments_hold(problem.head, problem.dtype, problem.precision, shortest)
 
 
 def fragments_hold(head: int, dtype: str, precision: str, shortest: int = 6) -> bool:
     """Up to four long a head would be half padding, and fp32 is as fast.
 
-    Not so with scores in memory, of which a warp's fragments read and write eight next to each other.
+    Not so with scores in memory, of which a warp's fragments read and write eight next to each other; and factors of
+    them are taken in by fragments alone.
     """
     return shortest <= head <= 16 and head % 2 == 0 and (dtype != "float32" or precision == "tf32")
 

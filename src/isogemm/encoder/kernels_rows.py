@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from isogemm.core.launch import Launch
-from isogemm.encoder.configs import FRAGMENT_ROWS, Layer
+from isogemm.encoder.configs import FRAGMENT_ROWS, Layer, projected_parts
 from isogemm.encoder.kernels_forward import (
     ACTIVATION,
     OUTPUT,
@@ -21,6 +21,7 @@ from isogemm.encoder.kernels_forward import (
     index_type,
     overlapping,
     prepare,
+    projected_at,
     residual_of,
     scale_of_kept,
     started,
@@ -92,6 +93,23 @@ def _load_operands(ptr, at, c, LD: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl
 def _store_block(ptr, block, at, live, c, column, LD: tl.constexpr, NATIVE: tl.constexpr):
     store_four(ptr + (at[0] * LD + column + 4 * c), block[0:4], live[0], NATIVE)
     store_four(ptr + (at[1] * LD + column + 4 * c), block[4:8], live[1], NATIVE)
+
+
+@triton.jit
+def _store_heads(
+    ptr, block, at, live, c, column, rows, D: tl.constexpr, HEAD: tl.constexpr, BY_HEAD: tl.constexpr,
+    LD: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Of [rows, D] to [D / HEAD, rows, HEAD] where BY_HEAD, or to rows LD apart."""
+    if BY_HEAD:
+        tl.static_assert(HEAD % 4 == 0, "a lane's four columns shall be one head's")
+        column += 4 * c
+        of_head = (column // HEAD).to(rows.dtype) * rows
+        for i in tl.static_range(2):
+            to = ptr + ((of_head + at[i]) * HEAD + column % HEAD)
+            store_four(to, block[4 * i : 4 * i + 4], live[i], NATIVE)
+    else:
+        _store_block(ptr, block, at, live, c, column, LD, NATIVE)
 
 
 @triton.jit
@@ -420,20 +438,22 @@ def _prepare_tile(
 
 @triton.jit(do_not_specialize=["rows", "row_programs"])
 def _project_rows_kernel(
-    x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, ready, rows, eps, row_programs,
-    D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, STACKED: tl.constexpr, BIASES: tl.constexpr,
-    BACKWARD: tl.constexpr, TURN: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
-    INDEX: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, ready, v_ptr,
+    rows, eps, row_programs,
+    D: tl.constexpr, F: tl.constexpr, HEAD: tl.constexpr, BY_HEAD: tl.constexpr, NORM: tl.constexpr,
+    STACKED: tl.constexpr, BIASES: tl.constexpr, FIRST: tl.constexpr, BACKWARD: tl.constexpr, TURN: tl.constexpr,
+    SPLIT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr, SIDE: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # q, k and v of a program's rows, or with SPLIT one of them; in the backward others compute do = ds Wo. In the
-    # forward the last programs prepare the weights for the other launches.
+    # q, k and v of a program's rows, from FIRST on, or with SPLIT one of them; in the backward others compute
+    # do = ds Wo. In the forward the last programs prepare the weights for the other launches.
     started(EARLY)
     program = tl.program_id(0)
-    PARTS: tl.constexpr = 3 if SPLIT else 1
+    PARTS: tl.constexpr = 3 - FIRST if SPLIT else 1
     if program < row_programs * PARTS:
         _project(
-            program // PARTS, program % PARTS, x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, rows, eps,
-            D, NORM, STACKED, BIASES, BACKWARD, SPLIT, KIND, NATIVE, INDEX, BLOCK,
+            program // PARTS, FIRST + program % PARTS, x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, v_ptr,
+            rows, eps, D, HEAD, BY_HEAD, NORM, STACKED, BIASES, FIRST, BACKWARD, SPLIT, KIND, NATIVE, INDEX, BLOCK,
         )  # fmt: skip
     else:
         program -= row_programs * PARTS
@@ -442,7 +462,7 @@ def _project_rows_kernel(
             ds = _load_operands(ds_ptr, inside, c, D, D, KIND, NATIVE)
             for j in tl.range(0, D // 16):
                 acc = _times_block(ds, wo, 4 * r + c, j, D, BLOCK, KIND, NATIVE)
-                _store_block(do_ptr, acc, at, live, c, 16 * j, D, NATIVE)
+                _store_heads(do_ptr, acc, at, live, c, 16 * j, rows.to(INDEX), D, HEAD, BY_HEAD, D, NATIVE)
         else:
             prepare(
                 program, wq, wk, wv, wo, w1, w2, ready, _prepare_tile, D, F, SIDE, STACKED, True, TURN, KIND,
@@ -452,9 +472,9 @@ def _project_rows_kernel(
 
 @triton.jit
 def _project(
-    program, first_part, x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, rows, eps,
-    D: tl.constexpr, NORM: tl.constexpr, STACKED: tl.constexpr, BIASES: tl.constexpr, BACKWARD: tl.constexpr,
-    SPLIT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
+    program, first_part, x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, v_ptr, rows, eps,
+    D: tl.constexpr, HEAD: tl.constexpr, BY_HEAD: tl.constexpr, NORM: tl.constexpr, STACKED: tl.constexpr,
+    BIASES: tl.constexpr, FIRST: tl.constexpr, BACKWARD: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     r, c, at, live, inside = _place(program, rows, INDEX, BLOCK)
     x = _load_rows(x_ptr, inside, c, D, D, NATIVE)
@@ -462,7 +482,7 @@ def _project(
         mean, deviation = _statistics(x, eps, D, NORM, NATIVE)
         x = _normed(x, mean, deviation, norm_w, norm_b, c, NATIVE)
     n = _operands(x, KIND, NATIVE)
-    for part in tl.range(first_part, first_part + (1 if SPLIT else 3)):
+    for part in tl.range(first_part, first_part + 1 if SPLIT else 3):
         w = in_proj(wq, wk, wv, part, D * D, STACKED or BACKWARD)
         if BIASES:
             b = in_proj(bq, bk, bv, part, D, STACKED)
@@ -476,7 +496,11 @@ def _project(
                     acc = multiply(acc, n[i], load_weights(from_row + 16 * i, D, KIND, NATIVE), KIND, NATIVE)
             if BIASES:
                 acc = _sum(acc, _columns_of(b, c, 16 * j, NATIVE))
-            _store_block(qkv_ptr, acc, at, live, c, part * D + 16 * j, 3 * D, NATIVE)
+            if BY_HEAD:
+                to = projected_at(qkv_ptr, v_ptr, part, rows.to(INDEX) * D, FIRST)
+                _store_heads(to, acc, at, live, c, 16 * j, rows.to(INDEX), D, HEAD, BY_HEAD, 3 * D, NATIVE)
+            else:
+                _store_block(qkv_ptr, acc, at, live, c, part * D + 16 * j, 3 * D, NATIVE)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -688,12 +712,13 @@ def _input_grad_rows_kernel(
 def describe_project_rows(
     layer: Layer, warps: int, eps: float, biases: bool, backward: bool, turn: bool, split: bool
 ) -> Launch:
-    """Of x, norm1, the weights of q, k and v, their biases, qkv, ds, out_proj, do, linear1, linear2 and ready.
+    """Of x, norm1, the weights of q, k and v, their biases, qkv, ds, out_proj, do, linear1, linear2, ready, and v where
+    it is no part of qkv.
 
     turn: whether the transposes are prepared too, for a backward; split: whether programs take one of q, k and v.
     """
-    row_programs = _row_programs(layer, warps)
-    programs = row_programs * (3 if split else 1)
+    first, row_programs = projected_parts(layer, backward)[0], _row_programs(layer, warps)
+    programs = row_programs * (3 - first if split else 1)
     if backward:
         programs += row_programs
     else:
@@ -702,9 +727,12 @@ def describe_project_rows(
     constants = {
         "D": layer.d_model,
         "F": layer.dim_feedforward,
+        "HEAD": layer.head,
+        "BY_HEAD": layer.by_head,
         "NORM": layer.row_norm,
         "STACKED": layer.stacked,
         "BIASES": biases,
+        "FIRST": first,
         "BACKWARD": backward,
         "TURN": turn,
         "SPLIT": split,

@@ -251,7 +251,7 @@ class Plan:
             Step(
                 ("project", keep), partial(self._describe_project, False, keep),
                 (attending, *norm1, "wq", "wk", "wv", "bq", "bk", "bv", "q", "", "wo", "", "w1", "w2",
-                 "ready" if layer.ready else "", *self._own_v()),
+                 "ready" if layer.ready else "", self._own_v),
             ),
             Step(
                 "attention", self._describe_attention,
@@ -357,7 +357,7 @@ class Plan:
             Step(
                 "project again", partial(self._describe_project, True, True),
                 (attending, *norm1, *again, "bq", "bk", "bv", "" if layer.own_factors else "q", ds, wo_turned, "do",
-                 "", "", "", *self._own_v()),
+                 "", "", "", self._own_v),
             ),
             Step(
                 ("attention_backward", d_scores, d_own),
@@ -406,9 +406,10 @@ class Plan:
         given = (*GIVEN, *self.names, *given)
         return Schedule(steps, given, self._parts | (parts or {}), buffers, self.index, self._bound)
 
-    def _own_v(self) -> tuple[str, ...]:
+    @property
+    def _own_v(self) -> str:
         """What a projection takes besides: v's place where that is not behind k."""
-        return () if self.layer.fragments else ("v" if self.layer.own_factors else "",)
+        return "v" if self.layer.own_factors else ""
 
     def _factors(self, of: str) -> tuple[str, ...]:
         """Queries and keys of as many earlier layers as attention takes, or with "d_" their gradients."""
