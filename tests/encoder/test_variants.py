@@ -64,14 +64,14 @@ def test_factors_that_are_none():
     x = tensors["x"]
     _, scores = _layer(x, tensors, return_scores=True)
     _, factors = _layer(x, tensors, return_scores="factors")
-    for message, given in (
+    for message, wrong in (
         ("scores are given as one tensor", {"scores": scores, "return_scores": "factors"}),
         ("return_scores is 'factor'", {"return_scores": "factor"}),
         (r"scores\[1\] has shape", {"scores": (*factors, scores)}),
         (r"scores\[0\] has shape", {"scores": (factors[0][:1],)}),
     ):
         with pytest.raises(ValueError, match=message):
-            _layer(x, tensors, **given)
+            _layer(x, tensors, **wrong)
     with pytest.raises(TypeError, match=r"scores\[0\] has dtype"):
         _layer(x, tensors, scores=(factors[0].double(),))
     with pytest.raises(TypeError, match=r"scores\[0\] is a NoneType"):

@@ -200,9 +200,7 @@ def unserved_factors(layer: Layer, factors: int) -> str:
     if factors > MOST_FACTORS:
         return f"scores are given as {factors} layers' factors; attention takes in at most {MOST_FACTORS}"
     if not layer.by_head:
-        return (
-            "factors of scores are for heads of up to 16, in TF32 or 16 bits; with d_model 16 and 32, of multiples of 4"
-        )
+        return "factors of scores are for even heads of up to 16, in TF32 or 16 bits; of multiples of 4 in narrow layers"
     return ""
 
 

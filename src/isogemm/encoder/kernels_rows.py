@@ -474,7 +474,8 @@ def _project_rows_kernel(
 def _project(
     program, first_part, x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, v_ptr, rows, eps,
     D: tl.constexpr, HEAD: tl.constexpr, BY_HEAD: tl.constexpr, NORM: tl.constexpr, STACKED: tl.constexpr,
-    BIASES: tl.constexpr, FIRST: tl.constexpr, BACKWARD: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
+    BIASES: tl.constexpr, FIRST: tl.constexpr, BACKWARD: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr,
+    NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     r, c, at, live, inside = _place(program, rows, INDEX, BLOCK)
     x = _load_rows(x_ptr, inside, c, D, D, NATIVE)
