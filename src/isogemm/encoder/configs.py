@@ -200,7 +200,7 @@ def unserved_factors(layer: Layer, factors: int) -> str:
     if factors > MOST_FACTORS:
         return f"scores are given as {factors} layers' factors; attention takes in at most {MOST_FACTORS}"
     if not layer.by_head:
-        return "factors of scores are for even heads of up to 16, in TF32 or 16 bits; of multiples of 4 in narrow layers"
+        return "factors of scores are for even heads up to 16, in TF32 or 16 bits, of multiples of 4 in narrow layers"
     return ""
 
 
