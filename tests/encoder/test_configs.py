@@ -1,5 +1,7 @@
 """Which kernels serve a layer: a function of its sizes and number types, never of the batch."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("triton")
@@ -55,3 +57,23 @@ def test_warpgroups_serve_what_they_were_measured_for(layer, groups):
     chosen = configs.choose_warpgroup(layer)
     served = (chosen.project, chosen.feedforward, chosen.feedforward_backward, chosen.input_grad)
     assert sum(each is not None for each in served) == groups
+
+
+@pytest.mark.parametrize(
+    ("layer", "served"),
+    [
+        (_layer(3, 128, 16, 256, "tf32"), True),
+        (_layer(3, 16, 4, 128, "tf32"), True),
+        (_layer(3, 32, 4, 128, "bfloat16"), True),
+        (_layer(3, 48, 12, 100, "tf32"), True),
+        (_layer(3, 16, 8, 128, "tf32"), False),  # a lane's four columns are two heads'
+        (_layer(3, 128, 4, 256, "tf32"), False),
+        (_layer(3, 128, 16, 256, "ieee"), False),
+        (_layer(3, 128, 16, 256, "tf32", mma=False), False),
+    ],
+    ids=str,
+)
+def test_all_layers_of_a_stack_take_factors_or_none(layer, served):
+    stack = [replace(layer, factors=before, own_factors=before < 4) for before in range(5)]
+    assert {not configs.unserved_factors(each) for each in stack} == {served}
+    assert "at most 4" in configs.unserved_factors(replace(layer, factors=5))

@@ -195,10 +195,10 @@ def unserved(tokens: int, d_model: int, nhead: int, operand: str) -> str:
     return ""
 
 
-def unserved_factors(layer: Layer, factors: int) -> str:
-    """Why the fused kernels do not take so many earlier layers' queries and keys, or give none; empty where they do."""
-    if factors > MOST_FACTORS:
-        return f"scores are given as {factors} layers' factors; attention takes in at most {MOST_FACTORS}"
+def unserved_factors(layer: Layer) -> str:
+    """Why the fused kernels do not take a layer's factors of scores, or give none; empty where they do."""
+    if layer.factors > MOST_FACTORS:
+        return f"scores are given as {layer.factors} layers' factors; attention takes in at most {MOST_FACTORS}"
     if not layer.by_head:
         return "factors of scores are for even heads up to 16, in TF32 or 16 bits, of multiples of 4 in narrow layers"
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, cast
@@ -54,7 +55,7 @@ def unserved(x: Tensor, params: EncoderParameters, options: Options, factors: in
         return "the parameters are of several dtypes"
     if factors or options.return_factors:
         layer = _layer(x, Given(), params.flat(), _is_stacked(params), options, _arch(x.device))
-        if reason := configs.unserved_factors(layer, factors):
+        if reason := configs.unserved_factors(replace(layer, factors=factors)):
             return reason
     return configs.unserved(x.shape[-2], x.shape[-1], options.nhead, dtype_name(options.operand))
 
