@@ -9,6 +9,8 @@ In a warp, lane 4 r + c holds of a left operand [16, 8] rows r and r + 8 at colu
 [8, 8] row n = r at k = 2 c and 2 c + 1, and of a result [16, 8] rows r and r + 8 at columns 2 c and 2 c + 1. (For TF32
 the instruction counts k otherwise; the order within a block of eight is ours to choose as long as both operands agree.)
 
+Head by head, q, k, v and do are what the projections here write, and rounded: they are operands as they are.
+
 Factors: the scores of earlier layers are sums of q k^T, so their queries and keys are taken in as more columns of this
 layer's, the earliest layer's first and its own last. Their fragments stand one after the other in one tuple.
 """
@@ -66,11 +68,14 @@ def _half_product(even, odd, a0, a1, b):
 
 
 @triton.jit
-def _loaded(raw, KIND: tl.constexpr, NATIVE: tl.constexpr):
-    """What was read, for every eight columns, as operands."""
+def _loaded(raw, READY: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """What was read, for every eight columns, as operands; READY: it is rounded."""
     made = ()
     for j in tl.static_range(len(raw)):
-        made = made + (loaded_operand(raw[j], KIND, KIND, NATIVE),)
+        if READY and NATIVE:
+            made = made + (raw[j],)
+        else:
+            made = made + (loaded_operand(raw[j], KIND, KIND, NATIVE),)
     return made
 
 
@@ -120,23 +125,40 @@ def _fetch_layers(ats, ld, tokens, FETCH: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _pair(at, first, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
     """Columns first and first + 1 of the rows at `at`, zeros beyond D: two values, or a packed pair."""
-    return _load_pair(at + first, first < D, KIND, NATIVE)
+    if D % 8 != 0:
+        return _load_pair(at + first, first < D, KIND, NATIVE)
+    elif NATIVE and KIND == tl.float32:
+        return tl.inline_asm_elementwise(
+            "ld.global.v2.b32 {$0, $1}, [$2];",
+            "=r,=r,l",
+            [at + first],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return _load_pair(at + first, None, KIND, NATIVE)
 
 
 @triton.jit
 def _load_pair(at, inside, KIND: tl.constexpr, NATIVE: tl.constexpr):
     if not NATIVE:
-        return (
-            tl.load(at, mask=inside, other=0.0).to(tl.float32),
-            tl.load(at + 1, mask=inside, other=0.0).to(tl.float32),
-        )
+        return _load(at, inside, 0.0).to(tl.float32), _load(at + 1, inside, 0.0).to(tl.float32)
     elif KIND == tl.float32:
         return tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.v2.b32 {$0, $1}, [$2]; }",
             "=r,=r,l,r", [at, inside.to(tl.int32)], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        return (tl.load(at.to(tl.pointer_type(tl.int32), bitcast=True), mask=inside, other=0),)
+        return (_load(at.to(tl.pointer_type(tl.int32), bitcast=True), inside, 0),)
+
+
+@triton.jit
+def _load(at, inside, other: tl.constexpr):
+    if inside is None:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=inside, other=other)
 
 
 @triton.jit
@@ -154,10 +176,21 @@ def _store_pair(at, even, odd, live, KIND: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _rows(at, ld, token, tokens, c, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def _inside(token, tokens, BOUNDED: tl.constexpr):
+    """The last token for any beyond, of which there are none where not BOUNDED."""
+    if BOUNDED:
+        return tl.minimum(token, tokens - 1)
+    else:
+        return token
+
+
+@triton.jit
+def _rows(
+    at, ld, token, tokens, c, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, BOUNDED: tl.constexpr = True
+):
     """For every eight columns: rows token and token + 8 at columns 2 c and 2 c + 1; the last row for any beyond."""
-    upper = at + tl.minimum(token, tokens - 1) * ld
-    lower = at + tl.minimum(token + 8, tokens - 1) * ld
+    upper = at + _inside(token, tokens, BOUNDED) * ld
+    lower = at + _inside(token + 8, tokens, BOUNDED) * ld
     found = ()
     for j in tl.static_range(0, D, 8):
         found = found + (_pair(upper, j + 2 * c, D, KIND, NATIVE) + _pair(lower, j + 2 * c, D, KIND, NATIVE),)
@@ -165,9 +198,9 @@ def _rows(at, ld, token, tokens, c, D: tl.constexpr, KIND: tl.constexpr, NATIVE:
 
 
 @triton.jit
-def _row(at, ld, token, tokens, c, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def _row(at, ld, token, tokens, c, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, BOUNDED: tl.constexpr):
     """The same of row token alone."""
-    at += tl.minimum(token, tokens - 1) * ld
+    at += _inside(token, tokens, BOUNDED) * ld
     found = ()
     for j in tl.static_range(0, D, 8):
         found = found + (_pair(at, j + 2 * c, D, KIND, NATIVE),)
@@ -175,14 +208,17 @@ def _row(at, ld, token, tokens, c, D: tl.constexpr, KIND: tl.constexpr, NATIVE: 
 
 
 @triton.jit
-def _column(at, ld, token, tokens, r, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def _column(at, ld, token, tokens, r, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, BOUNDED: tl.constexpr):
     """For every eight columns: column r at rows token and token + 1; the last row for any beyond."""
-    upper = at + (tl.minimum(token, tokens - 1) * ld + r)
-    lower = at + (tl.minimum(token + 1, tokens - 1) * ld + r)
+    upper = at + (_inside(token, tokens, BOUNDED) * ld + r)
+    lower = at + (_inside(token + 1, tokens, BOUNDED) * ld + r)
     found = ()
     for j in tl.static_range(0, D, 8):
-        even = tl.load(upper + j, mask=j + r < D, other=0.0)
-        odd = tl.load(lower + j, mask=j + r < D, other=0.0)
+        inside = None
+        if D % 8 != 0:
+            inside = j + r < D
+        even = _load(upper + j, inside, 0.0)
+        odd = _load(lower + j, inside, 0.0)
         if not NATIVE:
             found = found + ((even.to(tl.float32), odd.to(tl.float32)),)
         elif KIND == tl.float32:
@@ -196,12 +232,14 @@ def _column(at, ld, token, tokens, r, D: tl.constexpr, KIND: tl.constexpr, NATIV
 
 @triton.jit
 def _operands(
-    ats, ld, token, tokens, lane, READ: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr
-):
-    """What READ (`_rows`, `_row` or `_column`) finds of every layer, as operands."""
+    ats, ld, token, tokens, lane, READ: tl.constexpr, READY: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr,
+    NATIVE: tl.constexpr, BOUNDED: tl.constexpr = True,
+):  # fmt: skip
+    """What READ (`_rows`, `_row` or `_column`) finds of every layer, as operands; READY: of the last it is rounded."""
     made = ()
     for layer in tl.static_range(len(ats)):
-        made = made + _loaded(READ(ats[layer], ld, token, tokens, lane, D, KIND, NATIVE), KIND, NATIVE)
+        raw = READ(ats[layer], ld, token, tokens, lane, D, KIND, NATIVE, BOUNDED)
+        made = made + _loaded(raw, READY and layer == len(ats) - 1, KIND, NATIVE)
     return made
 
 
@@ -339,7 +377,10 @@ def _with_products(acc, a, b, KIND: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def _score_of_key(mask_at, mask_step, key, tokens, root, MASK: tl.constexpr):
-    """What is added to every score of a key, in their units: 0, or the mask; -inf for one beyond the end."""
+    """What is added to every score of a key, in their units: 0, or the mask; -inf for one beyond the end.
+
+    Not asked for where there is no mask and no key beyond.
+    """
     inside = key < tokens
     if MASK == "":
         return tl.where(inside, 0.0, float("-inf"))
@@ -436,7 +477,7 @@ def _attention_mma_kernel(
     totals = ()
     outs = ()
     for n in tl.static_range(TILES):
-        q = q + (_operands(q_at, ld_q, first + 16 * n + r, tokens, c, _rows, D, KIND, NATIVE),)
+        q = q + (_operands(q_at, ld_q, first + 16 * n + r, tokens, c, _rows, BY_HEAD, D, KIND, NATIVE),)
         low = tl.full([BLOCK], float("-inf"), tl.float32)
         zero = tl.zeros([BLOCK], tl.float32)
         tops = tops + ((low, low),)
@@ -453,11 +494,14 @@ def _attention_mma_kernel(
     dropout = None
     if seed_ptr is not None:
         dropout = (tl.load(seed_ptr), dropped, matrix)
-    for key in tl.range(0, tokens, 16):
-        state = _attend(
-            state, q, k_at, v_at, mask_at, previous_at, scores_at, dropout, ld_k, ld_v, mask_step, key, first, r, c,
-            live, tokens, scale, root, D, KIND, NATIVE, MASK, CAUSAL, WIDE, EVEN, TILES, BLOCK,
-        )  # fmt: skip
+    for BOUNDED in tl.static_range(2):  # whole blocks, then one that ends beyond the last key
+        begin = tokens // 16 * 16 if BOUNDED else 0
+        end = tokens if BOUNDED else tokens // 16 * 16
+        for key in tl.range(begin, end, 16):
+            state = _attend(
+                state, q, k_at, v_at, mask_at, previous_at, scores_at, dropout, ld_k, ld_v, mask_step, key, first, r, c,
+                live, tokens, scale, root, D, KIND, NATIVE, MASK, CAUSAL, WIDE, EVEN, BY_HEAD, TILES, BLOCK, BOUNDED,
+            )  # fmt: skip
     for n in tl.static_range(TILES):
         for i in tl.static_range(2):
             token = first + (16 * n + 8 * i) + r
@@ -483,7 +527,8 @@ def _attend(
     state, q, k_at, v_at, mask_at, previous_at, scores_at, dropout, ld_k, ld_v, mask_step, key, first, r, c,
     live, tokens, scale, root,
     D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    WIDE: tl.constexpr, EVEN: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr, EVEN: tl.constexpr, BY_HEAD: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """The rows' (largest score, sum, o) with keys key .. key + 15 taken in; sums are a lane's own until the end."""
     k = ()
@@ -491,11 +536,13 @@ def _attend(
     added = ()
     keys = ()
     for i in tl.static_range(2):
-        k = k + (_operands(k_at, ld_k, key + 8 * i + r, tokens, c, _row, D, KIND, NATIVE),)
-        v = v + (_loaded(_column(v_at, ld_v, key + 8 * i + 2 * c, tokens, r, D, KIND, NATIVE), KIND, NATIVE),)
+        k = k + (_operands(k_at, ld_k, key + 8 * i + r, tokens, c, _row, BY_HEAD, D, KIND, NATIVE, BOUNDED),)
+        along = _column(v_at, ld_v, key + 8 * i + 2 * c, tokens, r, D, KIND, NATIVE, BOUNDED)
+        v = v + (_loaded(along, BY_HEAD, KIND, NATIVE),)
         for j in tl.static_range(2):
             keys = keys + (key + (8 * i + j) + 2 * c,)
-            added = added + (_score_of_key(mask_at, mask_step, key + (8 * i + j) + 2 * c, tokens, root, MASK),)
+            if BOUNDED or MASK != "":
+                added = added + (_score_of_key(mask_at, mask_step, key + (8 * i + j) + 2 * c, tokens, root, MASK),)
     before = ()
     if previous_at is not None:
         for n in tl.static_range(TILES):
@@ -516,7 +563,10 @@ def _attend(
             query = first + (16 * n + 8 * i) + r
             seen = ()
             for j in tl.static_range(4):
-                seen = seen + (_seen(s[4 * (j // 2) + 2 * i + j % 2] + added[j], keys[j], query, CAUSAL),)
+                score = s[4 * (j // 2) + 2 * i + j % 2]
+                if BOUNDED or MASK != "":
+                    score += added[j]
+                seen = seen + (_seen(score, keys[j], query, CAUSAL),)
             if scores_at is not None:
                 for j in tl.static_range(0, 4, 2):
                     even, odd = seen[j] * (1.0 / root), seen[j + 1] * (1.0 / root)
@@ -557,20 +607,21 @@ def _attend_row(top, total, s0, s1, s2, s3, scale, NATIVE: tl.constexpr, EMPTY: 
     if EMPTY:
         base = tl.where(above == float("-inf"), 0.0, above)
     shrink = tl.exp2((top - base) * scale)  # 1 where nothing is higher: what is left out then changes no bit
-    p0 = tl.exp2((s0 - base) * scale)
-    p1 = tl.exp2((s1 - base) * scale)
-    p2 = tl.exp2((s2 - base) * scale)
-    p3 = tl.exp2((s3 - base) * scale)
+    below = -base * scale
+    p0 = tl.exp2(tl.fma(s0, scale, below))
+    p1 = tl.exp2(tl.fma(s1, scale, below))
+    p2 = tl.exp2(tl.fma(s2, scale, below))
+    p3 = tl.exp2(tl.fma(s3, scale, below))
     return above, total * shrink + ((p0 + p1) + (p2 + p3)), shrink, p0, p1, p2, p3
 
 
 @triton.jit
-def _delta(do, o, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def _delta(do, o, READY: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
     """The sum of do o over all columns, of every row of which a lane holds pairs."""
     totals = ()
+    operands = _loaded(do, READY, KIND, NATIVE)
     for j in tl.static_range(len(do)):
-        # do as the products have it: what one key gives and takes is then the same
-        left = floats(loaded_operand(do[j], KIND, KIND, NATIVE), KIND, NATIVE)
+        left = floats(operands[j], KIND, NATIVE)  # as the products have it: what a key gives and takes is then the same
         right = floats(o[j], KIND, NATIVE)
         after = ()
         for i in tl.static_range(0, len(left), 2):
@@ -674,11 +725,11 @@ def _grads_of_queries(
     dq = ()
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
-        q = q + (_operands(q_at, ld_q, token, tokens, c, _rows, D, KIND, NATIVE),)
+        q = q + (_operands(q_at, ld_q, token, tokens, c, _rows, BY_HEAD, D, KIND, NATIVE),)
         values = _rows(do_at, ld_do, token, tokens, c, D, KIND, NATIVE)
-        do = do + (_loaded(values, KIND, NATIVE),)
+        do = do + (_loaded(values, BY_HEAD, KIND, NATIVE),)
         out = _rows(o_ptr + (row * (H * D) + head * D), H * D, token, tokens, c, D, KIND, NATIVE)
-        delta = delta + (_delta(values, out, KIND, NATIVE),)
+        delta = delta + (_delta(values, out, BY_HEAD, KIND, NATIVE),)
         sums = _head_at(lse_ptr, row, head, H, all_rows, 1, BY_HEAD)
         upper = tl.load(sums + tl.minimum(token, tokens - 1) * (1 if BY_HEAD else H))
         lower = tl.load(sums + tl.minimum(token + 8, tokens - 1) * (1 if BY_HEAD else H))
@@ -698,55 +749,60 @@ def _grads_of_queries(
     if seed_ptr is not None:
         dropout = (tl.load(seed_ptr), dropped, matrix)
     PARTS: tl.constexpr = 1 if seed_ptr is None else 2  # of eight keys each: a call's words are for both
-    for begin in tl.range(0, tokens, 8 * PARTS):
-        words = ()
-        for part in tl.static_range(PARTS):
-            key = begin + 8 * part
-            k = _operands(k_at, ld_k, key + r, tokens, c, _row, D, KIND, NATIVE)
-            v = _loaded(_row(v_at, ld_v, key + r, tokens, c, D, KIND, NATIVE), KIND, NATIVE)
-            along = _operands(k_at, ld_k, key + 2 * c, tokens, r, _column, D, KIND, NATIVE)
-            keys = (key + 2 * c, key + 2 * c + 1)
-            of_even = _score_of_key(mask_at, mask_step, keys[0], tokens, root, MASK)
-            of_odd = _score_of_key(mask_at, mask_step, keys[1], tokens, root, MASK)
-            before = ()
-            above = ()
-            for n in tl.static_range(TILES):
-                query = first + 16 * n + r
-                if previous_at is not None:
-                    before = before + (_scores_of_rows(previous_at, query, keys[0], tokens, EVEN, WIDE, NATIVE),)
-                if d_scores_at is not None:
-                    above = above + (_scores_of_rows(d_scores_at, query, keys[0], tokens, EVEN, WIDE, NATIVE),)
-            after = ()
-            for n in tl.static_range(TILES):
-                if dropout is not None and part == 0:
-                    words = words + (_words(dropout, begin // 2 + 2 * c, first // 2 + (8 * n + r), True),)
-                s = _scores(q[n], k, BLOCK, KIND, NATIVE)
-                dp = _scores(do[n], v, BLOCK, KIND, NATIVE)
-                if previous_at is not None:
-                    s = _with_scores(s, before[n], root, EVEN, KIND, NATIVE)
-                ds = ()
-                for i in tl.static_range(2):
-                    query = first + (16 * n + 8 * i) + r
-                    scores = (
-                        _seen(s[2 * i] + of_even, keys[0], query, CAUSAL),
-                        _seen(s[2 * i + 1] + of_odd, keys[1], query, CAUSAL),
-                    )
+    STEP: tl.constexpr = 8 * PARTS
+    for BOUNDED in tl.static_range(2):  # whole blocks, then one that ends beyond the last token
+        whole = tokens // STEP * STEP
+        for begin in tl.range(whole if BOUNDED else 0, tokens if BOUNDED else whole, STEP):
+            words = ()
+            for part in tl.static_range(PARTS):
+                key = begin + 8 * part
+                k = _operands(k_at, ld_k, key + r, tokens, c, _row, BY_HEAD, D, KIND, NATIVE, BOUNDED)
+                v = _loaded(_row(v_at, ld_v, key + r, tokens, c, D, KIND, NATIVE, BOUNDED), BY_HEAD, KIND, NATIVE)
+                along = _operands(k_at, ld_k, key + 2 * c, tokens, r, _column, BY_HEAD, D, KIND, NATIVE, BOUNDED)
+                keys = (key + 2 * c, key + 2 * c + 1)
+                added = ()
+                if BOUNDED or MASK != "":
                     for j in tl.static_range(2):
-                        p = tl.exp2(scores[j] * scale - lse[n][i])
-                        if dropout is None:
-                            found = p * (dp[2 * i + j] - delta[n][i])
-                        else:
-                            share = _kept(dp[2 * i + j], words[n][j][2 * i + part], dropout)
-                            found = p * tl.fma(share, kept_scale, -delta[n][i])
-                        if d_scores_at is not None:
-                            coming = _values(above[n], EVEN, KIND, NATIVE)[2 * i + j]
-                            found += tl.where(scores[j] == float("-inf"), 0.0, coming)
-                        ds = ds + (found,)
-                    if d_previous_at is not None:
-                        even, odd = ds[2 * i], ds[2 * i + 1]
-                        _write_scores(d_previous_at, query, keys[0], even, odd, tokens, live, EVEN, WIDE, NATIVE)
-                after = after + (_with_products(dq[n], operand(ds, KIND, NATIVE), along, KIND, NATIVE),)
-            dq = after
+                        added = added + (_score_of_key(mask_at, mask_step, keys[j], tokens, root, MASK),)
+                before = ()
+                above = ()
+                for n in tl.static_range(TILES):
+                    query = first + 16 * n + r
+                    if previous_at is not None:
+                        before = before + (_scores_of_rows(previous_at, query, keys[0], tokens, EVEN, WIDE, NATIVE),)
+                    if d_scores_at is not None:
+                        above = above + (_scores_of_rows(d_scores_at, query, keys[0], tokens, EVEN, WIDE, NATIVE),)
+                after = ()
+                for n in tl.static_range(TILES):
+                    if dropout is not None and part == 0:
+                        words = words + (_words(dropout, begin // 2 + 2 * c, first // 2 + (8 * n + r), True),)
+                    s = _scores(q[n], k, BLOCK, KIND, NATIVE)
+                    dp = _scores(do[n], v, BLOCK, KIND, NATIVE)
+                    if previous_at is not None:
+                        s = _with_scores(s, before[n], root, EVEN, KIND, NATIVE)
+                    ds = ()
+                    for i in tl.static_range(2):
+                        query = first + (16 * n + 8 * i) + r
+                        for j in tl.static_range(2):
+                            score = s[2 * i + j]
+                            if BOUNDED or MASK != "":
+                                score += added[j]
+                            score = _seen(score, keys[j], query, CAUSAL)
+                            p = tl.exp2(tl.fma(score, scale, -lse[n][i]))
+                            if dropout is None:
+                                found = p * (dp[2 * i + j] - delta[n][i])
+                            else:
+                                share = _kept(dp[2 * i + j], words[n][j][2 * i + part], dropout)
+                                found = p * tl.fma(share, kept_scale, -delta[n][i])
+                            if d_scores_at is not None:
+                                coming = _values(above[n], EVEN, KIND, NATIVE)[2 * i + j]
+                                found += tl.where(score == float("-inf"), 0.0, coming)
+                            ds = ds + (found,)
+                        if d_previous_at is not None:
+                            even, odd = ds[2 * i], ds[2 * i + 1]
+                            _write_scores(d_previous_at, query, keys[0], even, odd, tokens, live, EVEN, WIDE, NATIVE)
+                    after = after + (_with_products(dq[n], operand(ds, KIND, NATIVE), along, KIND, NATIVE),)
+                dq = after
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
         _write_grads(
@@ -785,14 +841,15 @@ def _grads_of_keys(
     dv = ()
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
-        k = k + (_operands(k_at, ld_k, token, tokens, c, _rows, D, KIND, NATIVE),)
-        v = v + (_loaded(_rows(v_at, ld_v, token, tokens, c, D, KIND, NATIVE), KIND, NATIVE),)
-        added = added + (
-            (
-                _score_of_key(mask_at, mask_step, token, tokens, root, MASK),
-                _score_of_key(mask_at, mask_step, token + 8, tokens, root, MASK),
-            ),
-        )
+        k = k + (_operands(k_at, ld_k, token, tokens, c, _rows, BY_HEAD, D, KIND, NATIVE),)
+        v = v + (_loaded(_rows(v_at, ld_v, token, tokens, c, D, KIND, NATIVE), BY_HEAD, KIND, NATIVE),)
+        if MASK != "":  # a key beyond the end takes part in nothing that is written
+            added = added + (
+                (
+                    _score_of_key(mask_at, mask_step, token, tokens, root, MASK),
+                    _score_of_key(mask_at, mask_step, token + 8, tokens, root, MASK),
+                ),
+            )
         dk = dk + (_zeros(len(k_at) * ((D + 7) // 8), BLOCK),)
         dv = dv + (_zeros((D + 7) // 8, BLOCK),)
     matrix = sequence * H + head
@@ -806,60 +863,69 @@ def _grads_of_keys(
     if seed_ptr is not None:
         dropout = (tl.load(seed_ptr), dropped, matrix)
     PARTS: tl.constexpr = 1 if seed_ptr is None else 2  # of eight queries each: a call's words are for both
-    for begin in tl.range(0, tokens, 8 * PARTS):
-        words = ()
-        for part in tl.static_range(PARTS):
-            query = begin + 8 * part
-            q = _operands(q_at, ld_q, query + r, tokens, c, _row, D, KIND, NATIVE)
-            values = _row(do_at, ld_do, query + r, tokens, c, D, KIND, NATIVE)
-            do = _loaded(values, KIND, NATIVE)
-            out = _row(o_at, H * D, query + r, tokens, c, D, KIND, NATIVE)
-            delta = _delta(values, out, KIND, NATIVE)
-            deltas = _of_columns(delta[0], c, NATIVE)
-            q_along = _operands(q_at, ld_q, query + 2 * c, tokens, r, _column, D, KIND, NATIVE)
-            do_along = _loaded(_column(do_at, ld_do, query + 2 * c, tokens, r, D, KIND, NATIVE), KIND, NATIVE)
-            lses = ()
-            for i in tl.static_range(2):  # beyond the end, queries that see nothing
-                token = query + i + 2 * c
-                lse = tl.load(lse_at + tl.minimum(token, tokens - 1) * (1 if BY_HEAD else H))
-                lses = lses + (tl.where(token < tokens, lse, float("inf")),)
-            before = ()
-            above = ()
-            for n in tl.static_range(TILES):
-                key = first + 16 * n + r
-                if previous_at is not None:
-                    before = before + (_scores_of_columns(previous_at, query + 2 * c, key, tokens, WIDE),)
-                if d_scores_at is not None:
-                    above = above + (_scores_of_columns(d_scores_at, query + 2 * c, key, tokens, WIDE),)
-            dks = ()
-            dvs = ()
-            for n in tl.static_range(TILES):
-                if dropout is not None and part == 0:
-                    words = words + (_words(dropout, first // 2 + (8 * n + r), begin // 2 + 2 * c, False),)
-                s = _scores(k[n], q, BLOCK, KIND, NATIVE)
-                dp = _scores(v[n], do, BLOCK, KIND, NATIVE)
-                if previous_at is not None:
-                    s = _with_scores(s, before[n], root, False, KIND, NATIVE)
-                shares = ()
-                ds = ()
-                for i in tl.static_range(4):
-                    key = first + (16 * n + 8 * (i // 2)) + r
-                    score = _seen(s[i] + added[n][i // 2], key, query + i % 2 + 2 * c, CAUSAL)
-                    p = tl.exp2(score * scale - lses[i % 2])
-                    if dropout is None:
-                        shares = shares + (p,)
-                        found = p * (dp[i] - deltas[i % 2])
-                    else:
-                        word = words[n][i % 2][2 * part + i // 2]
-                        shares = shares + (_kept(p, word, dropout),)
-                        found = p * tl.fma(_kept(dp[i], word, dropout), kept_scale, -deltas[i % 2])
+    STEP: tl.constexpr = 8 * PARTS
+    for BOUNDED in tl.static_range(2):  # whole blocks, then one that ends beyond the last token
+        whole = tokens // STEP * STEP
+        for begin in tl.range(whole if BOUNDED else 0, tokens if BOUNDED else whole, STEP):
+            words = ()
+            for part in tl.static_range(PARTS):
+                query = begin + 8 * part
+                q = _operands(q_at, ld_q, query + r, tokens, c, _row, BY_HEAD, D, KIND, NATIVE, BOUNDED)
+                values = _row(do_at, ld_do, query + r, tokens, c, D, KIND, NATIVE, BOUNDED)
+                do = _loaded(values, BY_HEAD, KIND, NATIVE)
+                out = _row(o_at, H * D, query + r, tokens, c, D, KIND, NATIVE, BOUNDED)
+                delta = _delta(values, out, BY_HEAD, KIND, NATIVE)
+                deltas = _of_columns(delta[0], c, NATIVE)
+                q_along = _operands(q_at, ld_q, query + 2 * c, tokens, r, _column, BY_HEAD, D, KIND, NATIVE, BOUNDED)
+                do_along = _column(do_at, ld_do, query + 2 * c, tokens, r, D, KIND, NATIVE, BOUNDED)
+                do_along = _loaded(do_along, BY_HEAD, KIND, NATIVE)
+                lses = ()
+                for i in tl.static_range(2):  # beyond the end, queries that see nothing
+                    token = query + i + 2 * c
+                    lse = tl.load(lse_at + _inside(token, tokens, BOUNDED) * (1 if BY_HEAD else H))
+                    if BOUNDED:
+                        lse = tl.where(token < tokens, lse, float("inf"))
+                    lses = lses + (lse,)
+                before = ()
+                above = ()
+                for n in tl.static_range(TILES):
+                    key = first + 16 * n + r
+                    if previous_at is not None:
+                        before = before + (_scores_of_columns(previous_at, query + 2 * c, key, tokens, WIDE),)
                     if d_scores_at is not None:
-                        found += tl.where(score == float("-inf"), 0.0, above[n][i].to(tl.float32))
-                    ds = ds + (found,)
-                dvs = dvs + (_with_products(dv[n], operand(shares, KIND, NATIVE), do_along, KIND, NATIVE),)
-                dks = dks + (_with_products(dk[n], operand(ds, KIND, NATIVE), q_along, KIND, NATIVE),)
-            dk = dks
-            dv = dvs
+                        above = above + (_scores_of_columns(d_scores_at, query + 2 * c, key, tokens, WIDE),)
+                dks = ()
+                dvs = ()
+                for n in tl.static_range(TILES):
+                    if dropout is not None and part == 0:
+                        words = words + (_words(dropout, first // 2 + (8 * n + r), begin // 2 + 2 * c, False),)
+                    s = _scores(k[n], q, BLOCK, KIND, NATIVE)
+                    dp = _scores(v[n], do, BLOCK, KIND, NATIVE)
+                    if previous_at is not None:
+                        s = _with_scores(s, before[n], root, False, KIND, NATIVE)
+                    shares = ()
+                    ds = ()
+                    for i in tl.static_range(4):
+                        key = first + (16 * n + 8 * (i // 2)) + r
+                        score = s[i]
+                        if MASK != "":
+                            score += added[n][i // 2]
+                        score = _seen(score, key, query + i % 2 + 2 * c, CAUSAL)
+                        p = tl.exp2(tl.fma(score, scale, -lses[i % 2]))
+                        if dropout is None:
+                            shares = shares + (p,)
+                            found = p * (dp[i] - deltas[i % 2])
+                        else:
+                            word = words[n][i % 2][2 * part + i // 2]
+                            shares = shares + (_kept(p, word, dropout),)
+                            found = p * tl.fma(_kept(dp[i], word, dropout), kept_scale, -deltas[i % 2])
+                        if d_scores_at is not None:
+                            found += tl.where(score == float("-inf"), 0.0, above[n][i].to(tl.float32))
+                        ds = ds + (found,)
+                    dvs = dvs + (_with_products(dv[n], operand(shares, KIND, NATIVE), do_along, KIND, NATIVE),)
+                    dks = dks + (_with_products(dk[n], operand(ds, KIND, NATIVE), q_along, KIND, NATIVE),)
+                dk = dks
+                dv = dvs
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
         _write_grads(

@@ -354,7 +354,7 @@ def _project_kernel(
             acc = product(w, x.T, tl.zeros((BN, BM), tl.float32), PRECISION) + bias
             if BY_HEAD:
                 to = projected_at(qkv_ptr, v_ptr, part, rows.to(INDEX) * D, FIRST)
-                store_heads(to, acc.T, row, rows, n, D, HEAD, BM, BN)
+                store_heads(to, operand(acc.T, OPERAND, PRECISION), row, rows, n, D, HEAD, BM, BN)
             else:
                 store_tile(qkv_ptr + part * D, acc.T, row, rows, n, D, BM, BN, 3 * D)
     elif BACKWARD:
@@ -364,7 +364,7 @@ def _project_kernel(
             ds = operand(row_tile(ds_ptr, row, rows, 0, D, BM, DP, D), OPERAND, PRECISION)
             acc = product(w, ds.T, tl.zeros((BN, BM), tl.float32), PRECISION)
             if BY_HEAD:
-                store_heads(do_ptr, acc.T, row, rows, n, D, HEAD, BM, BN)
+                store_heads(do_ptr, operand(acc.T, OPERAND, PRECISION), row, rows, n, D, HEAD, BM, BN)
             else:
                 store_tile(do_ptr, acc.T, row, rows, n, D, BM, BN, D)
 

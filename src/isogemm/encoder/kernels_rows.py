@@ -45,6 +45,7 @@ from isogemm.encoder.kernels_fragments import (
     zero_blocks,
 )
 from isogemm.epilogues import device, random
+from isogemm.gemm.kernels import round_by_instruction
 
 _SIDE = 32  # of a tile of weights that one program prepares
 _MOST_REGISTERS = 128  # with which a multiprocessor holds two programs of eight warps
@@ -96,12 +97,22 @@ def _store_block(ptr, block, at, live, c, column, LD: tl.constexpr, NATIVE: tl.c
 
 
 @triton.jit
+def _rounded(values):
+    made = ()
+    for i in tl.static_range(len(values)):
+        made = made + (round_by_instruction(values[i]),)
+    return made
+
+
+@triton.jit
 def _store_heads(
     ptr, block, at, live, c, column, rows, D: tl.constexpr, HEAD: tl.constexpr, BY_HEAD: tl.constexpr,
     LD: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Of [rows, D] to [D / HEAD, rows, HEAD] where BY_HEAD, or to rows LD apart."""
+    """Of [rows, D] to [D / HEAD, rows, HEAD] where BY_HEAD, as attention's operands, or to rows LD apart."""
     if BY_HEAD:
+        if ptr.dtype.element_ty == tl.float32:
+            block = _rounded(block)
         tl.static_assert(HEAD % 4 == 0, "a lane's four columns shall be one head's")
         column += 4 * c
         of_head = (column // HEAD).to(rows.dtype) * rows

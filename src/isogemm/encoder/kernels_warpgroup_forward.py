@@ -132,12 +132,12 @@ def _store_heads(
     ptr, value, row, rows, HEAD: gl.constexpr, BY_HEAD: gl.constexpr, LD: gl.constexpr,
     WARPS: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
-    """[rows, D] to [D / HEAD, rows, HEAD] where BY_HEAD, or to rows LD apart."""
+    """[rows, D] to [D / HEAD, rows, HEAD] where BY_HEAD, as attention's operands, or to rows LD apart."""
     if BY_HEAD:
         c = column_numbers(value.shape[1], WARPS, KIND)
         at = ((c // HEAD).to(row.dtype) * rows.to(row.dtype))[None, :] + row[:, None]
         at = ptr + (at * HEAD + (c % HEAD)[None, :])
-        gl.store(at, value.to(ptr.dtype.element_ty), mask=(row < rows)[:, None])
+        gl.store(at, as_number(value, KIND), mask=(row < rows)[:, None])
     else:
         store_rows(ptr, value, row, rows, 0, LD, WARPS, KIND)
 

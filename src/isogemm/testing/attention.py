@@ -11,6 +11,7 @@ from torch import Tensor
 
 from isogemm.encoder.configs_attention import MOST_FACTORS, Attention, MmaConfig, choose_mma
 from isogemm.epilogues import random
+from isogemm.gemm.reference import round_to_tf32
 from isogemm.testing.poison import poisoned_allocations
 
 
@@ -119,6 +120,8 @@ def attention_by_head(
         return (*given, *(None,) * (2 * MOST_FACTORS - len(given)))
 
     q, k, v, do = map(by_head, inputs[:4])
+    if precision == "tf32":  # as the projections leave them
+        q, k, v, do = map(round_to_tf32, (q, k, v, do))
     with poisoned_allocations():
         o, lse = q.new_empty(rows, width), q.new_empty(nhead, rows, dtype=torch.float32)
         dq, dk, dv = q.new_empty(3, width, apart) if turned else q.new_empty(3, rows, width)
