@@ -8,7 +8,8 @@ import torch
 from isogemm.encoder import plan
 from isogemm.encoder.configs_attention import Attention, DotConfig, MmaConfig, choose, choose_backward, choose_mma
 from isogemm.encoder.kernels_attention_dot import describe_attention_dot, describe_attention_dot_backward
-from isogemm.encoder.kernels_attention_mma import describe_attention_mma, describe_attention_mma_backward
+from isogemm.encoder.kernels_attention_mma_backward import describe_attention_mma_backward
+from isogemm.encoder.kernels_attention_mma_forward import describe_attention_mma
 from isogemm.testing import (
     AttentionInputs,
     AttentionResults,

@@ -547,20 +547,21 @@ def backend() -> str:
 
 def describe_attention(problem: Attention) -> Launch:
     """The forward's launch, by the size of the heads."""
-    from isogemm.encoder import kernels_attention, kernels_attention_dot, kernels_attention_mma
+    from isogemm.encoder import kernels_attention, kernels_attention_dot, kernels_attention_mma_forward
 
     if configs_attention.fits_mma(problem):
-        return kernels_attention_mma.describe_attention_mma(problem, configs_attention.choose_mma(problem))
+        return kernels_attention_mma_forward.describe_attention_mma(problem, configs_attention.choose_mma(problem))
     if problem.head <= SHORT_HEAD:
         return kernels_attention.describe_attention(problem, configs_attention.choose_registers(problem))
     return kernels_attention_dot.describe_attention_dot(problem, configs_attention.choose(problem))
 
 
 def describe_attention_backward(problem: Attention) -> Launch:
-    from isogemm.encoder import kernels_attention, kernels_attention_dot, kernels_attention_mma
+    from isogemm.encoder import kernels_attention, kernels_attention_dot, kernels_attention_mma_backward
 
     if configs_attention.fits_mma(problem):
-        return kernels_attention_mma.describe_attention_mma_backward(problem, configs_attention.choose_mma(problem))
+        config_mma = configs_attention.choose_mma(problem)
+        return kernels_attention_mma_backward.describe_attention_mma_backward(problem, config_mma)
     if problem.head <= SHORT_HEAD:
         config = configs_attention.choose_registers_backward(problem)
         return kernels_attention.describe_attention_backward(problem, config)

@@ -92,7 +92,8 @@ def attention_by_head(
     inputs: AttentionInputs, precision: str, *, turned: bool = False, config: MmaConfig | None = None
 ) -> AttentionResults:
     """By the kernels of short heads, with q, k, v and do head by head; turned: dq, dk and dv are written transposed."""
-    from isogemm.encoder.kernels_attention_mma import describe_attention_mma, describe_attention_mma_backward
+    from isogemm.encoder.kernels_attention_mma_backward import describe_attention_mma_backward
+    from isogemm.encoder.kernels_attention_mma_forward import describe_attention_mma
 
     sequences, tokens, width = inputs.q.shape
     rows, nhead = sequences * tokens, inputs.nhead
