@@ -141,6 +141,15 @@ def test_float16():
     _assert_close(SHAPE, bound=2e-2, dtype=torch.float16, norm="batch_norm", from_batch=True, dropout=DROPPED)
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("dropout", [EncoderDropout(), DROPPED], ids=["kept", "dropped"])
+def test_autocast(placement, dropout):
+    """Products in float16: what the weights' gradients read is cast before."""
+    shape, norm = EncoderShape(5, 5, 40, 5, 20), "batch_norm" if dropout is DROPPED else "layer_norm"
+    options = {"operand": torch.float16, "precision": None, **PLACEMENTS[placement]}
+    _assert_close(shape, bound=1e-2, norm=norm, from_batch=norm == "batch_norm", dropout=dropout, **options)
+
+
 # By fragments: the rows end within a warp's sixteen; hidden columns are half of the generator's 32, all, or one and a
 # half times as many.
 NARROW = [

@@ -124,6 +124,11 @@ class Layer:
         return self.precision == "tf32" and self.by_head and self.padded >= _TURNED
 
     @cached_property
+    def cast(self) -> bool:
+        """Whether operands of the weights' gradients are cast where they are written: cast there, they take long."""
+        return self.dtype != self.operand and not self.fragments
+
+    @cached_property
     def early(self) -> bool:
         """Whether launches overlap: set-up time of small ones; programs of large ones would wait in others' places."""
         return self.overlaps and self.rows * self.d_model <= _SMALL

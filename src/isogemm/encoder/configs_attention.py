@@ -51,6 +51,10 @@ class Attention:
             raise ValueError(f"factors: got {self.factors}, expected 0 to {MOST_FACTORS}")
 
     @property
+    def backward(self) -> bool:
+        return len(self.row_strides) > 3
+
+    @property
     def residual(self) -> bool:
         """Whether there are scores in memory."""
         return self.previous or self.scores
@@ -174,17 +178,20 @@ def fragments_hold(head: int, dtype: str, precision: str, shortest: int = 6) -> 
 
 
 def choose_mma(problem: Attention) -> MmaConfig:
-    """For a short head: as many tokens a warp as registers allow, and no more than there are."""
+    """For a short head: as many tokens a warp as registers allow, and no more than there are. In us, on an H200:"""
     most = 4 if problem.head <= 8 else 2
-    if problem.dropout or problem.residual:
-        writes = (
-            problem.scores and len(problem.row_strides) == 3
-        )  # the forward; 115 and 121 us by two, 132 and 151 by three
-        most = 1 if problem.dropout and problem.residual else min(most, 2 if writes else 3)
     if problem.factors:
         most = min(most, _most_with_factors(problem))
     elif problem.added and problem.dropout:
-        most = 1  # the next would be a third program's registers: 169 us by one, 191 by two, 211 by three
+        most = 1  # of 42 tokens 169, by two 191, by three 211
+    elif problem.added or not problem.backward:
+        most = min(most, 3)  # of 64 tokens: by two 55 forward and 164 backward, by four 68 and 175
+    if problem.dropout and problem.residual:
+        most = 1
+    elif problem.scores and not problem.backward:
+        most = min(most, 2)  # of 42 tokens 115, by three 132; where scores are read, too, 121 and 151
+    elif problem.dropout or problem.residual:
+        most = min(most, 3)
     blocks = -(-problem.tokens // (16 * most))
     return MmaConfig(-(-problem.tokens // (16 * blocks)))
 
@@ -192,12 +199,11 @@ def choose_mma(problem: Attention) -> MmaConfig:
 def _most_with_factors(problem: Attention) -> int:
     """Tiles whose operands of all layers, and in the backward as many sums, registers hold.
 
-    With three, a backward of two factors takes 149 us where two take 182 and one 216 (H200, 896 x 42 tokens, TF32).
+    With three, a backward of two factors takes 149 us where two take 182 and one 216.
     """
-    backward = len(problem.row_strides) > 3
     fragments = (problem.factors + 1) * -(-problem.head // 8)
-    held = 9 if backward or problem.dropout else 15
-    return max(1, min(3, held // fragments) if backward else held // fragments)
+    held = 9 if problem.backward or problem.dropout else 15
+    return max(1, min(3, held // fragments) if problem.backward else held // fragments)
 
 
 def choose_registers(problem: Attention) -> RegistersConfig:

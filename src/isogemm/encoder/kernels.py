@@ -99,7 +99,7 @@ def describe_feedforward(layer: Layer, config: RowConfig, eps: float) -> Launch:
 def describe_feedforward_backward(layer: Layer, config: RowConfig, tile_rows: int, eps: float) -> Launch:
     """Of x, o, out_proj's weight and bias, linear1's, linear1 and linear2 turned, the first norm's weight and bias, the
     last norm's weight, dy, the sum before the last norm; to u, act(z), dz, dlast, ds, the sums and dlast's transpose;
-    the seed, and what dropout leaves of dlast. A batch norm's weight is its statistics; without o, x is s.
+    the seed, and what is left of dlast, as an operand. A batch norm's weight is its statistics; without o, x is s.
     """
     constants = _feedforward(layer) | {
         "READY": layer.ready,

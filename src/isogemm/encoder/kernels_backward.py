@@ -90,7 +90,7 @@ def _norm_backward(
 @triton.jit(do_not_specialize=["rows"])
 def _feedforward_backward_kernel(
     x_ptr, o_ptr, wo, bo, w1, b1, w1_turned, w2_turned, norm_w, norm_b, last_w, dy_ptr, sum_ptr,
-    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, dlast_turned, seed_ptr, dropped_ptr, rows, eps, ld,
+    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, dlast_turned, seed_ptr, left_ptr, rows, eps, ld,
     D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr,
     RESIDUAL_NORMED: tl.constexpr, HIDDEN_DROPPED: tl.constexpr, DROPPED: tl.constexpr,
     READY: tl.constexpr, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
@@ -98,7 +98,7 @@ def _feedforward_backward_kernel(
     BM: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # From dy to ds, the gradient of s = x + o Wo + bo, or without o, of x; where the norm is a batch norm, to the
-    # gradient of its result u. u = norm(s), act(z), dz and what dropout leaves of dlast go to the weights' gradients.
+    # gradient of its result u. u = norm(s), act(z), dz and what dropout leaves of dlast are for the weights' gradients.
     started(EARLY)
     tile = tl.program_id(0)
     row = (tile * BM).to(INDEX)
@@ -124,8 +124,8 @@ def _feedforward_backward_kernel(
         store_tile(dlast_ptr, dlast, row, rows, 0, D, BM, DP, D)
     if DROPPED > 0:
         dlast = dropout(dlast, seed_ptr, OUTPUT, row, 0, DROPPED, BM, DP)
-        if not TURNED:
-            store_tile(dropped_ptr, dlast, row, rows, 0, D, BM, DP, D)
+    if left_ptr is not None:
+        store_tile(left_ptr, dlast, row, rows, 0, D, BM, DP, D)
     _store_sum(norm_sums, slot, 4, dlast, D, DP)  # linear2's bias, here and exactly: torch rounds nothing of it
     if TURNED:
         store_grad_operand(dlast_turned, dlast.T, row, rows, 0, ld, D, BM, DP, True)
@@ -166,7 +166,7 @@ def _feedforward_backward_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _input_grad_kernel(
-    x_ptr, norm_w, norm_b, in_proj_weight, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, o_ptr, ds_turned, o_turned,
+    x_ptr, norm_w, norm_b, in_proj_weight, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, o_ptr, ds_operand, o_turned,
     residual_ptr, rows, eps, ld,
     D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, READY: tl.constexpr,
     TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr,
@@ -183,8 +183,9 @@ def _input_grad_kernel(
     slot = _first_slot(norm_sums, tile, SLOTS, 5, 6, D, DP)
     ds = row_tile(ds_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
     _store_sum(norm_sums, slot, 5, ds, D, DP)  # out_proj's bias, here and exactly
+    if ds_operand is not None:
+        store_grad_operand(ds_operand, ds.T, row, rows, 0, ld, D, BM, DP, TURNED)
     if TURNED:
-        store_grad_operand(ds_turned, ds.T, row, rows, 0, ld, D, BM, DP, True)
         o = row_tile(o_ptr, row, rows, 0, D, BM, DP, D)
         store_grad_operand(o_turned, o.T, row, rows, 0, ld, D, BM, DP, True)
     n = row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)

@@ -594,14 +594,14 @@ def _feedforward_rows_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _feedforward_backward_rows_kernel(
     x_ptr, o_ptr, wo, bo, w1, b1, w1_turned, w2_turned, norm_w, norm_b, last_w, dy_ptr, sum_ptr,
-    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, seed_ptr, dropped_ptr, rows, eps,
+    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, seed_ptr, left_ptr, rows, eps,
     D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr, RESIDUAL_NORMED: tl.constexpr,
     HIDDEN_DROPPED: tl.constexpr, DROPPED: tl.constexpr, ACT: tl.constexpr, ACT_GRAD: tl.constexpr,
     EXACT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     # From dy to ds, the gradient of s = x + o Wo + bo, or without o, of x; where the norm is a batch norm, to the
-    # gradient of its result u. u = norm(s), act(z), dz and what dropout leaves of dlast go to the weights' gradients.
+    # gradient of its result u. u = norm(s), act(z), dz and what dropout leaves of dlast are for the weights' gradients.
     started(EARLY)
     r, c, at, live, inside = _place(tl.program_id(0), rows, INDEX, BLOCK)
     lane = 4 * r + c
@@ -626,7 +626,7 @@ def _feedforward_backward_rows_kernel(
         _store_rows(dlast_ptr, dlast, at, live, c, D, NATIVE)
     if DROPPED > 0:
         dlast = _dropout(dlast, seed_ptr, OUTPUT, at, c, DROPPED, NATIVE)
-        _store_rows(dropped_ptr, dlast, at, live, c, D, NATIVE)
+        _store_rows(left_ptr, dlast, at, live, c, D, NATIVE)
     for i in tl.static_range(D // 16):  # linear2's bias, here and exactly: torch rounds none of it
         _store_sum(sums + 4 * D, dlast[i], 16 * i, leads, NATIVE)
     d_operand = _operands(dlast, KIND, NATIVE)

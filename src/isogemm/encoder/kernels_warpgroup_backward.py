@@ -108,14 +108,14 @@ def _fetch_feedforward_backward(
 @gluon.jit(do_not_specialize=["rows"])
 def _feedforward_backward_warpgroup_kernel(
     x_ptr, o_ptr, wo, bo, w1, b1, w1_turned, w2_turned, norm_w, norm_b, last_w, dy_ptr, sum_ptr,
-    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, dlast_turned, seed_ptr, dropped_ptr, rows, eps, ld,
+    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, dlast_turned, seed_ptr, left_ptr, rows, eps, ld,
     D: gl.constexpr, F: gl.constexpr, NORM: gl.constexpr, NORM_LAST: gl.constexpr, RESIDUAL_NORMED: gl.constexpr,
     HIDDEN_DROPPED: gl.constexpr, DROPPED: gl.constexpr, TURNED: gl.constexpr, ACT: gl.constexpr,
     ACT_GRAD: gl.constexpr, INDEX: gl.constexpr, BF: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     EARLY: gl.constexpr,
 ):  # fmt: skip
     # From dy to ds, the gradient of s = x + o Wo + bo, or without o, of x; where the norm is a batch norm, to the
-    # gradient of its result u. u = norm(s), act(z), dz and what dropout leaves of dlast go to the weights' gradients.
+    # gradient of its result u. u = norm(s), act(z), dz and what dropout leaves of dlast are for the weights' gradients.
     started(EARLY)
     BM: gl.constexpr = 16 * WARPS
     KIND: gl.constexpr = gl.float32
@@ -151,8 +151,8 @@ def _feedforward_backward_warpgroup_kernel(
         store_rows(dlast_ptr, dlast, row, rows, 0, D, WARPS, KIND)
     if DROPPED > 0:
         dlast = dlast * keeping(seed_ptr, OUTPUT, row, 0, D, DROPPED, WARPS, KIND)
-        if not TURNED:
-            store_rows(dropped_ptr, dlast, row, rows, 0, D, WARPS, KIND)
+    if left_ptr is not None:
+        store_rows(left_ptr, dlast, row, rows, 0, D, WARPS, KIND)
     _store_sum(norm_sums, 4, dlast, rows, D, WARPS)  # linear2's bias, here and exactly: torch rounds nothing of it
     if TURNED:
         _store_grad_operand(dlast_turned, dlast, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
@@ -303,7 +303,8 @@ def _input_grad_warpgroup_kernel(
 def describe_feedforward_backward_warpgroup(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:
     """In TF32, of x, o, out_proj's weight and bias, linear1's, linear1 and linear2 turned, the first norm's weight and
     bias, the last norm's weight, dy, the sum before the last norm; to u, act(z), dz, dlast, ds, the sums and dlast's
-    transpose; the seed, and what dropout leaves of dlast. A batch norm's weight is its statistics; without o, x is s.
+    transpose; the seed, and what is left of dlast, as an operand. A batch norm's weight is its statistics; without o,
+    x is s.
     """
     constants = feedforward_sizes(layer) | {
         "TURNED": layer.turned,

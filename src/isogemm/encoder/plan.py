@@ -204,13 +204,13 @@ class Plan:
             "dk": Part(operand, rows * 3 * d - column * d, "dqkv", column * d),
             "dv": Part(operand, rows * 3 * d - 2 * column * d, "dqkv", 2 * column * d),
             "n": Part(operand, rows * d),
-            "ds_turned": Part(operand, rows * d),
+            "ds operand": Part(operand, rows * d),
             "o_turned": Part(operand, rows * d),
             "dx": Part(of_x, layer.rows * d),
             # Turned, its last reader is what writes dx, row by row.
             "ds": Part(of_x, layer.rows * d, "dx" if layer.turned else ""),
             "ds dropped": Part(of_x, layer.rows * d),
-            "dlast dropped": Part(of_x, layer.rows * d),
+            "dlast left": Part(operand, layer.rows * d),
             "normed": Part(of_x, layer.rows * d),
             "d_normed": Part(of_x, layer.rows * d),
         } | self._norms.parts()
@@ -310,11 +310,11 @@ class Plan:
         of_s = ("s", "", "", "") if layer.parted else ("x", "o", wo, "bo")
         seed = "seed" if any(dropout[1:]) else ""
         dlast, dlast_turned = "dlast" if norm_last else "", "dlast_turned" if turned else ""
-        dlast_dropped = "dlast dropped" if dropout.output and not turned else ""
+        dlast_left = "dlast left" if (dropout.output or layer.cast) and not turned else ""
         attending = "normed" if layer.batch_norm and layer.norm_first else "x"
-        n = "n" if layer.row_norm or turned else ""
+        n = "n" if layer.row_norm or turned or layer.cast else ""
         ds = "ds dropped" if dropout.projection else "ds"  # the gradient of out_proj's result
-        ds_turned, o_turned = ("ds_turned", "o_turned") if turned else ("", "")
+        ds_operand, o_turned = "ds operand" if turned or layer.cast else "", "o_turned" if turned else ""
         into = tuple(
             "" if each is None else f"d{name}" for name, each in zip(self.names, gradients.tensors, strict=True)
         )
@@ -334,7 +334,7 @@ class Plan:
                 "feedforward_backward", self._describe_feedforward_backward,
                 (*of_s, w1, "b1", w1_turned, w2_turned, *norms, above, "total" if norm_last else "",
                  "u", "act", "dz", dlast, "d_normed" if layer.batch_norm else "ds", "feedforward sums",
-                 *(() if layer.fragments else (dlast_turned,)), seed, dlast_dropped),
+                 *(() if layer.fragments else (dlast_turned,)), seed, dlast_left),
             )
         )  # fmt: skip
         if layer.batch_norm:
@@ -347,7 +347,7 @@ class Plan:
             Step(
                 "feedforward weights",
                 partial(self._describe_weight_grads, (f, d, d, f), 0),
-                ("dz", "u", dlast_turned or dlast_dropped or dlast or above, "act", "feedforward sums",
+                ("dz", "u", dlast_turned or dlast_left or dlast or above, "act", "feedforward sums",
                  "feedforward partials"),
             )
         )  # fmt: skip
@@ -369,7 +369,7 @@ class Plan:
             Step(
                 "input_grad", self._describe_input_grad,
                 (attending, *norm1, wqkv_turned, "dqkv", ds, n, "d_normed" if attending == "normed" else "dx",
-                 "attention sums", *(() if layer.fragments else ("o", ds_turned, o_turned)),
+                 "attention sums", *(() if layer.fragments else ("o", ds_operand, o_turned)),
                  "" if ds == "ds" else "ds"),
             ),
         ]  # fmt: skip
@@ -380,7 +380,7 @@ class Plan:
             Step(
                 "attention weights",
                 partial(self._describe_weight_grads, (3 * d, d, d, d), 1),
-                ("dqkv", n or attending, ds_turned or ds, o_turned or "o", "attention sums", "attention partials"),
+                ("dqkv", n or attending, ds_operand or ds, o_turned or "o", "attention sums", "attention partials"),
             ),
             Step(
                 ("sum", gradients.kind),
