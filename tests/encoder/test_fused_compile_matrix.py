@@ -63,7 +63,8 @@ def _jobs(layer):
 
 
 def _variant(layer):
-    return f" {layer.norm}, parted" if layer.parted else ""
+    of_norm = f" {layer.norm}, parted" if layer.parted else ""
+    return of_norm + (" by factors" if layer.own_factors else "")
 
 
 LAYERS = [_layer(128, 16, 256, "tf32", wgmma=True), _layer(16, 2, 128, "tf32")]
@@ -86,6 +87,17 @@ CASES += [
     for layer in (_layer(128, 16, 256, "tf32", wgmma=True, **OFFICIAL), _layer(16, 4, 128, "tf32", **OFFICIAL))
     for job in _jobs(layer)
     if any(part in job.name for part in ("feedforward", "attention", "out_project", "input_grad"))
+]
+BY_FACTORS = {"factors": 1, "own_factors": True}
+CASES += [
+    (job, "sm_90")
+    for layer in (
+        _layer(128, 16, 256, "tf32", wgmma=True, **BY_FACTORS),
+        _layer(16, 4, 128, "tf32", **BY_FACTORS),
+        _layer(48, 6, 96, "bfloat16", **BY_FACTORS),
+    )
+    for job in _jobs(layer)
+    if "_project" in job.name
 ]
 PORTABLE = [
     job for job in _jobs(_layer(16, 4, 100, "bfloat16")) if "feedforward" in job.name or "attention" in job.name

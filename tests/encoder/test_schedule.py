@@ -212,6 +212,23 @@ def test_operators_without_memory_make_what_those_with_it_do(launched, norm, ope
     _assert_alike(fused._encoder_layer_backward(*backward), fused._encoder_layer_backward_fake(*backward))
 
 
+def test_operators_without_memory_make_the_factors_of_those_with_it(launched):
+    tensors = encoder_tensors(SHAPE)
+    x, params = tensors["x"], list(_parameters(tensors))
+    factor = torch.zeros(2, 4, 6, 5, 4, dtype=torch.bfloat16)
+    options = Options(4, False, False, "gelu", "layer_norm", 1e-5, False, None, torch.bfloat16, return_factors=True)
+    given, places = plan.Given(factor0=factor, factor1=factor.clone()), list(range(len(params)))
+    forward = (x, params, places, *given, [], [], [], True, *options)
+    made = fused._encoder_layer(*forward)
+    _assert_alike(made, fused._encoder_layer_fake(*forward))
+    y, kept, _, statistics, own = made
+    assert own.shape == factor.shape
+    backward = (y, None, own, kept, statistics, own, x, params, places, *given.read_again, True, *options)
+    found = fused._encoder_layer_backward(*backward)
+    _assert_alike(found, fused._encoder_layer_backward_fake(*backward))
+    assert [each.shape for each in found[1:3]] == [factor.shape] * 2
+
+
 def _assert_alike(made, fakes):
     for each, fake in zip(made, fakes, strict=True):
         assert (each.shape, each.dtype, each.stride()) == (fake.shape, fake.dtype, fake.stride())

@@ -125,6 +125,9 @@ def _variants() -> int:
     return sum(variant_calls(i, j) for i in range(len(ENCODERS)) for j in range(4))
 
 
+STACKED = 3  # layers that pass scores on by factors
+
+
 def variant_calls(i: int, j: int) -> int:
     """The same with dropout everywhere, residual scores, and norms of every kind and place."""
     shape, (dtype, precision) = EncoderShape(*ENCODERS[i]), NUMBERS[j]
@@ -150,7 +153,14 @@ def variant_calls(i: int, j: int) -> int:
         )  # fmt: skip
         (y.sum() + scores.sum()).backward()
         scores = scores.detach().requires_grad_()
-    return len(places)
+    y, factors = leaves["x"], None
+    for _ in range(STACKED):
+        y, factors = isogemm.encoder_layer(
+            y, encoder_parameters(leaves), nhead=shape.nhead, precision=precision, scores=factors,
+            return_scores="factors",
+        )  # fmt: skip
+    (y.sum() + factors[-1].sum()).backward()
+    return len(places) + STACKED
 
 
 PARTS = {"products": _products, "epilogues": _epilogues, "encoder": _encoders, "variants": _variants}

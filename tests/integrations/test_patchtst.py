@@ -114,13 +114,12 @@ def test_a_step_of_hugging_face_s_model(head):
 def test_a_step_of_the_official_model(norm, pre_norm, res_attention, padded):
     model = _official(3, norm=norm, pre_norm=pre_norm, res_attention=res_attention)
     mask = torch.arange(TOKENS) >= torch.tensor([5, 2, 1, 5, 4, 3])[:, None] if padded else None
-    weights = _random(SEQUENCES, TOKENS, D, seed=3)
+    _assert_step_is_no_worse(model, lambda model, dtype: _of_official(model, dtype, mask))
 
-    def loss_of(model, dtype):
-        y = model(_random(SEQUENCES, TOKENS, D).to(dtype), key_padding_mask=mask)
-        return (y * weights.to(dtype)).mean(), y
 
-    _assert_step_is_no_worse(model, loss_of)
+def _of_official(model, dtype, mask=None):
+    y = model(_random(SEQUENCES, TOKENS, D).to(dtype), key_padding_mask=mask)
+    return (y * _random(SEQUENCES, TOKENS, D, seed=3).to(dtype)).mean(), y
 
 
 def test_scores_and_their_gradients():
@@ -482,6 +481,54 @@ def test_scores_that_nobody_reads():
     assert model.layers[2](x, scores)[1] is None
     restore(model)
     assert model.layers[2](x, scores)[1] is not None
+
+
+@pytest.fixture
+def by_factors(monkeypatch):
+    """As on a GPU."""
+    monkeypatch.setattr(patchtst, "takes_factors", lambda x, params, nhead, layers, precision: layers <= 5)
+
+
+def _passed_on(monkeypatch):
+    """What the layers get for scores, as the model is called."""
+    seen = []
+    compute = patchtst.encoder_layer
+    monkeypatch.setattr(
+        patchtst, "encoder_layer", lambda *args, **options: seen.append(options["scores"]) or compute(*args, **options)
+    )
+    return seen
+
+
+def test_scores_by_factors(by_factors, monkeypatch):
+    model = _official(3)
+    seen = _passed_on(monkeypatch)
+    _assert_step_is_no_worse(model, _of_official)
+    seen = seen[-3:]  # behind the trials
+    assert [type(each) for each in seen] == [type(None), tuple, tuple]
+    assert [each.shape for each in seen[2]] == [(2, HEADS, SEQUENCES, TOKENS, D // HEADS)] * 2
+
+
+def test_scores_by_factors_to_a_layer_that_isogemm_does_not_compute(by_factors, monkeypatch):
+    model = _official(3)
+    theirs = training_step(copy.deepcopy(model), lambda model: _of_official(model, torch.float32))
+    accelerate(model)
+    model.layers[1].self_attn.W_Q.register_forward_hook(lambda module, args, output: None)
+    seen = _passed_on(monkeypatch)
+    ours = training_step(model, lambda model: _of_official(model, torch.float32))
+    for name, each in ours.items():
+        torch.testing.assert_close(each, theirs[name], rtol=1e-4, atol=1e-4)
+    assert [type(each) for each in seen] == [type(None), torch.Tensor]
+
+
+def test_scores_with_masks_in_them_are_passed_on_themselves(by_factors, monkeypatch):
+    model = _official(2)
+    accelerate(model)
+    seen = _passed_on(monkeypatch)
+    x, scores = _random(SEQUENCES, TOKENS, D), None
+    mask = torch.zeros(SEQUENCES, TOKENS, dtype=torch.bool)
+    for layer in model.layers:
+        x, scores = layer(x, prev=scores, key_padding_mask=mask)
+    assert [type(each) for each in seen] == [type(None), torch.Tensor]
 
 
 class _ScoresGiven(OfficialEncoder):

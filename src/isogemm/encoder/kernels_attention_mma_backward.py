@@ -181,8 +181,9 @@ def _grads_of_queries(
         dropout = (tl.load(seed_ptr), dropped, matrix)
     PARTS: tl.constexpr = 1 if seed_ptr is None else 2  # of eight keys each: a call's words are for both
     STEP: tl.constexpr = 8 * PARTS
-    for BOUNDED in tl.static_range(2):  # whole blocks, then one that ends beyond the last token
-        whole = tokens // STEP * STEP
+    WHOLE: tl.constexpr = previous_ptr is None and d_scores_ptr is None  # scores leave no registers for two loops
+    for BOUNDED in tl.static_range(0 if WHOLE else 1, 2):  # whole blocks, then one that ends beyond the last token
+        whole = tokens // STEP * STEP if WHOLE else 0
         for begin in tl.range(whole if BOUNDED else 0, tokens if BOUNDED else whole, STEP):
             words = ()
             for part in tl.static_range(PARTS):
@@ -299,8 +300,9 @@ def _grads_of_keys(
         dropout = (tl.load(seed_ptr), dropped, matrix)
     PARTS: tl.constexpr = 1 if seed_ptr is None else 2  # of eight queries each: a call's words are for both
     STEP: tl.constexpr = 8 * PARTS
-    for BOUNDED in tl.static_range(2):  # whole blocks, then one that ends beyond the last token
-        whole = tokens // STEP * STEP
+    WHOLE: tl.constexpr = previous_ptr is None and d_scores_ptr is None  # scores leave no registers for two loops
+    for BOUNDED in tl.static_range(0 if WHOLE else 1, 2):  # whole blocks, then one that ends beyond the last token
+        whole = tokens // STEP * STEP if WHOLE else 0
         for begin in tl.range(whole if BOUNDED else 0, tokens if BOUNDED else whole, STEP):
             words = ()
             for part in tl.static_range(PARTS):
