@@ -146,6 +146,8 @@ def _grads_of_queries(
     do_at = head_at(do_ptr, row, head, ld_do, all_rows, D, BY_HEAD)
     fetch_layers(k_at, ld_k, tokens, FETCH, BLOCK)
     fetch(v_at, ld_v, tokens, FETCH, BLOCK)
+    if dq_in_ptr is not None:
+        fetch(head_at(dq_in_ptr, row, head, D, all_rows, D, True), D, tokens, FETCH, BLOCK)
     mask_at = None
     if MASK != "":
         mask_at = mask_ptr + sequence.to(tl.int64) * mask_stride
@@ -267,6 +269,8 @@ def _grads_of_keys(
     fetch(do_at, ld_do, tokens, FETCH, BLOCK)
     fetch(o_at, H * D, tokens, FETCH, BLOCK)
     fetch(lse_at, 1 if BY_HEAD else H, tokens, FETCH, BLOCK)
+    if dk_in_ptr is not None:
+        fetch(head_at(dk_in_ptr, row, head, D, all_rows, D, True), D, tokens, FETCH, BLOCK)
     mask_at = None
     if MASK != "":
         mask_at = mask_ptr + sequence.to(tl.int64) * mask_stride
