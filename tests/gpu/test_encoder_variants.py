@@ -109,6 +109,63 @@ def test_residual_scores_do_not_depend_on_the_batch(shape):
         assert_bitwise_equal(y, whole[part])
 
 
+def _stacked(tensors, nhead, x, **options):
+    """Three layers, the last of which gives no factors."""
+    factors = None
+    for _ in range(2):
+        x, factors = _layer(tensors, nhead, x, scores=factors, return_scores="factors", **options)
+    return _layer(tensors, nhead, x, scores=factors, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_scores_by_factors_do_not_depend_on_the_batch(shape):
+    tensors = _tensors(shape)
+    made = []
+    for part in (slice(None), slice(2, 3), slice(5, 12)):
+        x = tensors["x"][part].detach().clone().requires_grad_()
+        y = _stacked(tensors, shape.nhead, x)
+        y.square().sum().backward()
+        made.append((part, y.detach(), x.grad))
+    for part, y, grad in made[1:]:
+        assert_bitwise_equal(y, made[0][1][part])
+        assert_bitwise_equal(grad, made[0][2][part])
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_scores_by_factors_compiled_in_a_graph_and_into_main_grads(shape):
+    """The same bits as eager; of a parameter, whose three gradients are added in any order, nearly."""
+    tensors = {name: torch.nn.Parameter(each) for name, each in _tensors(shape).items()}
+
+    def step(function):
+        for each in tensors.values():
+            each.grad = None
+        y = function(tensors["x"])
+        y.square().sum().backward()
+        return [y, *(each.grad for each in tensors.values())]
+
+    def eager(x):
+        return _stacked(tensors, shape.nhead, x, norm="batch_norm")
+
+    expected = [each.detach().clone() for each in step(eager)]
+    found = [step(torch.compile(eager, fullgraph=True))]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(eager)
+    graph.replay()
+    found.append(captured)
+    weight = tensors["linear1_weight"]
+    weight.main_grad = torch.zeros_like(weight)
+    found.append(step(eager))
+    assert weight.grad is None
+    found[-1][1 + list(tensors).index("linear1_weight")] = weight.main_grad
+    of_x = 1 + list(tensors).index("x")
+    for one in found:
+        assert_bitwise_equal(one[0], expected[0])
+        assert_bitwise_equal(one[of_x], expected[of_x])
+        for ours, right in zip(one, expected, strict=True):
+            torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))
+
+
 def test_served_by_the_fused_kernels():
     shape = SHAPES[0]
     with isogemm.dispatch_log() as log:
