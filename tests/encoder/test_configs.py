@@ -75,5 +75,4 @@ def test_warpgroups_serve_what_they_were_measured_for(layer, groups):
 )
 def test_all_layers_of_a_stack_take_factors_or_none(layer, served):
     stack = [replace(layer, factors=before, own_factors=before < 4) for before in range(5)]
-    assert {not configs.unserved_factors(each) for each in stack} == {served}
-    assert "at most 4" in configs.unserved_factors(replace(layer, factors=5))
+    assert {each.by_head for each in stack} == {served}

@@ -229,6 +229,28 @@ def test_operators_without_memory_make_the_factors_of_those_with_it(launched):
     assert [each.shape for each in found[1:3]] == [factor.shape] * 2
 
 
+def test_factors_that_the_fused_kernels_do_not_take():
+    tensors = encoder_tensors(SHAPE)
+    x, params = tensors["x"], encoder_parameters({name: each for name, each in tensors.items() if name != "x"})
+    options = Options(4, False, False, "gelu", "layer_norm", 1e-5, False, None, torch.bfloat16)
+    by_factors = options._replace(return_factors=True)
+    for given in (x, x[0]):
+        assert fused.unserved(given, params, by_factors) == ""
+        assert fused.unserved(given, params, by_factors, 4) == ""
+        assert fused.unserved(given, params, options, 4) == ""
+        assert "at most 4" in fused.unserved(given, params, options, 5)
+        assert "are a result" in fused.unserved(given, params, options._replace(return_scores=True), 1)
+        assert "TF32" in fused.unserved(given, params, by_factors._replace(operand=torch.float32, precision="ieee"))
+
+
+def test_whether_factors_are_taken_is_compiled():
+    def asked(x):
+        return x * fused.takes_factors(x, 4, 36, torch.bfloat16, None)
+
+    x = torch.ones(3, 5, 16)
+    assert torch.compile(asked, fullgraph=True, backend="eager")(x).equal(x)
+
+
 def _assert_alike(made, fakes):
     for each, fake in zip(made, fakes, strict=True):
         assert (each.shape, each.dtype, each.stride()) == (fake.shape, fake.dtype, fake.stride())

@@ -59,6 +59,22 @@ def test_factors_of_one_sequence():
         assert_bitwise_equal(ours, all_of_them[:, :, 1])
 
 
+def test_factors_of_no_sequence():
+    tensors = encoder_tensors(SHAPE)
+    y, scores = _layer(tensors["x"][:0], tensors, return_scores="factors")
+    y, scores = _layer(y, tensors, scores=scores, return_scores="factors")
+    assert [each.shape for each in scores] == [(2, 4, 0, 5, 4)] * 2
+    assert y.shape == (0, 5, 16)
+
+
+def test_scores_from_factors():
+    tensors = encoder_tensors(SHAPE)
+    y, factors = _layer(tensors["x"], tensors, return_scores="factors")
+    _, ours = _layer(y, tensors, scores=factors, return_scores=True)
+    _, scores = _layer(tensors["x"], tensors, return_scores=True)
+    assert_bitwise_equal(ours, _layer(y, tensors, scores=scores, return_scores=True)[1])
+
+
 def test_factors_that_are_none():
     tensors = encoder_tensors(SHAPE)
     x = tensors["x"]
@@ -74,6 +90,8 @@ def test_factors_that_are_none():
             _layer(x, tensors, **wrong)
     with pytest.raises(TypeError, match=r"scores\[0\] has dtype"):
         _layer(x, tensors, scores=(factors[0].double(),))
+    with pytest.raises(TypeError, match="scores is a list"):
+        _layer(x, tensors, scores=list(factors))
     with pytest.raises(TypeError, match=r"scores\[0\] is a NoneType"):
         _layer(x, tensors, scores=(None,))
 

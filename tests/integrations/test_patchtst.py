@@ -9,6 +9,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import isogemm
 from isogemm.integrations import patchtst
@@ -486,7 +487,7 @@ def test_scores_that_nobody_reads():
 @pytest.fixture
 def by_factors(monkeypatch):
     """As on a GPU."""
-    monkeypatch.setattr(patchtst, "takes_factors", lambda x, params, nhead, layers, precision: layers <= 5)
+    monkeypatch.setattr(patchtst, "gains_by_factors", lambda *arguments: True)
 
 
 def _passed_on(monkeypatch):
@@ -518,6 +519,16 @@ def test_scores_by_factors_to_a_layer_that_isogemm_does_not_compute(by_factors, 
     for name, each in ours.items():
         torch.testing.assert_close(each, theirs[name], rtol=1e-4, atol=1e-4)
     assert [type(each) for each in seen] == [type(None), torch.Tensor]
+
+
+def test_scores_that_a_hook_sees(by_factors):
+    model = _official(3)
+    accelerate(model)
+    seen = []
+    for layer in model.layers[:2]:
+        layer.register_forward_hook(lambda module, args, output: seen.append(output[1].shape))
+        model(_random(SEQUENCES, TOKENS, D))
+    assert seen == [(SEQUENCES, HEADS, TOKENS, TOKENS)] * 3
 
 
 def test_scores_with_masks_in_them_are_passed_on_themselves(by_factors, monkeypatch):
@@ -556,12 +567,20 @@ class _ScoresUsed(OfficialEncoder):
         return src + scores.mean()
 
 
-@pytest.mark.parametrize("encoder", [_ScoresGiven, _ScoresKept, _ScoresUsed])
+class _Checkpointed(OfficialEncoder):
+    def forward(self, src):
+        scores = None
+        for layer in self.layers:
+            src, scores = checkpoint(layer, src, scores, use_reentrant=True)
+        return src
+
+
+@pytest.mark.parametrize("encoder", [_ScoresGiven, _ScoresKept, _ScoresUsed, _Checkpointed])
 def test_scores_that_another_encoder_reads(encoder):
     model = encoder(2, D, HEADS, F)
     report = accelerate(model)
     assert len(report.swapped) == 2
-    assert report.without_scores == ()
+    assert report.without_scores == report.by_factors == ()
     model(_random(SEQUENCES, TOKENS, D))
 
 

@@ -141,18 +141,17 @@ def encoder_layer(
     return y if of_layer is None else (y, of_layer)
 
 
-def takes_factors(x: Tensor, params: EncoderParameters, nhead: int, layers: int, precision: str | None) -> bool:
-    """Whether the fused kernels pass scores on as factors, through so many layers of x and such parameters."""
-    if not x.is_cuda or x.dtype not in SERVED:
+def gains_by_factors(x: Tensor, nhead: int, dim_feedforward: int, layers: int, precision: str | None) -> bool:
+    """Whether the fused kernels pass scores on by factors through so many layers, and scores would be larger."""
+    if not x.is_cuda:
         return False
     from isogemm.encoder import fused
+    from isogemm.encoder.configs_attention import MOST_FACTORS
 
     operand = autocast_dtype(x.device) or x.dtype
-    options = Options(
-        nhead, False, False, "relu", "layer_norm", 0.0, False,
-        resolve_precision(x, precision) if operand is torch.float32 else None, operand, return_factors=True,
-    )  # fmt: skip
-    return not fused.unserved(x, params, options, layers - 1)
+    precision = resolve_precision(x, precision) if operand is torch.float32 else None
+    less = layers - 1 <= MOST_FACTORS and x.shape[-2] > 2 * x.shape[-1] // nhead
+    return less and fused.takes_factors(x, nhead, dim_feedforward, operand, precision)
 
 
 def encoder_chunk(
@@ -499,6 +498,8 @@ def _require_scores(tensors: _Tensors, x: Tensor, nhead: int, operand: torch.dty
     *sequences, tokens, d_model = x.shape
     if isinstance(returned, str) and returned != "factors":
         raise ValueError(f"return_scores is {returned!r}; accepted: False, True and 'factors'")
+    if isinstance(tensors.scores, list):
+        raise TypeError("scores is a list; expected a torch.Tensor or a tuple of factors")
     if tensors.scores is not None:
         if returned == "factors":
             raise ValueError("scores are given as one tensor; expected their factors, since return_scores='factors'")

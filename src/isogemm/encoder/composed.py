@@ -87,7 +87,8 @@ def scores_of(factors: Sequence[Tensor], precision: str | None) -> Tensor:
 def _factors(call: AttentionCall) -> Tensor:
     """Its queries and keys [2, H, S, T, d]."""
     q, k, _ = call.parts(call.q, call.k, call.v)
-    return torch.stack([each.view(*each.shape[:-1], call.nhead, -1).permute(2, 0, 1, 3) for each in (q, k)])
+    by_head = (*q.shape[:-1], call.nhead, call.width // call.nhead)
+    return torch.stack([each.reshape(by_head).permute(2, 0, 1, 3) for each in (q, k)])
 
 
 def _operands(

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from isogemm.encoder.configs_attention import MOST_FACTORS, fragments_hold
+from isogemm.encoder.configs_attention import fragments_hold
 from isogemm.encoder.parameters import NOTHING_DROPPED, EncoderDropout
 
 WIDEST = 256  # d_model of a row that a program keeps
@@ -93,8 +93,7 @@ class Layer:
     @cached_property
     def narrow(self) -> bool:
         """Whether a warp's lanes hold sixteen of its rows, in numbers that tensor cores take."""
-        fits = self.d_model <= _WIDEST_FRAGMENTS and self.d_model % 16 == 0 and self.dim_feedforward % 16 == 0
-        return fits and not self.exact
+        return _is_narrow(self.d_model, self.dim_feedforward) and not self.exact
 
     @cached_property
     def fragments(self) -> bool:
@@ -104,9 +103,9 @@ class Layer:
     @cached_property
     def by_head(self) -> bool:
         """Whether q, k, v and do are passed on head by head: a head's tokens are then next to each other."""
-        if self.factors or self.own_factors:  # which attention by fragments alone takes, for short heads too
-            in_lanes = self.head % 4 == 0 or not self.fragments
-            return self.mma and in_lanes and fragments_hold(self.head, self.operand, self.precision, shortest=2)
+        if self.factors or self.own_factors:
+            sizes = self.d_model, self.nhead, self.dim_feedforward
+            return self.mma and takes_factors(*sizes, self.operand, self.precision)
         return self.mma and not self.fragments and fragments_hold(self.head, self.operand, self.precision)
 
     @cached_property
@@ -125,7 +124,7 @@ class Layer:
 
     @cached_property
     def cast(self) -> bool:
-        """Whether operands of the weights' gradients are cast where they are written: cast there, they take long."""
+        """Whether operands of the weights' gradients are cast by who writes them: reading wide ones is slow."""
         return self.dtype != self.operand and not self.fragments
 
     @cached_property
@@ -200,13 +199,15 @@ def unserved(tokens: int, d_model: int, nhead: int, operand: str) -> str:
     return ""
 
 
-def unserved_factors(layer: Layer) -> str:
-    """Why the fused kernels do not take a layer's factors of scores, or give none; empty where they do."""
-    if layer.factors > MOST_FACTORS:
-        return f"scores are given as {layer.factors} layers' factors; attention takes in at most {MOST_FACTORS}"
-    if not layer.by_head:
-        return "factors of scores are for even heads up to 16, in TF32 or 16 bits, of multiples of 4 in narrow layers"
-    return ""
+def takes_factors(d_model: int, nhead: int, dim_feedforward: int, operand: str, precision: str) -> bool:
+    """Whether attention by fragments, which alone takes factors of scores, has a layer's heads, short ones included."""
+    head = d_model // nhead
+    in_lanes = head % 4 == 0 or not _is_narrow(d_model, dim_feedforward)  # four columns of a narrow row are one head's
+    return in_lanes and fragments_hold(head, operand, precision, shortest=2)
+
+
+def _is_narrow(d_model: int, dim_feedforward: int) -> bool:
+    return d_model <= _WIDEST_FRAGMENTS and d_model % 16 == 0 and dim_feedforward % 16 == 0
 
 
 @dataclass(frozen=True)

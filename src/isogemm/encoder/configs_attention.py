@@ -178,7 +178,7 @@ def fragments_hold(head: int, dtype: str, precision: str, shortest: int = 6) -> 
 
 
 def choose_mma(problem: Attention) -> MmaConfig:
-    """For a short head: as many tokens a warp as registers allow, and no more than there are. In us, on an H200:"""
+    """For a short head: as many tokens a warp as registers allow, and no more than there are. Times: us on an H200."""
     most = 4 if problem.head <= 8 else 2
     if problem.factors:
         most = min(most, _most_with_factors(problem))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, cast
@@ -16,6 +15,7 @@ from isogemm.core import device as devices
 from isogemm.core.eager import through_dispatcher
 from isogemm.encoder import configs
 from isogemm.encoder.configs import Layer
+from isogemm.encoder.configs_attention import MOST_FACTORS
 from isogemm.encoder.gradients import Gradients
 from isogemm.encoder.op import placed, refuse_second_derivative
 from isogemm.encoder.parameters import EncoderDropout, EncoderParameters, Options
@@ -54,10 +54,21 @@ def unserved(x: Tensor, params: EncoderParameters, options: Options, factors: in
     if len({each.dtype for _, each in params.named()}) > 1:
         return "the parameters are of several dtypes"
     if factors or options.return_factors:
-        layer = _layer(x, Given(), params.flat(), _is_stacked(params), options, _arch(x.device))
-        if reason := configs.unserved_factors(replace(layer, factors=factors)):
-            return reason
+        if factors > MOST_FACTORS:
+            return f"scores are given as {factors} layers' factors; attention takes in at most {MOST_FACTORS}"
+        if options.return_scores:
+            return "scores are given by factors and are a result"
+        if not takes_factors(x, options.nhead, params.linear1_weight.shape[0], options.operand, options.precision):
+            return (
+                "factors of scores are for even heads up to 16, in TF32 or 16 bits, of multiples of 4 in narrow layers"
+            )
     return configs.unserved(x.shape[-2], x.shape[-1], options.nhead, dtype_name(options.operand))
+
+
+def takes_factors(x: Tensor, nhead: int, dim_feedforward: int, operand: torch.dtype, precision: str | None) -> bool:
+    """Whether the fused kernels take scores by factors, and give them."""
+    sizes = x.shape[-1], nhead, dim_feedforward
+    return _arch(x.device) >= 80 and configs.takes_factors(*sizes, dtype_name(operand), precision or "")
 
 
 def encoder_layer(x: Tensor, params: EncoderParameters, given: Given, options: Options) -> Results:
@@ -280,6 +291,9 @@ def _arch(device: torch.device) -> int:
         return 80
     arch = devices.facts(device).arch
     return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0
+
+
+_arch._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as core.device.matmul_precision
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}

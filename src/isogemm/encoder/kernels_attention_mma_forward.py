@@ -195,11 +195,10 @@ def _attend_row(top, total, s0, s1, s2, s3, scale, NATIVE: tl.constexpr, EMPTY: 
     if EMPTY:
         base = tl.where(above == float("-inf"), 0.0, above)
     shrink = tl.exp2((top - base) * scale)  # 1 where nothing is higher: what is left out then changes no bit
-    below = -base * scale
-    p0 = tl.exp2(tl.fma(s0, scale, below))
-    p1 = tl.exp2(tl.fma(s1, scale, below))
-    p2 = tl.exp2(tl.fma(s2, scale, below))
-    p3 = tl.exp2(tl.fma(s3, scale, below))
+    p0 = tl.exp2((s0 - base) * scale)
+    p1 = tl.exp2((s1 - base) * scale)
+    p2 = tl.exp2((s2 - base) * scale)
+    p3 = tl.exp2((s3 - base) * scale)
     return above, total * shrink + ((p0 + p1) + (p2 + p3)), shrink, p0, p1, p2, p3
 
 

@@ -221,7 +221,7 @@ def _fetch_input_grad(
 
 @gluon.jit(do_not_specialize=["rows"])
 def _input_grad_warpgroup_kernel(
-    x_ptr, norm_w, norm_b, in_proj_turned, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, o_ptr, ds_turned, o_turned,
+    x_ptr, norm_w, norm_b, in_proj_turned, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, o_ptr, ds_operand, o_turned,
     residual_ptr, rows, eps, ld,
     D: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, TURNED: gl.constexpr, INDEX: gl.constexpr,
     BF: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
@@ -295,7 +295,7 @@ def _input_grad_warpgroup_kernel(
             dx += load_rows(residual_ptr, row, rows, 0, D, D, WARPS, KIND)
     store_rows(dx_ptr, dx, row, rows, 0, D, WARPS, KIND)
     if TURNED:
-        _store_grad_operand(ds_turned, ds, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
+        _store_grad_operand(ds_operand, ds, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
         o = rows_in(last, live, WARPS)
         _store_grad_operand(o_turned, o, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
 

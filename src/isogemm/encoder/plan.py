@@ -1,8 +1,8 @@
 """A fused layer's call: what it allocates and launches, forward and backward.
 
 Kept for the backward, per token: x, o and log-sums (with the norms last the sum before the last one, in a parted layer
-s); the rest is computed again. Launches and the parts of memory that they pass on are tables: a part lies where none
-that is needed with it does.
+s, and q and k that are a result); the rest is computed again. Launches and the parts of memory that they pass on are
+tables: a part lies where none that is needed with it does.
 """
 
 from __future__ import annotations

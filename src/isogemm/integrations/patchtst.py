@@ -11,6 +11,7 @@ import copy
 from collections import Counter, OrderedDict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,12 +23,12 @@ from isogemm.core import dispatch
 from isogemm.core.dispatch import Dispatch
 from isogemm.core.eager import autocast_dtype, in_transform
 from isogemm.core.errors import require_precision
-from isogemm.encoder.api import encoder_layer, takes_factors
+from isogemm.encoder.api import encoder_layer, gains_by_factors
 from isogemm.encoder.composed import scores_of
 from isogemm.encoder.parameters import ACTIVATIONS
 from isogemm.epilogues import spec
 from isogemm.gemm.op import SERVED
-from isogemm.gemm.problem import dtype_name
+from isogemm.gemm.problem import dtype_name, resolve_precision
 from isogemm.integrations.patchtst_layers import (
     HUGGING_FACE,
     OFFICIAL,
@@ -126,7 +127,7 @@ class _Choices(NamedTuple):
     activation: str  # isogemm.encoder_layer's name
     types: tuple[type, ...]  # of the modules that are known by type
     scores_read: bool
-    depth: int  # layers of the stack that does nothing with scores but hand them on; 0: it may do more
+    depth: int = 0  # layers of the stack that does nothing with scores but hand them on; 0: it may do more
 
 
 class _Accelerated(PastForwards):
@@ -164,10 +165,10 @@ class _Accelerated(PastForwards):
         """x [S, T, D]."""
         parameters, told = encoder_arguments(parts)
         precision = self.isogemm_choices.precision if x.dtype is torch.float32 else None
-        if options.get("return_scores") == "factors" and not takes_factors(
-            x, parameters, told["nhead"], self.isogemm_choices.depth, precision
-        ):
-            options["return_scores"] = True
+        if options.get("return_scores") == "factors" and options["scores"] is None:
+            sizes = told["nhead"], parts.linear1.out_features, self.isogemm_choices.depth
+            if not gains_by_factors(x, *sizes, precision):
+                options["return_scores"] = True
         activation = self.isogemm_choices.activation
         return encoder_layer(x, parameters, activation=activation, precision=precision, **told, **options)
 
@@ -204,12 +205,16 @@ class _OfficialLayer(_Accelerated):
             masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
             given = {name: mask for name, mask in masks.items() if mask is not None}  # a layer may know of none
             if isinstance(prev, tuple):
-                prev = scores_of(prev, self.isogemm_choices.precision if prev[0].dtype is torch.float32 else None)
+                prev = self._isogemm_scores(prev)
             theirs: Tensor | tuple[Tensor, Tensor] = super().forward(src, prev, **given)
             return theirs
         residual, (*_, scores_read, depth) = self.res_attention, self.isogemm_choices
+        hooked = bool(self._forward_hooks)
+        if isinstance(prev, tuple) and hooked:
+            prev = self._isogemm_scores(prev)
         # Masks are in scores, and in no factors.
-        by_factors = isinstance(prev, tuple) or (depth > 0 and prev is None and key_padding_mask is None)
+        first = depth > 0 and prev is None and key_padding_mask is None and not hooked
+        by_factors = first or isinstance(prev, tuple)
         result = self._isogemm_computed(
             src,
             parts,
@@ -220,6 +225,10 @@ class _OfficialLayer(_Accelerated):
             return_scores=residual and scores_read and ("factors" if by_factors else True),
         )
         return (result, None) if residual and not scores_read else result
+
+    def _isogemm_scores(self, factors: tuple[Tensor, ...]) -> Tensor:
+        precision = self.isogemm_choices.precision if factors[0].dtype is torch.float32 else None
+        return scores_of(factors, resolve_precision(factors[0], precision))
 
 
 _classes: dict[tuple[type, type], type[torch.nn.Module]] = {}  # by their bases
@@ -361,14 +370,25 @@ def _handing_on_scores(
 
 
 def _hands_scores_on(encoder: torch.nn.Module) -> bool:
-    """Told by what its forward makes of layers that give things with which nothing can be computed."""
+    """Told by what its forward makes of layers that give things with which nothing can be computed.
+
+    Not if it calls them without gradients, as a reentrant checkpoint does, which finds no tensor inside a tuple.
+    """
     if "forward" in encoder.__dict__:
         return False
     tokens = [object() for _ in range(4)]
-    layers = [lambda *args, given=given, **kwargs: (given, object()) for given in tokens[1:]]
+    with_gradients = []
+
+    def layer(given: object, *args: object, **kwargs: object) -> tuple[object, object]:
+        with_gradients.append(torch.is_grad_enabled())
+        return given, object()
+
+    layers = [partial(layer, given) for given in tokens[1:]]
     stand_in = SimpleNamespace(layers=layers, res_attention=True)
     try:
-        result = type(encoder).forward(stand_in, tokens[0])
+        with torch.enable_grad():
+            result = type(encoder).forward(stand_in, tokens[0])
     except Exception:
         return False
-    return result is tokens[-1] and vars(stand_in) == {"layers": layers, "res_attention": True}
+    alone = result is tokens[-1] and vars(stand_in) == {"layers": layers, "res_attention": True}
+    return alone and all(with_gradients)
