@@ -82,10 +82,10 @@ def _attention_mma_kernel(
     dropout = None
     if seed_ptr is not None:
         dropout = (tl.load(seed_ptr), dropped, matrix)
-    for BOUNDED in tl.static_range(2):  # whole blocks, then one that ends beyond the last key
-        begin = tokens // 16 * 16 if BOUNDED else 0
-        end = tokens if BOUNDED else tokens // 16 * 16
-        for key in tl.range(begin, end, 16):
+    WHOLE: tl.constexpr = q0_ptr is not None or KIND != tl.float32  # else 39 us of 42 tokens become 44 (H200)
+    for BOUNDED in tl.static_range(0 if WHOLE else 1, 2):  # whole blocks, then one that ends beyond the last key
+        whole = tokens // 16 * 16 if WHOLE else 0
+        for key in tl.range(whole if BOUNDED else 0, tokens if BOUNDED else whole, 16):
             state = _attend(
                 state, q, k_at, v_at, mask_at, previous_at, scores_at, dropout, ld_k, ld_v, mask_step, key, first, r, c,
                 live, tokens, scale, root, D, KIND, NATIVE, MASK, CAUSAL, WIDE, EVEN, BY_HEAD, TILES, BLOCK, BOUNDED,
