@@ -147,11 +147,11 @@ def steps(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> s
     parts = []
     for label, group in summary.by_group(rows, view).items():
         call = group[0].info.get("torch call", "torch")
-        names = {"isogemm": "isogemm", "isogemm eager": "isogemm eager", "torch": call, "torch eager": "torch eager"}
+        ours = ("isogemm", "isogemm eager", "isogemm + compile")
+        names = {name: name for name in ours} | {"torch": call, "torch eager": "torch eager"}
         head = [" x ".join(view.shape), *(f"{name}, ms" for name in names.values())]
         head += [
-            f"over {call}",
-            f"eager over {call}",
+            *(f"{variant.removeprefix('isogemm')} over {call}".strip() for variant in ours),
             "over torch eager",
             "peak MiB",
             f"of {call}'s",
@@ -165,7 +165,7 @@ def steps(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> s
                 [
                     view.shape_label(row.params),
                     *(summary.digits(row.us[name] / 1e3) if name in row.us else "" for name in names),
-                    *(_ratio_text(row.speedup_of(variant)) for variant in ("isogemm", "isogemm eager")),
+                    *(_ratio_text(row.speedup_of(variant)) for variant in ours),
                     _ratio_text(_in_torchs_place(row, "torch eager").speedup),
                     row.info.get("isogemm peak MiB", ""),
                     *(memory_text([row], rival) for rival in ("torch", "torch eager")),
