@@ -59,9 +59,7 @@ def unserved(x: Tensor, params: EncoderParameters, options: Options, factors: in
         if options.return_scores:
             return "scores are given by factors and are a result"
         if not takes_factors(x, options.nhead, params.linear1_weight.shape[0], options.operand, options.precision):
-            return (
-                "factors of scores are for even heads up to 16, in TF32 or 16 bits, of multiples of 4 in narrow layers"
-            )
+            return "factors are for even heads up to 16, in TF32 or 16 bits; in narrow layers for multiples of 4"
     return configs.unserved(x.shape[-2], x.shape[-1], options.nhead, dtype_name(options.operand))
 
 
