@@ -230,7 +230,7 @@ def test_training_steps_have_times_memory_and_their_arithmetic(step_rows: list[R
     assert tables.tables([*step_rows, *ceiling_rows], [STEPS])["encoder-steps"].endswith(
         "**training step, fp32 ieee**\n\n"
         "| layers x tokens | isogemm, ms | isogemm eager, ms | torch.compile + graph, ms | torch eager, ms "
-        "| over torch.compile + graph | eager over torch.compile + graph | over torch eager "
+        "| over torch.compile + graph | isogemm eager over torch.compile + graph | over torch eager "
         "| peak MiB | of torch.compile + graph's | of torch eager's | kept, bytes a token and layer "
         "| arithmetic, ms | times its arithmetic |\n"
         "| :-- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |\n"

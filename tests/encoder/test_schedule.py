@@ -241,11 +241,15 @@ def test_factors_that_the_fused_kernels_do_not_take():
         assert "at most 4" in fused.unserved(given, params, options, 5)
         assert "are a result" in fused.unserved(given, params, options._replace(return_scores=True), 1)
         assert "TF32" in fused.unserved(given, params, by_factors._replace(operand=torch.float32, precision="ieee"))
+    assert "no chunk" in fused.unserved(x.new_zeros(1, 129, 16), params, by_factors)
 
 
 def test_whether_factors_are_taken_is_compiled():
+    tensors = encoder_tensors(SHAPE)
+    params = encoder_parameters({name: each for name, each in tensors.items() if name != "x"})
+
     def asked(x):
-        return x * fused.takes_factors(x, 4, 36, torch.bfloat16, None)
+        return x if not fused.unserved_factors(x, params, 4, torch.bfloat16, None) else 0 * x
 
     x = torch.ones(3, 5, 16)
     assert torch.compile(asked, fullgraph=True, backend="eager")(x).equal(x)

@@ -145,7 +145,10 @@ def test_right_padding_changes_nothing(sizes, tokens, number):
         padded.mask = (torch.arange(wide, device=DEVICE) >= tokens).expand(30, -1)
         found = padded(slice(None))
         _assert_same([each[:, :tokens] for each in found], expected, f"{tokens} tokens in {wide}")
-        padded.mask = torch.cat([own, padded.mask[:, tokens:]], 1)
+        behind, padded.mask = padded.mask, torch.zeros(30, wide, device=DEVICE).masked_fill(padded.mask, -torch.inf)
+        found = padded(slice(None))
+        _assert_same([each[:, :tokens] for each in found], expected, f"{tokens} tokens in {wide}, by numbers")
+        padded.mask = torch.cat([own, behind[:, tokens:]], 1)
         found = padded(slice(None))
         _assert_same([each[:, :tokens] for each in found], masked, f"{tokens} tokens in {wide}, of which some are out")
 

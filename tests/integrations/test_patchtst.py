@@ -474,7 +474,7 @@ def test_scores_that_nobody_reads():
     assert report.by_factors == ("layers.0", "layers.1")
     assert str(report) == (
         "swapped 3, kept 0\n  swapped layers.* x 3\n  no scores from layers.2, which nobody reads\n"
-        "  scores by their factors from layers.* x 2, on a GPU"
+        "  scores by factors, where these are fused, from layers.* x 2"
     )
     x = _random(SEQUENCES, TOKENS, D)
     _, scores = model.layers[0](x)
@@ -531,15 +531,27 @@ def test_scores_that_a_hook_sees(by_factors):
     assert seen == [(SEQUENCES, HEADS, TOKENS, TOKENS)] * 3
 
 
-def test_scores_with_masks_in_them_are_passed_on_themselves(by_factors, monkeypatch):
-    model = _official(2)
+def test_stacks_of_more_layers_than_attention_takes_in():
+    assert len(accelerate(_official(5)).by_factors) == 4
+    assert accelerate(_official(6)).by_factors == ()
+
+
+@pytest.mark.parametrize("masked", [0, 1])
+def test_scores_with_masks_in_them_are_passed_on_themselves(by_factors, monkeypatch, masked):
+    model = _official(3).eval()
+    mask = torch.arange(TOKENS).expand(SEQUENCES, -1) > 2
+
+    def run(model):
+        x, scores = _random(SEQUENCES, TOKENS, D), None
+        for number, layer in enumerate(model.layers):
+            x, scores = layer(x, prev=scores, key_padding_mask=mask if number == masked else None)
+        return x
+
+    expected = run(model)
     accelerate(model)
     seen = _passed_on(monkeypatch)
-    x, scores = _random(SEQUENCES, TOKENS, D), None
-    mask = torch.zeros(SEQUENCES, TOKENS, dtype=torch.bool)
-    for layer in model.layers:
-        x, scores = layer(x, prev=scores, key_padding_mask=mask)
-    assert [type(each) for each in seen] == [type(None), torch.Tensor]
+    torch.testing.assert_close(run(model), expected, rtol=1e-4, atol=1e-4)
+    assert [type(each) for each in seen] == [type(None), torch.Tensor, torch.Tensor]
 
 
 class _ScoresGiven(OfficialEncoder):

@@ -151,7 +151,7 @@ def steps(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> s
         names = {name: name for name in ours} | {"torch": call, "torch eager": "torch eager"}
         head = [" x ".join(view.shape), *(f"{name}, ms" for name in names.values())]
         head += [
-            *(f"{variant.removeprefix('isogemm')} over {call}".strip() for variant in ours),
+            *(f"over {call}" if variant == "isogemm" else f"{variant} over {call}" for variant in ours),
             "over torch eager",
             "peak MiB",
             f"of {call}'s",

@@ -141,17 +141,15 @@ def encoder_layer(
     return y if of_layer is None else (y, of_layer)
 
 
-def gains_by_factors(x: Tensor, nhead: int, dim_feedforward: int, layers: int, precision: str | None) -> bool:
-    """Whether the fused kernels pass scores on by factors through so many layers, and scores would be larger."""
-    if not x.is_cuda:
+def gains_by_factors(x: Tensor, params: EncoderParameters, nhead: int, precision: str | None) -> bool:
+    """Whether the fused kernels serve a layer of x that passes scores on by factors, and scores would be larger."""
+    if not x.is_cuda or x.shape[-2] <= 2 * x.shape[-1] // nhead:
         return False
     from isogemm.encoder import fused
-    from isogemm.encoder.configs_attention import MOST_FACTORS
 
     operand = autocast_dtype(x.device) or x.dtype
     precision = resolve_precision(x, precision) if operand is torch.float32 else None
-    less = layers - 1 <= MOST_FACTORS and x.shape[-2] > 2 * x.shape[-1] // nhead
-    return less and fused.takes_factors(x, nhead, dim_feedforward, operand, precision)
+    return not fused.unserved_factors(x, params, nhead, operand, precision)
 
 
 def encoder_chunk(

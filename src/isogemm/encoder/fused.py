@@ -58,15 +58,19 @@ def unserved(x: Tensor, params: EncoderParameters, options: Options, factors: in
             return f"scores are given as {factors} layers' factors; attention takes in at most {MOST_FACTORS}"
         if options.return_scores:
             return "scores are given by factors and are a result"
-        if not takes_factors(x, options.nhead, params.linear1_weight.shape[0], options.operand, options.precision):
-            return "factors are for even heads up to 16, in TF32 or 16 bits; in narrow layers for multiples of 4"
+        return unserved_factors(x, params, options.nhead, options.operand, options.precision)
     return configs.unserved(x.shape[-2], x.shape[-1], options.nhead, dtype_name(options.operand))
 
 
-def takes_factors(x: Tensor, nhead: int, dim_feedforward: int, operand: torch.dtype, precision: str | None) -> bool:
-    """Whether the fused kernels take scores by factors, and give them."""
-    sizes = x.shape[-1], nhead, dim_feedforward
-    return _arch(x.device) >= 80 and configs.takes_factors(*sizes, dtype_name(operand), precision or "")
+def unserved_factors(
+    x: Tensor, params: EncoderParameters, nhead: int, operand: torch.dtype, precision: str | None
+) -> str:
+    """The same by the sizes alone, of a layer that takes scores by factors or gives them."""
+    d_model, number = x.shape[-1], dtype_name(operand)
+    sizes = d_model, nhead, params.linear1_weight.shape[0]
+    if _arch(x.device) < 80 or not configs.takes_factors(*sizes, number, precision or ""):
+        return "factors are for even heads up to 16, in TF32 or 16 bits; in narrow layers for multiples of 4"
+    return configs.unserved(x.shape[-2], d_model, nhead, number)
 
 
 def encoder_layer(x: Tensor, params: EncoderParameters, given: Given, options: Options) -> Results:

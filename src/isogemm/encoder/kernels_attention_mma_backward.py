@@ -66,16 +66,6 @@ def _delta(do, o, READY: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr)
 
 
 @triton.jit
-def _weight(score, scale, lse, MASK: tl.constexpr, previous_ptr):
-    """Of the softmax. Scores with others' numbers in them may be of any size: the products that cancel are then the
-    forward's, rounded as there."""
-    if MASK == "additive" or previous_ptr is not None:
-        return tl.exp2(score * scale - lse)
-    else:
-        return tl.exp2(tl.fma(score, scale, -lse))
-
-
-@triton.jit
 def _write_grad(
     ptr, values, FIRST: tl.constexpr, factor, more, row, token, tokens, ld, head, c, live, D: tl.constexpr,
     KIND: tl.constexpr, NATIVE: tl.constexpr, TURNED: tl.constexpr,
@@ -236,7 +226,7 @@ def _grads_of_queries(
                             if BOUNDED or MASK != "":
                                 score += added[j]
                             score = if_seen(score, keys[j], query, CAUSAL)
-                            p = _weight(score, scale, lse[n][i], MASK, previous_ptr)
+                            p = tl.exp2(score * scale - lse[n][i])
                             if dropout is None:
                                 found = p * (dp[2 * i + j] - delta[n][i])
                             else:
@@ -364,7 +354,7 @@ def _grads_of_keys(
                         if MASK != "":
                             score += added[n][i // 2]
                         score = if_seen(score, key, query + i % 2 + 2 * c, CAUSAL)
-                        p = _weight(score, scale, lses[i % 2], MASK, previous_ptr)
+                        p = tl.exp2(score * scale - lses[i % 2])
                         if dropout is None:
                             shares = shares + (p,)
                             found = p * (dp[i] - deltas[i % 2])

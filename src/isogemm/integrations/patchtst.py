@@ -25,6 +25,7 @@ from isogemm.core.eager import autocast_dtype, in_transform
 from isogemm.core.errors import require_precision
 from isogemm.encoder.api import encoder_layer, gains_by_factors
 from isogemm.encoder.composed import scores_of
+from isogemm.encoder.configs_attention import MOST_FACTORS
 from isogemm.encoder.parameters import ACTIVATIONS
 from isogemm.epilogues import spec
 from isogemm.gemm.op import SERVED
@@ -58,7 +59,7 @@ class AccelerateReport:
         lines = [f"swapped {len(self.swapped)}, kept {len(self.kept)}"]
         lines += [f"  swapped {words or 'the model'}" for words in summarize(self.swapped)]
         lines += [f"  no scores from {words}, which nobody reads" for words in summarize(self.without_scores)]
-        lines += [f"  scores by their factors from {words}, on a GPU" for words in summarize(self.by_factors)]
+        lines += [f"  scores by factors, where these are fused, from {words}" for words in summarize(self.by_factors)]
         for (kind, reason), words in grouped(((kind, reason), name) for name, kind, reason in self.kept):
             lines.append(f"  kept {words or 'the model'} ({kind}): {reason}")
         return "\n".join(lines)
@@ -100,14 +101,15 @@ def accelerate(model: torch.nn.Module, *, precision: str | None = None) -> Accel
                     swapped[layer] = kind
     stacks = _handing_on_scores(names, [layer for layer, kind in swapped.items() if kind is _OfficialLayer])
     unread = {layers[-1] for layers in stacks} - {None}
-    depths = {layer: len(layers) for layers in stacks if None not in layers for layer in layers}
+    alike = [layers for layers in stacks if None not in layers and len(layers) <= MOST_FACTORS + 1]
+    by_factors = {layer for layers in alike for layer in layers}
     for layer, its_kind in swapped.items():
-        _change_class(layer, its_kind, precision, layer not in unread, depths.get(layer, 0))
+        _change_class(layer, its_kind, precision, layer not in unread, layer in by_factors)
     return AccelerateReport(
         swapped=tuple(name for name, layer in names if layer in swapped),
         kept=tuple(Kept(name, type(layer).__name__, reasons[layer]) for name, layer in names if layer in reasons),
         without_scores=tuple(name for name, layer in names if layer in unread),
-        by_factors=tuple(name for name, layer in names if layer in depths and layer not in unread),
+        by_factors=tuple(name for name, layer in names if layer in by_factors and layer not in unread),
     )
 
 
@@ -127,7 +129,9 @@ class _Choices(NamedTuple):
     activation: str  # isogemm.encoder_layer's name
     types: tuple[type, ...]  # of the modules that are known by type
     scores_read: bool
-    depth: int = 0  # layers of the stack that does nothing with scores but hand them on; 0: it may do more
+    by_factors: bool = (
+        False  # whether its stack does nothing with scores but hand them on, and is no longer than it may
+    )
 
 
 class _Accelerated(PastForwards):
@@ -165,10 +169,9 @@ class _Accelerated(PastForwards):
         """x [S, T, D]."""
         parameters, told = encoder_arguments(parts)
         precision = self.isogemm_choices.precision if x.dtype is torch.float32 else None
-        if options.get("return_scores") == "factors" and options["scores"] is None:
-            sizes = told["nhead"], parts.linear1.out_features, self.isogemm_choices.depth
-            if not gains_by_factors(x, *sizes, precision):
-                options["return_scores"] = True
+        begins = options.get("return_scores") == "factors" and options["scores"] is None
+        if begins and not gains_by_factors(x, parameters, told["nhead"], precision):
+            options["return_scores"] = True
         activation = self.isogemm_choices.activation
         return encoder_layer(x, parameters, activation=activation, precision=precision, **told, **options)
 
@@ -208,13 +211,13 @@ class _OfficialLayer(_Accelerated):
                 prev = self._isogemm_scores(prev)
             theirs: Tensor | tuple[Tensor, Tensor] = super().forward(src, prev, **given)
             return theirs
-        residual, (*_, scores_read, depth) = self.res_attention, self.isogemm_choices
-        hooked = bool(self._forward_hooks)
-        if isinstance(prev, tuple) and hooked:
-            prev = self._isogemm_scores(prev)
-        # Masks are in scores, and in no factors.
-        first = depth > 0 and prev is None and key_padding_mask is None and not hooked
-        by_factors = first or isinstance(prev, tuple)
+        residual, (*_, scores_read, by_factors) = self.res_attention, self.isogemm_choices
+        if (
+            key_padding_mask is not None or self._forward_hooks
+        ):  # masks are in scores, which hooks see, and in no factors
+            by_factors = False
+            prev = self._isogemm_scores(prev) if isinstance(prev, tuple) else prev
+        by_factors = isinstance(prev, tuple) or (by_factors and prev is None)
         result = self._isogemm_computed(
             src,
             parts,
@@ -248,11 +251,17 @@ def _unfilled(kind: type[_Accelerated], original: type[torch.nn.Module]) -> torc
 
 
 def _change_class(
-    layer: torch.nn.Module, kind: type[_Accelerated], precision: str | None, scores_read: bool = True, depth: int = 0
+    layer: torch.nn.Module,
+    kind: type[_Accelerated],
+    precision: str | None,
+    scores_read: bool = True,
+    by_factors: bool = False,
 ) -> None:
     parts = kind.family.parts(layer)
     types = tuple(map(type, parts.known_by_type))
-    layer.__dict__["isogemm_choices"] = _Choices(precision, _activation(parts.activation), types, scores_read, depth)
+    layer.__dict__["isogemm_choices"] = _Choices(
+        precision, _activation(parts.activation), types, scores_read, by_factors
+    )
     layer.__class__ = _class(kind, type(layer))
 
 
