@@ -38,28 +38,15 @@ def _factored(head, dtype, precision):
 
 
 def _job(problem):
-    backward, dtype = len(problem.row_strides) > 3, problem.dtype
-    launch = (plan.describe_attention_backward if backward else plan.describe_attention)(problem)
-    names = launch.kernel.arg_names[: -len(launch.constants)]
-    pointers, scalars = names[: -len(launch.scalars)], names[-len(launch.scalars) :]
+    launch = (plan.describe_attention_backward if problem.backward else plan.describe_attention)(problem)
+    names = launch.kernel.arg_names[: -len(launch.constants)][: -len(launch.scalars)]
     absent = ["mask_ptr"] + ([] if problem.dropout else ["seed_ptr"])
     if not problem.residual:
-        absent += [name for name in pointers if "previous" in name or "scores" in name]
-    layers = {name: re.fullmatch(r"d?[qk](\d)_ptr", name) for name in pointers}
+        absent += [name for name in names if "previous" in name or "scores" in name]
+    layers = {name: re.fullmatch(r"d?[qk](\d)_ptr", name) for name in names}
     absent += [name for name, layer in layers.items() if layer and int(layer[1]) >= problem.factors]
-    types = {"lse_ptr": "*fp32", "seed_ptr": "*i64"}
-    signature = {name: types.get(name, POINTERS[dtype]) for name in pointers if name not in absent}
-    attrs, constexprs = dict.fromkeys(signature, 16), launch.constants | dict.fromkeys(absent)
-    for name, value in zip(scalars, launch.scalars, strict=True):
-        if value is None:
-            constexprs[name] = None
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-            if name.startswith("ld") and value % 16 == 0:
-                attrs[name] = 16
-    options = dict(launch.options)
-    number = {name: options.pop(name) for name in ("num_warps", "num_stages")}
-    return CompileJob(launch.kernel.__name__, launch.kernel, signature, constexprs, attrs, **number, options=options)
+    types = {"lse_ptr": "*fp32", "seed_ptr": "*i64"} | dict.fromkeys(absent)
+    return CompileJob.of(launch, {name: types.get(name, POINTERS[problem.dtype]) for name in names})
 
 
 @pytest.mark.parametrize("case", CASES)

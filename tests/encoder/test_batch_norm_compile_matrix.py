@@ -13,7 +13,7 @@ from isogemm.encoder import kernels_batch_norm as kernels
 from isogemm.testing import TARGETS, CompileJob, compile_job, limit_violations
 
 ROWS = 3000 * configs_batch_norm.ROWS
-KINDS = {"seed": "*i64", "batches0": "*i64", "batches1": "*i64", "rows": "i32", "threshold": "i32"}
+KINDS = {"seed": "*i64", "batches0": "*i64", "batches1": "*i64"}
 
 
 def jobs(d=128, dtype="*fp32", early=True):
@@ -36,20 +36,8 @@ def _job(launch, d, dtype):
     names = launch.kernel.arg_names[: -len(launch.constants)]
     assert launch.kernel.arg_names[len(names) :] == list(launch.constants)  # as `Launch.bind` wants them
     tensors = names[: len(names) - len(launch.scalars)]
-    numbers = dict.fromkeys(names[len(tensors) :], "fp32")
-    signature = {name: dtype if name.endswith("_ptr") else "*fp32" for name in tensors} | numbers
-    signature |= {name: kind for name, kind in KINDS.items() if name in names}
-    options = {name: value for name, value in launch.options.items() if name not in ("num_warps", "num_stages")}
-    return CompileJob(
-        name=f"{launch.kernel.__name__} {d} {dtype}",
-        kernel=launch.kernel,
-        signature=signature,
-        constexprs=launch.constants,
-        attrs=dict.fromkeys(tensors, 16),
-        num_warps=launch.options["num_warps"],
-        num_stages=launch.options["num_stages"],
-        options=options,
-    )
+    pointers = {name: KINDS.get(name) or (dtype if name.endswith("_ptr") else "*fp32") for name in tensors}
+    return CompileJob.of(launch, pointers, f"{launch.kernel.__name__} {d} {dtype}")
 
 
 def _cases():

@@ -29,37 +29,17 @@ def _jobs(layer):
     backward, _ = plan._backward_schedule(plan.gradients((True,) * len(plan.names)), layer.scores)
     for step in (*forward._steps, *backward._steps):
         launch = step.describe()
-        names = launch.kernel.arg_names[: -len(launch.constants)]
-        pointers, scalars = names[: -len(launch.scalars)], names[-len(launch.scalars) :]
-        given = dict(zip(pointers, step.arguments, strict=True))
-        absent = [name for name, argument in given.items() if argument in ("", "mask")]
-        whole = getattr(torch, layer.dtype)
-        signature = {
-            name: "*i64"
-            if argument == "seed"
-            else TYPES[plan._parts[argument].dtype if argument in plan._parts else whole]
-            for name, argument in given.items()
-            if name not in absent
+        names = launch.kernel.arg_names[: -len(launch.constants)][: -len(launch.scalars)]
+        pointers = {
+            name: None if argument in ("", "mask") else "*i64" if argument == "seed" else TYPES[_dtype(plan, argument)]
+            for name, argument in zip(names, step.arguments, strict=True)
         }
-        constexprs = launch.constants | dict.fromkeys(absent)
-        attrs = dict.fromkeys(signature, 16)
-        for name, value in zip(scalars, launch.scalars, strict=True):
-            if value is None:
-                constexprs[name] = None
-            else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
-                if name.startswith("ld") and value % 16 == 0:
-                    attrs[name] = 16
-        yield CompileJob(
-            name=f"{launch.kernel.__name__} {layer} {'first' if layer.norm_first else 'last'}{_variant(layer)}",
-            kernel=launch.kernel,
-            signature=signature,
-            constexprs=constexprs,
-            attrs=attrs,
-            num_warps=launch.options["num_warps"],
-            num_stages=launch.options.get("num_stages", 3),
-            options={"enable_fp_fusion": False},
-        )
+        name = f"{launch.kernel.__name__} {layer} {'first' if layer.norm_first else 'last'}{_variant(layer)}"
+        yield CompileJob.of(launch, pointers, name)
+
+
+def _dtype(plan, argument):
+    return plan._parts[argument].dtype if argument in plan._parts else getattr(torch, plan.layer.dtype)
 
 
 def _variant(layer):

@@ -60,6 +60,11 @@ class Attention:
         return self.previous or self.scores
 
     @property
+    def masking(self) -> tuple[int, int] | tuple[None, None]:
+        """The mask's strides where there is one."""
+        return self.mask_strides if self.mask else (None, None)
+
+    @property
     def dropping(self) -> tuple[int, float] | tuple[None, None]:
         """Below which 16 bits leave a weight out, and the factor of the others."""
         return (random.threshold(self.dropout), random.scale(self.dropout)) if self.dropout else (None, None)

@@ -447,6 +447,5 @@ def _describe(kernel: Any, programs: int, problem: Attention, config: DotConfig)
     options: dict[str, object] = {
         "num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
-    mask_strides = problem.mask_strides if problem.mask else (None, None)
-    scalars = (problem.tokens, *problem.row_strides, *mask_strides, *problem.dropping)
+    scalars = (problem.tokens, *problem.row_strides, *problem.masking, *problem.dropping)
     return Launch(kernel, programs, scalars, constants, options)

@@ -463,10 +463,6 @@ def programs_of(problem: Attention, config: MmaConfig) -> int:
     return -(-warps // config.num_warps)
 
 
-def mask_strides(problem: Attention) -> tuple[int | None, int | None]:
-    return problem.mask_strides if problem.mask else (None, None)
-
-
 def constants_of(problem: Attention, config: MmaConfig, more: dict[str, object] | None = None) -> dict[str, object]:
     itemsize = 4 if problem.dtype == "float32" else 2
     width = problem.heads * problem.head

@@ -22,7 +22,6 @@ from isogemm.encoder.kernels_attention_mma import (
     load_operands,
     load_row,
     load_rows,
-    mask_strides,
     matrix_at,
     of_columns,
     options_of,
@@ -433,6 +432,6 @@ def describe_attention_mma_backward(problem: Attention, config: MmaConfig) -> La
     strides = (*problem.row_strides[:3], of_do, *problem.row_strides[3:])
     scalars = () if problem.factors or problem.added else (None,) * (4 * MOST_FACTORS + 2)
     scalars += (problem.sequences, problem.tokens, *scales(problem), *strides)
-    scalars += (*mask_strides(problem), programs, *problem.dropping)
+    scalars += (*problem.masking, programs, *problem.dropping)
     constants, options = constants_of(problem, config, {"TURNED": problem.turned}), options_of(problem, config)
     return Launch(_attention_mma_backward_kernel, 2 * programs, scalars, constants, options)

@@ -21,7 +21,6 @@ from isogemm.encoder.kernels_attention_mma import (
     load_operands,
     load_row,
     load_rows,
-    mask_strides,
     matrix_at,
     options_of,
     place,
@@ -206,6 +205,6 @@ def describe_attention_mma(problem: Attention, config: MmaConfig) -> Launch:
     """Of q, k, v, mask, previous, seed, o, lse, scores; None where absent. With factors, then q0, k0, .. q3, k3."""
     scalars = () if problem.factors else (None,) * (2 * MOST_FACTORS)
     scalars += (problem.sequences, problem.tokens, *scales(problem), *problem.row_strides)
-    scalars += (*mask_strides(problem), *problem.dropping)
+    scalars += (*problem.masking, *problem.dropping)
     constants, options = constants_of(problem, config), options_of(problem, config)
     return Launch(_attention_mma_kernel, programs_of(problem, config), scalars, constants, options)

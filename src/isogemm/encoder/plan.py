@@ -441,12 +441,14 @@ class Plan:
     # the launches, described when first needed
 
     def _describe_project(self, backward: bool, turn: bool) -> Launch:
-        from isogemm.encoder import kernels, kernels_rows
+        from isogemm.encoder import kernels, kernels_rows_forward
 
         layer, sm_count = self.layer, devices.facts(self.device).sm_count
         if layer.fragments:
             split = self._warps == 1
-            return kernels_rows.describe_project_rows(layer, self._warps, self.eps, self.biases, backward, turn, split)
+            return kernels_rows_forward.describe_project_rows(
+                layer, self._warps, self.eps, self.biases, backward, turn, split
+            )
         parts = configs.projected_parts(layer, backward)
         if group := self.groups.project:
             from isogemm.encoder import kernels_warpgroup_forward
@@ -461,18 +463,18 @@ class Plan:
         return kernels.describe_project(layer, config, self.eps, walkers, self.biases, backward, turn)
 
     def _describe_out_project(self) -> Launch:
-        from isogemm.encoder import kernels, kernels_rows
+        from isogemm.encoder import kernels, kernels_rows_forward
 
         if self.layer.fragments:
-            return kernels_rows.describe_out_project_rows(self.layer, self._warps, self.eps)
+            return kernels_rows_forward.describe_out_project_rows(self.layer, self._warps, self.eps)
         ready = self.layer.ready and not self.groups.project
         return kernels.describe_out_project(self.layer, self.configs.out_project, self.eps, ready)
 
     def _describe_feedforward(self) -> Launch:
-        from isogemm.encoder import kernels, kernels_rows
+        from isogemm.encoder import kernels, kernels_rows_forward
 
         if self.layer.fragments:
-            return kernels_rows.describe_feedforward_rows(self.layer, self._warps, self.eps)
+            return kernels_rows_forward.describe_feedforward_rows(self.layer, self._warps, self.eps)
         if group := self.groups.feedforward:
             from isogemm.encoder import kernels_warpgroup_forward
 
@@ -480,10 +482,10 @@ class Plan:
         return kernels.describe_feedforward(self.layer, self.configs.feedforward, self.eps)
 
     def _describe_feedforward_backward(self) -> Launch:
-        from isogemm.encoder import kernels, kernels_rows
+        from isogemm.encoder import kernels, kernels_rows_backward
 
         if self.layer.fragments:
-            return kernels_rows.describe_feedforward_backward_rows(self.layer, self._warps, self.eps)
+            return kernels_rows_backward.describe_feedforward_backward_rows(self.layer, self._warps, self.eps)
         if group := self.groups.feedforward_backward:
             from isogemm.encoder import kernels_warpgroup_backward
 
@@ -492,10 +494,10 @@ class Plan:
         return kernels.describe_feedforward_backward(self.layer, config, self._tile_rows, self.eps)
 
     def _describe_input_grad(self) -> Launch:
-        from isogemm.encoder import kernels, kernels_rows
+        from isogemm.encoder import kernels, kernels_rows_backward
 
         if self.layer.fragments:
-            return kernels_rows.describe_input_grad_rows(self.layer, self._warps, self.eps)
+            return kernels_rows_backward.describe_input_grad_rows(self.layer, self._warps, self.eps)
         if group := self.groups.input_grad:
             from isogemm.encoder import kernels_warpgroup_backward
 
@@ -547,24 +549,24 @@ def backend() -> str:
 
 def describe_attention(problem: Attention) -> Launch:
     """The forward's launch, by the size of the heads."""
-    from isogemm.encoder import kernels_attention, kernels_attention_dot, kernels_attention_mma_forward
+    from isogemm.encoder import kernels_attention_dot, kernels_attention_forward, kernels_attention_mma_forward
 
     if configs_attention.fits_mma(problem):
         return kernels_attention_mma_forward.describe_attention_mma(problem, configs_attention.choose_mma(problem))
     if problem.head <= SHORT_HEAD:
-        return kernels_attention.describe_attention(problem, configs_attention.choose_registers(problem))
+        return kernels_attention_forward.describe_attention(problem, configs_attention.choose_registers(problem))
     return kernels_attention_dot.describe_attention_dot(problem, configs_attention.choose(problem))
 
 
 def describe_attention_backward(problem: Attention) -> Launch:
-    from isogemm.encoder import kernels_attention, kernels_attention_dot, kernels_attention_mma_backward
+    from isogemm.encoder import kernels_attention_backward, kernels_attention_dot, kernels_attention_mma_backward
 
     if configs_attention.fits_mma(problem):
         config_mma = configs_attention.choose_mma(problem)
         return kernels_attention_mma_backward.describe_attention_mma_backward(problem, config_mma)
     if problem.head <= SHORT_HEAD:
         config = configs_attention.choose_registers_backward(problem)
-        return kernels_attention.describe_attention_backward(problem, config)
+        return kernels_attention_backward.describe_attention_backward(problem, config)
     config_dot = configs_attention.choose_backward(problem)
     return kernels_attention_dot.describe_attention_dot_backward(problem, config_dot)
 

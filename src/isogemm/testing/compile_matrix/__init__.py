@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
+    from isogemm.core.launch import Launch
+
 
 @dataclass(frozen=True)
 class Target:
@@ -102,6 +104,25 @@ class CompileJob:
             for name, value in self.constexprs.items()
         }
         object.__setattr__(self, "constexprs", constexprs)
+
+    @classmethod
+    def of(cls, launch: Launch, pointers: Mapping[str, str | None], name: str = "") -> CompileJob:
+        """A launch's; pointers: Triton's type of each of its first arguments, or None for an absent one."""
+        given = {pointer: kind for pointer, kind in pointers.items() if kind is not None}
+        signature, attrs = dict(given), dict.fromkeys(given, 16)
+        constexprs = dict(launch.constants) | {pointer: None for pointer in pointers if pointer not in given}
+        scalars = launch.kernel.arg_names[len(pointers) :]
+        for scalar, value in zip(scalars, launch.scalars, strict=False):
+            if value is None:
+                constexprs[scalar] = None
+            else:
+                signature[scalar] = "fp32" if isinstance(value, float) else "i32"
+                if scalar.startswith("ld") and value % 16 == 0:
+                    attrs[scalar] = 16
+        options = dict(launch.options)
+        number = {of: options.pop(of) for of in ("num_warps", "num_stages") if of in options}
+        kernel = launch.kernel
+        return cls(name or kernel.__name__, kernel, signature, constexprs, attrs, **number, options=options)
 
 
 @dataclass(frozen=True)
