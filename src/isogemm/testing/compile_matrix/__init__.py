@@ -119,10 +119,10 @@ class CompileJob:
                 signature[scalar] = "fp32" if isinstance(value, float) else "i32"
                 if scalar.startswith("ld") and value % 16 == 0:
                     attrs[scalar] = 16
-        options = dict(launch.options)
-        number = {of: options.pop(of) for of in ("num_warps", "num_stages") if of in options}
+        options: dict[str, Any] = dict(launch.options)
+        warps, stages = options.pop("num_warps", cls.num_warps), options.pop("num_stages", cls.num_stages)
         kernel = launch.kernel
-        return cls(name or kernel.__name__, kernel, signature, constexprs, attrs, **number, options=options)
+        return cls(name or kernel.__name__, kernel, signature, constexprs, attrs, warps, stages, options)
 
 
 @dataclass(frozen=True)
