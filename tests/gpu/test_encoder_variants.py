@@ -144,12 +144,11 @@ def test_scores_by_factors_compiled_in_a_graph_and_into_main_grads(shape):
         return _stacked(tensors, shape.nhead, x, norm="batch_norm")
 
     expected = [each.detach().clone() for each in step(eager)]
-    found = [step(torch.compile(eager, fullgraph=True))]
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(eager)
+    with torch.cuda.graph(graph):  # first: another step's results would hold on to its stream
+        captured = [each.detach() for each in step(eager)]
     graph.replay()
-    found.append(captured)
+    found = [captured, [each.detach() for each in step(torch.compile(eager, fullgraph=True))]]
     weight = tensors["linear1_weight"]
     weight.main_grad = torch.zeros_like(weight)
     y = eager(tensors["x"])

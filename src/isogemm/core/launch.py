@@ -55,6 +55,10 @@ class Launch:
         if self.programs:
             self.kernel[(self.programs,)](*tensors, *self.scalars, **self.constants, **self.options)
 
+    def check(self, tensors: int) -> None:
+        """Raise unless its constants are those that the kernel takes after so many tensors and the scalars."""
+        check_constants(self.kernel, tensors + len(self.scalars), self.constants)
+
     def bind(self, *tensors: torch.Tensor | None) -> BoundKernel:
         """Compile on the current device for tensors like these."""
         return bind(self.kernel, (*tensors, *self.scalars), self.constants, self.options)
@@ -138,6 +142,13 @@ class BoundKernel:
         return describe
 
 
+def check_constants(kernel: Any, given: int, constants: Mapping[str, object]) -> None:
+    """Raise unless these are the kernel's arguments after so many given ones, in their order."""
+    names = list(kernel.arg_names[given:])
+    if names != list(constants):
+        raise TypeError(f"constants are {list(constants)}; {kernel.__name__} expects {names}")
+
+
 def bind(
     kernel: Any,
     args: Sequence[object],
@@ -150,9 +161,7 @@ def bind(
     """
     if not isinstance(kernel, JITFunction):
         raise TypeError(f"kernel is a {type(kernel).__name__}; expected a compiled @triton.jit function")
-    names = list(kernel.arg_names[len(args) :])
-    if names != list(constants):
-        raise TypeError(f"constants are {list(constants)}; {kernel.__name__} expects {names}")
+    check_constants(kernel, len(args), constants)
     compiled = kernel.warmup(*args, grid=(1,), **constants, **options)
     return BoundKernel(compiled, list(constants.values()))
 

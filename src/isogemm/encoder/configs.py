@@ -233,12 +233,12 @@ class WalkConfig:
 
 @dataclass(frozen=True)
 class WarpgroupConfig:
-    """A program's warps, of sixteen rows each, the features that it takes at once, and how many such blocks of weights
-    are there or on their way."""
+    """A program's warps, of sixteen rows each, the features that it takes at once, and how many such blocks of a weight
+    are there or on their way: wide products are faster, and worth more than a second block."""
 
     warps: int
     block: int
-    stages: int
+    stages: int = 1
 
     def programs(self, layer: Layer) -> int:
         return -(-layer.rows // (FRAGMENT_ROWS * self.warps))
@@ -352,13 +352,13 @@ _TABLE = {
 # By number type and d_model, from the same measurements: in 16 bits, smaller tiles do better in the backward.
 _WARPGROUPS = {
     ("tf32", 64): WarpgroupConfigs(
-        WalkConfig(4, 2), WarpgroupConfig(4, 32, 2), WarpgroupConfig(4, 32, 2), WarpgroupConfig(4, 32, 4)
+        WalkConfig(4, 2), WarpgroupConfig(4, 64), WarpgroupConfig(4, 32), WarpgroupConfig(4, 32, 4)
     ),
     ("tf32", 128): WarpgroupConfigs(
-        WalkConfig(4, 2), WarpgroupConfig(4, 32, 2), WarpgroupConfig(4, 16, 3), WarpgroupConfig(4, 32, 4)
+        WalkConfig(4, 2), WarpgroupConfig(4, 32), WarpgroupConfig(4, 32), WarpgroupConfig(4, 32, 4)
     ),
     ("half", 64): WarpgroupConfigs(WalkConfig(4, 3)),
-    ("half", 128): WarpgroupConfigs(WalkConfig(4, 3), WarpgroupConfig(4, 64, 2)),
+    ("half", 128): WarpgroupConfigs(WalkConfig(4, 3), WarpgroupConfig(4, 32, 2)),
 }
 
 

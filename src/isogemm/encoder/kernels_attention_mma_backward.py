@@ -380,33 +380,28 @@ def _grads_of_keys(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["sequences", "tokens", "query_programs", "dropped"])
+@triton.jit(do_not_specialize=["sequences", "tokens", "dropped"])
 def _attention_mma_backward_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dq_ptr, dk_ptr, dv_ptr,
     d_previous_ptr, q0_ptr, k0_ptr, q1_ptr, k1_ptr, q2_ptr, k2_ptr, q3_ptr, k3_ptr,
     dq0_ptr, dk0_ptr, dq1_ptr, dk1_ptr, dq2_ptr, dk2_ptr, dq3_ptr, dk3_ptr, dq_in_ptr, dk_in_ptr,
     sequences, tokens, scale, root,
-    ld_q, ld_k, ld_v, ld_do, ld_dq, ld_dk, ld_dv, mask_stride, mask_step, query_programs, dropped, kept_scale,
+    ld_q, ld_k, ld_v, ld_do, ld_dq, ld_dk, ld_dv, mask_stride, mask_step, dropped, kept_scale,
     H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr,
     TURNED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # The first programs' warps own queries and write dq, the others' own keys and write dk and dv.
+    # By turns programs' warps own queries and write dq, or own keys and write dk and dv: what both read is near.
     started(EARLY)
     program = tl.program_id(0)
     if TURNED:
         if program == 0:
             _clear_beyond(dq_ptr, dk_ptr, dv_ptr, sequences * tokens, ld_dq, H * D, BLOCK)
-    of_queries = program < query_programs
-    if previous_ptr is not None or d_scores_ptr is not None or q0_ptr is not None:
-        # by turns: what both read of scores or of earlier layers is then still near
-        of_queries = program % 2 == 0
-        program = program // 2 + tl.where(of_queries, 0, query_programs)
     q_ptrs = all_layers(q0_ptr, q1_ptr, q2_ptr, q3_ptr, q_ptr)
     k_ptrs = all_layers(k0_ptr, k1_ptr, k2_ptr, k3_ptr, k_ptr)
-    if of_queries:
+    if program % 2 == 0:
         _grads_of_queries(
-            program, q_ptrs, k_ptrs, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr,
+            program // 2, q_ptrs, k_ptrs, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr,
             all_layers(dq0_ptr, dq1_ptr, dq2_ptr, dq3_ptr, dq_ptr), d_previous_ptr, dq_in_ptr,
             sequences, tokens, scale, root,
             ld_q, ld_k, ld_v, ld_do, ld_dq, mask_stride, mask_step, dropped, kept_scale,
@@ -414,7 +409,7 @@ def _attention_mma_backward_kernel(
         )  # fmt: skip
     else:
         _grads_of_keys(
-            program - query_programs, q_ptrs, k_ptrs, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr,
+            program // 2, q_ptrs, k_ptrs, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr,
             d_scores_ptr, all_layers(dk0_ptr, dk1_ptr, dk2_ptr, dk3_ptr, dk_ptr), dv_ptr, dk_in_ptr,
             sequences, tokens, scale, root,
             ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_stride, mask_step, dropped, kept_scale,
@@ -432,6 +427,6 @@ def describe_attention_mma_backward(problem: Attention, config: MmaConfig) -> La
     strides = (*problem.row_strides[:3], of_do, *problem.row_strides[3:])
     scalars = () if problem.factors or problem.added else (None,) * (4 * MOST_FACTORS + 2)
     scalars += (problem.sequences, problem.tokens, *scales(problem), *strides)
-    scalars += (*problem.masking, programs, *problem.dropping)
+    scalars += (*problem.masking, *problem.dropping)
     constants, options = constants_of(problem, config, {"TURNED": problem.turned}), options_of(problem, config)
     return Launch(_attention_mma_backward_kernel, 2 * programs, scalars, constants, options)

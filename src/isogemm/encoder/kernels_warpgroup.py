@@ -72,15 +72,21 @@ def as_number(x, KIND: gl.constexpr):
 
 
 @gluon.jit
-def operand(x, N: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
-    """Rows x, as a product leaves them, as the left operand of one with N columns: where they lie."""
+def in_order(x, KIND: gl.constexpr):
+    """Rows x as numbers of a left operand, in the order of the prepared weights' columns."""
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     x = as_number(x, KIND)
     if KIND == gl.float32:
         x = gl.permute(gl.reshape(x, [ROWS, COLUMNS // 8, 4, 2]), (0, 1, 3, 2))
         x = gl.reshape(x, [ROWS, COLUMNS])
-    return gl.convert_layout(x, operand_layout(N, WARPS, KIND), assert_trivial=True)
+    return x
+
+
+@gluon.jit
+def operand(x, N: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+    """Rows x, as a product leaves them, as the left operand of one with N columns: where they lie."""
+    return gl.convert_layout(in_order(x, KIND), operand_layout(N, WARPS, KIND), assert_trivial=True)
 
 
 # rows
@@ -174,30 +180,47 @@ def batch_normed(x, statistics_ptr, b_ptr, D: gl.constexpr, WARPS: gl.constexpr,
 
 
 @gluon.jit
-def keeping(
-    seed_ptr, PLACE: gl.constexpr, row, column, COLUMNS: gl.constexpr, DROPPED: gl.constexpr, WARPS: gl.constexpr,
-    KIND: gl.constexpr,
-):  # fmt: skip
-    """What dropout multiplies with, as `kernels_forward.dropout` does: of columns from `column` on, a multiple of 16.
-
-    A lane holds the columns of one call of the generator, which compilers see.
-    """
+def random_words(seed, row, column, COLUMNS: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+    """The generator's four words of each element, of columns from `column` on, a multiple of 16. A lane holds the
+    columns of one call, which compilers see; columns 16 later are of the same, where `column` is a multiple of 32."""
     c = (column + column_numbers(COLUMNS, WARPS, KIND))[None, :]
     zero = (row.to(gl.int32)[:, None] + c) * 0
-    seed = gl.load(seed_ptr) + PLACE
-    w0, w1, w2, w3 = tl.philox(seed, (c >> 5 << 2) + (c >> 1 & 3) + zero, row.to(gl.int32)[:, None] + zero, zero, zero)
-    which = (c >> 3 & 3) + zero
-    word = gl.where(which < 2, gl.where(which == 0, w0, w1), gl.where(which == 2, w2, w3))
-    bits = gl.where((c & 1) + zero == 1, word >> 16, word & 0xFFFF)
-    return gl.where(bits.to(gl.int32) >= DROPPED, scale_of_kept(DROPPED), 0.0)
-
-
-# on their way to shared memory; a slot holds a block of a weight's rows [BF, D] or columns [D, BF]
+    return tl.philox(seed, (c >> 5 << 2) + (c >> 1 & 3) + zero, row.to(gl.int32)[:, None] + zero, zero, zero)
 
 
 @gluon.jit
-def columns_slot(slot, D: gl.constexpr, BF: gl.constexpr, KIND: gl.constexpr):
-    return slot._reinterpret(KIND, [D, BF], shared_layout(D, BF, KIND))
+def kept_of(words, column, COLUMNS: gl.constexpr, DROPPED: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+    """What dropout multiplies with, as `kernels_forward.dropout` does."""
+    zero = words[0].to(gl.int32) * 0
+    c = (column + column_numbers(COLUMNS, WARPS, KIND))[None, :] + zero
+    which = c >> 3 & 3
+    word = gl.where(which < 2, gl.where(which == 0, words[0], words[1]), gl.where(which == 2, words[2], words[3]))
+    bits = gl.where(c & 1 == 1, word >> 16, word & 0xFFFF)
+    return gl.where(bits.to(gl.int32) >= DROPPED, scale_of_kept(DROPPED), 0.0)
+
+
+@gluon.jit
+def keeping(
+    seed, row, column, COLUMNS: gl.constexpr, DROPPED: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr
+):  # fmt: skip
+    words = random_words(seed, row, column, COLUMNS, WARPS, KIND)
+    return kept_of(words, column, COLUMNS, DROPPED, WARPS, KIND)
+
+
+# on their way to shared memory
+
+
+@gluon.jit
+def places_for(ROWS: gl.constexpr, COLUMNS: gl.constexpr, KIND: gl.constexpr, STAGES: gl.constexpr = 1):
+    """For so many blocks of a product's operand."""
+    return gl.allocate_shared_memory(KIND, [STAGES, ROWS, COLUMNS], shared_layout(ROWS, COLUMNS, KIND))
+
+
+@gluon.jit
+def place_of(f, rows, BF: gl.constexpr, STAGES: gl.constexpr = 1):
+    """Of the block of features from f on. Compilers shall not see that it is often 0: they would keep all addresses in
+    registers, from block to block."""
+    return f // BF % STAGES + ((f + rows) >> 31)
 
 
 @gluon.jit
@@ -207,6 +230,16 @@ def fetch(slot, ptr, row, column, LD: gl.constexpr, WARPS: gl.constexpr, KIND: g
     r = row + gl.arange(0, slot.shape[0], gl.SliceLayout(1, layout))
     c = column + gl.arange(0, slot.shape[1], gl.SliceLayout(0, layout))
     async_copy.async_copy_global_to_shared(slot, ptr + (r[:, None] * LD + c[None, :]))
+
+
+@gluon.jit
+def fetch_block(
+    places, place, ptr, row, column, LD: gl.constexpr, there, WARPS: gl.constexpr, KIND: gl.constexpr
+):  # fmt: skip
+    """The weight's block at (row, column), if there is one."""
+    if there:
+        fetch(places.index(place), ptr, row, column, LD, WARPS, KIND)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -236,12 +269,9 @@ def arrived(LATER: gl.constexpr):
 
 
 @gluon.jit
-def attended(
-    o_ptr, wo, bo, row, rows, slots, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr
-):  # fmt: skip
+def attended(o_ptr, wo, bo, row, rows, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
     """o Wo + bo, when all that was asked for is there."""
-    gl.static_assert(slots.shape[0] * slots.shape[1] >= D, "all of Wo shall fit")
-    weight = slots._reinterpret(KIND, [D, D], shared_layout(D, D, KIND))
+    weight = gl.allocate_shared_memory(KIND, [D, D], shared_layout(D, D, KIND))
     fetch(weight, wo, 0, 0, D, WARPS, KIND)
     async_copy.commit_group()
     o = operand(load_rows(o_ptr, row, rows, 0, D, D, WARPS, KIND), D, WARPS, KIND)
@@ -249,7 +279,7 @@ def attended(
     arrived(0)
     s = warpgroup_mma(o, weight.permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    tl.debug_barrier()  # before the slots are filled again
+    tl.debug_barrier()  # before its place is another's
     if bo is not None:
         s += vector(bo, 0, D, WARPS, KIND)
     return s
@@ -263,7 +293,7 @@ def numbers(layer: Layer) -> dict[str, object]:
 
 
 def blocks(layer: Layer, config: WarpgroupConfig) -> dict[str, object]:
-    return {"BF": config.block, "STAGES": config.stages, "WARPS": config.warps, "EARLY": layer.early}
+    return {"BF": config.block, "WARPS": config.warps, "EARLY": layer.early}
 
 
 def options(layer: Layer, config: WalkConfig | WarpgroupConfig) -> dict[str, object]:

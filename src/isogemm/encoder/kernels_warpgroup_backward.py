@@ -18,15 +18,18 @@ from isogemm.encoder.kernels_warpgroup import (
     batch_normed,
     blocks,
     column_numbers,
-    columns_slot,
     copy_layout,
     fetch,
+    fetch_block,
     fetch_rows,
+    in_order,
     keeping,
     load_rows,
     normalized,
     operand,
     options,
+    place_of,
+    places_for,
     rounded,
     row_numbers,
     rows_in,
@@ -94,14 +97,13 @@ def _norm_backward(
 
 
 @gluon.jit
-def _fetch_feedforward_backward(
-    slots, stage, w1, w1_turned, w2_turned, f, D: gl.constexpr, F: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr
-):
-    """Rows f .. f + BF - 1 of linear1 and linear2's transpose, these columns of linear1's; if there are so many."""
-    if f < F:
-        fetch(slots.index(3 * stage), w1, f, 0, D, WARPS, gl.float32)
-        fetch(slots.index(3 * stage + 1), w2_turned, f, 0, D, WARPS, gl.float32)
-        fetch(columns_slot(slots.index(3 * stage + 2), D, BF, gl.float32), w1_turned, 0, f, F, WARPS, gl.float32)
+def _fetch_hidden(
+    of_u, of_d, place, w1, w2_turned, f, D: gl.constexpr, there, WARPS: gl.constexpr, KIND: gl.constexpr
+):  # fmt: skip
+    """Rows f .. f + BF - 1 of linear1 and of linear2's transpose, if they are there."""
+    if there:
+        fetch(of_u.index(place), w1, f, 0, D, WARPS, KIND)
+        fetch(of_d.index(place), w2_turned, f, 0, D, WARPS, KIND)
     async_copy.commit_group()
 
 
@@ -111,29 +113,30 @@ def _feedforward_backward_warpgroup_kernel(
     u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, dlast_turned, seed_ptr, left_ptr, rows, eps, ld,
     D: gl.constexpr, F: gl.constexpr, NORM: gl.constexpr, NORM_LAST: gl.constexpr, RESIDUAL_NORMED: gl.constexpr,
     HIDDEN_DROPPED: gl.constexpr, DROPPED: gl.constexpr, TURNED: gl.constexpr, ACT: gl.constexpr,
-    ACT_GRAD: gl.constexpr, INDEX: gl.constexpr, BF: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    EARLY: gl.constexpr,
+    ACT_GRAD: gl.constexpr, INDEX: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     # From dy to ds, the gradient of s = x + o Wo + bo, or without o, of x; where the norm is a batch norm, to the
     # gradient of its result u. u = norm(s), act(z), dz and what dropout leaves of dlast are for the weights' gradients.
+    # A weight's next block is copied while the others' are multiplied.
     started(EARLY)
     BM: gl.constexpr = 16 * WARPS
     KIND: gl.constexpr = gl.float32
-    row = row_numbers(gl.program_id(0) * BM, D, WARPS, KIND, INDEX)
-    row_k = row_numbers(gl.program_id(0) * BM, BF, WARPS, KIND, INDEX)
-    slots = gl.allocate_shared_memory(KIND, [3 * STAGES, BF, D], shared_layout(BF, D, KIND))
+    first = gl.program_id(0) * BM
+    row = row_numbers(first, D, WARPS, KIND, INDEX)
+    row_k = row_numbers(first, BF, WARPS, KIND, INDEX)
     tile = gl.allocate_shared_memory(KIND, [BM, D], TILE)
-    fetch_rows(tile, x_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
-    ask_for_rows(dy_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
+    fetch_rows(tile, x_ptr, first, rows, D, WARPS, INDEX)
+    ask_for_rows(dy_ptr, first, rows, D, WARPS, INDEX)
     if o_ptr is not None:
-        s = attended(o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
+        s = attended(o_ptr, wo, bo, row, rows, D, WARPS, KIND)
         s += rows_in(tile, row < rows, WARPS)
-        tl.debug_barrier()
-        tile.store(s)  # until the norm's gradient
-    for i in gl.static_range(STAGES - 1):
-        _fetch_feedforward_backward(slots, i, w1, w1_turned, w2_turned, i * BF, D, F, BF, WARPS)
+        if NORM != "batch_norm":
+            store_rows(ds_ptr, s, row, rows, 0, D, WARPS, KIND)  # until the norm's gradient
+    of_u, of_d, of_dz = places_for(BF, D, KIND), places_for(BF, D, KIND), places_for(D, BF, KIND)
+    _fetch_hidden(of_u, of_d, 0, w1, w2_turned, 0, D, True, WARPS, KIND)
+    fetch_block(of_dz, 0, w1_turned, 0, 0, F, True, WARPS, KIND)
     if o_ptr is None:
-        arrived(STAGES - 1)
+        arrived(2)
         s = rows_in(tile, row < rows, WARPS)
     if NORM == "batch_norm":
         normed = batch_normed(s, norm_w, norm_b, D, WARPS, KIND)
@@ -150,47 +153,51 @@ def _feedforward_backward_warpgroup_kernel(
         dlast = _norm_backward(dlast, total, last_deviation, last_w, norm_sums, 2, rows, D, NORM, WARPS, KIND)
         store_rows(dlast_ptr, dlast, row, rows, 0, D, WARPS, KIND)
     if DROPPED > 0:
-        dlast = dlast * keeping(seed_ptr, OUTPUT, row, 0, D, DROPPED, WARPS, KIND)
+        dlast = dlast * keeping(gl.load(seed_ptr) + OUTPUT, row, 0, D, DROPPED, WARPS, KIND)
     if left_ptr is not None:
         store_rows(left_ptr, dlast, row, rows, 0, D, WARPS, KIND)
     _store_sum(norm_sums, 4, dlast, rows, D, WARPS)  # linear2's bias, here and exactly: torch rounds nothing of it
     if TURNED:
         _store_grad_operand(dlast_turned, dlast, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
-    d = operand(dlast, BF, WARPS, KIND)
+    d = places_for(BM, D, KIND)  # the registers are wanted
+    d.index(0).store(in_order(dlast, KIND))
+    if HIDDEN_DROPPED > 0:
+        seed = gl.load(seed_ptr) + ACTIVATION
     du = gl.zeros([BM, D], gl.float32, rows_layout(D, WARPS, KIND))
-    for block in range(F // BF):
-        arrived(STAGES - 2)
-        ahead = block + STAGES - 1
-        _fetch_feedforward_backward(slots, ahead % STAGES, w1, w1_turned, w2_turned, ahead * BF, D, F, BF, WARPS)
-        stage = block % STAGES * 3
+    arrived(1)
+    for f in range(0, F, BF):
+        place = place_of(f, rows, BF)
         z = gl.zeros([BM, BF], gl.float32, rows_layout(BF, WARPS, KIND))
         dz = gl.zeros([BM, BF], gl.float32, rows_layout(BF, WARPS, KIND))
-        z = warpgroup_mma(u, slots.index(stage).permute((1, 0)), z, use_acc=False, is_async=True)
-        dz = warpgroup_mma(d, slots.index(stage + 1).permute((1, 0)), dz, use_acc=False, is_async=True)
+        z = warpgroup_mma(u, of_u.index(place).permute((1, 0)), z, use_acc=False, is_async=True)
+        of_block = of_d.index(place).permute((1, 0))
+        dz = warpgroup_mma(d.index(place), of_block, dz, use_acc=False, is_async=True)
         z = warpgroup_mma_wait(1, deps=[z])
         if b1 is not None:
-            z += vector(b1, block * BF, BF, WARPS, KIND)
+            z += vector(b1, f, BF, WARPS, KIND)
         act = ACT(z, False)
         slope = ACT_GRAD(z, False)
         if HIDDEN_DROPPED > 0:
-            kept = keeping(seed_ptr, ACTIVATION, row_k, block * BF, BF, HIDDEN_DROPPED, WARPS, KIND)
+            kept = keeping(seed, row_k, f, BF, HIDDEN_DROPPED, WARPS, KIND)
             act = act * kept
             slope = slope * kept
-        _store_grad_operand(act_ptr, act, row_k, rows, block * BF, _anew(ld), F, TURNED, WARPS, KIND)
+        _store_grad_operand(act_ptr, act, row_k, rows, f, _anew(ld), F, TURNED, WARPS, KIND)
         dz = warpgroup_mma_wait(0, deps=[dz])
+        arrived(0)
+        _fetch_hidden(of_u, of_d, place, w1, w2_turned, f + BF, D, f + BF < F, WARPS, KIND)
         dz = dz * slope
-        weight = columns_slot(slots.index(stage + 2), D, BF, KIND)
-        du = warpgroup_mma(operand(dz, D, WARPS, KIND), weight.permute((1, 0)), du, is_async=True)
-        _store_grad_operand(dz_ptr, dz, row_k, rows, block * BF, _anew(ld), F, TURNED, WARPS, KIND)
+        of_block = of_dz.index(place).permute((1, 0))
+        du = warpgroup_mma(operand(dz, D, WARPS, KIND), of_block, du, is_async=True)
+        _store_grad_operand(dz_ptr, dz, row_k, rows, f, _anew(ld), F, TURNED, WARPS, KIND)
         du = warpgroup_mma_wait(0, deps=[du])
+        arrived(0)
+        fetch_block(of_dz, place, w1_turned, 0, f + BF, F, f + BF < F, WARPS, KIND)
     if NORM_LAST:
         du += load_rows(dlast_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
     elif RESIDUAL_NORMED:
         du += load_rows(dy_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
     if NORM != "batch_norm":
-        xhat = tile.load(rows_layout(D, WARPS, KIND))
-        if o_ptr is None:
-            xhat = gl.where((row < rows)[:, None], xhat, 0.0)
+        xhat = load_rows(x_ptr if o_ptr is None else ds_ptr, row, rows, 0, D, D, WARPS, KIND)
         xhat = normalized(xhat, mean, deviation, NORM)
         which: gl.constexpr = 0 if NORM_LAST else 2
         du = _norm_backward(du, xhat, deviation, norm_w, norm_sums, which, rows, D, NORM, WARPS, KIND)
@@ -207,7 +214,7 @@ def _fetch_input_grad(
     """Columns k .. k + BF - 1 of in_proj's transpose, and of the gradients of q, k and v; if there are so many."""
     layout: gl.constexpr = copy_layout(WARPS, gl.float32)
     if k < 3 * D:
-        fetch(columns_slot(slot, D, BF, gl.float32), w_turned, 0, k, 3 * D, WARPS, gl.float32)
+        fetch(slot, w_turned, 0, k, 3 * D, WARPS, gl.float32)
         if TURNED:
             c = (k + gl.arange(0, BF, gl.SliceLayout(1, layout))).to(INDEX)[:, None]
             r = (first + gl.arange(0, 16 * WARPS, gl.SliceLayout(0, layout))).to(INDEX)[None, :]
@@ -224,7 +231,7 @@ def _input_grad_warpgroup_kernel(
     x_ptr, norm_w, norm_b, in_proj_turned, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, o_ptr, ds_operand, o_turned,
     residual_ptr, rows, eps, ld,
     D: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, TURNED: gl.constexpr, INDEX: gl.constexpr,
-    BF: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients. Where ds is
     # what dropout left, the residual's gradient is another; RESIDUAL: whether it goes "around" the norm, "through" it,
@@ -235,7 +242,7 @@ def _input_grad_warpgroup_kernel(
     first = gl.program_id(0) * BM
     row = row_numbers(first, D, WARPS, KIND, INDEX)
     live = row < rows
-    slots = gl.allocate_shared_memory(KIND, [STAGES, BF, D], shared_layout(BF, D, KIND))
+    slots = gl.allocate_shared_memory(KIND, [STAGES, D, BF], shared_layout(D, BF, KIND))
     if TURNED:
         grads = gl.allocate_shared_memory(KIND, [STAGES, BF, BM], _TURNED_TILE)
     else:
@@ -257,7 +264,7 @@ def _input_grad_warpgroup_kernel(
         grad = grads.index(block % STAGES)
         if TURNED:
             grad = grad.permute((1, 0))
-        weight = columns_slot(slots.index(block % STAGES), D, BF, KIND)
+        weight = slots.index(block % STAGES)
         left = operand(grad.load(rows_layout(BF, WARPS, KIND)), D, WARPS, KIND)
         dx = warpgroup_mma(left, weight.permute((1, 0)), dx, is_async=True)
         dx = warpgroup_mma_wait(0, deps=[dx])
@@ -328,6 +335,7 @@ def describe_input_grad_warpgroup(layer: Layer, config: WarpgroupConfig, eps: fl
         "RESIDUAL": residual_of(layer),
         "TURNED": layer.turned,
         "INDEX": index_type(layer),
+        "STAGES": config.stages,
         **blocks(layer, config),
     }
     scalars = (layer.rows, eps, layer.ld)

@@ -6,7 +6,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -32,8 +31,7 @@ from isogemm.encoder.kernels_warpgroup import (
     batch_normed,
     blocks,
     column_numbers,
-    columns_slot,
-    fetch,
+    fetch_block,
     fetch_rows,
     keeping,
     load_rows,
@@ -41,6 +39,8 @@ from isogemm.encoder.kernels_warpgroup import (
     numbers,
     operand,
     options,
+    place_of,
+    places_for,
     row_numbers,
     rows_in,
     rows_layout,
@@ -142,6 +142,31 @@ def _store_heads(
         store_rows(ptr, value, row, rows, 0, LD, WARPS, KIND)
 
 
+@gluon.jit
+def _ask_for_tile(of_rows, ptr, tile, rows, D: gl.constexpr, WARPS: gl.constexpr, INDEX: gl.constexpr):
+    """Have a tile's rows copied to shared memory; without room there, to the second cache."""
+    BM: gl.constexpr = 16 * WARPS
+    if of_rows is None:
+        ask_for_rows(ptr, tile * BM, rows, D, WARPS, INDEX)
+    else:
+        fetch_rows(of_rows, ptr, tile * BM, rows, D, WARPS, INDEX)
+
+
+@gluon.jit
+def _next_tile(
+    of_rows, ptr, tile, step, row, rows, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr, INDEX: gl.constexpr
+):
+    """A tile's rows, asked for before; those of the one after it are then asked for."""
+    if of_rows is None:
+        value = load_rows(ptr, row, rows, 0, D, D, WARPS, KIND)
+    else:
+        arrived(0)
+        value = rows_in(of_rows, row < rows, WARPS)
+        tl.debug_barrier()
+    _ask_for_tile(of_rows, ptr, tile + step, rows, D, WARPS, INDEX)
+    return value
+
+
 @gluon.jit(do_not_specialize=["rows", "per_part"])
 def _project_warpgroup_kernel(
     x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, ready, v_ptr,
@@ -170,8 +195,11 @@ def _project_warpgroup_kernel(
         # not in registers, which are wanted
         vectors = gl.allocate_shared_memory(gl.float32, [3, D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         tiles = (rows + BM - 1) // BM
+        of_rows = None
+        if KIND == gl.float32:
+            of_rows = gl.allocate_shared_memory(gl.float32, [BM, D], TILE)
         if part < 3:
-            ask_for_rows(x_ptr, first * BM, rows, D, WARPS, INDEX)
+            _ask_for_tile(of_rows, x_ptr, first, rows, D, WARPS, INDEX)
             _keep_weight(slot, in_proj(wq, wk, wv, part, D * D, STACKED), D, False, WARPS, KIND)
             if norm_w is not None:
                 _keep_vector(vectors.index(0), norm_w, D, WARPS)
@@ -187,8 +215,7 @@ def _project_warpgroup_kernel(
                 to = qkv_ptr + part * D
             for tile in range(first, tiles, per_part):
                 row = row_numbers(tile * BM, D, WARPS, KIND, INDEX)
-                x = load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
-                ask_for_rows(x_ptr, (tile + per_part) * BM, rows, D, WARPS, INDEX)
+                x = _next_tile(of_rows, x_ptr, tile, per_part, row, rows, D, WARPS, KIND, INDEX).to(gl.float32)
                 if NORM != "":
                     mean, deviation = statistics(x, row < rows, eps, D, NORM)
                     x = normalized(x, mean, deviation, NORM)
@@ -205,7 +232,7 @@ def _project_warpgroup_kernel(
                     acc += _kept_vector(vectors.index(2), D, WARPS, KIND)
                 _store_heads(to, acc, row, rows, HEAD, BY_HEAD, 3 * D, WARPS, KIND)
         elif BACKWARD:
-            ask_for_rows(ds_ptr, first * BM, rows, D, WARPS, INDEX)
+            _ask_for_tile(of_rows, ds_ptr, first, rows, D, WARPS, INDEX)
             _keep_weight(slot, wo, D, KIND == gl.float32, WARPS, KIND)
             fence_async_shared()
             tl.debug_barrier()
@@ -214,23 +241,11 @@ def _project_warpgroup_kernel(
                 right = slot.permute((1, 0))
             for tile in range(first, tiles, per_part):
                 row = row_numbers(tile * BM, D, WARPS, KIND, INDEX)
-                ds = load_rows(ds_ptr, row, rows, 0, D, D, WARPS, KIND)
-                ask_for_rows(ds_ptr, (tile + per_part) * BM, rows, D, WARPS, INDEX)
+                ds = _next_tile(of_rows, ds_ptr, tile, per_part, row, rows, D, WARPS, KIND, INDEX)
                 acc = gl.zeros([BM, D], gl.float32, rows_layout(D, WARPS, KIND))
                 acc = warpgroup_mma(operand(ds, D, WARPS, KIND), right, acc, use_acc=False, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 _store_heads(do_ptr, acc, row, rows, HEAD, BY_HEAD, D, WARPS, KIND)
-
-
-@gluon.jit
-def _fetch_feedforward(
-    slots, stage, w1, w2, f, D: gl.constexpr, F: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr
-):
-    """The blocks of both weights for BF features from f on, if there are so many."""
-    if f < F:
-        fetch(slots.index(2 * stage), w1, f, 0, D, WARPS, KIND)
-        fetch(columns_slot(slots.index(2 * stage + 1), D, BF, KIND), w2, 0, f, F, WARPS, KIND)
-    async_copy.commit_group()
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -238,34 +253,36 @@ def _feedforward_warpgroup_kernel(
     x_ptr, o_ptr, wo, bo, w1, b1, w2, b2, norm_w, norm_b, last_w, last_b, y_ptr, sum_ptr, seed_ptr, rows, eps,
     D: gl.constexpr, F: gl.constexpr, NORM: gl.constexpr, NORM_LAST: gl.constexpr, RESIDUAL_NORMED: gl.constexpr,
     HIDDEN_DROPPED: gl.constexpr, DROPPED: gl.constexpr, ACT: gl.constexpr, KIND: gl.constexpr, INDEX: gl.constexpr,
-    BF: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     # s = x + o Wo + bo, or without o, x; u = norm(s); y = s + dropout(act(u W1 + b1)) W2 + b2, with RESIDUAL_NORMED
-    # y = u + ..., and with NORM_LAST the norm of that.
+    # y = u + ..., and with NORM_LAST the norm of that. A weight's next block is copied while the other's is multiplied.
     started(EARLY)
     BM: gl.constexpr = 16 * WARPS
     # Tensor cores round sums toward zero: a y among them would shrink with every few features.
     PARKED: gl.constexpr = KIND == gl.float32 or DROPPED > 0
-    row = row_numbers(gl.program_id(0) * BM, D, WARPS, KIND, INDEX)
-    slots = gl.allocate_shared_memory(KIND, [2 * STAGES, BF, D], shared_layout(BF, D, KIND))
+    first = gl.program_id(0) * BM
+    row = row_numbers(first, D, WARPS, KIND, INDEX)
     if PARKED:
         tile = gl.allocate_shared_memory(gl.float32, [BM, D], TILE)
     if KIND == gl.float32:
-        fetch_rows(tile, x_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
+        fetch_rows(tile, x_ptr, first, rows, D, WARPS, INDEX)
     if o_ptr is not None:
         if KIND == gl.float32:
-            y = attended(o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
+            y = attended(o_ptr, wo, bo, row, rows, D, WARPS, KIND)
             y += rows_in(tile, row < rows, WARPS)
             tl.debug_barrier()
         else:
-            ask_for_rows(x_ptr, gl.program_id(0) * BM, rows, D, WARPS, INDEX)
-            y = attended(o_ptr, wo, bo, row, rows, slots, D, WARPS, KIND)
+            ask_for_rows(x_ptr, first, rows, D, WARPS, INDEX)
+            y = attended(o_ptr, wo, bo, row, rows, D, WARPS, KIND)
             y += load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
-    for i in gl.static_range(STAGES - 1):
-        _fetch_feedforward(slots, i, w1, w2, i * BF, D, F, BF, WARPS, KIND)
+    hidden, of_hidden = places_for(BF, D, KIND, STAGES), places_for(D, BF, KIND, STAGES)
+    for i in gl.static_range(STAGES):
+        fetch_block(hidden, i, w1, i * BF, 0, D, True, WARPS, KIND)
+        fetch_block(of_hidden, i, w2, 0, i * BF, F, True, WARPS, KIND)
     if o_ptr is None:
         if KIND == gl.float32:
-            arrived(STAGES - 1)
+            arrived(2 * STAGES)
             y = rows_in(tile, row < rows, WARPS)
         else:
             y = load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
@@ -282,27 +299,33 @@ def _feedforward_warpgroup_kernel(
     if PARKED:
         tile.store(y)
         y = gl.zeros([BM, D], gl.float32, rows_layout(D, WARPS, KIND))
-    row_k = row_numbers(gl.program_id(0) * BM, BF, WARPS, KIND, INDEX)
-    for block in range(F // BF):
-        arrived(STAGES - 2)
-        ahead = block + STAGES - 1
-        _fetch_feedforward(slots, ahead % STAGES, w1, w2, ahead * BF, D, F, BF, WARPS, KIND)
-        stage = block % STAGES * 2
+    row_k = row_numbers(first, BF, WARPS, KIND, INDEX)
+    if HIDDEN_DROPPED > 0:
+        seed = gl.load(seed_ptr) + ACTIVATION
+    arrived(2 * STAGES - 1)
+    for f in range(0, F, BF):
+        place = place_of(f, rows, BF, STAGES)
+        ahead = f + STAGES * BF
         z = gl.zeros([BM, BF], gl.float32, rows_layout(BF, WARPS, KIND))
-        z = warpgroup_mma(u, slots.index(stage).permute((1, 0)), z, use_acc=False, is_async=True)
+        z = warpgroup_mma(u, hidden.index(place).permute((1, 0)), z, use_acc=False, is_async=True)
         z = warpgroup_mma_wait(0, deps=[z])
+        tl.debug_barrier()  # all have read it
+        fetch_block(hidden, place, w1, ahead, 0, D, ahead < F, WARPS, KIND)
         if b1 is not None:
-            z += vector(b1, block * BF, BF, WARPS, KIND)
+            z += vector(b1, f, BF, WARPS, KIND)
         act = ACT(z, False)
         if HIDDEN_DROPPED > 0:
-            act = act * keeping(seed_ptr, ACTIVATION, row_k, block * BF, BF, HIDDEN_DROPPED, WARPS, KIND)
-        weight = columns_slot(slots.index(stage + 1), D, BF, KIND)
-        y = warpgroup_mma(operand(act, D, WARPS, KIND), weight.permute((1, 0)), y, is_async=True)
+            act = act * keeping(seed, row_k, f, BF, HIDDEN_DROPPED, WARPS, KIND)
+        arrived(2 * STAGES - 1)
+        of_block = of_hidden.index(place).permute((1, 0))
+        y = warpgroup_mma(operand(act, D, WARPS, KIND), of_block, y, is_async=True)
         y = warpgroup_mma_wait(0, deps=[y])
+        arrived(2 * STAGES - 2)
+        fetch_block(of_hidden, place, w2, 0, ahead, F, ahead < F, WARPS, KIND)
     if DROPPED > 0:
         if b2 is not None:
             y += vector(b2, 0, D, WARPS, KIND)
-        y = y * keeping(seed_ptr, OUTPUT, row, 0, D, DROPPED, WARPS, KIND)
+        y = y * keeping(gl.load(seed_ptr) + OUTPUT, row, 0, D, DROPPED, WARPS, KIND)
     if PARKED:
         y += tile.load(rows_layout(D, WARPS, KIND))
     if NORM_LAST:
@@ -350,6 +373,7 @@ def describe_feedforward_warpgroup(layer: Layer, config: WarpgroupConfig, eps: f
     constants = feedforward_sizes(layer) | {
         "ACT": getattr(device, layer.activation),
         **numbers(layer),
+        "STAGES": config.stages,
         **blocks(layer, config),
     }
     scalars = (layer.rows, eps)

@@ -108,6 +108,7 @@ class CompileJob:
     @classmethod
     def of(cls, launch: Launch, pointers: Mapping[str, str | None], name: str = "") -> CompileJob:
         """A launch's; pointers: Triton's type of each of its first arguments, or None for an absent one."""
+        launch.check(len(pointers))
         given = {pointer: kind for pointer, kind in pointers.items() if kind is not None}
         signature, attrs = dict(given), dict.fromkeys(given, 16)
         constexprs = dict(launch.constants) | {pointer: None for pointer in pointers if pointer not in given}
