@@ -19,6 +19,7 @@ from isogemm.testing.error import assert_no_worse_than_torch
 from isogemm.testing.poison import poisoned_allocations
 
 _SEED = 7
+_ELEMENTS = 16384  # whose errors are compared, of small layers where it takes no time
 _Results = dict[str, Tensor]
 
 
@@ -67,7 +68,10 @@ def assert_variant_no_worse(
     `assert_no_worse_than_torch`. fused: whether the fused kernels serve, whose places of dropout share a seed."""
     on_gpu = torch.device(device).type == "cuda"
     found: dict[str, list[tuple[Tensor, ...]]] = {}
-    for draw in range(max(2, min(8, 256 // shape.d_model))):  # the largest error of a few sums is a draw
+    draws = min(8, 256 // shape.d_model)  # the largest error of a few sums is a draw
+    if on_gpu:
+        draws = max(draws, min(32, _ELEMENTS // (shape.sequences * shape.tokens * shape.d_model)))
+    for draw in range(max(2, draws)):
         case = _Case(shape, variant, dtype, torch.device(device), precision, fused, draw)
         with poisoned_allocations():
             actual = case.run(True, dtype)
