@@ -1,9 +1,9 @@
 """The row kernels of layers that Hopper's warpgroups hold: 64 rows each, from the first product to the last.
 
-A product's left operand is in registers; the weights come through shared memory, block after block, copied while
-earlier ones are multiplied. A lane holds columns 2 c and 2 c + 1 of every eight in a result. In 16 bits that is how the
-next product wants them; TF32 takes the same registers for columns c and c + 4, so of the weights' columns every eight
-are prepared in the order 0, 2, 4, 6, 1, 3, 5, 7, and nothing moves between lanes.
+A product's left operand is in registers, but for one that finds no room there; the weights come through shared memory,
+block after block, copied while others are multiplied. A lane holds columns 2 c and 2 c + 1 of every eight in a result.
+In 16 bits that is how the next product wants them; TF32 takes the same registers for columns c and c + 4, so of the
+weights' columns every eight are prepared in the order 0, 2, 4, 6, 1, 3, 5, 7, and nothing moves between lanes.
 
 What a row's bits depend on is its own values alone, in an order that neither the rows of a program nor the launch
 changes; sums over rows are taken of 64.
@@ -180,31 +180,20 @@ def batch_normed(x, statistics_ptr, b_ptr, D: gl.constexpr, WARPS: gl.constexpr,
 
 
 @gluon.jit
-def random_words(seed, row, column, COLUMNS: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
-    """The generator's four words of each element, of columns from `column` on, a multiple of 16. A lane holds the
-    columns of one call, which compilers see; columns 16 later are of the same, where `column` is a multiple of 32."""
-    c = (column + column_numbers(COLUMNS, WARPS, KIND))[None, :]
-    zero = (row.to(gl.int32)[:, None] + c) * 0
-    return tl.philox(seed, (c >> 5 << 2) + (c >> 1 & 3) + zero, row.to(gl.int32)[:, None] + zero, zero, zero)
-
-
-@gluon.jit
-def kept_of(words, column, COLUMNS: gl.constexpr, DROPPED: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
-    """What dropout multiplies with, as `kernels_forward.dropout` does."""
-    zero = words[0].to(gl.int32) * 0
-    c = (column + column_numbers(COLUMNS, WARPS, KIND))[None, :] + zero
-    which = c >> 3 & 3
-    word = gl.where(which < 2, gl.where(which == 0, words[0], words[1]), gl.where(which == 2, words[2], words[3]))
-    bits = gl.where(c & 1 == 1, word >> 16, word & 0xFFFF)
-    return gl.where(bits.to(gl.int32) >= DROPPED, scale_of_kept(DROPPED), 0.0)
-
-
-@gluon.jit
 def keeping(
     seed, row, column, COLUMNS: gl.constexpr, DROPPED: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr
 ):  # fmt: skip
-    words = random_words(seed, row, column, COLUMNS, WARPS, KIND)
-    return kept_of(words, column, COLUMNS, DROPPED, WARPS, KIND)
+    """What dropout multiplies with, as `kernels_forward.dropout` does: of columns from `column` on, a multiple of 16.
+
+    A lane holds the columns of one call of the generator, which compilers see.
+    """
+    c = (column + column_numbers(COLUMNS, WARPS, KIND))[None, :]
+    zero = (row.to(gl.int32)[:, None] + c) * 0
+    w0, w1, w2, w3 = tl.philox(seed, (c >> 5 << 2) + (c >> 1 & 3) + zero, row.to(gl.int32)[:, None] + zero, zero, zero)
+    which = (c >> 3 & 3) + zero
+    word = gl.where(which < 2, gl.where(which == 0, w0, w1), gl.where(which == 2, w2, w3))
+    bits = gl.where((c & 1) + zero == 1, word >> 16, word & 0xFFFF)
+    return gl.where(bits.to(gl.int32) >= DROPPED, scale_of_kept(DROPPED), 0.0)
 
 
 # on their way to shared memory

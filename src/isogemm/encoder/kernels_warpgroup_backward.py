@@ -98,12 +98,12 @@ def _norm_backward(
 
 @gluon.jit
 def _fetch_hidden(
-    of_u, of_d, place, w1, w2_turned, f, D: gl.constexpr, there, WARPS: gl.constexpr, KIND: gl.constexpr
+    w1_place, w2_turned_place, place, w1, w2_turned, f, D: gl.constexpr, there, WARPS: gl.constexpr, KIND: gl.constexpr
 ):  # fmt: skip
     """Rows f .. f + BF - 1 of linear1 and of linear2's transpose, if they are there."""
     if there:
-        fetch(of_u.index(place), w1, f, 0, D, WARPS, KIND)
-        fetch(of_d.index(place), w2_turned, f, 0, D, WARPS, KIND)
+        fetch(w1_place.index(place), w1, f, 0, D, WARPS, KIND)
+        fetch(w2_turned_place.index(place), w2_turned, f, 0, D, WARPS, KIND)
     async_copy.commit_group()
 
 
@@ -130,11 +130,12 @@ def _feedforward_backward_warpgroup_kernel(
     if o_ptr is not None:
         s = attended(o_ptr, wo, bo, row, rows, D, WARPS, KIND)
         s += rows_in(tile, row < rows, WARPS)
-        if NORM != "batch_norm":
-            store_rows(ds_ptr, s, row, rows, 0, D, WARPS, KIND)  # until the norm's gradient
-    of_u, of_d, of_dz = places_for(BF, D, KIND), places_for(BF, D, KIND), places_for(D, BF, KIND)
-    _fetch_hidden(of_u, of_d, 0, w1, w2_turned, 0, D, True, WARPS, KIND)
-    fetch_block(of_dz, 0, w1_turned, 0, 0, F, True, WARPS, KIND)
+        tl.debug_barrier()  # before the tile's place is another's
+        store_rows(ds_ptr, s, row, rows, 0, D, WARPS, KIND)  # until the norm's gradient
+    w1_place, w2_turned_place = places_for(BF, D, KIND), places_for(BF, D, KIND)
+    w1_turned_place = places_for(D, BF, KIND)
+    _fetch_hidden(w1_place, w2_turned_place, 0, w1, w2_turned, 0, D, True, WARPS, KIND)
+    fetch_block(w1_turned_place, 0, w1_turned, 0, 0, F, True, WARPS, KIND)
     if o_ptr is None:
         arrived(2)
         s = rows_in(tile, row < rows, WARPS)
@@ -169,9 +170,9 @@ def _feedforward_backward_warpgroup_kernel(
         place = place_of(f, rows, BF)
         z = gl.zeros([BM, BF], gl.float32, rows_layout(BF, WARPS, KIND))
         dz = gl.zeros([BM, BF], gl.float32, rows_layout(BF, WARPS, KIND))
-        z = warpgroup_mma(u, of_u.index(place).permute((1, 0)), z, use_acc=False, is_async=True)
-        of_block = of_d.index(place).permute((1, 0))
-        dz = warpgroup_mma(d.index(place), of_block, dz, use_acc=False, is_async=True)
+        z = warpgroup_mma(u, w1_place.index(place).permute((1, 0)), z, use_acc=False, is_async=True)
+        block = w2_turned_place.index(place).permute((1, 0))
+        dz = warpgroup_mma(d.index(place), block, dz, use_acc=False, is_async=True)
         z = warpgroup_mma_wait(1, deps=[z])
         if b1 is not None:
             z += vector(b1, f, BF, WARPS, KIND)
@@ -184,14 +185,14 @@ def _feedforward_backward_warpgroup_kernel(
         _store_grad_operand(act_ptr, act, row_k, rows, f, _anew(ld), F, TURNED, WARPS, KIND)
         dz = warpgroup_mma_wait(0, deps=[dz])
         arrived(0)
-        _fetch_hidden(of_u, of_d, place, w1, w2_turned, f + BF, D, f + BF < F, WARPS, KIND)
+        _fetch_hidden(w1_place, w2_turned_place, place, w1, w2_turned, f + BF, D, f + BF < F, WARPS, KIND)
         dz = dz * slope
-        of_block = of_dz.index(place).permute((1, 0))
-        du = warpgroup_mma(operand(dz, D, WARPS, KIND), of_block, du, is_async=True)
+        block = w1_turned_place.index(place).permute((1, 0))
+        du = warpgroup_mma(operand(dz, D, WARPS, KIND), block, du, is_async=True)
         _store_grad_operand(dz_ptr, dz, row_k, rows, f, _anew(ld), F, TURNED, WARPS, KIND)
         du = warpgroup_mma_wait(0, deps=[du])
         arrived(0)
-        fetch_block(of_dz, place, w1_turned, 0, f + BF, F, f + BF < F, WARPS, KIND)
+        fetch_block(w1_turned_place, place, w1_turned, 0, f + BF, F, f + BF < F, WARPS, KIND)
     if NORM_LAST:
         du += load_rows(dlast_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
     elif RESIDUAL_NORMED:

@@ -143,27 +143,28 @@ def _store_heads(
 
 
 @gluon.jit
-def _ask_for_tile(of_rows, ptr, tile, rows, D: gl.constexpr, WARPS: gl.constexpr, INDEX: gl.constexpr):
-    """Have a tile's rows copied to shared memory; without room there, to the second cache."""
+def _ask_for_tile(rows_place, ptr, tile, rows, D: gl.constexpr, WARPS: gl.constexpr, INDEX: gl.constexpr):
+    """Have a tile's rows copied to their place in shared memory; without one (in 16 bits), to the second cache."""
     BM: gl.constexpr = 16 * WARPS
-    if of_rows is None:
+    if rows_place is None:
         ask_for_rows(ptr, tile * BM, rows, D, WARPS, INDEX)
     else:
-        fetch_rows(of_rows, ptr, tile * BM, rows, D, WARPS, INDEX)
+        fetch_rows(rows_place, ptr, tile * BM, rows, D, WARPS, INDEX)
 
 
 @gluon.jit
 def _next_tile(
-    of_rows, ptr, tile, step, row, rows, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr, INDEX: gl.constexpr
-):
+    rows_place, ptr, tile, step, row, rows, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr,
+    INDEX: gl.constexpr,
+):  # fmt: skip
     """A tile's rows, asked for before; those of the one after it are then asked for."""
-    if of_rows is None:
+    if rows_place is None:
         value = load_rows(ptr, row, rows, 0, D, D, WARPS, KIND)
     else:
         arrived(0)
-        value = rows_in(of_rows, row < rows, WARPS)
+        value = rows_in(rows_place, row < rows, WARPS)
         tl.debug_barrier()
-    _ask_for_tile(of_rows, ptr, tile + step, rows, D, WARPS, INDEX)
+    _ask_for_tile(rows_place, ptr, tile + step, rows, D, WARPS, INDEX)
     return value
 
 
@@ -195,11 +196,11 @@ def _project_warpgroup_kernel(
         # not in registers, which are wanted
         vectors = gl.allocate_shared_memory(gl.float32, [3, D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         tiles = (rows + BM - 1) // BM
-        of_rows = None
+        rows_place = None
         if KIND == gl.float32:
-            of_rows = gl.allocate_shared_memory(gl.float32, [BM, D], TILE)
+            rows_place = gl.allocate_shared_memory(gl.float32, [BM, D], TILE)
         if part < 3:
-            _ask_for_tile(of_rows, x_ptr, first, rows, D, WARPS, INDEX)
+            _ask_for_tile(rows_place, x_ptr, first, rows, D, WARPS, INDEX)
             _keep_weight(slot, in_proj(wq, wk, wv, part, D * D, STACKED), D, False, WARPS, KIND)
             if norm_w is not None:
                 _keep_vector(vectors.index(0), norm_w, D, WARPS)
@@ -215,7 +216,7 @@ def _project_warpgroup_kernel(
                 to = qkv_ptr + part * D
             for tile in range(first, tiles, per_part):
                 row = row_numbers(tile * BM, D, WARPS, KIND, INDEX)
-                x = _next_tile(of_rows, x_ptr, tile, per_part, row, rows, D, WARPS, KIND, INDEX).to(gl.float32)
+                x = _next_tile(rows_place, x_ptr, tile, per_part, row, rows, D, WARPS, KIND, INDEX).to(gl.float32)
                 if NORM != "":
                     mean, deviation = statistics(x, row < rows, eps, D, NORM)
                     x = normalized(x, mean, deviation, NORM)
@@ -232,7 +233,7 @@ def _project_warpgroup_kernel(
                     acc += _kept_vector(vectors.index(2), D, WARPS, KIND)
                 _store_heads(to, acc, row, rows, HEAD, BY_HEAD, 3 * D, WARPS, KIND)
         elif BACKWARD:
-            _ask_for_tile(of_rows, ds_ptr, first, rows, D, WARPS, INDEX)
+            _ask_for_tile(rows_place, ds_ptr, first, rows, D, WARPS, INDEX)
             _keep_weight(slot, wo, D, KIND == gl.float32, WARPS, KIND)
             fence_async_shared()
             tl.debug_barrier()
@@ -241,7 +242,7 @@ def _project_warpgroup_kernel(
                 right = slot.permute((1, 0))
             for tile in range(first, tiles, per_part):
                 row = row_numbers(tile * BM, D, WARPS, KIND, INDEX)
-                ds = _next_tile(of_rows, ds_ptr, tile, per_part, row, rows, D, WARPS, KIND, INDEX)
+                ds = _next_tile(rows_place, ds_ptr, tile, per_part, row, rows, D, WARPS, KIND, INDEX)
                 acc = gl.zeros([BM, D], gl.float32, rows_layout(D, WARPS, KIND))
                 acc = warpgroup_mma(operand(ds, D, WARPS, KIND), right, acc, use_acc=False, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[acc])
@@ -276,10 +277,10 @@ def _feedforward_warpgroup_kernel(
             ask_for_rows(x_ptr, first, rows, D, WARPS, INDEX)
             y = attended(o_ptr, wo, bo, row, rows, D, WARPS, KIND)
             y += load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
-    hidden, of_hidden = places_for(BF, D, KIND, STAGES), places_for(D, BF, KIND, STAGES)
+    w1_places, w2_places = places_for(BF, D, KIND, STAGES), places_for(D, BF, KIND, STAGES)
     for i in gl.static_range(STAGES):
-        fetch_block(hidden, i, w1, i * BF, 0, D, True, WARPS, KIND)
-        fetch_block(of_hidden, i, w2, 0, i * BF, F, True, WARPS, KIND)
+        fetch_block(w1_places, i, w1, i * BF, 0, D, True, WARPS, KIND)
+        fetch_block(w2_places, i, w2, 0, i * BF, F, True, WARPS, KIND)
     if o_ptr is None:
         if KIND == gl.float32:
             arrived(2 * STAGES)
@@ -307,21 +308,21 @@ def _feedforward_warpgroup_kernel(
         place = place_of(f, rows, BF, STAGES)
         ahead = f + STAGES * BF
         z = gl.zeros([BM, BF], gl.float32, rows_layout(BF, WARPS, KIND))
-        z = warpgroup_mma(u, hidden.index(place).permute((1, 0)), z, use_acc=False, is_async=True)
+        z = warpgroup_mma(u, w1_places.index(place).permute((1, 0)), z, use_acc=False, is_async=True)
         z = warpgroup_mma_wait(0, deps=[z])
         tl.debug_barrier()  # all have read it
-        fetch_block(hidden, place, w1, ahead, 0, D, ahead < F, WARPS, KIND)
+        fetch_block(w1_places, place, w1, ahead, 0, D, ahead < F, WARPS, KIND)
         if b1 is not None:
             z += vector(b1, f, BF, WARPS, KIND)
         act = ACT(z, False)
         if HIDDEN_DROPPED > 0:
             act = act * keeping(seed, row_k, f, BF, HIDDEN_DROPPED, WARPS, KIND)
         arrived(2 * STAGES - 1)
-        of_block = of_hidden.index(place).permute((1, 0))
-        y = warpgroup_mma(operand(act, D, WARPS, KIND), of_block, y, is_async=True)
+        w2_block = w2_places.index(place).permute((1, 0))
+        y = warpgroup_mma(operand(act, D, WARPS, KIND), w2_block, y, is_async=True)
         y = warpgroup_mma_wait(0, deps=[y])
         arrived(2 * STAGES - 2)
-        fetch_block(of_hidden, place, w2, 0, ahead, F, ahead < F, WARPS, KIND)
+        fetch_block(w2_places, place, w2, 0, ahead, F, ahead < F, WARPS, KIND)
     if DROPPED > 0:
         if b2 is not None:
             y += vector(b2, 0, D, WARPS, KIND)
