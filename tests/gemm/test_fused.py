@@ -767,7 +767,8 @@ def test_mlp_no_worse_than_torch(activation, dtype):
             result = mlp(**operands, **more, activation=activation)
             theirs = _plain_mlp(**operands, **more, activation=activation)
             reference = _plain_mlp(**doubled(operands), **doubled(more), activation=activation)
-            assert_no_worse_than_torch(result, theirs, reference)
+            # of float64 torch's result is the reference
+            assert_no_worse_than_torch(result, theirs, reference, least=4 if dtype == torch.float64 else 0)
 
 
 @pytest.mark.parametrize("dtype", CONTRACT, ids=str)

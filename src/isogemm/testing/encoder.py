@@ -19,6 +19,8 @@ from isogemm.testing.forms import ACTIVATION_FORMS
 from isogemm.testing.gradients import Function, Tensors, gradients_of
 from isogemm.testing.poison import poisoned_allocations
 
+FEW_ROUNDINGS = 4  # that torch is granted where it made fewer: a layer has more of them
+
 
 class EncoderShape(NamedTuple):
     sequences: int
@@ -211,7 +213,7 @@ def assert_encoder_no_worse(
         got, torch_result, right = map(torch.stack, zip(*draws, strict=True))
         assert got.dtype == dtype
         scale = torch.stack([each.abs().amax().expand_as(each) for each in right])
-        assert_no_worse_than_torch(got, torch_result, right, scale=scale, what=name)
+        assert_no_worse_than_torch(got, torch_result, right, scale=scale, least=FEW_ROUNDINGS, what=name)
 
 
 def with_gradients(
