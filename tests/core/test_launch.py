@@ -9,7 +9,7 @@ import triton.language as tl
 from triton import knobs
 
 from isogemm.core import launch
-from isogemm.core.launch import BoundKernel, bind
+from isogemm.core.launch import BoundKernel, Launch, bind
 from isogemm.testing import interpreting
 
 
@@ -29,6 +29,8 @@ def test_only_compiled_kernels_bind():
 def test_constants_must_match_the_kernel(constants):
     with pytest.raises(TypeError, match=r"^constants are .*; scale expects \['FACTOR', 'BLOCK'\]"):
         bind(scale, (1, 2), constants, {})
+    with pytest.raises(TypeError, match=r"scale expects \['FACTOR', 'BLOCK'\]"):
+        Launch(scale, 1, (2,), constants, {}).check(tensors=1)
 
 
 @pytest.mark.skipif(interpreting(), reason="the interpreter is on")
