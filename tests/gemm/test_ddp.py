@@ -1,22 +1,11 @@
 """Two processes under DistributedDataParallel (gloo, CPU): the gradients are the mean of each process's own."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-SOURCE = Path(__file__).parents[2] / "src"
+from isogemm.testing import run_ranks
 
 PROGRAM = """
-import sys
-import torch
-from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import isogemm
-
-rank, meeting = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
 
 
 class Model(torch.nn.Module):
@@ -46,26 +35,11 @@ def check(dtype, static_graph):
             assert torch.equal(got, first / 2 + second / 2), (rank, dtype, step)
 
 
-distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-try:
-    for dtype in (torch.float32, torch.bfloat16):
-        check(dtype, static_graph=False)
-    check(torch.float32, static_graph=True)
-finally:
-    distributed.destroy_process_group()
+for dtype in (torch.float32, torch.bfloat16):
+    check(dtype, static_graph=False)
+check(torch.float32, static_graph=True)
 """
 
 
 def test_gradients_are_the_mean(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    commands = [[sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "meeting")] for rank in range(2)]
-    ranks = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    run_ranks(PROGRAM, tmp_path)

@@ -3,12 +3,8 @@
 import copy
 import functools
 import inspect
-import os
 import pickle
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +17,8 @@ import isogemm
 from isogemm.encoder.api import encoder_layer
 from isogemm.encoder.parameters import ACTIVATIONS, EncoderParameters
 from isogemm.nn import EncoderLayer
-from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch, make_data
+from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch, make_data, run_ranks
 
-SOURCE = Path(__file__).parents[2] / "src"
 SEQUENCES, TOKENS, D, HEADS, F_ = 5, 7, 16, 4, 24
 LENGTHS = torch.tensor([7, 3, 1, 7, 5])
 PADDED = torch.arange(TOKENS) >= LENGTHS[:, None]
@@ -569,15 +564,9 @@ def test_main_grad():
 
 
 PROGRAM = """
-import sys
-import torch
-from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import isogemm
-
-rank, meeting = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
 
 
 def stack():
@@ -592,30 +581,15 @@ def gradients(model, x):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-try:
-    batches = [torch.randn(5, 7, 16, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
-    alone = [gradients(stack(), x) for x in batches]
-    for static_graph in (False, True):
-        parallel = DistributedDataParallel(stack(), static_graph=static_graph)
-        for step in range(2):
-            for got, first, second in zip(gradients(parallel, batches[rank]), *alone, strict=True):
-                assert torch.equal(got, first / 2 + second / 2), (rank, static_graph, step)
-finally:
-    distributed.destroy_process_group()
+batches = [torch.randn(5, 7, 16, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+alone = [gradients(stack(), x) for x in batches]
+for static_graph in (False, True):
+    parallel = DistributedDataParallel(stack(), static_graph=static_graph)
+    for step in range(2):
+        for got, first, second in zip(gradients(parallel, batches[rank]), *alone, strict=True):
+            assert torch.equal(got, first / 2 + second / 2), (rank, static_graph, step)
 """
 
 
 def test_gradients_under_ddp_are_the_mean(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    commands = [[sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "meeting")] for rank in range(2)]
-    ranks = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    run_ranks(PROGRAM, tmp_path)

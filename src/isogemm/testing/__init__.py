@@ -51,6 +51,7 @@ from isogemm.testing.gradients import assert_gradients_no_worse, gradients_of
 from isogemm.testing.interpreter import interpreting, is_interpreted, require_interpreter
 from isogemm.testing.launches import device_work
 from isogemm.testing.poison import poison_value, poisoned_allocations
+from isogemm.testing.ranks import run_ranks
 
 __all__ = [
     "ACTIVATION_FORMS",
@@ -104,6 +105,7 @@ __all__ = [
     "products_of_tf32",
     "require_interpreter",
     "run_matrix",
+    "run_ranks",
     "run_trials",
     "skip",
     "torch_attention",
