@@ -22,7 +22,7 @@ import isogemm
 from isogemm.fusion.inductor import FusionPass, compile_fusion, fuse
 from isogemm.fusion.report import Report
 from isogemm.gemm import api
-from isogemm.testing import assert_no_worse_than_torch, make_data
+from isogemm.testing import NEARBY, assert_no_worse_than_torch, make_data, nearby
 
 FUSED = (api.linear, api.matmul_fused, api.mlp)
 M, K, N = 7, 9, 5
@@ -80,17 +80,25 @@ def _gradients(function, inputs):
 
 
 def _check(function, *inputs, backend=None):
-    """Values and gradients at most twice as far from float64 as torch's own; the backend that fused."""
+    """Values and gradients at most twice as far from float64 as torch's own (and `nearby`); the backend that fused."""
     backend = Fusing() if backend is None else backend
     actual = _gradients(torch.compile(function, backend=backend, fullgraph=True), inputs)
-    torch_results = _gradients(function, inputs)
-    wide = [each.detach().double().requires_grad_() for each in inputs]
-    for got, same, reference in zip(actual, torch_results, _gradients(function, wide), strict=True):
+    torchs, exact = _by_torch(function, inputs)
+    near = [_by_torch(function, [nearby(each, which).requires_grad_() for each in inputs]) for which in range(NEARBY)]
+    for place, (got, same, reference) in enumerate(zip(actual, torchs, exact, strict=True)):
         assert (got is None) == (same is None)
         if got is not None:
             assert got.shape == same.shape
-            assert_no_worse_than_torch(got.detach(), same.detach(), reference.detach(), ulps=4, least=2)
+            found = [(got, same, reference)]
+            found += [(right[place].to(got.dtype), theirs[place], right[place]) for theirs, right in near]
+            assert_no_worse_than_torch(*(torch.stack(each).detach() for each in zip(*found, strict=True)), ulps=4)
     return backend
+
+
+def _by_torch(function, inputs):
+    """Values and gradients, and the same in float64."""
+    wide = [each.detach().double().requires_grad_() for each in inputs]
+    return _gradients(function, inputs), _gradients(function, wide)
 
 
 SPELLINGS = {  # name: (function, shapes, steps)

@@ -7,11 +7,13 @@ from isogemm.testing import (
     DATA_KINDS,
     FLOAT_DTYPES,
     LAYOUTS,
+    NEARBY,
     TensorCase,
     assert_bitwise_equal,
     layouts_for,
     make_data,
     make_operands,
+    nearby,
     with_layout,
 )
 from isogemm.testing.strategies import float_dtypes, sizes, tensor_cases
@@ -128,3 +130,17 @@ def test_strategies(data):
     tensor = case.build()
     assert tensor.shape == shape
     assert tensor.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_nearby_is_near_and_elsewhere(dtype):
+    x = make_data("normal", (200, 30), seed=5, dtype=dtype)
+    x[0] = 0
+    found = [nearby(x, which) for which in range(NEARBY)]
+    assert all(torch.equal(each, nearby(x, which)) for which, each in enumerate(found))
+    for each in found:
+        assert each.dtype == dtype
+        assert not each[0].any()
+        assert ((each - x).abs() <= 0.021 * x.abs()).all()
+        assert (each[1:] != x[1:]).double().mean() > 0.5
+    assert len({float(each.double().sum()) for each in found}) == NEARBY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -13,14 +14,8 @@ from isogemm.encoder import reference
 from isogemm.encoder.parameters import EncoderDropout, RunningStatistics
 from isogemm.epilogues import random
 from isogemm.gemm.fused import new_seed
-from isogemm.testing.cases import make_data
-from isogemm.testing.encoder import (
-    FEW_ROUNDINGS,
-    EncoderShape,
-    encoder_parameters,
-    encoder_tensors,
-    products_of_tf32,
-)
+from isogemm.testing.cases import NEARBY, make_data, nearby
+from isogemm.testing.encoder import EncoderShape, encoder_parameters, encoder_tensors, products_of_tf32
 from isogemm.testing.error import assert_no_worse_than_torch
 from isogemm.testing.poison import poisoned_allocations
 
@@ -77,14 +72,16 @@ def assert_variant_no_worse(
         case = _Case(shape, variant, dtype, torch.device(device), precision, fused, draw)
         with poisoned_allocations():
             actual = case.run(True, dtype)
-        with products_of_tf32() if precision == "tf32" and on_gpu else nullcontext():
-            torchs = case.run(False, dtype)
-        exact = case.run(False, torch.float64)
+        torchs, exact = case.run_torch(on_gpu)
         assert actual.keys() == exact.keys()
         for name, right in exact.items():
             assert actual[name].dtype == torchs[name].dtype, name
             assert torch.equal(actual[name].isfinite(), right.isfinite()), name
             found.setdefault(name, []).append((actual[name], torchs[name], right))
+        for which in range(NEARBY):
+            torchs, exact = case.nearby(which).run_torch(on_gpu)
+            for name, right in exact.items():
+                found[name].append((right.to(torchs[name].dtype), torchs[name], right))
     for name in found:
         finite = [
             torch.where(torch.stack(each).isfinite(), torch.stack(each), 0) for each in zip(*found[name], strict=True)
@@ -93,7 +90,7 @@ def assert_variant_no_worse(
         alike = {name, name.replace("bias", "weight")}
         largest = max(_largest(right) for each in alike for _, _, right in found[each])
         scale = torch.full_like(finite[2], largest)
-        assert_no_worse_than_torch(*finite, scale=scale, ulps=4, least=FEW_ROUNDINGS, what=name)
+        assert_no_worse_than_torch(*finite, scale=scale, ulps=4, what=name)
 
 
 class _Case:
@@ -118,6 +115,17 @@ class _Case:
 
     def _made(self, size: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
         return make_data("normal", size, seed=seed + 1000 * self.draw, dtype=self.dtype, device=device)
+
+    def nearby(self, which: int) -> _Case:
+        close = copy.copy(self)
+        close.tensors = {name: nearby(each, which) for name, each in self.tensors.items()}
+        return close
+
+    def run_torch(self, on_gpu: bool) -> tuple[_Results, _Results]:
+        """By torch in the case's numbers, and in float64."""
+        with products_of_tf32() if self.precision == "tf32" and on_gpu else nullcontext():
+            torchs = self.run(False, self.dtype)
+        return torchs, self.run(False, torch.float64)
 
     def run(self, ours: bool, dtype: torch.dtype) -> _Results:
         variant, device = self.variant, self.tensors["x"].device

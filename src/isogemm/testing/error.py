@@ -56,7 +56,6 @@ def assert_no_worse_than_torch(
     factor: float = 2.0,
     ulps: float = 1,
     scale: torch.Tensor | None = None,
-    least: float = 0,
     match_nonfinite: bool = False,
     what: str = "",
 ) -> Comparison:
@@ -65,10 +64,8 @@ def assert_no_worse_than_torch(
         |actual - reference| <= factor * E * scale + ulps * ulp(reference)
 
     where E = max(|torch_result - reference| / scale) over the elements that torch has finite, ulp(x) is the
-    spacing of the result's dtype at x, and `scale` is as in `measure_errors`. `least` is for few sums, whose largest
-    error is a draw that differs from one CPU's kernels to another's: E is then at least so many roundings of
-    float32, or of float64 if that is the result's. With `match_nonfinite`, NaN, +Inf and -Inf must also stand exactly
-    where the reference, rounded to the dtype, has them.
+    spacing of the result's dtype at x, and `scale` is as in `measure_errors`. With `match_nonfinite`, NaN,
+    +Inf and -Inf must also stand exactly where the reference, rounded to the dtype, has them.
     """
     __tracebackhide__ = True
     _require_reference(actual, reference, "actual")
@@ -81,9 +78,7 @@ def assert_no_worse_than_torch(
     magnitude = torch.where(finite, reference, 0).abs()
     natural = _natural_scale(scale, magnitude, finite)
     torch_error = _absolute_error(torch_result, reference, finite & torch_result.isfinite())
-    rounding = torch.finfo(torch.promote_types(actual.dtype, torch.float32)).eps
-    made = max(_largest(_ratio(torch_error, natural)), least * rounding)
-    allowed = factor * made * natural + ulps * _ulp(magnitude, actual.dtype)
+    allowed = factor * _largest(_ratio(torch_error, natural)) * natural + ulps * _ulp(magnitude, actual.dtype)
     error = _absolute_error(actual, reference, finite)
     excess = error > allowed
     if bool(excess.any()):
