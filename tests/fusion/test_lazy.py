@@ -1,9 +1,12 @@
 """isogemm.autofuse: plain torch code, deferred and fused, against itself without."""
 
+import contextlib
 import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -13,8 +16,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import isogemm
-from isogemm.fusion import deferred
-from isogemm.fusion.lazy import Deferred, autofuse
+from isogemm.fusion import autofuse, deferred
+from isogemm.fusion.deferred import Deferred
 
 
 def _leaves(dtype=torch.float32):
@@ -360,11 +363,42 @@ def test_a_gradient_that_a_fused_step_lost_raises(ask):
 
 def test_a_parameter_is_one():
     leaves = _leaves()
+    module = torch.nn.Module()
     with autofuse():
-        parameter = torch.nn.Parameter(leaves["x"] @ leaves["w"])
-    assert type(parameter) is torch.nn.Parameter
-    assert parameter.is_leaf
-    _same(parameter.detach(), (leaves["x"] @ leaves["w"]).detach())
+        module.weight = torch.nn.Parameter(leaves["x"] @ leaves["w"])
+    for each in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        ((name, parameter),) = each.named_parameters()
+        assert name == "weight"
+        assert isinstance(parameter, torch.nn.Parameter)
+        assert parameter.is_leaf
+        assert parameter.requires_grad
+        _same(parameter.detach(), (leaves["x"] @ leaves["w"]).detach())
+    expected = module.weight.detach() - 1
+    module.weight.sum().backward()
+    torch.optim.SGD(module.parameters(), lr=1.0).step()
+    _same(module.weight.detach(), expected)
+
+
+def test_torch_is_left_as_it_is():
+    """No name of torch's is replaced, in a process that has fused."""
+    program = """
+import sys, torch, torch.utils.checkpoint
+def names():
+    roots = torch, torch.nn, torch.nn.Parameter, torch.Tensor, torch.autograd.Function, torch.autograd.function
+    more = [module for name, module in sys.modules.items() if name.startswith("torch._functorch")]
+    return {(str(root), name): id(value) for root in (*roots, *more) for name, value in vars(root).items()}
+x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+import isogemm
+torch.relu(x @ w).sum().backward()
+before = names()
+with isogemm.autofuse():
+    torch.relu(x @ w).sum().backward()
+    torch.nn.Parameter(x @ w)
+changed = {key for key, value in names().items() if before.get(key, value) != value}
+assert not changed, changed
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_memory_is_not_given_away_before_it_is_there():
@@ -809,22 +843,114 @@ def test_autograd_backward_of_a_deferred_tensor():
     _same(leaves["w"].grad, expected[0])
 
 
-def test_past_torch_functions():
-    """As C++ code would: right, or an error where the gradient would be lost."""
+class _Identity(torch.autograd.Function):
+    """As torch's own for distributed training: gives its argument back without a look at it."""
+
+    @staticmethod
+    def forward(ctx, z):
+        return z
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+class _Blind(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        ctx.shape = z.shape
+        return torch.ones(6, 5)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.expand(ctx.shape)
+
+
+class _Scaled(torch.autograd.Function):
+    """Of two arguments, with a setup_context; needs to know which of them require gradients."""
+
+    @staticmethod
+    def forward(z, s):
+        return z * s
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        z, s = ctx.saved_tensors
+        return grad * s if ctx.needs_input_grad[0] else None, (grad * z).sum() if ctx.needs_input_grad[1] else None
+
+
+FUNCTIONS = {
+    "identity": lambda x, w, b, **_: _Identity.apply(torch.relu(x @ w + b)),
+    "identity of a product": lambda x, w, **_: _Identity.apply(x @ w),
+    "blind": lambda x, w, b, **_: _Blind.apply(torch.tanh(x @ w + b)),
+    "two arguments": lambda x, w, s, **_: _Scaled.apply(torch.sigmoid(x @ w), s),
+    "of a gate": lambda x, w, w3, s, **_: _Scaled.apply(F.silu(x @ w) * (x @ w3), s),
+    "in place": lambda x, w, b, s, **_: _Scaled.apply((x @ w).add_(b), s),
+    "in place, read before": lambda x, w, b, s, **_: _Blind.apply(z := x @ w) + z.add_(b) * s,
+    "twice": lambda x, w, b, **_: _double(z := torch.relu(x @ w + b)) * _Identity.apply(z) + z,
+    "and read": lambda x, w, b, **_: _Identity.apply(z := x @ w + b) + torch.relu(z),
+    "blind, of a product": lambda x, w, **_: _Blind.apply(x @ w),
+    "blind, and read": lambda x, w, b, **_: _Blind.apply(z := x @ w + b) + torch.relu(z),
+    "read, then taken": lambda x, w, b, **_: (z := x @ w + b).sum() + _Identity.apply(z),
+    "in a row": lambda x, w, b, **_: _double(_double(torch.relu(x @ w + b)) @ w.t()) @ w,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_that_take_deferred_tensors(name):
+    """Their results are connected to the arguments' gradients before they look at them."""
+    _compare(FUNCTIONS[name])
+    _compare(FUNCTIONS[name], torch.float64)
+
+
+def test_gradients_through_a_function_taken_again():
+    def compute(x, w, b, **_):
+        return _double(torch.tanh(x @ w + b))
+
+    leaves = _leaves(torch.float64)
+    wanted = [leaves["x"], leaves["w"], leaves["b"]]
+    found = []
+    for block in (autofuse(), contextlib.nullcontext()):
+        with block:
+            y = compute(**leaves)
+        first = torch.autograd.grad(y.sum(), wanted, retain_graph=True)
+        again = torch.autograd.grad(y.sum(), wanted, create_graph=True)
+        second = torch.autograd.grad(sum(each.square().sum() for each in again), wanted)
+        found.append((*first, *again, *second))
+    for left, right in zip(*found, strict=True):
+        _same(left, right)
+
+
+def test_a_function_keeps_what_plain_code_keeps():
+    """The graph of a step goes with its result."""
     leaves = _leaves()
-    with autofuse(), torch.no_grad():
-        y = torch.relu(leaves["x"] @ leaves["w"])
+    with autofuse():
+        y = _double(torch.relu(leaves["x"] @ leaves["w"]))
+    seen = weakref.ref(y.grad_fn)
+    y.sum().backward()
+    del y
+    gc.collect()
+    assert seen() is None
+
+
+def test_past_torch_functions():
+    """As C++ code would."""
+
+    def compute(x, w, b, **_):
+        y = torch.relu(x @ w + b)
         with torch._C.DisableTorchFunction():
             more = y + 1
-    torch.testing.assert_close(more, torch.relu(leaves["x"] @ leaves["w"]) + 1)
-    assert type(y) is torch.Tensor
-    with autofuse():
-        y = torch.relu(leaves["x"] @ leaves["w"])
-        with torch._C.DisableTorchFunction(), pytest.raises(RuntimeError, match="would lose its gradient"):
-            y + 1
-        assert type(y) is Deferred
-        y.sum()
-    assert type(y) is torch.Tensor
+        return more * y
+
+    leaves = _leaves()
+    with autofuse(), torch.no_grad():
+        fused = compute(**leaves)
+    _same(fused, compute(**leaves).detach())
+    _compare(compute)
 
 
 def test_held_by_c_plus_plus():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from isogemm.fusion.lazy import autofuse
+from isogemm.fusion import autofuse
 
 
 class _Decorated(torch.nn.Module):

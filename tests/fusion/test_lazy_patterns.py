@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from isogemm.fusion import ambient, chains
+from isogemm.fusion import ambient, autofuse, chains
 from isogemm.fusion.deferred import Deferred
-from isogemm.fusion.lazy import autofuse
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from isogemm.fusion.lazy import Deferred, autofuse
+from isogemm.fusion import autofuse
+from isogemm.fusion.deferred import Deferred
 
 SIZE = 4
 LEAVES = {"x": (SIZE, SIZE), "w": (SIZE, SIZE), "r": (SIZE, SIZE), "row": (SIZE,), "column": (SIZE, 1), "scalar": ()}

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from isogemm.core import private
+
 
 @dataclass(frozen=True)
 class DeviceFacts:
@@ -49,6 +51,6 @@ def matmul_precision() -> str:
 matmul_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 # What torch.backends.cuda.matmul.fp32_precision reads, at half its cost: it is asked at every call.
-_fp32_precision: Callable[[str, str], str] = getattr(
-    torch._C, "_get_fp32_precision_getter", lambda backend, op: torch.backends.cuda.matmul.fp32_precision
+_fp32_precision: Callable[[str, str], str] = private.find("torch._C:_get_fp32_precision_getter") or (
+    lambda backend, op: torch.backends.cuda.matmul.fp32_precision
 )

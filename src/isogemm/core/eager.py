@@ -1,25 +1,26 @@
-"""Whether a call may go straight to its kernel, or torch has something to say to it first."""
+"""Whether a call may go straight to its kernel, or must go through the dispatcher first."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+
+from isogemm.core import private
+from isogemm.core.private import forward_ad_level
 
 PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
 def through_dispatcher(*tensors: torch.Tensor) -> bool:
-    """Whether the plain path would not hear all that torch has to say to this call."""
+    """Whether a call must go through the dispatcher: compilation, modes, tracers, transforms, tensor subclasses."""
     return (
         is_compiling()
+        or not _HAS_FAST_PATH
         or _dispatch_modes() > 0
-        or _tracing_state() is not None
-        or forward_ad._current_level >= 0
+        or is_tracing()
+        or forward_ad_level() >= 0
         or _interpreter() is not None
         or _any_special(tensors)
     )
@@ -30,14 +31,13 @@ def likeness(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 
     In type, dispatch keys, dtype, device, sizes, strides, whether they require a gradient, and which are the same.
     """
-    if _any_special(tensors):
+    if _TensorGuards is None or _any_special(tensors):
         return None
     firsts = _first_places(tensors)
     places = sorted(set(firsts))
     distinct = [tensors[place] for place in places]
     sizes, strides = [list(each.shape) for each in distinct], [list(each.stride()) for each in distinct]
-    guards: Any = TensorGuards
-    check: Callable[..., bool] = guards(*distinct, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    check: Callable[..., bool] = _TensorGuards(*distinct, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     if len(places) == len(firsts):
         return check
     # The guards hold for no tensor that is given twice.
@@ -53,16 +53,14 @@ def _first_places(tensors: Sequence[object]) -> list[int]:
 def in_transform(*tensors: torch.Tensor) -> bool:
     """Inside forward-mode AD or vmap and its kin, which torch's own operators know and a custom one does not."""
     return (
-        forward_ad._current_level >= 0
-        or _interpreter() is not None
-        or any(map(torch._C._functorch.is_legacy_batchedtensor, tensors))
+        forward_ad_level() >= 0
+        or (_interpreter is not None and _interpreter() is not None)
+        or (_is_batched is not None and any(map(_is_batched, tensors)))
     )
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What autocast makes of matrix products on a device; None where it is off."""
-    if not is_compiling() and not _is_any_autocast():
-        return None
     # Not is_autocast_available: torch 2.11 cannot trace it.
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
@@ -73,7 +71,7 @@ def _any_special(tensors: Sequence[torch.Tensor]) -> bool:
     """A subclass, or without memory that a kernel could read as it stands."""
     try:
         for x in tensors:
-            if type(x) not in PLAIN or x.is_neg() or x.is_nested or (not x.data_ptr() and x._is_zerotensor()):
+            if type(x) not in PLAIN or x.is_neg() or x.is_nested or (not x.data_ptr() and x.numel()):
                 return True
     except RuntimeError:  # sparse, or of a vmap, without an address
         return True
@@ -81,7 +79,9 @@ def _any_special(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 # Looked up once: they are asked at every call.
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_tracing_state = torch._C._get_tracing_state
-_interpreter = torch._C._functorch.peek_interpreter_stack
-_is_any_autocast = torch._C._is_any_autocast_enabled
+is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+_HAS_FAST_PATH = not private.is_off(private.FAST_PATH)
+_TensorGuards = private.find("torch._C._dynamo.guards:TensorGuards")
+_dispatch_modes = private.find("torch._C:_len_torch_dispatch_stack")
+_interpreter = private.find("torch._C:_functorch.peek_interpreter_stack")
+_is_batched = private.find("torch._C:_functorch.is_legacy_batchedtensor")

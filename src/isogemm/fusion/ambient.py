@@ -7,12 +7,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
 
+from isogemm.core import private
 from isogemm.core.device import matmul_precision
+from isogemm.core.eager import is_tracing
 
-_C: Any = torch._C
 Hooks = tuple[Any, Any] | None
 
 
@@ -51,15 +50,15 @@ def read(device: int) -> tuple[Any, ...]:
     return (
         _top_hooks(True),
         _backward(),
-        _is_forward_ad_enabled(),
+        is_forward_ad_enabled(),
         capturing,
         _dispatch_modes(),
-        _is_tracing(),
-        forward_ad._current_level,
+        is_tracing(),
+        private.forward_ad_level(),
         _interpreter(),
         _is_inference(),
         _is_grad(),
-        _autocast(device) if _is_any_autocast() else None,
+        _autocast(device),
         stream,
         device,
     )
@@ -71,8 +70,8 @@ def _autocast(device: int) -> torch.dtype | None:
 
 
 def read_enclosure() -> Enclosure:
-    is_capturing = _cuda._initialized and _cuda.is_initialized() and _is_capturing()
-    return _top_hooks(True), _backward(), _is_forward_ad_enabled(), bool(is_capturing)
+    is_capturing = _is_initialized() and _is_capturing()
+    return _top_hooks(True), _backward(), is_forward_ad_enabled(), bool(is_capturing)
 
 
 def is_inside(entered: Enclosure, clear: Ambient) -> bool:
@@ -117,7 +116,7 @@ def restored(then: Ambient, now: Ambient, precision: str) -> Iterator[None]:
             stack.callback(setattr, settings, "fp32_precision", settings.fp32_precision)
             settings.fp32_precision = precision
         if now.dispatch_modes:
-            stack.enter_context(_disable_current_modes())
+            stack.enter_context(private.find("torch.utils._python_dispatch:_disable_current_modes")())
         if now.inference:
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(then.grad))
@@ -137,22 +136,27 @@ def _stream(ambient: Ambient) -> Any:
 def _set_hooks_aside(stack: ExitStack, outermost: Hooks) -> None:
     """Those entered since: a checkpoint's are not to see what was called before it began."""
     while (top := _top_hooks(True)) is not None and top != outermost:
-        _C._autograd._pop_saved_tensors_default_hooks()
-        stack.callback(_C._autograd._push_saved_tensors_default_hooks, *top)
+        _pop_hooks()
+        stack.callback(_push_hooks, *top)
+
+
+def _public_stream(device: int) -> tuple[int, int, int]:
+    stream = torch.cuda.current_stream(device)
+    return stream.stream_id, stream.device_index, stream.device_type
 
 
 # Looked up once: they are asked at every call.
-_cuda: Any = torch.cuda
-_top_hooks: Any = _C._autograd._top_saved_tensors_default_hooks
-_backward: Any = _C._current_graph_task_id
-_is_forward_ad_enabled: Any = _C._is_fwd_grad_enabled
-_dispatch_modes: Any = _C._len_torch_dispatch_stack
-_is_tracing: Any = _C._is_tracing
-_interpreter: Any = _C._functorch.peek_interpreter_stack
+_top_hooks: Any = private.find("torch._C:_autograd._top_saved_tensors_default_hooks")
+_push_hooks: Any = private.find("torch._C:_autograd._push_saved_tensors_default_hooks")
+_pop_hooks: Any = private.find("torch._C:_autograd._pop_saved_tensors_default_hooks")
+_backward: Any = private.find("torch._C:_current_graph_task_id")
+is_forward_ad_enabled: Any = private.find("torch._C:_is_fwd_grad_enabled")
+_dispatch_modes: Any = private.find("torch._C:_len_torch_dispatch_stack")
+_interpreter: Any = private.find("torch._C:_functorch.peek_interpreter_stack")
 _is_inference: Any = torch.is_inference_mode_enabled
 _is_grad: Any = torch.is_grad_enabled
 _autocast_dtype: Any = torch.get_autocast_dtype
-_is_any_autocast: Any = _C._is_any_autocast_enabled
 _is_autocast: Any = torch.is_autocast_enabled
-_current_stream: Any = getattr(_C, "_cuda_getCurrentStream", None)  # a build for the CPU has none
-_is_capturing: Any = getattr(_C, "_cuda_isCurrentStreamCapturing", None)
+_current_stream: Any = private.find("torch._C:_cuda_getCurrentStream") or _public_stream
+_is_initialized: Any = torch.cuda.is_initialized
+_is_capturing: Any = torch.cuda.is_current_stream_capturing

@@ -17,6 +17,7 @@ import torch
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
+from isogemm.core import private
 from isogemm.core.device import matmul_precision
 from isogemm.fusion import ambient, questions
 from isogemm.fusion.ambient import Ambient
@@ -25,7 +26,6 @@ from isogemm.fusion.report import Report
 from isogemm.fusion.rules import Function
 from isogemm.gemm import api
 
-_C: Any = torch._C
 NO_KWARGS: Kwargs = {}
 Ref = weakref.ref[Any]
 _FEW = 64
@@ -52,28 +52,66 @@ class Deferred(torch.Tensor):
             node = node_of(args[0]) if function == _REQUIRES_GRAD else None
             if node is not None:
                 return node.requires_grad
-            with _C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or NO_KWARGS))
         if is_compiling():
             torch._dynamo.graph_break(msg="a deferred tensor of isogemm.autofuse() is computed outside the graph")
         for x in deferred_in((args, kwargs)):
             materialise(x, f"{questions.name(function)} reads it")
-        return function(*args, **(kwargs or NO_KWARGS))
+        args, kwargs = with_values(args), with_values(kwargs or NO_KWARGS)
+        return function(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Kwargs | None = None
     ) -> Any:
-        """C++ code has got hold of it, past __torch_function__ and past autograd."""
-        for x in deferred_in((args, kwargs)):
-            node = node_of(x)
-            if node is not None and node.requires_grad:
-                raise RuntimeError(
-                    f"{function} was called from C++ with a deferred tensor that requires grad, and would lose its "
-                    "gradient; let a torch function look at the tensor first, or leave isogemm.autofuse()"
-                )
-            materialise(x, f"{function} reads it")
-        return function(*args, **(kwargs or NO_KWARGS))
+        """C++ code has called an operator with it, past __torch_function__."""
+        with private.autograd_below_dispatcher():
+            for x in deferred_in((args, kwargs)):
+                _compute_beside(x, f"{function} reads it")
+        return function(*with_values(args), **with_values(kwargs or NO_KWARGS))
+
+
+class _Pending(torch.autograd.Function):
+    """The grad_fn of a deferred tensor, for what takes the tensor past torch functions.
+
+    An autograd.Function's apply, for one, connects its result to the arguments' gradients before its forward can look
+    at them. A tensor that was taken so keeps this grad_fn when it is computed; others get the grad_fn of their value.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, node: Node, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.node = node
+        return _make(node.chain)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        node: Node = ctx.node
+        inputs = node.inputs
+        wanted = {id(x): x for x in inputs if x.requires_grad}
+        value, again = node.beside, torch.is_grad_enabled()
+        if value is None:  # nobody has read it, or torch functions alone, which do not come this way
+            if node.chain.is_drawn:
+                raise RuntimeError("an autograd.Function that did not read it took the result of a deferred dropout")
+            value = _compute(node, "a backward reads it", None, from_inputs=True)
+        found = torch.autograd.grad(
+            value, list(wanted.values()), grad, retain_graph=again or _keeps_graph(), create_graph=again,
+            allow_unused=True,
+        )  # fmt: skip
+        grads = dict(zip(wanted, found, strict=True))
+        return None, *(grads.pop(id(x), None) for x in inputs)  # one that is an input twice has it once
+
+
+class _Carrier(torch.autograd.Function):
+    """The value of a deferred tensor, with the tensor's own grad_fn."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
 
 
 class Block:
@@ -120,6 +158,7 @@ class Node:
     consumed = False  # by a fused launch that went past it
     kept: torch.Tensor | None = None  # the value, for another tensor of this node, or as the only one drawn
     version: int | None = None  # of the tensor when it was computed
+    beside: torch.Tensor | None = None  # the value, where the tensor had to stay as it is
 
     def computed(self) -> torch.Tensor | None:
         """The tensor once computed, if it is alive."""
@@ -196,13 +235,16 @@ class Ledger:
         if precision:
             node.precision = precision
         if x is not None:
+            if requires_grad:
+                with torch._C.DisableTorchFunction():
+                    _swap(x, _pending(node, *inputs))
+                _throw_on_data_ptr(x)
             node.tensor = x._node.tensor
             x._node = node
             self._refs.append(node.tensor)  # once more: it reads more
             return x
-        # By position: by name it takes a third longer.
-        x = cast(Deferred, _MAKE(Deferred, chain.shape, None, None, None, chain.dtype, _STRIDED, chain.device))
-        _THROW_ON_DATA_PTR(x)
+        x = cast(Deferred, _pending(node, *inputs) if requires_grad else _make(chain))
+        _throw_on_data_ptr(x)
         x._node = node
         node.tensor = ref = weakref.ref(x)
         refs = self._refs
@@ -295,9 +337,19 @@ class OperandChanged(RuntimeError):
     """Unseen, before the product was computed."""
 
 
-_MAKE: Any = torch.Tensor._make_wrapper_subclass
-_THROW_ON_DATA_PTR: Any = _C._set_throw_on_mutable_data_ptr  # else C++ that asks for the memory would get address 0
-_STRIDED = torch.strided
+def _make(chain: Chain) -> torch.Tensor:
+    """An empty tensor; arguments by position, by name it takes a third longer."""
+    x: torch.Tensor = _make_wrapper(Deferred, chain.shape, None, None, None, chain.dtype, torch.strided, chain.device)
+    return x
+
+
+_make_wrapper: Any = private.find("torch:Tensor._make_wrapper_subclass")
+_throw_on_data_ptr: Any = private.find("torch._C:_set_throw_on_mutable_data_ptr")  # else C++ would get address 0
+_swap: Any = private.find("torch._C:_swap_tensor_impl")
+_use_count: Any = private.find("torch:Tensor._use_count")
+_keeps_graph: Any = private.find("torch._C:_autograd._get_current_graph_task_keep_graph") or (lambda: True)
+_pending: Any = super(torch.autograd.Function, _Pending).apply  # without what torch does for functorch: 3 us
+_carrier: Any = _Carrier.apply
 
 
 # Computing.
@@ -313,10 +365,17 @@ def materialise(x: Deferred, reason: str, still: Ambient | None = None) -> None:
         if type(x) is not Deferred:
             return
         node = x._node
-        value = _compute(node, reason, still)
-        with _C.DisableTorchFunction():
-            is_held = x._use_count() > 1  # type: ignore[attr-defined]  # by C++, such as a checkpoint that saved it
-            _C._swap_tensor_impl(x, value)
+        if node.ambient.forward_ad != ambient.is_forward_ad_enabled():
+            # Inside an autograd.Function, which may have taken it and may return it.
+            _compute_beside(x, reason)
+            return
+        value = _compute(node, reason, still) if node.beside is None else node.beside
+        with torch._C.DisableTorchFunction():
+            if node.beside is not None and node.requires_grad:
+                with torch.enable_grad():
+                    value = _carrier(x, value.detach())
+            is_held = _use_count(x) > 1  # by C++, such as a checkpoint that saved it
+            _swap(x, value)
             x.__class__ = torch.Tensor  # type: ignore[assignment]
             del x._node
             if is_held:  # the empty one lives on there, as a deferred tensor of the same value
@@ -327,14 +386,35 @@ def materialise(x: Deferred, reason: str, still: Ambient | None = None) -> None:
             ledger.settle(x, node)
 
 
+def _compute_beside(x: Deferred, reason: str) -> None:
+    """Compute the value of x and leave x as it is: `with_values` puts the value in its place."""
+    node = node_of(x)
+    if node is not None:
+        with node.block.ledger.lock:
+            if node.beside is None:
+                node.beside = _compute(node, reason, None)
+
+
+def with_values(values: Any) -> Any:
+    """The same, with the values of those that were computed and left as they are."""
+    kind = type(values)
+    if kind is Deferred:
+        node = node_of(values)
+        return values if node is None or node.beside is None else node.beside
+    if kind is dict:
+        return {name: with_values(value) for name, value in values.items()} if deferred_in(values) else values
+    return kind(map(with_values, values)) if kind in (list, tuple) and deferred_in(values) else values
+
+
 def materialise_all(operands: Any, reason: str) -> None:
     depths = {x: node.chain.depth for x in deferred_in(operands) if (node := node_of(x)) is not None}
     for x in sorted(depths, key=depths.__getitem__):  # what the others may be computed from
         materialise(x, reason)
 
 
-def _compute(node: Node, reason: str, still: Ambient | None) -> torch.Tensor:
-    if node.kept is not None:
+def _compute(node: Node, reason: str, still: Ambient | None, *, from_inputs: bool = False) -> torch.Tensor:
+    """The value; `from_inputs`: by a graph of its own, of which nothing was computed before."""
+    if node.kept is not None and not from_inputs:
         return node.kept.view_as(node.kept)
     if questions.stamps(node.inputs) != node.stamps:
         raise OperandChanged(
@@ -346,9 +426,9 @@ def _compute(node: Node, reason: str, still: Ambient | None) -> torch.Tensor:
         around = node.ambient
         now = around if around is still else Ambient._make(ambient.read(around.device))
         if now == around and (not node.precision or node.precision == matmul_precision()):
-            return _evaluate(node, reason)
+            return _fused(node) if from_inputs else _evaluate(node, reason)
         with ambient.restored(node.ambient, now, node.precision):
-            return _evaluate(node, reason, in_transform=now.transform)
+            return _fused(node) if from_inputs else _evaluate(node, reason, in_transform=now.transform)
     finally:
         thread.computing = before
 
@@ -373,7 +453,12 @@ def _evaluate(node: Node, reason: str, *, in_transform: bool = False) -> torch.T
     report.add_fused(chain.fused)
     for each in ancestors:
         each.consumed = True
-    inputs = node.inputs
+    return _fused(node)
+
+
+def _fused(node: Node) -> torch.Tensor:
+    """In one launch."""
+    chain, inputs = node.chain, node.inputs
     by_rows, a, b, transposes_b, constants, operands = chain.launch
     arguments = {**constants}
     for name, place, view in operands:

@@ -7,6 +7,7 @@ other and are modified in place. So a chain is fused only where nothing between 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,19 +17,21 @@ from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.node import map_arg
 
+from isogemm.core import private
 from isogemm.epilogues import ACTIVATIONS, recognise
 from isogemm.fusion import questions, rules
 from isogemm.fusion.report import Fused, Report
 from isogemm.fusion.rules import Arguments, Function, Product
 from isogemm.gemm import api
+
+config: Any = private.find("torch._inductor:config")
+CustomGraphPass: Any = private.find("torch._inductor.custom_graph_pass:CustomGraphPass") or object
+FakeTensor: Any = private.find("torch._subclasses.fake_tensor:FakeTensor")
+_without_modes: Any = private.find("torch.utils._python_dispatch:_disable_current_modes")
 
 Pass = Callable[[Graph], None]
 Passes = Pass | Sequence[Pass] | None
@@ -49,9 +52,14 @@ class compile_fusion:
     """
 
     def __init__(self, enabled: bool = True) -> None:
+        self._before: dict[str, Any] = {}
+        self.report = Report()
+        if private.is_off(private.COMPILE_FUSION):
+            return
         self._before = {name: getattr(config, name) for name in (_PASS, _TIMING, _CACHEABLE) if hasattr(config, name)}
         _uninstall()
-        self.report = _install().report if enabled else Report()
+        if enabled:
+            self.report = _install().report
 
     def __enter__(self) -> Report:
         return self.report
@@ -63,7 +71,7 @@ class compile_fusion:
             setattr(config, name, value)
 
 
-class FusionPass(CustomGraphPass):
+class FusionPass(CustomGraphPass):  # type: ignore[misc]
     """What `compile_fusion` gives Inductor as pre_grad_custom_pass."""
 
     def __init__(self, before: Passes = None, timing: str = "") -> None:
@@ -121,8 +129,7 @@ def _traced_names() -> tuple[str, ...]:
 @cache
 def _code_hash() -> str:
     package = Path(__file__).parent.parent
-    files = (str(path) for path in package.rglob("*.py"))
-    return get_hash_for_files(tuple(sorted(files))).hex()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))).hexdigest()
 
 
 def fuse(graph: Graph, report: Report) -> None:
@@ -354,7 +361,7 @@ def _written_out(chain: _Chain) -> _Chain | None:
 
 
 def _recognised_formula(chain: _Chain, nodes: Sequence[Node]) -> _Chain | None:
-    with unset_fake_temporarily():
+    with _without_modes():
         sample = torch.linspace(-6, 6, 97, dtype=torch.float64, device="cpu")
         values: dict[Node, Any] = {chain.nodes[-1]: sample}
         for node in nodes:
@@ -481,7 +488,7 @@ def _replace(graph: Graph, call: _FusedCall) -> str:
     if reason := _disturbance(nodes):
         return reason
     last = nodes[-1]
-    like: FakeTensor = last.meta["example_value"]
+    like = last.meta["example_value"]
     autocast = torch.autocast(like.device.type, call.autocast, enabled=call.autocast is not None)
     try:
         with like.fake_mode, torch.no_grad(), autocast:
@@ -620,13 +627,16 @@ def _writes(node: Node) -> bool:
     """Whether a node may write to what it is given."""
     if node.op in ("placeholder", "get_attr", "output"):
         return False
-    target = node.target
-    if node.op == "call_module" or isinstance(target, HigherOrderOperator):
+    target: Any = node.target
+    if node.op == "call_module" or getattr(target, "namespace", "") == "higher_order":
         return True
-    if isinstance(target, OpOverload):
-        return target._schema.is_mutable or questions.writes_by_name(target)
-    if isinstance(target, OpOverloadPacket):
-        return any(schema.is_mutable for schema in target._schemas.values()) or questions.writes_by_name(target)
+    if isinstance(target, questions.OPERATOR_TYPES):
+        overloads = (
+            [target]
+            if isinstance(target, questions.OVERLOAD)
+            else [getattr(target, name) for name in target.overloads()]
+        )
+        return any(each._schema.is_mutable for each in overloads) or questions.writes_by_name(target)
     function = getattr(torch.Tensor, target, None) if isinstance(target, str) else target
     return function is None or questions.may_write(function, node.args, node.kwargs)
 

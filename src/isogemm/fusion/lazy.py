@@ -11,15 +11,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-import torch
-import torch._functorch.utils
-import torch.utils.checkpoint
 from torch.compiler import is_compiling, is_dynamo_compiling
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
+from isogemm.core import private
 from isogemm.fusion import questions
 from isogemm.fusion.chains import Kwargs
-from isogemm.fusion.deferred import NO_KWARGS, Block, Deferred, Ledger, materialise, thread
+from isogemm.fusion.deferred import NO_KWARGS, Block, Ledger, thread
 from isogemm.fusion.deferring import HANDLERS
 from isogemm.fusion.report import Report
 
@@ -49,13 +47,14 @@ class autofuse:
             return self.report
         if self._mode is not None:
             raise RuntimeError("this autofuse() is entered already; expected one for each block")
-        _listen()
-        stack: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        active = [mode for mode in stack if isinstance(mode, _Mode)]
-        self._mode = active[-1] if active else _Mode()
+        if private.is_off(private.AUTOFUSE):
+            return self.report
+        stack: list[TorchFunctionMode] = private.find("torch.overrides:_get_current_function_mode_stack")()
+        active = next((mode for mode in reversed(stack) if isinstance(mode, _Mode)), None)
+        self._mode = active or _Mode()
         self._block = Block(self._mode.ledger, self.report, self.dropout)
         self._mode.ledger.blocks.append(self._block)
-        if not active:
+        if active is None:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self.report
 
@@ -68,7 +67,8 @@ class autofuse:
         if len(ledger.blocks) == 1:
             mode.__exit__(kind, exception, traceback)  # type: ignore[no-untyped-call]
         try:
-            if not isinstance(exception, _RecomputationEnds):
+            # A checkpoint leaves a layer by this when it has computed enough: more would be one saved tensor too many.
+            if not isinstance(exception, private.find("torch.utils.checkpoint:_StopRecomputationError")):
                 ledger.compute_pending("the block ended", of=block, failing=exception is not None)
         finally:
             ledger.blocks.remove(block)
@@ -85,10 +85,6 @@ class autofuse:
                 return function(*args, **kwargs)
 
         return fused
-
-
-# By which a checkpoint leaves a layer that it has computed far enough: more would be one saved tensor too many.
-_RecomputationEnds: type[BaseException] = torch.utils.checkpoint._StopRecomputationError
 
 
 class _Mode(TorchFunctionMode):
@@ -109,31 +105,3 @@ class _Mode(TorchFunctionMode):
         if self.ledger.is_pending() and questions.may_write(function, args, kwargs or NO_KWARGS):
             self.ledger.compute_readers((args, kwargs), f"{questions.name(function)} changes an operand")
         return function(*args, **kwargs) if kwargs else function(*args)
-
-
-@functools.cache
-def _listen() -> None:
-    """Compute the deferred arguments of what does not ask __torch_function__, from the first block on.
-
-    autograd.Function.apply unwraps those that outlived a functorch transform before autograd looks at them, and so does
-    this; nn.Parameter makes a subclass's data into no nn.Parameter.
-    """
-    if "unwrap_dead_wrappers" not in torch.autograd.Function.apply.__func__.__code__.co_names:  # type: ignore[attr-defined]
-        raise RuntimeError(f"isogemm.autofuse() does not know the autograd.Function of torch {torch.__version__}")
-    unwrap, new = torch._functorch.utils.unwrap_dead_wrappers, torch.nn.Parameter.__new__
-
-    @functools.wraps(unwrap)
-    def unwrap_and_compute(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        for x in args:
-            if type(x) is Deferred:
-                materialise(x, "an autograd.Function reads it")
-        return unwrap(args)
-
-    @functools.wraps(new)
-    def compute_and_new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-        if type(data) is Deferred:
-            materialise(data, "a parameter is made of it")
-        return new(cls, data, requires_grad)
-
-    torch._functorch.utils.unwrap_dead_wrappers = unwrap_and_compute
-    torch.nn.Parameter.__new__ = compute_and_new  # type: ignore[method-assign]

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._ops import OpOverload, OpOverloadPacket
 
 from isogemm.core.eager import PLAIN
 
-_C: Any = torch._C
+OVERLOAD: Any = type(torch.ops.aten.mm.default)
+OPERATOR_TYPES: Any = (type(torch.ops.aten.mm), OVERLOAD)
 
 
 def stamps(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -32,29 +32,12 @@ def stamps_of_plain(values: Sequence[Any]) -> tuple[int, ...] | None:
             if type(x) not in PLAIN or x.is_neg() or x.is_nested or hasattr(x, "main_grad"):
                 return None
             address = x.data_ptr()
-            if address == 0 and not _has_plain_keys(x):
+            if address == 0 and x.numel():
                 return None
             found += (x._version, address)
     except RuntimeError:  # it was made in inference mode, or has no memory of its own
         return None
     return found
-
-
-def _has_plain_keys(x: torch.Tensor) -> bool:
-    """Whether x is to the dispatcher what a new tensor is: strided, with memory and a version."""
-    keys = _C._dispatch_keys(x).raw_repr()
-    return keys in _plain_keys or (x.is_cuda and keys == _keys_of_a_new_tensor(x.device))
-
-
-@functools.cache
-def _keys_of_a_new_tensor(device: torch.device) -> int:
-    keys = int(_C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
-    _plain_keys.add(keys)
-    return keys
-
-
-_plain_keys: set[int] = set()
-_keys_of_a_new_tensor(torch.device("cpu"))
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
@@ -92,7 +75,7 @@ def may_write(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         writes_by_name(function)
         or kwargs.get("out") is not None
         or bound_in_place(function, args, kwargs) is not None
-        or isinstance(function, OpOverload | OpOverloadPacket)
+        or isinstance(function, OPERATOR_TYPES)
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch.compiler import is_compiling
 
+from isogemm.core import private
 from isogemm.core.eager import in_transform, through_dispatcher
 from isogemm.gemm import op
 from isogemm.gemm.problem import resolve_precision
@@ -54,10 +55,15 @@ def is_accumulated(ctx: Any, index: int, place: int) -> bool:
     """
     if not ctx.needs_input_grad[index]:
         return False
+    if _will_execute is None:
+        return True
     try:
-        return bool(torch._C._will_engine_execute_node(ctx.next_functions[place][0]))
+        return bool(_will_execute(ctx.next_functions[place][0]))
     except RuntimeError:
         return False
+
+
+_will_execute = private.find("torch._C:_will_engine_execute_node")
 
 
 Accumulated = tuple[torch.Tensor | None, torch.Tensor | None]  # a parameter and its main_grad, if it has one

@@ -5,13 +5,13 @@ Of the sums' dtype; with rounding="eager" that is the result's.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from isogemm.core import private
 from isogemm.epilogues import random, spec
 from isogemm.gemm import cpu
 
@@ -160,7 +160,7 @@ def epilogue_grad(
     grad: torch.Tensor, saved: torch.Tensor, fusion: Fusion, wanted: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     """Of a registered epilogue: dz and, where wanted, those of the aux tensors, by its torch form."""
-    with torch.enable_grad(), _autograd_here():
+    with torch.enable_grad(), private.autograd_below_dispatcher():
         z = saved.detach().to(cpu.sums_dtype(saved.dtype)).requires_grad_()
         aux = tuple(each.detach().requires_grad_(want) for each, want in zip(fusion.aux, wanted, strict=True))
         value = _user_form(z, fusion._replace(aux=aux))
@@ -174,22 +174,3 @@ def epilogue_grad(
         of_aux = next(found) if each.requires_grad else None
         gradients.append(torch.zeros_like(each) if each.requires_grad and of_aux is None else of_aux)
     return gradients
-
-
-@contextlib.contextmanager
-def _autograd_here() -> Iterator[None]:
-    """Autograd, inside an operator too, where the dispatcher has left it behind."""
-    excluded = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in _AUTOGRAD]
-    try:
-        for key in _AUTOGRAD:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
-        yield
-    finally:
-        for key, was in zip(_AUTOGRAD, excluded, strict=True):
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, was)
-
-
-_AUTOGRAD = tuple(
-    getattr(torch._C.DispatchKey, name)
-    for name in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "AutogradFunctionality", "ADInplaceOrView")
-)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch._C._autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 
 def device_work(call: Callable[[], object]) -> list[str]:

@@ -1,0 +1,143 @@
+"""The private names of torch that isogemm uses. No other module imports or reads one.
+
+A release of torch may drop any of them. Then `find` gives None and the feature that needs the name is off: it says so,
+and results stay right. Not listed: the registries of torch.nn.Module (`_parameters`, `_modules`, `_forward_hooks`, ...)
+and `Tensor._version`, which torch documents or has kept since 1.x.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from isogemm.core import versions
+
+# What is off where a name is missing.
+FAST_PATH = "eager fast path"  # calls go through torch.library's operators instead
+AUTOFUSE = "autofuse"  # blocks fuse nothing
+COMPILE_FUSION = "compile_fusion"  # graphs stay as they are
+EPILOGUES = "gradients of registered epilogues"  # they raise
+FALLBACK = "nothing"  # a slower or more careful way takes its place
+BENCH = "benchmarks"
+
+
+class Name(NamedTuple):
+    path: str  # module:attribute
+    features: tuple[str, ...]
+    seen: tuple[str, ...] = versions.TORCH  # releases of torch that have it
+
+
+NAMES = (
+    Name("torch._C:_len_torch_dispatch_stack", (FAST_PATH, AUTOFUSE)),
+    Name("torch._C:_functorch.peek_interpreter_stack", (FAST_PATH, AUTOFUSE)),
+    Name("torch.autograd.forward_ad:_current_level", (FAST_PATH, AUTOFUSE)),
+    Name("torch._C:_functorch.is_legacy_batchedtensor", (FALLBACK,)),
+    Name("torch._C._dynamo.guards:TensorGuards", (FALLBACK,)),
+    Name("torch._C:_get_fp32_precision_getter", (FALLBACK,)),
+    Name("torch._C:_cuda_getCurrentRawStream", (FALLBACK,)),
+    Name("torch._C:_cuda_getDevice", (FALLBACK,)),
+    Name("torch._C:_will_engine_execute_node", (FALLBACK,)),
+    Name("torch._C:_dispatch_tls_is_dispatch_key_excluded", (AUTOFUSE, EPILOGUES)),
+    Name("torch._C:_dispatch_tls_set_dispatch_key_excluded", (AUTOFUSE, EPILOGUES)),
+    Name("torch._C:DispatchKey", (AUTOFUSE, EPILOGUES)),
+    Name("torch._C:_autograd._top_saved_tensors_default_hooks", (AUTOFUSE,)),
+    Name("torch._C:_autograd._push_saved_tensors_default_hooks", (AUTOFUSE,)),
+    Name("torch._C:_autograd._pop_saved_tensors_default_hooks", (AUTOFUSE,)),
+    Name("torch._C:_autograd._get_current_graph_task_keep_graph", (FALLBACK,)),
+    Name("torch._C:_current_graph_task_id", (AUTOFUSE,)),
+    Name("torch._C:_is_fwd_grad_enabled", (AUTOFUSE,)),
+    Name("torch._C:_cuda_getCurrentStream", (FALLBACK,)),
+    Name("torch._C:_set_throw_on_mutable_data_ptr", (AUTOFUSE,)),
+    Name("torch._C:_swap_tensor_impl", (AUTOFUSE,)),
+    Name("torch:Tensor._make_wrapper_subclass", (AUTOFUSE,)),
+    Name("torch:Tensor._use_count", (AUTOFUSE,)),
+    Name("torch:UntypedStorage._cdata", (AUTOFUSE, COMPILE_FUSION)),
+    Name("torch.overrides:_get_current_function_mode_stack", (AUTOFUSE,)),
+    Name("torch.utils._python_dispatch:_disable_current_modes", (AUTOFUSE, COMPILE_FUSION)),
+    Name("torch.utils.checkpoint:_StopRecomputationError", (AUTOFUSE,)),
+    Name("torch._dynamo:graph_break", (AUTOFUSE,)),
+    Name("torch._inductor:config", (COMPILE_FUSION, BENCH)),
+    Name("torch._inductor.custom_graph_pass:CustomGraphPass", (COMPILE_FUSION,)),
+    Name("torch._subclasses.fake_tensor:FakeTensor", (COMPILE_FUSION,)),
+    Name("torch:_addmm_activation", (BENCH,)),
+)
+
+
+@functools.cache
+def find(path: str) -> Any:
+    """The object of a name in NAMES, or None where this torch has none."""
+    if path not in _PATHS:
+        raise KeyError(f"{path} is not listed in isogemm.core.private.NAMES")
+    module, _, attribute = path.partition(":")
+    try:
+        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return None
+
+
+_PATHS = frozenset(name.path for name in NAMES)
+
+
+def forward_ad_level() -> int:
+    """Level of forward-mode AD, negative outside of it; read anew, since torch rebinds it."""
+    return forward_ad._current_level
+
+
+@contextlib.contextmanager
+def autograd_below_dispatcher() -> Iterator[None]:
+    """Enable autograd inside an operator, where the dispatcher has excluded it."""
+    is_excluded = find("torch._C:_dispatch_tls_is_dispatch_key_excluded")
+    exclude, kinds = find("torch._C:_dispatch_tls_set_dispatch_key_excluded"), find("torch._C:DispatchKey")
+    if lacking := missing(EPILOGUES):
+        raise RuntimeError(f"{EPILOGUES} need {', '.join(lacking)}, which torch {torch.__version__} does not have")
+    keys = [getattr(kinds, name) for name in _AUTOGRAD_KEYS]
+    excluded = [is_excluded(key) for key in keys]
+    try:
+        for key in keys:
+            exclude(key, False)
+        yield
+    finally:
+        for key, was in zip(keys, excluded, strict=True):
+            exclude(key, was)
+
+
+_AUTOGRAD_KEYS = "AutogradCPU", "AutogradCUDA", "AutogradOther", "AutogradFunctionality", "ADInplaceOrView"
+
+
+def missing(*features: str) -> list[str]:
+    """Paths that these features need and this torch lacks; of the compiler's, where it is imported already."""
+    return [
+        name.path
+        for name in NAMES
+        if not set(features).isdisjoint(name.features) and _is_loaded(name.path) and find(name.path) is None
+    ]
+
+
+def _is_loaded(path: str) -> bool:
+    """False for names whose modules take seconds to import and were not needed so far."""
+    module = path.partition(":")[0]
+    return not module.startswith(("torch._inductor", "torch._dynamo")) or module in sys.modules
+
+
+def is_off(feature: str) -> bool:
+    """Whether this torch lacks a name that the feature needs; says so once."""
+    lacking = missing(feature)
+    if lacking:
+        _warn_off(feature, tuple(lacking))
+    return bool(lacking)
+
+
+@functools.cache
+def _warn_off(feature: str, lacking: tuple[str, ...]) -> None:
+    what = ", ".join(path.replace(":", ".") for path in lacking)
+    warnings.warn(
+        f"isogemm: {feature} is off: torch {torch.__version__} has no {what}. Results are not affected.", stacklevel=4
+    )
