@@ -1,11 +1,11 @@
-"""GEMM kernels for PyTorch: same bits at any batch size, fewer launches, at vendor speed or better."""
+"""GEMM kernels for PyTorch whose results have the same bits at any batch size."""
 
 from isogemm import epilogues, fusion, nn
 from isogemm.core.dispatch import dispatch_log
 from isogemm.encoder.api import encoder_chunk, encoder_layer
 from isogemm.encoder.parameters import EncoderDropout, EncoderParameters, RunningStatistics
 from isogemm.fusion import autofuse
-from isogemm.gemm.api import linear, matmul, matmul_fused, mm, warmup
+from isogemm.gemm.api import linear, matmul, matmul_fused, mm, token_chunk, warmup
 from isogemm.tiny.api import bmm
 
 __version__ = "0.1.0"
@@ -27,5 +27,6 @@ __all__ = [
     "matmul_fused",
     "mm",
     "nn",
+    "token_chunk",
     "warmup",
 ]

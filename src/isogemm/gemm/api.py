@@ -15,11 +15,11 @@ from torch import Tensor
 from isogemm.core.eager import PLAIN, autocast_dtype, through_dispatcher
 from isogemm.core.errors import require_tensor
 from isogemm.epilogues import spec
-from isogemm.gemm import ahead, autograd, fused_autograd, op
+from isogemm.gemm import ahead, autograd, configs, fused_autograd, op
 from isogemm.gemm.autograd import parameter
 from isogemm.gemm.fused import ROUNDINGS, new_seed
 from isogemm.gemm.fused_op import Call
-from isogemm.gemm.problem import resolve_precision
+from isogemm.gemm.problem import dtype_name, resolve_precision
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # defaults are integers: torch.compile keeps 0 and 1 as they are
 
@@ -362,6 +362,25 @@ def warmup(
         contiguous and aligned to 16 bytes, as torch allocates them.
     """
     return ahead.warmup(weights, tokens, backward, bias, activation, activation_args, out_dtype, precision)
+
+
+def token_chunk(weight: torch.Tensor | torch.nn.Linear) -> int:
+    """Number of tokens whose contributions to a weight's gradient form one partial sum.
+
+    Micro-batches cut at multiples of it, accumulated into a float32 `weight.main_grad`, give the bits of one pass over
+    the whole batch. Depends on the weight's shape and the dtype of the product, never on the batch.
+
+    Args:
+        weight: [N, K], as given to `linear`, or a linear module. Under autocast the product has autocast's dtype.
+    """
+    if isinstance(weight, torch.nn.Linear):
+        weight = weight.weight
+    require_tensor("weight", weight, 2, "[N, K]")
+    dtype = autocast_dtype(weight.device)
+    weight = weight if dtype is None else _cast(weight, dtype)
+    if weight.dtype not in op.SERVED:
+        raise TypeError(f"weight is {weight.dtype}; accepted: {', '.join(map(str, op.SERVED))}")
+    return configs.token_chunk(weight.shape[0], weight.shape[1], dtype_name(weight.dtype))
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
