@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from isogemm.bench import store, tables
+from isogemm.bench import headline, store, tables
 from isogemm.families import FAMILIES
 from isogemm.gemm import tables as gemm_tables
 from isogemm.tiny import gate
@@ -18,14 +18,31 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.md")]
 
 
+@pytest.fixture(scope="module")
+def rows():
+    return store.read(*sorted(ROOT.glob("benchmarks/results/*/*.jsonl")))
+
+
+@pytest.fixture(scope="module")
+def runs():
+    files = sorted(ROOT.glob("benchmarks/results/*/training/*.jsonl"))
+    return [run for file in files for run in results.read(file)]
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_figures_are_the_measured_ones(document):
-    rows = store.read(*sorted(ROOT.glob("benchmarks/results/*/*.jsonl")))
+def test_figures_are_the_measured_ones(document, rows, runs):
     views = [family.view for family in FAMILIES if family.view]
-    runs = [run for file in sorted(ROOT.glob("benchmarks/results/*/training/*.jsonl")) for run in results.read(file)]
     made = tables.tables(rows, views) | report.tables(runs)
+    made["headline"] = headline.table(headline.recorded(rows, report.figures(runs)))
     text = document.read_text(encoding="utf-8")
     assert tables.rendered(text, made) == text, "run make docs"
+
+
+def test_headline_figures_in_the_package_are_the_measured_ones(rows, runs):
+    made = headline.recorded(rows, report.figures(runs))
+    path = Path(headline.__file__).with_name(headline.FILE)
+    assert headline.dumps(made) == path.read_text(encoding="utf-8"), "run make docs"
+    assert headline.shipped() == made
 
 
 def test_gate_is_the_measured_one(monkeypatch):

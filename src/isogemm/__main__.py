@@ -1,6 +1,6 @@
 import sys
 
-from isogemm.cli import main
+from isogemm_cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,15 +1,21 @@
-"""The `isogemm` command: doctor | verify | bench | report | demo | train-patchtst."""
+"""What the commands of `isogemm` do: doctor | verify | bench | report | demo | train-patchtst.
+
+Their arguments are in `isogemm_cli`, which needs no torch.
+"""
 
 from __future__ import annotations
 
 import argparse
 import gc
-import math
+import re
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -17,16 +23,19 @@ import torch
 
 import isogemm
 from isogemm import families
-from isogemm.bench import ceilings, report, runner, store, summary, tables
+from isogemm.bench import ceilings, headline, report, runner, store, summary, tables
+from isogemm.bench import demo as demos
 from isogemm.bench.cases import Case
 from isogemm.bench.store import Row
 from isogemm.bench.views import FamilyView, view_of
+from isogemm.core import private, versions
 from isogemm.core.device import facts
 from isogemm.families import DemoResult, Family
 from isogemm.testing.checks import Check, CheckResult
 from isogemm.training import loop, options, plots, results, world
 from isogemm.training import report as training_report
 from isogemm.training.config import BACKENDS
+from isogemm_cli import main as main
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,45 +44,27 @@ if TYPE_CHECKING:
 
 OK, FAILED, USAGE, NOTHING_PROVEN, INTERRUPTED = 0, 1, 2, 3, 130
 
-BUILD = Path("build")
-REPORT = BUILD / "isogemm-report.html"
-RECORDED = Path("benchmarks/results")
+_NARROWEST = 20  # characters of a column of words
+_NUMBER = re.compile(r"\d\S*( to \d\S*| \(\S+\)| [KMG]iB| \*)?")  # a cell to align to the right
+
 IMAGES = Path("docs/images")
+HEADLINE = Path("src/isogemm/bench") / headline.FILE
 STYLES = {"yes": "green", "pass": "green", "no": "yellow", "skipped": "yellow", "FAIL": "bold red"}
-
-VERIFY_CODES = """\
-exit status:
-  0  at least one check passed and none failed
-  1  a check failed
-  2  wrong usage
-  3  nothing was proven: every check was skipped. A machine without a GPU ends
-     here for families whose contract is about a GPU kernel."""
-BENCH_CODES = """\
-A case is timed only after its result was checked against fp64.
-exit status: 0, 1 if a case failed, 2 wrong usage"""
-
-TRAINING_FILES = """\
-DIR has checkpoint.pt, from which --resume goes on; best.pt, the weights of the least validation error; results.jsonl, a
-line per run; losses and forecast as .svg and .png. The first Ctrl-C or SIGTERM writes a checkpoint and ends the run.
-torchrun --nproc-per-node N -m isogemm train-patchtst ... shares every batch among N processes.
-exit status: 0, 1 if the loss is not finite, 2 wrong usage or data, 130 stopped"""
 
 
 class UsageError(Exception):
     """What was asked for cannot be done here; the message is one line."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    terminal = Terminal()
+def run(args: argparse.Namespace) -> int:
+    """Run the command that was parsed; its exit status."""
     try:
-        code: int = args.command(args, terminal)
+        return COMMANDS[args.name](args, Terminal())
     except (UsageError, OSError, ModuleNotFoundError) as error:
         print(f"isogemm {args.name}: error: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
-    return code
 
 
 def doctor(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -82,6 +73,12 @@ def doctor(args: argparse.Namespace, terminal: Terminal) -> int:
     env = runner.environment(devices[0])
     terminal.line(f"isogemm {isogemm.__version__}")
     terminal.line(", ".join(f"{name} {env[name]}" for name in ("python", "torch", "triton", "driver")))
+    for warning in (versions.untested("torch", env["torch"]), versions.untested("triton", env["triton"])):
+        if warning:
+            terminal.line(f"warning: {warning}")
+    for feature in (private.FAST_PATH, private.AUTOFUSE, private.COMPILE_FUSION):
+        if lacking := private.missing(feature):
+            terminal.line(f"warning: {feature} is off: torch {env['torch']} has no {', '.join(lacking)}")
     terminal.table("Devices", ["device", "name", "arch", "SMs", "shared memory", "L2"], map(_device_row, devices))
     terminal.table(
         "Kernels",
@@ -161,50 +158,58 @@ def make_report(args: argparse.Namespace, terminal: Terminal) -> int:
         report.write(args.out, rows, _views(), training_report.sections(runs))
         terminal.line(f"report: {args.out}")
         return OK
+    recorded = headline.recorded(rows, training_report.figures(runs))
     made = tables.tables(rows, _views()) | training_report.tables(runs)
+    if recorded:
+        made["headline"] = headline.table(recorded)
     training_report.save_plots(runs, IMAGES)
-    documents = [Path("README.md"), *sorted(Path("docs").rglob("*.md")), *sorted(Path("src").rglob("*.md"))]
-    for document in documents:
+    rewritten = []
+    for document in [Path("README.md"), *sorted(Path("docs").rglob("*.md")), *sorted(Path("src").rglob("*.md"))]:
         try:
-            changed = tables.refresh(document, made)
+            rewritten += [document] if tables.refresh(document, made) else []
         except ValueError as error:
             raise UsageError(f"{document}: {error}") from error
-        if changed:
-            terminal.line(f"rewritten: {document}")
+    if recorded and HEADLINE.parent.is_dir():
+        rewritten += [HEADLINE] if headline.refresh(HEADLINE, recorded) else []
+    for file in rewritten:
+        terminal.line(f"rewritten: {file}")
     return OK
 
 
 def demo(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Doctor, every family once, a quick bench and its report."""
+    """Bits, accuracy and speed of every family, and a report."""
     device = _device(args.device)
-    doctor(args, terminal)
-    shown = [(family, _run_demo(family, device)) for family in families.get()]
-    terminal.table(
-        f"Demo on {_describe(device)}",
-        ["family", "what", "result", "check", "isogemm us", "torch us", "speed-up", "note"],
-        (
-            [
-                family.name,
-                result.title,
-                "pass" if result.ok else "FAIL",
-                result.check,
-                _figure(result.isogemm_us, "{:.1f}"),
-                _figure(result.torch_us, "{:.1f}"),
-                _figure(result.torch_us / result.isogemm_us, "{:.2f}x"),
-                result.note,
-            ]
-            for family, result in shown
-        ),
-    )
-    measurements = args.out.with_suffix(".jsonl")
-    measurements.unlink(missing_ok=True)
-    rows, failures = _measure(_cases(families.get(), device, quick=True), device, measurements, terminal)
-    _speed_table(rows, terminal)
+    on_cpu = device.type == "cpu"
+    env = runner.environment(device)
+    versions = ", ".join(f"{name} {env[name]}" for name in ("python", "torch", "triton"))
+    terminal.line(f"isogemm {isogemm.__version__} on {_describe(device)}; {versions}")
+    if on_cpu:
+        terminal.line(f"\n{demos.CPU_BANNER}")
+    shown = _run_demos(device, terminal)
+    terminal.table(demos.BITS, *demos.bits_table(shown), styles={"0": "bold green"})
+    for line in (demos.total_text(shown), *demos.notes(shown)):
+        terminal.line(line)
+    terminal.table(demos.ACCURACY, *demos.accuracy_table(shown))
+    recorded = headline.shipped() if on_cpu else []
+    for gpu in recorded:
+        terminal.table(f"Speed, recorded on {gpu.gpu}", headline.COLUMNS, (each.cells for each in gpu.figures))
+        terminal.line(f"{headline.MEANING}\n{gpu.source}")
+    local = f"Speed on this CPU, which says nothing about a GPU ({_describe(device)})" if on_cpu else "Speed"
+    terminal.table(local, *demos.speed_table(shown))
+    rows: list[Row] = []
+    failures: list[runner.Failure] = []
+    if not on_cpu if args.bench is None else args.bench:
+        measurements = args.out.with_suffix(".jsonl")
+        measurements.unlink(missing_ok=True)
+        rows, failures = _measure(_cases(families.get(), device, quick=True), device, measurements, terminal)
+        _speed_table(rows, terminal)
+    terminal.table("Failures", *demos.failures_table(shown))
     code = _failure_table(failures, terminal)
     try:
-        report.write(args.out, rows, _views())
+        page = report.DemoPage(_describe(device), versions, shown, demos.CPU_BANNER if on_cpu else "", recorded)
+        report.write(args.out, rows, _views(), page=page)
     except ModuleNotFoundError as error:
-        terminal.line(f"no report: {error}")
+        terminal.line(f"no HTML report: {error}")
     else:
         terminal.line(f"report: {args.out}")
     return code if all(result.ok for _, result in shown) else FAILED
@@ -256,23 +261,26 @@ class Terminal:
         else:
             self._out.print(text, soft_wrap=True)
 
-    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Nothing where there are no rows."""
+    def table(
+        self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], styles: Mapping[str, str] = STYLES
+    ) -> None:
+        """Nothing where there are no rows. styles: rich's, by a cell's text."""
         lines = [[" ".join(cell.split()) for cell in row] for row in rows]
         if not lines:
             return
         if self._out is None:
-            print(f"\n{title}\n{_plain_table(columns, lines)}\n")
+            most = shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNSEEN_WIDTH
+            print(f"\n{title}\n{_plain_table(columns, lines, most)}\n")
             return
         from rich.table import Table
         from rich.text import Text
 
         table = Table(title=title, title_justify="left", title_style="bold")
         for column, *cells in zip(columns, *lines, strict=True):
-            numeric = all(cell[:1].isdigit() for cell in cells if cell)
+            numeric = all(_NUMBER.fullmatch(cell) for cell in cells if cell)
             table.add_column(column, justify="right" if numeric else "left", no_wrap=numeric)
         for line in lines:
-            table.add_row(*(Text(cell, STYLES.get(cell, "")) for cell in line))
+            table.add_row(*(Text(cell, styles.get(cell, "")) for cell in line))
         self._out.print()
         self._out.print(table)
 
@@ -307,19 +315,29 @@ def _line_per_step() -> runner.Progress:
     return show
 
 
+_UNSEEN_WIDTH = 140  # of tables in a file or a pipe
+
+
 def _rich_console(stream: TextIO) -> Console | None:
     try:
         from rich.console import Console
     except ModuleNotFoundError:
         return None
-    width = None if stream.isatty() else 140
+    width = None if stream.isatty() else _UNSEEN_WIDTH
     return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
 
-def _plain_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def _plain_table(columns: Sequence[str], lines: Sequence[Sequence[str]], most: int) -> str:
+    """At most `most` characters wide, where words can be wrapped to that."""
     widths = [max(map(len, cells)) for cells in zip(columns, *lines, strict=True)]
+    while sum(widths) + 2 * (len(widths) - 1) > most and max(widths) > _NARROWEST:
+        widths[widths.index(max(widths))] -= 1
     ruled = [columns, ["-" * width for width in widths], *lines]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in ruled)
+    wrapped: list[tuple[str, ...]] = []
+    for line in ruled:
+        cells = [textwrap.wrap(cell, width) for cell, width in zip(line, widths, strict=True)]
+        wrapped += zip_longest(*cells, fillvalue="")
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in wrapped)
 
 
 def _families(names: Sequence[str]) -> list[Family]:
@@ -371,11 +389,18 @@ def _run_check(check: Check, device: torch.device, trials: int) -> CheckResult:
         return CheckResult(check.name, trials, trials, 0, detail=f"{type(error).__name__}: {error}")
 
 
-def _run_demo(family: Family, device: torch.device) -> DemoResult:
-    try:
-        return family.demo(device)
-    except Exception as error:  # whatever a family raises, the others are still shown
-        return DemoResult(family.summary, False, f"{type(error).__name__}: {error}", math.nan, math.nan, "")
+def _run_demos(device: torch.device, terminal: Terminal) -> list[tuple[str, DemoResult]]:
+    shown, chosen = [], families.get()
+    with terminal.progress() as progress:
+        for done, family in enumerate(chosen):
+            progress(done, len(chosen), family.name)
+            torch.manual_seed(0)
+            try:
+                result = family.demo(device)
+            except Exception as error:  # whatever a family raises, the others are still shown
+                result = DemoResult(family.summary, failure=f"{type(error).__name__}: {error}")
+            shown.append((family.name, result))
+    return shown
 
 
 def _cases(chosen: Sequence[Family], device: torch.device, quick: bool) -> list[Case]:
@@ -486,81 +511,11 @@ def _show_training(records: Sequence[results.Record], out: Path, terminal: Termi
     terminal.line(f"written: {', '.join(map(str, written))}")
 
 
-def _figure(value: float, form: str) -> str:
-    return "" if math.isnan(value) else form.format(value)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="isogemm", description="GEMM kernels with the same bits at any batch size.")
-    parser.add_argument("--version", action="version", version=f"isogemm {isogemm.__version__}")
-    commands = parser.add_subparsers(dest="name", metavar="command", required=True)
-    family = argparse.ArgumentParser(add_help=False)
-    family.add_argument("--family", nargs="+", action="extend", default=[], metavar="NAME", help="only these families")
-    device = argparse.ArgumentParser(add_help=False)
-    device.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: the first GPU, else the CPU)")
-    html = argparse.ArgumentParser(add_help=False)
-    html.add_argument("--out", type=Path, default=REPORT, metavar="FILE", help="report (default: %(default)s)")
-
-    def command(
-        name: str, run: Command, summary: str, *parents: argparse.ArgumentParser, epilog: str = ""
-    ) -> argparse.ArgumentParser:
-        added = commands.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=epilog,
-            parents=parents,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        added.set_defaults(command=run)
-        return added
-
-    command("doctor", doctor, "show versions, devices, and which kernels are usable or why not")
-
-    added = command(
-        "verify", verify, "run the contract checks of each family here", family, device, epilog=VERIFY_CODES
-    )
-    added.add_argument("--trials", type=int, default=20, metavar="N", help="trials of each check (default: 20)")
-
-    added = command("bench", bench, "measure each family against torch", family, device, epilog=BENCH_CODES)
-    added.add_argument("--quick", action="store_true", help="fewer cases")
-    added.add_argument(
-        "--only",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="TEXT",
-        help="only cases with one of these in their label, as progress shows it, such as 'gemm linear m=1 '",
-    )
-    added.add_argument("--commit", metavar="HASH", help="the commit to record, where git cannot tell")
-    added.add_argument(
-        "--out",
-        type=Path,
-        default=BUILD / "isogemm-bench.jsonl",
-        metavar="PATH",
-        help="append to this .jsonl file, or in this folder to one per GPU and family (default: %(default)s)",
-    )
-
-    added = command("report", make_report, "make an HTML report or tables from measurements", html)
-    added.add_argument(
-        "--results",
-        type=Path,
-        nargs="+",
-        default=[RECORDED],
-        metavar="PATH",
-        help=f".jsonl files, or folders of them (default: {RECORDED})",
-    )
-    added.add_argument(
-        "--docs",
-        action="store_true",
-        help="instead rewrite the generated tables of README.md, docs/ and src/ in this folder",
-    )
-
-    command("demo", demo, "check and time every family here, then measure and report", device, html)
-
-    added = command(
-        "train-patchtst", train_patchtst, "train a PatchTST forecaster and compare backends", device,
-        epilog=TRAINING_FILES,
-    )  # fmt: skip
-    options.add_arguments(added, BUILD / "train-patchtst")
-    return parser
+COMMANDS: dict[str, Command] = {
+    "doctor": doctor,
+    "verify": verify,
+    "bench": bench,
+    "report": make_report,
+    "demo": demo,
+    "train-patchtst": train_patchtst,
+}

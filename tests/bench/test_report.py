@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from isogemm.bench import ceilings, report, tables
+from isogemm.bench import ceilings, demo, headline, report, tables
+from isogemm.bench.demo import Accuracy, Bits, DemoResult
 from isogemm.bench.extras import need
+from isogemm.bench.headline import Figure, Recorded
 from isogemm.bench.store import Row
 from isogemm.bench.views import FamilyView
 
@@ -168,3 +170,67 @@ def test_training_steps_are_drawn_with_their_memory_and_arithmetic(
         assert f"<title>{tip}</title>" in html
     assert "time of a step, ms" in html
     assert report.render(step_rows, [view])  # no ceilings: no tick
+
+
+RECORDED = Recorded(
+    "GPU X", "2.11.0", "3.6.0", ("2026-01-02", "2026-01-03"), ("0123456789ab",),
+    (Figure("linear", "torch (cuBLAS)", 1.25, 0.5, 2.0, 4),),
+)  # fmt: skip
+
+
+def demo_page(**fields: object) -> report.DemoPage:
+    shown = [
+        ("gemm", DemoResult("linear [64, 8]", Bits("64 rows", 4096, 3000, 0), accuracy=Accuracy("|x|", 2e-7, 1e-7),
+                            torch_call="F.linear", torch_us=5.0, isogemm_us=50.0)),
+        ("tiny", DemoResult("bmm", no_promise="torch <serves>")),
+        ("encoder", DemoResult("layer", Bits("8 rows", 100, 0, 7), failure="error 1")),
+    ]  # fmt: skip
+    return replace(report.DemoPage("CPU X", "torch 2.13", shown), **fields)
+
+
+def test_a_demo_leads_with_bits() -> None:
+    html = report.render([], page=demo_page())
+    words = [
+        "<h1>isogemm demo</h1>",
+        'isogemm changed <b class="bad">7</b> and torch <b>3,000</b>',
+        "3,000 (73%)",
+        "Not promised: torch &lt;serves&gt;.",
+        "FAIL: isogemm changed 7 of 100 elements, expected 0",
+        "FAIL: error 1",
+        "<h2>Accuracy</h2>",
+        "2.0e-07",
+        "<h2>Speed</h2>",
+        "0.10x",
+    ]
+    places = [html.find(each) for each in words]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert "recorded on" not in html
+    assert "no measurements were given" not in html
+
+
+def test_on_a_cpu_local_times_are_small_print(rows: list[Row]) -> None:
+    page = demo_page(banner=demo.CPU_BANNER, recorded=[RECORDED])
+    html = report.render([], page=page)
+    words = [
+        demo.CPU_BANNER.replace("'", "&#39;"),
+        "<h2>Bits</h2>",
+        "Speed, recorded on GPU X",
+        "1.25x",
+        "0.50x to 2.00x",
+    ]
+    words += [RECORDED.source, '<section class="small">', "say nothing about a GPU", "0.10x"]
+    places = [html.find(each) for each in words]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert 'class="figure' not in html
+    assert "<details>" not in html
+    measured = report.render(rows, [VIEW], page=page)  # folded away
+    assert measured.index("<details>") < measured.index('class="figure') < measured.index("</details>")
+
+
+def test_a_report_of_measurements_has_no_demo(rows: list[Row]) -> None:
+    html = report.render(rows, [VIEW])
+    assert "<h1>isogemm benchmarks</h1>" in html
+    assert not {"<details>", "<h2>Bits</h2>"} & set(html.splitlines())
+    assert headline.MEANING not in html

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,6 +68,14 @@ def test_cpu_time_is_bounded(
     monkeypatch.setattr(runner.timer, "host_time", lambda variants, device, **how: asked.update(how) or {})
     runner.Runner(torch.device("cuda", 0))._host_time({}, slowest_us)
     assert (asked.get("burst"), asked.get("bursts")) == (burst, bursts)
+
+
+def test_cpu_time_is_not_measured_where_a_case_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner.Runner, "_host_time", lambda self, variants, slowest: {"isogemm": [1.0]})
+    whole = case("a", passes, [])
+    without = replace(whole, build=lambda device: replace(whole.build(device), cpu_time=False))
+    rows = runner.Runner(CPU, repeats=1).rows([whole, without])
+    assert [dict(row.cpu_us) for row in rows] == [{"isogemm": [1.0]}, {}]
 
 
 def test_a_case_that_cannot_be_built_is_a_failure() -> None:

@@ -11,16 +11,27 @@ import torch
 
 import isogemm
 from isogemm import families
-from isogemm.bench import ceilings, store
+from isogemm.bench import ceilings, headline, store
 from isogemm.bench.cases import Case, CaseRun
-from isogemm.cli import main
+from isogemm.bench.demo import Accuracy, Bits
 from isogemm.families import DemoResult, Family, Usability
 from isogemm.testing.checks import Check, CheckResult, skip
+from isogemm_cli import main
 
 COMMANDS = ["doctor", "verify", "bench", "report", "demo", "train-patchtst"]
 PASSING = CheckResult("same bits", 1, 0, 0)
 FAILING = CheckResult("same bits", 1, 2, 17, detail="trial 3: first at (0, 5)")
 SKIPPED = skip("same bits", "no [tensor] cores")
+
+SHOWN = DemoResult(
+    "sum of 8",
+    bits=Bits("64 rows: alone, against a batch of 64", 4096, torch=3000, isogemm=0),
+    accuracy=Accuracy("|x|", torch=2.5e-7, isogemm=1.5e-7),
+    torch_call="torch.sum",
+    torch_us=5.0,
+    isogemm_us=2.0,
+    note="its mean is not promised",
+)
 
 Register = Callable[..., None]
 
@@ -58,7 +69,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Register:
             usability=lambda device: [Usability(False, "sum_kernel", f"{device} has no [tensor] cores")],
             checks=[check_giving(PASSING)],
             cases=lambda device, quick: [sum_case()],
-            demo=lambda device: DemoResult("sum of 8", True, "exact", 2.0, 5.0, "one launch"),
+            demo=lambda device: SHOWN,
         )
         monkeypatch.setattr(families, "FAMILIES", (replace(fake, **fields),))
 
@@ -267,45 +278,116 @@ def test_docs_with_an_unmeasured_table(capsys):
     assert "README.md: figures:other is not measured" in capsys.readouterr().err
 
 
+def test_docs_writes_the_headline_figures(monkeypatch):
+    main(["bench", "--out", "rows.jsonl"])
+    Path("README.md").write_text("<!-- figures:headline -->\n<!-- /figures -->\n")
+    assert main(["report", "--docs", "--results", "rows.jsonl"]) == 2  # a CPU has none
+    recorded = headline.shipped()
+    monkeypatch.setattr(headline, "recorded", lambda rows, more: recorded)
+    assert main(["report", "--docs", "--results", "rows.jsonl"]) == 0
+    assert "| linear, bf16, tuned weights |" in Path("README.md").read_text()
+    file = Path("src/isogemm/bench/headline.json")
+    assert not file.exists()  # not the folder of the sources
+    file.parent.mkdir(parents=True)
+    main(["report", "--docs", "--results", "rows.jsonl"])
+    assert headline.loads(file.read_text()) == recorded
+
+
 def test_demo(style, capsys):
+    """Bits, then accuracy, then speed: recorded on a GPU, and last that of this CPU."""
     assert main(["demo"]) == 0
     out = capsys.readouterr().out
-    assert "sum of 8" in out
-    assert "2.50x" in out
+    words = [
+        "This is a CPU. isogemm's CPU path is for correctness and development",
+        "3,000 (73%)",
+        "Of 4,096 elements, torch changed 3,000 and isogemm 0.",
+        "fake: its mean is not promised",
+        "2.5e-07",
+        "Speed, recorded on NVIDIA H200",
+        "linear, bf16, tuned weights",
+        "NVIDIA H200, 2026-",
+        "Speed on this CPU, which says nothing about a GPU",
+        "2.50x",
+    ]
+    places = [out.find(each) for each in words]
+    assert -1 not in places
+    assert places == sorted(places)
     if style == "rich":  # the report's packages are there as well
         assert "report: build/isogemm-report.html" in out
-        assert Path("build/isogemm-report.html").exists()
+        page = Path("build/isogemm-report.html").read_text()
+        assert 'isogemm changed <b class="good">0</b> and torch <b>3,000</b>' in page
 
 
-def test_demo_measures_anew():
-    for _ in range(2):
-        main(["demo"])
-    assert len(store.read(Path("build/isogemm-report.jsonl"))) == 1
+@pytest.mark.parametrize("columns", [80, 100, 140])
+def test_the_demo_fits_a_terminal(columns, monkeypatch, capsys):
+    without(monkeypatch, "rich")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    main(["demo"])
+    tables = [line for line in capsys.readouterr().out.splitlines() if "  " in line]
+    assert tables
+    assert max(map(len, tables)) <= columns
+
+
+def test_words_that_start_with_a_number_are_wrapped(register, capsys):
+    """They are not numbers, which are not: they would leave no room for the other columns."""
+    pytest.importorskip("rich")
+    how = f"64 rows: {' and '.join(f'in batches of {size}' for size in range(20))}"
+    register(demo=lambda device: replace(SHOWN, bits=replace(SHOWN.bits, how=how)))
+    main(["demo"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "sum of 8" in line]
+    assert "fake" in lines[0]
+    assert "4,096" in lines[0]
+
+
+def test_demo_of_what_is_not_promised(register, capsys):
+    register(demo=lambda device: replace(SHOWN, bits=None, no_promise="torch serves"))
+    assert main(["demo"]) == 0
+    assert "not promised: torch serves" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", [["--bench"], []])
+def test_demo_measures_on_a_cpu_when_asked(given):
+    for _ in range(2):  # anew
+        assert main(["demo", *given]) == 0
+    file = Path("build/isogemm-report.jsonl")
+    assert (len(store.read(file)) if file.exists() else 0) == len(given)
 
 
 def test_demo_without_the_report_packages(monkeypatch, capsys):
     without(monkeypatch, "jinja2")
     assert main(["demo"]) == 0
-    assert "no report: jinja2 is not installed" in capsys.readouterr().out
+    assert (
+        "no HTML report: jinja2 is not installed; it comes with: pip install isogemm[bench]" in capsys.readouterr().out
+    )
 
 
-@pytest.mark.parametrize("ending", ["wrong", "raises"])
-def test_demo_of_a_failing_family(ending, register, capsys):
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"bits": Bits("64 rows", 4096, torch=3000, isogemm=1)}, "isogemm changed 1 of 4,096 elements, expected 0"),
+        ({"failure": "error 1e-3, expected at most 1e-6"}, "error 1e-3, expected at most 1e-6"),
+        (None, "RuntimeError: no kernel image"),
+    ],
+    ids=["bits", "accuracy", "raises"],
+)
+def test_demo_of_a_failing_family(wrong, words, register, capsys):
     def demo(device: torch.device) -> DemoResult:
-        if ending == "raises":
+        if wrong is None:
             raise RuntimeError("no kernel image")
-        return DemoResult("sum of 8", False, "off by one", 2.0, 5.0, "")
+        return replace(SHOWN, **wrong)
 
     register(demo=demo)
     assert main(["demo"]) == 1
     out = capsys.readouterr().out
     assert "FAIL" in out
-    assert ("off by one" if ending == "wrong" else "RuntimeError: no kernel image") in out
+    assert words in out
+    assert words in Path("build/isogemm-report.html").read_text()
 
 
 def test_demo_when_nothing_could_be_measured(register, capsys):
     register(cases=lambda device, quick: [sum_case(correct=False)])
-    assert main(["demo"]) == 1
+    assert main(["demo", "--bench"]) == 1
     assert "wrong sum" in capsys.readouterr().out
 
 
@@ -314,3 +396,17 @@ def test_get_keeps_the_order_of_registration(register):
     assert families.get() == families.get(["fake", "fake"]) == [fake]
     with pytest.raises(ValueError, match="got 'a', 'b', expected any of fake"):
         families.get(["b", "fake", "a"])
+
+
+def test_doctor_names_releases_that_were_not_tested(monkeypatch, capsys):
+    from isogemm.core import private, versions
+
+    assert main(["doctor"]) == 0
+    assert "warning" not in capsys.readouterr().out
+    monkeypatch.setattr(versions, "TORCH", ("2.0.0", "2.1.0"))
+    monkeypatch.setattr(private, "missing", lambda feature: ["torch._C:_foo"] if feature == private.AUTOFUSE else [])
+    assert main(["doctor"]) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 2
+    assert "is newer than 2.1.0" in warnings[0]
+    assert "autofuse is off" in warnings[1]

@@ -360,5 +360,6 @@ def test_what_is_compiled_ahead(monkeypatch):
 def test_demo_is_a_layer():
     shown = encoder.demo(CPU)
     assert shown.ok
-    assert "16 sequences alone and in their batch: 0 of 2560 elements differ" in shown.check
+    assert (shown.bits.compared, shown.bits.isogemm) == (2 * 2 * 32 * 5 * 64, 0)  # the result and the gradient of x
+    assert shown.accuracy.isogemm < 1e-5
     assert shown.isogemm_us > 0

@@ -8,7 +8,7 @@ import torch
 from isogemm.bench import runner, store, timer
 from isogemm.core import device as devices
 from isogemm.families import gemm, gemm_checks, trials
-from isogemm.gemm import op
+from isogemm.gemm import op, tables
 from isogemm.testing import compare_bits
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -78,9 +78,10 @@ def test_a_trial_is_its_seed():
 
 def last_bit_follows(condition):
     """linear with a last bit that follows its input, as no contract allows."""
+    right = gemm.linear
 
     def linear(x, weight, bias=None, **how):
-        out = gemm.linear(x, weight, bias, **how)
+        out = right(x, weight, bias, **how)
         return torch.nextafter(out, torch.full_like(out, torch.inf)) if condition(x) else out
 
     return linear
@@ -208,8 +209,36 @@ def test_what_is_compiled_ahead():
     assert gemm._weights(cases) == {(64, 32, "bfloat16", ""): True, (64, 32, "float32", "tf32"): False}
 
 
+def test_other_weights_are_not_the_tuned_ones():
+    tuned = {sizes for sizes, _ in tables.TABLES["half", "nt"]}
+    assert not tuned & set(gemm.OTHER_WEIGHTS)
+    cases = [case for case in gemm.cases(CUDA, False) if case.op == "linear other"]
+    assert len(cases) == 25 * 8
+    assert not any(case.op == "linear other" for case in gemm.cases(CUDA, True))
+    assert not gemm._case("linear other", 1, 8, 8, "bfloat16").build(CPU).cpu_time
+
+
 def test_demo_shows_the_same_bits():
     shown = gemm.demo(CPU)
     assert shown.ok
-    assert "0 of 65536 elements differ, with torch" in shown.check
+    assert (shown.bits.compared, shown.bits.isogemm) == (2 * 64 * 1024, 0)
+    assert shown.bits.how == "64 rows: alone and in batches of 3, against a batch of 64"
+    assert 0 < shown.accuracy.isogemm < 1e-6
     assert shown.isogemm_us > 0
+
+
+def test_demo_sees_bits_that_follow_the_batch_size(monkeypatch):
+    monkeypatch.setattr(gemm, "linear", last_bit_follows(lambda x: len(x) == 1))
+    shown = gemm.demo(CPU)
+    assert shown.bits.isogemm == (64 + 1) * 1024  # the last row is alone in its batch of 3 as well
+    assert not shown.ok
+    assert shown.failures == ["isogemm changed 66,560 of 131,072 elements, expected 0"]
+
+
+def test_demo_sees_a_bad_product(monkeypatch):
+    right = gemm.linear
+    monkeypatch.setattr(gemm, "linear", lambda x, weight: 1.01 * right(x, weight))
+    shown = gemm.demo(CPU)
+    assert shown.bits.isogemm == 0
+    assert not shown.ok
+    assert "isogemm" in shown.failure

@@ -5,19 +5,16 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
-from isogemm.cli import main
-from isogemm.training import options, plots, results
-from isogemm.training.config import Config
+from isogemm.training import plots, results
 from isogemm.training.loop import BEST, CHECKPOINT, Diverged, Run, Stopped
-from isogemm.training.model import Architecture
 from isogemm.training.series import synthetic
 from isogemm.training.steps import Training
+from isogemm_cli import main
 
 ROOT = Path(__file__).parents[2]
 SAVE = plots.save
@@ -215,11 +212,6 @@ def test_another_configuration_is_not_resumed(capsys):
 def test_a_loss_that_is_not_finite_fails(capsys):
     assert train(*DATA, "--backend", "torch", "--lr", "1e30") == 1
     assert "torch: the loss is not finite in epoch" in capsys.readouterr().out
-
-
-def test_every_option_of_a_run_can_be_given():
-    assert [each.name for each in fields(Architecture)] == list(options._MODEL)
-    assert {each.name for each in fields(Config)} - {"model"} == set(options._RUN)
 
 
 def test_two_processes_train_like_one():

@@ -36,6 +36,7 @@ class CaseRun:
     check: Callable[[], dict[str, float]]  # against fp64 on poisoned outputs: errors by variant, or raises
     info: dict[str, str]  # the path and config that served it
     eager: Collection[str] = ()  # variants to time as they are launched, not as a CUDA graph
+    cpu_time: bool = True  # whether to measure the CPU time of a call as well
 
 
 @contextmanager

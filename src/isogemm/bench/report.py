@@ -1,4 +1,4 @@
-"""A self-contained HTML report of stored measurements."""
+"""A self-contained HTML report of a demo and of stored measurements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from statistics import median
 
-from isogemm.bench import ceilings, plots, summary, tables
+from isogemm.bench import ceilings, demo, headline, plots, summary, tables
 from isogemm.bench.extras import need
 from isogemm.bench.store import Row, newest
 from isogemm.bench.views import FamilyView, view_of
@@ -73,20 +73,48 @@ class DeviceSection:
     families: list[FamilySection]
 
 
-def write(path: Path, rows: Iterable[Row], views: Iterable[FamilyView] = (), sections: Sequence[Section] = ()) -> Path:
+@dataclass(frozen=True)
+class DemoPage:
+    """What a demo found on a device, which the report then leads with."""
+
+    device: str
+    versions: str
+    shown: demo.Shown
+    banner: str = ""
+    recorded: Sequence[headline.Recorded] = ()  # speed of a GPU, where this is none
+
+
+def write(
+    path: Path,
+    rows: Iterable[Row],
+    views: Iterable[FamilyView] = (),
+    sections: Sequence[Section] = (),
+    page: DemoPage | None = None,
+) -> Path:
     """Render the rows to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(rows, views, sections), encoding="utf-8")
+    path.write_text(render(rows, views, sections, page), encoding="utf-8")
     return path
 
 
-def render(rows: Iterable[Row], views: Iterable[FamilyView] = (), sections: Sequence[Section] = ()) -> str:
-    """The report as HTML; of points measured more than once, the newest. sections: after the devices'."""
+def render(
+    rows: Iterable[Row],
+    views: Iterable[FamilyView] = (),
+    sections: Sequence[Section] = (),
+    page: DemoPage | None = None,
+) -> str:
+    """The report as HTML; of points measured more than once, the newest.
+
+    sections: after the devices'. page: before them.
+    """
     latest, views = newest(rows), tuple(views)
     jinja2 = need("jinja2")
     source = (resources.files("isogemm.bench") / "templates" / "report.html.j2").read_text(encoding="utf-8")
     env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     html: str = env.from_string(source).render(
+        page=page,
+        demo=demo,
+        meaning=headline.MEANING,
         devices=[_device(gpu, mine, views) for gpu, mine in summary.by_gpu(latest).items()],
         sections=sections,
         environments=_environments(latest),

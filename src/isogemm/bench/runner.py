@@ -69,7 +69,8 @@ class Runner:
             errors = run.check()
             stage = "time"
             times = timer.measure(run.variants, self.device, repeats=self.repeats, eager=run.eager)
-            host = self._host_time(run.variants, max(median(raw) for raw in times.values()))
+            slowest_us = max(median(raw) for raw in times.values())
+            host = self._host_time(run.variants, slowest_us) if run.cpu_time else {}
         except Exception as error:  # whatever a case raises, the other cases still run
             self.failures.append(Failure(case.label, stage, f"{type(error).__name__}: {error}"))
             return None

@@ -231,11 +231,11 @@ def host_text(cost: summary.HostCost, view: FamilyView) -> str:
     return f"{mean}{where}" if mean == worst else f"{mean} (worst {worst}){where}"
 
 
-def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """A table, the first column to the left and the others to the right; empty columns are left out."""
+def markdown(head: Sequence[str], body: Iterable[Sequence[str]], *, texts: int = 1) -> str:
+    """A table, the first `texts` columns to the left and the others to the right; empty columns are left out."""
     lines = list(body)
     kept = [i for i, name in enumerate(head) if i == 0 or not lines or any(line[i] for line in lines)]
-    marks = [":--" if i == 0 else "--:" for i in kept]
+    marks = [":--" if i < texts else "--:" for i in kept]
     grid = [[head[i] for i in kept], marks, *([line[i] for i in kept] for line in lines)]
     return "".join(f"| {' | '.join(line)} |\n" for line in grid)
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from isogemm.families.base import DemoResult, Family, Usability
+from isogemm.bench.demo import DemoResult
+from isogemm.families.base import Family, Usability
 from isogemm.families.encoder import FAMILY as ENCODER
 from isogemm.families.fused import FAMILY as FUSED
 from isogemm.families.gemm import FAMILY as GEMM

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from isogemm.bench.cases import Case
+from isogemm.bench.demo import DemoResult
 from isogemm.bench.views import FamilyView
 from isogemm.testing.checks import Check
 
@@ -19,18 +20,6 @@ class Usability:
     usable: bool
     kernel: str
     reason: str
-
-
-@dataclass(frozen=True)
-class DemoResult:
-    """One call of a family, checked and timed against torch."""
-
-    title: str
-    ok: bool
-    check: str  # what was checked, and what it gave
-    isogemm_us: float
-    torch_us: float
-    note: str
 
 
 @dataclass(frozen=True)

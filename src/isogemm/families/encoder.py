@@ -6,24 +6,24 @@ import copy
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import cast
 
 import torch
 from torch import nn
 
-from isogemm.bench import timer
 from isogemm.bench.cases import Case, CaseRun, Thunk, set_fp32_precision
+from isogemm.bench.demo import DemoResult
 from isogemm.bench.memory import peak_bytes
 from isogemm.bench.views import FamilyView
 from isogemm.core import device as devices
+from isogemm.core import private
 from isogemm.core.dispatch import dispatch_log
+from isogemm.families import demos
 from isogemm.families.ahead import run_ahead
-from isogemm.families.base import DemoResult, Family, Usability
+from isogemm.families.base import Family, Usability
 from isogemm.families.encoder_checks import CHECKS, ahead_of_checks, assert_accurate, measures
 from isogemm.gemm import configs
 from isogemm.nn import EncoderLayer
-from isogemm.testing.compare import compare_bits
 from isogemm.testing.poison import poisoned_allocations
 
 OP = "training step"
@@ -92,6 +92,7 @@ STACKS = (
 QUICK = Stack(1, 1280, 5, 64, 4, 256)
 CPU_STACKS = (Stack(2, 256, 5, 64, 4, 256), Stack(2, 64, 42, 16, 4, 128), Stack(2, 16, 42, 128, 16, 256))
 CPU_QUICK = Stack(1, 32, 5, 32, 4, 64)
+CPU_DEMO = Stack(1, 32, 5, 64, 4, 256)
 
 
 def usability(device: torch.device) -> Sequence[Usability]:
@@ -164,12 +165,10 @@ def ahead_of_cases(device: torch.device, cases: Sequence[Case]) -> None:
 
 def _compile(device: str, params: Mapping[str, int | str]) -> None:
     """isogemm's kernels, and what torch.compile makes: its caches are on disk as well."""
-    from torch._inductor import config
-
     stack, where = _stack(params), torch.device(device)
     _set_precision(str(params.get("precision", "")), where)
     training, _, models = _models(stack, getattr(torch, str(params["dtype"])), where, compiled=stack in STACKS)
-    with config.patch(compile_threads=1):  # every core has a process already
+    with private.find("torch._inductor:config").patch(compile_threads=1):  # every core has a process already
         for model in models.values():
             training.step(model)
 
@@ -278,32 +277,32 @@ def _exact(training: Training, eager: nn.Sequential) -> list[torch.Tensor]:
 
 
 def demo(device: torch.device) -> DemoResult:
-    """A layer, forward and backward, against torch's; and its sequences alone and in their batch."""
+    """A layer, forward and backward."""
     gpu = device.type == "cuda"
-    stack, precision = (QUICK, "tf32") if gpu else (CPU_QUICK, "ieee")
+    stack, precision = (QUICK, "tf32") if gpu else (CPU_DEMO, "ieee")
     _set_precision(precision, device)
     training, eager, models = _models(stack, torch.float32, device, compiled=False)
-    ours = models["isogemm"]
-    few = training.x.detach()[:16]
-    with torch.no_grad():
-        whole = ours(training.x)[:16]
-        differing = compare_bits(torch.cat([ours(one) for one in torch.split(few, 1)]), whole).count
-    try:
-        errors = _errors(training, eager, models, precision)
-        accuracy = f"error {errors['isogemm']:.1e} of the norm (torch {errors['torch']:.1e}), against fp64"
-    except AssertionError as error:
-        errors, accuracy = {}, str(error)
-    times = timer.measure(
-        {"isogemm": [lambda: training.step(ours)], "torch": [lambda: training.step(eager)]}, device, repeats=10
+    models = {name: models[name] for name in ("isogemm", "torch")}
+
+    return demos.result(
+        f"encoder layer, {OP} [{stack.sequences}, {stack.tokens}, {stack.d_model}], fp32 {precision}",
+        demos.count_changes(
+            {name: demos.result_and_gradient(model, training.x, training.grad) for name, model in models.items()},
+            "sequences (result and gradient)",
+            batch=stack.sequences,
+            sizes=(1, 3),
+            compared=32,
+        ),
+        lambda: _errors(training, eager, models, precision),
+        "norm of the result and of each gradient",
+        {name: _step_thunk(training, model) for name, model in models.items()},
+        "torch's layer, eager",
+        device,
     )
-    return DemoResult(
-        f"{OP} of an encoder layer [{stack.sequences}, {stack.tokens}, {stack.d_model}] fp32 {precision}",
-        bool(errors) and differing == 0,
-        f"{accuracy}; {len(few)} sequences alone and in their batch: {differing} of {whole.numel()} elements differ",
-        median(times["isogemm"]),
-        median(times["torch"]),
-        "a layer in one call each way",
-    )
+
+
+def _step_thunk(training: Training, model: Model) -> Thunk:
+    return lambda: training.step(model)
 
 
 FAMILY = Family(

@@ -5,20 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 
 import torch
 import torch.nn.functional as F
 
 from isogemm.bench import timer
 from isogemm.bench.cases import Case, CaseRun, Thunk
+from isogemm.bench.demo import DemoResult
 from isogemm.bench.memory import peak_bytes
-from isogemm.bench.views import FamilyView
+from isogemm.bench.views import FamilyView, number_type
+from isogemm.core import private
 from isogemm.core.dispatch import dispatch_log
 from isogemm.epilogues import ACTIVATIONS
-from isogemm.families import gemm
+from isogemm.families import demos, gemm
 from isogemm.families.ahead import run_ahead
-from isogemm.families.base import DemoResult, Family, Usability
+from isogemm.families.base import Family, Usability
 from isogemm.families.fused_checks import (
     CHECKS,
     Layer,
@@ -31,7 +32,6 @@ from isogemm.families.fused_checks import (
 from isogemm.families.trials import sampled
 from isogemm.fusion.lazy import autofuse
 from isogemm.gemm.api import linear, matmul_fused, mlp
-from isogemm.testing.compare import compare_bits
 from isogemm.testing.poison import poisoned_allocations
 
 SHAPES = (  # m, n, k
@@ -72,13 +72,14 @@ class _Operation:
 
 
 def _biased(activation: str, *, on_gpu: bool) -> _Operation:
-    act = ACTIVATIONS[activation].torch
+    act, addmm_activation = ACTIVATIONS[activation].torch, private.find("torch:_addmm_activation")
 
     def isogemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return linear(x, weight, bias, activation=activation)
 
     def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return torch._addmm_activation(bias, x, weight.t(), use_gelu=activation != "relu")
+        result: torch.Tensor = addmm_activation(bias, x, weight.t(), use_gelu=activation != "relu")
+        return result
 
     def eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return act(F.linear(x, weight, bias))
@@ -87,7 +88,8 @@ def _biased(activation: str, *, on_gpu: bool) -> _Operation:
         return act(x @ weight.t() + bias)
 
     operation = _Operation(_linear_shapes, isogemm, eager, f"{activation}(linear)", peers={"three ops": three_ops})
-    if activation == "relu" or (activation == "gelu_tanh" and on_gpu):  # on a CPU torch's is erf
+    has_call = activation == "relu" or (activation == "gelu_tanh" and on_gpu)  # on a CPU torch's gelu is erf
+    if has_call and addmm_activation is not None:
         peers = {"eager": eager, "three ops": three_ops}
         operation = replace(operation, torch=fused, torch_call="_addmm_activation", peers=peers)
     return operation
@@ -451,31 +453,28 @@ def _autofuse_case(dtype: str, precision: str = "") -> Case:
 
 
 def demo(device: torch.device) -> DemoResult:
-    """relu(x @ weight.T + bias), one call against three; and its rows alone and in their batch."""
-    shape, dtype = ((8192, 4096, 1024), "bfloat16") if device.type == "cuda" else ((256, 1024, 256), "float32")
-    chosen = _biased("relu", on_gpu=device.type == "cuda")
-    operands = _operands(chosen.shapes(*shape), getattr(torch, dtype), device, shape[2])
-    thunks = {
-        "isogemm": _thunk(chosen.isogemm, operands),
-        "torch": _thunk(chosen.peers["three ops"], operands),
-    }
-    x, *others = operands
-    alone = torch.cat([chosen.isogemm(row, *others) for row in torch.split(x[:64], 1)])
-    differing = compare_bits(alone, thunks["isogemm"]()[:64]).count
-    try:
-        errors = _errors(thunks, _layer("bias relu", operands), x, "ieee" if dtype == "float32" else "")
-        accuracy = f"error {errors['isogemm']:.1e} of |x||weight| (torch {errors['torch']:.1e}), against fp64"
-    except AssertionError as error:
-        errors, accuracy = {}, str(error)
-    times = timer.measure({name: [thunk] for name, thunk in thunks.items()}, device, repeats=10)
+    """relu(x @ weight.T + bias), one call against three operations."""
+    on_gpu = device.type == "cuda"
+    shape, dtype, precision = ((4096, 4096, 4096), "bfloat16", "") if on_gpu else ((256, 1024, 256), "float32", "ieee")
     m, n, k = shape
-    return DemoResult(
-        f"relu(x @ weight.T + bias) [{m}, {k}] x [{k}, {n}] {dtype}",
-        bool(errors) and differing == 0,
-        f"{accuracy}; 64 rows alone and in their batch: {differing} of {64 * n} elements differ",
-        median(times["isogemm"]),
-        median(times["torch"]),
-        "one call instead of three operations",
+    chosen = _biased("relu", on_gpu=on_gpu)
+    layers = {"isogemm": chosen.isogemm, "torch": chosen.peers["three ops"]}
+    x, *others = operands = _operands(chosen.shapes(m, n, k), getattr(torch, dtype), device, k)
+    thunks = {name: _thunk(layer, operands) for name, layer in layers.items()}
+
+    def rows_of(layer: Forward) -> demos.Compute:
+        return lambda rows: layer(x[rows], *others)
+
+    return demos.result(
+        f"relu(x @ weight.T + bias) [{m}, {k}] x [{k}, {n}], {number_type({'dtype': dtype, 'precision': precision})}",
+        demos.count_changes(
+            {name: rows_of(layer) for name, layer in layers.items()}, "rows", batch=m, sizes=(1, 3), compared=64
+        ),
+        lambda: _errors(thunks, _layer("bias relu", operands), x, precision),
+        "|x| |weight|",
+        thunks,
+        "three operations",
+        device,
     )
 
 

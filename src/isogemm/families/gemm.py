@@ -6,29 +6,37 @@ import importlib.util
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 
 from isogemm.bench import timer
 from isogemm.bench.cases import Case, CaseRun, Thunk
-from isogemm.bench.views import FamilyView
+from isogemm.bench.demo import DemoResult
+from isogemm.bench.views import FamilyView, number_type
 from isogemm.core import device as devices
 from isogemm.core.dispatch import dispatch_log
+from isogemm.families import demos
 from isogemm.families.ahead import run_ahead
-from isogemm.families.base import DemoResult, Family, Usability
+from isogemm.families.base import Family, Usability
 from isogemm.families.gemm_checks import CHECKS, ahead_of_checks, assert_accurate
 from isogemm.families.trials import sampled
 from isogemm.gemm import configs, op
 from isogemm.gemm.api import linear, warmup
 from isogemm.gemm.configs import Problem
-from isogemm.testing.compare import compare_bits
+from isogemm.gemm.problem import dtype_name
 from isogemm.testing.poison import poisoned_allocations
 
 WEIGHTS = (  # n, k
     (12288, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (32000, 4096), (128256, 4096), (1024, 4096),
     (6144, 4096), (2048, 2048), (5120, 5120), (8192, 8192),
 )  # fmt: skip
+OTHER_WEIGHTS = (  # of public models, none of them among the tuned ones
+    (1536, 8960), (8960, 1536), (2048, 11008), (11008, 2048), (3584, 18944), (18944, 3584), (5120, 13824),
+    (13824, 5120), (10240, 8192), (896, 4864), (4864, 896), (576, 1536), (1536, 576), (49152, 576), (2304, 2048),
+    (3072, 8192), (8192, 3072), (4608, 3584), (2560, 10240), (3840, 15360), (7168, 2048), (2048, 7168), (1280, 5120),
+    (1600, 6400), (50304, 768),
+)  # fmt: skip
+OTHER_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
 TOKENS = tuple(2**i for i in range(14))  # 1 .. 8192
 THINNED = (1, 16, 64, 256, 1024, 4096)  # of the other dtypes: every other one of TOKENS, about
 IEEE_WEIGHTS = ((4096, 4096), (1024, 4096), (4096, 14336), (8192, 8192))  # its calls are long
@@ -82,6 +90,7 @@ def _weight_grad(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 _FORWARD = _Operation(lambda m, n, k: ((m, k), (n, k)), lambda x, weight: (x, weight.t()), linear)
 OPERATIONS = {
     "linear": _FORWARD,
+    "linear other": _FORWARD,  # on OTHER_WEIGHTS
     "linear grad": _Operation(_FORWARD.shapes, _FORWARD.product, linear, with_grad=True),  # the forward of training
     "dX": _Operation(lambda m, n, k: ((m, n), (n, k)), lambda grad, weight: (grad, weight), _product),
     "dW": _Operation(lambda m, n, k: ((m, n), (m, k)), lambda grad, x: (grad.t(), x), _weight_grad),
@@ -103,6 +112,7 @@ def cases(device: torch.device, quick: bool) -> Sequence[Case]:
         ]
     return [
         *_grid("linear", "bfloat16", "", WEIGHTS, TOKENS),
+        *_grid("linear other", "bfloat16", "", OTHER_WEIGHTS, OTHER_TOKENS),
         *_grid("linear grad", "bfloat16", "", WEIGHTS[1:2], (1, 64, 1024)),
         *_grid("dX", "bfloat16", "", WEIGHTS, TRAINING),
         *_grid("dW", "bfloat16", "", WEIGHTS, TRAINING),
@@ -173,7 +183,8 @@ def _case(name: str, m: int, n: int, k: int, dtype: str, precision: str = "", mo
 
         with dispatch_log() as log:
             variants["isogemm"][0]()
-        return CaseRun(variants, check, {"path": log[0].path, "config": log[0].config})
+        info = {"path": log[0].path, "config": log[0].config}
+        return CaseRun(variants, check, info, cpu_time=name != "linear other")  # that of "linear": the same calls
 
     return Case("gemm", name, params, 2.0 * m * n * k, size, build)
 
@@ -262,27 +273,24 @@ def _torch_accumulate(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) 
 
 
 def demo(device: torch.device) -> DemoResult:
-    """Each of 64 rows alone and in their batch."""
-    size, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    """A linear layer on 64 rows."""
+    size, dtype, precision = (4096, torch.bfloat16, "") if device.type == "cuda" else (1024, torch.float32, "ieee")
     generator = torch.Generator(device).manual_seed(0)
     x, weight = (torch.randn((rows, size), dtype=dtype, device=device, generator=generator) for rows in (64, size))
+    layers: dict[str, Product] = {"isogemm": linear, "torch": torch.nn.functional.linear}
+    thunks = {name: _thunk(layer, x, weight) for name, layer in layers.items()}
 
-    def differing(function: Product, other: torch.Tensor) -> int:
-        alone = torch.cat([function(row, other) for row in torch.split(x, 1)])
-        return compare_bits(alone, function(x, other)).count
+    def rows_of(layer: Product) -> demos.Compute:
+        return lambda rows: layer(x[rows], weight)
 
-    ours, torchs = differing(linear, weight), differing(torch.mm, weight.t())
-    times = timer.measure(
-        {"isogemm": [_thunk(linear, x, weight)], "torch": [_thunk(torch.mm, x, weight.t())]}, device, repeats=10
-    )
-    name = str(dtype).removeprefix("torch.")
-    return DemoResult(
-        f"linear [64, {size}] x [{size}, {size}] {name}",
-        ours == 0,
-        f"rows alone against in their batch of 64: {ours} of {64 * size} elements differ, with torch {torchs}",
-        median(times["isogemm"]),
-        median(times["torch"]),
-        "one request or many, the same bits",
+    return demos.result(
+        f"linear [64, {size}] x [{size}, {size}], {number_type({'dtype': dtype_name(dtype), 'precision': precision})}",
+        demos.count_changes({name: rows_of(layer) for name, layer in layers.items()}, "rows", batch=64, sizes=(1, 3)),
+        lambda: _errors({name: [thunk] for name, thunk in thunks.items()}, x, weight.t(), precision),
+        "|x| |weight|",
+        thunks,
+        "F.linear",
+        device,
     )
 
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from isogemm.bench import timer
 from isogemm.bench.cases import Case, CaseRun, set_fp32_precision
+from isogemm.bench.demo import DemoResult
 from isogemm.bench.memory import peak_bytes
 from isogemm.bench.views import FamilyView
+from isogemm.core import private
 from isogemm.core.dispatch import dispatch_log
+from isogemm.families import demos
 from isogemm.families.ahead import run_ahead
-from isogemm.families.base import DemoResult, Family
+from isogemm.families.base import Family
 from isogemm.families.encoder import COMPILED, Stack, usability
 from isogemm.integrations.patchtst import accelerate
-from isogemm.testing.compare import compare_bits
 from isogemm.training.config import PRESETS, Config
 from isogemm.training.model import Forecaster
 from isogemm.training.series import Windows, cut, synthetic, synthetic_rows
@@ -74,10 +74,8 @@ def ahead_of_cases(device: torch.device, cases: Sequence[Case]) -> None:
 
 def _compile(device: str, params: Mapping[str, int | str]) -> None:
     """isogemm's kernels, and what torch.compile makes: its caches are on disk as well."""
-    from torch._inductor import config
-
     given = _config(str(params["preset"]), str(params["precision"]), int(params["batch"]))
-    with config.patch(compile_threads=1):  # every core has a process already
+    with private.find("torch._inductor:config").patch(compile_threads=1):  # every core has a process already
         for step in _steps(given, torch.device(device), compiled=True).values():
             step.run()
 
@@ -175,29 +173,36 @@ def _exact(step: Step) -> list[Tensor]:
 
 
 def demo(device: torch.device) -> DemoResult:
-    """A forecaster's step, torch's and accelerated; and forecasts alone and in their batch."""
-    config = _config("reference", "tf32" if device.type == "cuda" else "ieee", 64 if device.type == "cuda" else 4)
+    """A forecaster's training step, torch's and accelerated; and its encoder, alone and batched."""
+    gpu = device.type == "cuda"
+    config = _config("reference", "tf32" if gpu else "ieee", 64 if gpu else 4)
     steps = _steps(config, device, compiled=False)
-    try:
-        errors = _errors(config, device)
-        accuracy = f"gradients' error {errors['isogemm']:.1e} (torch {errors['torch']:.1e}), against fp64"
-    except AssertionError as error:
-        errors, accuracy = {}, str(error)
-    encoder = cast(Forecaster, steps["isogemm"].model).encoder.eval()
-    rows = torch.randn(8, config.model.patches, config.model.d_model, device=device)
-    with torch.no_grad():
-        whole = encoder(rows)
-        differing = compare_bits(torch.cat([encoder(one) for one in torch.split(rows, 1)]), whole).count
-    encoder.train()
-    thunks = {name: [steps[name].run] for name in ("isogemm", "torch")}
-    times = timer.measure(thunks, device, repeats=10)
-    return DemoResult(
-        f"{OP} of a PatchTST, batch {config.batch} x {config.model.channels} channels, fp32 {config.precision}",
-        bool(errors) and differing == 0,
-        f"{accuracy}; 8 sequences alone and in their batch: {differing} of {whole.numel()} elements differ",
-        median(times["isogemm"]),
-        median(times["torch"]),
-        "integrations.patchtst.accelerate(model)",
+    batch = config.batch * config.model.channels
+    generator = torch.Generator(device).manual_seed(0)
+    shape = batch, config.model.patches, config.model.d_model
+    x, grad = (torch.randn(shape, device=device, generator=generator) for _ in range(2))
+
+    def sequences_of(step: Step) -> demos.Compute:
+        encoder = copy.deepcopy(cast(Forecaster, step.model).encoder).eval()
+        return demos.result_and_gradient(encoder, x, grad)
+
+    both = {name: steps[name] for name in ("isogemm", "torch")}
+    return demos.result(
+        f"PatchTST, {OP}, {config.batch} windows x {config.model.channels} channels, fp32 {config.precision}",
+        demos.count_changes(
+            {name: sequences_of(step) for name, step in both.items()},
+            "sequences through its encoder (result and gradient)",
+            batch=batch,
+            sizes=(1, 3),
+            compared=64,
+        ),
+        lambda: _errors(config, device),
+        "norm of each gradient",
+        {name: step.run for name, step in both.items()},
+        "the same model, eager",
+        device,
+        note="PatchTST's embedding and head stay torch's: their bits are not promised. With BatchNorm, a result in "
+        "training depends on its batch by definition.",
     )
 
 

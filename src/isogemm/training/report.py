@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from isogemm.bench import headline
 from isogemm.bench import plots as pages
 from isogemm.bench.extras import need
+from isogemm.bench.headline import Figure
 from isogemm.bench.report import Cell, Plot, Section, Table
 from isogemm.bench.tables import markdown
 from isogemm.training import plots, results
@@ -40,6 +42,21 @@ def tables(records: Iterable[Record]) -> dict[str, str]:
         columns, lines = results.comparison(runs)
         made[f"training-{preset}"] = f"{_source(runs)}\n\n{markdown(columns, lines)}"
     return made
+
+
+def figures(records: Iterable[Record]) -> list[tuple[Figure, Mapping[str, str]]]:
+    """Headline figures: isogemm's speed in training over torch.compile's, with the run's environment."""
+    made = []
+    for preset, runs in by_preset(records).items():
+        ours, rival = (_of_backend(runs, name) for name in ("isogemm", "compile"))
+        if ours is not None and rival is not None:
+            what = f"PatchTST, training run of {len(ours['epochs'])} epochs ({preset})"
+            made.append((headline.figure(what, headline.COMPILED, [results.speedup(ours, rival)]), ours["env"]))
+    return made
+
+
+def _of_backend(runs: Sequence[Record], name: str) -> Record | None:
+    return next((each for each in runs if each["run"]["backend"] == name), None)
 
 
 def save_plots(records: Iterable[Record], folder: Path) -> list[Path]:

@@ -1,0 +1,130 @@
+"""The result of a family's demo, and the tables that the terminal and the HTML report show of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BITS = "Bits: elements that change with the batch"
+BITS_TEXT = (
+    "The same rows, matrices or sequences are computed in one batch, then in others. "
+    "Counted: output elements whose bits change."
+)
+ACCURACY = "Accuracy: largest error against fp64"
+SPEED = "Speed"
+CPU_BANNER = "This is a CPU. isogemm's CPU path is for correctness and development; its speed figures are for GPUs."
+
+
+@dataclass(frozen=True)
+class Bits:
+    """How many output elements change when their batch does."""
+
+    how: str  # what was computed, and in which batches
+    compared: int
+    torch: int
+    isogemm: int
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The largest error of each against fp64."""
+
+    unit: str  # what the errors are relative to
+    torch: float
+    isogemm: float
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """One operation of a family, compared with torch on one device."""
+
+    title: str
+    bits: Bits | None = None
+    no_promise: str = ""  # why there are no bits to count
+    accuracy: Accuracy | None = None
+    torch_call: str = ""  # what is timed beside isogemm
+    torch_us: float = math.nan
+    isogemm_us: float = math.nan
+    note: str = ""  # what is not promised
+    failure: str = ""  # what went wrong, besides bits
+
+    @property
+    def failures(self) -> list[str]:
+        """What the demo found wrong, in words."""
+        found = [self.failure] if self.failure else []
+        if self.bits is not None and self.bits.isogemm:
+            found.insert(0, f"isogemm changed {self.bits.isogemm:,} of {self.bits.compared:,} elements, expected 0")
+        return found
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+
+Shown = Sequence[tuple[str, DemoResult]]  # by family
+Grid = tuple[list[str], list[list[str]]]  # columns and lines
+
+
+def bits_table(shown: Shown) -> Grid:
+    lines = []
+    for family, result in shown:
+        if result.bits is None:
+            said = f"not promised: {result.no_promise}" if result.no_promise else "failed"
+            lines.append([family, result.title, said, "", "", ""])
+            continue
+        bits = result.bits
+        counts = f"{bits.compared:,}", changed_text(bits.torch, bits.compared), f"{bits.isogemm:,}"
+        lines.append([family, result.title, bits.how, *counts])
+    return ["family", "operation", "computed", "elements", "changed by torch", "by isogemm"], lines
+
+
+def accuracy_table(shown: Shown) -> Grid:
+    lines = [
+        [family, found.unit, f"{found.torch:.1e}", f"{found.isogemm:.1e}"]
+        for family, result in shown
+        if (found := result.accuracy) is not None
+    ]
+    return ["family", "relative to", "torch", "isogemm"], lines
+
+
+def speed_table(shown: Shown) -> Grid:
+    lines = [
+        [
+            family,
+            result.torch_call,
+            *(f"{us:,.1f}" for us in (result.torch_us, result.isogemm_us)),
+            f"{result.torch_us / result.isogemm_us:.2f}x",
+        ]
+        for family, result in shown
+        if not math.isnan(result.torch_us)
+    ]
+    return ["family", "compared with", "torch, us", "isogemm, us", "torch / isogemm"], lines
+
+
+def total(shown: Shown) -> Bits:
+    """Over all families."""
+    found = [result.bits for _, result in shown if result.bits is not None]
+    sums = (sum(getattr(each, name) for each in found) for name in ("compared", "torch", "isogemm"))
+    return Bits("in all", *sums)
+
+
+def total_text(shown: Shown) -> str:
+    bits = total(shown)
+    return f"Of {bits.compared:,} elements, torch changed {bits.torch:,} and isogemm {bits.isogemm:,}."
+
+
+def notes(shown: Shown) -> list[str]:
+    return [f"{family}: {result.note}" for family, result in shown if result.note]
+
+
+def failures_table(shown: Shown) -> Grid:
+    return ["", "family", "what"], [["FAIL", family, each] for family, result in shown for each in result.failures]
+
+
+def changed_text(changed: int, compared: int) -> str:
+    """Such as "120,892 (92%)"; a share is not rounded to nothing or to all."""
+    if changed in (0, compared):
+        return f"{changed:,}" if not changed else f"{changed:,} (100%)"
+    share = 100 * changed / compared
+    return f"{changed:,} ({'<1' if share < 1 else '>99' if share > 99 else f'{share:.0f}'}%)"

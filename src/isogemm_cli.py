@@ -1,0 +1,233 @@
+"""The `isogemm` command: its arguments. What a command does is in `isogemm.cli`, imported once there is one to run.
+
+This module stands outside the package because importing the package imports torch: `isogemm --help` should not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+BUILD = Path("build")
+REPORT = BUILD / "isogemm-report.html"
+RECORDED = Path("benchmarks/results")
+
+VERIFY_CODES = """\
+exit status:
+  0  at least one check passed and none failed
+  1  a check failed
+  2  wrong usage
+  3  nothing was proven: every check was skipped. A machine without a GPU ends
+     here for families whose contract is about a GPU kernel."""
+BENCH_CODES = """\
+A case is timed only after its result was checked against fp64.
+exit status: 0, 1 if a case failed, 2 wrong usage"""
+DEMO_CODES = """\
+exit status: 0, 1 if isogemm changed a bit that it promises or an error exceeds its bound, 2 wrong usage"""
+TRAINING_FILES = """\
+DIR has checkpoint.pt, from which --resume goes on; best.pt, the weights of the least validation error; results.jsonl, a
+line per run; losses and forecast as .svg and .png. The first Ctrl-C or SIGTERM writes a checkpoint and ends the run.
+torchrun --nproc-per-node N -m isogemm train-patchtst ... shares every batch among N processes.
+exit status: 0, 1 if the loss is not finite, 2 wrong usage or data, 130 stopped"""
+
+# Of `isogemm.training`, which a test compares with these: presets, and an option for every field of its dataclasses.
+PRESETS = {
+    "reference": "28,000 windows of 20 channels, 24 -> 24, 5 patches, d_model 64, 2 layers, LayerNorm",
+    "ettm1": "336 -> 96, 42 patches, d_model 128, 3 layers, BatchNorm, 7 channels",
+    "etth1": "ettm1 with d_model 16, 4 heads, dropout 0.3",
+    "weather": "ettm1 with 21 channels",
+    "electricity": "ettm1 with 321 channels, batch 32",
+    "patchtst64": "ettm1 with 512 -> 96, 64 patches",
+}
+BACKENDS = ("torch", "compile", "isogemm")
+CHOICES = {
+    "norm": ("batch", "layer"),
+    "activation": ("gelu", "relu"),
+    "backend": BACKENDS,
+    "precision": ("ieee", "tf32", "bf16"),
+}
+MODEL_OPTIONS: Mapping[str, tuple[type, str]] = {
+    "channels": (int, "of the synthetic data; a CSV has its own"),
+    "inputs": (int, "rows that a forecast sees"),
+    "horizon": (int, "rows to forecast"),
+    "patch": (int, "rows in a patch"),
+    "stride": (int, "rows from one patch to the next"),
+    "pad_end": (bool, "one more patch, of the last value repeated"),
+    "layers": (int, "encoder layers"),
+    "d_model": (int, "width of a layer"),
+    "nhead": (int, "attention heads"),
+    "dim_feedforward": (int, "width of its feed-forward part"),
+    "norm": (str, "BatchNorm1d or LayerNorm"),
+    "activation": (str, "of the feed-forward part"),
+    "pre_norm": (bool, "norms before the attention and the feed-forward part; residuals start after them"),
+    "res_attention": (bool, "a layer adds its attention scores to those of the one before"),
+    "dropout": (float, "in the embedding and the layers"),
+    "attention_dropout": (float, "of the attention's weights"),
+    "head_dropout": (float, "of the forecast"),
+    "revin": (bool, "normalise each window by its own mean and deviation"),
+    "affine": (bool, "with a learned scale and shift of each channel"),
+    "subtract_last": (bool, "its last value instead of its mean"),
+}
+RUN_OPTIONS: Mapping[str, tuple[type, str]] = {
+    "backend": (str, "torch, torch.compile, or torch with isogemm's encoder layers"),
+    "batch": (int, "windows of a step, over all processes; in training an incomplete last one is dropped"),
+    "lr": (float, "AdamW's learning rate"),
+    "weight_decay": (float, "AdamW's"),
+    "seed": (int, "of the weights, the order of windows and dropout"),
+    "precision": (
+        str,
+        "of products on a GPU: float32, rounded to TF32, or in bfloat16 by autocast (that on the CPU too)",
+    ),
+    "compile_rest": (bool, "with isogemm, torch.compile of what is around the layers"),
+    "graph": (bool, "a step is a CUDA graph (on a GPU: default for compile and isogemm, not for torch)"),
+    "graph_steps": (int, "or a graph is so many steps"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status."""
+    args = parser().parse_args(argv)
+    from isogemm import cli  # and torch
+
+    return cli.run(args)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="isogemm", description="GEMM kernels with the same bits at any batch size.")
+    made.add_argument("--version", action="version", version=f"isogemm {_version()}")
+    commands = made.add_subparsers(dest="name", metavar="command", required=True)
+    family = argparse.ArgumentParser(add_help=False)
+    family.add_argument("--family", nargs="+", action="extend", default=[], metavar="NAME", help="only these families")
+    device = argparse.ArgumentParser(add_help=False)
+    device.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: the first GPU, else the CPU)")
+    html = argparse.ArgumentParser(add_help=False)
+    html.add_argument("--out", type=Path, default=REPORT, metavar="FILE", help="report (default: %(default)s)")
+
+    def command(
+        name: str, summary: str, *parents: argparse.ArgumentParser, epilog: str = ""
+    ) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=epilog,
+            parents=parents,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    command("doctor", "show versions, devices, and which kernels are usable or why not")
+
+    added = command("verify", "run the contract checks of each family here", family, device, epilog=VERIFY_CODES)
+    added.add_argument("--trials", type=int, default=20, metavar="N", help="trials of each check (default: 20)")
+
+    added = command("bench", "measure each family against torch", family, device, epilog=BENCH_CODES)
+    added.add_argument("--quick", action="store_true", help="fewer cases")
+    added.add_argument(
+        "--only",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="TEXT",
+        help="only cases with one of these in their label, as progress shows it, such as 'gemm linear m=1 '",
+    )
+    added.add_argument("--commit", metavar="HASH", help="the commit to record, where git cannot tell")
+    added.add_argument(
+        "--out",
+        type=Path,
+        default=BUILD / "isogemm-bench.jsonl",
+        metavar="PATH",
+        help="append to this .jsonl file, or in this folder to one per GPU and family (default: %(default)s)",
+    )
+
+    added = command("report", "make an HTML report or tables from measurements", html)
+    added.add_argument(
+        "--results",
+        type=Path,
+        nargs="+",
+        default=[RECORDED],
+        metavar="PATH",
+        help=f".jsonl files, or folders of them (default: {RECORDED})",
+    )
+    added.add_argument(
+        "--docs",
+        action="store_true",
+        help="instead rewrite the generated tables of README.md, docs/ and src/ in this folder",
+    )
+
+    added = command(
+        "demo", "count changed bits, measure errors and times of every family here", device, html, epilog=DEMO_CODES
+    )
+    added.add_argument(
+        "--bench",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="then run the quick benchmark and add it to the report (default: on a GPU)",
+    )
+
+    added = command("train-patchtst", "train a PatchTST forecaster and compare backends", device, epilog=TRAINING_FILES)
+    _add_training(added)
+    return made
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    data = parser.add_argument_group("data")
+    data.add_argument("--csv", type=Path, metavar="FILE", help="a header, then a date and numbers in each line (ETT)")
+    data.add_argument(
+        "--rows", type=int, metavar="N", help="of synthetic data, where there is no CSV (default: preset's)"
+    )
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "--preset",
+        choices=PRESETS,
+        default="reference",
+        help="; ".join(f"{name}: {summary}" for name, summary in PRESETS.items()) + " (default: %(default)s)",
+    )
+    _add_fields(run, RUN_OPTIONS)
+    run.add_argument(
+        "--compare",
+        nargs="*",
+        choices=BACKENDS,
+        metavar="BACKEND",
+        help=f"train with each of these backends, without checkpoints (default: {' '.join(BACKENDS)})",
+    )
+    run.add_argument("--epochs", type=int, metavar="N", help="(default: preset's)")
+    run.add_argument("--patience", type=int, metavar="N", help="end after N epochs without a lower validation error")
+    out = parser.add_argument_group("output")
+    out.add_argument(
+        "--out",
+        type=Path,
+        default=BUILD / "train-patchtst",
+        metavar="DIR",
+        help="of all that is written (default: %(default)s)",
+    )
+    out.add_argument("--resume", action="store_true", help="go on from DIR/checkpoint.pt, to the bits of one long run")
+    out.add_argument("--checkpoint-epochs", type=int, default=1, metavar="N", help="from one to the next (default: 1)")
+    out.add_argument("--checkpoint-steps", type=int, metavar="N", help="and one every N steps of an epoch")
+    out.add_argument("--commit", metavar="HASH", help="the commit to record, where git cannot tell")
+    _add_fields(parser.add_argument_group("model"), MODEL_OPTIONS)
+
+
+def _add_fields(group: Any, options: Mapping[str, tuple[type, str]]) -> None:
+    """An option per field of a dataclass, None where it is not given."""
+    for name, (kind, text) in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if kind is bool:
+            group.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=text)
+        elif name in CHOICES:
+            group.add_argument(option, choices=CHOICES[name], help=text)
+        else:
+            group.add_argument(option, type=kind, metavar="P" if kind is float else "N", help=text)
+
+
+def _version() -> str:
+    """The package's, read from its source as the build reads it."""
+    source = (Path(__file__).parent / "isogemm" / "__init__.py").read_text(encoding="utf-8")
+    return str(re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

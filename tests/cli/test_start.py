@@ -1,0 +1,93 @@
+"""How fast the command and the package start."""
+
+from __future__ import annotations
+
+import compileall
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+import isogemm_cli
+from isogemm.training import config, model
+
+COMMANDS = ["doctor", "verify", "bench", "report", "demo", "train-patchtst"]
+BOUND_S = 0.3  # of CPU time: other processes do not count
+TRIALS = 5
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources with their bytecode, as pip leaves them."""
+    folder = tmp_path_factory.mktemp("installed")
+    sources = Path(isogemm_cli.__file__).parent
+    shutil.copy(sources / "isogemm_cli.py", folder)
+    shutil.copytree(sources / "isogemm", folder / "isogemm")
+    compileall.compile_dir(folder, quiet=2)
+    return folder
+
+
+def python(code: str, folder: Path) -> str:
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", [[], *([command] for command in COMMANDS)])
+def test_help_imports_no_torch(command, installed):
+    code = (
+        "import sys, isogemm_cli\n"
+        f"try: isogemm_cli.main([*{command}, '--help'])\n"
+        "except SystemExit: print('imported:', *sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    shown, _, imported = python(code, installed).rpartition("imported:")
+    assert shown.startswith("usage: isogemm")
+    assert not {"torch", "numpy", "isogemm", "triton"} & set(imported.split())
+
+
+def test_help_is_fast(installed):
+    code = (
+        "import time\n"
+        "start = time.process_time()\n"
+        "import isogemm_cli\n"
+        "try: isogemm_cli.main(['--help'])\n"
+        "except SystemExit: print('took:', time.process_time() - start)"
+    )
+    assert any(float(python(code, installed).rpartition("took:")[2]) < BOUND_S for _ in range(TRIALS))
+
+
+def test_import_is_fast(installed):
+    """Beyond torch's import."""
+    code = "import time, torch\nstart = time.process_time()\nimport isogemm\nprint(time.process_time() - start)"
+    assert any(float(python(code, installed)) < BOUND_S for _ in range(TRIALS))
+
+
+# The options of a training run are declared without its dataclasses, which need torch.
+
+
+def _options(of: type) -> dict[str, Any]:
+    kinds = {bool | None: bool}
+    types = get_type_hints(of)
+    return {each.name: kinds.get(types[each.name], types[each.name]) for each in fields(of) if each.name != "model"}
+
+
+def test_every_option_of_a_run_can_be_given():
+    assert {name: kind for name, (kind, _) in isogemm_cli.MODEL_OPTIONS.items()} == _options(model.Architecture)
+    assert {name: kind for name, (kind, _) in isogemm_cli.RUN_OPTIONS.items()} == _options(config.Config)
+
+
+def test_choices_are_those_of_a_run():
+    assert {name: preset.summary for name, preset in config.PRESETS.items()} == isogemm_cli.PRESETS
+    assert isogemm_cli.BACKENDS == config.BACKENDS
+    assert isogemm_cli.CHOICES == {
+        "norm": model.NORMS,
+        "activation": model.ACTIVATIONS,
+        "backend": config.BACKENDS,
+        "precision": config.PRECISIONS,
+    }
