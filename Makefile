@@ -2,9 +2,10 @@ PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
+NEWEST := .venv-newest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test interpreted compiled lint format docs gpu-test bench clean
+.PHONY: help demo test interpreted compiled compat lint format docs gpu-test bench clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-9s %s\n", $$1, $$2}'
@@ -33,6 +34,24 @@ interpreted: $(READY)
 compiled: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --ignore=tests/interpreter
 
+# The newest torch and Triton that pyproject.toml allows, and the package as pip installs it for a user.
+$(NEWEST)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(NEWEST)
+	grep -vE '^(torch|triton|setuptools)==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -m pip install --no-compile -c $(NEWEST)/constraints.txt '.[dev]'
+	@touch $@
+
+# What can differ between releases: fusion, compilation, autograd, fakes, the interpreter, a sample of the compile matrix.
+COMPAT := tests/core tests/fusion tests/gemm tests/tiny tests/nn tests/cli tests/test_import.py tests/test_readme.py \
+	tests/encoder/test_compile.py tests/encoder/test_bits.py tests/encoder/test_fused_compile_matrix.py tests/integrations
+COMPAT_INTERPRETED := tests/interpreter/test_gemm.py tests/interpreter/test_tiny.py tests/interpreter/test_encoder.py
+
+compat: $(NEWEST)/.ready  ## the newest supported torch and Triton: what can differ there, and the demo
+	$(NEWEST)/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) $(COMPAT)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) $(COMPAT_INTERPRETED)
+	mkdir -p build/compat && cd build/compat && ../../$(NEWEST)/bin/isogemm demo
+
 lint: $(READY)  ## style, types and import rules
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -53,5 +72,5 @@ bench:  ## measure on this GPU, with the python3 that is there; ARGS="--quick" f
 	PYTHONPATH=src $(PYTHON) -m isogemm bench $(ARGS)
 
 clean:  ## remove all that make made
-	rm -rf .venv build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv $(NEWEST) build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
