@@ -883,7 +883,37 @@ class _Scaled(torch.autograd.Function):
         return grad * s if ctx.needs_input_grad[0] else None, (grad * z).sum() if ctx.needs_input_grad[1] else None
 
 
+class _InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        ctx.mark_dirty(z)
+        return z.mul_(3)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+class _Returns(torch.autograd.Function):
+    """Reads its argument, saves it and gives it back."""
+
+    @staticmethod
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        ctx.total = z.sum()
+        return z
+
+    @staticmethod
+    def backward(ctx, grad):
+        (z,) = ctx.saved_tensors
+        return grad * z * ctx.total
+
+
 FUNCTIONS = {
+    "in place itself": lambda x, w, b, **_: _InPlace.apply(x @ w + b),
+    "in place itself, and read": lambda x, w, b, **_: _InPlace.apply(z := x @ w + b) + torch.relu(z),
+    "given back": lambda x, w, b, **_: _Returns.apply(z := torch.tanh(x @ w + b)) * z,
+    "under vmap": lambda x, w, b, **_: torch.vmap(lambda row: row * 2)(torch.tanh(x @ w + b)),
     "identity": lambda x, w, b, **_: _Identity.apply(torch.relu(x @ w + b)),
     "identity of a product": lambda x, w, **_: _Identity.apply(x @ w),
     "blind": lambda x, w, b, **_: _Blind.apply(torch.tanh(x @ w + b)),

@@ -58,8 +58,12 @@ class Deferred(torch.Tensor):
             torch._dynamo.graph_break(msg="a deferred tensor of isogemm.autofuse() is computed outside the graph")
         for x in deferred_in((args, kwargs)):
             materialise(x, f"{questions.name(function)} reads it")
-        args, kwargs = with_values(args), with_values(kwargs or NO_KWARGS)
-        return function(*args, **kwargs)
+        left = [x for x in deferred_in((args, kwargs)) if node_of(x) is not None]
+        result = function(*with_values(args), **with_values(kwargs or NO_KWARGS))
+        for x in left:
+            if result is x._node.beside:  # in place
+                return x
+        return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -296,7 +300,7 @@ class Ledger:
 
     def compute_readers(self, written: Any, reason: str) -> None:
         """Those that read memory which the tensors in `written` share, in the order of the calls."""
-        storages = set(map(questions.storage, questions.tensors_in(written)))
+        storages = {questions.storage(x) for x in questions.tensors_in(written) if type(x) is not Deferred}
         if self._results.isdisjoint(storages):
             self._index()
             found = [each for storage in storages for each in self._readers.get(storage, ())]
@@ -504,6 +508,7 @@ _METADATA = frozenset(
     {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES}
     | {getattr(torch.Tensor, name) for name in _METHODS}
     | {torch.numel, torch.is_floating_point}
+    | {getattr(private.find("torch:Tensor._backward_hooks"), "__set__", None)}  # of what a Function changed in place
 )
 
 
