@@ -40,6 +40,32 @@ def quick_interpreter():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def sound_interpreter():
+    """Triton's interpreter without two of its faults.
+
+    It broadcasts a comparison of scalars as int32, which Triton 3.9 refuses as a mask. Before 3.7 it makes an integer
+    of an array of one element, which NumPy 2.4 refuses.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder, patch = interpreter.interpreter_builder, interpreter._patch_lang_tensor
+    splat = builder.create_splat
+
+    def create_splat(result, value):
+        return splat(result, replace(value, dtype=tl.int1) if value.data.dtype == bool else value)
+
+    def patch_tensor(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(builder, "create_splat", create_splat)
+        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
+        yield
+
+
 @pytest.fixture
 def interpreted_schedules(monkeypatch):
     """A fused layer's launches one after another in the interpreter."""

@@ -45,11 +45,12 @@ def broken(x):
     tl.store(x, undefined_name)  # noqa: F821
 
 
+FUSED, UNFUSED = {"enable_fp_fusion": True}, {"enable_fp_fusion": False}
 POINTERS = {"a": "*fp16", "b": "*fp16", "c": "*fp32", "K": "i32"}
 ALIGNED = {"a": 16, "b": 16, "c": 16, "K": 16}
 
-AXPY = CompileJob("axpy", axpy, {"x": "*fp32", "y": "*fp32", "n": "i32"})
-UNFUSED = CompileJob("unfused", axpy, {"x": "*fp32", "y": "*fp32", "n": "i32"}, options={"enable_fp_fusion": False})
+AXPY = CompileJob("axpy", axpy, {"x": "*fp32", "y": "*fp32", "n": "i32"}, options=FUSED)
+AXPY_UNFUSED = CompileJob("unfused axpy", axpy, {"x": "*fp32", "y": "*fp32", "n": "i32"}, options=UNFUSED)
 MATMUL = CompileJob(
     "matmul",
     matmul,
@@ -57,17 +58,18 @@ MATMUL = CompileJob(
     {"stride": 1, "BLOCK": 64, "ACT": relu},
     ALIGNED,
     num_stages=2,
+    options=UNFUSED,
     uses={"sm_80": ["mma"], "sm_90": ["wgmma"], "sm_100": ["tcgen05"], "gfx942": ["mfma"]},
 )
-OVERSIZED = CompileJob("oversized", matmul, POINTERS, {"stride": 1, "BLOCK": 256}, ALIGNED, 8, 3)
+OVERSIZED = CompileJob("oversized", matmul, POINTERS, {"stride": 1, "BLOCK": 256}, ALIGNED, 8, 3, UNFUSED)
 SPILLING = CompileJob(  # 128 values per thread on NVIDIA in 32 registers, 64 per lane on AMD in 64
     "spilling",
     spilling,
     {"x": "*fp32", "y": "*fp32"},
     num_warps=1,
-    options={"maxnreg": 32, "waves_per_eu": 8},
+    options={"maxnreg": 32, "waves_per_eu": 8, **UNFUSED},
 )
-BROKEN = CompileJob("broken", broken, {"x": "*fp32"})
+BROKEN = CompileJob("broken", broken, {"x": "*fp32"}, options=UNFUSED)
 
 GOOD = [AXPY, MATMUL]
 

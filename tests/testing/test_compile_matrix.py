@@ -35,7 +35,7 @@ def test_sound_kernel(kernels, target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_fusion_option_reaches_the_compiler(kernels, target):
     assert "fma" in compile_job(kernels.AXPY, target).instructions
-    assert "fma" not in compile_job(kernels.UNFUSED, target).instructions
+    assert "fma" not in compile_job(kernels.AXPY_UNFUSED, target).instructions
 
 
 def test_alignment_reaches_the_compiler(kernels):
@@ -102,6 +102,7 @@ def test_without_cuobjdump_ptxas_tells(kernels, target, monkeypatch):
         ({"signature": {"x": "*fp32"}}, "argument y of matrix_kernels:axpy is in neither"),
         ({"constexprs": {"z": 1}}, "constexprs: z not among the arguments x, y, n"),
         ({"options": {"fp_fusion": True}}, "options: fp_fusion unknown to Triton"),
+        ({"options": {}}, "options: got num_warps, num_stages, expected enable_fp_fusion among them"),
         ({"kernel": "matrix_kernels:nothing"}, "module 'matrix_kernels' has no 'nothing'"),
         ({"kernel": "matrix_kernels"}, "expected 'package.module:name'"),
     ],

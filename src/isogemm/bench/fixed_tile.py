@@ -12,7 +12,7 @@ import triton.language as tl
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 128, 64
 GROUP = 8  # rows of tiles that share their columns of B in the L2 cache
-WARPS, STAGES = 8, 3
+OPTIONS = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -48,6 +48,6 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     out = torch.empty((m, n), dtype=a.dtype, device=a.device)
     _mm_kernel[(triton.cdiv(m, BLOCK_M) * triton.cdiv(n, BLOCK_N),)](
         a, b, out, m, n, k, *a.stride(), *b.stride(), n, BLOCK_M, BLOCK_N, BLOCK_K, GROUP,
-        num_warps=WARPS, num_stages=STAGES,
+        **OPTIONS,
     )  # fmt: skip
     return out

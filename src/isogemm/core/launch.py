@@ -7,23 +7,32 @@ are made once per address and kept.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import torch
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from isogemm.core import private
 
 # The raw handle of torch's current stream on a device: what Triton's own launcher asks for.
-current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_stream: Any = private.find("torch._C:_cuda_getCurrentRawStream") or (
+    lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 # torch.cuda.current_device, without asking whether CUDA is there.
-current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+current_device: Any = private.find("torch._C:_cuda_getDevice") or torch.cuda.current_device
 
 _TFLOAT32 = 11  # CU_TENSOR_MAP_DATA_TYPE_TFLOAT32: the copy engine rounds float32 as it reads
+_OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.float32}  # for Triton's checks of alignment
 _MOST_MAPS = 256  # addresses kept per plan and argument: a model's weights of one shape, and what its layers pass on
 
 
@@ -52,12 +61,15 @@ class Launch:
 
     def run(self, *tensors: torch.Tensor | None) -> None:
         """Through Triton's JIT."""
+        check_options(self.kernel, self.options)
         if self.programs:
             self.kernel[(self.programs,)](*tensors, *self.scalars, **self.constants, **self.options)
 
     def check(self, tensors: int) -> None:
-        """Raise unless its constants are those that the kernel takes after so many tensors and the scalars."""
+        """Raise unless its constants are those that the kernel takes after so many tensors and the scalars, and its
+        options are complete."""
         check_constants(self.kernel, tensors + len(self.scalars), self.constants)
+        check_options(self.kernel, self.options)
 
     def bind(self, *tensors: torch.Tensor | None) -> BoundKernel:
         """Compile on the current device for tensors like these."""
@@ -77,6 +89,7 @@ class BoundKernel:
         "_grouped",
         "_launch",
         "_metadata",
+        "direct",
     )
 
     def __init__(self, compiled: Any, constants: Sequence[object]) -> None:
@@ -88,7 +101,9 @@ class BoundKernel:
         self._metadata = compiled.packed_metadata
         self._constants = tuple(constants)
         self._encoders = tuple(getattr(getattr(compiled, "metadata", None), "tensordesc_meta", None) or ())
-        self._launch, self._before, self._after, self._grouped = _launcher(compiled, bool(self._encoders))
+        launcher = _launcher(compiled, bool(self._encoders))
+        self.direct = launcher is not None  # whether launches go past Triton's launcher
+        self._launch, self._before, self._after, self._grouped = launcher or _Launcher(compiled.run)
 
     def __call__(self, device: int, programs: int, *args: Any) -> None:
         """Launch on `device`'s current stream; `device` must be current.
@@ -97,7 +112,7 @@ class BoundKernel:
         """
         stream = current_stream(device)
         enter, leave, described = _listening(knobs.runtime.launch_enter_hook), knobs.runtime.launch_exit_hook, None
-        if enter is not None and not self._encoders:
+        if enter is not None:
             described = self._compiled.launch_metadata((programs, 1, 1), stream, *args, *self._constants)
         hooks = (self._metadata, described, enter, _listening(leave))
         if self._grouped:
@@ -122,8 +137,7 @@ class BoundKernel:
         From a pair of addresses, where the map is of two matrices.
         """
         meta = self._encoders[index]
-        element = _TFLOAT32 if seen.round_to_tf32 else _internals().element_types[meta["elem_type"]]
-        encode, shape, size = _internals().encode, list(seen.shape), meta["elem_size"]
+        describe_at = _encoded if self.direct else _unencoded
         kept: dict[Any, tuple[Any, ...]] = {}
 
         def describe(address: Any) -> tuple[Any, ...]:
@@ -131,12 +145,10 @@ class BoundKernel:
             if found is None:
                 if len(kept) >= _MOST_MAPS:
                     kept.clear()
-                _enter_context(device)
                 first, strides = address, list(seen.strides)
                 if isinstance(address, tuple):
-                    first, strides[0] = min(address), abs(address[1] - address[0]) // size
-                tensor_map = encode(first, meta["swizzle"], size, element, meta["block_size"], shape, strides, 0)
-                found = kept[address] = (tensor_map, *shape, *strides)
+                    first, strides[0] = min(address), abs(address[1] - address[0]) // meta["elem_size"]
+                found = kept[address] = describe_at(first, strides, meta, seen, device)
             return found
 
         return describe
@@ -147,6 +159,12 @@ def check_constants(kernel: Any, given: int, constants: Mapping[str, object]) ->
     names = list(kernel.arg_names[given:])
     if names != list(constants):
         raise TypeError(f"constants are {list(constants)}; {kernel.__name__} expects {names}")
+
+
+def check_options(kernel: Any, options: Mapping[str, object]) -> None:
+    """Raise unless enable_fp_fusion is set: bits depend on it, and its default on Triton's version."""
+    if "enable_fp_fusion" not in options:
+        raise TypeError(f"options of {kernel.__name__} are {list(options)}; expected enable_fp_fusion among them")
 
 
 def bind(
@@ -162,6 +180,7 @@ def bind(
     if not isinstance(kernel, JITFunction):
         raise TypeError(f"kernel is a {type(kernel).__name__}; expected a compiled @triton.jit function")
     check_constants(kernel, len(args), constants)
+    check_options(kernel, options)
     compiled = kernel.warmup(*args, grid=(1,), **constants, **options)
     return BoundKernel(compiled, list(constants.values()))
 
@@ -202,6 +221,27 @@ def _internals() -> _Internals:
     return _Internals(encode, nvidia.TMA_DTYPE_DEVICE_TO_HOST)
 
 
+def _encoded(
+    address: int, strides: list[int], meta: Mapping[str, Any], seen: TensorMap, device: int
+) -> tuple[Any, ...]:
+    """A descriptor as the innermost launcher takes it."""
+    encode, element_types = _internals().encode, _internals().element_types
+    element = _TFLOAT32 if seen.round_to_tf32 else element_types[meta["elem_type"]]
+    _enter_context(device)
+    shape = list(seen.shape)
+    tensor_map = encode(address, meta["swizzle"], meta["elem_size"], element, meta["block_size"], shape, strides, 0)
+    return (tensor_map, *shape, *strides)
+
+
+def _unencoded(
+    address: int, strides: list[int], meta: Mapping[str, Any], seen: TensorMap, device: int
+) -> tuple[Any, ...]:
+    """A descriptor as Triton's outermost launcher takes it, to be encoded at every launch."""
+    base = SimpleNamespace(data_ptr=lambda: address, dtype=_OF_SIZE[meta["elem_size"]])
+    rounding = {"round_f32_to_tf32": True} if seen.round_to_tf32 else {}  # since Triton 3.7
+    return (TensorDescriptor(base, list(seen.shape), strides, list(seen.block), **rounding),)
+
+
 def _enter_context(device: int) -> None:
     """Give this thread the device's context: a new one, such as autograd's, has none until its first launch."""
     cuda, context = _libcuda(), ctypes.c_void_p()
@@ -218,22 +258,46 @@ def _libcuda() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...], bool]:
-    """Triton's innermost launcher, what it takes before and after the hooks, and whether the rest is one tuple.
+class _Launcher(NamedTuple):
+    """A launcher, called with grid, stream, function, `before`, metadata and hooks, `after`, and the arguments."""
+
+    launch: Callable[..., None]
+    before: tuple[Any, ...] = ()
+    after: tuple[Any, ...] = ()
+    grouped: bool = False  # whether the arguments are one tuple
+
+
+def _launcher(compiled: Any, described: bool) -> _Launcher | None:
+    """Triton's innermost launcher; None, with a warning for CUDA, where it is not called in a known way.
 
     Around it Triton allocates scratch memory, which no kernel here wants, and makes every descriptor again at every
-    call. Where it is not as expected, the outermost one.
+    call. How it is called depends on Triton's version, so it is read off one call of a copy that launches nothing.
     """
-    outer = compiled.run
-    launch: Any = getattr(outer, "launch", None)
-    if described:
-        launch = _below_descriptors(launch)
-    elif type(outer).__name__ != "CudaLauncher" or outer.global_scratch_size or outer.profile_scratch_size:
-        return outer, (), (), False
-    modes = (outer.launch_cooperative_grid, outer.launch_pdl)
-    if hasattr(outer, "arg_annotations"):
-        return launch, modes, (None, None, outer.arg_annotations, outer.kernel_signature), True
-    return launch, (*modes, None, None), (), False
+    outer, given = compiled.run, [object() for _ in range(10)]  # grid, stream, function, metadata and hooks, argument
+    seen: list[Any] = []
+    try:
+        recorder = copy.copy(outer)
+        recorder.launch = lambda *args: seen.extend(args)
+        recorder(*given)
+        at, grouped = seen.index(given[5]), isinstance(seen[-1], tuple)
+        before, after = seen[5:at], seen[at + 4 : -1]
+        constant = [None, *vars(outer).values()]  # from launch to launch
+        expected = [*given[:5], *before, *given[5:9], *after, (given[9],) if grouped else given[9]]
+        if seen == expected and all(each in constant for each in (*before, *after)):
+            launch = _below_descriptors(outer.launch) if described else outer.launch
+            return _Launcher(launch, tuple(before), tuple(after), grouped)
+        reason = "it calls its innermost one in an unknown way"
+    except Exception as error:  # of another structure, or with more to do than to launch
+        reason = repr(error)
+    if type(outer).__name__ == "CudaLauncher":
+        _warn_of_slow_launches(reason)
+    return None
+
+
+@functools.cache
+def _warn_of_slow_launches(reason: str) -> None:
+    message = f"kernels are launched by Triton's own launcher, which takes longer: {reason}"
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def is_heard() -> bool:

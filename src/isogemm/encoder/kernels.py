@@ -181,7 +181,8 @@ def describe_sum_chunks(
         programs += -(-length // _ADDED_AT_ONCE)
     constants: dict[str, object] = {"SEGMENTS": tuple(placed), "SIZES": tuple(sizes), "PARTS": layer.parts}
     constants |= {"BLOCK": _ADDED_AT_ONCE, "EARLY": layer.early}
-    return Launch(_sum_chunks_kernel, programs, (layer.chunks,), constants, {"num_warps": 4} | overlapping(layer))
+    options = {"num_warps": 4, "enable_fp_fusion": False} | overlapping(layer)
+    return Launch(_sum_chunks_kernel, programs, (layer.chunks,), constants, options)
 
 
 def _sizes(layer: Layer) -> dict[str, object]:

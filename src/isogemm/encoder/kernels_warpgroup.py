@@ -24,6 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from isogemm.encoder.configs import Layer, WalkConfig, WarpgroupConfig
 from isogemm.encoder.kernels_forward import TYPES, index_type, overlapping, scale_of_kept
 
+# Gluon builtins that Triton 3.9 renames: an asynchronous copy from global to shared memory, and a view of shared memory
+# with another shape and layout.
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_Shared = gl.shared_memory_descriptor
+reinterpret = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
+
 
 @gluon.constexpr_function
 def rows_layout(columns, warps, kind):
@@ -218,7 +224,7 @@ def fetch(slot, ptr, row, column, LD: gl.constexpr, WARPS: gl.constexpr, KIND: g
     layout: gl.constexpr = copy_layout(WARPS, KIND)
     r = row + gl.arange(0, slot.shape[0], gl.SliceLayout(1, layout))
     c = column + gl.arange(0, slot.shape[1], gl.SliceLayout(0, layout))
-    async_copy.async_copy_global_to_shared(slot, ptr + (r[:, None] * LD + c[None, :]))
+    async_load(slot, ptr + (r[:, None] * LD + c[None, :]))
 
 
 @gluon.jit
@@ -238,7 +244,7 @@ def fetch_rows(tile, ptr, first, rows, LD: gl.constexpr, WARPS: gl.constexpr, IN
     r = (first + gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))).to(INDEX)
     c = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))
     at = ptr + (r[:, None] * LD + c[None, :])
-    async_copy.async_copy_global_to_shared(tile, at, mask=(r < rows)[:, None])
+    async_load(tile, at, mask=(r < rows)[:, None])
     async_copy.commit_group()
 
 

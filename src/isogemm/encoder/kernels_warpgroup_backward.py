@@ -14,6 +14,7 @@ from isogemm.encoder.kernels_warpgroup import (
     TILE,
     arrived,
     ask_for_rows,
+    async_load,
     attended,
     batch_normed,
     blocks,
@@ -30,6 +31,7 @@ from isogemm.encoder.kernels_warpgroup import (
     options,
     place_of,
     places_for,
+    reinterpret,
     rounded,
     row_numbers,
     rows_in,
@@ -219,11 +221,11 @@ def _fetch_input_grad(
         if TURNED:
             c = (k + gl.arange(0, BF, gl.SliceLayout(1, layout))).to(INDEX)[:, None]
             r = (first + gl.arange(0, 16 * WARPS, gl.SliceLayout(0, layout))).to(INDEX)[None, :]
-            async_copy.async_copy_global_to_shared(tile, dqkv_ptr + (c * ld + r), mask=r < ld)
+            async_load(tile, dqkv_ptr + (c * ld + r), mask=r < ld)
         else:
             r = (first + gl.arange(0, 16 * WARPS, gl.SliceLayout(1, layout))).to(INDEX)[:, None]
             c = k + gl.arange(0, BF, gl.SliceLayout(0, layout))[None, :]
-            async_copy.async_copy_global_to_shared(tile, dqkv_ptr + (r * (3 * D) + c), mask=r < rows)
+            async_load(tile, dqkv_ptr + (r * (3 * D) + c), mask=r < rows)
     async_copy.commit_group()
 
 
@@ -273,11 +275,11 @@ def _input_grad_warpgroup_kernel(
     tl.debug_barrier()
     gl.static_assert(STAGES * BF >= 2 * BM, "two tiles of rows shall fit")
     gl.static_assert(STAGES * BF >= D, "a tile of rows shall fit")
-    tiles = slots._reinterpret(KIND, [2, BM, D], TILE)
+    tiles = reinterpret(slots, KIND, [2, BM, D], TILE)
     fetch_rows(tiles.index(0), x_ptr, first, rows, D, WARPS, INDEX)
     fetch_rows(tiles.index(1), ds_ptr, first, rows, D, WARPS, INDEX)
     if TURNED:
-        last = grads._reinterpret(KIND, [BM, D], TILE)
+        last = reinterpret(grads, KIND, [BM, D], TILE)
         fetch_rows(last, o_ptr, first, rows, D, WARPS, INDEX)
     arrived(2 if TURNED else 1)
     n = rows_in(tiles.index(0), live, WARPS)

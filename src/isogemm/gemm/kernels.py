@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from isogemm.core.launch import BoundKernel, TensorMap, bind
+from isogemm.core.launch import BoundKernel, TensorMap, bind, check_options
 from isogemm.epilogues import device, spec
 from isogemm.epilogues.spec import Epilogue
 from isogemm.gemm import configs
@@ -663,6 +663,7 @@ def bind_launch(launch: Launch, addressed: tuple[torch.Tensor | None, ...]) -> B
 
 def launch(launch: Launch, addressed: tuple[Any, ...], numbers: tuple[float | None, ...] = ()) -> None:
     """Through Triton's own JIT: where nothing can be bound, as in its interpreter."""
+    check_options(launch.kernel, launch.options)
     arguments = (*_arguments(launch, addressed), *launch.scalars, *(numbers or launch.numbers))
     launch.kernel[(launch.programs,)](*arguments, **launch.constants, **launch.options)
 

@@ -80,7 +80,7 @@ class CompileJob:
     constexprs: value of each compile-time argument, and of run-time ones Triton folds in (strides of 1);
         may be `@triton.jit` functions. Arguments left out take their defaults.
     attrs: what the pointer or integer is known to be divisible by; Triton itself says 16 or nothing.
-    options: further compiler options, such as enable_fp_fusion.
+    options: further compiler options; enable_fp_fusion must be among them, since Triton's default varies by version.
     uses: instructions that must appear, by target: {"sm_90": ["wgmma"]}.
     allowed_spill_bytes: what a spill has to exceed to be a failure.
     """
@@ -337,7 +337,10 @@ def _source(job: CompileJob) -> Any:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Triton drops options it does not know; NVIDIA's and AMD's are accepted on either."""
+    """Triton drops options it does not know; NVIDIA's and AMD's are accepted on either.
+
+    Bits depend on enable_fp_fusion, whose default varies by version: no kernel may leave it open.
+    """
     from triton.backends.amd.compiler import HIPOptions
     from triton.backends.nvidia.compiler import CUDAOptions
 
@@ -345,6 +348,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
     unknown = [name for name in options if name not in known]
     if unknown:
         raise ValueError(f"options: {', '.join(unknown)} unknown to Triton")
+    if "enable_fp_fusion" not in options:
+        raise ValueError(f"options: got {', '.join(options)}, expected enable_fp_fusion among them")
 
 
 def _amd_usage(assembly: str) -> tuple[int, int]:
