@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 from isogemm.testing import EncoderShape
 
@@ -41,7 +42,9 @@ NUMBERS = ("bf16", "tf32", "fp16", "ieee", "tf32x3")
 
 @pytest.fixture
 def scale():
-    return SCALE
+    """Sizes; what a test allocated is given back, since several processes may share the GPU."""
+    yield SCALE
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(params=promises.product_cases(("bf16",), FEW), ids="-".join)
