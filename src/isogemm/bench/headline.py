@@ -70,7 +70,7 @@ class _Line:
     numbers: Collection[str] = ()  # number types; any if empty
     rivals: Sequence[str] = ("torch",)  # variants; the first that a point has
     ours: str = "isogemm"
-    params: Mapping[str, str] = field(default_factory=dict)  # that a point has
+    params: Mapping[str, Collection[int | str]] = field(default_factory=dict)  # what a point's may be
 
     def points(self, rows: Iterable[Row]) -> list[Row]:
         return [
@@ -79,7 +79,7 @@ class _Line:
             if row.family == self.family
             and row.op in self.ops
             and (not self.numbers or number_type(row.params) in self.numbers)
-            and all(row.params.get(name) == value for name, value in self.params.items())
+            and all(row.params.get(name) in values for name, values in self.params.items())
             and self.ours in row.us
             and any(rival in row.us for rival in self.rivals)
         ]
@@ -96,6 +96,10 @@ COMPILED = "torch.compile + CUDA graph"
 LINES = (
     _Line("linear, bf16, tuned weights", "torch (cuBLAS)", "gemm", ["linear"], ["bf16"]),
     _Line("linear, bf16, other weights", "torch (cuBLAS)", "gemm", ["linear other"], ["bf16"]),
+    _Line(
+        "linear, bf16, other weights, 256 and 1024 tokens", "torch (cuBLAS)", "gemm", ["linear other"], ["bf16"],
+        params={"m": [256, 1024]},
+    ),
     _Line("linear, bf16", "batch-invariant kernel, one fixed tile", "gemm", ["linear"], ["bf16"], ["fixed tile"]),
     _Line("linear, fp32 without TF32", "torch (cuBLAS)", "gemm", ["linear"], ["fp32 ieee"]),
     _Line("weight gradient into an fp32 main_grad, bf16", "torch (cuBLAS)", "gemm", ["main_grad"], ["bf16"]),
@@ -103,7 +107,7 @@ LINES = (
         "linear + bias + relu or gelu, bf16", "torch eager", "fused", ["bias relu", "bias gelu_tanh", "bias gelu"],
         ["bf16"], ["eager", "torch"],  # where torch has a fused call, its eager operations are a variant of their own
     ),
-    _Line("bmm of matrices up to 64 x 64", "torch.bmm", "tiny", ["bmm", "bmm random"], params={"cache": "cold"}),
+    _Line("bmm of matrices up to 64 x 64", "torch.bmm", "tiny", ["bmm", "bmm random"], params={"cache": ["cold"]}),
     _Line("encoder layers, d_model 16 to 128, training step", COMPILED, "encoder", ["training step"]),
     _Line("PatchTST, training step", COMPILED, "patchtst", ["whole training step"], ours="isogemm + compile"),
 )  # fmt: skip
