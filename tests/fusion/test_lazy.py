@@ -926,6 +926,11 @@ FUNCTIONS = {
     "blind, of a product": lambda x, w, **_: _Blind.apply(x @ w),
     "blind, and read": lambda x, w, b, **_: _Blind.apply(z := x @ w + b) + torch.relu(z),
     "read, then taken": lambda x, w, b, **_: (z := x @ w + b).sum() + _Identity.apply(z),
+    "inputs of one another": lambda x, w, r, **_: _double((x @ w) + (x * 2) @ (w * 3)),
+    "a residual of an input": lambda x, **_: _double(torch.relu(x @ (w := x.t() @ x)) + x @ w + x * 2),
+    "a residual of x": lambda x, w, **_: _double(torch.tanh(x @ (w @ w.t())) + torch.sin(x)),
+    "read, then a step taken": lambda x, w, b, **_: (z := x @ w + b).sum() * _double(torch.relu(z)) + z,
+    "a step taken, then read": lambda x, w, b, **_: _double(torch.relu(z := x @ w + b)) * z,
     "in a row": lambda x, w, b, **_: _double(_double(torch.relu(x @ w + b)) @ w.t()) @ w,
 }
 

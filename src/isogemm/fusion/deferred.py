@@ -28,6 +28,8 @@ from isogemm.gemm import api
 
 NO_KWARGS: Kwargs = {}
 Ref = weakref.ref[Any]
+Aliases = dict[int, torch.Tensor]  # of inputs that require grad, by the inputs' ids
+Apart = tuple[torch.Tensor, Aliases]  # a value, and what it was computed from
 _FEW = 64
 
 
@@ -61,7 +63,7 @@ class Deferred(torch.Tensor):
         left = [x for x in deferred_in((args, kwargs)) if node_of(x) is not None]
         result = function(*with_values(args), **with_values(kwargs or NO_KWARGS))
         for x in left:
-            if result is x._node.beside:  # in place
+            if x._node.beside and result is x._node.beside[0]:  # in place
                 return x
         return result
 
@@ -91,19 +93,18 @@ class _Pending(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         node: Node = ctx.node
-        inputs = node.inputs
-        wanted = {id(x): x for x in inputs if x.requires_grad}
-        value, again = node.beside, torch.is_grad_enabled()
-        if value is None:  # nobody has read it, or torch functions alone, which do not come this way
+        apart, again = node.beside, torch.is_grad_enabled()
+        if apart is None:  # nobody has read it, or torch functions alone, which do not come this way
             if node.chain.is_drawn:
                 raise RuntimeError("an autograd.Function that did not read it took the result of a deferred dropout")
-            value = _compute(node, "a backward reads it", None, from_inputs=True)
+            apart = _compute_apart(node, "a backward reads it")
+        value, aliases = apart
         found = torch.autograd.grad(
-            value, list(wanted.values()), grad, retain_graph=again or _keeps_graph(), create_graph=again,
+            value, list(aliases.values()), grad, retain_graph=again or _keeps_graph(), create_graph=again,
             allow_unused=True,
         )  # fmt: skip
-        grads = dict(zip(wanted, found, strict=True))
-        return None, *(grads.pop(id(x), None) for x in inputs)  # one that is an input twice has it once
+        grads = dict(zip(aliases, found, strict=True))
+        return None, *(grads.pop(id(x), None) for x in node.inputs)  # one that is an input twice has it once
 
 
 class _Carrier(torch.autograd.Function):
@@ -162,7 +163,7 @@ class Node:
     consumed = False  # by a fused launch that went past it
     kept: torch.Tensor | None = None  # the value, for another tensor of this node, or as the only one drawn
     version: int | None = None  # of the tensor when it was computed
-    beside: torch.Tensor | None = None  # the value, where the tensor had to stay as it is
+    beside: Apart | None = None  # the value, where the tensor had to stay as it is
 
     def computed(self) -> torch.Tensor | None:
         """The tensor once computed, if it is alive."""
@@ -373,7 +374,7 @@ def materialise(x: Deferred, reason: str, still: Ambient | None = None) -> None:
             # Inside an autograd.Function, which may have taken it and may return it.
             _compute_beside(x, reason)
             return
-        value = _compute(node, reason, still) if node.beside is None else node.beside
+        value = _compute(node, reason, still) if node.beside is None else node.beside[0]
         with torch._C.DisableTorchFunction():
             if node.beside is not None and node.requires_grad:
                 with torch.enable_grad():
@@ -396,7 +397,19 @@ def _compute_beside(x: Deferred, reason: str) -> None:
     if node is not None:
         with node.block.ledger.lock:
             if node.beside is None:
-                node.beside = _compute(node, reason, None)
+                node.beside = _compute_apart(node, reason)
+
+
+def _compute_apart(node: Node, reason: str) -> Apart:
+    """Compute the value from aliases of the inputs, in a graph that nobody else goes through.
+
+    Its gradients are then those of each input alone, also where one input was computed from another.
+    """
+    if any(parent.chain.is_drawn and parent.tensor() is not None for parent in node.ancestors()):
+        raise RuntimeError("an autograd.Function took a deferred tensor that reads a dropout's result, which is held")
+    with torch._C.DisableTorchFunction(), torch.enable_grad():
+        aliases = {id(x): x.view_as(x) for x in node.inputs if x.requires_grad and node.requires_grad}
+    return _compute(node, reason, None, aliases), aliases
 
 
 def with_values(values: Any) -> Any:
@@ -404,7 +417,7 @@ def with_values(values: Any) -> Any:
     kind = type(values)
     if kind is Deferred:
         node = node_of(values)
-        return values if node is None or node.beside is None else node.beside
+        return values if node is None or node.beside is None else node.beside[0]
     if kind is dict:
         return {name: with_values(value) for name, value in values.items()} if deferred_in(values) else values
     return kind(map(with_values, values)) if kind in (list, tuple) and deferred_in(values) else values
@@ -416,9 +429,9 @@ def materialise_all(operands: Any, reason: str) -> None:
         materialise(x, reason)
 
 
-def _compute(node: Node, reason: str, still: Ambient | None, *, from_inputs: bool = False) -> torch.Tensor:
-    """The value; `from_inputs`: by a graph of its own, of which nothing was computed before."""
-    if node.kept is not None and not from_inputs:
+def _compute(node: Node, reason: str, still: Ambient | None, aliases: Aliases | None = None) -> torch.Tensor:
+    """The value; with aliases, from these alone."""
+    if node.kept is not None and aliases is None:
         return node.kept.view_as(node.kept)
     if questions.stamps(node.inputs) != node.stamps:
         raise OperandChanged(
@@ -430,20 +443,20 @@ def _compute(node: Node, reason: str, still: Ambient | None, *, from_inputs: boo
         around = node.ambient
         now = around if around is still else Ambient._make(ambient.read(around.device))
         if now == around and (not node.precision or node.precision == matmul_precision()):
-            return _fused(node) if from_inputs else _evaluate(node, reason)
+            return _evaluate(node, reason, aliases)
         with ambient.restored(node.ambient, now, node.precision):
-            return _fused(node) if from_inputs else _evaluate(node, reason, in_transform=now.transform)
+            return _evaluate(node, reason, aliases, in_transform=now.transform)
     finally:
         thread.computing = before
 
 
-def _evaluate(node: Node, reason: str, *, in_transform: bool = False) -> torch.Tensor:
+def _evaluate(node: Node, reason: str, aliases: Aliases | None, *, in_transform: bool = False) -> torch.Tensor:
     chain, report = node.chain, node.block.report
     if node.consumed:
         report.add_repeated(chain.description, reason)
     if not node.parents:
         report.add_left(chain.description, reason)
-        return _call(node)
+        return _call(node, aliases)
     for parent in node.parents:
         if parent.chain.is_drawn:
             _draw_for_others(parent)
@@ -451,18 +464,13 @@ def _evaluate(node: Node, reason: str, *, in_transform: bool = False) -> torch.T
     for each in ancestors:
         ancestors += each.parents
         if each.version is not None and each.plain() is not None:  # it has been computed on its own
-            return _call(node)
+            return _call(node, aliases)
     if in_transform:
-        return _call(node)
+        return _call(node, aliases)
     report.add_fused(chain.fused)
     for each in ancestors:
         each.consumed = True
-    return _fused(node)
-
-
-def _fused(node: Node) -> torch.Tensor:
-    """In one launch."""
-    chain, inputs = node.chain, node.inputs
+    inputs = node.inputs if not aliases else [aliases.get(id(x), x) for x in node.inputs]
     by_rows, a, b, transposes_b, constants, operands = chain.launch
     arguments = {**constants}
     for name, place, view in operands:
@@ -480,15 +488,17 @@ def _draw_for_others(node: Node) -> None:
         raise OperandChanged("the result of a dropout was changed in place, unseen, before the next step was computed")
 
 
-def _call(node: Node) -> torch.Tensor:
-    """As the user wrote it, from what is there of the operands."""
-    args = [x if type(x) is not Node else _result(x) for x in node.args]
-    return cast(torch.Tensor, node.function(*args, **node.kwargs))
+def _call(node: Node, aliases: Aliases | None = None) -> torch.Tensor:
+    """As the user wrote it, from what is there of the operands; with aliases, from these alone."""
 
+    def argument(x: Any) -> Any:
+        if type(x) is not Node:
+            return x if not aliases else aliases.get(id(x), x)
+        found = x.plain() if aliases is None else None
+        return _call(x, aliases) if found is None else found
 
-def _result(node: Node) -> torch.Tensor:
-    found = node.plain()
-    return _call(node) if found is None else found
+    kwargs = {name: argument(x) for name, x in node.kwargs.items()} if node.kwargs else node.kwargs
+    return cast(torch.Tensor, node.function(*map(argument, node.args), **kwargs))
 
 
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
