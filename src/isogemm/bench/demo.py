@@ -11,7 +11,7 @@ BITS_TEXT = (
     "The same rows, matrices or sequences are computed in one batch, then in others. "
     "Counted: output elements whose bits change."
 )
-ACCURACY = "Accuracy: largest error against fp64"
+ACCURACY = "Accuracy: largest relative error against fp64"
 SPEED = "Speed"
 CPU_BANNER = "This is a CPU. isogemm's CPU path is for correctness and development; its speed figures are for GPUs."
 
@@ -93,13 +93,17 @@ def speed_table(shown: Shown) -> Grid:
         [
             family,
             result.torch_call,
-            *(f"{us:,.1f}" for us in (result.torch_us, result.isogemm_us)),
+            *(time_text(us) for us in (result.torch_us, result.isogemm_us)),
             f"{result.torch_us / result.isogemm_us:.2f}x",
         ]
         for family, result in shown
         if not math.isnan(result.torch_us)
     ]
-    return ["family", "compared with", "torch, us", "isogemm, us", "torch / isogemm"], lines
+    return ["family", "compared with", "torch", "isogemm", "torch / isogemm"], lines
+
+
+def time_text(us: float) -> str:
+    return f"{us:.1f} us" if us < 1e4 else f"{us / 1e3:,.1f} ms"
 
 
 def total(shown: Shown) -> Bits:

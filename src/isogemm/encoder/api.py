@@ -153,11 +153,17 @@ def gains_by_factors(x: Tensor, params: EncoderParameters, nhead: int, precision
 
 
 def encoder_chunk(
-    tokens: int, d_model: int, nhead: int, dim_feedforward: int, dtype: torch.dtype, device: torch.device | str = "cuda"
+    tokens: int,
+    d_model: int,
+    nhead: int,
+    dim_feedforward: int,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
 ) -> int:
-    """How many sequences make one sum in the gradients of `encoder_layer`'s parameters.
+    """Number of sequences that form one partial sum in the gradients of `encoder_layer`'s parameters.
 
-    A function of the sequences' length, the layer's sizes and the products' dtype, never of the batch. On a GPU that of
+    A function of the sequences' length, the layer's sizes, the products' dtype and the kind of device (None: a GPU
+    where there is one, else the CPU), never of the batch. On a GPU that of
     the fused path; a layer that it leaves to the composed one for its parameters (of several dtypes, or with biases for
     some of q, k and v) has that path's, which is the CPU's.
     """
@@ -169,7 +175,7 @@ def encoder_chunk(
             raise ValueError(f"{name} is {size}; expected at least 1")
     _require_heads(d_model, nhead)
     name = dtype_name(dtype)
-    if torch.device(device).type == "cuda":
+    if torch.cuda.is_available() if device is None else torch.device(device).type == "cuda":
         from isogemm.encoder import configs
 
         chunk = configs.chunk(tokens, d_model, nhead, dim_feedforward, name)
