@@ -931,6 +931,12 @@ FUNCTIONS = {
     "a residual of x": lambda x, w, **_: _double(torch.tanh(x @ (w @ w.t())) + torch.sin(x)),
     "read, then a step taken": lambda x, w, b, **_: (z := x @ w + b).sum() * _double(torch.relu(z)) + z,
     "a step taken, then read": lambda x, w, b, **_: _double(torch.relu(z := x @ w + b)) * z,
+    "x and its transpose": lambda x, **_: _Identity.apply(x @ x.t()),
+    "a bias of x": lambda x, w, **_: _Returns.apply(x @ w + (x @ w).sum(0)),
+    "a step after one in place": lambda x, w, b, **_: torch.relu(_InPlace.apply(x @ w) + b),
+    "a step before one in place": lambda x, w, **_: torch.tanh(z := x @ w) + _InPlace.apply(z),
+    "changed in place after": lambda x, w, b, **_: _double(z := F.linear(x, w.t(), b)) + z.sin_() + z.add_(1),
+    "an operand changed in place after": lambda x, w, r, **_: _double(x @ w + (h := r * 2)) * h.sin_(),
     "in a row": lambda x, w, b, **_: _double(_double(torch.relu(x @ w + b)) @ w.t()) @ w,
 }
 
@@ -960,16 +966,108 @@ def test_gradients_through_a_function_taken_again():
         _same(left, right)
 
 
-def test_a_function_keeps_what_plain_code_keeps():
-    """The graph of a step goes with its result."""
+@pytest.mark.parametrize("function", [_Double, _Identity, _Returns, _Blind, _InPlace])
+def test_a_function_keeps_what_plain_code_keeps(function):
+    """Until the backward, and no longer; whether the result is held or not."""
+    w = torch.randn(8, 5, requires_grad=True)
+    for is_read in (False, True):
+        activation = torch.randn(6, 8).exp()
+        kept = weakref.ref(activation)
+        with autofuse():
+            z = activation @ w
+            y = function.apply(z)
+            if is_read:
+                y = y + z
+        del z, activation
+        total = y.sum()
+        assert kept() is not None
+        total.backward()
+        gc.collect()
+        assert kept() is None
+        del y, total
+    gc.collect()
+    assert not any(isinstance(each, deferred.Node) for each in gc.get_objects())
+
+
+def test_hooks_on_operands_of_a_taken_tensor():
+    """They see a gradient once."""
+    calls = []
+
+    def compute(x, w, b, **_):
+        h = x.sin()
+        h.retain_grad()
+        h.register_hook(lambda grad: calls.append(1) or grad * 2)
+        w.register_hook(lambda grad: grad * 0.5)
+        return _double(torch.relu(h @ w + b)), h
+
+    found = []
+    for block in (autofuse(), contextlib.nullcontext()):
+        leaves = _leaves(torch.float64)
+        with block:
+            y, h = compute(**leaves)
+        y.square().sum().backward()
+        found.append([h.grad, *(leaves[name].grad for name in ("x", "w", "b"))])
+    assert len(calls) == 2
+    for left, right in zip(*found, strict=True):
+        _same(left, right)
+
+
+def test_gradient_of_a_taken_tensor_is_refused():
+    """What the Function got of it goes another way."""
     leaves = _leaves()
     with autofuse():
-        y = _double(torch.relu(leaves["x"] @ leaves["w"]))
-    seen = weakref.ref(y.grad_fn)
-    y.sum().backward()
-    del y
-    gc.collect()
-    assert seen() is None
+        z = torch.relu(leaves["x"] @ leaves["w"])
+        y = _double(z)
+        for ask in (z.retain_grad, lambda: z.register_hook(print), lambda: torch.autograd.grad(y.sum(), z)):
+            with pytest.raises(RuntimeError, match=r"an autograd\.Function took"):
+                ask()
+        z = torch.relu(leaves["x"] @ leaves["w"])
+        z.retain_grad()  # computes it
+        _double(z).sum().backward()
+    _same(z.grad, torch.full((6, 5), 2.0))
+
+
+def test_a_view_of_a_taken_tensor_is_read_before_that_changes():
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    found = []
+    for block in (autofuse(), contextlib.nullcontext()):
+        with block:
+            z = x @ w
+            y = torch.relu(_Identity.apply(z) @ w)
+            z.sin_()
+        found.append((y, z))
+    for left, right in zip(*found, strict=True):
+        _same(left, right)
+
+
+def test_gradients_of_gradients_beside_a_second_reader():
+    """The graph of the taken value is used by both orders."""
+    leaves = _leaves(torch.float64)
+    wanted = [leaves["x"], leaves["w"]]
+    found = []
+    for block in (autofuse(), contextlib.nullcontext()):
+        with block:
+            z = leaves["x"] @ leaves["w"]
+            y = torch.tanh(z)
+            y = _double(y) * (z @ leaves["w"].t() @ leaves["w"]) + y
+        first = torch.autograd.grad(y.square().sum(), wanted, create_graph=True)
+        (y.sum() + sum(each.square().sum() for each in first)).backward()
+        found.append([*first, *(each.grad for each in wanted)])
+        for each in wanted:
+            each.grad = None
+    for left, right in zip(*found, strict=True):
+        _same(left, right)
+
+
+def test_a_saved_tensor_that_is_changed_later():
+    leaves = _leaves()
+    for block in (autofuse(), contextlib.nullcontext()):
+        with block:
+            z = leaves["x"] @ leaves["w"]
+            y = _Scaled.apply(z, leaves["s"])
+            z.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
 
 
 def test_past_torch_functions():

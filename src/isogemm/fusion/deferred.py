@@ -11,7 +11,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.compiler import is_compiling
@@ -29,7 +29,6 @@ from isogemm.gemm import api
 NO_KWARGS: Kwargs = {}
 Ref = weakref.ref[Any]
 Aliases = dict[int, torch.Tensor]  # of inputs that require grad, by the inputs' ids
-Apart = tuple[torch.Tensor, Aliases]  # a value, and what it was computed from
 _FEW = 64
 
 
@@ -60,12 +59,10 @@ class Deferred(torch.Tensor):
             torch._dynamo.graph_break(msg="a deferred tensor of isogemm.autofuse() is computed outside the graph")
         for x in deferred_in((args, kwargs)):
             materialise(x, f"{questions.name(function)} reads it")
-        left = [x for x in deferred_in((args, kwargs)) if node_of(x) is not None]
+        taken = deferred_in((args, kwargs))
         result = function(*with_values(args), **with_values(kwargs or NO_KWARGS))
-        for x in left:
-            if x._node.beside and result is x._node.beside[0]:  # in place
-                return x
-        return result
+        in_place = [x for x in taken if result is with_values(x)]
+        return in_place[0] if in_place else result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -74,15 +71,27 @@ class Deferred(torch.Tensor):
         """C++ code has called an operator with it, past __torch_function__."""
         with private.autograd_below_dispatcher():
             for x in deferred_in((args, kwargs)):
-                _compute_beside(x, f"{function} reads it")
+                _compute_taken(x, f"{function} reads it")
         return function(*with_values(args), **with_values(kwargs or NO_KWARGS))
 
 
-class _Pending(torch.autograd.Function):
-    """The grad_fn of a deferred tensor, for what takes the tensor past torch functions.
+class Taken(NamedTuple):
+    """The value of a deferred tensor that an autograd.Function or C++ code has taken past torch functions.
 
-    An autograd.Function's apply, for one, connects its result to the arguments' gradients before its forward can look
-    at them. A tensor that was taken so keeps this grad_fn when it is computed; others get the grad_fn of their value.
+    It is computed from aliases of the inputs, in a graph that nobody else goes through: its gradients are those of each
+    input alone, also where one input was computed from another, and hooks on the inputs do not see them.
+    """
+
+    value: torch.Tensor
+    aliases: Aliases
+    version: int | None = None  # of the value when the tensor got it
+
+
+class _Pending(torch.autograd.Function):
+    """The grad_fn of a deferred tensor until it is computed.
+
+    An autograd.Function's apply connects its result to the arguments' gradients before its forward can look at them. A
+    tensor that was taken so is connected to this grad_fn for good; others get the grad_fn of their value.
     """
 
     @staticmethod
@@ -92,27 +101,34 @@ class _Pending(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        node: Node = ctx.node
-        apart, again = node.beside, torch.is_grad_enabled()
-        if apart is None:  # nobody has read it, or torch functions alone, which do not come this way
-            if node.chain.is_drawn:
-                raise RuntimeError("an autograd.Function that did not read it took the result of a deferred dropout")
-            apart = _compute_apart(node, "a backward reads it")
-        value, aliases = apart
+        node: Node | None = ctx.node
+        if node is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: what a deferred product kept was freed by the "
+                "first backward; specify retain_graph=True there"
+            )
+        taken, again = node.taken, torch.is_grad_enabled()
+        if taken is None and node.chain.is_drawn:
+            raise RuntimeError("an autograd.Function that did not read it took the result of a deferred dropout")
+        if taken is None or (again and not node.chain.is_drawn):  # gradients of gradients go through what they came by
+            taken = _compute_apart(node, "a backward reads it")
+        is_kept = again or _keeps_graph()
         found = torch.autograd.grad(
-            value, list(aliases.values()), grad, retain_graph=again or _keeps_graph(), create_graph=again,
+            taken.value, list(taken.aliases.values()), grad, retain_graph=is_kept, create_graph=again,
             allow_unused=True,
         )  # fmt: skip
-        grads = dict(zip(aliases, found, strict=True))
+        grads = dict(zip(taken.aliases, found, strict=True))
+        if not is_kept:
+            ctx.node = None
         return None, *(grads.pop(id(x), None) for x in node.inputs)  # one that is an input twice has it once
 
 
 class _Carrier(torch.autograd.Function):
-    """The value of a deferred tensor, with the tensor's own grad_fn."""
+    """The identity on x, with memory that is given: a deferred tensor's value, or x's own for an alias."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
+    def forward(ctx: Any, x: torch.Tensor, memory: Sequence[torch.Tensor]) -> torch.Tensor:
+        return memory[0]  # in a sequence it is no argument, of which the result would be a view
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -163,15 +179,15 @@ class Node:
     consumed = False  # by a fused launch that went past it
     kept: torch.Tensor | None = None  # the value, for another tensor of this node, or as the only one drawn
     version: int | None = None  # of the tensor when it was computed
-    beside: Apart | None = None  # the value, where the tensor had to stay as it is
+    taken: Taken | None = None
 
     def computed(self) -> torch.Tensor | None:
         """The tensor once computed, if it is alive."""
         return None if self.version is None else self.tensor()
 
     def plain(self) -> torch.Tensor | None:
-        """The tensor once computed, if it is alive and still is what it was."""
-        x = self.computed()
+        """The tensor once computed, if it is alive and is what it was; one that was taken may have been changed."""
+        x = self.computed() if self.taken is None else None
         return x if x is not None and x._version == self.version else None
 
     def ancestors(self) -> list[Node]:
@@ -203,7 +219,7 @@ class Ledger:
         self.lock = threading.RLock()  # one thread turns a deferred tensor into its value, another waits for it
         self._refs: list[Ref] = []  # to what was deferred, in the order of the calls; some are dead or computed
         self._most_refs = _FEW  # before those are let go
-        self._repeated: WeakIdKeyDictionary | None = None  # tensors computed again
+        self._repeated: WeakIdKeyDictionary | None = None  # tensors that have a part of their gradient only
         self._results: set[int] = set()  # storages of computed ones, which later steps read
         self._readers: dict[
             int, list[tuple[int, Ref]]
@@ -263,7 +279,7 @@ class Ledger:
         node.version = x._version
         if node.stepped:
             self._results.add(questions.storage(x))
-        if node.consumed and node.requires_grad:
+        if (node.consumed or node.taken is not None) and node.requires_grad:
             self._repeated = WeakIdKeyDictionary() if self._repeated is None else self._repeated
             self._repeated[x] = True
 
@@ -271,7 +287,7 @@ class Ledger:
         """Whether a fused launch went past x: it has a part of its gradient only."""
         node = node_of(x) if type(x) is Deferred else None
         if node is not None:
-            return node.consumed and node.requires_grad
+            return (node.consumed or node.taken is not None) and node.requires_grad
         return self._repeated is not None and x in self._repeated
 
     def is_pending(self) -> bool:
@@ -301,7 +317,7 @@ class Ledger:
 
     def compute_readers(self, written: Any, reason: str) -> None:
         """Those that read memory which the tensors in `written` share, in the order of the calls."""
-        storages = {questions.storage(x) for x in questions.tensors_in(written) if type(x) is not Deferred}
+        storages = {questions.storage(x) for x in questions.tensors_in(with_values(written)) if type(x) is not Deferred}
         if self._results.isdisjoint(storages):
             self._index()
             found = [each for storage in storages for each in self._readers.get(storage, ())]
@@ -371,14 +387,11 @@ def materialise(x: Deferred, reason: str, still: Ambient | None = None) -> None:
             return
         node = x._node
         if node.ambient.forward_ad != ambient.is_forward_ad_enabled():
-            # Inside an autograd.Function, which may have taken it and may return it.
-            _compute_beside(x, reason)
+            # Inside an autograd.Function, which may have taken it and may return it: it stays as it is.
+            _compute_taken(x, reason)
             return
-        value = _compute(node, reason, still) if node.beside is None else node.beside[0]
+        value = _compute(node, reason, still) if node.taken is None else _carried(x, node, node.taken)
         with torch._C.DisableTorchFunction():
-            if node.beside is not None and node.requires_grad:
-                with torch.enable_grad():
-                    value = _carrier(x, value.detach())
             is_held = _use_count(x) > 1  # by C++, such as a checkpoint that saved it
             _swap(x, value)
             x.__class__ = torch.Tensor  # type: ignore[assignment]
@@ -386,38 +399,49 @@ def materialise(x: Deferred, reason: str, still: Ambient | None = None) -> None:
             if is_held:  # the empty one lives on there, as a deferred tensor of the same value
                 value.__class__ = Deferred
                 value._node = node  # type: ignore[attr-defined]
-            if is_held or (node.stepped and node.chain.is_drawn):
+            if node.taken is None and (is_held or (node.stepped and node.chain.is_drawn)):
                 node.kept = x
             ledger.settle(x, node)
 
 
-def _compute_beside(x: Deferred, reason: str) -> None:
+def _compute_taken(x: Deferred, reason: str) -> None:
     """Compute the value of x and leave x as it is: `with_values` puts the value in its place."""
     node = node_of(x)
     if node is not None:
         with node.block.ledger.lock:
-            if node.beside is None:
-                node.beside = _compute_apart(node, reason)
+            if node.taken is None:
+                node.taken = _compute_apart(node, reason)
 
 
-def _compute_apart(node: Node, reason: str) -> Apart:
-    """Compute the value from aliases of the inputs, in a graph that nobody else goes through.
-
-    Its gradients are then those of each input alone, also where one input was computed from another.
-    """
-    if any(parent.chain.is_drawn and parent.tensor() is not None for parent in node.ancestors()):
+def _compute_apart(node: Node, reason: str) -> Taken:
+    if any(each.chain.is_drawn and each.tensor() is not None for each in node.ancestors()):
         raise RuntimeError("an autograd.Function took a deferred tensor that reads a dropout's result, which is held")
     with torch._C.DisableTorchFunction(), torch.enable_grad():
-        aliases = {id(x): x.view_as(x) for x in node.inputs if x.requires_grad and node.requires_grad}
-    return _compute(node, reason, None, aliases), aliases
+        # No views: an operand that is changed in place later would change the grad_fn of its views.
+        aliases = {id(x): _carrier(x, (x.detach(),)) for x in node.inputs if x.requires_grad and node.requires_grad}
+    return Taken(_compute(node, reason, None, aliases), aliases)
+
+
+def _carried(x: Deferred, node: Node, taken: Taken) -> torch.Tensor:
+    """The memory of a taken value as a tensor of its own, connected to the grad_fn of x."""
+    if taken.version is None:
+        node.taken = taken._replace(version=taken.value._version)
+    elif taken.version != taken.value._version:  # x is a copy that C++ saved
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+            f"result of a deferred {node.chain.description}, after an autograd.Function had saved it"
+        )
+    with torch._C.DisableTorchFunction(), torch.enable_grad():
+        memory = taken.value.detach()
+        return cast(torch.Tensor, _carrier(x, (memory,))) if node.requires_grad else memory
 
 
 def with_values(values: Any) -> Any:
-    """The same, with the values of those that were computed and left as they are."""
+    """The same, with the values of deferred tensors that were taken."""
     kind = type(values)
     if kind is Deferred:
         node = node_of(values)
-        return values if node is None or node.beside is None else node.beside[0]
+        return values if node is None or node.taken is None else node.taken.value
     if kind is dict:
         return {name: with_values(value) for name, value in values.items()} if deferred_in(values) else values
     return kind(map(with_values, values)) if kind in (list, tuple) and deferred_in(values) else values

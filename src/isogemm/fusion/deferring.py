@@ -125,7 +125,7 @@ def on_step(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: K
             if stamps is not None and node is not None:
                 step = chains.remembered((function, block.dropout, z.shape, z.dtype, z.device, node.chain))
     if (
-        step is not None and stamps is not None and node is not None
+        step is not None and stamps is not None and node is not None and node.taken is None
         and node.block is block and not (node.stepped and node.chain.is_drawn)
     ):  # fmt: skip
         around = node.ambient
@@ -178,6 +178,8 @@ def _step(
     operands = tuple([x for x in (*made_of, *kwargs.values()) if isinstance(x, torch.Tensor)])
     if not nodes or any(x is not None and node is None for x, node in zip(args, made_of, strict=True)):
         return _COMPUTED
+    if any(node.taken is not None for node in nodes):
+        return "an autograd.Function has taken it"
     added = questions.stamps_of_plain(operands)
     if added is None:
         return _unreadable(operands)
@@ -296,8 +298,9 @@ def _refuse_lost_gradient(ledger: Ledger, function: Function, wanted: Any) -> No
     """A gradient of what a fused launch went past: its backward has no such value."""
     if any(map(ledger.lost_gradient, questions.tensors_in(wanted))):
         raise RuntimeError(
-            f"{questions.name(function)} asks for the gradient of a product whose next step was computed with it "
-            "in one launch, without it; look at the product before that step, or leave isogemm.autofuse()"
+            f"{questions.name(function)} asks for the gradient of a product whose next step was computed with it in "
+            "one launch, without it, or that an autograd.Function took before it was computed; look at the product "
+            "before that step, or leave isogemm.autofuse()"
         )
 
 
