@@ -179,6 +179,7 @@ def make_report(args: argparse.Namespace, terminal: Terminal) -> int:
 def demo(args: argparse.Namespace, terminal: Terminal) -> int:
     """Bits, accuracy and speed of every family, and a report."""
     device = _device(args.device)
+    args.out.parent.mkdir(parents=True, exist_ok=True)  # before minutes of work
     on_cpu = device.type == "cpu"
     env = runner.environment(device)
     versions = ", ".join(f"{name} {env[name]}" for name in ("python", "torch", "triton"))

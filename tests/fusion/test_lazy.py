@@ -1059,6 +1059,23 @@ def test_gradients_of_gradients_beside_a_second_reader():
         _same(left, right)
 
 
+def test_hooks_on_what_a_taken_tensor_was_made_of_are_refused():
+    leaves = _leaves()
+    with autofuse():
+        z = leaves["x"] @ leaves["w"]
+        y = torch.tanh(z)
+        z.register_hook(lambda grad: grad * 2)  # computes z
+        with pytest.raises(RuntimeError, match="has hooks"):
+            _double(y)
+        y.sum()
+        z = leaves["x"] @ leaves["w"]
+        y = torch.tanh(z)
+        z.sum()
+        _double(y)
+        with pytest.raises(RuntimeError, match="asks for the gradient"):
+            z.retain_grad()
+
+
 def test_a_saved_tensor_that_is_changed_later():
     leaves = _leaves()
     for block in (autofuse(), contextlib.nullcontext()):

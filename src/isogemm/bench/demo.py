@@ -115,7 +115,7 @@ def total(shown: Shown) -> Bits:
 
 def total_text(shown: Shown) -> str:
     bits = total(shown)
-    return f"Of {bits.compared:,} elements, torch changed {bits.torch:,} and isogemm {bits.isogemm:,}."
+    return f"Of {bits.compared:,} elements compared, torch changed {bits.torch:,} and isogemm {bits.isogemm:,}."
 
 
 def notes(shown: Shown) -> list[str]:

@@ -114,8 +114,8 @@ LINES = (
 
 
 def figure(what: str, against: str, ratios: Sequence[float]) -> Figure:
-    """The figure of some ratios, rounded as it is kept."""
-    mean, least, most = (round(each, 3) for each in (summary.geomean(ratios), min(ratios), max(ratios)))
+    """The figure of some ratios, with digits enough that a table rounds it as it would the ratios."""
+    mean, least, most = (round(each, 9) for each in (summary.geomean(ratios), min(ratios), max(ratios)))
     return Figure(what, against, mean, least, most, len(ratios))
 
 

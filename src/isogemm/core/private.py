@@ -1,8 +1,9 @@
-"""The private names of torch that isogemm uses. No other module imports or reads one.
+"""The private names of torch that isogemm uses, each with what needs it and the releases that have it.
 
 A release of torch may drop any of them. Then `find` gives None and the feature that needs the name is off: it says so,
-and results stay right. Not listed: the registries of torch.nn.Module (`_parameters`, `_modules`, `_forward_hooks`, ...)
-and `Tensor._version`, which torch documents or has kept since 1.x.
+and results stay right. Other modules find their names here. Not listed, since torch documents them or has long kept
+them: `torch._C.DisableTorchFunction`, `TorchDispatchMode`, `Tensor._version`, the registries of torch.nn.Module
+(`_parameters`, `_forward_hooks`, ...), and attributes of torch.fx nodes and operators (`_erased`, `_schema`).
 """
 
 from __future__ import annotations
@@ -96,10 +97,7 @@ def forward_ad_level() -> int:
 def autograd_below_dispatcher() -> Iterator[None]:
     """Enable autograd inside an operator, where the dispatcher has excluded it."""
     is_excluded = find("torch._C:_dispatch_tls_is_dispatch_key_excluded")
-    exclude, kinds = find("torch._C:_dispatch_tls_set_dispatch_key_excluded"), find("torch._C:DispatchKey")
-    if lacking := missing(EPILOGUES):
-        raise RuntimeError(f"{EPILOGUES} need {', '.join(lacking)}, which torch {torch.__version__} does not have")
-    keys = [getattr(kinds, name) for name in _AUTOGRAD_KEYS]
+    exclude, keys = find("torch._C:_dispatch_tls_set_dispatch_key_excluded"), _autograd_keys()
     excluded = [is_excluded(key) for key in keys]
     try:
         for key in keys:
@@ -110,7 +108,12 @@ def autograd_below_dispatcher() -> Iterator[None]:
             exclude(key, was)
 
 
-_AUTOGRAD_KEYS = "AutogradCPU", "AutogradCUDA", "AutogradOther", "AutogradFunctionality", "ADInplaceOrView"
+@functools.cache
+def _autograd_keys() -> list[Any]:
+    if lacking := missing(EPILOGUES):
+        raise RuntimeError(f"{EPILOGUES} need {', '.join(lacking)}, which torch {torch.__version__} does not have")
+    names = "AutogradCPU", "AutogradCUDA", "AutogradOther", "AutogradFunctionality", "ADInplaceOrView"
+    return [getattr(find("torch._C:DispatchKey"), name) for name in names]
 
 
 def missing(*features: str) -> list[str]:

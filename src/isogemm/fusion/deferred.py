@@ -280,8 +280,23 @@ class Ledger:
         if node.stepped:
             self._results.add(questions.storage(x))
         if (node.consumed or node.taken is not None) and node.requires_grad:
-            self._repeated = WeakIdKeyDictionary() if self._repeated is None else self._repeated
-            self._repeated[x] = True
+            self._note_lost(x)
+
+    def pass_by(self, node: Node, x: torch.Tensor | None) -> None:
+        """A value is computed without x, the tensor of a node that it was made of: x has a part of its gradient only."""
+        node.consumed = True
+        if x is None or type(x) is Deferred or not node.requires_grad:
+            return
+        if x.retains_grad or x._backward_hooks:
+            raise RuntimeError(
+                f"an autograd.Function took what was made of a deferred {node.chain.description} that has hooks or "
+                "retains its gradient; let a torch function look at its argument first, or leave isogemm.autofuse()"
+            )
+        self._note_lost(x)
+
+    def _note_lost(self, x: torch.Tensor) -> None:
+        self._repeated = WeakIdKeyDictionary() if self._repeated is None else self._repeated
+        self._repeated[x] = True
 
     def lost_gradient(self, x: torch.Tensor) -> bool:
         """Whether a fused launch went past x: it has a part of its gradient only."""
@@ -414,8 +429,13 @@ def _compute_taken(x: Deferred, reason: str) -> None:
 
 
 def _compute_apart(node: Node, reason: str) -> Taken:
-    if any(each.chain.is_drawn and each.tensor() is not None for each in node.ancestors()):
-        raise RuntimeError("an autograd.Function took a deferred tensor that reads a dropout's result, which is held")
+    for each in node.ancestors():
+        x = each.tensor()
+        if x is not None and each.chain.is_drawn:
+            raise RuntimeError(
+                "an autograd.Function took a deferred tensor that reads a dropout's result, which is held"
+            )
+        node.block.ledger.pass_by(each, x)
     with torch._C.DisableTorchFunction(), torch.enable_grad():
         # No views: an operand that is changed in place later would change the grad_fn of its views.
         aliases = {id(x): _carrier(x, (x.detach(),)) for x in node.inputs if x.requires_grad and node.requires_grad}
