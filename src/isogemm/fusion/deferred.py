@@ -283,7 +283,7 @@ class Ledger:
             self._note_lost(x)
 
     def pass_by(self, node: Node, x: torch.Tensor | None) -> None:
-        """A value is computed without x, the tensor of a node that it was made of: x has a part of its gradient only."""
+        """A value is computed without x, the tensor of a node it was made of: x has a part of its gradient only."""
         node.consumed = True
         if x is None or type(x) is Deferred or not node.requires_grad:
             return
