@@ -1076,6 +1076,21 @@ def test_hooks_on_what_a_taken_tensor_was_made_of_are_refused():
             z.retain_grad()
 
 
+def test_a_taken_dropout_that_is_held():
+    leaves = _leaves()
+    with autofuse(dropout=True), torch.no_grad():
+        z = F.dropout(leaves["x"] @ leaves["w"], 0.5)
+        y = _Identity.apply(z + leaves["r"])
+    _same(y, (z + leaves["r"]).detach())
+    with autofuse(dropout=True):
+        z = F.dropout(leaves["x"] @ leaves["w"], 0.5)
+        y = z + leaves["r"]
+        with pytest.raises(RuntimeError, match="which is held"):
+            _Identity.apply(y)
+        y.sum()
+    _same(y, z + leaves["r"])
+
+
 def test_a_saved_tensor_that_is_changed_later():
     leaves = _leaves()
     for block in (autofuse(), contextlib.nullcontext()):

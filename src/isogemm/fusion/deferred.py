@@ -84,7 +84,8 @@ class Taken(NamedTuple):
 
     value: torch.Tensor
     aliases: Aliases
-    version: int | None = None  # of the value when the tensor got it
+    version: int  # of the value when it was computed
+    read_version: int | None = None  # when the tensor got it
 
 
 class _Pending(torch.autograd.Function):
@@ -186,9 +187,12 @@ class Node:
         return None if self.version is None else self.tensor()
 
     def plain(self) -> torch.Tensor | None:
-        """The tensor once computed, if it is alive and is what it was; one that was taken may have been changed."""
-        x = self.computed() if self.taken is None else None
-        return x if x is not None and x._version == self.version else None
+        """The tensor once computed, if it is alive and still is what it was."""
+        x, version = self.computed(), self.version
+        if self.taken is not None:  # whoever took it may have changed it
+            x = self.taken.value if x is None and not self.requires_grad else x
+            version = self.taken.version
+        return x if x is not None and x._version == version else None
 
     def ancestors(self) -> list[Node]:
         """Those it was made of, its parents first."""
@@ -285,7 +289,7 @@ class Ledger:
     def pass_by(self, node: Node, x: torch.Tensor | None) -> None:
         """A value is computed without x, the tensor of a node it was made of: x has a part of its gradient only."""
         node.consumed = True
-        if x is None or type(x) is Deferred or not node.requires_grad:
+        if x is None or type(x) is Deferred:
             return
         if x.retains_grad or x._backward_hooks:
             raise RuntimeError(
@@ -429,6 +433,9 @@ def _compute_taken(x: Deferred, reason: str) -> None:
 
 
 def _compute_apart(node: Node, reason: str) -> Taken:
+    if not node.requires_grad:
+        value = _compute(node, reason, None)
+        return Taken(value, {}, value._version)
     for each in node.ancestors():
         x = each.tensor()
         if x is not None and each.chain.is_drawn:
@@ -438,15 +445,16 @@ def _compute_apart(node: Node, reason: str) -> Taken:
         node.block.ledger.pass_by(each, x)
     with torch._C.DisableTorchFunction(), torch.enable_grad():
         # No views: an operand that is changed in place later would change the grad_fn of its views.
-        aliases = {id(x): _carrier(x, (x.detach(),)) for x in node.inputs if x.requires_grad and node.requires_grad}
-    return Taken(_compute(node, reason, None, aliases), aliases)
+        aliases = {id(x): _carrier(x, (x.detach(),)) for x in node.inputs if x.requires_grad}
+    value = _compute(node, reason, None, aliases)
+    return Taken(value, aliases, value._version)
 
 
 def _carried(x: Deferred, node: Node, taken: Taken) -> torch.Tensor:
     """The memory of a taken value as a tensor of its own, connected to the grad_fn of x."""
-    if taken.version is None:
-        node.taken = taken._replace(version=taken.value._version)
-    elif taken.version != taken.value._version:  # x is a copy that C++ saved
+    if taken.read_version is None:
+        node.taken = taken._replace(read_version=taken.value._version)
+    elif taken.read_version != taken.value._version:  # x is a copy that C++ saved
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: the "
             f"result of a deferred {node.chain.description}, after an autograd.Function had saved it"
@@ -507,7 +515,7 @@ def _evaluate(node: Node, reason: str, aliases: Aliases | None, *, in_transform:
     ancestors = [*node.parents]
     for each in ancestors:
         ancestors += each.parents
-        if each.version is not None and each.plain() is not None:  # it has been computed on its own
+        if each.plain() is not None:  # it has been computed on its own
             return _call(node, aliases)
     if in_transform:
         return _call(node, aliases)
