@@ -867,7 +867,7 @@ class _Blind(torch.autograd.Function):
 
 
 class _Scaled(torch.autograd.Function):
-    """Of two arguments, with a setup_context; needs to know which of them require gradients."""
+    """Takes two arguments, has a setup_context, and asks which arguments require gradients."""
 
     @staticmethod
     def forward(z, s):
