@@ -231,11 +231,12 @@ def _portable_cases(arch):
 
 
 def _bias_grad_jobs():
-    for dtype, accumulate in product(NAMES, (False, True)):
+    """Of few tokens and of many, whose chunks are summed side by side; of rows that begin anywhere."""
+    for dtype, (tokens, n, accumulate) in product(NAMES, ((1024, 1024, False), (1024, 127, True), (4096, 1024, False))):
         out_dtype = "float32" if accumulate else dtype
-        problem = BiasGradProblem(4096, 1024, dtype, out_dtype, (1024, 1), BIAS_CHUNK, accumulate=accumulate)
-        launch = describe_bias_grad(problem)
-        yield _launch_job(f"bias gradient {problem}", launch, (NAMES[dtype], NAMES[out_dtype]), (True, True))
+        problem = BiasGradProblem(tokens, n, dtype, out_dtype, (n, 1), BIAS_CHUNK, accumulate=accumulate)
+        out = "fp32" if problem.split else NAMES[out_dtype]
+        yield _launch_job(f"bias gradient {problem}", describe_bias_grad(problem), (NAMES[dtype], out), (True, True))
 
 
 def _adding_jobs():
@@ -258,9 +259,10 @@ def _activation_grad_jobs():
         (Epilogue(activation="swiglu", gradient="pre", dropout=True), "bf16"),
         (Epilogue(dropout=True), None),
     ):
-        problem = ActivationGradProblem(4096, 1024, "bfloat16", epilogue, 1024, sums=True)
-        addressed = ("bf16", saved, "i64" if epilogue.dropout else None, "bf16", "fp32")
-        yield _launch_job(f"gradient of {problem}", describe_activation_grad(problem), addressed, (True,) * 5)
+        for tokens in (4096, 16384):  # narrow programs and wide ones
+            problem = ActivationGradProblem(tokens, 1024, "bfloat16", epilogue, 1024, sums=True)
+            addressed = ("bf16", saved, "i64" if epilogue.dropout else None, "bf16", "fp32")
+            yield _launch_job(f"gradient of {problem}", describe_activation_grad(problem), addressed, (True,) * 5)
 
 
 def table_jobs():

@@ -14,6 +14,7 @@ from isogemm.gemm.configs import (
     BIAS_ROWS,
     DTYPES,
     WORKSPACE,
+    ActivationGradProblem,
     BiasGradConfig,
     BiasGradProblem,
     Config,
@@ -185,6 +186,39 @@ def test_the_chunk_follows_the_weight_alone(dtype, precision):
 def test_chunks_of_bias_gradients():
     assert BIAS_CHUNK % BiasGradConfig().block_t == 0
     assert BIAS_CHUNK % BIAS_ROWS == 0
+
+
+@pytest.mark.parametrize(
+    ("others", "vectors"),
+    [
+        ({}, True),
+        ({"n": 127, "strides": (127, 1)}, False),
+        ({"n": 127, "strides": (128, 1)}, False),
+        ({"strides": (129, 1)}, False),
+        ({"aligned": False}, False),
+        ({"t_inner": 10, "t_outer": 1281}, False),
+        ({"t_inner": 10, "t_outer": 1280}, True),
+        ({"strides": (1, 129)}, True),
+        ({"strides": (256, 2)}, False),
+    ],
+    ids=str,
+)
+def test_rows_of_bias_gradients_that_are_read_by_vectors(others, vectors):
+    """Loads of lone elements are not overlapped: they would be four times slower."""
+    problem = replace(BiasGradProblem(100, 128, "float32", "float32", (128, 1), BIAS_CHUNK), **others)
+    assert problem.vectors is vectors
+
+
+@pytest.mark.parametrize(("t", "n", "split"), [(2048, 64, 0), (2049, 64, 1), (2049, 8191, 1), (2049, 8192, 0)])
+def test_bias_gradients_of_few_columns_are_summed_by_chunks_side_by_side(t, n, split):
+    assert BiasGradProblem(t, n, "float32", "float32", (n, 1), BIAS_CHUNK).split == split
+
+
+@pytest.mark.parametrize(
+    ("t", "n", "columns"), [(1024, 8192, 32), (1024, 8193, 64), (2048, 4096, 32), (2049, 4096, 64)]
+)
+def test_few_programs_of_an_activation_gradient_are_narrow(t, n, columns):
+    assert ActivationGradProblem(t, n, "bfloat16", Epilogue(activation="gelu"), n, sums=True).block_n == columns
 
 
 def test_sums_over_rows_are_of_whole_blocks():

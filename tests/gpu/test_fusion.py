@@ -345,10 +345,11 @@ def test_nothing_is_leaked():
             before = torch.cuda.memory_allocated()
             for _ in range(count):
                 block(**operands)
-        deadline = time.monotonic() + 5  # autograd's thread lets go of the last gradients a moment after its caller
-        while torch.cuda.memory_allocated() != before and time.monotonic() < deadline:
+        # autograd's thread lets go of the last gradients a moment after its caller: of the first block's too, maybe
+        deadline = time.monotonic() + 5
+        while torch.cuda.memory_allocated() > before and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert torch.cuda.memory_allocated() == before
+        assert torch.cuda.memory_allocated() <= before
     finally:
         gc.enable()
 

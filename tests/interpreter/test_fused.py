@@ -292,12 +292,14 @@ def test_sums_of_chunks(count, together, accumulate):
 SAVED = (("relu", "mask"), ("gelu", "pre"), ("tanh", "out"), ("swiglu", "pre"))
 
 
+@pytest.mark.parametrize("few_programs", [0, 128], ids=["wide", "narrow"])
 @pytest.mark.parametrize(
     ("activation", "kind", "dropout_p"),
     [("", "", 0.3), *((*saved, p) for saved in SAVED for p in (0.0, 0.3))],
 )
-def test_activation_grad(activation, kind, dropout_p):
+def test_activation_grad(activation, kind, dropout_p, few_programs, monkeypatch):
     """dz, and the sums of its chunks in the order of the bias gradient's kernel."""
+    monkeypatch.setattr(configs, "_FEW_PROGRAMS", few_programs)
     tokens, n = 1100, 70
     seed = torch.tensor([99]) if dropout_p else None
     fusion = Fusion(activation=activation, dropout_p=dropout_p, seed=seed)

@@ -481,3 +481,27 @@ def test_bias_grad(size, layout, dtype, accumulated):
     kernels.launch(kernels.describe_bias_grad(problem), (grad, out))
     _assert_close(out, torch.ones(1, t), flat, start[None], reference=None)
     assert int(buffer.isnan().sum()) == buffer.numel() - n
+
+
+@pytest.mark.parametrize("accumulated", [False, True], ids=["", "accumulated"])
+@pytest.mark.parametrize("layout", BIAS_GRADS)
+def test_bias_grad_by_chunks_side_by_side(layout, accumulated, monkeypatch):
+    """The bits of chunks one after another; the last of eleven has two rows."""
+    t, n = 642, 40
+    arrange, out_stride = BIAS_GRADS[layout]
+    grad = arrange(make_data("normal", (t, n), seed=0))
+    levels = {"t_inner": 3, "t_outer": grad.stride(0)} if grad.dim() == 3 else {}
+    problem = BiasGradProblem(
+        t, n, "float32", "float32", grad.stride()[-2:], 64, out_stride=out_stride, accumulate=accumulated, **levels
+    )
+    assert problem.split
+    found, expected = (_bias(n).repeat_interleave(out_stride)[::out_stride] for _ in range(2))
+    sums_buffer = torch.full((GUARD + problem.chunks * n + GUARD,), torch.nan)
+    sums = sums_buffer[GUARD:-GUARD]
+    kernels.launch(kernels.describe_bias_grad(problem), (grad, sums))
+    assert int(sums_buffer.isnan().sum()) == 2 * GUARD
+    adding = kernels.describe_chunk_sums(problem.chunks, n, 1, out_stride, accumulated)
+    kernels.launch(adding, (sums, found))
+    monkeypatch.setattr(configs, "_SPLIT_CHUNKS", 100)
+    kernels.launch(kernels.describe_bias_grad(problem), (grad, expected))
+    assert_bitwise_equal(found, expected)

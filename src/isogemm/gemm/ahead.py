@@ -45,8 +45,8 @@ def warmup(
         for problem in (*_every(forward, tokens), *(_gradients(forward, tokens) if backward else ())):
             plan.plan_for(problem, configs.choose(problem), weight.device)
         if backward and biased:
-            for accumulate in (False, True):
-                plan.bias_grad_plan(_bias_gradient(forward, accumulate), weight.device)
+            for bias_gradient in _bias_gradients(forward):
+                plan.bias_grad_plan(bias_gradient, weight.device)
     return plan.compiled() - before
 
 
@@ -207,8 +207,10 @@ def _gradients(forward: Problem, tokens: int) -> Iterator[Problem]:
         yield replace(dw, k=edge, out_dtype="float32", accumulate=True)
 
 
-def _bias_gradient(forward: Problem, accumulate: bool) -> BiasGradProblem:
-    return BiasGradProblem(
-        t=1, n=forward.n, dtype=forward.dtype, out_dtype="float32" if accumulate else forward.dtype,
-        strides=(forward.n, 1), chunk=configs.BIAS_CHUNK, accumulate=accumulate, arch=forward.arch,
-    )  # fmt: skip
+def _bias_gradients(forward: Problem) -> Iterator[BiasGradProblem]:
+    """Of few tokens and of many, whose chunks may be summed side by side."""
+    for tokens, accumulate in product((1, 2**17), (False, True)):
+        yield BiasGradProblem(
+            t=tokens, n=forward.n, dtype=forward.dtype, out_dtype="float32" if accumulate else forward.dtype,
+            strides=(forward.n, 1), chunk=configs.BIAS_CHUNK, accumulate=accumulate, arch=forward.arch,
+        )  # fmt: skip

@@ -26,6 +26,9 @@ _PINNED = {"ieee": 16, "tf32x3": 32}  # block_k, where bits follow it
 BIAS_CHUNK = 1024  # tokens of one sum in a bias gradient; divides every weight's chunk
 BIAS_ROWS = 64  # tokens of one sum that a product's epilogue makes for it
 BIAS_BLOCKS = BIAS_CHUNK // BIAS_ROWS  # of those in a chunk
+_SPLIT_CHUNKS = 3  # in a bias gradient, that are summed side by side
+_SPLIT_COLUMNS = 8192  # from which on they are summed one after another
+_FEW_PROGRAMS = 128  # about one a multiprocessor
 _LARGEST_CHUNK = 4096  # tokens of one sum in a weight gradient
 
 _WIDE_WALK = 1024  # k of one sum in a float32 result of 16-bit operands, whose rounding hides nothing
@@ -166,10 +169,10 @@ class Config:
 
 @dataclass(frozen=True)
 class BiasGradConfig:
-    """Of the kernel that sums gradients over the tokens; one for all, since its parallelism is only along n."""
+    """Of the kernels that sum gradients over the tokens, whatever their sizes."""
 
     block_n: int = 32
-    block_t: int = 32  # tokens of the innermost sums: bits follow it
+    block_t: int = 64  # tokens whose sums are apart until a chunk ends: bits follow it
     num_warps: int = 4
     num_stages: int = 6
 
@@ -196,6 +199,22 @@ class BiasGradProblem:
         return f"[{self.t},{self.n}] {self.dtype} chunk {self.chunk}" + " accumulated" * self.accumulate
 
     @property
+    def chunks(self) -> int:
+        return -(-self.t // self.chunk)
+
+    @property
+    def split(self) -> bool:
+        """Whether chunks are summed side by side, and then added in a launch of its own: where columns are too few."""
+        return self.chunks >= _SPLIT_CHUNKS and self.n < _SPLIT_COLUMNS
+
+    @property
+    def vectors(self) -> bool:
+        """Whether a thread may read several neighbours of a row at once; or rows are neighbours."""
+        if self.strides[1] != 1:
+            return self.strides[0] == 1
+        return self.aligned and min(unit(self.n), unit(self.strides[0])) > 1 and self.t_outer % 16 == 0
+
+    @property
     def reach(self) -> int:
         """The largest offset, in elements."""
         outer = -(-self.t // self.t_inner) * self.t_outer if self.t_inner else 0
@@ -212,6 +231,7 @@ class ActivationGradProblem:
     epilogue: Epilogue
     stride: int
     sums: bool = False
+    aligned: bool = True  # the gradient's address is a multiple of 16 bytes
     arch: str = MEASURED_ARCH
 
     def __str__(self) -> str:
@@ -220,7 +240,19 @@ class ActivationGradProblem:
     @property
     def chunk(self) -> int:
         """Rows of a program: with sums those of one sum."""
-        return BIAS_CHUNK if self.sums else 4 * BiasGradConfig.block_t
+        return BIAS_CHUNK if self.sums else 2 * BiasGradConfig.block_t
+
+    @property
+    def block_n(self) -> int:
+        """Columns of a program: half as many where some multiprocessors would have none."""
+        wide = 2 * BiasGradConfig.block_n
+        programs = -(-self.n // wide) * -(-self.t // self.chunk)
+        return wide if programs > _FEW_PROGRAMS else BiasGradConfig.block_n
+
+    @property
+    def vectors(self) -> bool:
+        """Whether a thread may read several neighbours of a row at once."""
+        return self.aligned and min(unit(self.n), unit(self.stride)) > 1
 
     @property
     def reach(self) -> int:

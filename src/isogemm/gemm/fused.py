@@ -435,7 +435,7 @@ def activation_grad(
         )  # fmt: skip
         arch = devices.facts(grad.device).arch
         problem = ActivationGradProblem(
-            rows.shape[0], n, problems.dtype_name(dtype), epilogue, rows.stride(0), sums, arch
+            rows.shape[0], n, problems.dtype_name(dtype), epilogue, rows.stride(0), sums, problems.aligned(rows), arch
         )
         seen = [None if each is None else (each.dtype, problems.aligned(each)) for each in (rows, *read)]
         shape = (2, *grad.shape) if fusion.gated else grad.shape

@@ -166,10 +166,18 @@ def bias_grad_plan(problem: BiasGradProblem, device: torch.device) -> Plan:
     if reason := configs.usable(problem.arch):
         raise RuntimeError(f"isogemm bias gradient {problem}: {reason}")
     operand, dtype = getattr(torch, problem.dtype), getattr(torch, problem.out_dtype)
-    places = ((operand, problem.aligned), _A), ((dtype, problem.out_aligned), _OUT)
-    step = _step(kernels.describe_bias_grad(problem), places, device)
+    grad, out = ((operand, problem.aligned), _A), ((dtype, problem.out_aligned), _OUT)
+    summing = kernels.describe_bias_grad(problem)
+    scratch = 0
+    if problem.split:
+        scratch = problem.chunks * problem.n
+        sums = (torch.float32, False), _SCRATCH
+        adding = kernels.describe_chunk_sums(problem.chunks, problem.n, 1, problem.out_stride, problem.accumulate)
+        steps = [_step(summing, (grad, sums), device), _step(adding, (sums, ((dtype, False), _OUT)), device)]
+    else:
+        steps = [_step(summing, (grad, out), device)]
     served = Dispatch("bias_grad", "gemm", str(problem), "", "")
-    return Plan(served, (problem.n,), (1,), dtype, device, _index(device), 0, (step,))
+    return Plan(served, (problem.n,), (1,), dtype, device, _index(device), scratch, tuple(steps))
 
 
 def activation_grad_plan(
