@@ -198,7 +198,7 @@ def test_chunks_of_bias_gradients():
         ({"aligned": False}, False),
         ({"t_inner": 10, "t_outer": 1281}, False),
         ({"t_inner": 10, "t_outer": 1280}, True),
-        ({"strides": (1, 129)}, True),
+        ({"strides": (1, 128)}, False),
         ({"strides": (256, 2)}, False),
     ],
     ids=str,
@@ -209,7 +209,9 @@ def test_rows_of_bias_gradients_that_are_read_by_vectors(others, vectors):
     assert problem.vectors is vectors
 
 
-@pytest.mark.parametrize(("t", "n", "split"), [(2048, 64, 0), (2049, 64, 1), (2049, 8191, 1), (2049, 8192, 0)])
+@pytest.mark.parametrize(
+    ("t", "n", "split"), [(2048, 64, 0), (2049, 64, 1), (2049, 8191, 1), (2049, 8192, 0), (2**22, 4097, 0)]
+)
 def test_bias_gradients_of_few_columns_are_summed_by_chunks_side_by_side(t, n, split):
     assert BiasGradProblem(t, n, "float32", "float32", (n, 1), BIAS_CHUNK).split == split
 
@@ -218,7 +220,9 @@ def test_bias_gradients_of_few_columns_are_summed_by_chunks_side_by_side(t, n, s
     ("t", "n", "columns"), [(1024, 8192, 32), (1024, 8193, 64), (2048, 4096, 32), (2049, 4096, 64)]
 )
 def test_few_programs_of_an_activation_gradient_are_narrow(t, n, columns):
-    assert ActivationGradProblem(t, n, "bfloat16", Epilogue(activation="gelu"), n, sums=True).block_n == columns
+    problem = ActivationGradProblem(t, n, "bfloat16", Epilogue(activation="gelu"), n, sums=True)
+    assert problem.block_n == columns
+    assert replace(problem, dtype="float32", epilogue=Epilogue(activation="swiglu")).block_n == 32
 
 
 def test_sums_over_rows_are_of_whole_blocks():

@@ -12,7 +12,7 @@ from isogemm.core import device as devices
 from isogemm.epilogues.spec import Epilogue
 from isogemm.gemm import ahead, configs, kernels, op, plan
 from isogemm.gemm import problem as problem_module
-from isogemm.gemm.api import mlp
+from isogemm.gemm.api import linear, mlp
 from isogemm.gemm.configs import Problem
 
 DEVICE = torch.device("cuda", 0)
@@ -55,7 +55,7 @@ def test_no_number_of_tokens_is_left_out(bound, n, k, number):
     warmed = [*ahead._every(forward, TOKENS), *ahead._gradients(forward, TOKENS)]
     for problem in warmed:
         plan.plan_for(problem, configs.choose(problem), DEVICE)
-    bias_gradients = list(ahead._bias_gradients(forward))
+    bias_gradients = list(ahead._bias_gradients(forward, 2**21))
     for problem in bias_gradients:
         plan.bias_grad_plan(problem, DEVICE)
     count = len(bound)
@@ -67,14 +67,16 @@ def test_no_number_of_tokens_is_left_out(bound, n, k, number):
             plan.plan_for(problem, configs.choose(problem), DEVICE)
         for problem in weight_gradients:
             plan.plan_for(replace(problem, k=tokens), configs.choose(replace(problem, k=tokens)), DEVICE)
-        for problem in bias_gradients:
+    for tokens in (1, 7, 64, 65, 1024, 2048, 2049, 5000, 100_000, 2**20, 2**21 - 1):
+        for problem in bias_gradients[:2]:
             plan.bias_grad_plan(replace(problem, t=tokens), DEVICE)
     assert [str(launch.scalars) for launch in bound[count:]] == []
 
 
 @pytest.mark.parametrize("frozen", [(), ("bias",), ("bias", "bias_up"), ("weight", "bias")])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_an_mlp_binds_nothing_later(bound, activation, frozen, monkeypatch):
+@pytest.mark.parametrize("operation", [linear, mlp])
+def test_an_activated_layer_binds_nothing_later(bound, operation, activation, frozen, monkeypatch):
     """Whatever of it is trained."""
     monkeypatch.setattr(op, "plans", {})
     monkeypatch.setattr(plan, "_index", lambda device: 0)
@@ -82,19 +84,18 @@ def test_an_mlp_binds_nothing_later(bound, activation, frozen, monkeypatch):
     monkeypatch.setattr(devices, "facts", lambda device: devices.DeviceFacts("", "sm_90", 132, 232448, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
-    shapes = {"weight": (96, 64), "bias": (96,), "weight_down": (64, 96), "bias_down": (64,)}
+    shapes = {"weight": (96, 64), "bias": (96,)}
     shapes |= {"weight_up": (96, 64), "bias_up": (96,)} if activation == "swiglu" else {}
+    shapes |= {"weight_down": (64, 96), "bias_down": (64,)} if operation is mlp else {}
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    layer = ahead._Layer(
-        tensors["weight"], tensors.get("weight_up"), tensors["bias"], tensors.get("bias_up"), activation, (),
-        tensors["weight_down"], tensors["bias_down"],
-    )  # fmt: skip
-    ahead._fused(layer, TOKENS, True, None, None)
+    order = ("weight", "weight_up", "bias", "bias_up", "weight_down", "bias_down")
+    first, down = [tensors.get(name) for name in order[:4]], [tensors.get(name) for name in order[4:]]
+    ahead._fused(ahead._Layer(*first, activation, (), *down), TOKENS, True, None, None)
     count = len(bound)
     assert count > 0
     trained = {name: each.requires_grad_(name not in frozen) for name, each in tensors.items()}
     for tokens in (1, 5, 64, 100, TOKENS):
         x = torch.zeros(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
-        result = mlp(x, **trained, activation=activation)
+        result = operation(x, **trained, activation=activation)
         result.backward(torch.zeros(result.shape, dtype=result.dtype))
     assert [launch.kernel.__name__ for launch in bound[count:]] == []

@@ -329,3 +329,17 @@ def test_activation_grad(activation, kind, dropout_p, few_programs, monkeypatch)
         )
         kernels.launch(kernels.describe_bias_grad(bias_grad), (half, out))
         assert_bitwise_equal(of_half[0] + of_half[1], out)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # in columns beyond the last
+def test_rows_beyond_the_last_add_nothing():
+    """Whose slope may be infinite."""
+    tokens, n = 65, 10
+    grad, fusion = _normal(tokens, n), Fusion(activation="leaky_relu", arguments=(torch.inf,))
+    epilogue = fused.Epilogue(activation="leaky_relu", arguments=(torch.inf,), gradient="mask", exact=True)
+    problem = configs.ActivationGradProblem(tokens, n, "float32", epilogue, n, True)
+    dz, sums, positive = torch.empty(tokens, n), torch.empty(1, n), torch.ones(tokens, n, dtype=torch.bool)
+    launch = kernels.describe_activation_grad(problem)
+    kernels.launch(launch, (grad, fused_forms.packed(positive), None, dz, sums), fused._call_numbers(fusion)[2:])
+    assert_bitwise_equal(dz, grad)
+    _assert_close(sums[0], grad.double().sum(0))

@@ -45,7 +45,7 @@ def warmup(
         for problem in (*_every(forward, tokens), *(_gradients(forward, tokens) if backward else ())):
             plan.plan_for(problem, configs.choose(problem), weight.device)
         if backward and biased:
-            for bias_gradient in _bias_gradients(forward):
+            for bias_gradient in _bias_gradients(forward, tokens):
                 plan.bias_grad_plan(bias_gradient, weight.device)
     return plan.compiled() - before
 
@@ -119,8 +119,8 @@ def _fused(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | 
     b_up = None if weight_up is None else weight_up.mT
     problem = fused.describe(x[:1], weight.mT, b_up, fusion, precision=precision)
     modes = [(False, False, (0.0, 0.0))]
-    if backward:  # a hidden layer's biases may be frozen: its gradient has then no sums
-        trained = (True, False) if down is not None and (bias is not None or bias_up is not None) else (True,)
+    if backward:  # biases may be frozen: the layer's gradient has then no sums
+        trained = (True,) if bias is None and bias_up is None else (True, False)
         modes += product((True,), trained, dict.fromkeys(((0.0, 0.0), layer.dropouts)))
     for edge, (differentiated, biased, dropouts) in product(configs.token_edges(problem, tokens), modes):
         rows = x[:edge].detach().requires_grad_(differentiated)
@@ -207,10 +207,10 @@ def _gradients(forward: Problem, tokens: int) -> Iterator[Problem]:
         yield replace(dw, k=edge, out_dtype="float32", accumulate=True)
 
 
-def _bias_gradients(forward: Problem) -> Iterator[BiasGradProblem]:
-    """Of few tokens and of many, whose chunks may be summed side by side."""
-    for tokens, accumulate in product((1, 2**17), (False, True)):
+def _bias_gradients(forward: Problem, tokens: int) -> Iterator[BiasGradProblem]:
+    """Of few tokens, and of many, whose chunks are summed side by side or which are too far apart for int32."""
+    for edge, accumulate in product({*(1 << power for power in range(tokens.bit_length())), tokens}, (False, True)):
         yield BiasGradProblem(
-            t=tokens, n=forward.n, dtype=forward.dtype, out_dtype="float32" if accumulate else forward.dtype,
+            t=edge, n=forward.n, dtype=forward.dtype, out_dtype="float32" if accumulate else forward.dtype,
             strides=(forward.n, 1), chunk=configs.BIAS_CHUNK, accumulate=accumulate, arch=forward.arch,
         )  # fmt: skip

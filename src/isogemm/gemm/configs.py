@@ -205,20 +205,22 @@ class BiasGradProblem:
     @property
     def split(self) -> bool:
         """Whether chunks are summed side by side, and then added in a launch of its own: where columns are too few."""
-        return self.chunks >= _SPLIT_CHUNKS and self.n < _SPLIT_COLUMNS
+        fits = 4 * self.chunks * self.n <= WORKSPACE
+        return self.chunks >= _SPLIT_CHUNKS and self.n < _SPLIT_COLUMNS and fits
 
     @property
     def vectors(self) -> bool:
-        """Whether a thread may read several neighbours of a row at once; or rows are neighbours."""
-        if self.strides[1] != 1:
-            return self.strides[0] == 1
-        return self.aligned and min(unit(self.n), unit(self.strides[0])) > 1 and self.t_outer % 16 == 0
+        """Whether a thread may read several neighbours of a row at once."""
+        if self.strides[1] != 1 or self.t_outer % 16:
+            return False
+        return self.aligned and min(unit(self.n), unit(self.strides[0])) > 1
 
     @property
     def reach(self) -> int:
         """The largest offset, in elements."""
         outer = -(-self.t // self.t_inner) * self.t_outer if self.t_inner else 0
-        return outer + self.t * self.strides[0] + self.n * max(self.strides[1], self.out_stride)
+        rows = (self.t + self.chunk) * max(self.strides[0], 1)
+        return outer + rows + self.n * max(self.strides[1], self.out_stride)
 
 
 @dataclass(frozen=True)
@@ -244,10 +246,11 @@ class ActivationGradProblem:
 
     @property
     def block_n(self) -> int:
-        """Columns of a program: half as many where some multiprocessors would have none."""
-        wide = 2 * BiasGradConfig.block_n
-        programs = -(-self.n // wide) * -(-self.t // self.chunk)
-        return wide if programs > _FEW_PROGRAMS else BiasGradConfig.block_n
+        """Columns of a program: fewer where some multiprocessors would have none, or tiles too little room."""
+        narrow, wide = BiasGradConfig.block_n, 2 * BiasGradConfig.block_n
+        if self.epilogue.gated and self.dtype == "float32":
+            return narrow
+        return wide if -(-self.n // wide) * -(-self.t // self.chunk) > _FEW_PROGRAMS else narrow
 
     @property
     def vectors(self) -> bool:

@@ -462,7 +462,7 @@ def _bias_grad_kernel(
     else:
         total = tl.zeros((BN,), dtype=tl.float32)
     if SPLIT:
-        chunk = tl.program_id(0) // tl.cdiv(N, BN)
+        chunk = (tl.program_id(0) // tl.cdiv(N, BN)).to(INDEX)
         at += chunk.to(tl.int64) * N
         first = chunk * CHUNK
         last = min(first + CHUNK, T)

@@ -160,12 +160,13 @@ def unpacked(packed, m, n, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDE
     """The tile at (m, n), a multiple of 8, of what `_packed` made, the lowest bit of each number; a byte is read once.
 
     (Read once a column, as `slope_at` does, it takes six times as long: the lanes of a load then lie in 32 rows.)
+    Beyond the last row all are positive: a leaky_relu's slope of negative numbers may be infinite.
     """
     row = (m + tl.arange(0, ROWS))[:, None]
     byte = (n // 8 + tl.arange(0, COLUMNS // 8))[None, :]
     row_bytes = (N + 7) // 8
     live = (row < M) & (byte < row_bytes)
-    bytes_ = tl.load(packed + (row.to(INDEX) * row_bytes + byte), mask=live, other=0).to(tl.int32)
+    bytes_ = tl.load(packed + (row.to(INDEX) * row_bytes + byte), mask=live, other=255).to(tl.int32)
     return tl.reshape(bytes_[:, :, None] >> tl.arange(0, 8)[None, None, :], (ROWS, COLUMNS))
 
 
