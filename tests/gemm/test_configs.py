@@ -204,7 +204,7 @@ def test_chunks_of_bias_gradients():
     ids=str,
 )
 def test_rows_of_bias_gradients_that_are_read_by_vectors(others, vectors):
-    """Loads of lone elements are not overlapped: they would be four times slower."""
+    """Loads of lone elements are not overlapped: they would be seven times slower."""
     problem = replace(BiasGradProblem(100, 128, "float32", "float32", (128, 1), BIAS_CHUNK), **others)
     assert problem.vectors is vectors
 
