@@ -4,24 +4,15 @@ import importlib.util
 import re
 from pathlib import Path
 
+import promises
 import pytest
 import torch
+from promises import Sizes
 
 import isogemm
 from isogemm.testing import EncoderShape, make_data
 
 TESTS = Path(__file__).parent
-
-
-def _load(path):
-    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-promises = _load(TESTS / "promises.py")
-Sizes = promises.Sizes
 PRE = {"norm_first": True, "activation": "gelu"}
 
 SCALE = promises.Scale(
@@ -108,7 +99,10 @@ def test_every_promise_has_its_test():
     """And every test of the table's columns its promise; on the CPU all but those that are a GPU's."""
     named = _promised((TESTS.parent / "README.md").read_text())
     assert len(named) == len(set(named))
-    assert set(named) == _tests(_load(TESTS / "gpu" / "test_promises.py").TestPromises)
+    spec = importlib.util.spec_from_file_location("gpu_promises", TESTS / "gpu" / "test_promises.py")
+    on_gpu = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(on_gpu)
+    assert set(named) == _tests(on_gpu.TestPromises)
     assert set(named) - _tests(promises.TinyPromises) == _tests(TestPromises)
 
 

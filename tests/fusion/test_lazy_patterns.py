@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from deferring import steps_of
 
 from isogemm.fusion import ambient, autofuse, chains
 from isogemm.fusion.deferred import Deferred
@@ -22,10 +23,6 @@ def _leaves(dtype=torch.float32):
     return {
         name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
     }
-
-
-def _steps(report):
-    return [entry.steps for entry in report.fused.elements()]
 
 
 DIFFERENT = {
@@ -133,7 +130,7 @@ def test_a_decision_serves_its_own_pattern_only(name, reverse):
             assert result.dtype == expected.dtype
             torch.testing.assert_close(result, expected)
             assert torch.equal(torch.signbit(result), torch.signbit(expected)) or "leaky" not in str(steps)
-            assert _steps(report) == ([] if steps is None else [steps])
+            assert steps_of(report) == ([] if steps is None else [steps])
 
 
 def test_gradients_are_those_of_the_call():
@@ -157,7 +154,7 @@ def test_autocast_is_a_part_of_the_pattern():
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None), autofuse() as report:
             y = torch.relu(leaves["x"] @ leaves["w"])
         assert y.dtype == (dtype or torch.float32)
-        assert _steps(report) == [("relu",)]
+        assert steps_of(report) == [("relu",)]
 
 
 def test_dropout_is_asked_for_in_each_block():
@@ -165,7 +162,7 @@ def test_dropout_is_asked_for_in_each_block():
     for dropout in (True, False, True):
         with autofuse(dropout=dropout) as report:
             F.dropout(torch.relu(leaves["x"] @ leaves["w"]), 0.5).sum()
-        assert _steps(report) == [("relu", "dropout") if dropout else ("relu",)]
+        assert steps_of(report) == [("relu", "dropout") if dropout else ("relu",)]
 
 
 def test_the_device_is_a_part_of_the_pattern():
@@ -176,7 +173,7 @@ def test_the_device_is_a_part_of_the_pattern():
             torch.relu(leaves["x"].to("meta") @ leaves["w"].to("meta"))
             with pytest.raises(RuntimeError):
                 (leaves["x"] @ leaves["w"] + leaves["b"].to("meta")).sum()
-        assert _steps(report) == [("relu",)]
+        assert steps_of(report) == [("relu",)]
 
 
 @pytest.mark.parametrize(("stream", "asks"), [((0, 0, 1), False), ((7, 0, 1), True)])
@@ -215,7 +212,7 @@ def test_what_has_no_pattern_is_not_remembered():
         with autofuse() as report:
             y = leaves["x"] @ leaves["w"] * numpy.float64(2.0)
         torch.testing.assert_close(y, leaves["x"] @ leaves["w"] * 2)
-        assert _steps(report) == [("alpha",)]
+        assert steps_of(report) == [("alpha",)]
         assert before in (None, len(chains._memory))
         before = len(chains._memory)
 
@@ -273,7 +270,7 @@ def test_empty_operands():
         with autofuse() as report:
             y = torch.relu(torch.ones(0, 6) @ torch.ones(6, 4) + torch.ones(4))
         assert y.shape == (0, 4)
-        assert _steps(report) == [("bias", "relu")]
+        assert steps_of(report) == [("bias", "relu")]
 
 
 # What is kept between calls.

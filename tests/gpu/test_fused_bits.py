@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from arithmetic import NUMBERS
 from torch.nn import functional as F
 
 import isogemm
@@ -23,13 +24,6 @@ from isogemm.testing import (
 )
 
 DEVICE = "cuda"
-NUMBERS = {  # name: (dtype, precision)
-    "bf16": (torch.bfloat16, None),
-    "fp16": (torch.float16, None),
-    "ieee": (torch.float32, "ieee"),
-    "tf32": (torch.float32, "tf32"),
-    "tf32x3": (torch.float32, "tf32x3"),
-}
 PLAIN = [name for name, entry in ACTIVATIONS.items() if not entry.gate]
 GATED = [name for name, entry in ACTIVATIONS.items() if entry.gate]
 # Both sides of what tiles and tables are cut at.

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from arithmetic import NUMBERS
 
 import isogemm
 from isogemm.gemm import configs, op
@@ -13,13 +14,6 @@ from isogemm.testing import DATA_KINDS, assert_bitwise_equal, make_data, make_op
 DEVICE = "cuda"
 LLM = [(4096, 12288), (4096, 4096), (4096, 14336), (14336, 4096), (4096, 32000)]  # K, N
 ODD = [(1000, 1003), (127, 65), (4095, 257)]
-NUMBERS = {  # name: (dtype, precision)
-    "bf16": (torch.bfloat16, None),
-    "fp16": (torch.float16, None),
-    "ieee": (torch.float32, "ieee"),
-    "tf32": (torch.float32, "tf32"),
-    "tf32x3": (torch.float32, "tf32x3"),
-}
 CASES = [("bf16", *sizes) for sizes in LLM + ODD]
 CASES += [("fp16", 4096, 4096), ("tf32", 4096, 4096), ("ieee", 4096, 1024)]
 CASES += [("tf32", 1000, 1003), ("ieee", 1000, 1003), ("tf32x3", 1000, 1003)]

@@ -1,17 +1,12 @@
 """The README's table of promises on a GPU: see promises.py."""
 
-import importlib.util
-from pathlib import Path
-
+import promises
 import pytest
 import torch
+from promises import Sizes
 
 from isogemm.testing import EncoderShape
 
-_spec = importlib.util.spec_from_file_location("gpu_promises", Path(__file__).parents[1] / "promises.py")
-promises = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(promises)
-Sizes = promises.Sizes
 PRE = {"norm_first": True, "activation": "gelu"}
 
 SCALE = promises.Scale(

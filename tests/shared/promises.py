@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from arithmetic import NUMBERS
 from torch.nn import functional as F
 
 import isogemm
@@ -35,14 +36,6 @@ from isogemm.testing import (
     torch_encoder,
     with_layout,
 )
-
-NUMBERS = {  # name: (dtype, precision)
-    "bf16": (torch.bfloat16, None),
-    "fp16": (torch.float16, None),
-    "ieee": (torch.float32, "ieee"),
-    "tf32": (torch.float32, "tf32"),
-    "tf32x3": (torch.float32, "tf32x3"),
-}
 
 
 class Sizes(NamedTuple):
