@@ -15,14 +15,8 @@ from isogemm.epilogues import ACTIVATIONS
 from isogemm.epilogues.spec import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import BIAS_BLOCKS, BIAS_CHUNK, ActivationGradProblem, BiasGradProblem, Config, Problem
-from isogemm.gemm.kernels import (
-    READ,
-    describe_activation_grad,
-    describe_add_partials,
-    describe_bias_grad,
-    describe_chunk_sums,
-    describe_gemm,
-)
+from isogemm.gemm.kernels import READ, describe_add_partials, describe_gemm
+from isogemm.gemm.kernels_gradients import describe_activation_grad, describe_bias_grad, describe_chunk_sums
 from isogemm.gemm.tables import TABLES
 from isogemm.testing import CompileJob, compile_job, disassemble, limit_violations
 
@@ -231,7 +225,7 @@ def _portable_cases(arch):
 
 
 def _bias_grad_jobs():
-    """Of few tokens and of many, whose chunks are summed side by side; of rows that begin anywhere."""
+    """One chunk; chunks side by side; rows that begin anywhere."""
     for dtype, (tokens, n, accumulate) in product(NAMES, ((1024, 1024, False), (1024, 127, True), (4096, 1024, False))):
         out_dtype = "float32" if accumulate else dtype
         problem = BiasGradProblem(tokens, n, dtype, out_dtype, (n, 1), BIAS_CHUNK, accumulate=accumulate)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from isogemm.epilogues import ACTIVATIONS, random, register
-from isogemm.gemm import configs, cpu, fused, fused_forms, kernels
+from isogemm.gemm import configs, cpu, fused, fused_forms, kernels, kernels_gradients
 from isogemm.gemm.configs import Config
 from isogemm.gemm.fused_forms import Fusion
 from isogemm.testing import assert_bitwise_equal, make_data
@@ -282,7 +282,7 @@ def test_sums_of_chunks(count, together, accumulate):
     if accumulate:
         total[3] = -0.0
         out[:, 0] = total
-    launch = kernels.describe_chunk_sums(count, 200, together, 2, accumulate)
+    launch = kernels_gradients.describe_chunk_sums(count, 200, together, 2, accumulate)
     kernels.launch(launch, (partial, out[:, 0]))
     assert _untouched(buffer)
     assert out[:, 1].isnan().all()
@@ -310,7 +310,7 @@ def test_activation_grad(activation, kind, dropout_p, few_programs, monkeypatch)
     problem = configs.ActivationGradProblem(tokens, n, "float32", epilogue, grad.stride(0), True)
     buffer, dz = _guarded(z.shape, torch.float32)
     sums_buffer, sums = _guarded((2, 2, n) if fusion.gated else (1, 2, n), torch.float32)
-    launch = kernels.describe_activation_grad(problem)
+    launch = kernels_gradients.describe_activation_grad(problem)
     kernels.launch(launch, (grad, saved, seed, dz, sums), fused._call_numbers(fusion)[2:])
     exact = fused_forms.activation_grad(
         grad.double(),
@@ -327,7 +327,7 @@ def test_activation_grad(activation, kind, dropout_p, few_programs, monkeypatch)
             configs.BiasGradProblem(tokens, n, "float32", "float32", (n, 1), configs.BIAS_CHUNK),
             torch.empty(n),
         )
-        kernels.launch(kernels.describe_bias_grad(bias_grad), (half, out))
+        kernels.launch(kernels_gradients.describe_bias_grad(bias_grad), (half, out))
         assert_bitwise_equal(of_half[0] + of_half[1], out)
 
 
@@ -339,7 +339,7 @@ def test_rows_beyond_the_last_add_nothing():
     epilogue = fused.Epilogue(activation="leaky_relu", arguments=(torch.inf,), gradient="mask", exact=True)
     problem = configs.ActivationGradProblem(tokens, n, "float32", epilogue, n, True)
     dz, sums, positive = torch.empty(tokens, n), torch.empty(1, n), torch.ones(tokens, n, dtype=torch.bool)
-    launch = kernels.describe_activation_grad(problem)
+    launch = kernels_gradients.describe_activation_grad(problem)
     kernels.launch(launch, (grad, fused_forms.packed(positive), None, dz, sums), fused._call_numbers(fusion)[2:])
     assert_bitwise_equal(dz, grad)
     _assert_close(sums[0], grad.double().sum(0))

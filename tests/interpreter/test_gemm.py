@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from isogemm.gemm import configs, kernels, op
+from isogemm.gemm import configs, kernels, kernels_gradients, op
 from isogemm.gemm.configs import BiasGradProblem, Config, Problem
 from isogemm.testing import assert_bitwise_equal, assert_same_nonfinite, make_data, make_operands, with_layout
 
@@ -478,7 +478,7 @@ def test_bias_grad(size, layout, dtype, accumulated):
     buffer = torch.full((GUARD + n * out_stride + GUARD,), torch.nan, dtype=out_dtype)
     out = buffer[GUARD:-GUARD:out_stride]
     start = torch.zeros(n) if not accumulated else out.copy_(_bias(n)).clone()
-    kernels.launch(kernels.describe_bias_grad(problem), (grad, out))
+    kernels.launch(kernels_gradients.describe_bias_grad(problem), (grad, out))
     _assert_close(out, torch.ones(1, t), flat, start[None], reference=None)
     assert int(buffer.isnan().sum()) == buffer.numel() - n
 
@@ -498,10 +498,10 @@ def test_bias_grad_by_chunks_side_by_side(layout, accumulated, monkeypatch):
     found, expected = (_bias(n).repeat_interleave(out_stride)[::out_stride] for _ in range(2))
     sums_buffer = torch.full((GUARD + problem.chunks * n + GUARD,), torch.nan)
     sums = sums_buffer[GUARD:-GUARD]
-    kernels.launch(kernels.describe_bias_grad(problem), (grad, sums))
+    kernels.launch(kernels_gradients.describe_bias_grad(problem), (grad, sums))
     assert int(sums_buffer.isnan().sum()) == 2 * GUARD
-    adding = kernels.describe_chunk_sums(problem.chunks, n, 1, out_stride, accumulated)
+    adding = kernels_gradients.describe_chunk_sums(problem.chunks, n, 1, out_stride, accumulated)
     kernels.launch(adding, (sums, found))
     monkeypatch.setattr(configs, "_SPLIT_CHUNKS", 100)
-    kernels.launch(kernels.describe_bias_grad(problem), (grad, expected))
+    kernels.launch(kernels_gradients.describe_bias_grad(problem), (grad, expected))
     assert_bitwise_equal(found, expected)

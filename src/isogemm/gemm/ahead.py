@@ -208,7 +208,7 @@ def _gradients(forward: Problem, tokens: int) -> Iterator[Problem]:
 
 
 def _bias_gradients(forward: Problem, tokens: int) -> Iterator[BiasGradProblem]:
-    """Of few tokens, and of many, whose chunks are summed side by side or which are too far apart for int32."""
+    """Bias gradients up to `tokens`: one chunk after another, side by side, and with offsets beyond int32."""
     for edge, accumulate in product({*(1 << power for power in range(tokens.bit_length())), tokens}, (False, True)):
         yield BiasGradProblem(
             t=edge, n=forward.n, dtype=forward.dtype, out_dtype="float32" if accumulate else forward.dtype,

@@ -169,7 +169,7 @@ class Config:
 
 @dataclass(frozen=True)
 class BiasGradConfig:
-    """Of the kernels that sum gradients over the tokens, whatever their sizes."""
+    """How the kernels sum gradients over the tokens, whatever their sizes."""
 
     block_n: int = 32
     block_t: int = 64  # tokens whose sums are apart until a chunk ends: bits follow it

@@ -19,23 +19,10 @@ from isogemm.core.launch import BoundKernel, TensorMap, bind, check_options
 from isogemm.epilogues import device, spec
 from isogemm.epilogues.spec import Epilogue
 from isogemm.gemm import configs
-from isogemm.gemm.configs import ActivationGradProblem, BiasGradConfig, BiasGradProblem, Config, Problem
-from isogemm.gemm.kernels_epilogue import (
-    biases,
-    finish,
-    is_kept,
-    read_matrix,
-    slope_at,
-    slope_of_bits,
-    store_result,
-    sum_by_halves,
-    unpacked,
-)
+from isogemm.gemm.configs import Config, Problem
+from isogemm.gemm.kernels_epilogue import biases, finish
 
-_WIDE = 2**31  # elements an int32 offset does not reach
 _ADDED_AT_ONCE = 1024
-_SUMMED_AT_ONCE = 128  # columns of one warp, so that no thread waits for another
-_NO_OVERLAP = 1  # stages of loads of lone elements: Triton would lay them into shared memory by columns, in one bank
 
 
 @triton.jit
@@ -112,7 +99,7 @@ def multiply(a, b, acc, PRECISION: tl.constexpr, A_ROUNDED: tl.constexpr, B_ROUN
 
 
 @triton.jit
-def _load(
+def load_tile(
     source, first, k, rows, K, stride_row, stride_k, k_inner, stride_k_outer,
     ROWS: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, K_CONTIGUOUS: tl.constexpr, TRANSPOSED: tl.constexpr,
     MASK_K: tl.constexpr, K_LEVELS: tl.constexpr, INDEX: tl.constexpr, PAIRED: tl.constexpr, to_second,
@@ -259,17 +246,17 @@ def _gemm_kernel(
             if BN_REST > 0:
                 acc_rest = tl.zeros((BM, BN_REST), dtype=tl.float32)
             for k in tl.range(begin, end, BK):
-                a_tile = _load(
+                a_tile = load_tile(
                     a_from, m, k, M, K, stride_am, stride_ak, k_inner, stride_ak_outer,
                     BM, BK, A_TMA, A_K_CONTIGUOUS, False, MASK_K, K_LEVELS, INDEX, A_PAIRED, to_second,
                 )  # fmt: skip
-                b_tile = _load(
+                b_tile = load_tile(
                     b_from, n, k, N, K, stride_bn, stride_bk, k_inner, stride_bk_outer,
                     BN, BK, B_TMA, B_K_CONTIGUOUS, True, MASK_K, K_LEVELS, INDEX, B_PAIRED, to_second,
                 )  # fmt: skip
                 acc = multiply(a_tile, b_tile, acc, PRECISION, A_TMA, B_TMA)
                 if BN_REST > 0:
-                    rest_tile = _load(
+                    rest_tile = load_tile(
                         b_rest, n + BN, k, N, K, stride_bn, stride_bk, k_inner, stride_bk_outer,
                         BN_REST, BK, B_TMA, B_K_CONTIGUOUS, True, MASK_K, K_LEVELS, INDEX, False, 0,
                     )  # fmt: skip
@@ -373,8 +360,8 @@ def _stream_kernel(
                 begin = layer * CHUNK
                 blocks = tl.minimum(tl.cdiv(K - begin, BK), CHUNK // BK)
         k = begin + block * BK
-        a_tile = _load(a, m, k, M, K, 0, 0, 0, 0, BM, BK, True, A_K_CONTIGUOUS, False, False, 1, INDEX, A_PAIRED, 0)
-        b_tile = _load(b, n, k, N, K, 0, 0, 0, 0, BN, BK, True, B_K_CONTIGUOUS, True, False, 1, INDEX, B_PAIRED, 0)
+        a_tile = load_tile(a, m, k, M, K, 0, 0, 0, 0, BM, BK, True, A_K_CONTIGUOUS, False, False, 1, INDEX, A_PAIRED, 0)
+        b_tile = load_tile(b, n, k, N, K, 0, 0, 0, 0, BN, BK, True, B_K_CONTIGUOUS, True, False, 1, INDEX, B_PAIRED, 0)
         acc = multiply(a_tile, b_tile, acc, PRECISION, True, True)
         last = block == blocks - 1
         ends = last
@@ -414,120 +401,6 @@ def _add_partials_kernel(
     if BIAS:
         total += tl.load(bias + col, mask=live, other=0.0).to(tl.float32)
     tl.store(c_ptrs, total.to(c.dtype.element_ty), mask=live)
-
-
-@triton.jit
-def _column_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sums [COLUMNS] of x [ROWS, COLUMNS], by halves."""
-    return tl.reshape(sum_by_halves(tl.reshape(x, (1, ROWS, COLUMNS)), 1, ROWS, COLUMNS), (COLUMNS,))
-
-
-@triton.jit(do_not_specialize=["count", "N"])
-def _chunk_sums_kernel(
-    sums, out, count, N, stride_out, TOGETHER: tl.constexpr, ACCUMULATE: tl.constexpr, BN: tl.constexpr
-):
-    """out = (out or 0) + chunk + chunk + ..., from left to right, where TOGETHER sums [N] make a chunk, by halves."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    live = n < N
-    if ACCUMULATE:
-        total = tl.load(out + n.to(tl.int64) * stride_out, mask=live, other=0.0)
-    else:
-        total = tl.zeros((BN,), dtype=tl.float32)
-    LOADS: tl.constexpr = 8 if TOGETHER == 1 else 1  # under way at once
-    for first in tl.range(0, count, TOGETHER, loop_unroll_factor=LOADS):
-        at = (first + tl.arange(0, TOGETHER))[:, None]
-        tile = tl.load(sums + (at.to(tl.int64) * N + n[None, :]), mask=(at < count) & live[None, :], other=0.0)
-        total += _column_sums(tile, TOGETHER, BN) + 0.0  # one of -0 is +0, as with rows of zeros after it
-    tl.store(out + n.to(tl.int64) * stride_out, total.to(out.dtype.element_ty), mask=live)
-
-
-@triton.jit(do_not_specialize=["T", "N", "t_inner"])
-def _bias_grad_kernel(
-    grad, out, T, N, stride_t, stride_n, stride_out, t_inner, stride_t_outer,
-    UNITS: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
-    LEVELS: tl.constexpr, ACCUMULATE: tl.constexpr, SPLIT: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
-    """out = (out or 0) + the sums of CHUNK rows of grad each, from first to last; SPLIT: out [chunks, N] = those sums.
-
-    Within a chunk the rows BT apart are added from first to last, then those BT sums by halves.
-    """
-    N = multiple(N, UNITS[0])
-    stride_t = multiple(stride_t, UNITS[1])
-    n_first = tl.program_id(0) % tl.cdiv(N, BN) * BN
-    n = n_first + tl.arange(0, BN)
-    live = n < N
-    at = out + n.to(INDEX) * stride_out
-    if ACCUMULATE:
-        total = tl.load(at, mask=live, other=0.0)
-    else:
-        total = tl.zeros((BN,), dtype=tl.float32)
-    if SPLIT:
-        chunk = (tl.program_id(0) // tl.cdiv(N, BN)).to(INDEX)
-        at += chunk.to(tl.int64) * N
-        first = chunk * CHUNK
-        last = min(first + CHUNK, T)
-    else:
-        first = 0
-        last = T
-    for begin in tl.range(first, last, CHUNK):
-        acc = tl.zeros((BT, BN), dtype=tl.float32)
-        for t in tl.range(begin, min(begin + CHUNK, T), BT, num_stages=STAGES):
-            tile = _load(
-                grad, n_first, t, N, T, stride_n, stride_t, t_inner, stride_t_outer,
-                BN, BT, False, False, True, True, LEVELS, INDEX, False, 0,
-            )  # fmt: skip
-            acc += tile.to(tl.float32)
-        total += _column_sums(acc, BT, BN)
-    tl.store(at, total.to(out.dtype.element_ty), mask=live)
-
-
-@triton.jit(do_not_specialize=["T", "N", "dropped"])
-def _activation_grad_kernel(
-    grad, saved, seed, dz, sums, T, N, stride_grad, dropped, kept_scale,
-    UNITS: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
-    SUMS: tl.constexpr, E: tl.constexpr, ACT: tl.constexpr, SLOPE: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
-    """dz = dropout's gradient of grad times the activation's derivative, for a chunk of rows of BN columns.
-
-    SUMS: and each chunk's sum over its rows, in the order of `_bias_grad_kernel`.
-    """
-    N = multiple(N, UNITS[0])
-    stride_grad = multiple(stride_grad, UNITS[1])
-    DTYPE: tl.constexpr = dz.dtype.element_ty
-    n = tl.program_id(0) % tl.cdiv(N, BN) * BN
-    chunk = tl.program_id(0) // tl.cdiv(N, BN)
-    col = (n + tl.arange(0, BN))[None, :]
-    acc = tl.zeros((BT, BN), dtype=tl.float32)
-    acc_up = tl.zeros((BT, BN), dtype=tl.float32)
-    for t in tl.range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, T), BT, num_stages=STAGES):
-        row = (t + tl.arange(0, BT))[:, None]
-        above = read_matrix(grad, row, col, T, N, stride_grad, INDEX)
-        if E.dropout:
-            kept = is_kept(tl.load(seed), t, n, row, col, dropped, BT, BN, False)
-            above = tl.where(kept, above * kept_scale, 0.0)
-        if E.gradient == "mask":
-            slope, other = slope_of_bits(unpacked(saved, t, n, T, N, BT, BN, INDEX), SLOPE, E)
-            value = above * slope
-        elif E.activation != "":
-            slope, other = slope_at(row, col, T, N, saved, ACT, SLOPE, E, INDEX)
-            value = above * slope
-        else:
-            value = above
-        store_result(value, dz, t, n, row, col, T, N, N, 1, False, INDEX)
-        if SUMS:
-            acc += value.to(DTYPE).to(tl.float32)
-        if E.gated:
-            of_up = above * other
-            store_result(of_up, dz + T.to(tl.int64) * N, t, n, row, col, T, N, N, 1, False, INDEX)
-            if SUMS:
-                acc_up += of_up.to(DTYPE).to(tl.float32)
-    if SUMS:
-        at = sums + (chunk.to(tl.int64) * N + n + tl.arange(0, BN))
-        live = n + tl.arange(0, BN) < N
-        tl.store(at, _column_sums(acc, BT, BN), mask=live)
-        if E.gated:
-            at += tl.cdiv(T, CHUNK).to(tl.int64) * N
-            tl.store(at, _column_sums(acc_up, BT, BN), mask=live)
 
 
 # What an epilogue reads and writes besides the result, in the kernels' order.
@@ -577,12 +450,12 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
         16 // configs.ITEMSIZE[seen.dtype] if problem.b_aligned else 1,  # between two weights, both aligned
     )
     epilogue = problem.epilogue if walk != "partials" else Epilogue()
-    act, slope = _functions(epilogue)
+    act, slope = activation_functions(epilogue)
     constants: dict[str, object] = {
         "GROUP": config.group, "C_TMA": c_tma, "A_K_CONTIGUOUS": a_by_k, "B_K_CONTIGUOUS": b_by_k, "UNITS": units,
         "WALK": walk, "CHUNK": seen.chunk, "ACCUMULATE": seen.accumulate and walk != "partials",
         "PRECISION": seen.precision if seen.dtype == "float32" else "",
-        "INDEX": tl.int64 if _reach(seen) >= _WIDE else tl.int32,
+        "INDEX": index_type(_reach(seen)),
         "SWAPPED": config.swapped, "UP_FIRST": problem.up_first and (b_tma if not config.swapped else a_tma),
         "E": epilogue, "ACT": act, "SLOPE": slope,
     }  # fmt: skip
@@ -636,49 +509,6 @@ def describe_add_partials(problem: Problem) -> Launch:
     )
 
 
-def describe_chunk_sums(count: int, n: int, together: int, stride: int, accumulate: bool) -> Launch:
-    """The launch that adds [count, n] sums, `together` of them in a chunk; its addresses are those and their sum."""
-    constants: dict[str, object] = {"TOGETHER": together, "ACCUMULATE": accumulate, "BN": _SUMMED_AT_ONCE}
-    options: dict[str, object] = {"num_warps": 1, "enable_fp_fusion": False}
-    return Launch(_chunk_sums_kernel, -(-n // _SUMMED_AT_ONCE), (count, n, stride), constants, options)
-
-
-def describe_bias_grad(problem: BiasGradProblem) -> Launch:
-    """The launch that sums [t, n] over t; its addresses are the gradient and the sum, or its chunks' sums."""
-    config, split = BiasGradConfig(), problem.split
-    constants: dict[str, object] = {
-        "UNITS": (configs.unit(problem.n), configs.unit(problem.strides[0])), "CHUNK": problem.chunk,
-        "BN": config.block_n, "BT": config.block_t,
-        "STAGES": config.num_stages if problem.vectors else _NO_OVERLAP,
-        "LEVELS": 2 if problem.t_inner else 1, "ACCUMULATE": problem.accumulate and not split, "SPLIT": split,
-        "INDEX": tl.int64 if problem.reach >= _WIDE else tl.int32,
-    }  # fmt: skip
-    scalars = (
-        problem.t, problem.n, *problem.strides, 1 if split else problem.out_stride,
-        *((problem.t_inner, problem.t_outer) if problem.t_inner else (None, None))
-    )  # fmt: skip
-    options = {"num_warps": config.num_warps, "enable_fp_fusion": False}
-    programs = -(-problem.n // config.block_n) * (problem.chunks if split else 1)
-    return Launch(_bias_grad_kernel, programs, scalars, constants, options)
-
-
-def describe_activation_grad(problem: ActivationGradProblem) -> Launch:
-    """The launch that computes dz; its addresses are the gradient, what was saved, the seed, dz and the sums."""
-    config = BiasGradConfig()
-    act, slope = _functions(problem.epilogue)
-    constants: dict[str, object] = {
-        "UNITS": (configs.unit(problem.n), configs.unit(problem.stride)), "CHUNK": problem.chunk,
-        "BN": problem.block_n, "BT": config.block_t,
-        "STAGES": 3 if problem.sums and problem.vectors else _NO_OVERLAP, "SUMS": problem.sums, "E": problem.epilogue,
-        "ACT": act, "SLOPE": slope, "INDEX": tl.int64 if problem.reach >= _WIDE else tl.int32,
-    }  # fmt: skip
-    programs = -(-problem.n // problem.block_n) * -(-problem.t // problem.chunk)
-    numbers = (1, 1.0) if problem.epilogue.dropout else (None, None)
-    options = {"num_warps": 2 * config.num_warps, "enable_fp_fusion": False}
-    scalars = (problem.t, problem.n, problem.stride)
-    return Launch(_activation_grad_kernel, programs, scalars, constants, options, numbers=numbers)
-
-
 def bind_launch(launch: Launch, addressed: tuple[torch.Tensor | None, ...]) -> BoundKernel:
     """Compile on the current device for tensors like these, in the order of the launch's addresses."""
     arguments = (*_arguments(launch, addressed), *launch.scalars, *launch.numbers)
@@ -724,7 +554,12 @@ def _paired(seen: TensorMap | None) -> TensorMap | None:
     return replace(seen, shape=(2, *seen.shape), strides=(0, *seen.strides), block=(2, rows // 2, k))
 
 
-def _functions(epilogue: Epilogue) -> tuple[Any, Any]:
+def index_type(reach: int) -> Any:
+    """The type of offsets up to `reach` elements."""
+    return tl.int64 if reach >= 2**31 else tl.int32
+
+
+def activation_functions(epilogue: Epilogue) -> tuple[Any, Any]:
     """The device forms that an epilogue calls: of its value, and of the activation's derivative."""
     if epilogue.user:
         return spec.registered(epilogue.user).function, None

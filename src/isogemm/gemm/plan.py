@@ -161,7 +161,7 @@ def gemm_plan(
 
 
 def bias_grad_plan(problem: BiasGradProblem, device: torch.device) -> Plan:
-    from isogemm.gemm import kernels
+    from isogemm.gemm import kernels_gradients as kernels
 
     if reason := configs.usable(problem.arch):
         raise RuntimeError(f"isogemm bias gradient {problem}: {reason}")
@@ -184,7 +184,7 @@ def activation_grad_plan(
     problem: ActivationGradProblem, shape: Sequence[int], device: torch.device, seen: Sequence[Seen | None]
 ) -> Plan:
     """seen: the gradient, what was saved, the seed and the sums, as Triton sees them."""
-    from isogemm.gemm import kernels
+    from isogemm.gemm import kernels_gradients as kernels
 
     if reason := configs.usable(problem.arch):
         raise RuntimeError(f"isogemm activation gradient {problem}: {reason}")
@@ -203,7 +203,7 @@ def chunk_sums_plan(
     count: int, n: int, together: int, dtype: torch.dtype, stride: int | None, device: torch.device
 ) -> Plan:
     """The sum of [count, n] sums, `together` to a chunk; added to what there is, `stride` apart, where given."""
-    from isogemm.gemm import kernels
+    from isogemm.gemm import kernels_gradients as kernels
 
     launch = kernels.describe_chunk_sums(count, n, together, stride or 1, stride is not None)
     step = _step(launch, (((torch.float32, False), _A), ((dtype, False), _OUT)), device)
