@@ -9,6 +9,7 @@ A configuration counts only where its result is bit for bit the canonical one's.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -34,6 +35,7 @@ WEIGHTS = (  # n, k
     (12288, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (32000, 4096), (128256, 4096), (1024, 4096),
     (6144, 4096), (2048, 2048), (5120, 5120), (8192, 8192), (512, 2048), (3072, 768), (768, 3072),
     (256, 1024), (2560, 9728), (4096, 1024), (1024, 256), (11008, 4096), (2048, 768),
+    (768, 768), (384, 384), (384, 96), (96, 384),
 )  # fmt: skip
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 NUMBERS = {  # dtype, precision
@@ -83,10 +85,13 @@ def candidates(point: Point) -> list[Config]:
     made = _small(problem) if problem.m <= 16 else _medium(problem) if problem.m <= 128 else _large(problem)
     if problem.number in ("ieee", "tf32x3"):
         made = _fma(problem) if problem.number == "ieee" else _split(problem)
+    elif problem.number == "tf32" and problem.layout != "nt":
+        made = _small(problem) if problem.m <= 16 else _across(problem)
     chosen = []
     for config in made:
         if problem.chunks > 1:
-            config = replace(config, persistent=True, early_launch=False)
+            waits = problem.out_dtype != "float32"  # chunks in scratch memory
+            config = replace(config, persistent=config.persistent or waits, early_launch=False)
             chosen.append(replace(config, parallel_chunks=True))
         chosen.append(config)
     if point.kind in EPILOGUES:  # which would spill registers with so wide a tile
@@ -174,6 +179,22 @@ def _large(problem: Problem) -> Iterator[Config]:
         (128, 128, 1, 4, 5),
     ):
         yield Config(block_m, block_n, block_k * depth, warps, stages, "tma", swapped=True, early_launch=True)
+
+
+def _across(problem: Problem) -> Iterator[Config]:
+    """TF32 that is not along k in memory: warpgroups would have it turned first, single warps read it as it lies."""
+    for block_m, block_n, block_k, warps, stages in (
+        (64, 64, 32, 2, 4), (64, 64, 64, 2, 2), (32, 128, 32, 4, 4), (32, 64, 32, 2, 5), (64, 32, 32, 2, 5),
+        (32, 256, 32, 4, 3), (32, 32, 32, 1, 6), (128, 128, 32, 8, 3), (64, 64, 32, 4, 3),
+    ):  # fmt: skip
+        yield Config(block_m, block_n, block_k, warps, stages, "tma", early_launch=True)
+    yield Config(32, 128, 32, 4, 4, "tma", swapped=True, early_launch=True)
+    yield Config(64, 64, 32, 2, 4, "stream", persistent=True, residents=3)
+    for parts, block_k in itertools.product((1, 2, 4) if problem.epilogue.gradient else (1,), (32, 16)):
+        wide = Config(64, 128, block_k, 2, 96 // block_k, "tma", early_launch=True, parts=parts)
+        yield from (wide, replace(wide, swapped=True), replace(wide, block_m=128, block_n=64))
+        yield replace(wide, kernel="stream", persistent=True, residents=2, early_launch=False)
+        yield Config(64, 64, 32, 2, 4, "tma", early_launch=True, parts=parts)
 
 
 def _fma(problem: Problem) -> Iterator[Config]:
@@ -432,7 +453,7 @@ def main() -> None:
     parser.add_argument("--raw", type=Path, nargs="+", required=True, help="times, JSONL; the first is added to")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--numbers", nargs="+", choices=list(NUMBERS), default=["half"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--tokens", nargs="+", type=int, help="of gradients by default 256 and more")
     parser.add_argument("--weights", nargs="+", type=int, help="indices into WEIGHTS")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long")
     parser.add_argument("--workers", type=int, default=max(1, multiprocessing.cpu_count() - 1))
@@ -448,8 +469,8 @@ def main() -> None:
         for number in options.numbers
         for kind in options.kinds
         for n, k in weights
-        for tokens in options.tokens
-        if kind in ("linear", "activated", "gated") or tokens >= 256
+        for tokens in options.tokens or TOKENS
+        if options.tokens or kind in ("linear", "activated", "gated") or tokens >= 256
     ]
     sweep(points, options.raw[0], options.workers, options.seconds)
 

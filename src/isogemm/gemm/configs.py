@@ -22,6 +22,7 @@ DTYPES = tuple(ITEMSIZE)
 WORKSPACE = 64 << 20  # bytes, the most that finished chunks may take
 LONGEST_WALK = 16384  # k of one sum in a product; longer ones are cut
 _CUT_WALK = 8192
+_BLOCKS_OF_K = (16, 32, 64, 128)  # of weight gradients
 _PINNED = {"ieee": 16, "tf32x3": 32}  # block_k, where bits follow it
 BIAS_CHUNK = 1024  # tokens of one sum in a bias gradient; divides every weight's chunk
 BIAS_ROWS = 64  # tokens of one sum that a product's epilogue makes for it
@@ -301,8 +302,9 @@ def token_edges(problem: Problem, most: int) -> list[int]:
     """
     edges = {size for power in range(most.bit_length()) for size in (1 << power, (1 << power) + 1)}
     edges.update(size for _, by_tokens in _table(problem) for tokens, _ in by_tokens for size in (tokens, tokens + 1))
-    if problem.layout == "tn":  # a last block that is not full, and chunks that wait for each other
+    if problem.layout == "tn":  # chunks that wait for each other, and a last block that is full
         edges.update(size for chunks in (1, 2) for size in (problem.chunk * chunks, problem.chunk * chunks + 1))
+        edges.update({-(-size // block) * block for size in edges for block in _BLOCKS_OF_K})
     return sorted(size for size in {*edges, most} if size <= most)
 
 
@@ -405,6 +407,16 @@ def width(problem: Problem, config: Config) -> int:
     return max(8, min(columns // (2 if waited else config.parts), config.rest_n or columns))
 
 
+def warpgroups(config: Config) -> bool:
+    """Whether its tiles are large enough for instructions of four warps."""
+    return config.block_m >= 64 and config.num_warps >= 4
+
+
+def _turns(problem: Problem) -> bool:
+    """Whether warpgroups would have to turn an operand first: in TF32 they read them along k alone. Warps do not."""
+    return problem.number == "tf32" and problem.layout != "nt" and _sm(problem.arch) >= 90
+
+
 def reads_a_by_tma(problem: Problem, config: Config) -> bool:
     return _by_tma(problem, config, problem.a_strides, problem.a_aligned)
 
@@ -436,7 +448,7 @@ def shared_memory(problem: Problem, config: Config) -> int:
         odd = not problem.read_aligned or any(stride % 16 for stride in problem.read_strides[:2])
         wide = problem.reads_float32 or odd or e.aux  # read an element at a time: the sums are turned to meet them
         out += part * (4 if wide else ITEMSIZE[problem.out_dtype])  # on their way to the registers
-    if problem.number == "tf32" and config.kernel != "pointer":  # operands that must be turned, on the newest twice
+    if problem.number == "tf32" and config.kernel != "pointer" and warpgroups(config):  # operands turned, at most twice
         turned = config.block_m * (problem.a_strides[1] != 1) + config.columns * (problem.b_strides[0] != 1)
         out += 2 * turned * config.block_k * ITEMSIZE[problem.dtype]
     return (operands + out) * config.residents
@@ -460,7 +472,10 @@ def fitted(problem: Problem, config: Config) -> Config:
         if problem.tma and problem.batch == 1 and not problem.k_inner and _sm(problem.arch) >= 90:
             # Rows that TMA cannot read are read in pieces, each with an address in a register: smaller tiles.
             block_k = min(config.block_k, 128 // ITEMSIZE[problem.dtype])
-            config = replace(config, block_m=64, block_n=min(config.block_n, 64), block_k=block_k, num_warps=4, parts=1)
+            warps = 2 if _turns(problem) else 4
+            config = replace(
+                config, block_m=64, block_n=min(config.block_n, 64), block_k=block_k, num_warps=warps, parts=1
+            )  # fmt: skip
     config = replace(config, block_k=_PINNED.get(problem.number, config.block_k))
     if problem.weights > 1:
         config = replace(config, rest_n=0)
@@ -533,6 +548,8 @@ def _default(problem: Problem) -> Config:
         return Config(rows, 64, _PINNED[problem.number], num_warps=8 if rows == 128 else 4, num_stages=2)
     if problem.m <= 16 and not sums:
         return Config(64, 16, 128 if problem.number == "half" else 64, num_warps=4, num_stages=3, swapped=True)
+    if _turns(problem):
+        return Config(64, 64, 32, num_warps=2, num_stages=4, kernel="tma")
     if problem.m <= 64:
         return Config(64, 64, 64 if problem.number == "half" else 32, num_warps=4, num_stages=3)
     return Config(128, 128, 64 if problem.number == "half" else 32, num_warps=8, num_stages=3, kernel="tma")
