@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
+from isogemm.core import device as devices
 from isogemm.core import launch
 from isogemm.core.launch import BoundKernel, Launch
 from isogemm.encoder import api, fused, plan, schedule
@@ -45,7 +46,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(Launch, "bind", lambda self, *tensors: BoundKernel(Compiled(self.kernel.__name__, found), []))
     monkeypatch.setattr(launch, "current_stream", lambda index: 7)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(launch, "current_device", lambda: 0)
+    monkeypatch.setattr(devices, "current_device", lambda: 0)
     monkeypatch.setattr(fused, "_plans", {})
     return found
 
@@ -278,7 +279,7 @@ def test_the_tensors_device_is_made_current(launched, monkeypatch):
         yield
         current.pop()
 
-    monkeypatch.setattr(launch, "current_device", lambda: current[-1])
+    monkeypatch.setattr(devices, "current_device", lambda: current[-1])
     monkeypatch.setattr(launch, "current_stream", lambda index: 10 * index + current[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
     _step(_leaves())

@@ -25,10 +25,15 @@ def bound(monkeypatch):
     launches = []
 
     class Bound:
+        constants = ()
+
+        def described_by(self, seen):
+            return 1
+
         def describer(self, *seen):
             return lambda address: (address,)
 
-        def __call__(self, *args):
+        def launch(self, *args):
             """Nothing is launched."""
 
     monkeypatch.setattr(plan, "_bound", {})
@@ -82,7 +87,7 @@ def test_an_activated_layer_binds_nothing_later(bound, operation, activation, fr
     monkeypatch.setattr(plan, "_index", lambda device: 0)
     monkeypatch.setattr(problem_module, "_tma", lambda: True)
     monkeypatch.setattr(devices, "facts", lambda device: devices.DeviceFacts("", "sm_90", 132, 232448, 0))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(devices, "current_device", lambda: 0)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
     shapes = {"weight": (96, 64), "bias": (96,)}
     shapes |= {"weight_up": (96, 64), "bias_up": (96,)} if activation == "swiglu" else {}

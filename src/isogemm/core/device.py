@@ -54,3 +54,6 @@ matmul_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _fp32_precision: Callable[[str, str], str] = private.find("torch._C:_get_fp32_precision_getter") or (
     lambda backend, op: torch.backends.cuda.matmul.fp32_precision
 )
+
+# torch.cuda.current_device, without asking whether CUDA is there.
+current_device: Callable[[], int] = private.find("torch._C:_cuda_getDevice") or torch.cuda.current_device

@@ -28,8 +28,6 @@ from isogemm.core import private
 current_stream: Any = private.find("torch._C:_cuda_getCurrentRawStream") or (
     lambda index: torch.cuda.current_stream(index).cuda_stream
 )
-# torch.cuda.current_device, without asking whether CUDA is there.
-current_device: Any = private.find("torch._C:_cuda_getDevice") or torch.cuda.current_device
 
 _TFLOAT32 = 11  # CU_TENSOR_MAP_DATA_TYPE_TFLOAT32: the copy engine rounds float32 as it reads
 _OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.float32}  # for Triton's checks of alignment
@@ -83,12 +81,12 @@ class BoundKernel:
         "_after",
         "_before",
         "_compiled",
-        "_constants",
         "_encoders",
         "_function",
         "_grouped",
         "_launch",
         "_metadata",
+        "constants",
         "direct",
     )
 
@@ -99,7 +97,7 @@ class BoundKernel:
         self._compiled = compiled
         self._function = compiled.function
         self._metadata = compiled.packed_metadata
-        self._constants = tuple(constants)
+        self.constants = tuple(constants)  # the kernel's last arguments
         self._encoders = tuple(getattr(getattr(compiled, "metadata", None), "tensordesc_meta", None) or ())
         launcher = _launcher(compiled, bool(self._encoders))
         self.direct = launcher is not None  # whether launches go past Triton's launcher
@@ -110,26 +108,37 @@ class BoundKernel:
 
         Tensors are given by address, or by what a `describer` gives, unpacked.
         """
-        stream = current_stream(device)
-        enter, leave, described = _listening(knobs.runtime.launch_enter_hook), knobs.runtime.launch_exit_hook, None
+        self.launch(device, programs, (*args, *self.constants))
+
+    def launch(self, device: int, programs: int, arguments: Sequence[Any]) -> None:
+        """The same with the kernel's constants among the arguments, as its last."""
+        stream, runtime = current_stream(device), knobs.runtime
+        enter, leave, described = runtime.launch_enter_hook, runtime.launch_exit_hook, None
+        # Nobody listens to an empty chain, but Triton would call it.
+        enter = enter if enter is not None and getattr(enter, "calls", True) else None
+        leave = leave if leave is not None and getattr(leave, "calls", True) else None
         if enter is not None:
-            described = self._compiled.launch_metadata((programs, 1, 1), stream, *args, *self._constants)
-        hooks = (self._metadata, described, enter, _listening(leave))
+            described = self._compiled.launch_metadata((programs, 1, 1), stream, *arguments)
+        hooks = (self._metadata, described, enter, leave)
         if self._grouped:
-            arguments = (*args, *self._constants)
-            self._launch(programs, 1, 1, stream, self._function, *self._before, *hooks, *self._after, arguments)
+            rest = (*self._after, tuple(arguments))
+            self._launch(programs, 1, 1, stream, self._function, *self._before, *hooks, *rest)
         else:
-            self._launch(programs, 1, 1, stream, self._function, *self._before, *hooks, *args, *self._constants)
+            self._launch(programs, 1, 1, stream, self._function, *self._before, *hooks, *arguments)
 
     def prepared(self, stream: int, programs: int, args: Sequence[Any]) -> Callable[[], None]:
         """A launch with these arguments on that stream, of which no hook hears: with nothing left to do but it."""
-        rest: tuple[Any, ...] = (*args, *self._constants)
+        rest: tuple[Any, ...] = (*args, *self.constants)
         if self._grouped:
             rest = (*self._after, rest)
         hooks = (self._metadata, None, None, None)
         return functools.partial(
             self._launch, programs, 1, 1, stream, self._function, *self._before, *hooks, *rest
         )  # fmt: skip
+
+    def described_by(self, seen: TensorMap) -> int:
+        """How many arguments describe a matrix."""
+        return 1 + 2 * len(seen.shape) if self.direct else 1
 
     def describer(self, index: int, seen: TensorMap, device: int) -> Callable[[Any], tuple[Any, ...]]:
         """For the kernel's `index`-th descriptor: from an address to the arguments that describe the matrix there.
@@ -304,8 +313,3 @@ def is_heard() -> bool:
     """Whether anyone listens to launches."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-def _listening(hook: Any) -> Any:
-    """A launch hook, or None where nobody listens: Triton calls even an empty chain."""
-    return hook if hook is not None and getattr(hook, "calls", True) else None

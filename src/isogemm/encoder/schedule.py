@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from isogemm.core import device as devices
 from isogemm.encoder.layout import Span
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Schedule:
     def run(self, addresses: tuple[int, ...], *tensors: Sequence[Tensor | None]) -> None:
         """On those given, in groups that follow on one another; `addresses_of` them all."""
         launching = self._launching
-        if launching.current_device() != self._index:
+        if devices.current_device() != self._index:
             with torch.cuda.device(self._index):
                 self.run(addresses, *tensors)
             return

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from isogemm.core import device as devices
 from isogemm.core import dispatch
 from isogemm.core.dispatch import Dispatch
 from isogemm.gemm import configs
@@ -24,36 +25,30 @@ Seen = tuple[torch.dtype, bool]  # all that Triton sees of a tensor: its dtype, 
 
 _NO_NUMBERS = (None, None, None, None)
 
-# Places of a call's addresses; what an epilogue reads follows. _NOTHING: an argument that a launch has no use for.
-_A, _B, _OUT, _SCRATCH, _NOTHING, _B_UP, _PAIR, _READ = range(8)
+# Places of a call's addresses; what an epilogue reads follows.
+_A, _B, _OUT, _SCRATCH, _B_UP, _PAIR, _READ = range(7)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One launch. Its addresses are picked from those of a call."""
+    """One launch. A call fills in what its arguments leave open."""
 
     kernel: BoundKernel
     programs: int
-    pick: Callable[[tuple[int | None, ...]], tuple[int | None, ...]]
-    describers: tuple[Describer | None, ...]  # of the first addresses, as far as some are described
-    scalars: tuple[int | None, ...]
-    numbered: bool  # whether a call's numbers follow
+    arguments: tuple[Any, ...]  # all of the kernel's
+    addressed: tuple[tuple[int, int], ...]  # which of them are addresses, and of those of a call which
+    described: tuple[tuple[slice, int, Describer], ...]  # and which are made of one
+    numbered: slice | None  # and which are a call's numbers
 
     def run(self, index: int, addresses: tuple[Any, ...], numbers: tuple[float | None, ...]) -> None:
-        picked = self.pick(addresses)
-        if not self.numbered:
-            numbers = ()  # a kernel that adds what others computed
-        if not self.describers:
-            self.kernel(index, self.programs, *picked, *self.scalars, *numbers)
-            return
-        args: list[Any] = []
-        for address, describe in zip(picked, self.describers, strict=False):
-            if describe is None:
-                args.append(address)
-            else:
-                args += describe(address)
-        args += picked[len(self.describers) :]
-        self.kernel(index, self.programs, *args, *self.scalars, *numbers)
+        arguments = list(self.arguments)
+        for at, place in self.addressed:
+            arguments[at] = addresses[place]
+        for those, place, describe in self.described:
+            arguments[those] = describe(addresses[place])
+        if self.numbered is not None and numbers is not _NO_NUMBERS:
+            arguments[self.numbered] = numbers
+        self.kernel.launch(index, self.programs, arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +88,11 @@ class Plan:
             at,
             out.data_ptr(),
             None if scratch is None else scratch.data_ptr(),
-            None,
             up,
             None if up is None else (at, up),
             *[None if each is None else each.data_ptr() for each in read],
         )
-        if self.index == torch.cuda.current_device():
+        if self.index == devices.current_device():
             for step in self.steps:
                 step.run(self.index, addresses, numbers)
         else:
@@ -239,14 +233,23 @@ def _step(launch: Launch, places: Sequence[_Place | None], device: torch.device)
         with torch.cuda.device(device):
             like = tuple(_like(*place[0], device) if place else None for place in places)
             bound = _bound[key] = kernels.bind_launch(launch, like)
-    places_of_maps = itertools.count()
-    describers = tuple(
-        None if seen is None else bound.describer(next(places_of_maps), seen, _index(device)) for seen in launch.maps
-    )
-    pick = operator.itemgetter(*(place[1] if place else _NOTHING for place in places))
+    arguments: list[Any] = []
+    addressed: list[tuple[int, int]] = []
+    described: list[tuple[slice, int, Describer]] = []
+    for place, seen in itertools.zip_longest(places, launch.maps):
+        at = len(arguments)
+        arguments += [None] * (1 if seen is None else bound.described_by(seen))
+        if place is not None and seen is not None:
+            describe = bound.describer(len(described), seen, _index(device))
+            described.append((slice(at, len(arguments)), place[1], describe))
+        elif place is not None:
+            addressed.append((at, place[1]))
+    arguments += launch.scalars
+    numbered = slice(len(arguments), len(arguments) + len(launch.numbers)) if launch.numbers else None
+    arguments += [None] * len(launch.numbers)
     return Step(
-        bound, launch.programs, pick, describers if any(launch.maps) else (), launch.scalars, bool(launch.numbers)
-    )
+        bound, launch.programs, (*arguments, *bound.constants), tuple(addressed), tuple(described), numbered
+    )  # fmt: skip
 
 
 def _seen_by_triton(name: str, scalar: int | None) -> tuple[bool, ...] | None:
