@@ -221,14 +221,15 @@ class Ledger:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.lock = threading.RLock()  # one thread turns a deferred tensor into its value, another waits for it
-        self._refs: list[Ref] = []  # to what was deferred, in the order of the calls; some are dead or computed
-        self._most_refs = _FEW  # before those are let go
         self._repeated: WeakIdKeyDictionary | None = None  # tensors that have a part of their gradient only
-        self._results: set[int] = set()  # storages of computed ones, which later steps read
-        self._readers: dict[
-            int, list[tuple[int, Ref]]
-        ] = {}  # by an operand's storage: places in _refs, and what is there
+        # Bounded by what is pending, not by what a block has done: `_tidy` lets the rest go.
+        self._refs: list[Ref] = []  # to what was deferred, in the order of the calls; some are dead or computed
+        self._results: set[int] = set()  # storages of computed ones, which pending steps may read
+        self._most = _FEW  # of these two before they are tidied
+        self._readers: dict[int, list[tuple[int, Ref]]] = {}  # by an operand's storage: places in _refs, what is there
         self._indexed = 0  # how many of _refs are among them
+        self._entries = 0  # of _readers
+        self._most_entries = _FEW
 
     def defer(
         self,
@@ -274,8 +275,8 @@ class Ledger:
         node.tensor = ref = weakref.ref(x)
         refs = self._refs
         refs.append(ref)
-        if len(refs) > self._most_refs:
-            self._most_refs = _FEW + 2 * len(self._pending())
+        if len(refs) + len(self._results) > self._most:
+            self._tidy()
         return x
 
     def settle(self, x: torch.Tensor, node: Node) -> None:
@@ -343,26 +344,35 @@ class Ledger:
             for x, _ in _deferred_at(ref for _, ref in sorted(found, key=operator.itemgetter(0))):
                 materialise(x, reason)
             return
-        for x, node in _deferred_at(self._pending()):
+        self._tidy()
+        for x, node in _deferred_at(self._refs):
             if not node.storages.isdisjoint(storages) or node.reads_result_in(storages):
                 materialise(x, reason)
 
     def _index(self) -> None:
+        """Enter the new ones among the readers; where most are of the past, all anew."""
+        is_stale = self._entries > self._most_entries
+        if is_stale:
+            self._tidy()
         for place in range(self._indexed, len(self._refs)):
             ref = self._refs[place]
             for _, node in _deferred_at((ref,)):
                 for storage in node.storages:
                     self._readers.setdefault(storage, []).append((place, ref))
+                    self._entries += 1
         self._indexed = len(self._refs)
+        if is_stale:
+            self._most_entries = _FEW + 2 * self._entries
 
-    def _pending(self) -> list[Ref]:
-        """Lets the others go."""
-        self._refs = [ref for ref in self._refs if type(ref()) is Deferred]
+    def _tidy(self) -> None:
+        """Let go of all that is dead or computed."""
+        with self.lock:  # another thread may be settling one
+            self._refs = [ref for ref in self._refs if type(ref()) is Deferred]
+            results = (each.computed() for _, node in _deferred_at(self._refs) for each in node.ancestors())
+            self._results = {questions.storage(x) for x in results if x is not None}
+        self._most = _FEW + 2 * (len(self._refs) + len(self._results))
         self._readers.clear()
-        self._indexed = 0
-        if not self._refs:
-            self._results.clear()
-        return self._refs
+        self._indexed = self._entries = 0
 
 
 def _deferred_at(refs: Iterable[Ref]) -> Iterator[tuple[Deferred, Node]]:

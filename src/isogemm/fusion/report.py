@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+MOST_ENTRIES = 256  # of each kind: shapes without end (a decorated function's batches) take no memory without end
+_Entry = TypeVar("_Entry", "Fused", "Left")
 
 
 class Fused(NamedTuple):
@@ -14,7 +17,7 @@ class Fused(NamedTuple):
     steps: tuple[str, ...]  # bias, gelu, residual
 
     def __str__(self) -> str:
-        return f"{self.product} + {' + '.join(self.steps)}"
+        return " + ".join((self.product, *self.steps))
 
 
 class Left(NamedTuple):
@@ -27,8 +30,15 @@ class Left(NamedTuple):
         return f"{self.product}: {self.reason}"
 
 
+_REST = f"products beyond the first {MOST_ENTRIES} entries"
+_FUSED_REST, _LEFT_REST = Fused(_REST, ()), Left(_REST, "not listed one by one")
+
+
 class Report:
-    """What was fused and what was left, each with how often, in the order it first happened."""
+    """What was fused and what was left, each with how often, in the order it first happened.
+
+    Of each kind the first `MOST_ENTRIES` different ones are listed; one more entry counts all others.
+    """
 
     # Made when first asked for: most blocks need one of them.
     @cached_property
@@ -45,14 +55,13 @@ class Report:
         return Counter()
 
     def add_fused(self, entry: Fused) -> None:
-        fused = self.fused
-        fused[entry] = fused.get(entry, 0) + 1
+        _add(self.fused, entry, _FUSED_REST)
 
     def add_left(self, product: str, reason: str) -> None:
-        self.left[Left(product, reason)] += 1
+        _add(self.left, Left(product, reason), _LEFT_REST)
 
     def add_repeated(self, product: str, reason: str) -> None:
-        self.repeated[Left(product, reason)] += 1
+        _add(self.repeated, Left(product, reason), _LEFT_REST)
 
     def __str__(self) -> str:
         kinds: tuple[tuple[str, Counter[Fused] | Counter[Left]], ...] = (
@@ -66,3 +75,10 @@ class Report:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def _add(entries: Counter[_Entry], entry: _Entry, rest: _Entry) -> None:
+    count = entries.get(entry, 0)
+    if not count and len(entries) >= MOST_ENTRIES:
+        entry, count = rest, entries[rest]
+    entries[entry] = count + 1
