@@ -76,13 +76,6 @@ def test_a_block_keeps_what_is_pending_alone(ledgers, pending, kind):
     torch.testing.assert_close(results, [x @ w] * len(results))
 
 
-def test_the_index_of_many_pending_ones_keeps_these_alone(ledgers):
-    x, w = torch.randn(4, 8), torch.randn(8, 8)
-    with autofuse():
-        held = [torch.relu(x @ w) for _ in range(300)]
-        assert peak(ledgers[0], lambda _: (x @ w, torch.zeros(3).add_(1))) < 10 * len(held)
-
-
 def test_a_report_counts_what_it_no_longer_lists():
     weight, counted = torch.randn(8, 8), MOST_ENTRIES + 50
 

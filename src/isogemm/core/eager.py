@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch.compiler import is_compiling
+from torch.overrides import has_torch_function
 
 from isogemm.core import private
 from isogemm.core.private import forward_ad_level
@@ -24,6 +25,11 @@ def through_dispatcher(*tensors: torch.Tensor) -> bool:
         or _interpreter() is not None
         or _any_special(tensors)
     )
+
+
+def is_intercepted() -> bool:
+    """Whether a torch function mode is on. It is to see a call as one, as it does torch's own: not what is inside."""
+    return has_torch_function(_NO_TENSOR) and not is_compiling()
 
 
 def likeness(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
@@ -79,6 +85,7 @@ def _any_special(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 # Looked up once: they are asked at every call.
+_NO_TENSOR = (None,)  # has_torch_function then asks for a mode alone
 is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 _HAS_FAST_PATH = not private.is_off(private.FAST_PATH)
 _TensorGuards = private.find("torch._C._dynamo.guards:TensorGuards")

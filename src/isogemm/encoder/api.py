@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Required, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Required, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.overrides import handle_torch_function
 
 from isogemm.core import device as devices
 from isogemm.core import dispatch
 from isogemm.core.dispatch import Dispatch
-from isogemm.core.eager import autocast_dtype, likeness, through_dispatcher
+from isogemm.core.eager import autocast_dtype, is_intercepted, likeness, through_dispatcher
 from isogemm.core.errors import require_precision, require_same
 from isogemm.encoder import composed
 from isogemm.encoder.batch_norm import update_running
@@ -123,6 +124,8 @@ def encoder_layer(
     `encoder_chunk` sequences at a time: micro-batches of multiples of that add up, through main_grad, to the bits of
     the whole batch. `isogemm.dispatch_log` shows whether the fused kernels served. Differentiable once.
     """
+    if is_intercepted():
+        return cast(Tensor, handle_torch_function(cast(Any, encoder_layer), (), **locals()))
     given = _Tensors.of(key_padding_mask, scores, running)
     decision = _decided(
         x, params, given, nhead, norm_first, residual_normed, activation, norm, eps, is_causal, dropout, training,

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from isogemm.core.device import matmul_precision
 from isogemm.core.eager import PLAIN
+from isogemm.encoder.api import encoder_layer
 from isogemm.fusion import ambient, chains, questions, rules
 from isogemm.fusion.chains import NOT_PLAIN, STEPS, UNKNOWN_FORM, Chain, Kwargs, Operand, Pair, Part, Step
 from isogemm.fusion.deferred import (
@@ -28,8 +29,11 @@ from isogemm.fusion.deferred import (
     materialise,
     materialise_all,
     node_of,
+    with_values,
 )
 from isogemm.fusion.rules import Function
+from isogemm.gemm.api import linear, matmul, matmul_fused, mlp, mm
+from isogemm.tiny.api import bmm
 
 _CONSTANTS = frozenset({bool, int, float, str, type(None)})
 _COMPUTED = "another thread computed it"
@@ -294,6 +298,14 @@ def on_backward(ledger: Ledger, function: Function, args: tuple[Any, ...], kwarg
     return function(*args, **kwargs)
 
 
+def on_own_call(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    """One of isogemm's functions: as outside of a block."""
+    materialise_all((args, kwargs), f"isogemm.{questions.name(function)} reads it")
+    if ledger.is_pending():
+        ledger.compute_readers(kwargs.get("running"), "isogemm.encoder_layer changes an operand")
+    return function(*with_values(args), **with_values(kwargs))
+
+
 def _refuse_lost_gradient(ledger: Ledger, function: Function, wanted: Any) -> None:
     """A gradient of what a fused launch went past: its backward has no such value."""
     if any(map(ledger.lost_gradient, questions.tensors_in(wanted))):
@@ -304,11 +316,13 @@ def _refuse_lost_gradient(ledger: Ledger, function: Function, wanted: Any) -> No
         )
 
 
+OWN = (mm, matmul, linear, matmul_fused, mlp, bmm, encoder_layer)
 HANDLERS: dict[Function, Callable[[Ledger, Function, tuple[Any, ...], Kwargs], Any]] = {
     **dict.fromkeys(rules.PRODUCTS, on_product),
     **dict.fromkeys(STEPS, on_step),
     **dict.fromkeys(rules.OUT_OF_PLACE, on_step_in_place),
     **dict.fromkeys(rules.DROPOUTS, on_dropout),
+    **dict.fromkeys(OWN, on_own_call),
     **dict.fromkeys((torch.Tensor.retain_grad, torch.Tensor.register_hook), on_hook),
     **dict.fromkeys((torch.Tensor.backward, torch.autograd.grad), on_backward),
 }

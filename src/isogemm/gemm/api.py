@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
-from isogemm.core.eager import PLAIN, autocast_dtype, through_dispatcher
+from isogemm.core.eager import PLAIN, autocast_dtype, is_intercepted, through_dispatcher
 from isogemm.core.errors import require_tensor
 from isogemm.epilogues import spec
 from isogemm.gemm import ahead, autograd, configs, fused_autograd, op
@@ -30,6 +31,8 @@ def mm(
     a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None, precision: str | None = None
 ) -> torch.Tensor:
     """Matrix product [M, K] @ [K, N] -> [M, N]; as `matmul`."""
+    if is_intercepted():
+        return handle_torch_function(mm, (), **locals())
     require_tensor("a", a, 2, "[M, K]")
     require_tensor("b", b, 2, "[K, N]")
     return matmul(a, b, out_dtype=out_dtype, precision=precision)
@@ -50,6 +53,8 @@ def matmul(
     bfloat16, float16 and float32, summed in float32; float64 is torch's, without the promise. Differentiable, twice;
     gradients under the contract in docs/contract.md.
     """
+    if is_intercepted():
+        return handle_torch_function(matmul, (), **locals())
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
@@ -102,6 +107,8 @@ def linear(
         activation .. rounding: what follows in the same launch, as in `matmul_fused`.
         out_dtype, precision: as in `matmul`.
     """
+    if is_intercepted():
+        return handle_torch_function(linear, (), **locals())
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))):
         op.validate_linear(x, weight, bias, out_dtype, precision)
     if (
@@ -191,6 +198,8 @@ def matmul_fused(
 
     Batch-invariant and differentiable, twice, as `matmul`: docs/contract.md.
     """
+    if is_intercepted():
+        return handle_torch_function(matmul_fused, (), **locals())
     if not isinstance(a, torch.Tensor):
         raise TypeError(f"a is a {type(a).__name__}; expected a torch.Tensor [..., M, K]")
     if a.ndim < 2:
@@ -225,6 +234,8 @@ def mlp(
     As two calls of `linear`, but for the backward: the activation's derivative is the epilogue of the product that
     gives its gradient, and what is kept for it is let go as soon as it was read.
     """
+    if is_intercepted():
+        return handle_torch_function(mlp, (), **locals())
     if isinstance(x, torch.Tensor) and x.ndim == 1:
         residual = residual[None] if isinstance(residual, torch.Tensor) else residual
         return mlp(

@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import torch
 from torch.compiler import is_compiling
+from torch.overrides import handle_torch_function
 
-from isogemm.core.eager import PLAIN, autocast_dtype, in_transform, through_dispatcher
+from isogemm.core.eager import PLAIN, autocast_dtype, in_transform, is_intercepted, through_dispatcher
 from isogemm.tiny import op
 from isogemm.tiny.configs import DTYPES, MAX_SIZE
 
@@ -36,6 +37,8 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, precision: str | None = None) -> to
     Where the tiny kernels serve (a GPU; float32, float16, bfloat16; B > 1), a matrix's bits do not depend on the batch
     around it. `isogemm.dispatch_log` shows which path served a call. Differentiable, twice.
     """
+    if is_intercepted():
+        return handle_torch_function(bmm, (), **locals())
     if type(a) in PLAIN and a.is_cuda and not (through_dispatcher(a, b) or torch.is_autocast_enabled("cuda")):
         plan = op.plans.get(op.key(a, b, precision))  # one that is known was valid
         if plan is not None:
