@@ -7,7 +7,9 @@ chains.py remembers take a short way, which asks what depends on the moment, as 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -38,6 +40,7 @@ from isogemm.tiny.api import bmm
 _CONSTANTS = frozenset({bool, int, float, str, type(None)})
 _COMPUTED = "another thread computed it"
 _ELSEWHERE = "it was deferred on another thread or in another block"
+BESIDE_GROUP = "a process group exists, and torch.distributed writes tensors unseen"
 _AMBIENT_CHANGED = "the grad mode, autocast, stream or hooks changed before the next step"
 
 
@@ -63,14 +66,28 @@ def on_product(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs
         if type(x) is Deferred:
             materialise(x, f"{questions.name(function)} reads it")
     product = _product(block, function, args, kwargs)
-    if not isinstance(product, str):
-        return product
+    return _leave(block, function, args, kwargs, product) if isinstance(product, str) else product
+
+
+def on_product_beside_group(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    _warn_of_group()
+    return _leave(ledger.blocks[-1], function, args, kwargs, BESIDE_GROUP)
+
+
+@functools.cache
+def _warn_of_group() -> None:
+    message = f"isogemm.autofuse fuses nothing for now: {BESIDE_GROUP}. Results are not affected."
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def _leave(block: Block, function: Function, args: tuple[Any, ...], kwargs: Kwargs, reason: str) -> Any:
+    """A product that is torch's."""
     try:
         call = rules.PRODUCTS[function](*args, **kwargs)
     except TypeError:  # torch will say what is wrong, or knows a form that is not fused
         return function(*args, **kwargs)
     if isinstance(call.a, torch.Tensor) and isinstance(call.b, torch.Tensor):
-        block.report.add_left(rules.describe(call.is_linear, call.a, call.b), product)
+        block.report.add_left(rules.describe(call.is_linear, call.a, call.b), reason)
     return function(*args, **kwargs)
 
 

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from torch import distributed
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
@@ -18,11 +19,13 @@ from isogemm.core import private
 from isogemm.fusion import questions
 from isogemm.fusion.chains import Kwargs
 from isogemm.fusion.deferred import NO_KWARGS, Block, Ledger, thread
-from isogemm.fusion.deferring import HANDLERS
+from isogemm.fusion.deferring import BESIDE_GROUP, HANDLERS, on_product, on_product_beside_group
 from isogemm.fusion.report import Report
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+_has_group: Callable[[], bool] = distributed.is_initialized if distributed.is_available() else lambda: False
 
 
 class autofuse:
@@ -99,9 +102,14 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         if is_dynamo_compiling() or thread.computing:
             return function(*args, **(kwargs or NO_KWARGS))
+        ledger = self.ledger
         handler = HANDLERS.get(function) if not kwargs or "out" not in kwargs else None
+        is_pending = handler is not None or ledger.is_pending()
+        if is_pending and _has_group():
+            ledger.compute_pending(BESIDE_GROUP)  # what was deferred before there was one
+            handler = on_product_beside_group if handler is on_product else handler
         if handler is not None:
-            return handler(self.ledger, function, args, kwargs or NO_KWARGS)
-        if self.ledger.is_pending() and questions.may_write(function, args, kwargs or NO_KWARGS):
-            self.ledger.compute_readers((args, kwargs), f"{questions.name(function)} changes an operand")
+            return handler(ledger, function, args, kwargs or NO_KWARGS)
+        if is_pending and questions.may_write(function, args, kwargs or NO_KWARGS):
+            ledger.compute_readers((args, kwargs), f"{questions.name(function)} changes an operand")
         return function(*args, **kwargs) if kwargs else function(*args)
