@@ -296,6 +296,9 @@ def test_retain_grad_and_hooks():
         lambda z, loss: torch.autograd.grad(loss, z),
         lambda z, loss: torch.autograd.grad(loss, inputs=[z]),
         lambda z, loss: loss.backward(inputs=[z]),
+        lambda z, loss: torch.autograd.backward(loss, inputs=[z]),
+        lambda z, loss: torch.autograd.backward([loss], inputs=z),
+        lambda z, loss: torch.autograd.graph.register_multi_grad_hook([z], print),
     ],
 )
 def test_a_gradient_that_a_fused_step_lost_raises(ask):

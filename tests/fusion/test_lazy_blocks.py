@@ -1,5 +1,6 @@
 """Blocks of isogemm.autofuse: their ends, modes around them, dropout, threads, what they keep, compiled code."""
 
+import functools
 import gc
 import threading
 import weakref
@@ -78,12 +79,28 @@ def test_decorator():
     assert steps_of(fuse.report) == [("relu",)] * 2
 
 
-def test_decorator_of_a_generator_is_refused():
-    with pytest.raises(TypeError, match="generator"):
+def generate():
+    yield 1
 
-        @autofuse()
-        def generate():
-            yield 1
+
+async def wait():
+    return 1
+
+
+async def generate_later():
+    yield 1
+
+
+class Generating:
+    __call__ = generate_later
+
+
+@pytest.mark.parametrize(
+    "function", [generate, wait, generate_later, functools.partial(generate_later), Generating(), Generating().__call__]
+)
+def test_a_function_that_runs_after_its_call_is_refused(function):
+    with pytest.raises(TypeError, match="is a generator or a coroutine; use a with block inside it"):
+        autofuse()(function)
 
 
 def test_other_modes_see_what_is_computed():

@@ -1,5 +1,8 @@
 """isogemm.autofuse where a deferred tensor is used twice, or what it reads changes before it is computed."""
 
+import ctypes
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -130,6 +133,13 @@ CHANGES = {
     "embedding": lambda t: F.embedding(torch.tensor([0]), torch.atleast_2d(t), max_norm=0.1),
     "embedding_bag": lambda t: F.embedding_bag(torch.tensor([[0]]), torch.atleast_2d(t), max_norm=0.1),
     "optimizer": lambda t: _step_of_sgd(t),
+    # By others, who were given the memory.
+    "numpy": lambda t: t.numpy().fill(3),
+    "__array__": lambda t: np.asarray(t).fill(3),
+    "__dlpack__": lambda t: torch.from_dlpack(t).fill_(3),
+    "untyped_storage": lambda t: t.untyped_storage().fill_(1),
+    "storage": lambda t: t.storage().fill_(3),
+    "data_ptr": lambda t: ctypes.memset(t.data_ptr(), 1, t.nbytes),  # as C++ code and Triton kernels' launches have it
     "deferred": lambda t: t.copy_(torch.ones(t.shape[0], 3) @ torch.ones(3, t.shape[-1])) if t.ndim == 2 else t.add_(1),
 }
 
@@ -144,6 +154,7 @@ def _step_of_sgd(t):
     torch.optim.SGD([t], lr=0.5).step()
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage")
 @pytest.mark.parametrize("operand", ["x", "w", "b", "r"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_inside_the_block_come_after(change, operand):
@@ -153,6 +164,31 @@ def test_changes_inside_the_block_come_after(change, operand):
         y = torch.relu(leaves["x"] @ leaves["w"] + leaves["b"]) + leaves["r"]
         CHANGES[change](leaves[operand])
     torch.testing.assert_close(y, expected)
+    assert not torch.equal(leaves[operand], leaves_of()[operand])
+
+
+@pytest.mark.parametrize("alias", [lambda x: torch.from_numpy(x.numpy()), torch.from_dlpack, lambda x: x.view(-1)[3:]])
+def test_changes_by_an_alias_come_after(alias):
+    leaves = {name: leaf.detach() for name, leaf in leaves_of().items()}
+    expected, other = torch.relu(leaves["x"] @ leaves["w"]), alias(leaves["x"])
+    with autofuse():
+        y = torch.relu(leaves["x"] @ leaves["w"])
+        other.add_(1)
+    torch.testing.assert_close(y, expected)
+
+
+def test_a_look_at_memory_computes_its_readers_alone():
+    leaves = {name: leaf.detach() for name, leaf in leaves_of().items()}
+    with autofuse() as report:
+        z, other = leaves["x"] @ leaves["w"], leaves["x"] @ leaves["w3"]
+        assert leaves["w"].data_ptr()
+        assert (type(z), type(other)) == (torch.Tensor, Deferred)
+        with autofuse():
+            torch.relu(leaves["x"] @ leaves["w"])
+        assert type(other) is Deferred
+        assert leaves["b"].numpy().any()
+        assert type(other) is Deferred
+    assert "data_ptr may change an operand" in {entry.reason for entry in report.left}
 
 
 @pytest.mark.parametrize(

@@ -495,13 +495,13 @@ def _compute(node: Node, reason: str, still: Ambient | None, aliases: Aliases | 
     """The value; with aliases, from these alone."""
     if node.kept is not None and aliases is None:
         return node.kept.view_as(node.kept)
-    if questions.stamps(node.inputs) != node.stamps:
-        raise OperandChanged(
-            f"an operand of a deferred {node.chain.description} was changed in place, unseen, before the product was "
-            "computed; let a torch function look at the product before that, or leave isogemm.autofuse()"
-        )
     before, thread.computing = thread.computing, True
     try:
+        if questions.stamps(node.inputs) != node.stamps:
+            raise OperandChanged(
+                f"an operand of a deferred {node.chain.description} was changed in place, unseen, before the product "
+                "was computed; let a torch function look at the product before that, or leave isogemm.autofuse()"
+            )
         around = node.ambient
         now = around if around is still else Ambient._make(ambient.read(around.device))
         if now == around and (not node.precision or node.precision == matmul_precision()):

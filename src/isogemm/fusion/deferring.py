@@ -162,7 +162,7 @@ def on_step(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: K
             break
     else:
         if ledger.is_pending() and questions.may_write(function, args, kwargs):
-            ledger.compute_readers((args, kwargs), f"{questions.name(function)} changes an operand")
+            ledger.compute_readers((args, kwargs), f"{questions.name(function)} may change an operand")
         return function(*args, **kwargs)
     if kwargs.get("inplace"):
         return on_step_in_place(ledger, function, args, kwargs)
@@ -183,7 +183,7 @@ def on_step_in_place(ledger: Ledger, function: Function, args: tuple[Any, ...], 
             return result
         materialise_all((args, kwargs), result)
     if ledger.is_pending():
-        ledger.compute_readers((args, kwargs), f"{questions.name(function)} changes an operand")
+        ledger.compute_readers((args, kwargs), f"{questions.name(function)} may change an operand")
     return function(*args, **kwargs)
 
 
@@ -309,7 +309,7 @@ def on_hook(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: K
 
 def on_backward(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """Hooks and accumulation may change what the pending ones read."""
-    position = 1 if function is torch.autograd.grad else 4
+    position = _BACKWARDS[function]
     _refuse_lost_gradient(ledger, function, (args[position : position + 1], kwargs.get("inputs")))
     ledger.compute_pending("a backward begins")
     return function(*args, **kwargs)
@@ -333,6 +333,8 @@ def _refuse_lost_gradient(ledger: Ledger, function: Function, wanted: Any) -> No
         )
 
 
+# Where among the arguments the inputs are.
+_BACKWARDS: dict[Function, int] = {torch.autograd.grad: 1, torch.Tensor.backward: 4, torch.autograd.backward: 5}
 OWN = (mm, matmul, linear, matmul_fused, mlp, bmm, encoder_layer)
 HANDLERS: dict[Function, Callable[[Ledger, Function, tuple[Any, ...], Kwargs], Any]] = {
     **dict.fromkeys(rules.PRODUCTS, on_product),
@@ -341,5 +343,5 @@ HANDLERS: dict[Function, Callable[[Ledger, Function, tuple[Any, ...], Kwargs], A
     **dict.fromkeys(rules.DROPOUTS, on_dropout),
     **dict.fromkeys(OWN, on_own_call),
     **dict.fromkeys((torch.Tensor.retain_grad, torch.Tensor.register_hook), on_hook),
-    **dict.fromkeys((torch.Tensor.backward, torch.autograd.grad), on_backward),
+    **dict.fromkeys(_BACKWARDS, on_backward),
 }

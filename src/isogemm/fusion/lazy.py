@@ -25,6 +25,8 @@ from isogemm.fusion.report import Report
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+# Their bodies run when they are iterated or awaited, after a call of theirs has ended.
+_RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 _has_group: Callable[[], bool] = distributed.is_initialized if distributed.is_available() else lambda: False
 
 
@@ -77,8 +79,9 @@ class autofuse:
             ledger.blocks.remove(block)
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
-            raise TypeError(f"{function.__name__} is a generator or a coroutine; use a with block inside it")
+        for called in (function, type(function).__call__):
+            if any(runs_later(called) for runs_later in _RUN_LATER):
+                raise TypeError(f"{questions.name(function)} is a generator or a coroutine; use a with block inside it")
 
         @functools.wraps(function)
         def fused(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -111,5 +114,5 @@ class _Mode(TorchFunctionMode):
         if handler is not None:
             return handler(ledger, function, args, kwargs or NO_KWARGS)
         if is_pending and questions.may_write(function, args, kwargs or NO_KWARGS):
-            ledger.compute_readers((args, kwargs), f"{questions.name(function)} changes an operand")
+            ledger.compute_readers((args, kwargs), f"{questions.name(function)} may change an operand")
         return function(*args, **kwargs) if kwargs else function(*args)

@@ -51,9 +51,9 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 
 
 def storage(x: torch.Tensor) -> int:
-    """A number for the memory that x may share with others."""
+    """A number for the memory that x may share with others: its address, which NumPy's and DLPack's aliases have too."""
     try:
-        return int(x.untyped_storage()._cdata)
+        return x.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # it has none
         return -id(x)
 
@@ -66,11 +66,16 @@ _WRITING = frozenset(
     | {"batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
     | {"batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_update_stats"}
     | {"embedding", "embedding_bag", "fused_moving_avg_obs_fake_quant"}
+    # They give the memory to whoever may write it: NumPy, DLPack, a Triton kernel's launch, C++ by ctypes.
+    | {"data_ptr", "numpy", "storage", "untyped_storage", "__array__", "__cuda_array_interface__", "__dlpack__"}
 )
 
 
 def may_write(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call may change one of its arguments: in place, by out=, by assignment, or as a custom operator."""
+    """Whether a call may change one of its arguments (in place, by out=, by assignment, or as a custom operator).
+
+    Or let others do so: it gives out their memory.
+    """
     return (
         writes_by_name(function)
         or kwargs.get("out") is not None
@@ -83,7 +88,7 @@ def may_write(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def writes_by_name(function: Any) -> bool:
     """Whether a function that changes its arguments is called so; operators as well."""
     called = str(getattr(function, "__name__", "")).partition(".")[0]
-    return called in _WRITING or (called.endswith("_") and not called.endswith("__"))
+    return called in _WRITING or name(function) in _WRITING or (called.endswith("_") and not called.endswith("__"))
 
 
 def bound_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments | None:
@@ -110,4 +115,7 @@ def _signature(function: Any) -> inspect.Signature | None:
 def name(function: Any) -> str:
     """As a user would know it: a property's accessors by the property's name."""
     called = str(getattr(function, "__name__", function))
-    return str(function.__self__.__name__) if called in ("__get__", "__set__", "__delete__") else called
+    if called not in ("__get__", "__set__", "__delete__"):
+        return called
+    accessed = function.__self__
+    return str(getattr(accessed, "fget", accessed).__name__)  # of a Python property, its getter's
