@@ -61,7 +61,7 @@ NAMES = (
     Name("torch:Tensor._make_wrapper_subclass", (AUTOFUSE,)),
     Name("torch:Tensor._use_count", (AUTOFUSE,)),
     Name("torch:Tensor._backward_hooks", (AUTOFUSE,)),
-    Name("torch:UntypedStorage._cdata", (AUTOFUSE, COMPILE_FUSION)),
+    Name("torch:UntypedStorage._cdata", (COMPILE_FUSION,)),
     Name("torch.overrides:_get_current_function_mode_stack", (AUTOFUSE,)),
     Name("torch.utils._python_dispatch:_disable_current_modes", (AUTOFUSE, COMPILE_FUSION)),
     Name("torch.utils.checkpoint:_StopRecomputationError", (AUTOFUSE,)),

@@ -37,7 +37,6 @@ from isogemm.fusion.rules import Function
 from isogemm.gemm.api import linear, matmul, matmul_fused, mlp, mm
 from isogemm.tiny.api import bmm
 
-_CONSTANTS = frozenset({bool, int, float, str, type(None)})
 _COMPUTED = "another thread computed it"
 _ELSEWHERE = "it was deferred on another thread or in another block"
 BESIDE_GROUP = "a process group exists, and torch.distributed writes tensors unseen"
@@ -272,7 +271,7 @@ def _seen(args: Iterable[Any], kwargs: Kwargs) -> list[Any] | None:
             parts.append(x.chain)
         elif kind in PLAIN:
             parts += (x.shape, x.dtype, x.device)
-        elif kind in _CONSTANTS:
+        elif kind in questions.CONSTANTS:
             parts += (kind, x or repr(x))  # 0.0 and -0.0 are equal
         else:
             return None
@@ -317,10 +316,12 @@ def on_backward(ledger: Ledger, function: Function, args: tuple[Any, ...], kwarg
 
 def on_own_call(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """One of isogemm's functions: as outside of a block."""
-    materialise_all((args, kwargs), f"isogemm.{questions.name(function)} reads it")
-    if ledger.is_pending():
-        ledger.compute_readers(kwargs.get("running"), "isogemm.encoder_layer changes an operand")
-    return function(*with_values(args), **with_values(kwargs))
+    if deferred_in((args, kwargs)):
+        materialise_all((args, kwargs), f"isogemm.{questions.name(function)} reads it")
+        args, kwargs = with_values(args), with_values(kwargs)
+    if kwargs.get("running") is not None and ledger.is_pending():
+        ledger.compute_readers(kwargs["running"], f"isogemm.{questions.name(function)} changes an operand")
+    return function(*args, **kwargs)
 
 
 def _refuse_lost_gradient(ledger: Ledger, function: Function, wanted: Any) -> None:

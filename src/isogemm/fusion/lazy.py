@@ -38,7 +38,9 @@ class autofuse:
             drawn from torch's generator when the result is computed.
 
     The block gives a `Report` of what was fused and, for the products left, why not (of a decorator: its `report`).
-    Values and gradients are those of the plain code within rounding.
+    Values and gradients are those of the plain code within rounding. Nothing is fused where a torch.distributed process
+    group exists. What else changes operands unseen, and so may not be used between a product and its next step, is
+    listed in the README of isogemm.fusion.
     """
 
     def __init__(self, *, dropout: bool = False) -> None:

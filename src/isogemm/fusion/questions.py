@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from isogemm.core.eager import PLAIN
 
+CONSTANTS = frozenset({bool, int, float, str, type(None)})
 OVERLOAD: Any = type(torch.ops.aten.mm.default)
 OPERATOR_TYPES: Any = (type(torch.ops.aten.mm), OVERLOAD)
 
@@ -47,11 +48,11 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
         values = values.values()
     elif not isinstance(values, list | tuple):
         return []
-    return [x for value in values for x in tensors_in(value)]
+    return [x for value in values if type(value) not in CONSTANTS for x in tensors_in(value)]
 
 
 def storage(x: torch.Tensor) -> int:
-    """A number for the memory that x may share with others: its address, which NumPy's and DLPack's aliases have too."""
+    """A number for the memory that x may share with others: its address, which aliases by NumPy and DLPack have too."""
     try:
         return x.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # it has none
