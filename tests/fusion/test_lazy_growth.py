@@ -7,7 +7,7 @@ from isogemm.fusion import autofuse
 from isogemm.fusion.deferred import Deferred, Ledger
 from isogemm.fusion.report import MOST_ENTRIES
 
-STEPS = 600
+STEPS = 300
 MOST = 200  # where a handful is pending
 
 
