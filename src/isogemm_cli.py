@@ -30,9 +30,10 @@ DEMO_CODES = """\
 exit status: 0, 1 if isogemm changed a bit that it promises or an error exceeds its bound, 2 wrong usage"""
 TRAINING_FILES = """\
 DIR has checkpoint.pt, from which --resume goes on; best.pt, the weights of the least validation error; results.jsonl, a
-line per run; losses and forecast as .svg and .png. The first Ctrl-C or SIGTERM writes a checkpoint and ends the run.
+line per run that ended; losses and forecast as .svg and .png. One process at a time trains there. The first Ctrl-C or
+SIGTERM writes a checkpoint and ends the run.
 torchrun --nproc-per-node N -m isogemm train-patchtst ... shares every batch among N processes.
-exit status: 0, 1 if the loss is not finite, 2 wrong usage or data, 130 stopped"""
+exit status: 0, 1 if the loss is not finite, 2 wrong usage, data or files, 130 stopped"""
 
 # Of `isogemm.training`, which a test compares with these: presets, and an option for every field of its dataclasses.
 PRESETS = {
@@ -148,9 +149,9 @@ def parser() -> argparse.ArgumentParser:
         "--results",
         type=Path,
         nargs="+",
-        default=[RECORDED],
+        default=[],
         metavar="PATH",
-        help=f".jsonl files, or folders of them (default: {RECORDED})",
+        help=f".jsonl files, or folders of them (default: {RECORDED}, or {BUILD} where there is no such folder)",
     )
     added.add_argument(
         "--docs",
@@ -205,6 +206,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="of all that is written (default: %(default)s)",
     )
     out.add_argument("--resume", action="store_true", help="go on from DIR/checkpoint.pt, to the bits of one long run")
+    out.add_argument("--overwrite", action="store_true", help="discard the checkpoints of another run in DIR")
     out.add_argument("--checkpoint-epochs", type=int, default=1, metavar="N", help="from one to the next (default: 1)")
     out.add_argument("--checkpoint-steps", type=int, metavar="N", help="and one every N steps of an epoch")
     out.add_argument("--commit", metavar="HASH", help="the commit to record, where git cannot tell")

@@ -13,17 +13,17 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 import torch
 
 import isogemm
 from isogemm import families
-from isogemm.bench import ceilings, headline, report, runner, store, summary, tables
+from isogemm.bench import ceilings, files, headline, report, runner, store, summary, tables
 from isogemm.bench import demo as demos
 from isogemm.bench.cases import Case
 from isogemm.bench.store import Row
@@ -32,13 +32,15 @@ from isogemm.core import private, versions
 from isogemm.core.device import facts
 from isogemm.families import DemoResult, Family
 from isogemm.testing.checks import Check, CheckResult
-from isogemm.training import loop, options, plots, results, world
+from isogemm.training import folder, loop, options, plots, results, world
 from isogemm.training import report as training_report
 from isogemm.training.config import BACKENDS
+from isogemm_cli import BUILD, RECORDED
 from isogemm_cli import main as main
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     Command = Callable[[argparse.Namespace, "Terminal"], int]
 
@@ -61,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         return COMMANDS[args.name](args, Terminal())
     except (UsageError, OSError, ModuleNotFoundError) as error:
-        print(f"isogemm {args.name}: error: {error}", file=sys.stderr)
+        print(f"isogemm {args.name}: error: {_in_words(error)}", file=sys.stderr)
+        return USAGE
+    except world.FailedElsewhere:
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -89,6 +93,7 @@ def doctor(args: argparse.Namespace, terminal: Terminal) -> int:
             for device in devices
             for each in family.usability(device)
         ),
+        key=3,
     )
     return OK
 
@@ -120,6 +125,7 @@ def verify(args: argparse.Namespace, terminal: Terminal) -> int:
             ]
             for (family, check), result in zip(checks, results, strict=True)
         ),
+        key=2,
     )
     passed = sum(result.passed for result in results)
     skipped = sum(bool(result.skipped) for result in results)
@@ -141,6 +147,7 @@ def bench(args: argparse.Namespace, terminal: Terminal) -> int:
         cases = [case for case in cases if any(text in case.label for text in args.only)]
         if not cases:
             raise UsageError(f"--only: no case has {' or '.join(map(repr, args.only))} in its label")
+    files.require_writable(args.out.parent if args.out.suffix == ".jsonl" else args.out)
     for family in _families(args.family):
         mine = [case for case in cases if case.family == family.name]
         if family.ahead_of_cases is not None:
@@ -153,7 +160,7 @@ def bench(args: argparse.Namespace, terminal: Terminal) -> int:
 
 def make_report(args: argparse.Namespace, terminal: Terminal) -> int:
     """Make the HTML report, or the tables of the documents, from JSON lines."""
-    rows, runs = _stored(args.results), _recorded_runs(args.results)
+    rows, runs = _recorded(args.results or [RECORDED if RECORDED.exists() else BUILD])
     if not args.docs:
         report.write(args.out, rows, _views(), training_report.sections(runs))
         terminal.line(f"report: {args.out}")
@@ -179,7 +186,7 @@ def make_report(args: argparse.Namespace, terminal: Terminal) -> int:
 def demo(args: argparse.Namespace, terminal: Terminal) -> int:
     """Bits, accuracy and speed of every family, and a report."""
     device = _device(args.device)
-    args.out.parent.mkdir(parents=True, exist_ok=True)  # before minutes of work
+    files.require_writable(args.out.parent)  # before minutes of work
     on_cpu = device.type == "cpu"
     env = runner.environment(device)
     versions = ", ".join(f"{name} {env[name]}" for name in ("python", "torch", "triton"))
@@ -219,33 +226,21 @@ def demo(args: argparse.Namespace, terminal: Terminal) -> int:
 def train_patchtst(args: argparse.Namespace, terminal: Terminal) -> int:
     """Train a PatchTST forecaster, or one with each backend."""
     with _values_as_usage():
-        config, plan, series = options.asked(args)
-    records, code = [], OK
-    with world.entered(_device(args.device)) as here:
-        for backend in [config.backend] if args.compare is None else args.compare or BACKENDS:
-            with _values_as_usage():
-                run = loop.Run(replace(config, backend=backend), series, here)
-                if args.resume:
-                    run.resume(args.out / loop.CHECKPOINT)
-            try:
-                with terminal.progress(here.leads) as progress, _stop_requests(here.size == 1) as stop:
-                    outcome = run.fit(plan, _prefixed(f"{backend}: ", progress), stop)
-            except loop.Stopped as stopped:
-                terminal.line(f"stopped {stopped}{'; --resume goes on from there' if plan.folder else ''}")
-                code = INTERRUPTED
-                break
-            except loop.Diverged as diverged:
-                if here.leads:
-                    terminal.line(f"{backend}: {diverged}")
-                code = FAILED
-            else:
-                records.append(results.record(run, outcome, runner.environment(here.device, args.commit), args.preset))
-                del outcome
-            compiled = run.config.compiles
-            del run
-            _free_memory(compiled)
-        if here.leads and records:
-            _show_training(records, args.out, terminal, _describe(here.device))
+        asked = options.asked(args)
+    with (
+        world.entered(_device(args.device)) as here,
+        _stop_requests(here.size == 1) as stop,
+        _claimed(args.out, here),
+    ):
+        try:
+            code = _train(args, asked, here, stop, terminal)
+        except OSError as error:
+            if error.errno is None or not (asked.plan.folder and (args.out / folder.CHECKPOINT).exists()):
+                raise
+            raise UsageError(f"{_in_words(error)}; --resume then goes on from the last checkpoint") from error
+    if stop() and code == OK:
+        terminal.line("stopped, after the run had ended: it is recorded")
+        return INTERRUPTED
     return code
 
 
@@ -263,27 +258,32 @@ class Terminal:
             self._out.print(text, soft_wrap=True)
 
     def table(
-        self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], styles: Mapping[str, str] = STYLES
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        styles: Mapping[str, str] = STYLES,
+        key: int = 1,
     ) -> None:
-        """Nothing where there are no rows. styles: rich's, by a cell's text."""
+        """Nothing where there are no rows. styles: rich's, by a cell's text.
+
+        In a narrow terminal several tables, one below the other: each has the first `key` columns, which name a line.
+        """
         lines = [[" ".join(cell.split()) for cell in row] for row in rows]
         if not lines:
             return
+        made = [Column(name, cells) for name, *cells in zip(columns, *lines, strict=True)]
         if self._out is None:
-            most = shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNSEEN_WIDTH
-            print(f"\n{title}\n{_plain_table(columns, lines, most)}\n")
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNSEEN_WIDTH
+            for piece in _pieces(made, key, width + 2, gap=2):
+                print(f"\n{title}\n{_plain_table(piece, width)}")
+                title = ""
+            print()
             return
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(title=title, title_justify="left", title_style="bold")
-        for column, *cells in zip(columns, *lines, strict=True):
-            numeric = all(_NUMBER.fullmatch(cell) for cell in cells if cell)
-            table.add_column(column, justify="right" if numeric else "left", no_wrap=numeric)
-        for line in lines:
-            table.add_row(*(Text(cell, styles.get(cell, "")) for cell in line))
-        self._out.print()
-        self._out.print(table)
+        for piece in _pieces(made, key, self._out.width - 1, gap=3):
+            self._out.print()
+            self._out.print(_rich_table(title, piece, styles))
+            title = ""
 
     @contextmanager
     def progress(self, shown: bool = True) -> Iterator[runner.Progress]:
@@ -328,14 +328,62 @@ def _rich_console(stream: TextIO) -> Console | None:
     return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
 
-def _plain_table(columns: Sequence[str], lines: Sequence[Sequence[str]], most: int) -> str:
+class Column(NamedTuple):
+    name: str
+    cells: Sequence[str]
+
+    @property
+    def numeric(self) -> bool:
+        return all(_NUMBER.fullmatch(cell) for cell in self.cells if cell)
+
+    @property
+    def least(self) -> int:
+        """The width at which no number is broken, and no word but a long one."""
+        whole = self.cells if self.numeric else ()
+        words = " ".join((self.name, *self.cells)).split()
+        return max(*map(len, whole), min(_NARROWEST, max(map(len, words), default=0)), 0)
+
+
+def _pieces(columns: Sequence[Column], key: int, most: int, gap: int) -> list[list[Column]]:
+    """As few tables as `most` characters allow: each has the first `key` columns, and some of the others."""
+    keys = list(columns[:key])
+    pieces = [keys]
+    for column in columns[key:]:
+        wider = [*pieces[-1], column]
+        if len(pieces[-1]) > key and sum(each.least + gap for each in wider) > most:
+            pieces.append([*keys, column])
+        else:
+            pieces[-1] = wider
+    return pieces
+
+
+def _rich_table(title: str, columns: Sequence[Column], styles: Mapping[str, str]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, title_justify="left", title_style="bold")
+    for each in columns:
+        table.add_column(
+            each.name, justify="right" if each.numeric else "left", no_wrap=each.numeric, min_width=each.least
+        )
+    for line in zip(*(each.cells for each in columns), strict=True):
+        table.add_row(*(Text(cell, styles.get(cell, "")) for cell in line))
+    return table
+
+
+def _plain_table(columns: Sequence[Column], most: int) -> str:
     """At most `most` characters wide, where words can be wrapped to that."""
-    widths = [max(map(len, cells)) for cells in zip(columns, *lines, strict=True)]
-    while sum(widths) + 2 * (len(widths) - 1) > most and max(widths) > _NARROWEST:
-        widths[widths.index(max(widths))] -= 1
-    ruled = [columns, ["-" * width for width in widths], *lines]
+    widths = [max(map(len, (each.name, *each.cells))) for each in columns]
+    spare = [width - each.least for width, each in zip(widths, columns, strict=True)]
+    while sum(widths) + 2 * (len(widths) - 1) > most and any(spare):
+        widest = max(range(len(widths)), key=lambda index: (spare[index] > 0, widths[index]))
+        widths[widest] -= 1
+        spare[widest] -= 1
+    lines = zip(
+        *((each.name, "-" * width, *each.cells) for each, width in zip(columns, widths, strict=True)), strict=True
+    )
     wrapped: list[tuple[str, ...]] = []
-    for line in ruled:
+    for line in lines:
         cells = [textwrap.wrap(cell, width) for cell, width in zip(line, widths, strict=True)]
         wrapped += zip_longest(*cells, fillvalue="")
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in wrapped)
@@ -422,24 +470,20 @@ def _measure(
     return rows, measuring.failures
 
 
-def _stored(paths: Sequence[Path]) -> list[Row]:
-    files = [file for file in _recorded(paths) if file.parent.name != training_report.FOLDER]
-    try:
-        rows = store.read(*files)
-    except store.StoreError as error:
-        raise UsageError(str(error)) from error
-    if not rows:
-        raise UsageError(f"--results: no measurements in {', '.join(map(str, paths))}")
-    return rows
-
-
-def _recorded_runs(paths: Sequence[Path]) -> list[results.Record]:
-    files = [file for file in _recorded(paths) if file.parent.name == training_report.FOLDER]
-    return [run for file in files for run in results.read(file)]
-
-
-def _recorded(paths: Sequence[Path]) -> list[Path]:
-    return [file for path in paths for file in (sorted(path.rglob("*.jsonl")) if path.is_dir() else [path])]
+def _recorded(paths: Sequence[Path]) -> tuple[list[Row], list[results.Record]]:
+    """The measurements, and the training runs, of these files and of those below these folders."""
+    rows: list[Row] = []
+    runs: list[results.Record] = []
+    with _values_as_usage():
+        for path in paths:
+            for file in sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]:
+                if results.holds_runs(file):
+                    runs += results.read(file)
+                else:
+                    rows += store.read(file)
+    if not rows and not runs:
+        raise UsageError(f"--results: no measurements in {', '.join(map(str, paths))}; isogemm bench makes some")
+    return rows, runs
 
 
 def _speed_table(rows: Sequence[Row], terminal: Terminal) -> None:
@@ -450,7 +494,7 @@ def _speed_table(rows: Sequence[Row], terminal: Terminal) -> None:
             if speed := summary.speedups(group):
                 figures = speed.geomean, speed.least, speed.most
                 lines.append([name, label, str(speed.points), *(f"{figure:.2f}x" for figure in figures)])
-    terminal.table("torch's time over isogemm's", ["family", "", "points", "geomean", "min", "max"], lines)
+    terminal.table("torch's time over isogemm's", ["family", "", "points", "geomean", "min", "max"], lines, key=2)
 
 
 def _failure_table(failures: Sequence[runner.Failure], terminal: Terminal) -> int:
@@ -458,6 +502,12 @@ def _failure_table(failures: Sequence[runner.Failure], terminal: Terminal) -> in
     lines = [[failure.label, failure.stage, failure.message] for failure in failures]
     terminal.table("Failures", ["case", "stage", "message"], lines)
     return FAILED if failures else OK
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 @contextmanager
@@ -497,13 +547,77 @@ def _free_memory(compiled: bool) -> None:
         torch.cuda.empty_cache()
 
 
+@contextmanager
+def _claimed(out: Path, here: world.World) -> Iterator[None]:
+    """The folder of a run, for the process that writes there."""
+    with ExitStack() as held:
+        with here.together():
+            if here.leads:
+                held.enter_context(folder.claimed(out))
+        yield
+
+
+def _train(
+    args: argparse.Namespace, asked: options.Asked, here: world.World, stop: Callable[[], bool], terminal: Terminal
+) -> int:
+    """Train with each backend, record and show the runs that ended; the exit status."""
+    config, plan, series = asked
+    file = args.out / folder.RESULTS
+    with _values_as_usage(), here.together():
+        earlier = results.read(file) if here.leads else []  # which also finds a torn line before, not after training
+        if here.leads and plan.folder and not (args.resume or args.overwrite):
+            folder.require_no_run(args.out)
+    records, code = [], OK
+    for backend in [config.backend] if args.compare is None else args.compare or BACKENDS:
+        if stop():
+            terminal.line(f"stopped before {backend} began")
+            code = INTERRUPTED
+            break
+        with _values_as_usage(), here.together():
+            run = loop.Run(replace(config, backend=backend), series, here)
+            if args.resume:
+                run.resume(args.out / folder.CHECKPOINT)
+            if args.overwrite and here.leads:
+                folder.discard_run(args.out)
+        if run.ended(plan) and (known := here.of_each(results.of_run(earlier, run))[0]):
+            if here.leads:
+                terminal.line(
+                    f"{args.out}: this run has ended and is recorded; --epochs above {len(run.epochs)} goes on"
+                )
+                _show_training([known], args.out, terminal, _describe(here.device))
+            return OK
+        try:
+            with terminal.progress(here.leads) as progress:
+                outcome = run.fit(plan, _prefixed(f"{backend}: ", progress), stop)
+        except loop.Stopped as stopped:
+            terminal.line(f"stopped {stopped}{'; --resume goes on from there' if plan.folder else ''}")
+            code = INTERRUPTED
+            break
+        except loop.Diverged as diverged:
+            if here.leads:
+                terminal.line(f"{backend}: {diverged}")
+            code = FAILED
+        else:
+            made = results.record(run, outcome, runner.environment(here.device, args.commit), args.preset)
+            with here.together():
+                if here.leads:
+                    results.append(file, made)
+            records.append(made)
+            del outcome
+        compiled = run.config.compiles
+        del run
+        _free_memory(compiled)
+    with here.together():
+        if here.leads and records:
+            _show_training(records, args.out, terminal, _describe(here.device))
+    return code
+
+
 def _show_training(records: Sequence[results.Record], out: Path, terminal: Terminal, device: str) -> None:
     for record in records:
         terminal.table(f"{results.backend(record)}, epochs", *results.epochs(record))
     terminal.table(f"Training on {device}", *results.comparison(records))
-    for record in records:
-        results.append(out / "results.jsonl", record)
-    written = [out / "results.jsonl"]
+    written = [out / folder.RESULTS]
     try:
         written += plots.save(out / "losses", plots.losses(records))
         written += plots.save(out / "forecast", plots.forecast(records))

@@ -127,7 +127,7 @@ def test_a_constant_channel_becomes_zeros(value):
 def test_what_float32_cannot_hold_is_named():
     values = synthetic(100, 2).values
     values[90, 1] = 1e300
-    with pytest.raises(SeriesError, match=r"row 91 after the header, column 'b': 1e\+300 is out of range"):
+    with pytest.raises(SeriesError, match=r"row 91, column 'b': 1e\+300 is out of range"):
         cut(Series("wild", ("a", "b"), values), 4, 2)
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
 
-from isogemm.bench import summary
+from isogemm.bench import files, summary
 from isogemm.bench.store import Row, newest
 from isogemm.bench.tables import markdown
 from isogemm.bench.views import number_type
@@ -189,5 +189,5 @@ def refresh(path: Path, measured: Sequence[Recorded]) -> bool:
     text = dumps(measured)
     changed = not path.exists() or path.read_text(encoding="utf-8") != text
     if changed:
-        path.write_text(text, encoding="utf-8")
+        files.write(path, text.encode())
     return changed

@@ -8,8 +8,9 @@ from importlib import resources
 from pathlib import Path
 from statistics import median
 
-from isogemm.bench import ceilings, demo, headline, plots, summary, tables
+from isogemm.bench import ceilings, demo, files, headline, plots, summary, tables
 from isogemm.bench.extras import need
+from isogemm.bench.files import AnyPath
 from isogemm.bench.store import Row, newest
 from isogemm.bench.views import FamilyView, view_of
 
@@ -85,16 +86,15 @@ class DemoPage:
 
 
 def write(
-    path: Path,
+    path: AnyPath,
     rows: Iterable[Row],
     views: Iterable[FamilyView] = (),
     sections: Sequence[Section] = (),
     page: DemoPage | None = None,
 ) -> Path:
     """Render the rows to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(rows, views, sections, page), encoding="utf-8")
-    return path
+    files.write(path, render(rows, views, sections, page).encode())
+    return Path(path)
 
 
 def render(

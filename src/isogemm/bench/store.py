@@ -12,6 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from isogemm.bench import files
+from isogemm.bench.files import AnyPath
+
 SCHEMA = 1
 ENV_KEYS = ("commit", "date", "gpu", "driver", "torch", "triton", "python")
 
@@ -81,23 +84,20 @@ class Row:
         return self.flops / self.best_us * 1e6
 
 
-def append(path: Path, rows: Iterable[Row]) -> int:
+def append(path: AnyPath, rows: Iterable[Row]) -> int:
     """Append rows as they come, each on disk before the next is asked for; returns how many."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
-    with path.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(dumps(row) + "\n")
-            file.flush()
-            count += 1
+    for row in rows:
+        files.append(path, dumps(row))
+        count += 1
     return count
 
 
-def read(*paths: Path) -> list[Row]:
+def read(*paths: AnyPath) -> list[Row]:
     """Every row of the files, in order. A bad line raises StoreError with its file and line."""
     rows = []
     for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
             try:
                 rows.append(loads(line))
             except StoreError as error:
@@ -115,10 +115,10 @@ def newest(rows: Iterable[Row]) -> list[Row]:
     return list(latest.values())
 
 
-def results_file(root: Path, gpu: str, family: str) -> Path:
+def results_file(root: AnyPath, gpu: str, family: str) -> Path:
     """Where a family's measurements on a GPU are kept: `<root>/<gpu>/<family>.jsonl`, such as h200/tiny.jsonl."""
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
-    return root / name / f"{family}.jsonl"
+    return Path(root) / name / f"{family}.jsonl"
 
 
 def dumps(row: Row) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from isogemm.bench import ceilings, summary
+from isogemm.bench import ceilings, files, summary
 from isogemm.bench.store import Row, newest
 from isogemm.bench.views import FamilyView, number_type, view_of
 
@@ -263,7 +263,7 @@ def refresh(path: Path, tables: Mapping[str, str]) -> bool:
     before = path.read_text(encoding="utf-8")
     after = rendered(before, tables)
     if after != before:
-        path.write_text(after, encoding="utf-8")
+        files.write(path, after.encode())
     return after != before
 
 

@@ -1,50 +1,74 @@
-"""Checkpoints: whole or not there, and only for the run that they are of."""
+"""Checkpoints: whole or not there, with a checksum, and only for the run that they are of."""
 
 from __future__ import annotations
 
-import contextlib
-import os
+import hashlib
+import io
+import math
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-SCHEMA = 1
+from isogemm.bench import files
+from isogemm.bench.files import AnyPath
+
+SCHEMA = 2
+_UNSEALED = 1  # the schema before: the same, without a checksum
+
+_SEAL = b"isogemm sha256 "  # then the digest of all before it: the comment that a zip archive may end with
+_SEAL_BYTES = len(_SEAL) + 64
 
 
 class CheckpointError(ValueError):
-    """A file that is no checkpoint, or one of another run; the message says what differs."""
+    """A file that is no checkpoint, a damaged one, or one of another run; the message says what differs."""
 
 
-def save(path: Path, state: Mapping[str, Any]) -> None:
-    """Under another name first: whoever reads `path` finds all of the old file or all of the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            torch.save({"schema": SCHEMA, **state}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            unfinished.unlink()
+@dataclass(frozen=True)
+class Every:
+    """A list of any length, each of whose entries has this structure."""
+
+    entry: Any
 
 
-def load(path: Path) -> dict[str, Any]:
+def save(path: AnyPath, state: Mapping[str, Any]) -> None:
+    buffer = io.BytesIO()
+    torch.save({"schema": SCHEMA, **state}, buffer)
+    content = buffer.getvalue()[:-2] + _SEAL_BYTES.to_bytes(2, "little")  # the comment's length is the archive's end
+    files.write(path, content + _SEAL + hashlib.sha256(content).hexdigest().encode())
+
+
+def load(path: AnyPath) -> dict[str, Any]:
+    path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file")
+    data = path.read_bytes()
+    content, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+    sealed = seal.startswith(_SEAL)
+    if sealed and seal[len(_SEAL) :] != hashlib.sha256(content).hexdigest().encode():
+        raise CheckpointError(_damaged(path))
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # pickle's, zipfile's and torch's own
         raise CheckpointError(f"{path}: not a checkpoint: {' '.join(str(error).split())[:200]}") from error
-    if not isinstance(state, dict) or state.get("schema") != SCHEMA:
+    if not isinstance(state, dict) or state.get("schema") not in (SCHEMA, _UNSEALED):
         raise CheckpointError(f"{path}: not a checkpoint of this version")
+    if not sealed and state["schema"] == SCHEMA:
+        raise CheckpointError(_damaged(path))
+    if state["schema"] == _UNSEALED:
+        warnings.warn(f"{path}: written by an earlier version, without a checksum: damage would not show", stacklevel=2)
     return state
 
 
-def require_same(path: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+def _damaged(path: Path) -> str:
+    return f"{path}: damaged: its checksum differs; use a copy of it, or train again"
+
+
+def require_same(path: AnyPath, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     names = dict.fromkeys((*saved, *asked))
     differing = [
         f"{name} is {asked.get(name)!r}, in the checkpoint {saved.get(name)!r}"
@@ -53,3 +77,38 @@ def require_same(path: Path, saved: Mapping[str, Any], asked: Mapping[str, Any])
     ]
     if differing:
         raise CheckpointError(f"{path}: of another run: {'; '.join(differing)}")
+
+
+def require_structure(path: AnyPath, found: Any, expected: Any, name: str = "state") -> None:
+    """The same keys, lengths, types, and shapes and dtypes of tensors. expected: nested dicts, lists, `Every`, tensors;
+    a type or a range in place of any other value.
+    """
+
+    def refuse(what: str) -> None:
+        raise CheckpointError(f"{path}: not a checkpoint of this run: {name} {what}")
+
+    if isinstance(expected, Tensor):
+        if not isinstance(found, Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
+            got = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            refuse(f"is {got}; expected {expected.dtype} {list(expected.shape)}")
+    elif isinstance(expected, type):
+        if not isinstance(found, (int, float) if expected is float else expected):
+            refuse(f"is {type(found).__name__}; expected {expected.__name__}")
+        if isinstance(found, float) and not math.isfinite(found):
+            refuse(f"is {found}; expected a finite number")
+    elif isinstance(expected, range):
+        if not isinstance(found, int) or found not in expected:
+            refuse(f"is {found!r}; expected {expected[0]} to {expected[-1]}")
+    elif isinstance(expected, Mapping):
+        require_structure(path, found, dict, name)
+        for key in dict.fromkeys((*expected, *found)):
+            if key not in found or key not in expected:
+                refuse(f"{'has no' if key in expected else 'has an unknown'} {key!r}")
+            require_structure(path, found[key], expected[key], f"{name}[{key!r}]")
+    else:
+        require_structure(path, found, list, name)
+        entries = [expected.entry] * len(found) if isinstance(expected, Every) else expected
+        if len(entries) != len(found):
+            refuse(f"has {len(found)} entries; expected {len(entries)}")
+        for index, (one, other) in enumerate(zip(found, entries, strict=True)):
+            require_structure(path, one, other, f"{name}[{index}]")

@@ -8,23 +8,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isogemm.bench.cases import set_fp32_precision
+from isogemm.bench.files import AnyPath
 from isogemm.core.device import matmul_precision
 from isogemm.integrations import patchtst
 from isogemm.training import checkpoints
+from isogemm.training.checkpoints import CheckpointError, Every
 from isogemm.training.config import Config
+from isogemm.training.folder import BEST, CHECKPOINT
 from isogemm.training.model import Architecture, Forecaster
 from isogemm.training.series import Series, SeriesError, cut
 from isogemm.training.steps import Evaluation, Objective, Training, random_state, set_random_state
 from isogemm.training.world import World
-
-CHECKPOINT, BEST = "checkpoint.pt", "best.pt"
 
 Progress = Callable[[int, int, str], None]  # steps done, steps in all, what was reached
 
@@ -46,7 +47,7 @@ class Plan:
 
     epochs: int = 10
     patience: int | None = None  # epochs without a lower validation error, then it ends
-    folder: Path | None = None  # of the checkpoints; None: none are written
+    folder: AnyPath | None = None  # of the checkpoints; None: none are written
     checkpoint_epochs: int = 1  # from one to the next
     checkpoint_steps: int | None = None  # and inside an epoch
 
@@ -147,12 +148,12 @@ class Run:
         """Whether a step is a CUDA graph. Not where processes share it: it waits for the others."""
         return self.config.captures(self.world.device.type) and self.world.size == 1
 
-    def resume(self, path: Path) -> None:
-        """Go on from a checkpoint of this very run."""
-        state = checkpoints.load(path)
-        checkpoints.require_same(path, state["run"], self.identity)
+    def resume(self, path: AnyPath) -> None:
+        """Go on from a checkpoint of this very run: CheckpointError for any other file."""
+        state = self._loaded(path)
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        groups = self.optimizer.state_dict()["param_groups"]  # options, which `identity` has
+        self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
         self._random = state["random"][self.world.rank]
         self.epochs = [Epoch(**each) for each in state["epochs"]]
         self._losses, self._spent_s, self._best = state["losses"], state["spent_s"], state["best"]
@@ -168,12 +169,16 @@ class Run:
             self._synchronize()
             prepared = time.perf_counter()
             self._begun = prepared - self._total_s
-            while not self._ended(plan):
+            while not self.ended(plan):
                 self._epoch(training, validation, plan, progress, stop)
+            if stop():
+                raise Stopped(f"after epoch {len(self.epochs)}, the last one, before its test")
             self._total_s = time.perf_counter() - self._begun
             with self._best_weights():
                 test = Evaluation(objective, self.windows, self.windows.test, self.config.batch, *self._place)
                 mse, mae = self._errors(test)
+                if not math.isfinite(mse):
+                    raise Diverged("the test error is not finite; a lower learning rate may help")
                 forecast = self._forecast()
         trained = len(self.epochs) * self.steps * self.config.batch
         return Outcome(
@@ -217,7 +222,8 @@ class Run:
         validation.prepare(self.captured)
         return objective, training, validation
 
-    def _ended(self, plan: Plan) -> bool:
+    def ended(self, plan: Plan) -> bool:
+        """Whether no epoch of the plan is left."""
         done = len(self.epochs)
         in_vain = done - self._best["epoch"] if self._best else 0
         return done >= plan.epochs or (plan.patience is not None and in_vain >= plan.patience)
@@ -236,7 +242,7 @@ class Run:
         self._losses, self._spent_s = torch.zeros(0), 0.0
         if not self._best or mse < self.epochs[self._best["epoch"] - 1].val_mse:
             self._best = {"epoch": number, "model": self._weights()}
-        if self._ended(plan) or number % plan.checkpoint_epochs == 0:
+        if self.ended(plan) or number % plan.checkpoint_epochs == 0:
             self._save(plan)
 
     def _train(self, training: Training, plan: Plan, progress: Progress, stop: Callable[[], bool]) -> None:
@@ -281,8 +287,11 @@ class Run:
         if plan.folder is None:
             return
         random = self.world.of_each(random_state(self.world.device))
-        if not self.world.leads:
-            return
+        with self.world.together():
+            if self.world.leads:
+                self._write(Path(plan.folder), random)
+
+    def _write(self, folder: Path, random: list[list[Tensor]]) -> None:
         state = {
             "run": self.identity,
             "model": self.model.state_dict(),
@@ -296,9 +305,42 @@ class Run:
         }
         if self._best and self._best["epoch"] != self._best_written:
             scaling = {"mean": self.windows.mean, "std": self.windows.std}
-            checkpoints.save(plan.folder / BEST, {"run": self.identity, **self._best, **scaling})
+            checkpoints.save(folder / BEST, {"run": self.identity, **self._best, **scaling})
             self._best_written = self._best["epoch"]
-        checkpoints.save(plan.folder / CHECKPOINT, state)  # last: a run that it says has ended is complete
+        checkpoints.save(folder / CHECKPOINT, state)  # last: a run that it says has ended is complete
+
+    def _loaded(self, path: AnyPath) -> dict[str, Any]:
+        """A checkpoint that `_write` could have written in this run."""
+        state = checkpoints.load(path)
+        if isinstance(state.get("run"), dict):
+            checkpoints.require_same(path, state["run"], self.identity)
+        epochs, losses = (state.get(name) for name in ("epochs", "losses"))
+        ended = len(epochs) if isinstance(epochs, list) else 0
+        done = losses.numel() if isinstance(losses, Tensor) else 0
+        model = self.model.state_dict()
+        moments = {
+            index: {"step": torch.zeros(()), "exp_avg": each, "exp_avg_sq": each}
+            for index, each in enumerate(self.model.parameters())
+            if each.requires_grad
+        }
+        expected = {
+            "schema": int,
+            "run": dict,
+            "model": model,
+            "optimizer": {"state": moments, "param_groups": list},
+            "random": [self._random] * self.world.size,
+            "epochs": Every({each.name: float for each in fields(Epoch)}),
+            "losses": torch.zeros(min(done, self.steps - 1)),
+            "spent_s": float,
+            "total_s": float,
+            "best": {"epoch": range(1, ended + 1), "model": model} if ended else {},
+        }
+        checkpoints.require_structure(path, state, expected)
+        try:
+            set_random_state(state["random"][self.world.rank], self.world.device)
+        except RuntimeError as error:
+            raise CheckpointError(f"{path}: not a checkpoint of this run: {error}") from error
+        return state
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
@@ -331,10 +373,17 @@ class Run:
             torch.cuda.synchronize(self.world.device)
 
 
-def best_forecaster(path: Path) -> tuple[Forecaster, Tensor, Tensor]:
+def best_forecaster(path: AnyPath) -> tuple[Forecaster, Tensor, Tensor]:
     """From a run's best.pt: the model in eval mode, and the mean and deviation [channels] to scale its data by."""
     state = checkpoints.load(path)
-    model = Forecaster(Architecture(**{each.name: state["run"][each.name] for each in fields(Architecture)}))
+    checkpoints.require_structure(path, state.get("run"), dict, "state['run']")
+    types = get_type_hints(Architecture)
+    sizes = {name: value for name, value in state["run"].items() if name in types}
+    checkpoints.require_structure(path, sizes, types, "state['run']")
+    model = Forecaster(Architecture(**sizes))
+    scaling = torch.zeros(model.architecture.channels, dtype=torch.float64)
+    expected = {"schema": int, "run": dict, "epoch": int, "model": model.state_dict(), "mean": scaling, "std": scaling}
+    checkpoints.require_structure(path, state, expected)
     model.load_state_dict(state["model"])
     return model.eval(), state["mean"], state["std"]
 

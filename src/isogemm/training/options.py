@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from isogemm.training.config import PRESETS, Config
+from isogemm.training.folder import CHECKPOINT
 from isogemm.training.loop import Plan
 from isogemm.training.model import Architecture
 from isogemm.training.series import Series, read_csv, synthetic
@@ -23,8 +24,13 @@ def asked(args: argparse.Namespace) -> Asked:
     preset = PRESETS[args.preset]
     names = [each.name for each in (*fields(Architecture), *fields(Config)) if each.name != "model"]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.resume and args.compare is not None:
-        raise ValueError("--resume: not with --compare, which writes no checkpoints")
+    for option in ("resume", "overwrite"):
+        if getattr(args, option) and args.compare is not None:
+            raise ValueError(f"--{option}: not with --compare, which writes no checkpoints")
+    if args.resume and args.overwrite:
+        raise ValueError("--overwrite: not with --resume, which goes on with the run that is there")
+    if args.resume and not (args.out / CHECKPOINT).exists():
+        raise ValueError(f"{args.out / CHECKPOINT}: no such file; without --resume a run begins there")
     if args.backend is not None and args.compare is not None:
         raise ValueError("--backend: not with --compare, which names those to compare")
     if args.csv is not None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from isogemm.bench import files
 from isogemm.bench.extras import need
+from isogemm.bench.files import AnyPath
 from isogemm.training.results import Record, backend
 
 
@@ -103,15 +106,17 @@ def forecast(records: Sequence[Record]) -> Plot:
     return Plot(0.6 + 1.1 * len(shown["channels"]), draw)
 
 
-def save(path: Path, plot: Plot) -> list[Path]:
+def save(path: AnyPath, plot: Plot) -> list[Path]:
     """As .svg and as .png; returns both."""
+    path = Path(path)
     colours, written = Colours(), [path.with_suffix(suffix) for suffix in (".svg", ".png")]
-    path.parent.mkdir(parents=True, exist_ok=True)
     with need("matplotlib").rc_context({**colours.style, "svg.hashsalt": path.name}):
         figure = need("matplotlib.figure").Figure(figsize=(7.0, plot.height), layout="constrained", facecolor="white")
         plot.draw(figure, colours)
         for file in written:
-            figure.savefig(file, dpi=160, metadata={"Date": None} if file.suffix == ".svg" else {})
+            image, form = io.BytesIO(), file.suffix[1:]
+            figure.savefig(image, format=form, dpi=160, metadata={"Date": None} if form == "svg" else {})
+            files.write(file, image.getvalue())
     return written
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from isogemm.bench import files
+from isogemm.bench.files import AnyPath
 from isogemm.training.loop import Outcome, Run
 
 SCHEMA = 1
 Record = dict[str, Any]
+
+_FIELDS = ("schema", "env", "preset", "run", "graph", *(each.name for each in fields(Outcome)))
 
 COLUMNS = (
     "backend", "train s / epoch", "total s", "setup s", "samples/s", "peak MiB",
@@ -36,18 +40,49 @@ def record(run: Run, outcome: Outcome, env: Mapping[str, str], preset: str) -> R
     }
 
 
-def append(path: Path, made: Record) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(made, allow_nan=False) + "\n")
+def append(path: AnyPath, made: Record) -> None:
+    """Whole or not at all. The file is this process's alone: `folder.claimed`."""
+    lines = [*_lines(Path(path)), json.dumps(made, allow_nan=False)]
+    files.write(path, "".join(f"{line}\n" for line in lines).encode())
 
 
-def read(path: Path) -> list[Record]:
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    for number, each in enumerate(records, 1):
-        if each.get("schema") != SCHEMA:
-            raise ValueError(f"{path}:{number}: schema {each.get('schema')!r}; expected {SCHEMA}")
-    return records
+def read(path: AnyPath) -> list[Record]:
+    """The runs recorded there, none where there is no file. ValueError for a line that is not one: cut off, say."""
+    return [_parsed(f"{path}, line {number}", line) for number, line in enumerate(_lines(Path(path)), 1)]
+
+
+def holds_runs(path: AnyPath) -> bool:
+    """Whether a file's first line is of a run, and not a measurement."""
+    return "epochs" in _object(next(iter(_lines(Path(path))), ""))
+
+
+def of_run(records: Sequence[Record], run: Run) -> Record | None:
+    """The record of this very run, with all its epochs' times and errors."""
+    epochs = [asdict(epoch) for epoch in run.epochs]
+    return next((each for each in records if each["run"] == run.identity and each["epochs"] == epochs), None)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+
+
+def _parsed(where: str, line: str) -> Record:
+    made = _object(line)
+    if missing := [name for name in _FIELDS if name not in made]:
+        what = f"it has no {missing[0]!r}" if made else "it is cut off, or no JSON"
+        raise ValueError(f"{where}: not a recorded run: {what}; remove the line, or choose another folder")
+    if made["schema"] != SCHEMA:
+        raise ValueError(f"{where}: schema {made['schema']!r}; expected {SCHEMA}")
+    return made
+
+
+def _object(line: str) -> Record:
+    """Of a line of JSON; an empty one where it is none."""
+    try:
+        made = json.loads(line)
+    except json.JSONDecodeError:
+        return {}
+    return made if isinstance(made, dict) else {}
 
 
 def backend(made: Record) -> str:

@@ -17,9 +17,12 @@ from typing import NamedTuple, TextIO
 import torch
 from torch import Tensor
 
+from isogemm.bench.files import AnyPath
+
 _DATE_FORMATS = ("%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d")  # beside ISO 8601
 _ABSENT = frozenset({"", "na", "n/a", "null", "none", "-"})
 _CONSTANT = 1e-10  # a deviation, relative to the mean, that is rounding
+_LARGEST = 1e16  # of a scaled value: a window's sum of squares is finite in float32
 _DAY, _WEEK = 24, 168  # rows: the synthetic series is hourly
 
 
@@ -34,6 +37,12 @@ class Series:
     name: str
     channels: tuple[str, ...]
     values: Tensor  # [rows, channels] float64, finite
+    lines: Sequence[int] = ()  # of a file: where each row begins
+
+    def place(self, row: int, channel: int) -> str:
+        """Where a value stands, for messages."""
+        line = f"line {self.lines[row]}" if self.lines else f"row {row + 1}"
+        return f"{self.name}, {line}, column {self.channels[channel]!r}"
 
     @property
     def fingerprint(self) -> str:
@@ -42,8 +51,9 @@ class Series:
         return hashlib.sha256(ctypes.string_at(values.data_ptr(), values.nbytes)).hexdigest()[:16]
 
 
-def read_csv(path: Path) -> Series:
+def read_csv(path: AnyPath) -> Series:
     """A header, then a date and a number per channel in each line, as the ETT files have it."""
+    path = Path(path)
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:  # what is no text is then no number
         return _parsed(path, _lines(path, file))
 
@@ -103,6 +113,7 @@ def cut(series: Series, inputs: int, horizon: int) -> Windows:
 
     A validation or test window may begin in the part before, but what it forecasts is its own part's. Each channel is
     scaled by the mean and standard deviation of its training rows; one that is constant there is only shifted.
+    SeriesError where there are too few rows, or a value is so large that these or a window's squares overflow.
     """
     rows = len(series.values)
     parts = _parts(rows, inputs, horizon)
@@ -115,12 +126,16 @@ def cut(series: Series, inputs: int, horizon: int) -> Windows:
             )
     trained = series.values[: rows * 7 // 10]
     mean, std = trained.mean(0), trained.std(0, correction=0)
+    for channel in (~(mean + std).isfinite()).nonzero()[:1, 0].tolist():
+        row = int(trained[:, channel].abs().argmax())
+        raise SeriesError(
+            f"{series.place(row, channel)}: {trained[row, channel]:g} is too large: the channel's deviation overflows"
+        )
     std = torch.where(std > _CONSTANT * mean.abs(), std, 1.0)
     scaled = ((series.values - mean) / std).float()
-    for row, channel in (~scaled.isfinite()).nonzero()[:1].tolist():
+    for row, channel in (~(scaled.abs() < _LARGEST)).nonzero()[:1].tolist():
         raise SeriesError(
-            f"{series.name}, row {row + 1} after the header, column {series.channels[channel]!r}: "
-            f"{series.values[row, channel]:g} is out of range beside the training rows"
+            f"{series.place(row, channel)}: {series.values[row, channel]:g} is out of range beside the training rows"
         )
     return Windows(scaled.T.contiguous(), inputs, horizon, **parts, mean=mean, std=std)
 
@@ -139,7 +154,7 @@ def _parsed(path: Path, lines: Iterator[tuple[int, list[str]]]) -> Series:
     if not header:
         raise SeriesError(f"{path}, line 1: empty; expected a header, then a date and numbers in each line")
     dates, *channels = _header(path, line, header)
-    values, before = array("d"), None
+    values, numbers, before = array("d"), array("q"), None
     blank = 0  # a line without any cell: only at the end
     for line, cells in lines:
         if not cells:
@@ -156,11 +171,11 @@ def _parsed(path: Path, lines: Iterator[tuple[int, list[str]]]) -> Series:
             _require_later(path, line, dates, cells[0], date, before)
         before = date
         values.extend(_numbers(path, line, channels, cells[1:]))
+        numbers.append(line)
     if not values:
         raise SeriesError(f"{path}, line {line + 1}: no rows after the header")
-    return Series(
-        str(path), tuple(channels), torch.frombuffer(values, dtype=torch.float64).view(-1, len(channels)).clone()
-    )
+    rows = torch.frombuffer(values, dtype=torch.float64).view(-1, len(channels)).clone()
+    return Series(str(path), tuple(channels), rows, numbers)
 
 
 def _lines(path: Path, file: TextIO) -> Iterator[tuple[int, list[str]]]:

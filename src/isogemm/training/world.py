@@ -11,6 +11,10 @@ import torch
 from torch import Tensor, distributed
 
 
+class FailedElsewhere(Exception):
+    """Another process of the run failed, and says why."""
+
+
 @dataclass(frozen=True)
 class World:
     device: torch.device
@@ -42,6 +46,20 @@ class World:
         values = [None] * self.size
         distributed.all_gather_object(values, value)
         return values
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Where one process fails in this block, all of them do, instead of waiting for it. No collective inside."""
+        failure = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        failed = self.of_each(failure is not None)
+        if failure is not None:
+            raise failure
+        if True in failed:
+            raise FailedElsewhere(f"process {failed.index(True)} failed")
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
         """The leading process's values, to all."""

@@ -1,0 +1,94 @@
+"""Files that are written whole or not at all; an error names the file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows: locks are not taken there
+    fcntl = None  # type: ignore[assignment]
+
+AnyPath = str | os.PathLike[str]
+
+
+class FileError(OSError):
+    """A file or folder that cannot be used as it is; the message says what to do."""
+
+
+@contextmanager
+def naming(path: AnyPath) -> Iterator[None]:
+    """Let an OSError name this path: those of a write or a sync name none, those of `write` a temporary file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def write(path: AnyPath, content: bytes) -> None:
+    """Replace a file. Whoever reads it, or kills this process, finds all of the old content or all of the new."""
+    target = Path(path).resolve()  # of a link, the file
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    with naming(path):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with unfinished.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(target)
+        finally:
+            with suppress(OSError):
+                unfinished.unlink()
+        _sync_folder(target.parent)
+
+
+def append(path: AnyPath, line: str) -> None:
+    """Add a line, which others may do as well. Where that fails, the file is left as it was."""
+    with naming(path):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).open("a+b", buffering=0) as file:
+            lock(file)
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(end - 1, 0))
+            if file.read(1) not in (b"", b"\n"):
+                raise FileError(f"{path}: the last line is cut off; remove it, then try again")
+            left = memoryview(f"{line}\n".encode())
+            try:
+                while left:
+                    left = left[file.write(left) :]
+                os.fsync(file.fileno())
+            except BaseException:
+                file.truncate(end)
+                raise
+
+
+def require_writable(folder: AnyPath) -> None:
+    """Make the folder, and a file in it: before the work whose result belongs there."""
+    probe = Path(folder) / f".probe.{os.getpid()}"
+    with naming(folder):
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+
+
+def lock(file: BinaryIO, wait: bool = True) -> None:
+    """Until it is closed, or the process ends however it does. Without `wait`, BlockingIOError if it is held."""
+    if fcntl is not None:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let a renaming survive a power failure, on file systems that can."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
