@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from isogemm.training import report, results
+from isogemm.training import plots, report, results
 from isogemm.training.loop import Plan
 from isogemm.training.results import Record
 
@@ -40,3 +40,29 @@ def test_a_section_has_the_table_and_both_plots(made, monkeypatch):
     (section,) = report.sections([made])
     assert [plot.title for plot in section.plots] == ["losses", "forecast"]
     assert section.title == "Training run: reference"
+
+
+@pytest.mark.parametrize(("shortest", "longest"), [(3.1, 3.9), (1210.0, 1290.0), (0.8, 70.0), (2.0, 2e4)])
+def test_the_ticks_of_the_plots_have_labels(made, shortest, longest):
+    """In both panels, whatever times and errors there are; none lies on another."""
+    matplotlib = pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    (epoch,) = made["epochs"]
+    seconds = [{"train_s": shortest, "val_s": 0.0}, {"train_s": longest - shortest, "val_s": 0.0}]
+    errors = [{"train_mse": shortest, "val_mse": longest}] * 2
+    record = {**made, "epochs": [{**epoch, **one, **two} for one, two in zip(seconds, errors, strict=True)]}
+    plot, colours = plots.losses([record] * 2), plots.Colours()
+    figure = Figure(figsize=(7.0, plot.height), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    with matplotlib.rc_context(colours.style):
+        plot.draw(figure, colours)
+        canvas.draw()
+    by_epoch, by_time = figure.axes
+    for axis, limits in ((by_epoch.yaxis, by_epoch.get_ylim()), (by_time.xaxis, by_time.get_xlim())):
+        ticks = [tick for tick in axis.get_major_ticks() if limits[0] <= tick.get_loc() <= limits[1]]
+        labels = [tick.label1 for tick in ticks if tick.label1.get_text()]
+        assert len(labels) >= 2
+        boxes = [label.get_window_extent() for label in labels]
+        assert not any(one.overlaps(other) for one, other in zip(boxes, boxes[1:], strict=False))

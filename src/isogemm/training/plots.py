@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -72,10 +73,11 @@ def losses(records: Sequence[Record]) -> Plot:
         by_epoch.xaxis.get_major_locator().set_params(integer=True)
         by_epoch.legend(fontsize=7)
         by_time.set(xlabel="seconds", xscale="log" if len(records) > 1 else "linear")
-        for axis in (by_epoch.yaxis, by_time.xaxis):
+        for axis, limits in ((by_epoch.yaxis, by_epoch.get_ylim()), (by_time.xaxis, by_time.get_xlim())):
+            if axis.get_scale() == "log":
+                axis.set_major_locator(_log_ticks(*limits))
+                axis.set_minor_locator(need("matplotlib.ticker").NullLocator())
             axis.set_major_formatter(_plain)
-        by_epoch.yaxis.set_minor_formatter(_plain)
-        by_time.xaxis.set_minor_formatter(lambda *_: "")  # of several decades they would lie on each other
         for axes in (by_epoch, by_time):
             axes.tick_params(which="both", length=0)
 
@@ -127,6 +129,14 @@ def _lines(records: Sequence[Record], colours: Colours) -> list[dict[str, Any]]:
         {"color": colours.series[index % len(colours.series)], "linewidth": 1.4 * (count - index)}
         for index in range(count)
     ]
+
+
+def _log_ticks(low: float, high: float) -> Any:
+    """A matplotlib locator: several ticks, however many decades there are, and room for their labels."""
+    ticker, decades = need("matplotlib.ticker"), math.log10(high / low)
+    if decades < 1:
+        return ticker.MaxNLocator(5, steps=(1, 2, 5, 10))
+    return ticker.LogLocator(subs=(1, 2, 5) if decades < 2.5 else (1,))
 
 
 def _plain(value: float, _: int) -> str:
