@@ -14,10 +14,10 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 
@@ -160,7 +160,7 @@ def bench(args: argparse.Namespace, terminal: Terminal) -> int:
 
 def make_report(args: argparse.Namespace, terminal: Terminal) -> int:
     """Make the HTML report, or the tables of the documents, from JSON lines."""
-    rows, runs = _recorded(args.results or [RECORDED if RECORDED.exists() else BUILD])
+    rows, runs = _recorded(args.results or [path for path in (RECORDED, BUILD) if path.exists()][:1])
     if not args.docs:
         report.write(args.out, rows, _views(), training_report.sections(runs))
         terminal.line(f"report: {args.out}")
@@ -276,7 +276,7 @@ class Terminal:
         if self._out is None:
             width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNSEEN_WIDTH
             for piece in _pieces(made, key, width + 2, gap=2):
-                print(f"\n{title}\n{_plain_table(piece, width)}")
+                print(f"\n{title}\n{_plain_table(piece)}" if title else f"\n{_plain_table(piece)}")
                 title = ""
             print()
             return
@@ -328,9 +328,11 @@ def _rich_console(stream: TextIO) -> Console | None:
     return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
 
-class Column(NamedTuple):
+@dataclass(frozen=True)
+class Column:
     name: str
     cells: Sequence[str]
+    width: int = 0
 
     @property
     def numeric(self) -> bool:
@@ -339,22 +341,29 @@ class Column(NamedTuple):
     @property
     def least(self) -> int:
         """The width at which no number is broken, and no word but a long one."""
-        whole = self.cells if self.numeric else ()
         words = " ".join((self.name, *self.cells)).split()
-        return max(*map(len, whole), min(_NARROWEST, max(map(len, words), default=0)), 0)
+        return max(*map(len, self.cells if self.numeric else ()), min(_NARROWEST, max(map(len, words), default=0)), 0)
+
+    @property
+    def most(self) -> int:
+        return max(map(len, (self.name, *self.cells)))
 
 
-def _pieces(columns: Sequence[Column], key: int, most: int, gap: int) -> list[list[Column]]:
-    """As few tables as `most` characters allow: each has the first `key` columns, and some of the others."""
-    keys = list(columns[:key])
-    pieces = [keys]
+def _pieces(columns: Sequence[Column], key: int, most: int, gap: int) -> Iterator[list[Column]]:
+    """As few tables as `most` characters allow: the first `key` columns, some of the others, and their widths."""
+    pieces: list[list[Column]] = []
     for column in columns[key:]:
-        wider = [*pieces[-1], column]
-        if len(pieces[-1]) > key and sum(each.least + gap for each in wider) > most:
-            pieces.append([*keys, column])
-        else:
-            pieces[-1] = wider
-    return pieces
+        if not pieces or sum(each.least + gap for each in (*pieces[-1], column)) > most:
+            pieces.append(list(columns[:key]))
+        pieces[-1].append(column)
+    for piece in pieces or [list(columns)]:
+        widths = [each.most for each in piece]
+        while sum(widths) + gap * len(widths) > most:
+            shrinkable = [width if width > each.least else 0 for width, each in zip(widths, piece, strict=True)]
+            if not any(shrinkable):
+                break
+            widths[shrinkable.index(max(shrinkable))] -= 1
+        yield [replace(each, width=width) for each, width in zip(piece, widths, strict=True)]
 
 
 def _rich_table(title: str, columns: Sequence[Column], styles: Mapping[str, str]) -> Table:
@@ -363,27 +372,16 @@ def _rich_table(title: str, columns: Sequence[Column], styles: Mapping[str, str]
 
     table = Table(title=title or None, title_justify="left", title_style="bold")
     for each in columns:
-        table.add_column(
-            each.name, justify="right" if each.numeric else "left", no_wrap=each.numeric, min_width=each.least
-        )
+        table.add_column(each.name, justify="right" if each.numeric else "left", width=each.width)
     for line in zip(*(each.cells for each in columns), strict=True):
         table.add_row(*(Text(cell, styles.get(cell, "")) for cell in line))
     return table
 
 
-def _plain_table(columns: Sequence[Column], most: int) -> str:
-    """At most `most` characters wide, where words can be wrapped to that."""
-    widths = [max(map(len, (each.name, *each.cells))) for each in columns]
-    spare = [width - each.least for width, each in zip(widths, columns, strict=True)]
-    while sum(widths) + 2 * (len(widths) - 1) > most and any(spare):
-        widest = max(range(len(widths)), key=lambda index: (spare[index] > 0, widths[index]))
-        widths[widest] -= 1
-        spare[widest] -= 1
-    lines = zip(
-        *((each.name, "-" * width, *each.cells) for each, width in zip(columns, widths, strict=True)), strict=True
-    )
+def _plain_table(columns: Sequence[Column]) -> str:
+    widths = [each.width for each in columns]
     wrapped: list[tuple[str, ...]] = []
-    for line in lines:
+    for line in zip(*((each.name, "-" * each.width, *each.cells) for each in columns), strict=True):
         cells = [textwrap.wrap(cell, width) for cell, width in zip(line, widths, strict=True)]
         wrapped += zip_longest(*cells, fillvalue="")
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in wrapped)
@@ -482,7 +480,8 @@ def _recorded(paths: Sequence[Path]) -> tuple[list[Row], list[results.Record]]:
                 else:
                     rows += store.read(file)
     if not rows and not runs:
-        raise UsageError(f"--results: no measurements in {', '.join(map(str, paths))}; isogemm bench makes some")
+        searched = ", ".join(map(str, paths)) or f"{RECORDED} or {BUILD}"
+        raise UsageError(f"--results: no measurements in {searched}; `isogemm bench` makes some")
     return rows, runs
 
 

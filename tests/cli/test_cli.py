@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,12 +12,14 @@ import pytest
 import torch
 
 import isogemm
-from isogemm import families
-from isogemm.bench import ceilings, headline, store
+from isogemm import cli, families
+from isogemm.bench import ceilings, headline, report, store
 from isogemm.bench.cases import Case, CaseRun
 from isogemm.bench.demo import Accuracy, Bits
 from isogemm.families import DemoResult, Family, Usability
 from isogemm.testing.checks import Check, CheckResult, skip
+from isogemm.training import report as training_report
+from isogemm.training import results
 from isogemm_cli import main
 
 COMMANDS = ["doctor", "verify", "bench", "report", "demo", "train-patchtst"]
@@ -245,6 +249,49 @@ def test_report_of_nothing(capsys):
     Path("results").mkdir()
     assert main(["report", "--results", "results"]) == 2
     assert "no measurements in results" in capsys.readouterr().err
+    assert main(["report"]) == 2
+    assert "no measurements in benchmarks/results or build; `isogemm bench` makes some" in capsys.readouterr().err
+
+
+def test_report_outside_the_repository(monkeypatch, capsys):
+    """Of what bench and train-patchtst left in build/; where there are recorded results, of these."""
+    asked = []
+    monkeypatch.setattr(report, "write", lambda out, rows, views, sections: asked.append((len(rows), len(sections))))
+    monkeypatch.setattr(training_report, "sections", lambda runs: runs)
+    main(["bench"])
+    run = dict.fromkeys(results._FIELDS, 1)
+    Path("build/train-patchtst").mkdir()
+    Path("build/train-patchtst/results.jsonl").write_text(json.dumps(run) + "\n")
+    assert main(["report"]) == 0
+    main(["bench", "--out", "benchmarks/results"])
+    main(["bench", "--out", "benchmarks/results"])
+    assert main(["report"]) == 0
+    assert main(["report", "--results", "build/train-patchtst"]) == 0
+    assert asked == [(1, 1), (2, 0), (0, 1)]
+
+
+def test_report_of_a_torn_line(capsys):
+    for line, name in (('{"schema": 1, "epochs": []}', "runs.jsonl"), ('{"schema"', "rows.jsonl")):
+        Path(name).write_text(line)
+        assert main(["report", "--results", name]) == 2
+        assert re.match(rf"isogemm report: error: {name}(, line |:)1: ", capsys.readouterr().err)
+
+
+def test_bench_adds_nothing_to_a_torn_line(capsys):
+    Path("rows.jsonl").write_text('{"schema"')
+    assert main(["bench", "--out", "rows.jsonl"]) == 2
+    assert "rows.jsonl: the last line is cut off" in capsys.readouterr().err
+    assert Path("rows.jsonl").read_text() == '{"schema"'
+
+
+@pytest.mark.parametrize(
+    "arguments", [["bench", "--out", "file/rows.jsonl"], ["bench", "--out", "file"], ["demo", "--out", "file/x"]]
+)
+def test_an_output_that_cannot_be_written_is_noticed_at_once(arguments, register, capsys):
+    Path("file").write_text("mine")
+    register(cases=lambda device, quick: [], demo=None, ahead_of_cases=None)
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"isogemm {arguments[0]}: error: file")
 
 
 def test_report_of_a_bad_line(capsys):
@@ -327,6 +374,34 @@ def test_the_demo_fits_a_terminal(columns, monkeypatch, capsys):
     tables = [line for line in capsys.readouterr().out.splitlines() if "  " in line]
     assert tables
     assert max(map(len, tables)) <= columns
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 140])
+def test_a_comparison_in_a_narrow_terminal(columns, style, monkeypatch, capsys):
+    """Several tables: every figure is whole, every one has the names, nothing is wider than the terminal."""
+    names = ["torch", "compile + graph", "isogemm + compile + graph"]
+    header = [*results.COLUMNS, *(f"over {name}" for name in names[:2])]
+    figures = [[f"{line}{column}.{line}{column}123" for column in range(11)] for line in range(1, 4)]
+    monkeypatch.setattr(cli, "_UNSEEN_WIDTH", columns)
+    terminal = cli.Terminal()
+    terminal.table("Training", header, [[name, *line] for name, line in zip(names, figures, strict=True)])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= columns
+    assert [figure for line in figures for figure in line if figure not in out] == []
+    assert {word for name in header for word in name.split()} <= set(out.split())
+    lines = [line for line in out.splitlines() if re.search(r"\d\.\d", line)]
+    assert [line for line in lines if not re.match(r"\W*(torch|compile|isogemm) ", line)] == []
+    assert len(lines) == 3 * out.count("backend")
+    assert (out.count("backend") == 1) == (columns == 140)
+
+
+def test_lines_of_several_keys_keep_them(register, style, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_UNSEEN_WIDTH", 40)
+    register(checks=[check_giving(PASSING)])
+    assert main(["verify", "--trials", "7"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 40
+    assert out.count("family") == out.count("check ") > 1
 
 
 def test_words_that_start_with_a_number_are_wrapped(register, capsys):

@@ -9,20 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from training_runs import DATA, TINY, final, recorded, same, train
 
 from isogemm.training import plots, results
 from isogemm.training.loop import BEST, CHECKPOINT, Diverged, Run, Stopped
 from isogemm.training.series import synthetic
 from isogemm.training.steps import Training
-from isogemm_cli import main
 
 ROOT = Path(__file__).parents[2]
 SAVE = plots.save
-DATA = ["--rows", "240", "--channels", "2"]
-TINY = [
-    "--device", "cpu", "--inputs", "16", "--horizon", "4", "--patch", "4", "--d-model", "8", "--nhead", "2",
-    "--dim-feedforward", "16", "--layers", "1", "--batch", "16", "--epochs", "2",
-]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +32,6 @@ def drawn(folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "save", SAVE)
 
 
-def train(*arguments: str) -> int:
-    return main(["train-patchtst", *TINY, *arguments])
-
-
-def recorded(folder: str = "build/train-patchtst") -> list[results.Record]:
-    return results.read(Path(folder) / "results.jsonl")
-
-
 def write_csv(rows: int = 240) -> Path:
     values = synthetic(rows, 3).values.tolist()
     lines = [
@@ -53,14 +40,6 @@ def write_csv(rows: int = 240) -> Path:
     path = Path("ETT.csv")
     path.write_text("\n".join(["date,a,b,c", *lines]) + "\n")
     return path
-
-
-def final(folder: str) -> dict[str, torch.Tensor]:
-    return torch.load(Path(folder) / CHECKPOINT, weights_only=True)["model"]
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.usefixtures("drawn")

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import math
+import random
+import re
+import zipfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from isogemm.training import checkpoints
+from isogemm.training import checkpoints, results
 from isogemm.training.checkpoints import CheckpointError
-from isogemm.training.loop import BEST, CHECKPOINT, Diverged, Plan, Stopped, best_forecaster
-from isogemm.training.series import SeriesError, synthetic
+from isogemm.training.loop import BEST, CHECKPOINT, Diverged, Plan, Run, Stopped, best_forecaster
+from isogemm.training.series import SeriesError, read_csv, synthetic
 
 ALL_RANDOM = {"norm": "batch", "res_attention": True, "dropout": 0.2, "attention_dropout": 0.1, "affine": True}
 BACKENDS = ["torch", "isogemm"]
@@ -173,19 +179,142 @@ def test_files_that_are_no_checkpoint(start, tmp_path, content):
         start().resume(path)
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+def test_a_flipped_bit_is_refused(start, tmp_path):
+    """Wherever it is: in the weights, the archive's tables or the checksum itself."""
+    start().fit(Plan(epochs=1, folder=tmp_path))
     path = tmp_path / CHECKPOINT
-    checkpoints.save(path, {"value": 1})
+    good = path.read_bytes()
+    bits = range(8 * len(good))
+    for bit in [*random.Random(0).sample(bits, 100), *bits[-8 * 120 :: 5]]:
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bad)
+        with pytest.raises(CheckpointError, match=r"\.pt: (damaged|not a checkpoint)"):
+            checkpoints.load(path)
+    path.write_bytes(good)
+    checkpoints.load(path)
 
-    def full(state, file):
-        file.write(b"half of it")
-        raise OSError("no space left")
 
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="no space left"):
-        checkpoints.save(path, {"value": 2})
-    assert checkpoints.load(path)["value"] == 1
-    assert list(tmp_path.iterdir()) == [path]
+def test_a_file_that_was_cut_off_is_refused(start, tmp_path):
+    start().fit(Plan(epochs=1, folder=tmp_path))
+    path = tmp_path / CHECKPOINT
+    good = path.read_bytes()
+    for length in (0, 1, 60, 79, 80, len(good) // 2, len(good) - 80, len(good) - 79, len(good) - 1):
+        path.write_bytes(good[:length])
+        with pytest.raises(CheckpointError, match=r"\.pt: (damaged|not a checkpoint)"):
+            checkpoints.load(path)
+
+
+def test_torch_reads_a_checkpoint(tmp_path):
+    checkpoints.save(tmp_path / "x.pt", {"value": torch.arange(3)})
+    assert torch.load(tmp_path / "x.pt", weights_only=True)["value"].tolist() == [0, 1, 2]
+    assert zipfile.ZipFile(tmp_path / "x.pt").testzip() is None
+
+
+def test_an_earlier_versions_checkpoint_goes_on_with_a_word(start, tmp_path):
+    whole = start()
+    whole.fit(Plan(epochs=2))
+    start().fit(Plan(epochs=1, folder=tmp_path))
+    path = tmp_path / CHECKPOINT
+    torch.save({**checkpoints.load(path), "schema": 1}, path)
+    resumed = start()
+    with pytest.warns(UserWarning, match=r"checkpoint\.pt: written by an earlier version, without a checksum"):
+        resumed.resume(path)
+    resumed.fit(Plan(epochs=2))
+    assert_same_bits(weights(resumed), weights(whole))
+
+
+def spoiled(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The value with one entry missing, of another type or of another shape; of equal entries the first two."""
+    if isinstance(value, dict):
+        for key in list(value)[:2] if len(value) > 10 else value:
+            yield f"{name}/{key} missing", {k: v for k, v in value.items() if k != key}
+            for what, entry in spoiled(value[key], f"{name}/{key}"):
+                yield what, {**value, key: entry}
+        yield f"{name} unknown", {**value, "other": 1}
+    elif isinstance(value, list):
+        for index in range(min(2, len(value))):
+            for what, entry in spoiled(value[index], f"{name}/{index}"):
+                yield what, [*value[:index], entry, *value[index + 1 :]]
+    elif isinstance(value, torch.Tensor):
+        yield f"{name} longer", torch.zeros(value.numel() + 9, dtype=value.dtype)
+        yield f"{name} dtype", value.to(torch.complex64)
+    elif isinstance(value, float):
+        yield f"{name} nan", math.nan
+    yield f"{name} text", "no"
+
+
+def test_a_checkpoint_that_lacks_or_misshapes_an_entry_is_refused(start, tmp_path, monkeypatch):
+    with pytest.raises(Stopped):
+        start().fit(Plan(epochs=2, folder=tmp_path), stop=StopAfter(13))
+    state = checkpoints.load(tmp_path / CHECKPOINT)
+    bests = [("best", {**state, "best": {**state["best"], "epoch": epoch}}) for epoch in (0, 2, 1.0)]
+    cases = [
+        (what, bad)
+        for what, bad in [*spoiled(state), *bests]
+        if not what.startswith(("/schema", "/optimizer/param_groups/", " text"))  # `load` looks; the run has its own
+    ]
+    assert len(cases) > 60
+    run, accepted = start(), []
+    for what, bad in cases:
+        monkeypatch.setattr(checkpoints, "load", lambda path, bad=bad: bad)
+        try:
+            run.resume("spoiled.pt")
+        except CheckpointError as error:
+            assert re.match(r"spoiled\.pt: (not a checkpoint of this|of another) run: ", str(error))  # noqa: PT017
+        else:
+            accepted.append(what)
+    assert not accepted
+
+
+def test_random_states_that_torch_refuses(start, tmp_path):
+    start().fit(Plan(epochs=1, folder=tmp_path))
+    state = checkpoints.load(tmp_path / CHECKPOINT)
+    checkpoints.save(tmp_path / CHECKPOINT, {**state, "random": [[torch.zeros_like(state["random"][0][0])]]})
+    with pytest.raises(CheckpointError, match="not a checkpoint of this run"):
+        start().resume(tmp_path / CHECKPOINT)
+
+
+def test_best_weights_that_lack_an_entry_are_refused(start, tmp_path, monkeypatch):
+    start().fit(Plan(epochs=1, folder=tmp_path))
+    state = checkpoints.load(tmp_path / BEST)
+    cases = [bad for what, bad in spoiled(state) if not what.startswith(("/schema", "/run", " text"))]
+    runs = [{**state, "run": run} for run in (None, {}, {**state["run"], "d_model": "8"})]
+    for bad in [*cases, *runs]:
+        monkeypatch.setattr(checkpoints, "load", lambda path, bad=bad: bad)
+        with pytest.raises(CheckpointError, match="not a checkpoint of this run"):
+            best_forecaster("spoiled.pt")
+
+
+class Named:
+    """What os.PathLike asks for, and no more."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+
+@pytest.mark.parametrize("path", [str, Named], ids=["str", "PathLike"])
+def test_paths_of_any_kind(start, tmp_path, path):
+    run = start()
+    run.fit(Plan(epochs=1, folder=path(tmp_path)))
+    start().resume(path(tmp_path / CHECKPOINT))
+    model, _, _ = best_forecaster(path(tmp_path / BEST))
+    assert_same_bits(model.state_dict(), weights(run))
+    data = tmp_path / "data.csv"
+    data.write_text("date,a\n2016-07-01,1\n")
+    assert read_csv(path(data)).values.tolist() == [[1.0]]
+    assert results.read(path(tmp_path / "none")) == []
+
+
+def test_a_test_error_that_is_not_finite_ends_the_run(start, monkeypatch):
+    """It could not be recorded."""
+    errors = iter([(1.0, 1.0), (math.inf, 1.0)])
+    monkeypatch.setattr(Run, "_errors", lambda self, evaluation: next(errors))
+    with pytest.raises(Diverged, match="the test error is not finite"):
+        start().fit(Plan(epochs=1))
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(start):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -65,4 +66,4 @@ def test_the_ticks_of_the_plots_have_labels(made, shortest, longest):
         labels = [tick.label1 for tick in ticks if tick.label1.get_text()]
         assert len(labels) >= 2
         boxes = [label.get_window_extent() for label in labels]
-        assert not any(one.overlaps(other) for one, other in zip(boxes, boxes[1:], strict=False))
+        assert not any(one.overlaps(other) for one, other in pairwise(boxes))

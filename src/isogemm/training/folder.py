@@ -47,8 +47,9 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def require_no_run(folder: Path) -> None:
     if there := [name for name in (CHECKPOINT, BEST) if (folder / name).exists()]:
+        resumed = "--resume goes on with it, " if CHECKPOINT in there else ""
         raise FileError(
-            f"{folder}: holds {' and '.join(there)} of another run; --resume goes on with it, --overwrite discards it, "
+            f"{folder}: holds {' and '.join(there)} of another run; {resumed}--overwrite discards it, "
             "--out names another folder"
         )
 

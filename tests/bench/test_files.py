@@ -1,0 +1,103 @@
+"""Files are written whole or not at all: on a full disk, and where one was cut off before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from isogemm.bench import files
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Writes beyond that fail half-way, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def fails(*args: object, **options: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_write_makes_folders_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "a" / "b"
+    for content in (b"one", b"two"):
+        files.write(str(path), content)
+        assert path.read_bytes() == content
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("at", ["write", "sync", "rename"])
+def test_a_write_that_fails_leaves_the_file(at, tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    files.write(path, b"old")
+    if at != "write":
+        monkeypatch.setattr(os, {"sync": "fsync", "rename": "replace"}[at], fails)
+    with largest_file(10_000), pytest.raises(OSError) as error:  # noqa: PT011
+        files.write(path, bytes(20_000 if at == "write" else 3))
+    assert error.value.filename == str(path)
+    assert error.value.errno == (errno.EFBIG if at == "write" else errno.ENOSPC)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "disk").mkdir()
+    link, target = tmp_path / "link", tmp_path / "disk" / "file"
+    link.symlink_to(target)
+    files.write(link, b"new")
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("at", ["write", "sync"])
+def test_a_line_that_does_not_fit_leaves_the_file(at, tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    files.append(path, "1")
+    if at == "sync":
+        monkeypatch.setattr(os, "fsync", fails)
+    with largest_file(10_000), pytest.raises(OSError) as error:  # noqa: PT011
+        files.append(path, "2" * (20_000 if at == "write" else 1))
+    assert error.value.filename == str(path)
+    assert path.read_bytes() == b"1\n"
+    monkeypatch.undo()
+    files.append(path, "3")
+    assert path.read_bytes() == b"1\n3\n"
+
+
+def test_nothing_is_added_to_a_line_that_was_cut_off(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a"')
+    with pytest.raises(files.FileError, match=r"rows\.jsonl: the last line is cut off; remove it"):
+        files.append(path, '{"a": 2}')
+    assert path.read_bytes() == b'{"a": 1}\n{"a"'
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_where_no_folder_can_be(place, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        files.require_writable(tmp_path / place)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    files.require_writable(tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
+
+    def denied(path: Path, *args: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "touch", denied)
+    with pytest.raises(PermissionError) as error:
+        files.require_writable(tmp_path)
+    assert error.value.filename == str(tmp_path)
