@@ -189,7 +189,7 @@ sizes = {"channels": 2, "inputs": 16, "horizon": 4, "patch": 4, "stride": 4, "d_
 config = PRESETS["reference"].with_options({**sizes, "dim_feedforward": 16, "batch": 16, "backend": "torch"})
 world = World(torch.device("cpu"), rank, 2)
 try:
-    Run(config, synthetic(240, 2), world).fit(Plan(epochs=2, folder="nowhere"))
+    Run(config, synthetic(240, 2), world)._save(Plan(folder="nowhere"))
 except (OSError, FailedElsewhere) as error:
     assert isinstance(error, OSError) == (rank == 0), error
 else:
@@ -284,25 +284,22 @@ def test_killed_at_each_write(whole):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "call"),
+    ("owner", "name", "call", "ended"),
     [
-        (Run, "__init__", 1),
-        (Training, "prepare", 1),
-        (Training, "advance", 1),
-        (Training, "advance", 9),
-        (Training, "advance", 18),
-        (checkpoints, "save", 1),
-        (checkpoints, "save", 5),
-        (checkpoints, "save", 6),
-        (Evaluation, "sums", 2),
-        (Evaluation, "sums", 3),
-        (results, "record", 1),
-        (results, "append", 1),
-        (gc, "collect", 1),
-        (plots, "save", 2),
+        (Run, "__init__", 1, False),
+        (Training, "prepare", 1, False),
+        (Training, "advance", 9, False),
+        (Training, "advance", 18, False),
+        (checkpoints, "save", 1, False),
+        (checkpoints, "save", 6, False),
+        (Evaluation, "sums", 2, False),
+        (Evaluation, "sums", 3, True),  # the test
+        (results, "append", 1, True),
+        (gc, "collect", 1, True),
+        (plots, "save", 2, True),
     ],
 )
-def test_a_stop_at_each_point(owner, name, call, whole, monkeypatch):
+def test_a_stop_at_each_point(owner, name, call, ended, whole, monkeypatch, capsys):
     """The first Ctrl-C is never lost: status 130, and the run goes on, or is complete, to the same bits."""
     original, left = getattr(owner, name), call
 
@@ -318,6 +315,8 @@ def test_a_stop_at_each_point(owner, name, call, whole, monkeypatch):
         patch.setattr(owner, name, stopped)
         assert train(*RUN, "--out", "out") == 130
     assert left <= 0
+    assert "\nstopped" in f"\n{capsys.readouterr().out}"
+    assert bool(recorded("out")) == ended
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert go_on() == 0
     assert_ended_once(whole)
