@@ -263,7 +263,7 @@ def run(out, *arguments, kill_at=0):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 cli.main(["train-patchtst", *sys.argv[1:], "--out", "whole"])  # what it imports, the others find
-for kill_at in (1, 2, 4, 6):
+for kill_at in (1, 4, 6):
     out = f"killed{kill_at}"
     assert run(out, kill_at=kill_at) == -signal.SIGKILL
     assert any(name.startswith((".checkpoint", ".best", ".results")) for name in os.listdir(out))
@@ -279,7 +279,7 @@ def test_killed_at_each_write(whole):
         [sys.executable, "-c", KILLED, *TINY, *RUN], env=env, capture_output=True, text=True, timeout=90, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for killed in (1, 2, 4, 6):
+    for killed in (1, 4, 6):
         assert_ended_once(whole, f"killed{killed}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -133,10 +132,8 @@ def _lines(records: Sequence[Record], colours: Colours) -> list[dict[str, Any]]:
 
 def _log_ticks(low: float, high: float) -> Any:
     """A matplotlib locator: several ticks, however many decades there are, and room for their labels."""
-    ticker, decades = need("matplotlib.ticker"), math.log10(high / low)
-    if decades < 1:
-        return ticker.MaxNLocator(5, steps=(1, 2, 5, 10))
-    return ticker.LogLocator(subs=(1, 2, 5) if decades < 2.5 else (1,))
+    few = high / low < 300
+    return need("matplotlib.ticker").LogLocator(subs=(1, 2, 5) if few else (1,))  # even steps where these are too few
 
 
 def _plain(value: float, _: int) -> str:
