@@ -342,11 +342,11 @@ class Column:
     def least(self) -> int:
         """The width at which no number is broken, and no word but a long one."""
         words = " ".join((self.name, *self.cells)).split()
-        return max(*map(len, self.cells if self.numeric else ()), min(_NARROWEST, max(map(len, words), default=0)), 0)
+        return max(*map(len, self.cells if self.numeric else ()), min(_NARROWEST, max(map(len, words), default=1)), 1)
 
     @property
     def most(self) -> int:
-        return max(map(len, (self.name, *self.cells)))
+        return max(1, *map(len, (self.name, *self.cells)))
 
 
 def _pieces(columns: Sequence[Column], key: int, most: int, gap: int) -> Iterator[list[Column]]:

@@ -14,8 +14,6 @@ from isogemm.bench.tables import markdown
 from isogemm.training import plots, results
 from isogemm.training.results import Record
 
-FOLDER = "training"  # of recorded runs, among the results of a GPU
-
 
 def by_preset(records: Iterable[Record]) -> dict[str, list[Record]]:
     """The newest run of each backend, among those that differ from the newest of all in the backend alone."""
