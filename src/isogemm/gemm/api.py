@@ -107,16 +107,16 @@ def linear(
         activation .. rounding: what follows in the same launch, as in `matmul_fused`.
         out_dtype, precision: as in `matmul`.
     """
-    if is_intercepted():
-        return handle_torch_function(linear, (), **locals())
-    if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))):
-        op.validate_linear(x, weight, bias, out_dtype, precision)
     if (
         activation is not None or residual is not None or weight_up is not None or bias_up is not None
-        or activation_args is not None or c is not None or row_scale is not None or col_scale is not None
+        or activation_args or c is not None or row_scale is not None or col_scale is not None
         or epilogue is not None or dropout_p or aux or rounding != "once"
-        or isinstance(alpha, torch.Tensor) or alpha != 1 or isinstance(beta, torch.Tensor) or beta
+        or isinstance(alpha, Tensor) or alpha != 1 or isinstance(beta, Tensor) or beta
     ):  # fmt: skip
+        if is_intercepted():
+            return handle_torch_function(linear, (), **locals())
+        if not isinstance(x, Tensor):
+            op.validate_linear(x, weight, bias, out_dtype, precision)
         require_tensor("weight", weight, 2, "[N, K]")
         if x.ndim == 0:
             raise ValueError("x has no dimensions; expected [..., K]")
@@ -131,6 +131,21 @@ def linear(
         )  # fmt: skip
         result = fused_autograd.run(call)
         return result[0] if x.ndim == 1 else result
+    return plain_linear(x, weight, bias, out_dtype, precision)
+
+
+def plain_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    precision: str | None,
+) -> torch.Tensor:
+    """`linear` without an epilogue: the path whose host time counts, one call per linear layer and token."""
+    if is_intercepted():
+        return handle_torch_function(linear, (), **locals())
+    if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))):
+        op.validate_linear(x, weight, bias, out_dtype, precision)
     owner, bias_owner = weight, bias
     dtype = autocast_dtype(x.device)
     if dtype is not None:

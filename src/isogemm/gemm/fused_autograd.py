@@ -32,7 +32,7 @@ def run(call: Call) -> torch.Tensor:
     tensors = [each for each in call[:11] if each is not None]
     tensors += call.aux
     if through_dispatcher(*tensors):
-        autograd.refuse_transforms("fused", *tensors)
+        autograd.refuse_transforms("linear" if call.by_rows else "matmul_fused", *tensors)
         differentiated = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
         owners, main_grads = autograd.with_main_grad(*call.owners)
         save = _save(call.fusion, differentiated)
@@ -399,7 +399,7 @@ def run_mlp(hidden: Call, down: Call) -> torch.Tensor:
     fused.validate(h, *down.columns, down.fusion, down.out_dtype, down.precision, _DOWN_NAMES)
     differentiated = torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]
     if through_dispatcher(*tensors):
-        autograd.refuse_transforms("mlp", *tensors)
+        autograd.refuse_transforms("nn.MLP", *tensors)
         return cast(torch.Tensor, torch.ops.isogemm.mlp(*_one_call(hidden, down, differentiated))[0])
     if not differentiated:
         h, _ = hidden.run(fusion, "")

@@ -9,8 +9,8 @@ import torch
 
 from isogemm.core.errors import require_precision
 from isogemm.epilogues import spec
-from isogemm.gemm.api import linear
-from isogemm.nn.sharing import module_obstacle, parameter_obstacle, shared
+from isogemm.gemm.api import linear, plain_linear
+from isogemm.nn.sharing import module_obstacle, parameter, parameter_obstacle, shared
 
 
 class Linear(torch.nn.Linear):
@@ -64,8 +64,11 @@ class Linear(torch.nn.Linear):
         return made
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = parameter(self, "weight"), parameter(self, "bias")
+        if self.activation is None:
+            return plain_linear(input, weight, bias, self.out_dtype, self.precision)
         return linear(
-            input, self.weight, self.bias, activation=self.activation, activation_args=self.activation_args,
+            input, weight, bias, activation=self.activation, activation_args=self.activation_args,
             out_dtype=self.out_dtype, precision=self.precision,
         )  # fmt: skip
 
