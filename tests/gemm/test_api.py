@@ -293,6 +293,32 @@ def test_wrong_arguments(name):
         getattr(isogemm, function)(*arguments, **keywords)
 
 
+C_WITHOUT_BETA = {  # name: (call with c, a and b of the product)
+    "linear": (isogemm.linear, (X, W), (X, W.T)),
+    "linear of a row": (isogemm.linear, (X[0], W), (X[0], W.T)),
+    "matmul_fused": (isogemm.matmul_fused, (X, W.T), (X, W.T)),
+    "compiled": (torch.compile(isogemm.linear, backend="aot_eager", fullgraph=True), (X, W), (X, W.T)),
+}
+
+
+@pytest.mark.parametrize("name", C_WITHOUT_BETA)
+def test_c_without_beta_is_added(name):
+    """As torch.addmm's input is, whose beta is 1; its gradient as well."""
+    function, arguments, (a, b) = C_WITHOUT_BETA[name]
+    c = _integers(*(a @ b).shape, seed=5).requires_grad_()
+    result = function(*arguments, c=c)
+    _assert_equal(result, a @ b + c)
+    result.sum().backward()
+    _assert_equal(c.grad, torch.ones_like(c))
+    _assert_equal(function(*arguments, c=c, alpha=2), 2 * (a @ b) + c)
+    _assert_equal(function(*arguments, c=c, beta=0), a @ b)
+
+
+def test_c_of_a_gated_activation_without_beta():
+    with pytest.raises(ValueError, match="c does not go with the gated activation 'swiglu'"):
+        isogemm.linear(X, W, weight_up=W, activation="swiglu", c=X @ W.T)
+
+
 @pytest.mark.parametrize("function", [isogemm.mm, isogemm.matmul])
 def test_options_are_keywords(function):
     with pytest.raises(TypeError):

@@ -83,7 +83,7 @@ def linear(
     weight_up: torch.Tensor | None = None,
     bias_up: torch.Tensor | None = None,
     alpha: float | torch.Tensor = 1,
-    beta: float | torch.Tensor = 0,
+    beta: float | torch.Tensor | None = None,
     c: torch.Tensor | None = None,
     row_scale: torch.Tensor | None = None,
     col_scale: torch.Tensor | None = None,
@@ -179,7 +179,7 @@ def matmul_fused(
     activation: str | None = None,
     activation_args: Mapping[str, float] | None = None,
     alpha: float | torch.Tensor = 1,
-    beta: float | torch.Tensor = 0,
+    beta: float | torch.Tensor | None = None,
     c: torch.Tensor | None = None,
     row_scale: torch.Tensor | None = None,
     col_scale: torch.Tensor | None = None,
@@ -199,7 +199,8 @@ def matmul_fused(
         bias: [N], or [..., M] with bias_dim=-2; of the inputs' dtype.
         activation: a name in `isogemm.epilogues.ACTIVATIONS` that is not gated; "gelu" is erf, as in torch.
         activation_args: of the activation, such as {"negative_slope": 0.2}.
-        alpha, beta: numbers, or 0-d tensors on the device.
+        alpha, beta: numbers, or 0-d tensors on the device. beta is 1 where c is given without it, as in torch.addmm;
+            with 0, c is not read.
         c, residual: [..., M, N], of the inputs' dtype or float32.
         row_scale, col_scale: [..., M] and [N], likewise.
         dropout_p: the probability of a zero; the rest is scaled up. The mask depends on the seed, which torch's
@@ -261,7 +262,7 @@ def mlp(
     if isinstance(hidden_dropout_p, int | float) and not 0 <= hidden_dropout_p <= 1:
         raise ValueError(f"hidden_dropout_p is {hidden_dropout_p}; expected a probability")
     hidden = _call(
-        x, weight, bias, weight_up, bias_up, -1, activation, activation_args, 1.0, 0.0, None, None, None,
+        x, weight, bias, weight_up, bias_up, -1, activation, activation_args, 1.0, None, None, None, None,
         hidden_dropout_p, None, None, (), "once", None, precision, by_rows=True,
     )  # fmt: skip
     require_tensor("weight_down", weight_down, 2, "[N, hidden]")
@@ -271,7 +272,7 @@ def mlp(
             f"since weight is {list(weight.shape)}"
         )
     down = _call(
-        hidden.x, weight_down, bias_down, None, None, -1, None, None, 1.0, 0.0, None, None, None, dropout_p, residual,
+        hidden.x, weight_down, bias_down, None, None, -1, None, None, 1.0, None, None, None, None, dropout_p, residual,
         None, (), "once", out_dtype, precision, by_rows=True,
     )  # fmt: skip
     return fused_autograd.run_mlp(hidden, down)
@@ -287,7 +288,7 @@ def _call(
     activation: str | None,
     activation_args: Mapping[str, float] | None,
     alpha: float | torch.Tensor,
-    beta: float | torch.Tensor,
+    beta: float | torch.Tensor | None,
     c: torch.Tensor | None,
     row_scale: torch.Tensor | None,
     col_scale: torch.Tensor | None,
@@ -324,6 +325,8 @@ def _call(
     if weight_up is not None:
         require_tensor("weight_up", weight_up, 2, "[N, K]")
     alpha_tensor, alpha_value = _number("alpha", alpha, 1.0)
+    if beta is None:
+        beta = 0 if c is None else 1
     beta_tensor, beta_value = _number("beta", beta, 0.0)
     if not isinstance(dropout_p, _NUMBERS):
         raise TypeError(f"dropout_p is {dropout_p!r}; expected a number")

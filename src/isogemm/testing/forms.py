@@ -46,6 +46,7 @@ def fused_form(
     z = z if alpha is None else z * alpha
     z = z if row_scale is None else z * row_scale[..., None]
     z = z if col_scale is None else z * col_scale
+    beta = 1 if beta is None else beta
     z = z if c is None or not (isinstance(beta, torch.Tensor) or beta) else z + beta * c
     z = z if bias is None else z + (bias if bias_dim == -1 else bias[..., None])
     z = z if activation is None else ACTIVATION_FORMS[activation](z, **(activation_args or {}))
