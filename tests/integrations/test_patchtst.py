@@ -684,7 +684,7 @@ LEFT = {
         1, nn.GLU()
     ),
     "torch.float64 has no contract; those with one: float32, float16, bfloat16": lambda layer: layer.double(),
-    "it is compiled: swap first, then compile": lambda layer: layer.compile(backend="eager"),
+    "it is compiled: do this before compiling": lambda layer: layer.compile(backend="eager"),
 }
 
 

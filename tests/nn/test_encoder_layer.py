@@ -376,10 +376,17 @@ def test_hooks_of_an_activation():
         ours(_input())
 
 
-def test_hooks_that_torch_does_not_run_either():
-    layer = _torchs()
-    layer.self_attn.out_proj.register_forward_hook(lambda *args: pytest.fail("ran"))
-    torch.testing.assert_close(EncoderLayer.from_torch(layer)(_input()), layer(_input()))
+@pytest.mark.parametrize("name", [name for name, _ in _torchs(activation=ReLU()).named_modules() if name])
+def test_hooks_of_every_submodule(name):
+    """Of self_attn.out_proj too, though torch reads its weight past its forward as well."""
+    theirs = _torchs(activation=ReLU())
+    ours = EncoderLayer.from_torch(theirs)
+    with theirs.get_submodule(name).register_forward_hook(lambda *args: None):
+        with pytest.raises(ValueError, match=f"{name} has hooks"):
+            EncoderLayer.from_torch(theirs)
+        with pytest.raises(RuntimeError, match=f"{name} has hooks"):
+            ours(_input())
+    ours(_input())
 
 
 def _flattened(layer):

@@ -8,7 +8,7 @@ import torch
 from torch.nn import ELU, GELU, Identity, LeakyReLU, ReLU, Sequential, Sigmoid, SiLU, Tanh
 
 import isogemm
-from isogemm.nn import Folded, Linear, Unfolded, swap
+from isogemm.nn import Folded, FoldedActivation, Linear, Unfolded, swap
 from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch, make_data
 
 ACTIVATIONS = {
@@ -56,7 +56,7 @@ def test_every_activation(epilogue, activation, dtype):
     ours, exact = copy.deepcopy(theirs), copy.deepcopy(theirs).double()
     report = swap(ours)
     assert (report.swapped, report.folded, report.unfolded) == (("0", "2"), (Folded("0", "1", epilogue),), ())
-    assert [type(module) for module in ours] == [Linear, Identity, Linear]
+    assert [type(module) for module in ours] == [Linear, FoldedActivation, Linear]
     with isogemm.dispatch_log() as log, torch.no_grad():
         ours(torch.zeros(3, 8, dtype=dtype))
     assert len(log) == 2
@@ -121,7 +121,7 @@ def test_turned_off():
 def test_only_the_selected():
     model = Sequential(_linear(), ReLU(), _linear(), ReLU())
     assert swap(model, "2").folded == (Folded("2", "3", "relu"),)
-    assert [type(module) for module in model] == [torch.nn.Linear, ReLU, Linear, Identity]
+    assert [type(module) for module in model] == [torch.nn.Linear, ReLU, Linear, FoldedActivation]
 
 
 def test_swapping_twice():
@@ -193,7 +193,7 @@ def test_one_sequential_under_two_names():
     model.first = model.second = Sequential(_linear(), ReLU())
     assert swap(model).folded == (Folded("first.0", "first.1", "relu"), Folded("second.0", "second.1", "relu"))
     assert model.first is model.second
-    assert [type(module) for module in model.first] == [Linear, Identity]
+    assert [type(module) for module in model.first] == [Linear, FoldedActivation]
 
 
 @pytest.mark.parametrize("other", [[], [torch.nn.LayerNorm(8)], [GELU()], [LeakyReLU(0.1)]], ids=str)

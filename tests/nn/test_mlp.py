@@ -133,10 +133,10 @@ def test_repr():
         17, 33, activation="leaky_relu", activation_args={"negative_slope": 0.5}, dropout_p=0.1, precision="tf32"
     )
     assert repr(module).splitlines() == [
-        "MLP(",
+        "isogemm.nn.MLP(",
         "  activation=leaky_relu(negative_slope=0.5), dropout_p=0.1, precision=tf32",
-        "  (up): Linear(in_features=17, out_features=33, bias=True)",
-        "  (down): Linear(in_features=33, out_features=17, bias=True)",
+        "  (up): isogemm.nn.Linear(in_features=17, out_features=33, bias=True)",
+        "  (down): isogemm.nn.Linear(in_features=33, out_features=17, bias=True)",
         ")",
     ]
 

@@ -1,6 +1,7 @@
 """isogemm.nn.swap: a model's linears and encoder layers replaced in place, and what it says of the others."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch.nn import TransformerEncoder, TransformerEncoderLayer
 
 import isogemm
 from isogemm.gemm.api import linear
-from isogemm.nn import EncoderLayer, Kept, Linear, swap
+from isogemm.nn import EncoderLayer, Kept, Linear, Note, restore, swap
 from isogemm.testing import assert_bitwise_equal, make_data
 
 
@@ -148,6 +149,33 @@ def test_swapping_twice():
     assert swap(model, "head").swapped == ()
 
 
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [("gpt2", "a str"), (None, "a NoneType"), (torch.zeros(2), "a Tensor"), (_Tied, "the class _Tied")],
+)
+@pytest.mark.parametrize("function", [swap, restore])
+def test_no_model(function, model, says):
+    with pytest.raises(TypeError, match=rf"^model is {says}; expected a torch\.nn\.Module$"):
+        function(model)
+
+
+def test_options_that_no_layer_can_have_change_nothing():
+    for dtype, out_dtype in (
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.int8),
+    ):
+        model = _Tied().to(dtype)
+        with pytest.raises(ValueError, match=rf"layers\.0\.up: out_dtype is {out_dtype}; accepted for {dtype} inputs"):
+            swap(model, out_dtype=out_dtype)
+        assert {type(layer.up) for layer in model.layers} == {torch.nn.Linear}
+    with pytest.raises(ValueError, match="precision is 'fp8'"):
+        swap(torch.nn.Sequential(), precision="fp8")
+    model = _Tied().bfloat16()
+    swap(model, "head", out_dtype=torch.float32)
+    assert model(torch.tensor([1, 2])).dtype is torch.float32
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
 def test_dtypes_without_a_contract_stay(dtype):
     model = _Block(dtype)
@@ -208,6 +236,28 @@ def test_report_in_words():
         "  kept head (Linear): not selected by only",
         "  kept conv (Conv1d): is no Linear: torch computes products with its weight",
     ]
+
+
+@pytest.mark.parametrize(
+    ("d_model", "dtype", "noted"),
+    [(96, torch.float32, True), (768, torch.float32, True), (128, torch.float32, False), (96, torch.bfloat16, False)],
+)
+def test_note_on_layers_that_are_slower_than_torchs(d_model, dtype, noted):
+    """By slower_than_torch: here those that are composed in float32."""
+    layer = TransformerEncoderLayer(d_model, 6 if d_model % 6 == 0 else 4, 8, batch_first=True, dtype=dtype)
+    report = swap(torch.nn.Sequential(layer, torch.nn.Linear(2, 2, dtype=dtype)))
+    assert report.swapped == ("0", "1")
+    assert [note.name for note in report.notes] == ["0"] * noted
+    assert ("note: 0 is slower than torch's on a GPU in float32" in str(report)) == noted
+
+
+def test_notes_in_words(monkeypatch):
+    monkeypatch.setattr(
+        sys.modules[swap.__module__], "slower_than_torch", lambda d_model, nhead, dtype: f"{d_model} {nhead} {dtype}"
+    )
+    report = swap(_Encoded())
+    assert report.notes == tuple(Note(name, "TransformerEncoderLayer", "8 2 torch.float32") for name in LAYERS)
+    assert "  note: encoder.layers.* x 2 is 8 2 torch.float32" in str(report).splitlines()
 
 
 class _Encoded(torch.nn.Module):

@@ -14,6 +14,12 @@ def require_tensor(name: str, value: object, ndim: int, shape: str) -> None:
         raise ValueError(f"{name} has shape {list(value.shape)}; expected {ndim} dimensions {shape}")
 
 
+def require_module(name: str, value: object) -> None:
+    if not isinstance(value, torch.nn.Module):
+        came = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+        raise TypeError(f"{name} is {came}; expected a torch.nn.Module")
+
+
 def require_same(what: str, names: tuple[str, str], values: tuple[object, object]) -> None:
     if values[0] != values[1]:
         raise ValueError(

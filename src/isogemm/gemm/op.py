@@ -250,10 +250,14 @@ def require_operands(
     if a.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{names[0]} is on {a.device}; accepted: cpu and cuda")
     require_precision(precision, a.dtype)
-    if out_dtype is not None and out_dtype is not a.dtype and (out_dtype is not torch.float32 or a.dtype.itemsize != 2):
+    require_out_dtype(out_dtype, a.dtype)
+
+
+def require_out_dtype(out_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+    if out_dtype is not None and out_dtype is not dtype and (out_dtype is not torch.float32 or dtype.itemsize != 2):
         raise ValueError(
-            f"out_dtype is {out_dtype}; accepted for {a.dtype} inputs: {a.dtype}"
-            + " or torch.float32" * (a.dtype.itemsize == 2)
+            f"out_dtype is {out_dtype}; accepted for {dtype} inputs: {dtype}"
+            + " or torch.float32" * (dtype.itemsize == 2)
         )
 
 

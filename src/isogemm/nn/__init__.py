@@ -3,6 +3,19 @@
 from isogemm.nn.encoder_layer import EncoderLayer
 from isogemm.nn.linear import Linear
 from isogemm.nn.mlp import MLP
-from isogemm.nn.swap import Folded, Kept, SwapReport, Unfolded, swap
+from isogemm.nn.restore import restore
+from isogemm.nn.swap import Folded, FoldedActivation, Kept, Note, SwapReport, Unfolded, swap
 
-__all__ = ["MLP", "EncoderLayer", "Folded", "Kept", "Linear", "SwapReport", "Unfolded", "swap"]
+__all__ = [
+    "MLP",
+    "EncoderLayer",
+    "Folded",
+    "FoldedActivation",
+    "Kept",
+    "Linear",
+    "Note",
+    "SwapReport",
+    "Unfolded",
+    "restore",
+    "swap",
+]

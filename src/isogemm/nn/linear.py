@@ -10,7 +10,8 @@ import torch
 from isogemm.core.errors import require_precision
 from isogemm.epilogues import spec
 from isogemm.gemm.api import linear, plain_linear
-from isogemm.nn.sharing import module_obstacle, parameter, parameter_obstacle, shared
+from isogemm.gemm.op import require_out_dtype
+from isogemm.nn.sharing import module_obstacle, needs_its_forward, parameter, parameter_obstacle, shared, shown_name
 
 
 class Linear(torch.nn.Linear):
@@ -27,6 +28,7 @@ class Linear(torch.nn.Linear):
     activation_args: dict[str, float]
     precision: str | None
     out_dtype: torch.dtype | None
+    is_swapped: bool  # `isogemm.nn.swap` put it in a torch.nn.Linear's place
 
     def __init__(
         self,
@@ -59,6 +61,7 @@ class Linear(torch.nn.Linear):
             raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Linear")
         if reason := obstacle(module):
             raise ValueError(f"module cannot become an isogemm.nn.Linear: {reason}")
+        require_out_dtype(out_dtype, module.weight.dtype)
         made = shared(cls, module)
         made._set_options(activation, activation_args, precision, out_dtype)
         return made
@@ -71,6 +74,9 @@ class Linear(torch.nn.Linear):
             input, weight, bias, activation=self.activation, activation_args=self.activation_args,
             out_dtype=self.out_dtype, precision=self.precision,
         )  # fmt: skip
+
+    def _get_name(self) -> str:
+        return shown_name(self)
 
     def extra_repr(self) -> str:
         activation = self.activation and in_words(self.activation, self.activation_args)
@@ -99,12 +105,31 @@ class Linear(torch.nn.Linear):
         self.activation_args = dict(activation_args or {})
         self.precision = precision
         self.out_dtype = out_dtype
+        self.is_swapped = False
 
 
 def in_words(activation: str, arguments: Mapping[str, float]) -> str:
     """relu, leaky_relu(negative_slope=0.2)."""
     listed = ", ".join(f"{name}={value}" for name, value in arguments.items())
     return f"{activation}({listed})" if listed else activation
+
+
+def as_torch(module: Linear) -> torch.nn.Linear:
+    """The torch.nn.Linear of the same parameters, hooks and other attributes, which computes no activation."""
+    made = shared(torch.nn.Linear, module)
+    for name in ("activation", "activation_args", "precision", "out_dtype", "is_swapped"):
+        del made.__dict__[name]
+    return made
+
+
+def read_past_forward(module: torch.nn.Module) -> str:
+    """What is lost if another reads the weight and bias of a linear and does not call it; empty if nothing."""
+    if isinstance(module, Linear) and module.activation is not None:
+        return f"has an activation, {in_words(module.activation, module.activation_args)}"
+    return needs_its_forward(module, _FORWARDS)
+
+
+_FORWARDS = (Linear.forward, torch.nn.Linear.forward)
 
 
 def obstacle(module: torch.nn.Linear) -> str:

@@ -10,10 +10,9 @@ import torch
 from isogemm.core.errors import require_precision
 from isogemm.epilogues import spec
 from isogemm.gemm.api import mlp
-from isogemm.nn.linear import Linear, in_words
-from isogemm.nn.sharing import needs_its_forward
-
-_FORWARDS = (Linear.forward, torch.nn.Linear.forward)
+from isogemm.gemm.op import require_out_dtype
+from isogemm.nn.linear import Linear, in_words, read_past_forward
+from isogemm.nn.sharing import shown_name
 
 
 class MLP(torch.nn.Module):
@@ -90,9 +89,10 @@ class MLP(torch.nn.Module):
         made.up = _shared("up", up)
         made.down = _shared("down", down)
         if made.gate is not None and made.gate.weight.shape != made.up.weight.shape:
-            raise ValueError(f"gate is {made.gate}; expected the sizes of up, {made.up}")
+            raise ValueError(f"gate is {gate}; expected the sizes of up, {up}")
         if made.down.in_features != made.up.out_features:
-            raise ValueError(f"down is {made.down}; expected in_features={made.up.out_features}, as up is {made.up}")
+            raise ValueError(f"down is {down}; expected in_features={up.out_features}, as up is {up}")
+        require_out_dtype(out_dtype, made.down.weight.dtype)
         made.training = up.training
         return made
 
@@ -100,7 +100,7 @@ class MLP(torch.nn.Module):
         """x [..., in_features] -> [..., out_features], to which `residual` is added in the same launch."""
         gate, up, down = self.gate, self.up, self.down
         for name, layer in (("gate", gate), ("up", up), ("down", down)):
-            if layer is not None and (reason := _needs_its_forward(layer)):
+            if layer is not None and (reason := read_past_forward(layer)):
                 raise RuntimeError(f"{name} {reason}, and MLP reads its weight alone; use isogemm.nn.Linear layers")
         first, second = (up, None) if gate is None else (gate, up)
         return mlp(
@@ -119,6 +119,9 @@ class MLP(torch.nn.Module):
             out_dtype=self.out_dtype,
             precision=self.precision,
         )
+
+    def _get_name(self) -> str:
+        return shown_name(self)
 
     def extra_repr(self) -> str:
         options = {
@@ -157,12 +160,6 @@ def _shared(name: str, module: torch.nn.Linear) -> Linear:
         made = Linear.from_torch(module)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from None
-    if reason := _needs_its_forward(made):
+    if reason := read_past_forward(made):
         raise ValueError(f"{name} {reason}, and MLP reads its weight alone")
     return made
-
-
-def _needs_its_forward(layer: torch.nn.Module) -> str:
-    if isinstance(layer, Linear) and layer.activation is not None:
-        return f"has an activation, {in_words(layer.activation, layer.activation_args)}"
-    return needs_its_forward(layer, _FORWARDS)

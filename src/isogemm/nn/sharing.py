@@ -26,12 +26,18 @@ def shared(cls: type[_Made], module: torch.nn.Module) -> _Made:
     return made
 
 
+def shown_name(module: torch.nn.Module) -> str:
+    """In print(model), which is to tell isogemm's modules from torch's of the same name."""
+    kind = type(module)
+    return f"isogemm.nn.{kind.__name__}" if kind.__module__.startswith("isogemm.nn.") else kind.__name__
+
+
 def module_obstacle(module: torch.nn.Module) -> str:
     """Why a module of another class would not be called as this one is; empty if it would."""
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance (as accelerate does to place devices)"
     if module._compiled_call_impl is not None:
-        return "it is compiled: swap first, then compile"
+        return "it is compiled: do this before compiling"
     if any(getattr(hook, "with_module", False) for hook in module._load_state_dict_pre_hooks.values()):
         return "it has a load_state_dict pre-hook, which is bound to the module"
     return ""

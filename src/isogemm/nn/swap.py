@@ -12,9 +12,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch.nn.parameter import is_lazy
 
+from isogemm.core.errors import require_module, require_precision
 from isogemm.epilogues import of_module
 from isogemm.gemm.configs import DTYPES
-from isogemm.nn.encoder_layer import EncoderLayer
+from isogemm.nn.encoder_layer import EncoderLayer, slower_than_torch
 from isogemm.nn.encoder_layer import obstacle as layer_obstacle
 from isogemm.nn.linear import Linear, in_words
 from isogemm.nn.linear import obstacle as linear_obstacle
@@ -43,7 +44,7 @@ class Kept(NamedTuple):
 
 class Folded(NamedTuple):
     linear: str
-    activation: str  # the module that is now a torch.nn.Identity
+    activation: str  # the module that is now a FoldedActivation
     epilogue: str  # what the Linear computes in its place
 
 
@@ -52,6 +53,26 @@ class Unfolded(NamedTuple):
     activation: str
     epilogue: str
     reason: str
+
+
+class Note(NamedTuple):
+    name: str
+    type: str
+    text: str  # what to know of the module that was swapped
+
+
+class FoldedActivation(torch.nn.Identity):
+    """In the place of an activation that the isogemm.nn.Linear before it computes, until `isogemm.nn.restore`."""
+
+    activation: torch.nn.Module
+
+    def __init__(self, activation: torch.nn.Module) -> None:
+        super().__init__()
+        self.__dict__["activation"] = activation  # no submodule
+        self.training = activation.training
+
+    def extra_repr(self) -> str:
+        return repr(self.activation)
 
 
 @dataclass(frozen=True)
@@ -63,11 +84,14 @@ class SwapReport:
     folded: tuple[Folded, ...] = ()  # of the swapped
     unfolded: tuple[Unfolded, ...] = ()  # of the swapped, those with an activation after them that stays
     unnested: tuple[str, ...] = ()  # torch.nn.TransformerEncoder modules whose use_nested_tensor is now False
+    notes: tuple[Note, ...] = ()  # on some of the swapped
 
     def __str__(self) -> str:
         folded = f"folded {len(self.folded)}, " if self.folded else ""
         lines = [f"swapped {len(self.swapped)}, {folded}kept {len(self.kept)}"]
         lines += [f"  swapped {words}" for words in summarize(self.swapped)]
+        for text, words in grouped((text, name) for name, _, text in self.notes):
+            lines.append(f"  note: {words} is {text}")
         lines += [f"  no nested tensors in {words or 'the model'}" for words in summarize(self.unnested)]
         for epilogue, words in grouped((pair.epilogue, pair.linear) for pair in self.folded):
             lines.append(f"  folded {epilogue} into {words}")
@@ -92,26 +116,28 @@ def swap(
         model: changed in place. Parameters stay the very same objects: tied weights stay tied, optimizers valid.
         only: the linears and encoder layers to replace: a name or glob pattern as in model.named_modules(), several of
             them, or a predicate (name, module) -> bool; None for all.
-        fold: in a torch.nn.Sequential, let a linear compute the activation after it too, whose place a
-            torch.nn.Identity takes: names and state_dict stay. Code that calls the two by themselves, or hooks that
-            come later, see the linear's output activated.
+        fold: in a torch.nn.Sequential, let a linear compute the activation after it too, whose place an identity
+            takes: names and state_dict stay. Code that calls the two by themselves, or hooks that come later, see the
+            linear's output activated.
         precision: of the new modules, see isogemm.linear.
         out_dtype: of the new linears, see isogemm.linear.
 
     Returns:
         What was swapped and folded, what was not, and why.
 
-    Swap before compiling, sharding or parametrizing. Code that reads a linear's weight past its forward is not reached.
-    A torch.nn.TransformerEncoder with new layers no longer packs padded batches into nested tensors for inference,
-    which also set its result at padded tokens to 0.
+    `isogemm.nn.restore` undoes it. Swap before compiling, sharding or parametrizing. Code that reads a linear's weight
+    past its forward is not reached. A torch.nn.TransformerEncoder with new layers no longer packs padded batches into
+    nested tensors for inference, which also set its result at padded tokens to 0.
     """
+    require_module("model", model)
+    require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
     if isinstance(model, _KINDS):
         kind = "Linear" if isinstance(model, torch.nn.Linear) else "EncoderLayer"
         raise ValueError(
             f"model is itself a {type(model).__name__} and cannot be replaced in place; "
             f"use isogemm.nn.{kind}.from_torch"
         )
-    places = list(_places(model))
+    places = list(places_in(model))
     selects = _selector(only, places)
     selected = {
         place.module for place in places if isinstance(place.module, _KINDS) and selects(place.name, place.module)
@@ -125,23 +151,32 @@ def swap(
     unfolded = _reasons_not_to_fold(places, pairs)
     folded = [pair for pair in pairs if pair.linear.name not in unfolded]
     activations = {pair.linear.module: pair.epilogue for pair in folded}
-    made: dict[torch.nn.Module, torch.nn.Module] = {
+    made: dict[torch.nn.Module, Linear | EncoderLayer] = {
         module: EncoderLayer.from_torch(module, precision=precision)
         for module in new
         if isinstance(module, torch.nn.TransformerEncoderLayer)
     }
     for module in linears:
         activation, arguments = activations.get(module, (None, None))
-        made[module] = Linear.from_torch(
-            module, activation=activation, activation_args=arguments, precision=precision, out_dtype=out_dtype
-        )
+        try:
+            made[module] = Linear.from_torch(
+                module, activation=activation, activation_args=arguments, precision=precision, out_dtype=out_dtype
+            )
+        except ValueError as error:
+            raise ValueError(f"{_name_of(module, places)}: {error}") from None
     for place in places:
         if place.module in made:
+            made[place.module].is_swapped = True
             setattr(place.parent, place.attribute, made[place.module])
     for _, place, _ in folded:
-        setattr(place.parent, place.attribute, torch.nn.Identity().train(place.module.training))
+        setattr(place.parent, place.attribute, FoldedActivation(place.module))
     return SwapReport(
         swapped=tuple(place.name for place in places if place.module in made),
+        notes=tuple(
+            Note(place.name, type(place.module).__name__, text)
+            for place in places
+            if place.module in made and (text := _note(place.module))
+        ),
         kept=tuple(
             Kept(place.name, type(place.module).__name__, reasons[place.module])
             for place in places
@@ -155,7 +190,9 @@ def swap(
     )
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
+    """A module under one of its names in a model."""
+
     name: str
     parent: torch.nn.Module
     attribute: str
@@ -163,23 +200,23 @@ class _Place(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    linear: _Place
-    activation: _Place
+    linear: Place
+    activation: Place
     epilogue: tuple[str, dict[str, float]]  # name, arguments
 
     def in_words(self) -> tuple[str, str, str]:
         return self.linear.name, self.activation.name, in_words(*self.epilogue)
 
 
-def _places(model: torch.nn.Module) -> Iterator[_Place]:
+def places_in(model: torch.nn.Module) -> Iterator[Place]:
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
         if name:
             parent, _, attribute = name.rpartition(".")
-            yield _Place(name, modules[parent], attribute, module)
+            yield Place(name, modules[parent], attribute, module)
 
 
-def _selector(only: str | Sequence[str] | Predicate | None, places: list[_Place]) -> Predicate:
+def _selector(only: str | Sequence[str] | Predicate | None, places: list[Place]) -> Predicate:
     if only is None:
         return lambda name, module: True
     if callable(only):
@@ -197,7 +234,7 @@ def _selector(only: str | Sequence[str] | Predicate | None, places: list[_Place]
     return lambda name, module: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _layers_to_keep(places: list[_Place], selected: Container[torch.nn.Module]) -> dict[torch.nn.Module, str]:
+def _layers_to_keep(places: list[Place], selected: Container[torch.nn.Module]) -> dict[torch.nn.Module, str]:
     reasons: dict[torch.nn.Module, str] = {}
     for place in places:
         layer = place.module
@@ -208,7 +245,7 @@ def _layers_to_keep(places: list[_Place], selected: Container[torch.nn.Module]) 
     return reasons
 
 
-def _outside(places: list[_Place], kept_layers: Container[torch.nn.Module]) -> list[_Place]:
+def _outside(places: list[Place], kept_layers: Container[torch.nn.Module]) -> list[Place]:
     """The places that are not inside of a layer, made or to be made, which reads their parameters."""
     inside = tuple(
         f"{name}."
@@ -219,7 +256,7 @@ def _outside(places: list[_Place], kept_layers: Container[torch.nn.Module]) -> l
     return [place for place in places if not place.name.startswith(inside)]
 
 
-def _others_to_keep(places: list[_Place], selected: Container[torch.nn.Module]) -> dict[torch.nn.Module, str]:
+def _others_to_keep(places: list[Place], selected: Container[torch.nn.Module]) -> dict[torch.nn.Module, str]:
     reasons = {}
     for place in places:
         if isinstance(place.module, torch.nn.Linear):
@@ -231,7 +268,7 @@ def _others_to_keep(places: list[_Place], selected: Container[torch.nn.Module]) 
     return reasons
 
 
-def _unfit_layer(place: _Place, layer: torch.nn.TransformerEncoderLayer) -> str:
+def _unfit_layer(place: Place, layer: torch.nn.TransformerEncoderLayer) -> str:
     if isinstance(layer, EncoderLayer):
         return "is an isogemm.nn.EncoderLayer already"
     if reason := layer_obstacle(layer):
@@ -241,7 +278,7 @@ def _unfit_layer(place: _Place, layer: torch.nn.TransformerEncoderLayer) -> str:
     return _unfit(place, *layer.parameters())
 
 
-def _unfit_linear(place: _Place, module: torch.nn.Linear) -> str:
+def _unfit_linear(place: Place, module: torch.nn.Linear) -> str:
     if isinstance(module, Linear):
         return "is an isogemm.nn.Linear already"
     if reason := linear_obstacle(module):
@@ -253,7 +290,7 @@ def _unfit_linear(place: _Place, module: torch.nn.Linear) -> str:
     return _unfit(place, module.weight)
 
 
-def _unfit(place: _Place, *parameters: torch.Tensor) -> str:
+def _unfit(place: Place, *parameters: torch.Tensor) -> str:
     for parameter in parameters:
         if str(parameter.dtype).removeprefix("torch.") not in DTYPES:
             return f"{parameter.dtype} has no contract; those with one: {', '.join(DTYPES)}"
@@ -270,8 +307,20 @@ def _multiplied_by_torch(module: torch.nn.Module) -> str:
     return f"is no Linear: torch computes products with its {', '.join(matrices)}" if matrices else ""
 
 
+def _name_of(module: torch.nn.Module, places: Iterable[Place]) -> str:
+    return next(place.name for place in places if place.module is module)
+
+
+def _note(module: torch.nn.Module) -> str:
+    """What `swap` says of a module that it replaces."""
+    if isinstance(module, torch.nn.TransformerEncoderLayer):
+        attention = module.self_attn
+        return slower_than_torch(attention.embed_dim, attention.num_heads, module.linear1.weight.dtype)
+    return ""
+
+
 def _unnest(model: torch.nn.Module) -> tuple[str, ...]:
-    """Keep the encoders that hold an EncoderLayer from handing it nested tensors."""
+    """Keep the encoders that hold an EncoderLayer from handing it nested tensors; `restore` finds those marked."""
     encoders = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -281,10 +330,11 @@ def _unnest(model: torch.nn.Module) -> tuple[str, ...]:
     }
     for encoder in encoders.values():
         encoder.use_nested_tensor = False
+        encoder.__dict__["isogemm_unnested"] = True
     return tuple(encoders)
 
 
-def _pairs(places: list[_Place], linears: Container[torch.nn.Module]) -> list[_Pair]:
+def _pairs(places: list[Place], linears: Container[torch.nn.Module]) -> list[_Pair]:
     """The linears that an activation follows in a Sequential."""
     found = []
     for first, second in pairwise(places):  # a Linear has no children: what comes next is its neighbour, or elsewhere
@@ -295,7 +345,7 @@ def _pairs(places: list[_Place], linears: Container[torch.nn.Module]) -> list[_P
     return found
 
 
-def _reasons_not_to_fold(places: list[_Place], pairs: list[_Pair]) -> dict[str, str]:
+def _reasons_not_to_fold(places: list[Place], pairs: list[_Pair]) -> dict[str, str]:
     """By the linear's name."""
     reasons = {pair.linear.name: reason for pair in pairs if (reason := _unfoldable(pair))}
     after = {pair.linear.name: pair.epilogue for pair in pairs if pair.linear.name not in reasons}
