@@ -746,9 +746,10 @@ def test_warmup_has_nothing_to_do_on_the_cpu():
     [
         (([BIAS],), r"^weights.*\[5\]"),
         ((["W"],), "^weights.*str"),
+        ((None,), r"^weights is a NoneType; expected \[N, K\] tensors or a module"),
         ((W, 0), "^tokens.*0"),
     ],
-    ids=["rank", "no tensor", "tokens"],
+    ids=["rank", "no tensor", "nothing", "tokens"],
 )
 def test_wrong_warmup(arguments, says):
     weights, *tokens = arguments

@@ -262,6 +262,38 @@ def test_ids_that_are_none(ids):
         invariance_report(_Toy(), ids)
 
 
+@pytest.mark.parametrize(
+    "changed", [{"batch": "4"}, {"batch": 2.0}, {"pad": 1.5}, {"chunks": 2.5}, {"chunks": ["a", 3]}]
+)
+def test_ways_of_another_type(changed):
+    [(name, _)] = changed.items()
+    with pytest.raises(TypeError, match=rf"^{name} is .*; expected .* or None"):
+        _report(_Toy(), **changed)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("gpt2", r"^model is a str; expected a torch\.nn\.Module$"),
+        (_Toy, r"^model is the class _Toy; expected a torch\.nn\.Module$"),
+        (torch.nn.Linear(2, 2), r"^model is a Linear; expected a causal LM as of transformers: its forward takes no"),
+        (_Plus(), r"^model is a _Plus; expected a causal LM as of transformers: its forward takes no input_ids="),
+    ],
+)
+def test_what_is_no_causal_lm(model, message):
+    with pytest.raises(TypeError, match=message):
+        invariance_report(model, IDS)
+
+
+def test_a_model_without_parameters():
+    class Empty(torch.nn.Module):
+        def forward(self, input_ids, **options):
+            return input_ids
+
+    with pytest.raises(TypeError, match=r"model is a Empty; expected a causal LM .*: it has no parameters"):
+        invariance_report(Empty(), IDS)
+
+
 def test_a_model_without_logits():
     with pytest.raises(TypeError, match="model gave a Tensor; expected a causal LM's output"):
         invariance_report(_Logitless(), IDS)

@@ -390,6 +390,8 @@ def warmup(
         The number of kernels that were compiled or found in Triton's cache. x, outputs and gradients are taken to be
         contiguous and aligned to 16 bytes, as torch allocates them.
     """
+    if not isinstance(weights, torch.Tensor | torch.nn.Module | Iterable):
+        raise TypeError(f"weights is a {type(weights).__name__}; expected [N, K] tensors or a module")
     return ahead.warmup(weights, tokens, backward, bias, activation, activation_args, out_dtype, precision)
 
 

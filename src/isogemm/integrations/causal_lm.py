@@ -8,6 +8,7 @@ handed the difference that another made.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from isogemm.core.errors import require_module
 from isogemm.nn.linear import Linear
 from isogemm.nn.mlp import MLP
 from isogemm.nn.swap import summarize, without_indices
@@ -119,7 +121,8 @@ def invariance_report(
     Modules whose rows cannot be told to be the sequence's (an expert's gathered tokens) are "not compared"; what they
     contribute shows in the ops around them.
     """
-    ids = _sequence(input_ids).to(next(model.parameters()).device)
+    weight = _weight(model)
+    ids = _sequence(input_ids).to(weight.device)
     calls = _calls(ids, batch, pad, chunks)
     alone = [_Call(ids[None], 0, 0, len(ids), len(ids))]
     with _evaluating(model):
@@ -138,7 +141,6 @@ def invariance_report(
                 Comparison(way, "ops inside", "", type(model).__name__, False, differing, expected.numel())
             )
             parts += _judge(model, way, way_calls, recorded)
-    weight = next(model.parameters())
     called = {place.module for place in recorded}
     return InvarianceReport(
         title=f"{type(model).__name__}, {len(ids)} tokens, {weight.dtype} on {weight.device}: bits against those alone",
@@ -320,6 +322,26 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INT_OF_SIZE[tensor.element_size()])
 
 
+def _weight(model: torch.nn.Module) -> torch.Tensor:
+    """One of a causal LM's, that it is on the device and in the dtype of."""
+    require_module("model", model)
+    weight = next(model.parameters(), None)
+    try:
+        inspect.signature(model.forward).bind(input_ids=None, use_cache=None)
+    except TypeError as error:
+        weight, why = None, f"its forward takes no input_ids= and use_cache= ({error})"
+    else:
+        why = "it has no parameters"
+    if weight is None:
+        raise TypeError(f"model is a {type(model).__name__}; expected a causal LM as of transformers: {why}")
+    return weight
+
+
+def _require_int(name: str, value: object) -> None:
+    if not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; expected an integer, or None to leave this way out")
+
+
 def _sequence(input_ids: torch.Tensor) -> torch.Tensor:
     if not isinstance(input_ids, torch.Tensor) or input_ids.is_floating_point():
         raise TypeError(f"input_ids is {input_ids!r}; expected a tensor of token ids")
@@ -336,12 +358,14 @@ def _calls(
     length = len(ids)
     ways: dict[str, tuple[str, list[_Call]]] = {}
     if batch is not None:
+        _require_int("batch", batch)
         if batch < 2:
             raise ValueError(f"batch is {batch}; expected at least 2 sequences, or None")
         row = batch // 2
         rotations = torch.stack([ids.roll(index - row) for index in range(batch)])
         ways["batch"] = f"sequence {row} of {batch}", [_Call(rotations, row, 0, length, length)]
     if pad is not None:
+        _require_int("pad", pad)
         if pad < 1:
             raise ValueError(f"pad is {pad}; expected at least 1 token, or None")
         padded = torch.nn.functional.pad(ids, (0, pad))[None]
@@ -365,6 +389,8 @@ def _chunk_lengths(chunks: int | Sequence[int], length: int) -> list[int]:
         if not 2 <= chunks <= length:
             raise ValueError(f"chunks is {chunks}; expected 2 to {length}, the number of tokens, lengths, or None")
         return [length * (index + 1) // chunks - length * index // chunks for index in range(chunks)]
+    if not isinstance(chunks, Sequence) or not all(isinstance(length, int) for length in chunks):
+        raise TypeError(f"chunks is {chunks!r}; expected a number of chunks, their lengths, or None")
     lengths = list(chunks)
     if sum(lengths) != length or min(lengths) < 1 or len(lengths) < 2:
         raise ValueError(f"chunks is {lengths}; expected 2 or more positive lengths with the sum {length}, the tokens")
