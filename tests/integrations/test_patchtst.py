@@ -464,6 +464,46 @@ def test_swap_leaves_its_linears(monkeypatch):
     assert len(_asked(model, x, monkeypatch)) == 2
 
 
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("make", [_official, _huggingface])
+def test_swapped_before(make, fold, monkeypatch):
+    """Layers of isogemm.nn.Linear, with the activation folded into one or not, compute the same."""
+    model = make().train()
+    untouched = copy.deepcopy(model)
+    isogemm.nn.swap(model, fold=fold)
+    swapped = _state(model)
+    assert len(accelerate(model).swapped) == 2
+    x = _random(SEQUENCES, TOKENS, D) if make is _official else _random(5, LENGTH, CHANNELS)
+    assert _reasons(model, x) == []
+    _outputs(untouched, x)  # running statistics
+    for training in (True, False):
+        ours, theirs = (_outputs(each.train(training), x)[0] for each in (model, untouched))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    ours.sum().backward()
+    theirs.sum().backward()
+    for mine, exact in zip(model.parameters(), untouched.parameters(), strict=True):
+        if exact.grad is not None:
+            torch.testing.assert_close(mine.grad, exact.grad, rtol=1e-3, atol=1e-3)
+    with pytest.raises(RuntimeError, match="it is in an accelerated layer: restore that first"):
+        isogemm.nn.restore(model)
+    restore(model)
+    assert _state(model) == swapped
+    isogemm.nn.restore(model)
+    assert _state(model) == _state(untouched)
+
+
+def test_linears_that_change_after_being_folded():
+    model = _official(1).eval()
+    isogemm.nn.swap(model)
+    accelerate(model)
+    x = _random(SEQUENCES, TOKENS, D)
+    ff = model.layers[0].ff
+    ff[0].activation = "relu"
+    assert _reasons(model, x) == ["its activation was changed"]
+    ff[0].activation = None
+    assert _reasons(model, x) == ["ff.0 lacks the activation that was folded into it"]
+
+
 # The last layer's scores
 
 
@@ -472,10 +512,13 @@ def test_scores_that_nobody_reads():
     report = accelerate(model)
     assert report.without_scores == ("layers.2",)
     assert report.by_factors == ("layers.0", "layers.1")
-    assert str(report) == (
-        "swapped 3, kept 0\n  swapped layers.* x 3\n  no scores from layers.2, which nobody reads\n"
-        "  scores by factors, where these are fused, from layers.* x 2"
-    )
+    assert str(report).splitlines() == [
+        "swapped 3, kept 0",
+        "  swapped layers.* x 3",
+        "  note on layers.* x 3: slower than torch's on the CPU, where isogemm gives reproducible bits and no speed",
+        "  no scores from layers.2, which nobody reads",
+        "  scores by factors, where these are fused, from layers.* x 2",
+    ]
     x = _random(SEQUENCES, TOKENS, D)
     _, scores = model.layers[0](x)
     assert scores.shape == (SEQUENCES, HEADS, TOKENS, TOKENS)
@@ -665,7 +708,10 @@ LEFT = {
     "self_attn.W_K: its weight is made from other parameters (parametrization, weight norm, pruning): swap first": (
         lambda layer: parametrizations.weight_norm(_linear_of(layer))
     ),
-    "ff.0 is a Linear with a forward of its own": lambda layer: layer.ff.__setitem__(0, isogemm.nn.Linear(D, F)),
+    "ff.0 has an activation, relu": lambda layer: layer.ff.__setitem__(0, isogemm.nn.Linear(D, F, activation="relu")),
+    "ff.0 has an out_dtype, torch.float32": lambda layer: layer.ff.__setitem__(
+        0, isogemm.nn.Linear(D, F, out_dtype=torch.float32)
+    ),
     "norm_attn.1 is a SyncBatchNorm with a forward of its own": nn.SyncBatchNorm.convert_sync_batchnorm,
     "its norms are not of one kind and eps": lambda layer: setattr(layer.norm_ffn[1], "eps", 1e-3),
     "one of its batch norms takes the batch's statistics and the other does not": lambda layer: layer.norm_ffn.eval(),
@@ -716,7 +762,42 @@ def test_channel_attention():
 
 
 def test_a_model_without_such_layers():
-    assert str(accelerate(nn.Linear(2, 2))) == "no encoder layer of a PatchTST was found"
+    report = accelerate(nn.Linear(2, 2))
+    assert str(report) == "no encoder layer of a PatchTST was found; isogemm.nn.swap replaces the linears of any model"
+
+
+def test_a_model_that_is_no_patchtst():
+    """Of the same family of models, for which there is another way."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.PatchTSMixerConfig(
+        context_length=LENGTH, patch_length=8, patch_stride=8, num_input_channels=CHANNELS, d_model=D, num_layers=1,
+        prediction_length=4,
+    )  # fmt: skip
+    model = transformers.PatchTSMixerForPrediction(config).eval()
+    x = _random(5, LENGTH, CHANNELS)
+    expected = _outputs(model, x)[0]
+    assert "isogemm.nn.swap" in str(accelerate(model))
+    assert len(isogemm.nn.swap(model).swapped) > 4
+    torch.testing.assert_close(_outputs(model, x)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("function", [accelerate, restore])
+@pytest.mark.parametrize("model", ["model.pt", None, OfficialEncoder])
+def test_no_model(function, model):
+    with pytest.raises(TypeError, match=r"^model is .*; expected a torch\.nn\.Module$"):
+        function(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({}, ""), ({"d_model": 96}, "slower than torch's on a GPU in float32"), ({"d_model": 96, "dtype": "bf16"}, "")],
+)
+def test_notes_of_layers_that_are_not_on_the_cpu(options, text):
+    """On a GPU as on meta: there is a note where isogemm.nn.EncoderLayer would have one."""
+    with torch.device("meta"):
+        model = OfficialEncoder(1, options.get("d_model", D), HEADS, F)
+    report = accelerate(model.bfloat16() if "dtype" in options else model)
+    assert [note.text[: len(text)] for note in report.notes] == ([text] if text else [])
 
 
 def test_a_subclass_without_a_forward():
@@ -796,6 +877,107 @@ def test_options_of_hugging_face_that_change_later():
         assert _reasons(model, x) == [reason]
         setattr(attention, name, before)
     assert _reasons(model, x) == []
+
+
+def _scale(layer, value):
+    """As a checkpoint does."""
+    state = layer.state_dict()
+    state["self_attn.sdp_attn.scale"] = torch.tensor(value)
+    layer.load_state_dict(state)
+
+
+CHANGES = {  # name: (the model, what is done to its first layer, what isogemm does not follow; empty: it does)
+    "scale": (_official, lambda layer: _scale(layer, 0.7), "its attention's scale is not 1 / sqrt(d_k)"),
+    "approximate": (
+        _official, lambda layer: setattr(layer.ff[1], "approximate", "tanh"), "its activation was changed",
+    ),
+    "eps": (_official, lambda layer: [setattr(each[1], "eps", 0.5) for each in (layer.norm_attn, layer.norm_ffn)], ""),
+    "one eps": (
+        _official, lambda layer: setattr(layer.norm_ffn[1], "eps", 0.5), "its norms are not of one kind and eps",
+    ),
+    "momentum": (_official, lambda layer: setattr(layer.norm_attn[1], "momentum", 0.9), ""),
+    "modes": (_official, lambda layer: [each.eval() for each in (layer.norm_attn, layer.norm_ffn)], ""),
+    "residual attention": (
+        _official,
+        lambda layer: [
+            setattr(each, "res_attention", False) for each in (layer, layer.self_attn, layer.self_attn.sdp_attn)
+        ], "",
+    ),
+    "pre_norm": (_official, lambda layer: setattr(layer, "pre_norm", True), ""),
+    "store_attn": (
+        _official, lambda layer: setattr(layer, "store_attn", True), "it keeps its attention's weights (store_attn)",
+    ),
+    "Hugging Face's scaling": (
+        _huggingface, lambda layer: setattr(layer.self_attn, "scaling", 1.0),
+        "its attention's scale is not 1 / sqrt(head_dim)",
+    ),
+    "Hugging Face's eps": (
+        _huggingface,
+        lambda layer: [
+            setattr(each.batchnorm, "eps", 0.5) for each in (layer.norm_sublayer1, layer.norm_sublayer3)
+        ], "",
+    ),
+    "Hugging Face's pre_norm": (_huggingface, lambda layer: setattr(layer, "pre_norm", False), ""),
+}  # fmt: skip
+
+
+COMPILED = ("scale", "approximate", "one eps", "Hugging Face's scaling")
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled"), [*((name, False) for name in CHANGES), *((name, True) for name in COMPILED)]
+)
+def test_changes_after_accelerate(name, compiled):
+    """Computed, or left to the forward that the layer had; in graphs that were made before, too."""
+    torch._dynamo.reset()
+    make, change, reason = CHANGES[name]
+    expected = make(1).train() if make is _official else make(num_hidden_layers=1).train()
+    model = copy.deepcopy(expected)
+    accelerate(model)
+    ours, theirs = ((each.layers[0] if make is _official else each) for each in (model, expected))
+    run = torch.compile(ours, backend="eager", fullgraph=True) if compiled else ours
+    x = _random(SEQUENCES, TOKENS, D) if make is _official else _random(5, LENGTH, CHANNELS)
+    torch.testing.assert_close(_first(run(x)), _first(theirs(x)), rtol=1e-4, atol=1e-4)
+    for each in (model, expected):
+        change(each.layers[0] if make is _official else each.model.encoder.layers[0])
+    with isogemm.dispatch_log() as log:
+        torch.testing.assert_close(_first(run(x)), _first(theirs(x)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-4)
+    assert ("matmul" in {entry.op for entry in log}) == (not reason)  # isogemm's, which graphs show as well
+    if not compiled:
+        assert _served_by_torch(log) == [reason] * bool(reason)
+
+
+def _first(result):
+    """Of a layer's results, or a model's."""
+    if isinstance(result, torch.Tensor):
+        return result
+    return result[0] if isinstance(result, tuple) else result.prediction_outputs
+
+
+def test_a_scale_changed_in_code_before_compiling():
+    torch._dynamo.reset()
+    model = _official(1).eval()
+    expected = copy.deepcopy(model)
+    accelerate(model)
+    for each in (model, expected):
+        each.layers[0].self_attn.sdp_attn.scale.data.fill_(0.7)
+    x = _random(SEQUENCES, TOKENS, D)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected(x), rtol=1e-4, atol=1e-4)
+    for each in (model, expected):
+        each.layers[0].self_attn.sdp_attn.scale.data.fill_(0.5)
+        each.load_state_dict(each.state_dict())
+    torch.testing.assert_close(compiled(x), expected(x), rtol=1e-4, atol=1e-4)
+
+
+def test_scores_that_a_late_hook_sees():
+    model = _official(2)
+    accelerate(model)
+    seen = []
+    model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output[1].shape))
+    model(_random(SEQUENCES, TOKENS, D))
+    assert seen == [(SEQUENCES, HEADS, TOKENS, TOKENS)]
 
 
 def test_what_changes_later():

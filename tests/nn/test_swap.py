@@ -248,7 +248,7 @@ def test_note_on_layers_that_are_slower_than_torchs(d_model, dtype, noted):
     report = swap(torch.nn.Sequential(layer, torch.nn.Linear(2, 2, dtype=dtype)))
     assert report.swapped == ("0", "1")
     assert [note.name for note in report.notes] == ["0"] * noted
-    assert ("note: 0 is slower than torch's on a GPU in float32" in str(report)) == noted
+    assert ("note on 0: slower than torch's on a GPU in float32" in str(report)) == noted
 
 
 def test_notes_in_words(monkeypatch):
@@ -257,7 +257,7 @@ def test_notes_in_words(monkeypatch):
     )
     report = swap(_Encoded())
     assert report.notes == tuple(Note(name, "TransformerEncoderLayer", "8 2 torch.float32") for name in LAYERS)
-    assert "  note: encoder.layers.* x 2 is 8 2 torch.float32" in str(report).splitlines()
+    assert "  note on encoder.layers.* x 2: 8 2 torch.float32" in str(report).splitlines()
 
 
 class _Encoded(torch.nn.Module):

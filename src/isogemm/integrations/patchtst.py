@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 from isogemm.core import dispatch
 from isogemm.core.dispatch import Dispatch
 from isogemm.core.eager import autocast_dtype, in_transform
-from isogemm.core.errors import require_precision
+from isogemm.core.errors import require_module, require_precision
 from isogemm.encoder.api import encoder_layer, gains_by_factors
 from isogemm.encoder.composed import scores_of
 from isogemm.encoder.configs_attention import MOST_FACTORS
@@ -33,15 +33,17 @@ from isogemm.gemm.problem import dtype_name, resolve_precision
 from isogemm.integrations.patchtst_layers import (
     HUGGING_FACE,
     OFFICIAL,
+    UNUSUAL_SCALE,
     Family,
     Parts,
     encoder_arguments,
+    is_usual_now,
     looked_at,
     name_in,
 )
-from isogemm.nn.encoder_layer import activation_name
+from isogemm.nn.encoder_layer import activation_name, slower_than_torch
 from isogemm.nn.sharing import PastForwards, module_obstacle, parameter, parameter_obstacle, shared
-from isogemm.nn.swap import Kept, grouped, summarize
+from isogemm.nn.swap import Kept, Note, grouped, summarize
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,15 @@ class AccelerateReport:
     kept: tuple[Kept, ...]
     without_scores: tuple[str, ...] = ()  # of the swapped, the last of a stack, whose scores nobody reads
     by_factors: tuple[str, ...] = ()  # those of such a stack that may pass scores on as queries and keys
+    notes: tuple[Note, ...] = ()  # on some of the swapped
 
     def __str__(self) -> str:
         if not self.swapped and not self.kept:
-            return "no encoder layer of a PatchTST was found"
+            return "no encoder layer of a PatchTST was found; isogemm.nn.swap replaces the linears of any model"
         lines = [f"swapped {len(self.swapped)}, kept {len(self.kept)}"]
         lines += [f"  swapped {words or 'the model'}" for words in summarize(self.swapped)]
+        for text, words in grouped((text, name) for name, _, text in self.notes):
+            lines.append(f"  note on {words or 'the model'}: {text}")
         lines += [f"  no scores from {words}, which nobody reads" for words in summarize(self.without_scores)]
         lines += [f"  scores by factors, where these are fused, from {words}" for words in summarize(self.by_factors)]
         for (kind, reason), words in grouped(((kind, reason), name) for name, kind, reason in self.kept):
@@ -87,6 +92,7 @@ def accelerate(model: torch.nn.Module, *, precision: str | None = None) -> Accel
     where that is so, the last layer gives None for them and, where the fused kernels take them, the others give their
     factors (return_scores of isogemm.encoder_layer), a tuple that the next layer knows.
     """
+    require_module("model", model)
     require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
     restore(model)
     swapped: dict[torch.nn.Module, type[_Accelerated]] = {}
@@ -110,11 +116,17 @@ def accelerate(model: torch.nn.Module, *, precision: str | None = None) -> Accel
         kept=tuple(Kept(name, type(layer).__name__, reasons[layer]) for name, layer in names if layer in reasons),
         without_scores=tuple(name for name, layer in names if layer in unread),
         by_factors=tuple(name for name, layer in names if layer in by_factors and layer not in unread),
+        notes=tuple(
+            Note(name, type(layer).__bases__[1].__name__, text)
+            for name, layer in names
+            if layer in swapped and (text := _note(swapped[layer].family.parts(layer)))
+        ),
     )
 
 
 def restore(model: torch.nn.Module) -> None:
     """Undo `accelerate`."""
+    require_module("model", model)
     layers = [layer for layer in model.modules() if isinstance(layer, _Accelerated)]
     for layer in layers:
         if type(layer) not in _classes.values():
@@ -128,10 +140,12 @@ class _Choices(NamedTuple):
     precision: str | None
     activation: str  # isogemm.encoder_layer's name
     types: tuple[type, ...]  # of the modules that are known by type
+    activation_options: tuple[tuple[str, object], ...]  # attributes of its module, by which it was told
     scores_read: bool
     by_factors: bool = (
         False  # whether its stack does nothing with scores but hand them on, and is no longer than it may
     )
+    usual_scale: bool = True  # what a state_dict last gave: torch.compile sees that, and no tensor's value
 
 
 class _Accelerated(PastForwards):
@@ -152,6 +166,10 @@ class _Accelerated(PastForwards):
         if parts and not reason:
             if tuple(map(type, parts.known_by_type)) != self.isogemm_choices.types:
                 reason = "a module in it was replaced by one of another type"
+            elif _is_other_activation(parts, self.isogemm_choices.activation_options):
+                reason = "its activation was changed"
+            elif is_compiling() and not self.isogemm_choices.usual_scale:
+                reason = UNUSUAL_SCALE
             elif x.dtype not in SERVED or x.device.type not in ("cpu", "cuda", "meta"):
                 reason = f"its input is {dtype_name(x.dtype)} on {x.device.type}"
             elif not is_compiling() and in_transform(x):
@@ -211,10 +229,9 @@ class _OfficialLayer(_Accelerated):
                 prev = self._isogemm_scores(prev)
             theirs: Tensor | tuple[Tensor, Tensor] = super().forward(src, prev, **given)
             return theirs
-        residual, (*_, scores_read, by_factors) = self.res_attention, self.isogemm_choices
-        if (
-            key_padding_mask is not None or self._forward_hooks
-        ):  # masks are in scores, which hooks see, and in no factors
+        residual, hooked = self.res_attention, bool(self._forward_hooks)
+        scores_read, by_factors = self.isogemm_choices.scores_read or hooked, self.isogemm_choices.by_factors
+        if key_padding_mask is not None or hooked:  # masks are in scores, which hooks see, and in no factors
             by_factors = False
             prev = self._isogemm_scores(prev) if isinstance(prev, tuple) else prev
         by_factors = isinstance(prev, tuple) or (by_factors and prev is None)
@@ -228,6 +245,14 @@ class _OfficialLayer(_Accelerated):
             return_scores=residual and scores_read and ("factors" if by_factors else True),
         )
         return (result, None) if residual and not scores_read else result
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        loaded = state_dict.get(f"{prefix}self_attn.sdp_attn.scale")
+        if isinstance(loaded, Tensor):
+            attention: Any = self._modules["self_attn"]
+            usual = is_usual_now(loaded.to(attention.sdp_attn.scale.dtype), attention.d_k)
+            self.__dict__["isogemm_choices"] = self.isogemm_choices._replace(usual_scale=usual)
 
     def _isogemm_scores(self, factors: tuple[Tensor, ...]) -> Tensor:
         precision = self.isogemm_choices.precision if factors[0].dtype is torch.float32 else None
@@ -260,7 +285,7 @@ def _change_class(
     parts = kind.family.parts(layer)
     types = tuple(map(type, parts.known_by_type))
     layer.__dict__["isogemm_choices"] = _Choices(
-        precision, _activation(parts.activation), types, scores_read, by_factors
+        precision, _activation(parts), types, _activation_options(parts), scores_read, by_factors
     )
     layer.__class__ = _class(kind, type(layer))
 
@@ -274,7 +299,7 @@ def _obstacle(kind: type[_Accelerated], layer: torch.nn.Module) -> str:
     parts, reason = looked_at(kind.family, layer)
     if reason or parts is None:
         return reason
-    if not _activation(parts.activation):
+    if not _activation(parts):
         return f"its activation is {parts.activation!r}, none of {', '.join(ACTIVATIONS)}"
     for module in parts.with_parameters:
         if reason := parameter_obstacle(module, "weight", "bias"):
@@ -298,8 +323,37 @@ def _other_dtype(parts: Parts, x: Tensor) -> str:
     return ""
 
 
-def _activation(module: torch.nn.Module) -> str:
+def _note(parts: Parts) -> str:
+    """What `accelerate` says of a layer that it swaps."""
+    weight = parameter(parts.q, "weight")
+    if weight.device.type == "cpu":
+        return "slower than torch's on the CPU, where isogemm gives reproducible bits and no speed"
+    return slower_than_torch(weight.shape[-1], parts.nhead, weight.dtype)
+
+
+def _activation_options(parts: Parts) -> tuple[tuple[str, object], ...]:
+    """The attributes that an activation's function depends on, and their values."""
+    if parts.folded:
+        return (("activation", parts.linear1.activation),)
+    plain = (str, int, float, type(None))
+    options = (each for each in vars(parts.activation).items() if each[0] not in _OF_ANY_MODULE)
+    return tuple((name, value) for name, value in options if isinstance(value, plain))
+
+
+_OF_ANY_MODULE = frozenset(vars(torch.nn.Module()))
+
+
+def _is_other_activation(parts: Parts, options: tuple[tuple[str, object], ...]) -> bool:
+    module = parts.linear1 if parts.folded else parts.activation
+    return any(getattr(module, name, None) != value for name, value in options)
+
+
+def _activation(parts: Parts) -> str:
     """isogemm.encoder_layer's name, told by its values where it is no module of torch's; empty if it has none."""
+    module = parts.activation
+    if parts.folded:
+        folded = parts.linear1.activation
+        return folded if folded in ACTIVATIONS else ""
     name = activation_name(module)
     if name or next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
         return name

@@ -12,11 +12,14 @@ from torch.compiler import is_compiling
 
 from isogemm.encoder.parameters import EncoderDropout, EncoderParameters
 from isogemm.nn.encoder_layer import probability, running_statistics
+from isogemm.nn.linear import Linear, read_past_forward
 from isogemm.nn.sharing import needs_its_forward, parameter
+from isogemm.nn.swap import FoldedActivation
 
-_LINEAR = (torch.nn.Linear.forward,)
 _NORM = (torch.nn.LayerNorm.forward, torch.nn.BatchNorm1d.forward)
 _DROPOUT = (torch.nn.Dropout.forward, torch.nn.Identity.forward)
+
+UNUSUAL_SCALE = "its attention's scale is not 1 / sqrt(d_k)"
 
 _ATTENTIONS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
@@ -47,6 +50,11 @@ class Parts(NamedTuple):
     @property
     def dropouts(self) -> tuple[Any, ...]:
         return (*self.projection_dropouts, self.activation_dropout, self.output_dropout)
+
+    @property
+    def folded(self) -> bool:
+        """Whether linear1 is an isogemm.nn.Linear that computes the activation, as isogemm.nn.swap leaves it."""
+        return isinstance(self.activation, FoldedActivation)
 
     @property
     def known_by_type(self) -> tuple[Any, ...]:
@@ -167,7 +175,7 @@ class Official:
         if attend.lsa or scale.requires_grad:
             return "its attention learns its scale (lsa)"
         if not _is_usual(scale, attention.d_k):
-            return "its attention's scale is not 1 / sqrt(d_k)"
+            return UNUSUAL_SCALE
         if not layer.res_attention == attention.res_attention == attend.res_attention:
             return "it has residual attention in one of its modules and none in another"
         return ""
@@ -227,8 +235,10 @@ def _has(module: torch.nn.Module | None, *names: str) -> bool:
 
 
 def _unlike(layer: torch.nn.Module, parts: Parts) -> str:
+    for module in parts.with_parameters[:6]:
+        if reason := _unlike_linear(module, parts.folded and module is parts.linear1):
+            return f"{name_in(layer, module)} {reason}"
     for forwards, modules in (
-        (_LINEAR, parts.with_parameters[:6]),
         (_NORM, parts.with_parameters[6:]),
         (_DROPOUT, parts.dropouts),
         (None, parts.known_by_type),
@@ -247,6 +257,15 @@ def _unlike(layer: torch.nn.Module, parts: Parts) -> str:
     elif _from_batch(norm1) != _from_batch(norm2):
         return "one of its batch norms takes the batch's statistics and the other does not"
     return ""
+
+
+def _unlike_linear(module: torch.nn.Module, folded: bool) -> str:
+    """folded: it is to compute the activation after it too."""
+    if isinstance(module, Linear) and module.out_dtype is not None:
+        return f"has an out_dtype, {module.out_dtype}"
+    if folded and isinstance(module, Linear) and module.activation is not None:
+        return needs_its_forward(module, (Linear.forward,))
+    return "lacks the activation that was folded into it" if folded else read_past_forward(module)
 
 
 def _dropout(parts: Parts) -> EncoderDropout:
@@ -270,15 +289,27 @@ _usual_scales: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by address, an
 
 
 def _is_usual(scale: Tensor, head: int) -> bool:
-    """Whether it is 1 / sqrt(head). It is read only where it changed: that waits for the device."""
+    """Whether it is 1 / sqrt(head). It is read only where torch counted a change: that waits for the device."""
     if is_compiling() or scale.is_meta:
-        return True
+        return is_usual_now(scale, head)
     version = 0 if scale.is_inference() else scale._version
     seen, then = _usual_scales.get(id(scale), (None, 0))
     if seen is not None and seen() is scale and then == version:
         return True
-    if not torch.equal(scale.detach().cpu(), torch.tensor(head**-0.5, dtype=scale.dtype, device="cpu")):
+    if not is_usual_now(scale, head):
         return False
     address = id(scale)
     _usual_scales[address] = weakref.ref(scale, lambda _: _usual_scales.pop(address, None)), version
     return True
+
+
+def is_usual_now(scale: Tensor, head: int) -> bool:
+    """The same, read; True where there is no value, as in torch.export. torch.compile reads it as it makes a graph."""
+    try:
+        return torch.equal(scale.detach().cpu(), torch.tensor(head**-0.5, dtype=scale.dtype, device="cpu"))
+    except RuntimeError:
+        return True
+
+
+# What torch.compiler.assume_constant_result does, which imports all of torch.compile.
+is_usual_now._dynamo_marked_constant = True  # type: ignore[attr-defined]

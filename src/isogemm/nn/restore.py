@@ -11,7 +11,7 @@ from isogemm.nn.encoder_layer import EncoderLayer
 from isogemm.nn.encoder_layer import as_torch as torch_layer
 from isogemm.nn.linear import Linear
 from isogemm.nn.linear import as_torch as torch_linear
-from isogemm.nn.sharing import module_obstacle
+from isogemm.nn.sharing import PastForwards, module_obstacle
 from isogemm.nn.swap import FoldedActivation, Place, places_in
 
 
@@ -38,8 +38,10 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
         )
     places = list(places_in(model))
     swapped = [place for place in places if _is_swapped(place.module)]
+    accelerated = tuple(f"{place.name}." for place in places if isinstance(place.module, PastForwards))
     for place in swapped:
-        if reason := _obstacle(place.module):
+        reason = "it is in an accelerated layer: restore that first" if place.name.startswith(accelerated) else ""
+        if reason := reason or _obstacle(place.module):
             raise RuntimeError(f"{place.name} cannot be restored: {reason}")
     _require_pairs(places)
     made: dict[torch.nn.Module, torch.nn.Module] = {}

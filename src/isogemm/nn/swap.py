@@ -91,7 +91,7 @@ class SwapReport:
         lines = [f"swapped {len(self.swapped)}, {folded}kept {len(self.kept)}"]
         lines += [f"  swapped {words}" for words in summarize(self.swapped)]
         for text, words in grouped((text, name) for name, _, text in self.notes):
-            lines.append(f"  note: {words} is {text}")
+            lines.append(f"  note on {words or 'the model'}: {text}")
         lines += [f"  no nested tensors in {words or 'the model'}" for words in summarize(self.unnested)]
         for epilogue, words in grouped((pair.epilogue, pair.linear) for pair in self.folded):
             lines.append(f"  folded {epilogue} into {words}")
