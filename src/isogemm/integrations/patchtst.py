@@ -178,7 +178,7 @@ class _Accelerated(PastForwards):
                 reason = _other_dtype(parts, x)
         if not reason:
             return parts
-        if dispatch.active and not is_compiling():
+        if not is_compiling() and dispatch.active:  # in this order graphs do not depend on it
             problem = f"{list(x.shape)} {dtype_name(x.dtype)}"
             dispatch.record(Dispatch("integrations.patchtst", "torch", problem, "", reason))
         return None
