@@ -65,12 +65,13 @@ def in_transform(*tensors: torch.Tensor) -> bool:
     )
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast makes of matrix products on a device; None where it is off."""
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast makes of matrix products where x is; None where it is off."""
+    kind = "cuda" if x.is_cuda else x.device.type  # which takes longer to ask
     # Not is_autocast_available: torch 2.11 cannot trace it.
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
-    return torch.get_autocast_dtype(device.type)
+    return torch.get_autocast_dtype(kind)
 
 
 def _any_special(tensors: Sequence[torch.Tensor]) -> bool:

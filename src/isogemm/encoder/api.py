@@ -150,7 +150,7 @@ def gains_by_factors(x: Tensor, params: EncoderParameters, nhead: int, precision
         return False
     from isogemm.encoder import fused
 
-    operand = autocast_dtype(x.device) or x.dtype
+    operand = autocast_dtype(x) or x.dtype
     precision = resolve_precision(x, precision) if operand is torch.float32 else None
     return not fused.unserved_factors(x, params, nhead, operand, precision)
 
@@ -284,7 +284,7 @@ def _decided(x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int
         given = (x, *tensors.flat(), *params.flat())
         present = [each for each in given if each is not None]
         absent = len(present) < len(given) and tuple([each is None for each in given])
-        settings = autocast_dtype(x.device), devices.matmul_precision()
+        settings = autocast_dtype(x), devices.matmul_precision()
         alike_in = len(given), len(tensors.factors), absent, tensors.frozen
         key = (x.shape, *alike_in, type(nhead), nhead, *rest, *settings)
         found = _decisions.get(key, ())
@@ -359,7 +359,7 @@ def _options(
     if residual_normed and not norm_first:
         raise ValueError("residual_normed is True without norm_first, where it always is so; expected both or neither")
     _require_heads(x.shape[-1], nhead)
-    autocast = autocast_dtype(x.device)
+    autocast = autocast_dtype(x)
     operand = autocast or x.dtype
     if autocast is None:
         require_precision(precision, operand)

@@ -108,7 +108,7 @@ def _layers(
 
 def _fused(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | None, precision: str | None) -> None:
     """By calls with nothing in particular, forward and backward: what they compile is theirs to know."""
-    dtype = autocast_dtype(layer.weight.device) or layer.weight.dtype
+    dtype = autocast_dtype(layer.weight) or layer.weight.dtype
     weight, weight_up, bias, bias_up, down, bias_down = (
         None if each is None else each.detach().to(dtype).detach().requires_grad_(backward)
         for each in (layer.weight, layer.weight_up, layer.bias, layer.bias_up, layer.down, layer.bias_down)
@@ -174,7 +174,7 @@ def _forward(weight: torch.Tensor, bias: bool, out_dtype: torch.dtype | None, pr
     x = torch.empty((1, weight.shape[1]), dtype=weight.dtype, device=weight.device)
     op.validate_linear(x, weight, None, out_dtype, precision)
     problem = op.describe(x, weight.mT, out_dtype=out_dtype, precision=precision)
-    cast = autocast_dtype(weight.device)
+    cast = autocast_dtype(weight)
     if cast is not None:  # the copies that autocast makes are contiguous
         dtype = str(cast).removeprefix("torch.")
         wide = out_dtype is torch.float32

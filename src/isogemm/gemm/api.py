@@ -60,7 +60,7 @@ def matmul(
             raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
         if x.ndim == 0:
             raise ValueError(f"{name} has no dimensions; expected at least one")
-    dtype = autocast_dtype(a.device)
+    dtype = autocast_dtype(a)
     if dtype is not None:
         a, b = _cast(a, dtype), _cast(b, dtype)
         precision = precision if dtype is torch.float32 else None
@@ -147,7 +147,7 @@ def plain_linear(
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))):
         op.validate_linear(x, weight, bias, out_dtype, precision)
     owner, bias_owner = weight, bias
-    dtype = autocast_dtype(x.device)
+    dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight = _cast(x, dtype), _cast(weight, dtype)
         bias = None if bias is None else _cast(bias, dtype)
@@ -335,7 +335,7 @@ def _call(
     owners: tuple[torch.Tensor | None, ...] = (None,) * 4
     if by_rows and torch.is_grad_enabled():
         owners = (parameter(weight), parameter(bias), parameter(weight_up), parameter(bias_up))
-    dtype = autocast_dtype(x.device)
+    dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight = _cast(x, dtype), _cast(weight, dtype)
         bias, weight_up, bias_up = (each if each is None else _cast(each, dtype) for each in (bias, weight_up, bias_up))
@@ -407,7 +407,7 @@ def token_chunk(weight: torch.Tensor | torch.nn.Linear) -> int:
     if isinstance(weight, torch.nn.Linear):
         weight = weight.weight
     require_tensor("weight", weight, 2, "[N, K]")
-    dtype = autocast_dtype(weight.device)
+    dtype = autocast_dtype(weight)
     weight = weight if dtype is None else _cast(weight, dtype)
     if weight.dtype not in op.SERVED:
         raise TypeError(f"weight is {weight.dtype}; accepted: {', '.join(map(str, op.SERVED))}")

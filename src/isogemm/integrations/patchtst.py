@@ -318,7 +318,7 @@ def _other_dtype(parts: Parts, x: Tensor) -> str:
     """Of norms that a 16-bit model keeps in float32: torch's take the input, without autocast isogemm's do not."""
     for norm in (parts.norm1, parts.norm2):
         scale = parameter(norm, "weight")
-        if scale is not None and scale.dtype is not x.dtype and autocast_dtype(x.device) is None:
+        if scale is not None and scale.dtype is not x.dtype and autocast_dtype(x) is None:
             return f"its norms are {dtype_name(scale.dtype)}, its input {dtype_name(x.dtype)}"
     return ""
 

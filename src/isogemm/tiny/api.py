@@ -114,7 +114,7 @@ _register_autograd()
 
 def _autocast(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> tuple[torch.Tensor, torch.Tensor, str | None]:
     """What autocast makes of torch.bmm's arguments: each operand in its own turn."""
-    dtype = autocast_dtype(a.device)
+    dtype = autocast_dtype(a)
     if dtype is None:
         return a, b, precision
     a, b = (x.to(dtype) if x.dtype in _SERVED else x for x in (a, b))
