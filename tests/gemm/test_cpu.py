@@ -200,23 +200,6 @@ def test_inputs_are_left_alone(dtype):
         assert_bitwise_equal(now, then)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "tf32"])
-def test_torch_precision_does_not_matter(precision):
-    """It is ieee inside, and what it was after."""
-    x, weight, _ = _case(20, 64, 64)
-    expected = _linear(x, weight)
-    setting = torch.backends.mkldnn.matmul
-    before = setting.fp32_precision
-    seen = []
-    setting.fp32_precision = precision
-    try:
-        assert_bitwise_equal(_linear(x, weight), expected)
-        cpu._exact(lambda: seen.append(setting.fp32_precision))()
-        assert (seen, setting.fp32_precision) == (["ieee"], precision)
-    finally:
-        setting.fp32_precision = before
-
-
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 def test_threads_do_not_matter(dtype):
     """Not promised, but so where a call of any height has the same bits."""

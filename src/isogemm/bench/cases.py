@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from isogemm.core.precision import overridden
+
 Thunk = Callable[[], torch.Tensor]
 
 
@@ -45,12 +47,16 @@ def fp32_precision(precision: str) -> Iterator[None]:
     if not precision:
         yield
         return
-    before = torch.backends.cuda.matmul.fp32_precision
-    set_fp32_precision(precision)
     try:
-        yield
-    finally:
-        set_fp32_precision(before)
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # this one was never changed, the newer setting was
+        before = "highest"
+    with overridden("cuda", precision), overridden("mkldnn", "ieee"):
+        set_fp32_precision(precision)
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
 
 
 def set_fp32_precision(precision: str) -> None:

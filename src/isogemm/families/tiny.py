@@ -15,6 +15,7 @@ from isogemm.bench.demo import Bits, DemoResult
 from isogemm.bench.views import FamilyView
 from isogemm.core import device as devices
 from isogemm.core.dispatch import dispatch_log
+from isogemm.core.precision import of_cuda_products
 from isogemm.families import demos
 from isogemm.families.base import Family, Usability
 from isogemm.testing.cases import DATA_KINDS, make_operands
@@ -197,7 +198,7 @@ def _accuracy(a: torch.Tensor, b: torch.Tensor, precision: str) -> tuple[float, 
         if precision == "tf32":
             torchs = reference.bmm(reference.round_to_tf32(x), reference.round_to_tf32(y)).float()
         else:
-            with op.torch_precision(precision or None):
+            with of_cuda_products(precision or None):
                 torchs = torch.bmm(x, y)
         found = assert_no_worse_than_torch(ours, torchs, reference.bmm(x, y), scale=reference.bmm_scale(x, y))
         errors.append((found.actual.max_scaled, found.torch.max_scaled))

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from isogemm.core import private
-from isogemm.core.device import matmul_precision
 from isogemm.core.eager import is_tracing
+from isogemm.core.precision import of_cuda_products
 
 Hooks = tuple[Any, Any] | None
 
@@ -111,10 +111,7 @@ def restored(then: Ambient, now: Ambient, precision: str) -> Iterator[None]:
             before, current = _stream(then), _stream(now)
             stack.callback(current.wait_stream, before)  # the reader is on this one
             stack.enter_context(torch.cuda.stream(before))
-        if precision and precision != matmul_precision():
-            settings: Any = torch.backends.cuda.matmul
-            stack.callback(setattr, settings, "fp32_precision", settings.fp32_precision)
-            settings.fp32_precision = precision
+        stack.enter_context(of_cuda_products(precision or None))
         if now.dispatch_modes:
             stack.enter_context(private.find("torch.utils._python_dispatch:_disable_current_modes")())
         if now.inference:

@@ -15,9 +15,12 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, ParamSpec
 
 import torch
+
+from isogemm.core.precision import overridden
 
 _K_STEP = 384
 _TOKEN_STEP = 64  # of dW; divides a chunk. Chains of 128 passed twice torch's error in 3 of 300 draws
@@ -34,24 +37,26 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class _Ieee:
-    """fp32 products in fp32, whatever torch.set_float32_matmul_precision says, while any thread is inside."""
+    """fp32 products in fp32, whatever torch.set_float32_matmul_precision says, while any thread is inside.
+
+    torch's setting is left alone where it says so already.
+    """
 
     def __init__(self) -> None:
-        self._lock, self._users, self._before = threading.Lock(), 0, ""
+        self._lock, self._users, self._changes = threading.Lock(), 0, ExitStack()
 
     def __enter__(self) -> None:
         setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         with self._lock:
             self._users += 1
             if setting.fp32_precision not in ("none", "ieee"):
-                self._before, setting.fp32_precision = setting.fp32_precision, "ieee"
+                self._changes.enter_context(overridden("mkldnn", "ieee"))
 
     def __exit__(self, *raised: object) -> None:
         with self._lock:
             self._users -= 1
-            if self._before and not self._users:
-                torch.backends.mkldnn.matmul.fp32_precision = self._before  # type: ignore[attr-defined]
-                self._before = ""
+            if not self._users:
+                self._changes.close()
 
 
 _ieee = _Ieee()

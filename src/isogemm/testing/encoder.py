@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import isogemm
+from isogemm.core.precision import of_cuda_products
 from isogemm.gemm.reference import round_to_tf32
 from isogemm.testing.cases import NEARBY, make_data, nearby
 from isogemm.testing.error import assert_no_worse_than_torch
@@ -73,13 +74,8 @@ class _RoundedToTf32(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def products_of_tf32() -> Iterator[None]:
     """torch's float32 products with operands rounded as TF32 has them: cuBLAS takes TF32 or not as it likes."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    try:
-        with sdpa_kernel(SDPBackend.MATH), _RoundedToTf32():  # type: ignore[no-untyped-call]
-            yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+    with of_cuda_products("ieee"), sdpa_kernel(SDPBackend.MATH), _RoundedToTf32():  # type: ignore[no-untyped-call]
+        yield
 
 
 def encoder_tensors(

@@ -7,10 +7,7 @@ a dictionary look-up; making it (validating, choosing, compiling) happens once.
 from __future__ import annotations
 
 import math
-import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +17,7 @@ from isogemm.core import device as devices
 from isogemm.core import dispatch, env
 from isogemm.core.dispatch import Dispatch
 from isogemm.core.errors import require_precision, require_same, require_tensor
+from isogemm.core.precision import of_cuda_products
 from isogemm.tiny import configs, cpu
 from isogemm.tiny.configs import Config, Problem
 
@@ -69,7 +67,7 @@ def torch_bmm(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.
         problem = describe(a, b, precision, placed=False)
         reason = unserved(problem, a.is_cuda) or "inside a transform"
         dispatch.record(Dispatch("bmm", "torch", str(problem), "", reason))
-    with torch_precision(precision if a.is_cuda else None):
+    with of_cuda_products(precision if a.is_cuda else None):
         return cpu.bmm(a, b)
 
 
@@ -202,9 +200,7 @@ def _after_failure(plan: Plan, a: torch.Tensor, b: torch.Tensor, error: Exceptio
 def _run_torch(plan: Plan, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if dispatch.active:
         dispatch.record(plan.dispatch)
-    if _torch_follows(plan.precision):
-        return cpu.bmm(a, b)
-    with torch_precision(plan.precision):
+    with of_cuda_products(plan.precision):
         return cpu.bmm(a, b)
 
 
@@ -214,32 +210,6 @@ def _warn(problem: str, error: Exception) -> str:
         _warned.add(reason)
         warnings.warn(f"isogemm.bmm {problem} is served by torch.bmm: {reason}", RuntimeWarning, stacklevel=2)
     return reason
-
-
-_precision_lock = threading.RLock()
-
-
-@contextmanager
-def torch_precision(precision: str | None) -> Iterator[None]:
-    """torch's fp32 matmul precision set to what was asked for; torch has no tf32x3 and takes ieee for it.
-
-    The setting is the process's: two calls that change it wait for each other, other threads can see it changed.
-    """
-    if _torch_follows(precision):
-        yield
-        return
-    with _precision_lock:
-        before = torch.backends.cuda.matmul.fp32_precision
-        torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
-        try:
-            yield
-        finally:
-            torch.backends.cuda.matmul.fp32_precision = before
-
-
-def _torch_follows(precision: str | None) -> bool:
-    """Whether torch as it is set computes what was asked for."""
-    return precision is None or (precision == "tf32") == (devices.matmul_precision() == "tf32")
 
 
 # torch.library is not typed.

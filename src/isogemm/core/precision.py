@@ -1,0 +1,83 @@
+"""torch's own precision of float32 products: changed for a while, and put back as it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+
+from isogemm.core.device import matmul_precision
+
+_changing = threading.Lock()  # the settings; not while they are used
+_turn = threading.RLock()  # of those who need one precision of CUDA's products
+
+
+@contextmanager
+def of_cuda_products(precision: str | None) -> Iterator[None]:
+    """torch's float32 products on a GPU in "tf32", or in "ieee" for any other; None: as they are set.
+
+    The setting is the process's: calls that need one wait for each other, other threads can see it changed.
+    """
+    if precision is None:
+        yield
+        return
+    wanted = "tf32" if precision == "tf32" else "ieee"
+    with _turn:
+        if matmul_precision() == wanted:
+            yield
+            return
+        with overridden("cuda", wanted):
+            yield
+
+
+@contextmanager
+def overridden(backend: str, precision: str) -> Iterator[None]:
+    """Another setting of a backend's products ("cuda" or "mkldnn"); then as it was set, or inherited."""
+    levels = _LEVELS[backend]
+    with _changing:
+        before = _own_setting(levels)
+        levels[-1].fp32_precision = precision
+    try:
+        yield
+    finally:
+        with _changing:
+            levels[-1].fp32_precision = before
+
+
+def _own_setting(levels: Sequence[Any]) -> str:
+    """What was set at the last level itself, "none" where it inherits from those before.
+
+    torch tells only what is in effect: what changes with the level before is inherited.
+    """
+    *before, level = levels
+    if not before:
+        return cast(str, level.fp32_precision)
+    inherited, seen = _own_setting(before), set()
+    try:
+        for precision in ("ieee", "tf32"):
+            before[-1].fp32_precision = precision
+            seen.add(level.fp32_precision)
+    finally:
+        before[-1].fp32_precision = inherited
+    return seen.pop() if len(seen) == 1 else "none"
+
+
+class _Mkldnn:
+    """torch.backends.mkldnn, whose own attribute sets the generic level (torch 2.11 to 2.15)."""
+
+    @property
+    def fp32_precision(self) -> str:
+        return torch.backends.mkldnn.fp32_precision
+
+    @fp32_precision.setter
+    def fp32_precision(self, precision: str) -> None:
+        torch.backends.mkldnn.set_flags(_fp32_precision=precision)  # type: ignore[no-untyped-call]
+
+
+_LEVELS: dict[str, tuple[Any, ...]] = {  # each inherits from the one before
+    "cuda": (torch.backends, torch.backends.cudnn, torch.backends.cuda.matmul),
+    "mkldnn": (torch.backends, _Mkldnn(), torch.backends.mkldnn.matmul),  # type: ignore[attr-defined]
+}
