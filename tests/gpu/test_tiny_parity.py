@@ -99,6 +99,16 @@ def test_tf32_rounds_to_nearest(launch):
     assert bool((error <= 64 * 2**-22 * scale).all())
 
 
+def test_tf32_rounds_ties_to_even(launch):
+    """As the GEMM's kernels and the copy engine do."""
+    ulp = 2.0**-10
+    a = torch.tensor([1 + ulp / 2, 1 + 3 * ulp / 2, -1 - 5 * ulp / 2, 1 + ulp / 2 + 2**-23], device="cuda")
+    expected = torch.tensor([1.0, 1 + 2 * ulp, -1 - 2 * ulp, 1 + ulp], device="cuda")
+    a, expected, eye = a.repeat(2, 16, 4), expected.repeat(2, 16, 4), torch.eye(16, device="cuda").repeat(2, 1, 1)
+    assert_bitwise_equal(launch("dot", a, eye, "tf32"), expected)
+    assert_bitwise_equal(launch("dot", eye, a, "tf32"), expected)
+
+
 def test_tf32x3_is_ieee():
     a, b = make_operands("normal", (256, 16, 64), (256, 64, 16), seed=4, device="cuda")
     assert_bitwise_equal(isogemm.bmm(a, b, precision="tf32x3"), isogemm.bmm(a, b, precision="ieee"))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from isogemm.gemm.reference import round_to_tf32
 from isogemm.testing import assert_bitwise_equal, assert_same_nonfinite, make_operands, with_layout
 from isogemm.tiny import configs, op
 from isogemm.tiny.configs import DotConfig, Problem, RegistersConfig
@@ -137,26 +138,26 @@ def test_batch_is_no_multiple_of_the_block(kernel, num_warps):
 
 
 def test_tf32_rounds_to_nearest():
-    a, b = (_without_ties(x) for x in _operands((3, 16, 20, 16)))
-    reference, _ = _exact(_round_to_tf32(a), _round_to_tf32(b))
+    a, b = _operands((3, 16, 20, 16))
+    reference, _ = _exact(round_to_tf32(a), round_to_tf32(b))
     result = _launch("dot", a, b, "tf32")
     _assert_close(result, a, b, reference)
     exact, scale = _exact(a, b)
     assert float(((result - exact).abs() / scale).max()) > 2**-14  # it is TF32, not fp32
 
 
+def test_tf32_rounds_ties_to_even():
+    """As the other families' kernels do."""
+    ulp = 2.0**-10
+    a = torch.tensor([1 + ulp / 2, 1 + 3 * ulp / 2, -1 - 5 * ulp / 2, 1 + ulp / 2 + 2**-23]).repeat(2, 16, 4)
+    expected = torch.tensor([1.0, 1 + 2 * ulp, -1 - 2 * ulp, 1 + ulp]).repeat(2, 16, 4)
+    assert_bitwise_equal(_launch("dot", a, torch.eye(16).repeat(2, 1, 1), "tf32"), expected)
+    assert_bitwise_equal(_launch("dot", torch.eye(16).repeat(2, 1, 1), a.mT.contiguous(), "tf32"), expected.mT)
+
+
 def test_tf32_keeps_what_it_can_represent():
-    a, b = (_round_to_tf32(x) for x in _operands((2, 16, 16, 16)))
+    a, b = (round_to_tf32(x) for x in _operands((2, 16, 16, 16)))
     _assert_close(_launch("dot", a, b, "tf32"), a, b)
-
-
-def _without_ties(x):
-    return (x.view(torch.int32) | 1).view(torch.float32)
-
-
-def _round_to_tf32(x):
-    """To nearest 10-bit mantissa; there are no ties."""
-    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's word for inf * 0

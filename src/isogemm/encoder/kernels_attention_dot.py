@@ -12,10 +12,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from isogemm.core.kernels import round_to_tf32
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs_attention import Attention, DotConfig
 from isogemm.epilogues.device import philox
-from isogemm.gemm.kernels import multiple, round_to_tf32
+from isogemm.gemm.kernels import multiple
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)

@@ -18,6 +18,7 @@ from isogemm.core.dispatch import dispatch_log
 from isogemm.core.precision import of_cuda_products
 from isogemm.families import demos
 from isogemm.families.base import Family, Usability
+from isogemm.gemm.reference import round_to_tf32
 from isogemm.testing.cases import DATA_KINDS, make_operands
 from isogemm.testing.checks import Check, CheckResult, run_trials, skip
 from isogemm.testing.compare import BitDiff, compare_bits
@@ -175,13 +176,17 @@ def variants(config: Config) -> list[Config]:
 
 
 def _check_accuracy(device: torch.device, trials: int) -> CheckResult:
+    name = "accuracy"
+
     def trial(seed: int) -> None:
         rng = random.Random(seed)
         m, n, k, dtype, precision, layout = _random_problem(rng)
         a, b = operands(50, m, n, k, dtype, layout, device, seed, rng.choice(DATA_KINDS))
         _accuracy(a, b, precision)
 
-    return run_trials("accuracy", trials, trial, covered="twice torch's error and one ulp, against fp64")
+    return _on_gpu(name, device) or run_trials(
+        name, trials, trial, covered="twice torch's error and one ulp, against fp64"
+    )
 
 
 def _accuracy(a: torch.Tensor, b: torch.Tensor, precision: str) -> tuple[float, float]:
@@ -196,7 +201,7 @@ def _accuracy(a: torch.Tensor, b: torch.Tensor, precision: str) -> tuple[float, 
         x, y, ours = a[part], b[part], whole[part]
         # cuBLAS takes TF32 or not as it likes; the exact product of rounded operands is TF32's own error.
         if precision == "tf32":
-            torchs = reference.bmm(reference.round_to_tf32(x), reference.round_to_tf32(y)).float()
+            torchs = reference.bmm(round_to_tf32(x), round_to_tf32(y)).float()
         else:
             with of_cuda_products(precision or None):
                 torchs = torch.bmm(x, y)

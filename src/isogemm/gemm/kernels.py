@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from isogemm.core.kernels import round_to_tf32
 from isogemm.core.launch import BoundKernel, TensorMap, bind, check_options
 from isogemm.epilogues import device, spec
 from isogemm.epilogues.spec import Epilogue
@@ -38,14 +39,6 @@ def _has_rounding(_semantic: Any = None) -> tl.constexpr:
 
 
 setattr(_has_rounding, tl.core.TRITON_BUILTIN, True)  # so that kernels call it as they are compiled
-
-
-@triton.jit
-def round_to_tf32(x):
-    """To nearest, ties to even, as the copy engine does; the tensor core would truncate."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, float("nan"))
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from isogemm.core.kernels import round_to_tf32
 from isogemm.core.launch import BoundKernel, Launch
 from isogemm.tiny.configs import Config, DotConfig, Problem, programs, unit
 
@@ -133,14 +134,6 @@ def _registers_kernel(
 
 
 @triton.jit
-def _round_to_tf32(x):
-    """To nearest, ties away from zero; the tensor core would truncate, and make an infinity of some NaNs."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, float("nan"))
-
-
-@triton.jit
 def _dot_kernel(
     a_ptr, b_ptr, c_ptr, batch, stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
@@ -173,8 +166,8 @@ def _dot_kernel(
         a = tl.load(a_ptr + (m[:, None] * stride_am + k[None, :] * stride_ak), mask=a_live, other=0.0)  # [BM, BK]
         b = tl.load(b_ptr + (k[:, None] * stride_bk + n[None, :] * stride_bn), mask=b_live, other=0.0)  # [BK, BN]
         if PRECISION == "tf32":
-            a = _round_to_tf32(a)
-            b = _round_to_tf32(b)
+            a = round_to_tf32(a)
+            b = round_to_tf32(b)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     c_ptrs = c_ptr + (matrix * (M * N) + m[:, None] * N + n[None, :])
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))

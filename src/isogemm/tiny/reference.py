@@ -13,9 +13,3 @@ def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def bmm_scale(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """|A| |B|: the natural size of an element's rounding error."""
     return torch.matmul(a.double().abs(), b.double().abs())
-
-
-def round_to_tf32(x: torch.Tensor) -> torch.Tensor:
-    """float32 to the nearest TF32 value (10 bits of fraction), ties away from zero; NaN and infinities as they are."""
-    rounded = ((x.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
-    return torch.where(x.isfinite(), rounded, x)
