@@ -13,6 +13,7 @@ from isogemm.testing import compare_bits
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CHECKS = {check.name: check for check in gemm.FAMILY.checks}
+THREADS = trials.THREADS
 ROW_CHECKS = ["needle", "prefill cuts", "padding", "permutation"]
 
 
@@ -74,6 +75,22 @@ def test_a_trial_is_its_seed():
     one, other = (gemm_checks._Setting(7, CPU) for _ in range(2))
     assert (one.n, one.k, one.layouts, one.batch_sizes()) == (other.n, other.k, other.layouts, other.batch_sizes())
     assert compare_bits(one.forward(5)[0], other.forward(5)[0]).equal
+
+
+def test_default_trials_meet_every_number_of_threads(monkeypatch):
+    """In float32, and in all three families: they share the numbering."""
+    monkeypatch.setattr(trials, "THREADS", THREADS)
+    before, seen = torch.get_num_threads(), []
+
+    def trial(each):
+        seen.append((each.dtype, torch.get_num_threads()))
+        if each.seed == 3:
+            raise RuntimeError("a trial that fails")
+        yield from ()
+
+    result = trials.Trials("name", "what", trial, "covered").check(gemm_checks._Setting).run(CPU, 20)
+    assert {threads for dtype, threads in seen if dtype == torch.float32} == {1, 2, 3, 4, 8, 16}
+    assert (result.failures, torch.get_num_threads()) == (1, before)
 
 
 def last_bit_follows(condition):

@@ -21,6 +21,7 @@ from isogemm.testing.poison import poisoned_allocations
 
 NUMBERS = (("bfloat16", ""), ("float16", ""), ("float32", "ieee"), ("float32", "tf32"), ("float32", "tf32x3"))
 LAYOUTS = ("contiguous", "transposed", "sliced", "strided", "misaligned")
+THREADS = (1, 2, 3, 4, 8, 16)  # of the CPU; within 20 trials each is met by a float32 one
 
 Rows = Callable[[torch.Tensor], torch.Tensor]  # [rows, ...] -> [rows, ...], each row on its own
 Property = Callable[[Rows, torch.Tensor, random.Random], Iterator[BitDiff]]
@@ -77,6 +78,7 @@ class Setting(abc.ABC):
         self.seed, self.device = seed, device
         self.sizes = GPU if device.type == "cuda" else CPU
         group, number = divmod(seed, len(NUMBERS))
+        self.threads = THREADS[(group + 2 * number) % len(THREADS)]
         name, self.precision = NUMBERS[number]
         self.kind = DATA_KINDS[group % len(DATA_KINDS)]
         self.n, self.k = self.sizes.weights[seed % len(self.sizes.weights)]
@@ -280,16 +282,28 @@ class Trials:
                 reason = "there are no tiles to choose from on the CPU" if self.of_tiles else ""
             if reason:
                 return skip(self.name, reason)
-            most = (GPU if device.type == "cuda" else CPU).most
+            gpu = device.type == "cuda"
+            covered = self.covered.format(most=(GPU if gpu else CPU).most)
             return run_trials(
                 self.name,
                 trials,
-                lambda seed: self._poisoned(setting(seed, device)),
-                covered=self.covered.format(most=most),
+                lambda seed: self._run(setting(seed, device)),
+                covered=covered if gpu else f"{covered}; {', '.join(map(str, THREADS))} threads",
             )
 
         return Check(self.name, self.what, run)
 
-    def _poisoned(self, each: Setting) -> Iterator[BitDiff]:
-        with poisoned_allocations():
+    def _run(self, each: Setting) -> Iterator[BitDiff]:
+        with poisoned_allocations(), _threads(each):
             yield from self.trial(each)
+
+
+@contextmanager
+def _threads(each: Setting) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if each.device.type == "cpu":
+        torch.set_num_threads(each.threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
