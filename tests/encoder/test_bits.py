@@ -172,17 +172,22 @@ def _gradients(tensors, grad, **options):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_sequences_without_a_gradient_change_nothing(name, dtype):
     """Padding of the batch: trailing sequences whose upstream gradient is zero."""
-    options = VARIANTS[name]
-    tensors = encoder_tensors(SMALL, dtype, norm=options.get("norm", "layer_norm"))
+    _assert_trailing_sequences_change_nothing(SMALL, dtype, (1, 7, 130), VARIANTS[name])
+
+
+def _assert_trailing_sequences_change_nothing(shape, dtype, numbers, options):
+    tensors = encoder_tensors(shape, dtype, norm=options.get("norm", "layer_norm"))
     grad = _normal(*tensors["x"].shape, seed=9, dtype=dtype)
-    expected = _gradients(tensors, grad, nhead=3, **options)
-    for more in (1, 7, 130):
-        x = torch.cat([tensors["x"], _normal(more, 17, 48, seed=more, dtype=dtype)])
-        found = _gradients(tensors | {"x": x}, torch.cat([grad, torch.zeros_like(x[9:])]), nhead=3, **options)
+    expected = _gradients(tensors, grad, nhead=shape.nhead, **options)
+    count = shape.sequences
+    for more in numbers:
+        x = torch.cat([tensors["x"], _normal(more, shape.tokens, shape.d_model, seed=more, dtype=dtype)])
+        longer = torch.cat([grad, torch.zeros_like(x[count:])])
+        found = _gradients(tensors | {"x": x}, longer, nhead=shape.nhead, **options)
         for each, same in expected.items():
             if each == "x":
-                assert not bool(found[each][9:].any())
-                assert_bitwise_equal(found[each][:9], same, f"x, {more} more")
+                assert not bool(found[each][count:].any())
+                assert_bitwise_equal(found[each][:count], same, f"x, {more} more")
             else:
                 assert_bitwise_equal(found[each], same, f"{each}, {more} more")
 
@@ -339,3 +344,18 @@ def test_threads_change_nothing():
     for name, same in found[0].items():
         for other in found[1:]:
             assert_bitwise_equal(other[name], same, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "threads"), [*(("causal", threads) for threads in (1, 2, 3, 4, 8, 16)), ("rms", 3), ("pre", 3)]
+)
+def test_the_contract_on_any_number_of_threads(name, threads):
+    """Of a hidden layer large enough for torch to share out."""
+    shape, before = EncoderShape(9, 17, 48, 3, 200), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        _assert_sequences_follow_themselves(Layer(shape, torch.float32, **VARIANTS[name]))
+        _assert_padding_changes_nothing(shape, torch.float32, [18], None, **VARIANTS[name])
+        _assert_trailing_sequences_change_nothing(shape, torch.float32, (7,), VARIANTS[name])
+    finally:
+        torch.set_num_threads(before)

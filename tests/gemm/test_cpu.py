@@ -1,10 +1,18 @@
 """The CPU backend of the invariant GEMM: bits of rows, the chunked order of gradients, accuracy, any input."""
 
+import functools
+import itertools
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import isogemm
 from isogemm.gemm import cpu
 from isogemm.testing import (
     DATA_KINDS,
@@ -303,12 +311,124 @@ def test_empty_gradients(dtype, tokens, n, k):
         assert_bitwise_equal(cpu.weight_grad(grad, x, total, dtype, 64), torch.full((n, k), 3.0))
 
 
-def test_the_probe_sees_a_library_whose_bits_follow_the_height(monkeypatch):
-    """A taller call that cuts K elsewhere."""
+# Calls [m, k] @ [k, n] of the probe: the weight left and few rows of x, x left and more rows, weights of all widths.
+PROBED = [(256, 16), (256, 17), (256, 33), (64, 256), (65, 256), (100, 256), (200, 256)]
+PROBED += [(200, 16), (200, 17), (200, 33), (200, 65), (200, 600)]
+
+
+@pytest.mark.parametrize("size", PROBED, ids=str)
+def test_the_probe_sees_a_library_whose_bits_follow_the_size(size, monkeypatch):
+    """One that cuts K in calls of this size alone."""
+    if cpu._height(1):
+        pytest.skip("this machine's own library is one")
     mm = torch.mm
 
     def cut(x, y):
-        return mm(x, y) if len(x) < 100 else mm(x[:, :100], y[:100]) + mm(x[:, 100:], y[100:])
+        if (len(x), y.shape[1]) == size:
+            return mm(x[:, :100], y[:100]) + mm(x[:, 100:], y[100:])
+        return mm(x, y)
 
     monkeypatch.setattr(torch, "mm", cut)
-    assert cpu._height.__wrapped__(torch.get_num_threads()) == cpu._FIXED
+    assert cpu._height.__wrapped__(1) == cpu._FIXED
+
+
+class _Calls(TorchDispatchMode):
+    """The shapes (m, k, n) of the library's products."""
+
+    def __init__(self):
+        super().__init__()
+        cpu._height(torch.get_num_threads())  # so that its own calls are not among them
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            left, right = [each for each in args if isinstance(each, torch.Tensor)][-2:]
+            self.shapes.append((*left.shape, right.shape[1]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("height")
+def test_calls_are_of_sizes_that_were_measured(dtype):
+    """At most 384 of K and at least 16 rows and columns, in which the library was found to sum in one chain."""
+    for m, n, k in itertools.product((1, 15, 64, 1100), (1, 15, 65), (1, 17, 384, 385, 1000)):
+        x, weight, bias = _case(m, n, k, dtype)
+        with _Calls() as calls:
+            _linear(x, weight, bias)
+        assert calls.shapes
+        for rows, walked, columns in calls.shapes:
+            assert min(rows, columns) >= 16, (m, n, k)
+            assert walked <= 384, (m, n, k)
+
+
+@pytest.mark.parametrize("chunk", [32, 64, 1024])
+@pytest.mark.parametrize(("tokens", "n", "k"), [(1, 1, 1), (17, 40, 3), (63, 3, 40), (65, 17, 33), (1100, 20, 5)])
+@pytest.mark.usefixtures("height")
+def test_weight_gradients_are_padded(tokens, n, k, chunk):
+    """To 16 outputs each way, and tokens in chains of a multiple of 16 up to 64: longer ones were not as exact."""
+    grad, x = _token_case(tokens, n, k, torch.float32)
+    with _Calls() as calls:
+        cpu.weight_grad(grad, x, None, torch.float32, chunk)
+    step = min(64, chunk)
+    assert len(calls.shapes) == sum(-(-min(chunk, tokens - at) // step) for at in range(0, tokens, chunk))
+    for rows, walked, columns in calls.shapes:
+        assert (rows, columns) == (max(n, 16), max(k, 16))
+        assert walked % 16 == 0
+        assert walked <= step
+
+
+THREADS = [1, 2, 3, 4, 8, 16]
+
+
+@pytest.mark.parametrize("threads", THREADS, indirect=True)
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "silu"])
+def test_rows_with_an_activation_on_any_number_of_threads(activation):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 16, generator=generator) for rows in (100, 200))
+    call = functools.partial(isogemm.linear, weight=weight, activation=activation)
+    leaf, grad = x.clone().requires_grad_(), torch.randn(100, 200, generator=generator)
+    whole = call(leaf)
+    (dx,) = torch.autograd.grad(whole, leaf, grad)
+    for row in (0, 12, 33, 50, 62, 66, 75, 93, 99):
+        one = slice(row, row + 1)
+        alone = call(part := x[one].clone().requires_grad_())
+        assert_bitwise_equal(alone.detach(), whole[one].detach(), f"row {row}")
+        assert_bitwise_equal(torch.autograd.grad(alone, part, grad[one])[0], dx[one], f"dx of row {row}")
+
+
+@pytest.mark.parametrize("threads", THREADS, indirect=True)
+def test_rows_and_gradients_on_any_number_of_threads():
+    x, weight, bias = _case(200, 513, 400)
+    whole = _linear(x, weight, bias)
+    for m in (1, 16, 65, 127):
+        assert_bitwise_equal(_linear(x[-m:], weight, bias), whole[-m:], f"{m} rows")
+    grad, tokens = _token_case(300, 300, 40, torch.float32)
+    for which, gradient in GRADIENTS.items():
+        total = torch.zeros(SHAPE[which](300, 40))
+        for part in (slice(0, 128), slice(128, None)):
+            gradient(grad[part], tokens[part], total, torch.float32, 128)
+        assert_bitwise_equal(total, gradient(grad, tokens, None, torch.float32, 128), which)
+
+
+# Of the issue's layer in a process of its own: torch chooses its vector unit when it starts, and MKL its own.
+ON_AVX2 = """
+import torch, isogemm
+
+generator = torch.Generator().manual_seed(0)
+x, weight = (torch.randn(rows, 16, generator=generator) for rows in (100, 200))
+for threads in (1, 3, 4):
+    torch.set_num_threads(threads)
+    for activation in ("gelu_tanh", "gelu", "silu", "sigmoid", "quick_gelu"):
+        whole = isogemm.linear(x, weight, activation=activation)
+        alone = torch.cat([isogemm.linear(row[None], weight, activation=activation) for row in x])
+        print(torch.equal(whole, alone))
+print(torch.backends.cpu.get_cpu_capability())
+"""
+
+
+def test_rows_with_an_activation_on_avx2():
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+    found = subprocess.run([sys.executable, "-c", ON_AVX2], env=environment, capture_output=True, text=True, check=True)
+    *same, capability = found.stdout.split()
+    assert same == ["True"] * 15
+    assert capability in ("AVX2", "DEFAULT")

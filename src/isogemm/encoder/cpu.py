@@ -1,7 +1,8 @@
 """The CPU backend of the norm and of the attention.
 
 Sums are of elementwise operations in an order of their own: by halves over a row's columns, ascending over channels,
-keys and queries. So no bit depends on the rows or sequences around, and a key that is left out adds an exact zero.
+keys and queries; exp and log are `elementary`'s. So no bit depends on the rows or sequences around, or on the threads,
+and a key that is left out adds an exact zero.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from isogemm.epilogues import random
+from isogemm.epilogues import elementary, random
 from isogemm.gemm import cpu
 
 _TILE = 2**19  # scores computed at a time
@@ -93,7 +94,7 @@ def attention(
         share = _dropped(weights, extras, part)
         result[..., part] = _weighed(share, values[..., part]).div_(total[:, None])
         empty = largest == -math.inf
-        log = cpu.elementwise(torch.log, total).add_(largest).mul_(math.log2(math.e))
+        log = elementary.log(total).add_(largest).mul_(math.log2(math.e))
         logs[:, 0, part] = log.masked_fill_(empty, math.inf)
     o.copy_(_merged(result, nhead))
     lse.copy_(_merged(logs, nhead))
@@ -211,7 +212,7 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     largest = scores.amax(1)
     empty = largest == -math.inf
-    weights = cpu.elementwise(torch.exp, scores.sub_(largest.masked_fill(empty, 0.0)[:, None]))
+    weights = elementary.exp(scores.sub_(largest.masked_fill(empty, 0.0)[:, None]))
     return weights, _ascending(weights).masked_fill_(empty, 1.0), largest
 
 

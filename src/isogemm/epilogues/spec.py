@@ -1,13 +1,12 @@
 """What may follow a product, each entry stated once: its name, torch form, derivative and what its backward reads.
 
-The device form of an entry is the function of the same name in `device`. A torch form is written in torch's own
-operations, so that it is also what `rounding="eager"` computes.
+The device form of an entry is the function of the same name in `device`. A torch form is written in torch's operations
+and those of `elementary`, which take their place on the CPU, so that it is also what `rounding="eager"` computes.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn import Module
 
+from isogemm.epilogues import elementary
+
 Form = Callable[..., torch.Tensor]
 
-_SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
-_CUBIC = 0.044715  # of gelu's tanh form
 _QUICK = 1.702  # of quick_gelu
 
 
@@ -47,33 +46,13 @@ def _relu_derivative(z: torch.Tensor) -> torch.Tensor:
     return (~(z <= 0)).to(z.dtype)  # torch lets a NaN's gradient pass
 
 
-def _gelu_derivative(z: torch.Tensor) -> torch.Tensor:
-    density = torch.exp(-0.5 * z * z) * (1 / math.sqrt(2 * math.pi))
-    return 0.5 * (1 + torch.erf(z * math.sqrt(0.5))) + z * density
-
-
-def _gelu_tanh(z: torch.Tensor) -> torch.Tensor:
-    return F.gelu(z, approximate="tanh")
-
-
-def _gelu_tanh_derivative(z: torch.Tensor) -> torch.Tensor:
-    inner = torch.tanh(_SQRT_2_OVER_PI * (z + _CUBIC * z * z * z))
-    slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * z * z)
-    return 0.5 * (1 + inner) + 0.5 * z * (1 - inner * inner) * slope
-
-
 def _quick_gelu(z: torch.Tensor) -> torch.Tensor:
-    return z * torch.sigmoid(_QUICK * z)
+    return z * elementary.sigmoid(_QUICK * z)
 
 
 def _quick_gelu_derivative(z: torch.Tensor) -> torch.Tensor:
-    gate = torch.sigmoid(_QUICK * z)
+    gate = elementary.sigmoid(_QUICK * z)
     return gate + _QUICK * z * gate * (1 - gate)
-
-
-def _silu_derivative(z: torch.Tensor) -> torch.Tensor:
-    gate = torch.sigmoid(z)
-    return gate + z * gate * (1 - gate)
 
 
 def _tanh_of_output(y: torch.Tensor) -> torch.Tensor:
@@ -106,24 +85,24 @@ _PLAIN = (
         functions=(torch.relu, torch.Tensor.relu, F.relu), modules=(torch.nn.ReLU,), options={"inplace": False},
     ),
     Activation(
-        "gelu", F.gelu, _gelu_derivative, "pre",
+        "gelu", elementary.gelu, elementary.gelu_derivative, "pre",
         functions=(F.gelu,), modules=(torch.nn.GELU,), options={"approximate": "none"}, has_torchs_bits=False,
     ),
     Activation(
-        "gelu_tanh", _gelu_tanh, _gelu_tanh_derivative, "pre",
+        "gelu_tanh", elementary.gelu_tanh, elementary.gelu_tanh_derivative, "pre",
         functions=(F.gelu,), modules=(torch.nn.GELU,), options={"approximate": "tanh"},
     ),
     Activation("quick_gelu", _quick_gelu, _quick_gelu_derivative, "pre", has_torchs_bits=False),
     Activation(
-        "silu", F.silu, _silu_derivative, "pre",
+        "silu", elementary.silu, elementary.silu_derivative, "pre",
         functions=(F.silu,), modules=(torch.nn.SiLU,), options={"inplace": False},
     ),
     Activation(
-        "tanh", torch.tanh, lambda z: _tanh_of_output(torch.tanh(z)), "out", _tanh_of_output,
+        "tanh", elementary.tanh, lambda z: _tanh_of_output(elementary.tanh(z)), "out", _tanh_of_output,
         functions=(torch.tanh, torch.Tensor.tanh, F.tanh), modules=(torch.nn.Tanh,),
     ),
     Activation(
-        "sigmoid", torch.sigmoid, lambda z: _sigmoid_of_output(torch.sigmoid(z)), "out", _sigmoid_of_output,
+        "sigmoid", elementary.sigmoid, lambda z: _sigmoid_of_output(elementary.sigmoid(z)), "out", _sigmoid_of_output,
         functions=(torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.special.expit), modules=(torch.nn.Sigmoid,),
     ),
     Activation("relu2", _relu2, _relu2_derivative, "pre"),

@@ -15,16 +15,18 @@ from isogemm.epilogues import ACTIVATIONS, random, register
 from isogemm.families import trials
 from isogemm.families.ahead import run_ahead
 from isogemm.families.trials import Rows, Trained, Trials, torch_product
-from isogemm.gemm import configs, cpu, fused, reference
+from isogemm.gemm import configs, fused, reference
 from isogemm.gemm.api import linear, matmul_fused, mlp, mm
 from isogemm.gemm.fused import new_seed
 from isogemm.gemm.fused_forms import Fusion
 from isogemm.testing.cases import make_data, with_layout
 from isogemm.testing.compare import BitDiff, compare_bits
 from isogemm.testing.error import Errors, assert_no_worse_than_torch, measure_errors
+from isogemm.testing.forms import ACTIVATION_FORMS, GATE_FORMS, Form
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+_TORCH_FORMS = ACTIVATION_FORMS | GATE_FORMS
 _MORE = 64, 4096  # rows, and elements, on which torch's error is measured as well
 _TILES = 6  # configurations of a trial
 _LEAST = 64  # sizes of a layer whose gradients are judged by torch's: of fewer elements torch may be lucky
@@ -87,11 +89,13 @@ class Layer:
     def _aux(self, tokens: Tokens) -> tuple[torch.Tensor, ...]:
         return () if self.gain is None or tokens.shift is None else (self.gain, tokens.shift)
 
-    def after(self, product: torch.Tensor, up: torch.Tensor | None, tokens: Tokens) -> torch.Tensor:
+    def after(
+        self, product: torch.Tensor, up: torch.Tensor | None, tokens: Tokens, forms: Mapping[str, Form] = _TORCH_FORMS
+    ) -> torch.Tensor:
         """What follows the products, in torch's operations, each rounded to the products' dtype."""
         z = self.before(product, tokens)
         if self.activation:
-            z = cpu.elementwise(functools.partial(ACTIVATIONS[self.activation].torch, **self.arguments), z)
+            z = forms[self.activation](z, **self.arguments)
         if aux := self._aux(tokens):
             form: Callable[..., torch.Tensor] = _gain_and_shift
             z = form(z, torch.arange(z.shape[-1], device=z.device), None, *(each.to(z.dtype) for each in aux))
@@ -469,7 +473,7 @@ def _eager(each: _Setting) -> Iterator[BitDiff]:
     found = layer.isogemm(tokens, rounding="eager", precision=precision)
     with torch.no_grad():
         products = layer.products(functools.partial(mm, precision=precision), tokens.x)
-        expected = layer.after(*products, tokens)
+        expected = layer.after(*products, tokens, {name: entry.torch for name, entry in ACTIVATIONS.items()})
     yield compare_bits(found, expected)
 
 
@@ -539,7 +543,7 @@ _TRIALS = (
     ),
     Trials(
         "eager rounding",
-        "isogemm.mm followed by torch's operations, bit for bit",
+        "isogemm.mm followed by torch's operations (on the CPU with isogemm's own exp, erf and tanh), bit for bit",
         _eager,
         "activations, scales, addends and residuals",
     ),

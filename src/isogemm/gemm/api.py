@@ -208,8 +208,9 @@ def matmul_fused(
         epilogue: the name of a registered one (`isogemm.epilogues.register`) in the activation's place; `aux` are the
             tensors it reads, broadcast to [..., M, N].
         rounding: "once": all in float32, rounded at the end; "eager": rounded after the product and each operation,
-            bit-equal to `isogemm.mm` followed by torch's own (which do follow it, launched one by one, where the
-            activation is gelu or quick_gelu, and for a registered epilogue).
+            as `isogemm.mm` followed by torch's own (which do follow it, launched one by one, where the activation is
+            gelu or quick_gelu, and for a registered epilogue). Bit-equal to them on a GPU; on the CPU but for
+            activations with an exp, tanh or erf, which are isogemm's own functions there.
         out_dtype, precision: as in `matmul`.
 
     Batch-invariant and differentiable, twice, as `matmul`: docs/contract.md.

@@ -30,8 +30,6 @@ _TURNED = 64  # below this many rows the library is faster with the weight as th
 _MOST = 1024  # rows of a call
 _FIXED = 32  # rows of every call, where bits follow the height
 _TILE = 1024  # columns of a 16-bit weight, widened at a time
-_VECTORS = 64  # elements: a multiple of what any vector unit takes at once
-_SHARE = 32768  # elements of a thread, torch's grain: fewer are not shared out
 
 _Arguments = ParamSpec("_Arguments")
 
@@ -130,9 +128,7 @@ def bias_grad(grad: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype
     for first in range(0, tokens, chunk):
         partial = grad.new_zeros(n, dtype=torch.float32)
         for start in range(first, min(first + chunk, tokens), step):
-            rows = grad.new_zeros((step, n), dtype=torch.float32)  # always of one shape and layout: one order
-            rows[: tokens - start].copy_(grad[start : start + step])
-            partial += rows.sum(0)
+            partial += row_sums(grad[start : start + step], step)[0]
         sums += partial
     return sums.to(dtype) if total is None else sums
 
@@ -233,23 +229,3 @@ def _height(threads: int) -> int:
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which products of this dtype are summed, and followed by their epilogue."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def elementwise(form: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """form(x), an element's bits independent of its place.
-
-    torch computes full vectors and what is left over, at the end of each thread's share, by different functions: so no
-    share has a rest. (On the CPU in fp32; elsewhere this is form(x).)
-    """
-    if x.device.type != "cpu" or x.dtype is torch.float64 or not x.numel() or torch.is_grad_enabled():
-        return form(x)
-    flat = x.reshape(-1)
-    size, threads = flat.numel(), torch.get_num_threads()
-    wide = flat if size % _VECTORS == 0 else torch.nn.functional.pad(flat, (0, -size % _VECTORS))
-    shares = _SHARE * threads
-    whole = wide.numel() // shares * shares
-    pieces = [wide[at : at + shares] for at in range(0, whole, shares)]
-    pieces += [wide[at : at + _SHARE] for at in range(whole, wide.numel(), _SHARE)]
-    result = torch.empty_like(x, memory_format=torch.contiguous_format)
-    result.view(-1).copy_(torch.cat([form(piece) for piece in pieces])[:size])  # not a view of something longer
-    return result

@@ -90,7 +90,7 @@ def after_activation(z: torch.Tensor, up: torch.Tensor | None, fusion: Fusion) -
         value = _user_form(z, fusion).to(dtype)
     elif fusion.activation:
         entry = spec.ACTIVATIONS[fusion.activation]
-        value = cpu.elementwise(lambda part: entry.torch(part, *fusion.arguments), z)
+        value = entry.torch(z, *fusion.arguments)
         if up is not None:
             value = value * up
     if fusion.dropout_p:
@@ -135,12 +135,12 @@ def derivative(saved: torch.Tensor, kind: str, fusion: Fusion, n: int, dtype: to
     entry = spec.ACTIVATIONS[fusion.activation]
     if fusion.gated:
         gate, up = saved.to(dtype)
-        return torch.stack((up * cpu.elementwise(entry.derivative, gate), cpu.elementwise(entry.torch, gate)))
+        return torch.stack((up * entry.derivative(gate), entry.torch(gate)))
     if kind == "mask":
         saved = unpacked(saved, n).to(dtype) * 2 - 1  # any two numbers with the signs
     form = entry.of_output if kind == "out" else entry.derivative
     assert form is not None
-    return cpu.elementwise(lambda part: form(part, *fusion.arguments), saved.to(dtype))
+    return form(saved.to(dtype), *fusion.arguments)
 
 
 def activation_grad(
