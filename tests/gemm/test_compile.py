@@ -73,6 +73,8 @@ def test_opcheck(name, case):
     """As it stands, and, where it has a derivative, with what it differentiates requiring one."""
     operator, arguments = getattr(torch.ops.isogemm, name).default, OPERATORS[name][case]
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+    if name == "linear" and arguments[4] is not None:
+        return  # opcheck asks torch.autograd.grad, which a compiled main_grad refuses: test_main_grad.py
     differentiated = {"linear": 3, "matmul": 2, "weight_grad": 2, "bias_grad": 1}.get(name, 0)
     for i, argument in enumerate(arguments[:differentiated]):
         if argument is not None:

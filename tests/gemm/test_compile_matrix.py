@@ -96,8 +96,14 @@ def _read(e, operand, matrix):
         "row_sums": "fp32" if e.sums else None,
     }  # fmt: skip
     if e.saves or e.gradient:
-        wanted["saved"] = "u8" if "mask" in (e.saves, e.gradient) else operand
+        wanted["saved"] = _saved(e, operand)
     return {name: wanted.get(name) for name in READ}
+
+
+def _saved(e, operand):
+    if "mask" in (e.saves, e.gradient):
+        return "u8"
+    return "fp32" if operand == "fp16" and not ACTIVATIONS[e.activation].levels_off else operand
 
 
 def _launch_job(name, launch, addressed, aligned):
@@ -191,6 +197,10 @@ def _epilogue_cases():
             continue
         problem = _problem(tokens, 1024, 1024, epilogue=epilogue, read_strides=(1024, 1024))
         yield problem, configs.fitted(problem, config)
+    for name in ("gelu", "swiglu"):  # kept within float16's range, and in float32
+        epilogue = Epilogue(bias="n", activation=name, saves="pre")
+        problem = _problem(1024, 1024, 1024, dtype="float16", epilogue=epilogue)
+        yield problem, configs.fitted(problem, large)
     silu = _problem(1024, 1024, 1024, "nn", epilogue=Epilogue(activation="silu", gradient="pre", dropout=True))
     yield silu, configs.fitted(silu, large)
     for epilogue, number, tokens in (*product(SUMMED, NUMBERS, (512,)), *product(SUMMED, ("half",), (1, 4096))):
@@ -254,7 +264,7 @@ def _adding_jobs():
 def _activation_grad_jobs():
     """Narrow programs and wide ones."""
     for dtype, (epilogue, saves), tokens in product(
-        ("bfloat16", "float32"),
+        ("bfloat16", "float16", "float32"),
         (
             (Epilogue(activation="relu", gradient="mask"), True),
             (Epilogue(activation="swiglu", gradient="pre", dropout=True), True),
@@ -264,7 +274,7 @@ def _activation_grad_jobs():
     ):
         if dtype == "bfloat16" or epilogue.gated:
             problem = ActivationGradProblem(tokens, 1024, dtype, epilogue, 1024, sums=True)
-            saved = ("u8" if epilogue.gradient == "mask" else NAMES[dtype]) if saves else None
+            saved = _saved(epilogue, NAMES[dtype]) if saves else None
             addressed = (NAMES[dtype], saved, "i64" if epilogue.dropout else None, NAMES[dtype], "fp32")
             yield _launch_job(f"gradient of {problem}", describe_activation_grad(problem), addressed, (True,) * 5)
 

@@ -922,7 +922,7 @@ def test_bias_gradients_of_mlp_where_their_sums_are_lost(activation, dtype):
     assert all(each.requires_grad for each in twice)
     with torch.inference_mode():
         inferred = torch.autograd.grad(result, biases, grad, retain_graph=True)
-    _hidden_node(result).register_prehook(lambda grads: (grads[0], grads[1].clone()))
+    _hidden_node(result).register_prehook(lambda grads: (grads[0], grads[1].clone(), *grads[2:]))
     hooked = torch.autograd.grad(result, biases, grad)
     for name, found in {"create_graph": twice, "inference": inferred, "hook": hooked}.items():
         for got, same in zip(found, expected, strict=True):
@@ -943,8 +943,8 @@ def test_bias_gradients_of_mlp_where_z_s_is_changed(activation):
     found = {}
     for name, hook in {
         "": lambda grads: None,
-        "replaced": lambda grads: (grads[0], grads[1] * 2),
-        "in place": lambda grads: (grads[0], grads[1].mul_(2)),
+        "replaced": lambda grads: (grads[0], grads[1] * 2, *grads[2:]),
+        "in place": lambda grads: (grads[0], grads[1].mul_(2), *grads[2:]),
     }.items():
         leaves = _biased_mlp(activation, 100)
         result = mlp(**leaves, activation=activation)

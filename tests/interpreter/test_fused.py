@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import float16_range
 import pytest
 import torch
 import triton
@@ -67,8 +68,8 @@ def _run(config, x, b, fusion, b_up=None, save="", out_dtype=None):
     buffer, out = _guarded((x.shape[0], b.shape[1]), dtype)
     saved_buffer = saved = None
     if save:
-        shape = fused._saved(out.shape, x, save, b_up is not None).shape
-        saved_buffer, saved = _guarded(shape, torch.uint8 if save == "mask" else x.dtype)
+        like = fused._saved(out.shape, x, save, fusion)
+        saved_buffer, saved = _guarded(like.shape, like.dtype)
     read[fused._SAVED] = saved
     read += [None] * (len(kernels.READ) - len(read))
     _launch(config, problem, x, b, b_up, read, out, fused._call_numbers(fusion))
@@ -343,3 +344,28 @@ def test_rows_beyond_the_last_add_nothing():
     kernels.launch(launch, (grad, fused_forms.packed(positive), None, dz, sums), fused._call_numbers(fusion)[2:])
     assert_bitwise_equal(dz, grad)
     _assert_close(sums[0], grad.double().sum(0))
+
+
+@pytest.mark.parametrize("config", ["pointer swapped", "tma in parts"])
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "relu"])  # which keeps bits
+def test_pre_activations_beyond_float16(activation, config):
+    """Kept by the product's kernel, read by the gradient's: dz is right where float16 does not hold z."""
+    x, weight, weight_up = float16_range.operands("cpu")
+    entry = ACTIVATIONS[activation]
+    b_up = weight_up.t() if entry.gate else None
+    fusion = Fusion(activation=activation, arguments=tuple(entry.arguments.values()))
+    result, saved = _run(CONFIGS[config], x, weight.t(), fusion, b_up, "pre", torch.float32)
+    assert result.isfinite().all()
+    tokens, n = result.shape
+    grad, (buffer, dz) = torch.full((tokens, n), 1e-4), _guarded(saved.shape, torch.float16)
+    epilogue = fused.Epilogue(activation=activation, arguments=fusion.arguments, gradient="pre")
+    problem = configs.ActivationGradProblem(tokens, n, "float16", epilogue, n)
+    launch = kernels_gradients.describe_activation_grad(problem)
+    kernels.launch(launch, (grad, saved, None, dz, None), (None, None))
+    assert _untouched(buffer)
+    z = x.double() @ weight.double().t()
+    z = z if b_up is None else torch.stack((z, x.double() @ b_up.double()))
+    exact = fused_forms.activation_grad(grad.double(), z, "pre", fusion, torch.float64)
+    error = (dz.double() - exact).abs()
+    # z's own rounding, dz's, and the forms'.
+    assert bool((error <= 4 * float16_range.EPS * exact.abs() + 4e-4 * grad + float16_range.TINY).all()), error.max()

@@ -89,7 +89,6 @@ class _BatchNorm(torch.autograd.Function):
         y, statistics = _batch_norm(x, weight, bias, mean, var, eps, dtype)
         _keep(ctx, x, weight, bias, mean, statistics)
         ctx.owners = owners
-        ctx.bias_place = 1 if weight is None else 2  # among the tensors
         ctx.set_materialize_grads(False)
         return y, statistics
 
@@ -97,10 +96,7 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, of_statistics: None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 8
-        accumulated = [
-            (owner, autograd.main_grad_of(owner) if autograd.is_accumulated(ctx, index, place) else None)
-            for index, place, owner in ((1, 1, ctx.owners[0]), (2, ctx.bias_place, ctx.owners[1]))
-        ]
+        accumulated = list(map(autograd.accumulated, ctx.owners, ctx.needs_input_grad[1:3]))
         return *_gradients(ctx, grad, accumulated, _batch_norm_backward), *(None,) * 5
 
 
@@ -310,10 +306,11 @@ def _register_autograd() -> None:
         x, weight, bias, mean, _, owner, main_grad, bias_owner, bias_main_grad, _, _ = inputs
         _keep(ctx, x, weight, bias, mean, output[1])
         # Not saved tensors: another micro-batch's backward may change a main_grad before this one's does.
-        ctx.accumulated = (owner, main_grad), (bias_owner, bias_main_grad)
+        ctx.given = (owner, main_grad), (bias_owner, bias_main_grad)
 
     def backward(ctx: Any, grad: Tensor, of_statistics: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = _gradients(ctx, grad, ctx.accumulated, torch.ops.isogemm.batch_norm_backward)
+        accumulated = list(map(autograd.given_or_accumulated, ctx.given, ctx.needs_input_grad[1:3]))
+        found = _gradients(ctx, grad, accumulated, torch.ops.isogemm.batch_norm_backward)
         return *found, *(None,) * 8
 
     register: Any = torch.library.register_autograd

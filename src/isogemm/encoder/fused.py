@@ -21,8 +21,8 @@ from isogemm.encoder.op import placed, refuse_second_derivative
 from isogemm.encoder.parameters import EncoderDropout, EncoderParameters, Options
 from isogemm.encoder.plan import ADDED, GIVEN, SEPARATE, STACKED, Above, Forward, Given, Left, Plan, kept_size
 from isogemm.encoder.schedule import addresses_of
-from isogemm.gemm.autograd import is_accumulated, main_grad_of, parameter
-from isogemm.gemm.op import require_total
+from isogemm.gemm.autograd import accumulated, given_or_accumulated, main_grad_of, parameter
+from isogemm.gemm.op import is_added, require_total
 from isogemm.gemm.problem import dtype_name
 
 _MOST_PLANS = 1024
@@ -166,13 +166,9 @@ _OfTensors = Sequence[Tensor | None]  # gradients
 
 def _accumulate(ctx: Any, call: _Call, above: Above, left: Left) -> tuple[Tensor, _OfTensors, _OfTensors]:
     """Into the main_grads of the parameters whose gradients this backward is to accumulate."""
-    needed, place = ctx.needs_input_grad, sum(each is not None for each in call.given.added)
-    totals = [main_grad_of(each) for each in ctx.owners]
-    for i, each in enumerate(call.parameters):
-        place += each is not None
-        if totals[i] is not None and not is_accumulated(ctx, _FIRST + i, place):
-            totals[i] = None
-    dx, of_added, gradients = call.accumulate(above, left, totals, needed[_FIRST:])
+    needed = ctx.needs_input_grad[_FIRST:]
+    totals = [accumulated(owner, need)[1] for owner, need in zip(ctx.owners, needed, strict=True)]
+    dx, of_added, gradients = call.accumulate(above, left, totals, needed)
     for owner, total in zip(ctx.owners, totals, strict=True):
         if total is not None:
             owner.grad_added_to_main_grad = True
@@ -381,7 +377,7 @@ def _encoder_layer_fake(x: Tensor, params: Sequence[Tensor], places: Sequence[in
     statistics = (2, 4, d_model) if layer.batch_norm else (0,)
     own = layer.shape_of_factor if layer.own_factors else (0,)
     return (
-        torch.empty_like(x),
+        x.new_empty(x.shape),
         x.new_empty(kept_size(layer), dtype=torch.uint8),
         x.new_empty(scores, dtype=options.operand if layer.scores else None),
         x.new_empty(statistics, dtype=torch.float32 if layer.batch_norm else None),
@@ -399,7 +395,7 @@ def _encoder_layer_backward(dy: Tensor, *rest: Any) -> list[Tensor]:
 def _encoder_layer_backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
     call = _BackwardCall.of(dy, *rest)
     return [
-        torch.empty_like(call.x),
+        call.x.new_empty(call.x.shape),
         *(each.new_empty(each.shape) for each in (*call.given.added, *call.params) if each is not None),
     ]
 
@@ -415,15 +411,16 @@ def _encoder_layer_backward_into(
 ) -> None:
     """The same, written to `dx`, `of_added` and `into`; added to what is there for parameters that have an owner."""
     call = _BackwardCall.of(dy, *rest)
-    totals = [each if index in of_params else None for index, each in enumerate(into)]
+    added = {index: owner for index, owner in zip(of_params, owners, strict=True) if is_added("a parameter", owner)}
+    totals = [each if index in added else None for index, each in enumerate(into)]
     of_x, found_of_added, gradients = _backward(call, totals)
     dx.copy_(of_x)
     for each, of_one in zip(of_added, [each for each in found_of_added if each is not None], strict=True):
         each.copy_(of_one)
-    for each, found in zip(into, gradients, strict=True):
-        if found is not None:
-            each.copy_(found)
-    for owner in owners:
+    for index, found in enumerate(gradients):
+        if found is not None and index not in of_params:
+            into[index].copy_(found)
+    for owner in added.values():
         owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
@@ -525,11 +522,19 @@ def _register_autograd() -> None:
         left = Left(kept, statistics, own)
         arguments = (*above, *left, x, params, ctx.places, *again, ctx.stacked, *ctx.options)
         added = [each for each in given.added if each is not None]
-        if ctx.totals:
+        totals = {
+            index: (owner, total)
+            for (index, given_total), owner in zip(ctx.totals.items(), ctx.owners, strict=True)
+            if (total := given_or_accumulated((owner, given_total), True)[1]) is not None
+        }
+        if totals:
             dx, of_added = torch.empty_like(x), [torch.empty_like(each) for each in added]
-            into = [ctx.totals.get(index, each.new_empty(each.shape)) for index, each in enumerate(params)]
-            torch.ops.isogemm.encoder_layer_backward_into(dx, of_added, into, ctx.owners, list(ctx.totals), *arguments)
-            found = [None if index in ctx.totals else each for index, each in enumerate(into)]
+            into = [
+                totals[index][1] if index in totals else each.new_empty(each.shape) for index, each in enumerate(params)
+            ]
+            owners = [owner for owner, _ in totals.values()]
+            torch.ops.isogemm.encoder_layer_backward_into(dx, of_added, into, owners, list(totals), *arguments)
+            found = [None if index in totals else each for index, each in enumerate(into)]
         else:
             dx, *found = torch.ops.isogemm.encoder_layer_backward(*arguments)
             of_added, found = found[: len(added)], found[len(added) :]

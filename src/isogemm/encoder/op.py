@@ -58,17 +58,13 @@ class _Norm(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.owners, ctx.norm, ctx.eps = owners, norm, eps
-        ctx.bias_place = 1 if weight is None else 2  # among the tensors
         ctx.bias_dtype = None if bias is None else bias.dtype
         return _norm(x, weight, bias, norm, eps, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("encoder_norm")
-        accumulated = [
-            (owner, autograd.main_grad_of(owner) if autograd.is_accumulated(ctx, index, place) else None)
-            for index, place, owner in ((1, 1, ctx.owners[0]), (2, ctx.bias_place, ctx.owners[1]))
-        ]
+        accumulated = list(map(autograd.accumulated, ctx.owners, ctx.needs_input_grad[1:3]))
         return *_norm_gradients(ctx, grad, accumulated, _norm_backward), None, None, None, None
 
 
@@ -433,12 +429,13 @@ def _register_autograd() -> None:
         x, weight, bias, owner, main_grad, bias_owner, bias_main_grad, ctx.norm, ctx.eps, _ = inputs
         ctx.save_for_backward(x, weight)
         # Not saved tensors: another micro-batch's backward may change a main_grad before this one's does.
-        ctx.accumulated = (owner, main_grad), (bias_owner, bias_main_grad)
+        ctx.given = (owner, main_grad), (bias_owner, bias_main_grad)
         ctx.bias_dtype = None if bias is None else bias.dtype
 
     def norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("encoder_norm")
-        found = _norm_gradients(ctx, grad, ctx.accumulated, torch.ops.isogemm.encoder_norm_backward)
+        accumulated = list(map(autograd.given_or_accumulated, ctx.given, ctx.needs_input_grad[1:3]))
+        found = _norm_gradients(ctx, grad, accumulated, torch.ops.isogemm.encoder_norm_backward)
         return *found, *(None,) * 7
 
     def keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -40,6 +40,7 @@ class Activation:
     modules: tuple[type[Module], ...] = ()
     options: Mapping[str, object] = field(default_factory=dict)  # what those must be called with to mean it
     has_torchs_bits: bool = True  # the exact device form: one torch operation, bit for bit
+    levels_off: bool = True  # the derivative is constant on either side of float16's range
 
 
 def _relu_derivative(z: torch.Tensor) -> torch.Tensor:
@@ -105,7 +106,7 @@ _PLAIN = (
         "sigmoid", elementary.sigmoid, lambda z: _sigmoid_of_output(elementary.sigmoid(z)), "out", _sigmoid_of_output,
         functions=(torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.special.expit), modules=(torch.nn.Sigmoid,),
     ),
-    Activation("relu2", _relu2, _relu2_derivative, "pre"),
+    Activation("relu2", _relu2, _relu2_derivative, "pre", levels_off=False),
     Activation(
         "leaky_relu", _leaky_relu, _leaky_relu_derivative, "mask", arguments={"negative_slope": 0.01},
         functions=(F.leaky_relu,), modules=(torch.nn.LeakyReLU,), options={"inplace": False},
@@ -122,6 +123,7 @@ ACTIVATIONS |= {
         "pre",
         gate=gate,
         has_torchs_bits=ACTIVATIONS[gate].has_torchs_bits,
+        levels_off=False,  # each factor's derivative has the other's value
     )
     for name, gate in _GATES.items()
 }
@@ -224,6 +226,11 @@ def activation(name: str) -> Activation:
     if name not in ACTIVATIONS:
         raise ValueError(f"activation is {name!r}; accepted: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
+
+
+def levels_off(name: str) -> bool:
+    """Of an activation, or "" for a registered epilogue, of which it is not known."""
+    return bool(name) and ACTIVATIONS[name].levels_off
 
 
 def registered(name: str) -> UserEpilogue:

@@ -7,10 +7,9 @@ from typing import Any, cast
 import torch
 from torch.compiler import is_compiling
 
-from isogemm.core import private
-from isogemm.core.eager import in_transform, through_dispatcher
+from isogemm.core.eager import PLAIN, in_transform, through_dispatcher
 from isogemm.gemm import op
-from isogemm.gemm.problem import resolve_precision
+from isogemm.gemm.problem import broadcast, resolve_precision
 
 
 class Owners:
@@ -33,60 +32,56 @@ class Linear(torch.autograd.Function):
         out_dtype: torch.dtype | None,
         precision: str | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.owners, ctx.precision = owners, precision
+        _keep_factors(ctx, x, weight, precision)
+        ctx.owners = owners
         return op.linear(x, weight, bias, out_dtype, precision)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        accumulated = (
-            (owner, main_grad_of(owner) if is_accumulated(ctx, index, index) else None)
-            for index, owner in ((1, ctx.owners.weight), (2, ctx.owners.bias))
-        )
-        return *_linear_gradients(ctx, grads[0], x, weight, *accumulated), None, None, None
+        _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        totals = accumulated(ctx.owners.weight, needs_weight), accumulated(ctx.owners.bias, needs_bias)
+        return *_linear_gradients(ctx, grads[0], *totals), None, None, None
 
 
-def is_accumulated(ctx: Any, index: int, place: int) -> bool:
-    """Whether this backward is to accumulate the gradient of an input, at `place` among those that are tensors.
+def _keep_factors(ctx: Any, a: torch.Tensor, b: torch.Tensor, precision: str | None) -> None:
+    """Keep each factor of a product where the other's gradient is wanted."""
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
+    ctx.shapes, ctx.dtype, ctx.precision = (a.shape, b.shape), a.dtype, precision
 
-    Not if it is not asked for. torch.autograd.grad, which returns gradients and accumulates none, does not tell; it is
-    given them.
+
+Accumulated = tuple[torch.Tensor | None, torch.Tensor | None]  # a parameter, and its main_grad if that is added to
+
+
+def accumulated(owner: torch.Tensor | None, needed: bool) -> Accumulated:
+    """The owner's main_grad, if the backward under way accumulates: it adds to `.grad`, and not with a graph.
+
+    torch.autograd.grad returns gradients and accumulates none; a main_grad holds no graph, for which there is `.grad`.
     """
-    if not ctx.needs_input_grad[index]:
-        return False
-    if _will_execute is None:
-        return True
+    main_grad = main_grad_of(owner) if needed and not torch.is_grad_enabled() else None
+    if owner is None or main_grad is None:
+        return owner, None
     try:
-        return bool(_will_execute(ctx.next_functions[place][0]))
-    except RuntimeError:
-        return False
-
-
-_will_execute = private.find("torch._C:_will_engine_execute_node")
-
-
-Accumulated = tuple[torch.Tensor | None, torch.Tensor | None]  # a parameter and its main_grad, if it has one
+        return owner, main_grad if op.accumulates(owner) else None
+    except RuntimeError:  # by torch.autograd.grad, which returns it
+        return owner, None
 
 
 def _linear_gradients(
-    ctx: Any,
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_accumulated: Accumulated,
-    bias_accumulated: Accumulated,
+    ctx: Any, grad: torch.Tensor, weight_accumulated: Accumulated, bias_accumulated: Accumulated
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """dX = dY W, dW = dY^T X and db, the sum of dY over the tokens."""
-    unrounded, grad = grad, grad.to(x.dtype)
+    x, weight = ctx.saved_tensors
+    unrounded, grad = grad, grad.to(ctx.dtype)
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    shape = ctx.shapes[1]
     if needs_weight and weight_accumulated[1] is not None:  # both, before either is touched
-        op.require_total("weight.main_grad", weight_accumulated[1], weight.shape, x.device)
+        op.require_total("weight.main_grad", weight_accumulated[1], shape, grad.device)
     if needs_bias and bias_accumulated[1] is not None:
-        op.require_total("bias.main_grad", bias_accumulated[1], weight.shape[:1], x.device)
+        op.require_total("bias.main_grad", bias_accumulated[1], shape[:1], grad.device)
     dx = by_rows(grad, weight, ctx.precision) if needs_x else None
     dw = of_weight(grad, x, ctx.precision, weight_accumulated) if needs_weight else None
-    db = of_bias(unrounded, x.dtype, bias_accumulated) if needs_bias else None
+    db = of_bias(unrounded, ctx.dtype, bias_accumulated) if needs_bias else None
     return dx, dw, db
 
 
@@ -133,8 +128,7 @@ class _Matmul(torch.autograd.Function):
     def forward(
         ctx: Any, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None, precision: str | None
     ) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.precision = precision
+        _keep_factors(ctx, a, b, precision)
         return op.product(a, b, None, out_dtype, precision)
 
     @staticmethod
@@ -145,27 +139,24 @@ class _Matmul(torch.autograd.Function):
 def _matmul_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dA = dC B^T; dB = A^T dC, in the order of a weight's gradient where one b serves all rows."""
     a, b = ctx.saved_tensors
-    grad = grad.to(a.dtype)
+    a_shape, b_shape = ctx.shapes
+    grad = grad.to(ctx.dtype)
     da = db = None
     if ctx.needs_input_grad[0]:
-        da = _sum_to(matmul(grad, b.mT, _wide(grad, a), ctx.precision), a)
+        da = _product_summed_to(a_shape, grad, b.mT, ctx.precision)
     if ctx.needs_input_grad[1]:
-        if b.ndim == 2:
+        if len(b_shape) == 2:
             db = weight_grad(a, grad, ctx.precision)
         else:
-            db = _sum_to(matmul(a.mT, grad, _wide(grad, b), ctx.precision), b)
+            db = _product_summed_to(b_shape, a.mT, grad, ctx.precision)
     return da, db
 
 
-def _wide(grad: torch.Tensor, of: torch.Tensor) -> torch.dtype | None:
-    """float32 where a broadcast operand's gradient is yet to be summed over the batch."""
-    summed = of.shape[:-2] != grad.shape[:-2] and of.dtype.itemsize == 2
-    return torch.float32 if summed else None
-
-
-def _sum_to(gradient: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """Over what was broadcast; torch.sum's order is fixed."""
-    return gradient if gradient.shape == of.shape else gradient.sum_to_size(of.shape).to(of.dtype)
+def _product_summed_to(shape: torch.Size, a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.Tensor:
+    """A broadcast operand's gradient: a @ b, summed in float32 over what was broadcast; torch.sum's order is fixed."""
+    summed = shape[:-2] != broadcast(a.shape[:-2], b.shape[:-2])
+    product = matmul(a, b, torch.float32 if summed and a.dtype.itemsize == 2 else None, precision)
+    return product.sum_to_size(shape).to(a.dtype) if summed else product
 
 
 def weight_grad(grad: torch.Tensor, x: torch.Tensor, precision: str | None) -> torch.Tensor:
@@ -179,8 +170,7 @@ def weight_grad(grad: torch.Tensor, x: torch.Tensor, precision: str | None) -> t
 class _WeightGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor, x: torch.Tensor, precision: str | None) -> torch.Tensor:
-        ctx.save_for_backward(grad, x)
-        ctx.precision = precision
+        _keep_factors(ctx, grad, x, precision)
         return op.weight_grad(grad, x, None, x.dtype, precision)
 
     @staticmethod
@@ -223,30 +213,30 @@ class _BiasGrad(torch.autograd.Function):
 def _register_autograd() -> None:
     """The registered operators' autograd: the same gradients, through the operators."""
 
-    def save_two(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.save_for_backward(inputs[0], inputs[1])
-        ctx.precision = resolve_precision(inputs[0], inputs[-1])
+    def keep_factors(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _keep_factors(ctx, inputs[0], inputs[1], resolve_precision(inputs[0], inputs[-1]))
 
-    def save_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        x, weight, _, owner, main_grad, bias_owner, bias_main_grad, _, precision = inputs
-        ctx.save_for_backward(x, weight)
+    def keep_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        keep_factors(ctx, inputs, output)
         # Not saved tensors: another micro-batch's backward may change a main_grad before this one's does.
-        ctx.accumulated = (owner, main_grad), (bias_owner, bias_main_grad)
-        ctx.precision = resolve_precision(x, precision)
+        ctx.totals = inputs[3:5], inputs[5:7]
 
     def linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        gradients = _linear_gradients(ctx, grad, x, weight, *ctx.accumulated)
-        return *gradients, None, None, None, None, None, None
+        totals = map(given_or_accumulated, ctx.totals, ctx.needs_input_grad[1:3])
+        return *_linear_gradients(ctx, grad, *totals), None, None, None, None, None, None
 
     def save_shape(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.shape = inputs[0].shape
 
     register: Any = torch.library.register_autograd
-    register("isogemm::linear", linear_backward, setup_context=save_linear)
-    register("isogemm::matmul", lambda ctx, grad: (*_matmul_gradients(ctx, grad), None, None), setup_context=save_two)
+    register("isogemm::linear", linear_backward, setup_context=keep_linear)
     register(
-        "isogemm::weight_grad", lambda ctx, above: (*_weight_grad_gradients(ctx, above), None), setup_context=save_two
+        "isogemm::matmul", lambda ctx, grad: (*_matmul_gradients(ctx, grad), None, None), setup_context=keep_factors
+    )
+    register(
+        "isogemm::weight_grad",
+        lambda ctx, above: (*_weight_grad_gradients(ctx, above), None),
+        setup_context=keep_factors,
     )
     register("isogemm::bias_grad", lambda ctx, above: above.expand(ctx.shape), setup_context=save_shape)
 
@@ -255,12 +245,14 @@ _register_autograd()
 
 
 def parameter(x: torch.Tensor | None) -> torch.Tensor | None:
-    """x, where it may carry a main_grad: a passing tensor is not to be kept alive for it."""
-    return x if x is not None and (x.is_leaf or hasattr(x, "main_grad")) else None
+    """x, where its gradient may be accumulated: nothing else is to be kept alive for a main_grad."""
+    return x if x is not None and x.is_leaf and x.requires_grad else None
 
 
 def main_grad_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    return None if parameter is None else cast("torch.Tensor | None", getattr(parameter, "main_grad", None))
+    """That of a leaf: of anything else no gradient is accumulated."""
+    main_grad = getattr(parameter, "main_grad", None)
+    return cast("torch.Tensor | None", main_grad) if main_grad is not None and cast(Any, parameter).is_leaf else None
 
 
 def with_main_grad(
@@ -270,6 +262,11 @@ def with_main_grad(
     main_grads = tuple(map(main_grad_of, parameters))
     owners = (None if main_grad is None else of for of, main_grad in zip(parameters, main_grads, strict=True))
     return tuple(owners), main_grads
+
+
+def given_or_accumulated(given: Accumulated, needed: bool) -> Accumulated:
+    """`accumulated`; in a graph that is traced, what was given: its main_grads are arguments, and the operators ask."""
+    return accumulated(given[0], needed) if given[0] is None or type(given[0]) in PLAIN else given
 
 
 def refuse_transforms(name: str, *tensors: torch.Tensor) -> None:

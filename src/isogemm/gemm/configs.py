@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from isogemm.epilogues.spec import NOTHING, Epilogue
+from isogemm.epilogues.spec import NOTHING, Epilogue, levels_off
 from isogemm.gemm.tables import TABLES
 
 MEASURED_ARCH = "sm_90"  # whose figures the tables are
@@ -249,7 +249,7 @@ class ActivationGradProblem:
     def block_n(self) -> int:
         """Columns of a program: fewer where some multiprocessors would have none, or tiles too little room."""
         narrow, wide = BiasGradConfig.block_n, 2 * BiasGradConfig.block_n
-        if self.epilogue.gated and self.dtype == "float32":
+        if self.epilogue.gated and self.dtype != "bfloat16":  # both factors are kept in float32
             return narrow
         return wide if -(-self.n // wide) * -(-self.t // self.chunk) > _FEW_PROGRAMS else narrow
 
@@ -447,6 +447,8 @@ def shared_memory(problem: Problem, config: Config) -> int:
     if config.kernel == "stream" and (e.residual or e.beta or e.aux or e.saves == "pre" or e.gradient):
         odd = not problem.read_aligned or any(stride % 16 for stride in problem.read_strides[:2])
         wide = problem.reads_float32 or odd or e.aux  # read an element at a time: the sums are turned to meet them
+        if problem.dtype == "float16" and "pre" in (e.saves, e.gradient):
+            wide = wide or not levels_off(e.activation)  # kept in float32
         out += part * (4 if wide else ITEMSIZE[problem.out_dtype])  # on their way to the registers
     if problem.number == "tf32" and config.kernel != "pointer" and warpgroups(config):  # operands turned, at most twice
         turned = config.block_m * (problem.a_strides[1] != 1) + config.columns * (problem.b_strides[0] != 1)

@@ -177,7 +177,7 @@ def fused(
     read = _operands(x, plan.shape[-1], fusion)
     saved = None
     if save:
-        saved = read[_SAVED] = _saved(plan.shape, x, save, weight_up is not None)
+        saved = read[_SAVED] = _saved(plan.shape, x, save, fusion)
     return plan.run(_by_rows(x), weight, read, None, weight_up, _call_numbers(fusion)), saved
 
 
@@ -237,7 +237,8 @@ def _plan(
         for index, each in enumerate(read)
     ]
     if problem.epilogue.saves:
-        seen[_SAVED] = (torch.uint8 if problem.epilogue.saves == "mask" else x.dtype), True
+        pre = forms.saved_dtype(problem.epilogue.activation, x.dtype)
+        seen[_SAVED] = (torch.uint8 if problem.epilogue.saves == "mask" else pre), True
     return gemm_plan("fused", (*x.shape[:-1], b.shape[1]), dtype, x.device, problem, config, seen)
 
 
@@ -299,9 +300,10 @@ def _layout(x: torch.Tensor | None) -> tuple[Any, ...] | None:
     return None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device())
 
 
-def _saved(shape: Sequence[int], x: torch.Tensor, save: str, paired: bool) -> torch.Tensor | None:
+def _saved(shape: Sequence[int], x: torch.Tensor, save: str, fusion: Fusion) -> torch.Tensor | None:
     if save == "pre":
-        return torch.empty((2, *shape) if paired else shape, dtype=x.dtype, device=x.device)
+        dtype = forms.saved_dtype(fusion.activation, x.dtype)
+        return torch.empty((2, *shape) if fusion.gated else shape, dtype=dtype, device=x.device)
     if save == "mask":
         return torch.empty((*shape[:-1], -(-shape[-1] // 8)), dtype=torch.uint8, device=x.device)
     return None
@@ -375,12 +377,13 @@ def _in_torch(
         sums, up = (None if each is None else _sums(x, each, dtype, precision) for each in (b, b_up))
         assert sums is not None
         pre, pre_up = forms.before_activation(sums, up, fusion)
-        result = forms.after_activation(pre, pre_up, fusion).to(out_dtype)
+        result = forms.after_activation(pre, pre_up, fusion).to(out_dtype).contiguous()
         saved = None
         if save == "mask":
             saved = forms.packed(spec.ACTIVATIONS[fusion.activation].derivative(pre, *fusion.arguments) == 1)
         elif save == "pre":
-            saved = (pre if pre_up is None else torch.stack((pre, pre_up))).to(x.dtype)
+            pre = pre if pre_up is None else torch.stack((pre, pre_up))
+            saved = forms.kept(pre, forms.saved_dtype(fusion.activation, x.dtype))
     if dispatch.active:
         path, reason = "torch", "torch's own operations follow the product"
         if x.dtype is torch.float64:
@@ -410,7 +413,8 @@ def activation_grad(
     """
     n = grad.shape[-1]
     if not grad.is_cuda or dtype is torch.float64 or not grad.numel():
-        dz = forms.activation_grad(grad, saved, kind, fusion, dtype)
+        with torch.no_grad():
+            dz = forms.activation_grad(grad, saved, kind, fusion, dtype)
         if not (sums and grad.is_cuda) or dtype is torch.float64:
             return dz, None
         chunks = -(-problems.rows(grad) // configs.BIAS_CHUNK)

@@ -1,11 +1,12 @@
 """Gradients of products with an epilogue: dz first, in one pass or in the GEMM above, then the products.
 
-What is saved is listed in `epilogues.spec`: a bit per element, the result itself, or the pre-activation in the
-operands' dtype. Gradients of scales (alpha, row_scale, col_scale) compute the product again.
+What is saved of an activation is listed in `epilogues.spec`: a bit per element, the result itself, or the
+pre-activation. Of the operands those are kept that a wanted gradient reads (`_READ_BY`).
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from isogemm.gemm.fused_op import Call, MlpCall
 from isogemm.gemm.problem import resolve_precision
 
 _TENSORS = Call._fields[:11]  # the differentiable arguments, but aux
-_BIAS, _C, _RESIDUAL = map(_TENSORS.index, ("bias", "c", "residual"))
+_X, _WEIGHT, _BIAS, _RESIDUAL = map(_TENSORS.index, ("x", "weight", "bias", "residual"))
 _OWNED = ("weight", "bias", "weight_up", "bias_up")  # parameters, which may have a main_grad
 
 
@@ -33,40 +34,44 @@ def run(call: Call) -> torch.Tensor:
     tensors += call.aux
     if through_dispatcher(*tensors):
         autograd.refuse_transforms("linear" if call.by_rows else "matmul_fused", *tensors)
-        differentiated = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        needs = [each is not None and each.requires_grad for each in (*call[:11], *call.aux)]
+        wanted = torch.is_grad_enabled() and _wants_dz(needs)
         owners, main_grads = autograd.with_main_grad(*call.owners)
-        save = _save(call.fusion, differentiated)
-        call = call._replace(save=save, owners=owners, main_grads=main_grads)
+        call = call._replace(save=_save(call.fusion, wanted), owners=owners, main_grads=main_grads)
         return cast(torch.Tensor, torch.ops.isogemm.fused(*call)[0])
     if torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]:
         precision = resolve_precision(call.x, call.precision)
         if precision is not call.precision:
             call = call._replace(precision=precision)
-        return cast(torch.Tensor, cast(Any, _Fused).apply(call, *tensors))
+        return cast(torch.Tensor, cast(Any, _Fused).apply(call, *tensors)[0])
     return call.run(call.fusion, "")[0]
 
 
 class _Fused(torch.autograd.Function):
-    """Of a call and its tensors, those that are there."""
+    """Of a call and its tensors, those that are there: the result, and the pre-activation where that is kept.
+
+    The pre-activation is a result so that a second derivative passes through it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         fusion = call.fusion
         ctx.present = [each is not None for each in call[:11]]
         needs = _needs(ctx)
-        result, saved = call.run(fusion, _save(fusion, True in needs[:_RESIDUAL] or True in needs[_RESIDUAL + 1 :]))
-        _keep(ctx, call, fusion, result, saved)
-        return result
+        result, saved = call.run(fusion, _save(fusion, _wants_dz(needs)))
+        kept = _keep(ctx, call, fusion, needs, result, saved)
+        ctx.set_materialize_grads(False)
+        return result, saved if kept is saved and ctx.kind == "pre" else None
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *_of_present(ctx, _gradients(ctx, grads[0], _needs(ctx), _engine_accumulates))
+    def backward(ctx: Any, grad: torch.Tensor | None, of_saved: torch.Tensor | None) -> tuple[Any, ...]:
+        return None, *_of_present(ctx, _gradients(ctx, grad, of_saved, _needs(ctx)))
 
 
-def _needs(ctx: Any) -> list[bool]:
+def _needs(ctx: Any) -> tuple[bool, ...]:
     """Which gradients are wanted, of a call's tensors and aux; none of those that are not there."""
     needs = iter(ctx.needs_input_grad[1:])
-    return [there and next(needs) for there in ctx.present] + list(needs)
+    return *[there and next(needs) for there in ctx.present], *needs
 
 
 def _of_present(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
@@ -74,104 +79,128 @@ def _of_present(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Iterator[
     return itertools.compress(gradients, itertools.chain(ctx.present, itertools.repeat(True)))
 
 
-def _save(fusion: Fusion, differentiated: bool) -> str:
+def _wants_dz(needs: Sequence[bool]) -> bool:
+    """Whether a gradient is wanted that passes the activation: any but the residual's."""
+    return True in needs[:_RESIDUAL] or True in needs[_RESIDUAL + 1 :]
+
+
+def _save(fusion: Fusion, wanted: bool) -> str:
     """What the forward writes besides its result."""
     kind = fusion.saved
-    return kind if differentiated and kind != "out" else ""
+    return kind if wanted and kind != "out" else ""
 
 
-def _keep(ctx: Any, call: Call, fusion: Fusion, result: torch.Tensor, saved: torch.Tensor | None) -> None:
-    """What of the tensors is read again, and the rest of the call without them."""
-    ctx.residual_dtype = None if call.residual is None else call.residual.dtype
-    ctx.c_dtype = None if call.c is None else call.c.dtype
+# Which gradients read an argument's value. Those of the scales compute the product again.
+_READ_BY = {
+    "x": ("weight", "weight_up", "alpha", "row_scale", "col_scale"),
+    "weight": ("x", "alpha", "row_scale", "col_scale"),
+    "weight_up": ("x",),
+    "c": ("beta",),
+    "beta": ("c",),
+    "alpha": ("x", "weight", "row_scale", "col_scale"),
+    "row_scale": ("x", "weight", "alpha", "col_scale"),
+    "col_scale": ("x", "weight", "alpha", "row_scale"),
+}
+
+
+@functools.cache
+def _is_read(needs: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Whether the backward reads each of a call's tensors."""
+    wanted = {name for name, need in zip(_TENSORS, needs, strict=False) if need}
+    return tuple(not wanted.isdisjoint(_READ_BY.get(name, ())) for name in _TENSORS)
+
+
+def _keep(
+    ctx: Any,
+    call: Call,
+    fusion: Fusion,
+    needs: tuple[bool, ...],
+    result: torch.Tensor,
+    saved: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Keep what the gradients that are wanted read: no more. Gives what is kept of the activation."""
+    ctx.dtypes = [each if each is None else each.dtype for each in call[:11]]
+    ctx.weight_shape = call.columns[0].shape[::-1]
     ctx.registered = spec.REGISTERED.get(call.epilogue)
-    ctx.kind = fusion.saved
-    read = list(call[:11])
-    read[_RESIDUAL] = None
-    if not (fusion.activation or fusion.epilogue):
-        read[_BIAS] = None
-        if call.beta is None:
-            read[_C] = None
-    ctx.save_for_backward(*read, result if ctx.kind == "out" else saved, call.seed, *call.aux)
+    ctx.kind = fusion.saved if _wants_dz(needs) else ""
+    read = [each if is_read else None for each, is_read in zip(call[:11], _is_read(needs[:11]), strict=True)]
+    kept = {"": None, "out": result}.get(ctx.kind, saved)
+    if fusion.gated and kept is not None and not (needs[_X] or needs[_WEIGHT] or needs[_BIAS]):
+        kept = kept[:1].clone()  # the gradient of up reads the gate alone
+    aux, seed = (call.aux, call.seed) if _wants_dz(needs) else ((), None)
+    ctx.save_for_backward(*read, kept, seed, *aux)
     ctx.rest = call[13:]
+    return kept
 
 
-class _Kept(NamedTuple):
-    call: Call
-    saved: torch.Tensor | None
-
-
-def _kept(ctx: Any) -> _Kept:
+def _kept(ctx: Any) -> tuple[Call, torch.Tensor | None]:
+    """The call, with those of its tensors that were kept, and what was of the activation."""
     (*tensors,) = ctx.saved_tensors
     read, saved, seed, aux = tensors[:11], tensors[11], tensors[12], tensors[13:]
-    return _Kept(Call._make((*read, tuple(aux), seed, *ctx.rest)), saved)
+    return Call._make((*read, tuple(aux), seed, *ctx.rest)), saved
 
 
 def _gradients(
-    ctx: Any, grad: torch.Tensor, needs: Sequence[bool], accumulates: _Accumulates | None
+    ctx: Any, grad: torch.Tensor | None, of_saved: torch.Tensor | None, needs: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Of every tensor of the call, in order; None where not needed, and where added to a main_grad."""
-    call, saved = _kept(ctx)
+    """Of every tensor of the call, in order; None where not needed, and where added to a main_grad.
+
+    of_saved: that of the pre-activation, where a second derivative comes through it.
+    """
     needed = dict(zip(_TENSORS, needs, strict=False))
     of_aux = list(needs[len(_TENSORS) :])
+    dtypes = dict(zip(_TENSORS, ctx.dtypes, strict=True))
     found: dict[str, torch.Tensor | None] = dict.fromkeys(_TENSORS)
-    if needed["residual"]:
-        found["residual"] = grad.to(ctx.residual_dtype)
-    if not any((*(want for name, want in needed.items() if name != "residual"), *of_aux)):
+    if needed["residual"] and grad is not None:
+        found["residual"] = grad.to(dtypes["residual"])
+    if not _wants_dz(needs) or (grad is None and of_saved is None):
         return *found.values(), *(None for _ in of_aux)
+    call, saved = _kept(ctx)
     if spec.REGISTERED.get(call.epilogue) is not ctx.registered:
         raise RuntimeError(f"epilogue {call.epilogue!r} was registered again between the forward and its backward")
-    if torch.is_grad_enabled() and not is_compiling():
-        twice, aux_gradients = _differentiable(call, grad, needed, of_aux, ctx.c_dtype)
-        return *(found | twice).values(), *aux_gradients
-    fusion, x = call.fusion, call.x
-    owners = _accumulated(ctx, call, needed, accumulates)
+    fusion, dtype = call.fusion, dtypes["x"]
+    if fusion.gated and saved is not None:
+        saved = saved.expand(2, *saved.shape[1:])
+    owners = _accumulated(call, needed, ctx.weight_shape)
     sums = fusion.bias_dim == -1 and (needed["bias"] or needed["bias_up"])
-    dz = _of_pre_activation(grad, saved, ctx.kind, fusion, x.dtype, of_aux, sums)
+    dz = _Dz(cast(torch.Tensor, of_saved), None, [None for _ in of_aux])
+    if grad is not None:
+        dz = _of_pre_activation(grad, saved, ctx.kind, fusion, dtype, of_aux, sums)
+    if of_saved is not None:
+        value = of_saved if grad is None else dz.value + of_saved
+        dz = dz._replace(value=value.to(dtype), sums=None)
     if fusion.gated:
         found |= _of_both_weights(call, dz, needed, owners)
         return *found.values(), *dz.of_aux
-    rounded = dz.value.to(x.dtype)
+    rounded = dz.value.to(dtype)
     if needed["bias"]:
         if fusion.bias_dim == -1:
-            found["bias"] = dz.of_bias(x.dtype, owners["bias"])
+            found["bias"] = dz.of_bias(dtype, owners["bias"])
         else:
-            found["bias"] = _over_columns(dz.value).to(x.dtype)
-    found |= _of_addend(call, dz.value, needed, ctx.c_dtype)
-    found |= _of_scales(call, dz.value, needed)
+            found["bias"] = _over_columns(dz.value).to(dtype)
+    found |= _of_addend(call, dz.value, needed, dtypes)
+    found |= _of_scales(call, dz.value, needed, dtypes)
+    if not (needed["x"] or needed["weight"]):
+        return *found.values(), *dz.of_aux
     scaled = _scaled(call, rounded)
     if needed["x"]:
         found["x"] = autograd.by_rows(scaled, call.columns[0].mT, call.precision)
     if needed["weight"]:
         if call.by_rows:
-            found["weight"] = autograd.of_weight(scaled, x, call.precision, owners["weight"])
+            found["weight"] = autograd.of_weight(scaled, call.x, call.precision, owners["weight"])
         else:
-            found["weight"] = autograd.weight_grad(x, scaled, call.precision)
+            found["weight"] = autograd.weight_grad(call.x, scaled, call.precision)
     return *found.values(), *dz.of_aux
 
 
-_Accumulates = Callable[[Any, str], bool]
-
-
-def _engine_accumulates(ctx: Any, name: str) -> bool:
-    """Whether the engine is to accumulate the gradient of an argument of a Function after the call."""
-    index = _TENSORS.index(name)
-    place = sum(ctx.present[:index])
-    return ctx.present[index] and autograd.is_accumulated(ctx, 1 + place, place)
-
-
-def _accumulated(
-    ctx: Any, call: Call, needed: dict[str, bool], accumulates: _Accumulates | None
-) -> dict[str, autograd.Accumulated]:
+def _accumulated(call: Call, needed: dict[str, bool], weight_shape: Sequence[int]) -> dict[str, autograd.Accumulated]:
     """The parameters that this backward adds to the main_grad of; all are checked before any is touched."""
     owners: dict[str, autograd.Accumulated] = {}
-    n, k = call.columns[0].shape[::-1]
-    for name, owner, main_grad in zip(_OWNED, call.owners, call.main_grads, strict=True):
-        if accumulates is not None:
-            main_grad = autograd.main_grad_of(owner) if accumulates(ctx, name) else None
-        if needed[name] and main_grad is not None:
-            op.require_total(f"{name}.main_grad", main_grad, (n, k) if "weight" in name else (n,), call.weight.device)
-        owners[name] = owner, main_grad
+    for name, given in zip(_OWNED, zip(call.owners, call.main_grads, strict=True), strict=True):
+        owner, total = owners[name] = autograd.given_or_accumulated(given, needed[name])
+        if needed[name] and owner is not None and total is not None:
+            shape = weight_shape if "weight" in name else weight_shape[:1]
+            op.require_total(f"{name}.main_grad", total, shape, owner.device)
     return owners
 
 
@@ -226,7 +255,11 @@ def _of_pre_activation(
 ) -> _Dz:
     if fusion.epilogue:
         assert saved is not None
-        arguments = (grad, saved, fusion.aux, fusion.seed, fusion.dropout_p, fusion.epilogue, of_aux)
+        gradients: Sequence[torch.Tensor | None]
+        if _is_differentiated():
+            dz, *gradients = forms.epilogue_grad(grad, saved, fusion, dtype, of_aux, create_graph=True)
+            return _Dz(cast(torch.Tensor, dz), None, gradients)
+        arguments = (grad, saved, dtype, fusion.aux, fusion.seed, fusion.dropout_p, fusion.epilogue, of_aux)
         if through_dispatcher(grad, saved):
             dz, *gradients = torch.ops.isogemm.epilogue_grad(*arguments)
         else:
@@ -238,9 +271,16 @@ def _of_pre_activation(
     return _activation_grad(grad, saved, kind, fusion, dtype, sums)._replace(of_aux=nothing)
 
 
+def _is_differentiated() -> bool:
+    """In a backward: whether its gradients are to have gradients, and so are computed in torch's operations."""
+    return torch.is_grad_enabled() and not is_compiling()
+
+
 def _activation_grad(
     grad: torch.Tensor, saved: torch.Tensor | None, kind: str, fusion: Fusion, dtype: torch.dtype, sums: bool
 ) -> _Dz:
+    if _is_differentiated():
+        return _Dz(forms.activation_grad(grad, saved, kind, fusion, dtype), None, ())
     if through_dispatcher(grad):
         of_forward = fused_op.gradient_call(saved, kind, fusion)
         dz, partial = torch.ops.isogemm.activation_grad(grad, dtype, sums, *of_forward)
@@ -251,14 +291,14 @@ def _activation_grad(
 def _of_both_weights(
     call: Call, dz: _Dz, needed: dict[str, bool], owners: dict[str, autograd.Accumulated]
 ) -> dict[str, torch.Tensor | None]:
-    """Of act(gate) * up, dz [2, ..., N]."""
+    """Of act(gate) * up, dz [2, ..., N]; all of one dtype."""
     found: dict[str, torch.Tensor | None] = {}
     gate, up = dz.half(0), dz.half(1)
     for half, weight, bias in ((gate, "weight", "bias"), (up, "weight_up", "bias_up")):
         if needed[weight]:
             found[weight] = autograd.of_weight(half.value, call.x, call.precision, owners[weight])
         if needed[bias]:
-            found[bias] = half.of_bias(call.weight.dtype, owners[bias])
+            found[bias] = half.of_bias(dz.value.dtype, owners[bias])
     if needed["x"]:
         assert call.weight_up is not None
         of_gate = autograd.by_rows(gate.value, call.weight, call.precision)
@@ -276,22 +316,26 @@ def plain_call(x: torch.Tensor, weight: torch.Tensor, precision: str | None) -> 
     )  # fmt: skip
 
 
+_Dtypes = dict[str, torch.dtype]  # of the call's tensors
+
+
 def _of_addend(
-    call: Call, dz: torch.Tensor, needed: dict[str, bool], dtype: torch.dtype | None
+    call: Call, dz: torch.Tensor, needed: dict[str, bool], dtypes: _Dtypes
 ) -> dict[str, torch.Tensor | None]:
-    """Of beta c; dtype: c's."""
+    """Of beta c."""
     found: dict[str, torch.Tensor | None] = {}
     if needed["c"]:
-        found["c"] = (dz * (call.beta_value if call.beta is None else call.beta)).to(dtype)
+        found["c"] = (dz * (call.beta_value if call.beta is None else call.beta)).to(dtypes["c"])
     if needed["beta"]:
         assert call.c is not None
-        assert call.beta is not None
         wide = cpu.sums_dtype(dz.dtype)
-        found["beta"] = (dz.to(wide) * call.c.to(wide)).sum().to(call.beta.dtype)
+        found["beta"] = (dz.to(wide) * call.c.to(wide)).sum().to(dtypes["beta"])
     return found
 
 
-def _of_scales(call: Call, dz: torch.Tensor, needed: dict[str, bool]) -> dict[str, torch.Tensor | None]:
+def _of_scales(
+    call: Call, dz: torch.Tensor, needed: dict[str, bool], dtypes: _Dtypes
+) -> dict[str, torch.Tensor | None]:
     """Of alpha, row_scale and col_scale, by the product computed again."""
     names = [name for name in ("alpha", "row_scale", "col_scale") if needed[name]]
     if not names:
@@ -315,7 +359,7 @@ def _of_scales(call: Call, dz: torch.Tensor, needed: dict[str, bool]) -> dict[st
         for other, factor in factors.items():
             if other != name and not (isinstance(factor, int | float) and factor == 1):
                 of_others = of_others * factor
-        found[name] = reductions[name](of_others).to(cast(torch.Tensor, getattr(call, name)).dtype)
+        found[name] = reductions[name](of_others).to(dtypes[name])
     return found
 
 
@@ -337,51 +381,6 @@ def _over_columns(x: torch.Tensor) -> torch.Tensor:
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
-def _differentiable(
-    call: Call, grad: torch.Tensor, needed: dict[str, bool], of_aux: list[bool], c_dtype: torch.dtype | None
-) -> tuple[dict[str, torch.Tensor | None], list[torch.Tensor | None]]:
-    """The gradients as functions that have gradients: by computing the epilogue again in torch's operations.
-
-    Of aliases: one operand may be made from another, which is for the engine to follow.
-    """
-    aliases = {name: each.view_as(each) for name in _TENSORS if (each := getattr(call, name)) is not None}
-    call = call._replace(**aliases, aux=tuple(each.view_as(each) for each in call.aux))
-    wide = cpu.sums_dtype(call.x.dtype)
-    sums, up = (
-        None if b is None else autograd.matmul(call.x, b, wide if wide is not call.x.dtype else None, call.precision)
-        for b in call.columns
-    )
-    fusion = call.fusion._replace(residual=None)
-    value = forms.after_activation(*forms.before_activation(cast(torch.Tensor, sums), up, fusion), fusion)
-    found: dict[str, torch.Tensor | None] = {}
-    if not (fusion.activation or fusion.epilogue):  # linear in these, which were not kept
-        found = _of_sum(call, grad, needed, fusion, c_dtype)
-    names = [name for name in _TENSORS if name != "residual" and needed[name] and name not in found]
-    wanted = [each for each, want in zip(call.aux, of_aux, strict=True) if want]
-    inputs = [*(getattr(call, name) for name in names), *wanted]
-    gradients = iter(
-        torch.autograd.grad(value, inputs, grad.to(value.dtype), create_graph=True, allow_unused=True) if inputs else ()
-    )
-    found |= {name: next(gradients) for name in names}
-    return found, [next(gradients) if want else None for want in of_aux]
-
-
-def _of_sum(
-    call: Call, grad: torch.Tensor, needed: dict[str, bool], fusion: Fusion, c_dtype: torch.dtype | None
-) -> dict[str, torch.Tensor | None]:
-    """Of a bias and an addend that nothing follows but dropout."""
-    above = grad.to(cpu.sums_dtype(call.x.dtype))
-    if fusion.dropout_p:
-        above = forms.dropped(above, fusion)
-    found: dict[str, torch.Tensor | None] = {}
-    if needed["bias"]:
-        summed = autograd.bias_grad(above) if fusion.bias_dim == -1 else _over_columns(above)
-        found["bias"] = summed.to(call.x.dtype)
-    if call.beta is None:
-        found |= _of_addend(call, above, needed | {"beta": False}, c_dtype)
-    return found
 
 
 # Two layers. In eager mode each part of the backward is a node of its own, so that what it read is let go when it is
@@ -407,9 +406,13 @@ def run_mlp(hidden: Call, down: Call) -> torch.Tensor:
     hidden = hidden._replace(precision=resolve_precision(hidden.x, hidden.precision))
     down = down._replace(precision=hidden.precision)
     first, second, through = cast(Any, _Hidden), cast(Any, _Down), cast(Any, _Through)
-    h, z = first.apply(hidden, *(each for each in hidden[:5] if each is not None))
-    result = second.apply(down, fusion, h, z, down.weight, down.bias)
-    return cast(torch.Tensor, through.apply(down, fusion, result, z, down.weight, down.residual))
+    of_first = [each for each in hidden[:5] if each is not None]
+    if True in [each.requires_grad for each in of_first]:
+        h, z, wide = first.apply(hidden, *of_first)
+    else:
+        h, z, wide = hidden.run(fusion, "")[0], None, None
+    result = second.apply(down, fusion, h, z, wide, down.weight, down.bias)
+    return cast(torch.Tensor, through.apply(down, fusion, result, z, wide, down.weight, down.residual))
 
 
 _HIDDEN_NAMES: fused.Names = ("x", "weight", "bias", "hidden_dropout_p")
@@ -425,19 +428,29 @@ def _one_call(hidden: Call, down: Call, save: bool) -> MlpCall:
 
 
 class _Hidden(torch.autograd.Function):
-    """(dropout(act(z)), z); for relu both are the same. The gradient is that of z."""
+    """(dropout(act(z)), z, None); for relu the first two are the same. The gradient is that of z.
+
+    Where z is kept in float32: (dropout(act(z)), place, z). The engine casts a gradient to the dtype of its tensor, so
+    dz goes to `place`, which has its dtype and shape, and one element.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         fusion = call.fusion
         h, z = call.run(fusion, fusion.saved_hidden if fusion.saved_hidden != "out" else "")
         ctx.present = [each is not None for each in call[:5]]
-        _, of_weight, of_weight_up, *_ = _needs(ctx)
-        ctx.save_for_backward(call.x if of_weight or of_weight_up else None, call.weight, call.weight_up)
+        of_x, of_weight, of_weight_up, *_ = _needs(ctx)
+        ctx.save_for_backward(
+            call.x if of_weight or of_weight_up else None, *((call.weight, call.weight_up) if of_x else (None, None))
+        )
+        ctx.weight_shape = call.weight.shape
         ctx.call = call._replace(**dict.fromkeys(_TENSORS[:5]))  # type: ignore[arg-type]
-        ctx.mark_non_differentiable(h)
         ctx.set_materialize_grads(False)
-        return h, h.view_as(h) if z is None else z
+        if z is None or z.dtype is h.dtype:
+            ctx.mark_non_differentiable(h)
+            return h, h.view_as(h) if z is None else z, None
+        ctx.mark_non_differentiable(h, z)
+        return h, h.new_empty_strided(z.shape, (0,) * z.ndim), z
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -446,9 +459,25 @@ class _Hidden(torch.autograd.Function):
         x, weight, weight_up = ctx.saved_tensors
         call = ctx.call._replace(x=x, weight=weight, weight_up=weight_up)
         needed = dict.fromkeys(_TENSORS, False) | dict(zip(_TENSORS, _needs(ctx), strict=False))
-        owners = _accumulated(ctx, call, needed, _engine_accumulates)
+        owners = _accumulated(call, needed, ctx.weight_shape)
         found = of_first_layer(call, _handed_on(grads[1]), needed, owners)
         return None, *_of_present(ctx, [found.get(name) for name in _TENSORS[:5]])
+
+
+class _Wide(torch.autograd.Function):
+    """z in float32, whose gradient is that of its place (see _Hidden)."""
+
+    @staticmethod
+    def forward(ctx: Any, place: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+        return wide.view_as(wide)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grads[0], None
+
+
+def _differentiable_z(z: torch.Tensor, wide: torch.Tensor | None) -> torch.Tensor:
+    return z if wide is None else cast(torch.Tensor, cast(Any, _Wide).apply(z, wide))
 
 
 def of_first_layer(
@@ -461,7 +490,7 @@ def of_first_layer(
     if needed["weight"]:
         found["weight"] = autograd.of_weight(dz.value, call.x, call.precision, owners["weight"])
     if needed["bias"]:
-        found["bias"] = dz.of_bias(call.weight.dtype, owners["bias"])
+        found["bias"] = dz.of_bias(dz.value.dtype, owners["bias"])
     if needed["x"]:
         found["x"] = autograd.by_rows(dz.value, call.weight, call.precision)
     return found
@@ -476,13 +505,15 @@ class _Down(torch.autograd.Function):
         call: Call,
         first: Fusion,
         h: torch.Tensor,
-        z: torch.Tensor,
+        z: torch.Tensor | None,
+        wide: torch.Tensor | None,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(h if ctx.needs_input_grad[4] else None, first.seed)
+        ctx.save_for_backward(h if ctx.needs_input_grad[5] else None, first.seed)
         ctx.dtype = h.dtype
-        ctx.z = weakref.ref(z)  # alive where a second derivative may be asked for; else it is to go before h does
+        # Alive where a second derivative may be asked for; else they are to go before h does.
+        ctx.z = [each if each is None else weakref.ref(each) for each in (z, wide)]
         ctx.first, ctx.owners, ctx.shape = first._replace(seed=None), call.owners, weight.shape
         ctx.precision = call.precision
         return call._replace(x=h).run(call.fusion, "")[0]
@@ -490,25 +521,22 @@ class _Down(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         h, seed = ctx.saved_tensors
-        needs_weight, needs_bias = ctx.needs_input_grad[4:6]
+        needs_weight, needs_bias = ctx.needs_input_grad[5:7]
         if torch.is_grad_enabled() and ctx.needs_input_grad[3] and needs_weight:  # h is to be a function of z
-            z = ctx.z()
+            z, wide = (each and each() for each in ctx.z)
             if z is None:
                 raise RuntimeError(
                     "a second derivative of mlp under saved-tensor hooks (a checkpoint): call isogemm.linear twice"
                 )
-            h = _again(z, ctx.first._replace(seed=seed), ctx.dtype)
-        owners = [
-            (owner, autograd.main_grad_of(owner) if autograd.is_accumulated(ctx, index, index - 2) else None)
-            for index, owner in ((4, ctx.owners[0]), (5, ctx.owners[1]))
-        ]
+            h = _again(_differentiable_z(z, wide), ctx.first._replace(seed=seed), ctx.dtype)
+        owners = list(map(autograd.accumulated, ctx.owners[:2], (needs_weight, needs_bias)))
         for (_, total), name, shape in zip(owners, ("weight", "bias"), (ctx.shape, ctx.shape[:1]), strict=True):
             if total is not None:
                 op.require_total(f"{name}_down.main_grad", total, shape, grads[0].device)
         grad = grads[0]
         dw = autograd.of_weight(grad.to(ctx.dtype), h, ctx.precision, owners[0]) if needs_weight else None
         db = autograd.of_bias(grad, ctx.dtype, owners[1]) if needs_bias else None
-        return None, None, None, None, dw, db
+        return None, None, None, None, None, dw, db
 
 
 class _Through(torch.autograd.Function):
@@ -520,11 +548,13 @@ class _Through(torch.autograd.Function):
         call: Call,
         first: Fusion,
         result: torch.Tensor,
-        z: torch.Tensor,
+        z: torch.Tensor | None,
+        wide: torch.Tensor | None,
         weight: torch.Tensor,
         residual: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(z, weight, first.seed, call.seed)
+        read = (z, wide, weight, first.seed) if ctx.needs_input_grad[3] else (None,) * 4
+        ctx.save_for_backward(*read, call.seed)
         ctx.first, ctx.dropout_p, ctx.precision = first._replace(seed=None), call.dropout_p, call.precision
         ctx.sums = any(bias is not None and bias.requires_grad for bias in (first.bias, first.bias_up))
         ctx.residual_dtype = None if residual is None else residual.dtype
@@ -533,15 +563,16 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        z, weight, seed, down_seed = ctx.saved_tensors
+        z, wide, weight, seed, down_seed = ctx.saved_tensors
         above = grads[0]
         if ctx.dropout_p:
-            above = _dropout_grad(above, Fusion(seed=down_seed, dropout_p=ctx.dropout_p))
+            dropout = Fusion(seed=down_seed, dropout_p=ctx.dropout_p)
+            above = _activation_grad(above, None, "", dropout, above.dtype, False).value
         dz = None
         if ctx.needs_input_grad[3]:
-            dz = _hidden_grad(above, weight, z, ctx.first._replace(seed=seed), ctx.precision, ctx.sums)
-        of_residual = grads[0].to(ctx.residual_dtype) if ctx.needs_input_grad[5] else None
-        return None, None, above, dz, None, of_residual
+            dz = _hidden_grad(above, weight, z, wide, ctx.first._replace(seed=seed), ctx.precision, ctx.sums)
+        of_residual = grads[0].to(ctx.residual_dtype) if ctx.needs_input_grad[6] else None
+        return None, None, above, dz, None, None, of_residual
 
 
 class _RowSums(NamedTuple):
@@ -552,16 +583,21 @@ class _RowSums(NamedTuple):
 
 
 def _hidden_grad(
-    grad: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, first: Fusion, precision: str | None, sums: bool
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    z: torch.Tensor,
+    wide: torch.Tensor | None,
+    first: Fusion,
+    precision: str | None,
+    sums: bool,
 ) -> torch.Tensor:
     """dz, for `_handed_on` at the other end of the engine's edge."""
-    if torch.is_grad_enabled() and not is_compiling():
-        wide = cpu.sums_dtype(weight.dtype)
-        above = autograd.matmul(grad.to(weight.dtype), weight, wide if wide is not weight.dtype else None, precision)
-        if first.dropout_p:
-            above = forms.dropped(above, first)
-        slope = forms.derivative(z, first.saved_hidden, first, above.shape[-1], wide)
-        return (above * slope).to(weight.dtype)
+    if _is_differentiated():
+        sums_dtype = cpu.sums_dtype(weight.dtype)
+        out_dtype = sums_dtype if sums_dtype is not weight.dtype else None
+        above = autograd.matmul(grad.to(weight.dtype), weight, out_dtype, precision)
+        return forms.activation_grad(above, _differentiable_z(z, wide), first.saved_hidden, first, weight.dtype)
+    z = z if wide is None else wide
     dz, partial = fused.hidden_grad(grad, weight, z, first.saved_hidden, first, precision, sums)
     if partial is not None and not dz.is_inference():  # which has no version
         dz.row_sums = _RowSums(partial, dz._version)  # type: ignore[attr-defined]
@@ -573,12 +609,6 @@ def _handed_on(dz: torch.Tensor) -> _Dz:
     carried: _RowSums | None = getattr(dz, "row_sums", None)
     sums = carried.sums if carried is not None and carried.version == dz._version else None
     return _Dz(dz, sums, (), configs.BIAS_BLOCKS)
-
-
-def _dropout_grad(grad: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-    if torch.is_grad_enabled() and not is_compiling():
-        return forms.dropped(grad, fusion)
-    return _activation_grad(grad, None, "", fusion, grad.dtype, False).value
 
 
 def _again(z: torch.Tensor, first: Fusion, dtype: torch.dtype) -> torch.Tensor:
@@ -605,28 +635,34 @@ def _register() -> None:
         call = Call.of_operator(inputs)
         call = call._replace(precision=resolve_precision(call.x, call.precision))
         ctx.structure = [_no_gradient(each) for each in inputs]
-        _keep(ctx, call, call.fusion, *output)
-        ctx.mark_non_differentiable(output[1])
+        needs = ctx.needs_input_grad[: 11 + len(call.aux)]  # here, unlike there, of each tensor in a list
+        kept = _keep(ctx, call, call.fusion, needs, *output)
+        if kept is not output[1] or ctx.kind != "pre":
+            ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 
-    def backward(ctx: Any, grad: torch.Tensor, of_saved: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None, of_saved: torch.Tensor | None) -> tuple[Any, ...]:
         needs, of_aux = ctx.needs_input_grad[:11], ctx.needs_input_grad[11]
-        gradients = _gradients(ctx, grad, [*needs, *of_aux], None)
+        gradients = _gradients(ctx, grad, of_saved, (*needs, *of_aux))
         return *gradients[:11], list(gradients[11:]), *ctx.structure[12:]
 
     def keep_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         call = MlpCall(*inputs)
         _, h, z = output
+        needs = ctx.needs_input_grad[:8]
+        of_x, of_weight, of_weight_up, *_, of_weight_down, _, _ = needs
+        first = True in needs[:5]
         ctx.save_for_backward(
-            call.x,
-            call.weight,
-            call.weight_up,
-            call.weight_down,
-            h,
-            z if call.written else h,
-            call.seed,
+            call.x if of_weight or of_weight_up else None,
+            call.weight if of_x else None,
+            call.weight_up if of_x else None,
+            call.weight_down if first else None,
+            h if of_weight_down else None,
+            (z if call.written else h) if first else None,
+            call.seed if first else None,
             call.down_seed,
         )
+        ctx.dtype = h.dtype
         ctx.structure = [_no_gradient(each) for each in inputs]
         ctx.residual_dtype = None if call.residual is None else call.residual.dtype
         ctx.call = call._replace(**dict.fromkeys(MlpCall._fields[:10]))  # type: ignore[arg-type]
@@ -639,7 +675,7 @@ def _register() -> None:
         call: MlpCall = ctx.call
         names = MlpCall._fields[:8]
         needed = dict(zip(names, ctx.needs_input_grad, strict=False))
-        if torch.is_grad_enabled() and not is_compiling():
+        if _is_differentiated():
             raise RuntimeError(
                 "isogemm::mlp has no second derivative through the dispatcher; call isogemm.linear twice"
             )
@@ -648,7 +684,9 @@ def _register() -> None:
         if call.dropout_p:
             dropout = Fusion(seed=down_seed, dropout_p=call.dropout_p)
             above = _activation_grad(grad, None, "", dropout, grad.dtype, False).value
-        accumulated = list(zip(call.owners, call.main_grads, strict=True))
+        given = zip(call.owners, call.main_grads, strict=True)
+        wanted = (needed[name] for name in (*_OWNED, "weight_down", "bias_down"))
+        accumulated = list(map(autograd.given_or_accumulated, given, wanted))
         found: dict[str, torch.Tensor | None] = {}
         if needed["residual"]:
             found["residual"] = grad.to(ctx.residual_dtype)
@@ -661,9 +699,9 @@ def _register() -> None:
             hidden = hidden._replace(weight_up=weight_up, activation=call.activation)
             found |= of_first_layer(hidden, dz, needed, dict(zip(_OWNED, accumulated[:4], strict=True)))
         if needed["weight_down"]:
-            found["weight_down"] = autograd.of_weight(above.to(h.dtype), h, call.precision, accumulated[4])
+            found["weight_down"] = autograd.of_weight(above.to(ctx.dtype), h, call.precision, accumulated[4])
         if needed["bias_down"]:
-            found["bias_down"] = autograd.of_bias(above, h.dtype, accumulated[5])
+            found["bias_down"] = autograd.of_bias(above, ctx.dtype, accumulated[5])
         return *(found.get(name) for name in names), *ctx.structure[len(names) :]
 
     register: Any = torch.library.register_autograd

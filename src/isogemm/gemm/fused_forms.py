@@ -62,6 +62,21 @@ class Fusion(NamedTuple):
         return "out" if self.activation == "relu" else "pre"
 
 
+def saved_dtype(activation: str, dtype: torch.dtype) -> torch.dtype:
+    """In which a pre-activation is kept, of operands in `dtype`; activation: "" for a registered epilogue.
+
+    Sums in float32 may leave float16's range where the result does not. That does no harm to a derivative that is
+    constant outside of it; the others are read from float32.
+    """
+    return torch.float32 if dtype is torch.float16 and not spec.levels_off(activation) else dtype
+
+
+def kept(z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """z as it is kept for the backward: what is finite stays so in float16."""
+    most = torch.finfo(torch.float16).max
+    return (torch.where(z.isfinite(), z.clamp(-most, most), z) if dtype is torch.float16 else z).to(dtype)
+
+
 def before_activation(
     sums: torch.Tensor, up: torch.Tensor | None, fusion: Fusion
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -96,7 +111,7 @@ def after_activation(z: torch.Tensor, up: torch.Tensor | None, fusion: Fusion) -
     if fusion.dropout_p:
         value = dropped(value, fusion)
     if fusion.residual is not None:
-        value = fusion.residual.to(torch.promote_types(dtype, fusion.residual.dtype)) + value
+        value = value + fusion.residual.to(torch.promote_types(dtype, fusion.residual.dtype))
     return value
 
 
@@ -113,7 +128,7 @@ def _user_form(z: torch.Tensor, fusion: Fusion) -> torch.Tensor:
     rows, n = math.prod(z.shape[:-1]), z.shape[-1]
     col, row = torch.arange(n, device=z.device)[None, :], torch.arange(rows, device=z.device)[:, None]
     aux = (each.expand(z.shape).reshape(rows, n).to(z.dtype) for each in fusion.aux)
-    return spec.registered(fusion.epilogue).torch(z.reshape(rows, n), col, row, *aux).view(z.shape)
+    return spec.registered(fusion.epilogue).torch(z.reshape(rows, n), col, row, *aux).reshape(z.shape)
 
 
 def packed(bits: torch.Tensor) -> torch.Tensor:
@@ -146,31 +161,44 @@ def derivative(saved: torch.Tensor, kind: str, fusion: Fusion, n: int, dtype: to
 def activation_grad(
     grad: torch.Tensor, saved: torch.Tensor | None, kind: str, fusion: Fusion, dtype: torch.dtype
 ) -> torch.Tensor:
-    with torch.no_grad():
-        wide = grad.to(cpu.sums_dtype(dtype))
-        if fusion.dropout_p:
-            wide = dropped(wide, fusion)
-        if fusion.activation:
-            assert saved is not None
-            wide = wide * derivative(saved, kind, fusion, grad.shape[-1], wide.dtype)
-        return wide.to(dtype)
+    """dz [..., N] (gated: [2, ..., N]), contiguous; differentiable."""
+    wide = grad.to(cpu.sums_dtype(dtype))
+    if fusion.dropout_p:
+        wide = dropped(wide, fusion)
+    if fusion.activation:
+        assert saved is not None
+        wide = derivative(saved, kind, fusion, grad.shape[-1], wide.dtype) * wide
+    return wide.to(dtype).contiguous()
 
 
 def epilogue_grad(
-    grad: torch.Tensor, saved: torch.Tensor, fusion: Fusion, wanted: Sequence[bool]
+    grad: torch.Tensor,
+    saved: torch.Tensor,
+    fusion: Fusion,
+    dtype: torch.dtype,
+    wanted: Sequence[bool],
+    *,
+    create_graph: bool = False,
 ) -> list[torch.Tensor | None]:
-    """Of a registered epilogue: dz and, where wanted, those of the aux tensors, by its torch form."""
+    """Of a registered epilogue: dz in `dtype` and, where wanted, those of the aux tensors, by its torch form."""
+
+    def operand(x: torch.Tensor, want: bool) -> torch.Tensor:
+        # An alias: one operand may be made from another, which is for the engine to follow.
+        return x.view_as(x) if create_graph else x.detach().requires_grad_(want)
+
     with torch.enable_grad(), private.autograd_below_dispatcher():
-        z = saved.detach().to(cpu.sums_dtype(saved.dtype)).requires_grad_()
-        aux = tuple(each.detach().requires_grad_(want) for each, want in zip(fusion.aux, wanted, strict=True))
+        z = operand(saved.to(cpu.sums_dtype(saved.dtype)), True)
+        aux = tuple(operand(each, want) for each, want in zip(fusion.aux, wanted, strict=True))
         value = _user_form(z, fusion._replace(aux=aux))
         if fusion.dropout_p:
             value = dropped(value, fusion)
-        inputs = [z, *(each for each in aux if each.requires_grad)]
-        found = iter(torch.autograd.grad(value, inputs, grad.to(value.dtype), allow_unused=True))
+        inputs = [z, *(each for each, want in zip(aux, wanted, strict=True) if want)]
+        found = iter(
+            torch.autograd.grad(value, inputs, grad.to(value.dtype), create_graph=create_graph, allow_unused=True)
+        )
     dz = next(found)
-    gradients: list[torch.Tensor | None] = [torch.zeros_like(saved) if dz is None else dz.to(saved.dtype)]
-    for each in aux:
-        of_aux = next(found) if each.requires_grad else None
-        gradients.append(torch.zeros_like(each) if each.requires_grad and of_aux is None else of_aux)
-    return gradients
+    gradients: list[torch.Tensor | None] = [torch.zeros_like(z, dtype=dtype) if dz is None else dz.to(dtype)]
+    for each, want in zip(aux, wanted, strict=True):
+        of_aux = next(found) if want else None
+        gradients.append(torch.zeros_like(each) if want and of_aux is None else of_aux)
+    return [None if each is None else each.contiguous() for each in gradients]

@@ -78,7 +78,8 @@ def _fused_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (*x.shape[:-1], call.columns[0].shape[-1])
     saved = x.new_empty(0)
     if call.save == "pre":
-        saved = x.new_empty((2, *shape) if fusion.gated else shape)
+        dtype = forms.saved_dtype(fusion.activation, x.dtype)
+        saved = x.new_empty((2, *shape) if fusion.gated else shape, dtype=dtype)
     elif call.save == "mask":
         saved = x.new_empty((*shape[:-1], (shape[-1] + 7) // 8), dtype=torch.uint8)
     return x.new_empty(shape, dtype=call.out_dtype or x.dtype), saved
@@ -142,7 +143,9 @@ def _mlp_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     fused.validate(x, call.weight.mT, up, call.hidden, None, call.precision)
     h = x.new_empty(shape)
     fused.validate(h, call.weight_down.mT, None, call.down, call.out_dtype, call.precision)
-    z = x.new_empty(((2, *shape) if call.hidden.gated else shape) if call.written else 0)
+    z = x.new_empty(0)
+    if call.written:
+        z = x.new_empty((2, *shape) if call.hidden.gated else shape, dtype=forms.saved_dtype(call.activation, x.dtype))
     result = x.new_empty((*shape[:-1], call.weight_down.shape[0]), dtype=call.out_dtype or x.dtype)
     return result, h if call.save else x.new_empty(0), z
 
@@ -203,6 +206,11 @@ def add_chunk_sums(main_grad: torch.Tensor, partial: torch.Tensor, together: int
     owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
+def _add_chunk_sums(main_grad: torch.Tensor, partial: torch.Tensor, together: int, owner: torch.Tensor) -> None:
+    if op.is_added("the bias", owner):
+        add_chunk_sums(main_grad, partial, together, owner)
+
+
 def _add_chunk_sums_fake(main_grad: torch.Tensor, partial: torch.Tensor, together: int, owner: torch.Tensor) -> None:
     op.require_total("bias.main_grad", main_grad, partial.shape[-1:], partial.device)
 
@@ -231,6 +239,7 @@ def _hidden_grad_fake(
 def epilogue_gradients(
     grad: torch.Tensor,
     saved: torch.Tensor,
+    dtype: torch.dtype,
     aux: Sequence[torch.Tensor],
     seed: torch.Tensor | None,
     dropout_p: float,
@@ -238,8 +247,11 @@ def epilogue_gradients(
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
     fusion = Fusion(seed=seed, dropout_p=dropout_p, epilogue=epilogue, aux=tuple(aux))
-    found = forms.epilogue_grad(grad, saved, fusion, wanted)
-    return [saved.new_empty(0) if gradient is None else _apart_from(grad, gradient) for gradient in found]
+    found = forms.epilogue_grad(grad, saved, fusion, dtype, wanted)
+    return [
+        like.new_empty(0) if gradient is None else _apart_from(grad, gradient)
+        for gradient, like in zip(found, (saved, *aux), strict=True)
+    ]
 
 
 def _apart_from(grad: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -250,14 +262,15 @@ def _apart_from(grad: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 def _epilogue_grad_fake(
     grad: torch.Tensor,
     saved: torch.Tensor,
+    dtype: torch.dtype,
     aux: Sequence[torch.Tensor],
     seed: torch.Tensor | None,
     dropout_p: float,
     epilogue: str,
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
-    of_aux = (torch.empty_like(each) if want else saved.new_empty(0) for each, want in zip(aux, wanted, strict=True))
-    return [torch.empty_like(saved), *of_aux]
+    of_aux = (each.new_empty(each.shape if want else 0) for each, want in zip(aux, wanted, strict=True))
+    return [saved.new_empty(saved.shape, dtype=dtype), *of_aux]
 
 
 _OF_FORWARD = "Tensor? saved, str kind, Tensor? seed, float dropout_p, str activation, float[] arguments"
@@ -289,7 +302,7 @@ for _schema, _function, _fake in (
     ("chunk_sums(Tensor partial, int together, ScalarType dtype) -> Tensor", _chunk_sums, _chunk_sums_fake),
     (
         "add_chunk_sums(Tensor(a!) main_grad, Tensor partial, int together, Tensor owner) -> ()",
-        add_chunk_sums,
+        _add_chunk_sums,
         _add_chunk_sums_fake,
     ),
     (
@@ -298,8 +311,8 @@ for _schema, _function, _fake in (
         _hidden_grad_fake,
     ),
     (
-        "epilogue_grad(Tensor grad, Tensor saved, Tensor[] aux, Tensor? seed, float dropout_p, str epilogue, "
-        "bool[] wanted) -> Tensor[]",
+        "epilogue_grad(Tensor grad, Tensor saved, ScalarType dtype, Tensor[] aux, Tensor? seed, float dropout_p, "
+        "str epilogue, bool[] wanted) -> Tensor[]",
         epilogue_gradients,
         _epilogue_grad_fake,
     ),

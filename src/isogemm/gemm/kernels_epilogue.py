@@ -12,6 +12,7 @@ import triton.language as tl
 from isogemm.gemm import configs
 
 _BIAS_ROWS = tl.constexpr(configs.BIAS_ROWS)
+_FLOAT16_MAX = tl.constexpr(65504.0)
 
 
 @triton.jit
@@ -206,6 +207,15 @@ def store_result(
 
 
 @triton.jit
+def _kept_finite(z, at):
+    """z, where finite within what float16 holds if it goes there: beyond, its derivative is constant."""
+    if at.dtype.element_ty == tl.float16:
+        return tl.where(tl.abs(z) < float("inf"), tl.clamp(z, -_FLOAT16_MAX, _FLOAT16_MAX), z)
+    else:
+        return z
+
+
+@triton.jit
 def _store_row_sums(
     value, sums, m, n, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr
 ):  # fmt: skip
@@ -268,7 +278,7 @@ def _write(
             row_bytes = (N + 7) // 8
             tl.store(e[9] + (row.to(INDEX) * row_bytes + byte), packed, mask=(row < M) & (byte < row_bytes))
         elif E.saves == "pre":
-            store_result(value, e[9], m, n, row, col, M, N, N, 1, False, INDEX)
+            store_result(_kept_finite(value, e[9]), e[9], m, n, row, col, M, N, N, 1, False, INDEX)
             if E.gated:
                 store_result(up, e[9] + M.to(tl.int64) * N, m, n, row, col, M, N, N, 1, False, INDEX)
         if E.user != "":

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
-from isogemm.core import dispatch
+from isogemm.core import dispatch, private
 from isogemm.core.dispatch import Dispatch
 from isogemm.core.errors import require_precision, require_same, require_tensor
 from isogemm.gemm import configs, cpu
@@ -199,6 +200,33 @@ def require_total(name: str, total: torch.Tensor, shape: Sequence[int], device: 
     require_same("device", (name, "the gradient"), (total.device, device))
 
 
+def accumulates(parameter: torch.Tensor) -> bool:
+    """Whether the backward under way accumulates the gradient of a leaf; raises where torch.autograd.grad returns it.
+
+    Asks for the leaf's own node: under autocast a cast stands between it and the product.
+    """
+    return _will_execute is None or bool(_will_execute(get_gradient_edge(parameter).node))
+
+
+_will_execute = private.find("torch._C:_will_engine_execute_node")
+_graph_task = private.find("torch._C:_current_graph_task_id")
+_CAN_ASK = _graph_task is not None and not private.missing(private.EPILOGUES)
+
+
+def is_added(name: str, owner: torch.Tensor) -> bool:
+    """In an operator: whether to add to the owner's main_grad. A compiled backward adds for every parameter it has."""
+    if not _CAN_ASK or _graph_task() < 0:  # outside of a backward it was called for itself
+        return True
+    with private.autograd_below_dispatcher():
+        try:
+            return accumulates(owner)
+        except RuntimeError:
+            raise RuntimeError(
+                f"torch.autograd.grad cannot return the gradient of {name}, which has a main_grad: it was compiled to "
+                "be added to that. Call backward, or compile without the main_grad"
+            ) from None
+
+
 def validate(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None, precision: str | None
 ) -> None:
@@ -347,7 +375,7 @@ def _product_elsewhere(
 ) -> torch.Tensor:
     if a.dtype is not torch.float64:
         return cpu.product(a, b, bias, out_dtype or a.dtype)
-    result = torch.matmul(a, b)
+    result = torch.matmul(a, b).contiguous()  # torch folds [M, K] @ [B, K, N] into one product, transposed
     return result if bias is None else result.add_(bias)
 
 
@@ -387,6 +415,18 @@ def _bias_grad(grad: torch.Tensor) -> torch.Tensor:
     return bias_grad(grad, None, grad.dtype)
 
 
+def _add_weight_grad(
+    main_grad: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, owner: torch.Tensor, precision: str | None = None
+) -> None:
+    if is_added("the weight", owner):
+        add_weight_grad(main_grad, grad, x, owner, precision)
+
+
+def _add_bias_grad(main_grad: torch.Tensor, grad: torch.Tensor, owner: torch.Tensor) -> None:
+    if is_added("the bias", owner):
+        add_bias_grad(main_grad, grad, owner)
+
+
 def add_weight_grad(
     main_grad: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, owner: torch.Tensor, precision: str | None = None
 ) -> None:
@@ -417,9 +457,9 @@ for _schema, _function in (
     ("bias_grad(Tensor grad) -> Tensor", _bias_grad),
     (
         "add_weight_grad(Tensor(a!) main_grad, Tensor grad, Tensor x, Tensor owner, str? precision=None) -> ()",
-        add_weight_grad,
+        _add_weight_grad,
     ),
-    ("add_bias_grad(Tensor(a!) main_grad, Tensor grad, Tensor owner) -> ()", add_bias_grad),
+    ("add_bias_grad(Tensor(a!) main_grad, Tensor grad, Tensor owner) -> ()", _add_bias_grad),
 ):
     _library.define(_schema)
     for _key in ("CPU", "CUDA"):
