@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from layouts import assert_fakes_agree
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -66,6 +67,12 @@ def test_every_operator_is_checked():
     of_encoder = ("encoder", "attention", "batch_norm", "update_running")
     encoder = {name for name in registered if name.startswith(of_encoder)}
     assert registered - {"bmm"} - fused - encoder == set(OPERATORS)  # those are checked in tests of their own
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATORS if not name.startswith("add_")])
+def test_fakes_of_any_strides(name):
+    for arguments in OPERATORS[name]:
+        assert_fakes_agree(getattr(torch.ops.isogemm, name).default, arguments)
 
 
 @pytest.mark.parametrize(("name", "case"), [(name, i) for name, calls in OPERATORS.items() for i in range(len(calls))])

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import triton
+from layouts import assert_fakes_agree
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -112,14 +113,20 @@ def _operators():
             (_normal(2, 17, 5).double(), down.double(), None, True, square.double(), "pre", None, 0.0, "gelu", []),
         ],
         "epilogue_grad": [
-            (square, square, [bias, square], None, 0.0, "wave", [True, True]),
-            (square, square, [bias, square], seed, 0.3, "wave", [False, True]),
+            (square, square, torch.float32, [bias, square], None, 0.0, "wave", [True, True]),
+            (square, square, torch.bfloat16, [bias, square], seed, 0.3, "wave", [False, True]),
         ],
     }
 
 
 OPERATORS = _operators()
 DIFFERENTIATED = {"fused": 11, "mlp": 8}  # of the first arguments, and aux
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_fakes_of_any_strides(name):
+    for arguments in OPERATORS[name]:
+        assert_fakes_agree(getattr(torch.ops.isogemm, name).default, arguments)
 
 
 @pytest.mark.parametrize(("name", "case"), [(name, i) for name, calls in OPERATORS.items() for i in range(len(calls))])

@@ -498,6 +498,8 @@ def _replace(graph: Graph, call: _FusedCall) -> str:
         return str(error)
     if _like_value(shaped) != _like(last):
         return f"isogemm gives {_like_value(shaped)} and torch {_like(last)}"
+    if _layout(shaped) != _layout(like):
+        return "torch's result has another layout: that of a tensor it is added to"
     with graph.inserting_before(last):
         args = tuple(_placed(graph, arg) for arg in call.args)
         kwargs = {name: _placed(graph, arg) for name, arg in call.kwargs.items()}
@@ -547,8 +549,17 @@ def _like(operand: Any) -> Any:
 def _like_value(value: Any) -> _Like | None:
     if not isinstance(value, FakeTensor) or value.layout is not torch.strided or value.is_nested:
         return None
-    sizes = (size.node.expr if isinstance(size, torch.SymInt) else size for size in value.shape)
-    return _Like(tuple(sizes), value.dtype, value.device)
+    return _Like(_expressions(value.shape), value.dtype, value.device)
+
+
+def _expressions(sizes: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
+
+
+def _layout(value: torch.Tensor) -> tuple[Any, ...]:
+    """A tensor's strides; those of sizes of 1 do not count."""
+    pairs = zip(_expressions(value.shape), _expressions(value.stride()), strict=True)
+    return tuple(None if size == 1 else stride for size, stride in pairs)
 
 
 class _Call(NamedTuple):

@@ -1,0 +1,58 @@
+"""The same tensors with other strides."""
+
+import itertools
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+
+def transposed(x):
+    """With the last two dimensions exchanged in memory; a vector as a column of a matrix."""
+    if x.ndim < 2:
+        return sliced(x)
+    return x.mT.contiguous().mT
+
+
+def sliced(x):
+    """Every other element of rows that are wider, from the second on."""
+    wide = x.new_zeros((*x.shape[:-1], 2 * x.shape[-1] + 1))
+    wide[..., 1::2] = x
+    return wide[..., 1::2]
+
+
+def expanded(x):
+    """The first of the leading dimension for all of it, stride 0."""
+    return x[:1].expand(x.shape)
+
+
+def turned(x):
+    """With the first dimension last in memory."""
+    return x.movedim(0, -1).contiguous().movedim(-1, 0)
+
+
+LAYOUTS = {layout.__name__: layout for layout in (transposed, sliced, expanded, turned)}
+
+
+def variations(tensors):
+    """(what, tensors): as they are, and every one in every layout, another one each at a time; of a dict of tensors."""
+    yield "as they are", tensors
+    matrices = [name for name, x in tensors.items() if x.ndim and x.is_floating_point()]
+    for first in range(len(LAYOUTS)):
+        chosen = dict(zip(matrices, itertools.islice(itertools.cycle(LAYOUTS), first, None), strict=False))
+        yield str(chosen), tensors | {name: LAYOUTS[layout](tensors[name]) for name, layout in chosen.items()}
+
+
+def assert_fakes_agree(operator, arguments):
+    """An operator's fake gives what it does, in dtype, shape and strides, for tensors of any strides."""
+    tensors = {place: x for place, x in enumerate(arguments) if isinstance(x, torch.Tensor)}
+    for what, varied in variations(tensors):
+        real = operator(*(varied.get(place, x) for place, x in enumerate(arguments)))
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fakes = {place: mode.from_tensor(x) for place, x in varied.items()}
+            fake = operator(*(fakes.get(place, x) for place, x in enumerate(arguments)))
+        assert tree_map_only(torch.Tensor, _look, fake) == tree_map_only(torch.Tensor, _look, real), what
+
+
+def _look(x):
+    return x.dtype, x.shape, x.stride()
