@@ -327,6 +327,21 @@ def test_graph_capture_with_main_grad():
 # torch.compile, autocast, checkpointing, determinism
 
 
+def test_compiled_of_a_transposed_input():
+    """Its result and the gradient of x are contiguous, as the fakes say; Inductor asserts it."""
+    tensors = _tensors(SMALL)
+    turned = tensors["x"].transpose(0, 1).contiguous().transpose(0, 1)
+
+    def loss(function, x):
+        leaf = x.detach().requires_grad_()
+        result = function(tensors | {"x": leaf})
+        return result, torch.autograd.grad(result.square().sum(), [leaf])
+
+    actual, expected = loss(torch.compile(_call), turned), loss(_call, tensors["x"])
+    assert actual[0].is_contiguous()
+    _assert_same(actual, expected)
+
+
 def _layer(x, parameters, mask=None):
     return isogemm.encoder_layer(x, parameters, nhead=4, key_padding_mask=mask, **PRE)
 

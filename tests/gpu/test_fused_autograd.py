@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import float16_range
 import pytest
 import torch
 import triton
@@ -347,6 +348,51 @@ def test_main_grad_under_autocast():
         assert_bitwise_equal(parameter.main_grad, half[each].main_grad, each)
 
 
+@pytest.mark.parametrize("name", ["gelu", "mlp swiglu"])
+def test_autograd_grad_under_autocast_leaves_main_grads_alone(name):
+    function, names, options = TRAINED[name]
+    parameters = _parameters(names, torch.float32)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        result = function(_normal(300, 160, seed=7, dtype=torch.float32), **parameters, **options)
+    found = torch.autograd.grad(result.float().sum(), list(parameters.values()))
+    for each, gradient in zip(parameters.values(), found, strict=True):
+        assert gradient.any()
+        assert not each.main_grad.any()
+
+
+# float16
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATED])
+def test_pre_activations_beyond_float16(activation):
+    """Finite results have right gradients; a layer alone, and in an mlp, whose hidden values are in range."""
+    x, weight, weight_up = float16_range.operands(DEVICE, 192, 160, 64)
+    inputs = [x, weight, weight_up] if activation in GATED else [x, weight]
+    form = float16_range.torch_form(activation)
+
+    def layer(x, weight, weight_up=None):
+        return isogemm.linear(x, weight, weight_up=weight_up, activation=activation, out_dtype=torch.float32)
+
+    grad = torch.full((192, 160), 1e-5, device=DEVICE)
+    result, found = float16_range.gradients(layer, inputs, grad)
+    assert result.isfinite().all()
+    float16_range.assert_gradients_right(found, form, inputs, grad, activation)
+    if activation in GATED:
+        weight_up[:, 0], weight_up[:, 1:] = 0, weight_up[:, 1:] / 16
+    else:
+        weight.copy_(torch.where(weight.abs() > 300, -weight.abs(), weight))
+        x.copy_(torch.where(x.abs() > 300, x.abs(), x))
+    down = _normal(8, 160, seed=3, dtype=torch.float16) / 64
+
+    def both(x, weight, weight_up=None):
+        return mlp(x, weight, down, weight_up=weight_up, activation=activation, out_dtype=torch.float32)
+
+    grad = torch.full((192, 8), 1e-4, device=DEVICE)
+    result, found = float16_range.gradients(both, inputs, grad)
+    assert result.isfinite().all()
+    float16_range.assert_gradients_right(found, form, inputs, grad.double() @ down.double(), f"mlp {activation}")
+
+
 # Dropout
 
 
@@ -446,3 +492,22 @@ def test_peak_memory_of_mlp_is_below_eager_s(activation):
 
     ours, theirs = (_peak(functools.partial(step, function)) for function in (mlp, eager))
     assert ours < theirs
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_a_frozen_layer_keeps_no_x(activation):
+    """Which may be changed in place before the backward."""
+    m, n, k = 1024, 64, 2048
+    leaf, weight = _normal(m, k).requires_grad_(), _normal(n, k, seed=1)
+
+    def layer():
+        x = leaf.clone()
+        result = isogemm.linear(x, weight, activation=activation)
+        x.detach().add_(1)
+        return result
+
+    layer()
+    before = _requested()
+    result = layer()
+    assert _requested() - before < 3 * m * n * 2 < m * k * 2
+    result.sum().backward()
