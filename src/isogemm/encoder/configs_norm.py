@@ -21,6 +21,7 @@ class NormConfig:
     rows: int
     columns: int
     num_warps: int
+    num_stages: int = 1  # of the backward's loads; changes no bit
 
 
 @functools.cache
@@ -29,4 +30,6 @@ def choose(d: int) -> NormConfig:
         raise ValueError(f"a row has {d} elements; the norm's kernels take 1 to {MOST_COLUMNS}")
     columns = 1 << (d - 1).bit_length()
     rows = max(1, min(ROWS, _TILE // columns))
-    return NormConfig(rows, columns, max(1, min(32, rows * columns // (32 * _ELEMENTS))))
+    num_warps = max(1, min(32, rows * columns // (32 * _ELEMENTS)))
+    # Rows that begin anywhere are copied an element at a time, and long ones would not fit.
+    return NormConfig(rows, columns, num_warps, num_stages=3 if d % 8 == 0 and columns <= _TILE else 1)

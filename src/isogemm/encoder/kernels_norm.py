@@ -51,13 +51,16 @@ def _norm_kernel(
 def _norm_backward_kernel(
     grad_ptr, x_ptr, weight_ptr, dx_ptr, weight_sums_ptr, bias_sums_ptr, rows, eps,
     D: tl.constexpr, CENTRED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     # One program per BLOCK rows, whose sums it writes.
     block = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BD)
     of_weight = tl.zeros((BR, BD), dtype=tl.float32)
     of_bias = tl.zeros((BR, BD), dtype=tl.float32)
-    for start in tl.range(0, BLOCK, BR):
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+    for start in tl.range(0, BLOCK, BR, num_stages=STAGES):
         row = block * BLOCK + start + tl.arange(0, BR)
         live = (row < rows)[:, None] & (column < D)[None, :]
         at = row[:, None] * D + column[None, :]
@@ -66,7 +69,7 @@ def _norm_backward_kernel(
         y, inverse = _normed(x, live, eps, D, CENTRED)
         dy = grad
         if weight_ptr is not None:
-            dy *= tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+            dy *= weight
         dx = dy - y * _row_mean(dy * y, D)
         if CENTRED:
             dx -= _row_mean(dy, D)
@@ -88,7 +91,7 @@ def describe_norm(rows: int, d: int, kind: str, eps: float, config: NormConfig) 
 
 def describe_norm_backward(rows: int, d: int, kind: str, eps: float, config: NormConfig) -> Launch:
     """Of grad, x, weight; to dx and the sums for weight and bias."""
-    constants = _constants(d, kind, config) | {"BLOCK": ROWS}
+    constants = _constants(d, kind, config) | {"BLOCK": ROWS, "STAGES": config.num_stages}
     return Launch(_norm_backward_kernel, -(-rows // ROWS), (rows, eps), constants, _options(config))
 
 
