@@ -6,20 +6,23 @@ it goes through the registered operators.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
-from isogemm.core.eager import PLAIN, autocast_dtype, is_intercepted, through_dispatcher
+from isogemm.core.eager import PLAIN, autocast_dtype, is_intercepted, is_tracing, likeness, through_dispatcher
 from isogemm.core.errors import require_tensor
+from isogemm.core.private import forward_ad_level
 from isogemm.epilogues import spec
 from isogemm.gemm import ahead, autograd, configs, fused_autograd, op
 from isogemm.gemm.autograd import parameter
 from isogemm.gemm.fused import ROUNDINGS, new_seed
 from isogemm.gemm.fused_op import Call
+from isogemm.gemm.plan import Plan
 from isogemm.gemm.problem import dtype_name, resolve_precision
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # defaults are integers: torch.compile keeps 0 and 1 as they are
@@ -144,6 +147,15 @@ def plain_linear(
     """`linear` without an epilogue: the path whose host time counts, one call per linear layer and token."""
     if is_intercepted():
         return handle_torch_function(linear, (), **locals())
+    try:
+        traced = is_compiling() or is_tracing()
+        key = None if traced else (x.shape, weight.shape, bias is None, out_dtype, precision)
+        found = _known.get(key, ())
+    except (AttributeError, TypeError):  # no tensors, or of sizes that are symbols
+        key, found = None, ()
+    for known in found:
+        if known.serves(x, weight, bias):
+            return known.plan.run(x, weight, (bias,), None)
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))):
         op.validate_linear(x, weight, bias, out_dtype, precision)
     owner, bias_owner = weight, bias
@@ -167,7 +179,40 @@ def plain_linear(
         owned = autograd.Owners(owner, bias_owner)
         result = differentiable.apply(x, weight, bias, owned, out_dtype, resolve_precision(x, precision))
         return cast(torch.Tensor, result)
+    if key is not None and dtype is None:
+        _know(key, tensors, op.plans.get(op.linear_key(x, weight, bias, out_dtype, precision)))
     return op.linear(x, weight, bias, out_dtype, precision)
+
+
+class _Known(NamedTuple):
+    """The plan of calls without gradients, modes or autocast that are like an earlier one in all but memory."""
+
+    is_like: Callable[..., bool]
+    is_trained: bool  # whether a tensor requires a gradient
+    plan: Plan
+
+    def serves(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        if (self.is_trained and torch.is_grad_enabled()) or forward_ad_level() >= 0:
+            return False
+        alike = self.is_like(x, weight) if bias is None else self.is_like(x, weight, bias)
+        return alike and not (x.data_ptr() | weight.data_ptr()) & 15
+
+
+_MOST_KNOWN = 4096
+_MOST_ALIKE = 8  # of them for calls that shapes do not tell apart
+_known: dict[tuple[Any, ...] | None, list[_Known]] = {}
+
+
+def _know(key: tuple[Any, ...], tensors: Sequence[torch.Tensor], plan: Plan | None) -> None:
+    """Keep the plan of such calls, where there is one: from the second call on."""
+    x, weight, *bias = tensors
+    follows_setting = x.dtype is torch.float32 and key[-1] is None
+    is_plain = not (x.data_ptr() | weight.data_ptr()) & 15 and all(each.is_contiguous() for each in bias)
+    is_like = likeness(tensors) if plan is not None and is_plain and not follows_setting else None
+    if plan is not None and is_like is not None:
+        if len(_known) >= _MOST_KNOWN or len(_known.get(key, ())) >= _MOST_ALIKE:
+            _known.clear()
+        _known.setdefault(key, []).append(_Known(is_like, any(each.requires_grad for each in tensors), plan))
 
 
 def matmul_fused(
