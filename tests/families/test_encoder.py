@@ -7,7 +7,7 @@ import torch
 
 from isogemm.bench import runner, store, tables
 from isogemm.core import device as devices
-from isogemm.encoder.parameters import ACTIVATIONS, NORMS
+from isogemm.encoder.parameters import ACTIVATIONS
 from isogemm.families import encoder, encoder_checks
 from isogemm.families.encoder_checks import Setting
 from isogemm.gemm import op
@@ -54,7 +54,8 @@ def test_usability(monkeypatch):
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_checks_pass_on_the_cpu(name):
-    result = CHECKS[name].run(CPU, 8)
+    """One of them in all the trials that the command runs: every setting of theirs has a contract."""
+    result = CHECKS[name].run(CPU, 20 if name == "accuracy" else 8)
     assert result.name == name
     assert result.passed, result.detail
 
@@ -62,7 +63,7 @@ def test_checks_pass_on_the_cpu(name):
 def test_default_trials_meet_every_option():
     settings = [Setting(seed, CPU) for seed in range(20)]
     assert {each.options["activation"] for each in settings} == set(ACTIVATIONS)
-    assert {each.options["norm"] for each in settings} == set(NORMS)
+    assert {each.options["norm"] for each in settings} == {"layer_norm", "rms_norm"}
     for option in ("norm_first", "is_causal"):
         assert {each.options[option] for each in settings} == {True, False}
     assert {each.mask for each in settings} == {"", "bool", "float"}
