@@ -27,7 +27,6 @@ _ONE_BITS, _SQRT_HALF_BITS = 0x3FF0000000000000, 0x3FE6A09E667F3BCD  # of 1 and 
 _LOG2_E = 1.4426950408889634
 _LN_2 = 0.6931471805599453
 _MOST = 700.0  # an exponent past which a 16- or 32-bit result is 0 or Inf, and a float64 is neither
-
 _LEAST = 2.0**-900  # of a factor; smaller ones are 0 in any result
 
 # tanh(f ln(2) / 2) = f (p0 + p1 f^2) / (q0 + f^2) for |f| <= 1/2, of 2^f to 1e-10.
