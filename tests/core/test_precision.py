@@ -82,7 +82,9 @@ CALLS = {"mkldnn": [_product_on_the_cpu], "cuda": [_product_on_a_gpu, _deferred_
 
 
 @pytest.mark.parametrize(
-    ("backend", "call"), [(backend, call) for backend, calls in CALLS.items() for call in calls], ids=str
+    ("backend", "call"),
+    [(backend, call) for backend, calls in CALLS.items() for call in calls],
+    ids=lambda each: getattr(each, "__name__", each),
 )
 def test_calls_leave_settings_alone(backend, call):
     for settings in (settings for each, settings in STATES if each == backend):
@@ -92,7 +94,9 @@ def test_calls_leave_settings_alone(backend, call):
 
 
 @pytest.mark.parametrize(
-    ("backend", "call"), [(backend, call) for backend, calls in CALLS.items() for call in calls], ids=str
+    ("backend", "call"),
+    [(backend, call) for backend, calls in CALLS.items() for call in calls],
+    ids=lambda each: getattr(each, "__name__", each),
 )
 def test_a_generic_setting_goes_on_to_be_followed(backend, call):
     torch.backends.fp32_precision = "tf32"
