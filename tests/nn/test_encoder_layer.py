@@ -17,7 +17,7 @@ import isogemm
 from isogemm.encoder.api import encoder_layer
 from isogemm.encoder.parameters import ACTIVATIONS, EncoderParameters
 from isogemm.nn import EncoderLayer
-from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch, make_data, run_ranks
+from isogemm.testing import NEARBY, assert_bitwise_equal, assert_no_worse_than_torch, make_data, nearby, run_ranks
 
 SEQUENCES, TOKENS, D, HEADS, F_ = 5, 7, 16, 4, 24
 LENGTHS = torch.tensor([7, 3, 1, 7, 5])
@@ -61,9 +61,10 @@ def _called(layer, x, **options):
     return encoder_layer(x, params, nhead=HEADS, **options)
 
 
-def _trained(layer, dtype=torch.float32, **masks):
+def _trained(layer, dtype=torch.float32, near=None, **masks):
     """The result and the gradients of x and the parameters, all of the unpadded tokens alone."""
-    x = _input(dtype=torch.float32).to(dtype).requires_grad_()
+    x = _input() if near is None else nearby(_input(), near)
+    x = x.to(dtype).requires_grad_()
     layer.zero_grad()
     result = layer(x, **masks).masked_fill(PADDED[..., None], 0)
     result.backward(_input(seed=1).to(dtype))
@@ -76,10 +77,15 @@ def _trained(layer, dtype=torch.float32, **masks):
 def test_trains_as_torchs(dtype, norm_first, bias):
     theirs = _torchs(norm_first=norm_first, bias=bias, dtype=dtype, activation="gelu")
     ours = EncoderLayer.from_torch(copy.deepcopy(theirs))
-    exact = _trained(copy.deepcopy(theirs).double(), torch.float64, src_key_padding_mask=PADDED)
-    results = (_trained(layer, dtype, src_key_padding_mask=PADDED) for layer in (ours, theirs))
-    for mine, torchs, right in zip(*results, exact, strict=True):
-        assert_no_worse_than_torch(mine, torchs, right)
+    wide = copy.deepcopy(theirs).double()
+    found = [_trained(ours, dtype, src_key_padding_mask=PADDED)]
+    torchs, exact = (
+        [_trained(layer, of, near, src_key_padding_mask=PADDED) for near in (None, *range(NEARBY))]
+        for layer, of in ((theirs, dtype), (wide, torch.float64))
+    )
+    found += [[each.to(dtype) for each in right] for right in exact[1:]]
+    for results in zip(*(zip(*each, strict=True) for each in (found, torchs, exact)), strict=True):
+        assert_no_worse_than_torch(*map(torch.stack, results))
 
 
 @pytest.mark.parametrize(

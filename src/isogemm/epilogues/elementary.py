@@ -181,10 +181,9 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_tanh_derivative(x: Tensor) -> Tensor:
-    logit = 2 * _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
-    slope = 2 * _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * x * x)
-    gate = sigmoid(logit)
-    return gate + x * gate * sigmoid(-logit) * slope  # 1 - gate would cancel, and the slope magnify it
+    inner = tanh(_SQRT_2_OVER_PI * (x + _CUBIC * x * x * x))
+    slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * x * x)
+    return 0.5 * (1 + inner) + 0.5 * x * (1 - inner * inner) * slope
 
 
 @_placeless(functools.partial(F.gelu, approximate="tanh"), gelu_tanh_derivative)
