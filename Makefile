@@ -5,7 +5,7 @@ READY := .venv/.ready
 NEWEST := .venv-newest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test interpreted compiled compat lint format docs gpu-test bench clean
+.PHONY: help demo test interpreted compiled compat mutants lint format docs gpu-test bench clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-9s %s\n", $$1, $$2}'
@@ -51,6 +51,9 @@ compat: $(NEWEST)/.ready  ## the newest supported torch and Triton: what can dif
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) $(COMPAT)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) $(COMPAT_INTERPRETED)
 	mkdir -p build/compat && cd build/compat && ../../$(NEWEST)/bin/isogemm demo
+
+mutants: $(READY)  ## change the source in one place after another: some test must notice each
+	$(BIN)/python tests/mutants --jobs $(JOBS)
 
 lint: $(READY)  ## style, types and import rules
 	$(BIN)/ruff check

@@ -207,6 +207,29 @@ def test_gradcheck_of_mlp_without_biases_and_in_a_batch():
     _assert_gradients(mlp, _leaves(MLP_SHAPES | {"x": (2, M, K), "residual": (2, M, N)}), activation="silu")
 
 
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "gelu"])
+@pytest.mark.parametrize("trained", [("x", "weight", "bias"), ("bias",), ("weight", "bias")], ids=" ".join)
+def test_second_derivatives_are_there_where_torch_s_are(activation, trained):
+    """Those of relu by its bias are zero, not missing."""
+    shapes = {"x": (3, 8), "weight": (4, 8), "bias": (4,)}
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+    def twice(function, dtype):
+        leaves = {name: each.to(dtype).requires_grad_(name in trained) for name, each in tensors.items()}
+        wanted = [leaves[name] for name in trained]
+        first = torch.autograd.grad(function(leaves).sum(), wanted, create_graph=True)
+        return torch.autograd.grad(sum(each.square().sum() for each in first), wanted)
+
+    def exact(leaves):
+        z = torch.nn.functional.linear(leaves["x"], leaves["weight"], leaves["bias"])
+        return getattr(torch.nn.functional, activation)(z)
+
+    ours = twice(lambda leaves: isogemm.linear(**leaves, activation=activation), torch.float32)
+    for got, right in zip(ours, twice(exact, torch.float64), strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-5)
+
+
 def test_second_derivatives_of_mlp_are_torch_s():
     """Mixed ones too, by the graph of a graph."""
     leaves = _leaves(MLP_SHAPES | MLP_BIASES)

@@ -50,7 +50,8 @@ def run(call: Call) -> torch.Tensor:
 class _Fused(torch.autograd.Function):
     """Of a call and its tensors, those that are there: the result, and the pre-activation where that is kept.
 
-    The pre-activation is a result so that a second derivative passes through it.
+    The pre-activation is a result so that a second derivative passes through it. Where its signs are kept, which have
+    none, an empty tensor stands for it: the second derivative is zero, as torch's, and not missing.
     """
 
     @staticmethod
@@ -59,9 +60,10 @@ class _Fused(torch.autograd.Function):
         ctx.present = [each is not None for each in call[:11]]
         needs = _needs(ctx)
         result, saved = call.run(fusion, _save(fusion, _wants_dz(needs)))
-        kept = _keep(ctx, call, fusion, needs, result, saved)
+        passed = result.new_empty(0) if _wants_dz(needs) and fusion.saved == "mask" else None
+        kept = _keep(ctx, call, fusion, needs, result, saved, passed)
         ctx.set_materialize_grads(False)
-        return result, saved if kept is saved and ctx.kind == "pre" else None
+        return result, saved if kept is saved and ctx.kind == "pre" else passed
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, of_saved: torch.Tensor | None) -> tuple[Any, ...]:
@@ -117,8 +119,12 @@ def _keep(
     needs: tuple[bool, ...],
     result: torch.Tensor,
     saved: torch.Tensor | None,
+    passed: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Keep what the gradients that are wanted read: no more. Gives what is kept of the activation."""
+    """Keep what the gradients that are wanted read: no more. Gives what is kept of the activation.
+
+    passed: what a second derivative of zero passes through.
+    """
     ctx.dtypes = [each if each is None else each.dtype for each in call[:11]]
     ctx.weight_shape = call.columns[0].shape[::-1]
     ctx.registered = spec.REGISTERED.get(call.epilogue)
@@ -128,16 +134,28 @@ def _keep(
     if fusion.gated and kept is not None and not (needs[_X] or needs[_WEIGHT] or needs[_BIAS]):
         kept = kept[:1].clone()  # the gradient of up reads the gate alone
     aux, seed = (call.aux, call.seed) if _wants_dz(needs) else ((), None)
-    ctx.save_for_backward(*read, kept, seed, *aux)
-    ctx.rest = call[13:]
+    ctx.save_for_backward(*read, kept, passed, seed, *aux)
+    ctx.rest, ctx.shape = call[13:], result.shape
     return kept
 
 
-def _kept(ctx: Any) -> tuple[Call, torch.Tensor | None]:
+def _kept(ctx: Any) -> tuple[Call, torch.Tensor | None, torch.Tensor | None]:
     """The call, with those of its tensors that were kept, and what was of the activation."""
     (*tensors,) = ctx.saved_tensors
-    read, saved, seed, aux = tensors[:11], tensors[11], tensors[12], tensors[13:]
-    return Call._make((*read, tuple(aux), seed, *ctx.rest)), saved
+    read, (saved, passed, seed), aux = tensors[:11], tensors[11:14], tensors[14:]
+    return Call._make((*read, tuple(aux), seed, *ctx.rest)), saved, passed
+
+
+class _Flat(torch.autograd.Function):
+    """x, of which `passed` is an argument with no effect."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, passed: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grads[0], grads[0].new_empty(0)
 
 
 def _gradients(
@@ -155,7 +173,7 @@ def _gradients(
         found["residual"] = grad.to(dtypes["residual"])
     if not _wants_dz(needs) or (grad is None and of_saved is None):
         return *found.values(), *(None for _ in of_aux)
-    call, saved = _kept(ctx)
+    call, saved, passed = _kept(ctx)
     if spec.REGISTERED.get(call.epilogue) is not ctx.registered:
         raise RuntimeError(f"epilogue {call.epilogue!r} was registered again between the forward and its backward")
     fusion, dtype = call.fusion, dtypes["x"]
@@ -163,9 +181,13 @@ def _gradients(
         saved = saved.expand(2, *saved.shape[1:])
     owners = _accumulated(call, needed, ctx.weight_shape)
     sums = fusion.bias_dim == -1 and (needed["bias"] or needed["bias_up"])
+    if passed is not None and of_saved is not None:
+        of_saved = of_saved.new_zeros(ctx.shape)
     dz = _Dz(cast(torch.Tensor, of_saved), None, [None for _ in of_aux])
     if grad is not None:
         dz = _of_pre_activation(grad, saved, ctx.kind, fusion, dtype, of_aux, sums)
+        if passed is not None and _is_differentiated():
+            dz = dz._replace(value=cast(Any, _Flat).apply(dz.value, passed))
     if of_saved is not None:
         value = of_saved if grad is None else dz.value + of_saved
         dz = dz._replace(value=value.to(dtype), sums=None)
