@@ -342,3 +342,22 @@ def test_a_long_report_counts():
             torch.relu(leaves["x"] @ leaves["w"]).sum()
     assert report.fused.total() == 2500
     assert report.fused is report.fused
+
+
+@pytest.mark.parametrize("scale", [1, 0.5], ids=["sum", "scaled"])
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "turn", [lambda r: r, torch.t, lambda r: r[:, :1].expand(6, 6)], ids=["as is", "turned", "wide"]
+)
+def test_a_sum_has_the_layout_that_torch_gives_it(turn, first, scale):
+    x, w, r = torch.randn(6, 8), torch.randn(8, 6), turn(torch.randn(6, 6))
+
+    def plain():
+        y = torch.relu(x @ w)
+        return torch.add(r, y, alpha=scale) if first else torch.add(y, r, alpha=scale)
+
+    with autofuse():
+        fused = plain()
+        strides = fused.stride()
+    assert strides == plain().stride()
+    torch.testing.assert_close(fused, plain())

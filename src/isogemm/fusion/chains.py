@@ -36,6 +36,7 @@ class Operand(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     is_transposed: bool = False  # before it is used
+    is_contiguous: bool = True
 
 
 class Launch(NamedTuple):
@@ -217,6 +218,8 @@ def _sum(function: Function, args: Sequence[Any], kwargs: Kwargs, pair: Pair | N
     if type(left_scale) is Operand or type(right_scale) is Operand:
         return UNKNOWN_FORM
     if type(left) is not Part:
+        if type(left) is Operand and not left.is_contiguous and left.shape == right.chain.shape:
+            return "it is added to a tensor that is not contiguous, whose layout the sum has"
         return _added(right, right_scale, left, left_scale) if type(right) is Part else UNKNOWN_FORM
     if type(right) is not Part:
         return _added(left, left_scale, right, right_scale)

@@ -270,7 +270,7 @@ def _seen(args: Iterable[Any], kwargs: Kwargs) -> list[Any] | None:
         if kind is Node:
             parts.append(x.chain)
         elif kind in PLAIN:
-            parts += (x.shape, x.dtype, x.device)
+            parts += (x.shape, x.dtype, x.device, x.is_contiguous())
         elif kind in questions.CONSTANTS:
             parts += (kind, x or repr(x))  # 0.0 and -0.0 are equal
         else:
@@ -285,7 +285,9 @@ def _symbols(args: Iterable[Any], kwargs: Kwargs, inputs: int) -> tuple[Sequence
     def symbol(x: Any) -> Any:
         if type(x) is Node:
             return Part(next(numbers), x.chain)
-        return Operand(next(places), x.shape, x.dtype, x.device) if type(x) in PLAIN else x
+        if type(x) not in PLAIN:
+            return x
+        return Operand(next(places), x.shape, x.dtype, x.device, is_contiguous=x.is_contiguous())
 
     return [symbol(x) for x in args], {name: symbol(x) for name, x in kwargs.items()}
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from isogemm.bench.cases import set_fp32_precision
+from isogemm.bench.cases import fp32_precision
 from isogemm.bench.files import AnyPath
-from isogemm.core.device import matmul_precision
 from isogemm.integrations import patchtst
 from isogemm.training import checkpoints
 from isogemm.training.checkpoints import CheckpointError, Every
@@ -161,7 +160,8 @@ class Run:
 
     def fit(self, plan: Plan, progress: Progress = _silent, stop: Callable[[], bool] = _never) -> Outcome:
         """Train to the plan's end. Where `stop` comes true, a checkpoint is written between two steps: Stopped."""
-        with _fp32_precision(self.config.precision, self.world.device):
+        own = self.config.precision in ("ieee", "tf32") and self.world.device.type == "cuda"
+        with fp32_precision(self.config.precision if own else ""):
             progress(len(self.epochs) * self.steps + len(self._losses), plan.epochs * self.steps, "preparing")
             started = time.perf_counter()
             set_random_state(self._random, self.world.device)
@@ -390,17 +390,3 @@ def best_forecaster(path: AnyPath) -> tuple[Forecaster, Tensor, Tensor]:
 
 def described(epoch: Epoch) -> str:
     return f"train MSE {epoch.train_mse:.4f}, val MSE {epoch.val_mse:.4f}, MAE {epoch.val_mae:.4f}"
-
-
-@contextmanager
-def _fp32_precision(precision: str, device: torch.device) -> Iterator[None]:
-    """Of the GPU's products, for torch and isogemm alike."""
-    if device.type != "cuda" or precision == "bf16":
-        yield
-        return
-    before = matmul_precision()
-    set_fp32_precision(precision)
-    try:
-        yield
-    finally:
-        set_fp32_precision(before)
