@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from isogemm.epilogues.spec import Epilogue
+from isogemm.epilogues.spec import NOTHING, Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import (
     BIAS_CHUNK,
@@ -314,6 +314,31 @@ def test_tma_serves_no_batches_and_no_levels():
         problem = _problem(**change)
         assert not configs.reads_a_by_tma(problem, tma)
         assert choose(problem).kernel == "pointer"
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("layout", ["nn", "tn", "tt"])
+def test_warpgroups_serve_no_tf32_that_lies_across_k(layout, arch):
+    """They read it along k alone: each tile would be turned first, at ten times the time."""
+    epilogues = [NOTHING, Epilogue(activation="gelu", gradient="pre", sums=True)] if layout == "nn" else [NOTHING]
+    for m, n, k, epilogue in product((17, 96, 1000, 4096), (90, 96, 768, 4096), (64, 999, 9408), epilogues):
+        chunk = configs.token_chunk(m, n, "float32") if layout == "tn" else 0
+        a_strides, b_strides = (k, 1) if layout[0] == "n" else (1, m), (n, 1) if layout[1] == "n" else (1, k)
+        problem = Problem(
+            m,
+            n,
+            k,
+            "float32",
+            "float32",
+            "tf32",
+            a_strides,
+            b_strides,
+            (n, 1),
+            chunk=chunk,
+            epilogue=epilogue,
+            arch=arch,
+        )
+        assert not configs.warpgroups(configs.choose(problem)), problem
 
 
 @pytest.mark.parametrize(
