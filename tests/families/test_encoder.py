@@ -236,8 +236,9 @@ def test_errors_are_allowed_by_the_worst_of_torchs():
 
 def test_the_grid_on_a_gpu():
     cases = encoder.cases(CUDA, False)
-    assert len({case.label for case in cases}) == len(cases) == 10
-    assert [case.params["dtype"] for case in cases] == ["float32"] * 5 + ["bfloat16"] * 5
+    stacks = len(encoder.STACKS)
+    assert len({case.label for case in cases}) == len(cases) == 2 * stacks
+    assert [case.params["dtype"] for case in cases] == ["float32"] * stacks + ["bfloat16"] * stacks
     assert {case.params.get("precision") for case in cases} == {"tf32", None}
     assert encoder._stack(cases[2].params) == encoder.STACKS[2]
     assert "encoder training step layers=2 sequences=1280 tokens=5 d_model=64" in cases[0].label
