@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -101,3 +102,19 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     with pytest.raises(PermissionError) as error:
         files.require_writable(tmp_path)
     assert error.value.filename == str(tmp_path)
+
+
+def test_a_replaced_file_keeps_its_mode(tmp_path):
+    path = tmp_path / "private"
+    path.write_bytes(b"")
+    path.chmod(0o600)
+    files.write(path, b"new")
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_threads_replace_one_file(tmp_path):
+    contents = {bytes([each]) * 1000 for each in range(8)}
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda content: files.write(tmp_path / "shared", content), [*contents] * 5))
+    assert (tmp_path / "shared").read_bytes() in contents
+    assert [path.name for path in tmp_path.iterdir()] == ["shared"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import isogemm
-from isogemm.core.precision import of_cuda_products, overridden
+from isogemm.core.precision import _own_setting, of_cuda_products, overridden
 from isogemm.fusion import ambient
 
 get, set_ = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
@@ -156,3 +156,23 @@ def test_threads_take_turns(first):
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     thread.join()
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+
+
+def test_a_setting_of_its_own_is_found_without_changing_those_above():
+    """Which other threads follow."""
+
+    class Level:
+        def __init__(self, own):
+            self.own, self.changes = own, 0
+
+        @property
+        def fp32_precision(self):
+            return self.own
+
+        @fp32_precision.setter
+        def fp32_precision(self, value):
+            self.changes += 1
+
+    levels = [Level("none"), Level("none"), Level("bf16")]
+    assert _own_setting(levels) == "bf16"
+    assert [level.changes for level in levels] == [0, 0, 0]

@@ -37,3 +37,8 @@ CASES += [(job, target) for target in TARGETS if target != "sm_90" for job in _j
 @pytest.mark.parametrize(("job", "target"), CASES, ids=[f"{target} {job.name}" for job, target in CASES])
 def test_compiles_within_limits(job, target):
     assert limit_violations(job, target, compile_job(job, target)) == ()  # spills, shared memory
+
+
+def test_rows_that_would_not_fit_or_begin_anywhere_are_not_fetched_ahead():
+    assert [configs_norm.choose(width).num_stages for width in (96, 768, 2048)] == [3, 3, 3]
+    assert [configs_norm.choose(width).num_stages for width in (90, 999, 4096, 65536)] == [1, 1, 1, 1]

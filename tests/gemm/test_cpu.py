@@ -432,3 +432,32 @@ def test_rows_with_an_activation_on_avx2():
     *same, capability = found.stdout.split()
     assert same == ["True"] * 15
     assert capability in ("AVX2", "DEFAULT")
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+def test_the_height_is_found_under_autocast_as_outside(threads):
+    """It is found once, wherever the first call stands."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            inside = cpu._height.__wrapped__(threads)
+        assert inside == cpu._height.__wrapped__(threads)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_precision_that_could_not_be_set_leaves_no_trace(monkeypatch):
+    ieee, setting = cpu._Ieee(), torch.backends.mkldnn.matmul
+    before = setting.fp32_precision
+    try:
+        setting.fp32_precision = "bf16"
+        with monkeypatch.context() as patched:
+            patched.setattr(cpu, "overridden", lambda *arguments: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                ieee.__enter__()
+        with ieee:
+            assert setting.fp32_precision == "ieee"
+        assert setting.fp32_precision == "bf16"
+    finally:
+        setting.fp32_precision = before

@@ -135,3 +135,14 @@ def test_what_is_known_is_bounded(monkeypatch):
     for _ in range(30):
         api._know((1, "ieee"), (torch.randn(3, 16), weight), Plan())
         assert all(len(found) <= api._MOST_ALIKE for found in api._known.values())
+
+
+def test_others_stay_known_where_many_are_alike(monkeypatch):
+    weight, plan = torch.randn(8, 16), Plan()
+    monkeypatch.setattr(api, "_known", {})
+    api._know((0, "ieee"), (torch.randn(3, 16), weight), plan)
+    for width in range(16, 40):
+        api._know((1, "ieee"), (torch.randn(3, width)[:, :16], weight), plan)
+    assert len(api._known[0, "ieee"]) == 1
+    newest = torch.randn(3, 39)[:, :16]
+    assert any(known.is_like(newest, weight) for known in api._known[1, "ieee"])

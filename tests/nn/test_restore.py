@@ -180,3 +180,27 @@ def test_a_swapped_layer_itself():
     with pytest.raises(ValueError, match="model is itself a swapped Linear"):
         restore(model[0])
     assert restore(isogemm.nn.Linear(D, D)) == ()
+
+
+def test_what_was_put_on_a_folded_activation_stays():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    activation = model[1]
+    swap(model)
+    seen = []
+    model[1].register_forward_hook(lambda module, args, output: seen.append("forward"))
+    handle = model[1].register_full_backward_hook(lambda module, inputs, outputs: seen.append("backward"))
+    model[1].label = "kept"
+    restore(model)
+    assert model[1] is activation
+    assert activation.label == "kept"
+    model(torch.randn(2, 4)).sum().backward()
+    assert seen == ["forward", "backward"]
+    handle.remove()
+    model(torch.randn(2, 4)).sum().backward()
+    assert seen == ["forward", "backward", "forward"]
+
+
+def test_modules_of_an_earlier_pickle_are_not_swapped_ones():
+    model = torch.nn.Sequential(isogemm.nn.Linear(4, 4))
+    model[0].__dict__.pop("is_swapped", None)
+    assert restore(model) == ()

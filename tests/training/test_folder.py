@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written_is_noticed_at_once(place, monkeypatch, 
 
 def test_only_our_temporary_files_are_removed():
     Path("out").mkdir()
-    ours = {f".{name}.123" for name in (CHECKPOINT, BEST, RESULTS, "losses.svg", "forecast.png")}
+    ours = {f".{name}.123.456" for name in (CHECKPOINT, BEST, RESULTS, "losses.svg", "forecast.png")}
     others = {".notes.txt.123", ".checkpoint.pt.swp", "checkpoint.pt.123", ".gitignore"}
     for name in ours | others:
         Path("out", name).write_text("x")

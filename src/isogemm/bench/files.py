@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,11 +35,13 @@ def naming(path: AnyPath) -> Iterator[None]:
 def write(path: AnyPath, content: bytes) -> None:
     """Replace a file. Whoever reads it, or kills this process, finds all of the old content or all of the new."""
     target = Path(path).resolve()  # of a link, the file
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     with naming(path):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             with unfinished.open("wb") as file:
+                if target.exists():
+                    unfinished.chmod(target.stat().st_mode & 0o777)
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())

@@ -50,11 +50,13 @@ def overridden(backend: str, precision: str) -> Iterator[None]:
 def _own_setting(levels: Sequence[Any]) -> str:
     """What was set at the last level itself, "none" where it inherits from those before.
 
-    torch tells only what is in effect: what changes with the level before is inherited.
+    torch tells only what is in effect. What the level before does not have was set here; what it has, and what changes
+    with it, is inherited: other threads can see that change.
     """
     *before, level = levels
-    if not before:
-        return cast(str, level.fp32_precision)
+    effective = cast(str, level.fp32_precision)
+    if not before or effective != before[-1].fp32_precision:
+        return effective
     inherited, seen = _own_setting(before), set()
     try:
         for precision in ("ieee", "tf32"):

@@ -194,8 +194,9 @@ class _Known(NamedTuple):
     def serves(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
         if (self.is_trained and torch.is_grad_enabled()) or forward_ad_level() >= 0:
             return False
-        alike = self.is_like(x, weight) if bias is None else self.is_like(x, weight, bias)
-        return alike and not (x.data_ptr() | weight.data_ptr()) & 15
+        if not (self.is_like(x, weight) if bias is None else self.is_like(x, weight, bias)):
+            return False
+        return not (x.data_ptr() | weight.data_ptr()) & 15
 
 
 _MOST_KNOWN = 4096
@@ -210,9 +211,11 @@ def _know(key: tuple[Any, ...], tensors: Sequence[torch.Tensor], plan: Plan | No
     is_plain = not (x.data_ptr() | weight.data_ptr()) & 15 and all(each.is_contiguous() for each in bias)
     is_like = likeness(tensors) if plan is not None and is_plain and not follows_setting else None
     if plan is not None and is_like is not None:
-        if len(_known) >= _MOST_KNOWN or len(_known.get(key, ())) >= _MOST_ALIKE:
+        if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        _known.setdefault(key, []).append(_Known(is_like, any(each.requires_grad for each in tensors), plan))
+        alike = _known.setdefault(key, [])
+        del alike[: len(alike) + 1 - _MOST_ALIKE]  # the oldest
+        alike.append(_Known(is_like, any(each.requires_grad for each in tensors), plan))
 
 
 def matmul_fused(

@@ -46,9 +46,9 @@ class _Ieee:
     def __enter__(self) -> None:
         setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         with self._lock:
-            self._users += 1
             if setting.fp32_precision not in ("none", "ieee"):
                 self._changes.enter_context(overridden("mkldnn", "ieee"))
+            self._users += 1
 
     def __exit__(self, *raised: object) -> None:
         with self._lock:
@@ -218,9 +218,10 @@ def _height(threads: int) -> int:
 
     for columns in (_LEAST, 17, 33, 65, 256, 600):  # one more than a multiple: where a split among threads shows
         x, weight = normal(200), normal(columns)
-        low = torch.cat([torch.mm(weight, x[at : at + 20].t()).t() for at in range(0, 200, 20)])
-        calls = [torch.mm(weight, x[:rows].t()).t() for rows in (_LEAST, 17, 33)]
-        calls += [torch.mm(x[:rows], weight.t()) for rows in (_TURNED, 65, 100, 200)]
+        with torch.autocast("cpu", enabled=False):  # found once, wherever the first call stands
+            low = torch.cat([torch.mm(weight, x[at : at + 20].t()).t() for at in range(0, 200, 20)])
+            calls = [torch.mm(weight, x[:rows].t()).t() for rows in (_LEAST, 17, 33)]
+            calls += [torch.mm(x[:rows], weight.t()) for rows in (_TURNED, 65, 100, 200)]
         if not all(torch.equal(call, low[: len(call)]) for call in calls):
             return _FIXED
     return 0

@@ -81,10 +81,12 @@ class Plan:
             else total
         )
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device) if self.scratch else None
-        at = b.data_ptr()
+        left, at = a.data_ptr(), b.data_ptr()
+        if not (left and at):
+            raise RuntimeError(f"isogemm.{self.dispatch.op}: an operand has no memory: its storage was freed")
         up = None if b_up is None else b_up.data_ptr()
         addresses = (
-            a.data_ptr(),
+            left,
             at,
             out.data_ptr(),
             None if scratch is None else scratch.data_ptr(),

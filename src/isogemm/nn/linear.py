@@ -28,7 +28,7 @@ class Linear(torch.nn.Linear):
     activation_args: dict[str, float]
     precision: str | None
     out_dtype: torch.dtype | None
-    is_swapped: bool  # `isogemm.nn.swap` put it in a torch.nn.Linear's place
+    is_swapped: bool = False  # `isogemm.nn.swap` put it in a torch.nn.Linear's place
 
     def __init__(
         self,
@@ -105,7 +105,6 @@ class Linear(torch.nn.Linear):
         self.activation_args = dict(activation_args or {})
         self.precision = precision
         self.out_dtype = out_dtype
-        self.is_swapped = False
 
 
 def in_words(activation: str, arguments: Mapping[str, float]) -> str:
@@ -118,7 +117,7 @@ def as_torch(module: Linear) -> torch.nn.Linear:
     """The torch.nn.Linear of the same parameters, hooks and other attributes, which computes no activation."""
     made = shared(torch.nn.Linear, module)
     for name in ("activation", "activation_args", "precision", "out_dtype", "is_swapped"):
-        del made.__dict__[name]
+        made.__dict__.pop(name, None)
     return made
 
 

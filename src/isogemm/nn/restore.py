@@ -54,7 +54,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
         setattr(place.parent, place.attribute, made[place.module])
     for place in places:
         if isinstance(place.module, FoldedActivation):
-            setattr(place.parent, place.attribute, place.module.activation.train(place.module.training))
+            setattr(place.parent, place.attribute, place.module.unfolded())
     for module in model.modules():
         if isinstance(module, torch.nn.TransformerEncoder) and module.__dict__.pop("isogemm_unnested", False):
             module.use_nested_tensor = True

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -19,7 +19,7 @@ from isogemm.nn.encoder_layer import EncoderLayer, slower_than_torch
 from isogemm.nn.encoder_layer import obstacle as layer_obstacle
 from isogemm.nn.linear import Linear, in_words
 from isogemm.nn.linear import obstacle as linear_obstacle
-from isogemm.nn.sharing import PastForwards
+from isogemm.nn.sharing import PastForwards, shared
 
 Predicate = Callable[[str, torch.nn.Module], bool]
 
@@ -66,10 +66,16 @@ class FoldedActivation(torch.nn.Identity):
 
     activation: torch.nn.Module
 
-    def __init__(self, activation: torch.nn.Module) -> None:
-        super().__init__()
-        self.__dict__["activation"] = activation  # no submodule
-        self.training = activation.training
+    @classmethod
+    def of(cls, activation: torch.nn.Module) -> Self:
+        made = shared(cls, activation)
+        made.__dict__["activation"] = activation  # no submodule
+        return made
+
+    def unfolded(self) -> torch.nn.Module:
+        """The activation, with the mode, hooks and other attributes that this one has."""
+        self.activation.__dict__.update({name: each for name, each in self.__dict__.items() if name != "activation"})
+        return self.activation
 
     def extra_repr(self) -> str:
         return repr(self.activation)
@@ -169,7 +175,7 @@ def swap(
             made[place.module].is_swapped = True
             setattr(place.parent, place.attribute, made[place.module])
     for _, place, _ in folded:
-        setattr(place.parent, place.attribute, FoldedActivation(place.module))
+        setattr(place.parent, place.attribute, FoldedActivation.of(place.module))
     return SwapReport(
         swapped=tuple(place.name for place in places if place.module in made),
         notes=tuple(

@@ -44,7 +44,7 @@ def save(path: AnyPath, state: Mapping[str, Any]) -> None:
 
 def load(path: AnyPath) -> dict[str, Any]:
     path = Path(path)
-    if not path.exists():
+    if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
     data = path.read_bytes()
     content, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]

@@ -17,7 +17,7 @@ PLOTS = "losses", "forecast"
 
 _LOCK = ".lock"
 _NAMES = (CHECKPOINT, BEST, RESULTS, *(f"{plot}{suffix}" for plot in PLOTS for suffix in (".svg", ".png")))
-_UNFINISHED = re.compile(rf"\.({'|'.join(map(re.escape, _NAMES))})\.\d+")  # as `files.write` calls them
+_UNFINISHED = re.compile(rf"\.({'|'.join(map(re.escape, _NAMES))})\.\d+\.\d+")  # as `files.write` calls them
 
 
 @contextmanager
