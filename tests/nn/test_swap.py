@@ -240,15 +240,19 @@ def test_report_in_words():
 
 @pytest.mark.parametrize(
     ("d_model", "dtype", "noted"),
-    [(768, torch.float32, True), (384, torch.bfloat16, True), (128, torch.float32, False), (96, torch.float32, False)],
+    [
+        (768, torch.float32, "on a GPU: it is composed (d_model is 768"),
+        (384, torch.bfloat16, "on a GPU: it is composed (d_model is 384"),
+        (96, torch.float32, "on a GPU outside of a CUDA graph: it is composed (d_model is 96"),
+        (128, torch.float32, ""),
+    ],
 )
 def test_note_on_layers_that_are_slower_than_torchs(d_model, dtype, noted):
-    """By slower_than_torch: wide ones."""
     layer = TransformerEncoderLayer(d_model, 6 if d_model % 6 == 0 else 4, 8, batch_first=True, dtype=dtype)
     report = swap(torch.nn.Sequential(layer, torch.nn.Linear(2, 2, dtype=dtype)))
     assert report.swapped == ("0", "1")
-    assert [note.name for note in report.notes] == ["0"] * noted
-    assert ("note on 0: slower on a GPU than torch.compile makes it" in str(report)) == noted
+    assert [note.name for note in report.notes] == ["0"] * bool(noted)
+    assert f"note on 0: slower than torch's {noted}" in str(report) or not noted
 
 
 def test_notes_in_words(monkeypatch):
