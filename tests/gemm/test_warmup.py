@@ -104,3 +104,13 @@ def test_an_activated_layer_binds_nothing_later(bound, operation, activation, fr
         result = operation(x, **trained, activation=activation)
         result.backward(torch.zeros(result.shape, dtype=result.dtype))
     assert [launch.kernel.__name__ for launch in bound[count:]] == []
+
+
+def test_weights_that_come_one_by_one(bound, monkeypatch):
+    """A generator's are all seen, by the activated layers and by the plain ones."""
+    seen = {}
+    monkeypatch.setattr(ahead, "_layers", lambda weights, *rest: seen.setdefault("layers", list(weights)) and [])
+    monkeypatch.setattr(ahead, "_each", lambda weights, bias: seen.setdefault("each", list(weights)) and [])
+    weights = [torch.zeros(8, 16), torch.zeros(16, 8)]
+    ahead.warmup((each for each in weights), 4, True, False, "relu", None, None, None)
+    assert list(map(len, seen.values())) == [2, 2]

@@ -30,6 +30,8 @@ def warmup(
 ) -> int:
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}; expected at least 1")
+    if not isinstance(weights, torch.Tensor | torch.nn.Module):
+        weights = list(weights)  # walked over twice
     before = plan.compiled()
     seen: set[tuple[object, ...]] = set()
     layers = {layer.key: layer for layer in _layers(weights, bias, activation, activation_args)}
