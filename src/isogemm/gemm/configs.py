@@ -498,6 +498,9 @@ def fitted(problem: Problem, config: Config) -> Config:
     if problem.epilogue.sums and problem.epilogue.gated:  # two gradients and their sums: 32 of a thread at once
         at_once = 32 * 32 * config.num_warps
         config = replace(config, parts=max(config.parts, config.block_m * config.block_n // at_once))
+    if problem.dtype == "float16" and problem.epilogue.saves == "pre" and not levels_off(problem.epilogue.activation):
+        at_once = 16 * 32 * config.num_warps  # a pre-activation that is kept in float32: 16 of a thread
+        config = replace(config, parts=max(config.parts, config.block_m * config.block_n // at_once))
     while config.kernel == "stream" and config.parts < 4 and illegal(problem, config).startswith("takes"):
         config = replace(config, parts=2 * config.parts)  # less on its way at once, before fewer stages
     while config.num_stages > 1 and illegal(problem, config).startswith("takes"):
