@@ -133,7 +133,7 @@ def exp(x: Tensor) -> Tensor:
 
 @_placeless(torch.log, torch.reciprocal)
 def log(x: Tensor) -> Tensor:
-    """Of positive normal numbers and NaN."""
+    """The natural logarithm of positive normal numbers and NaN; of others it is wrong."""
     bits = x.view(torch.int64)
     exponent = (bits - _SQRT_HALF_BITS).bitwise_right_shift_(_BITS)
     fraction = (bits - (exponent << _BITS)).view(torch.float64)  # sqrt(1/2) to sqrt(2)

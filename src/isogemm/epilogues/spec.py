@@ -229,7 +229,7 @@ def activation(name: str) -> Activation:
 
 
 def levels_off(name: str) -> bool:
-    """Of an activation, or "" for a registered epilogue, of which it is not known."""
+    """Whether an activation does; "" stands for a registered epilogue, of which it is not known."""
     return bool(name) and ACTIVATIONS[name].levels_off
 
 

@@ -48,7 +48,7 @@ def run(call: Call) -> torch.Tensor:
 
 
 class _Fused(torch.autograd.Function):
-    """Of a call and its tensors, those that are there: the result, and the pre-activation where that is kept.
+    """Takes a call and those of its tensors that are there; gives the result, and the pre-activation where it is kept.
 
     The pre-activation is a result so that a second derivative passes through it. Where its signs are kept, which have
     none, an empty tensor stands for it: the second derivative is zero, as torch's, and not missing.
@@ -161,7 +161,7 @@ class _Flat(torch.autograd.Function):
 def _gradients(
     ctx: Any, grad: torch.Tensor | None, of_saved: torch.Tensor | None, needs: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Of every tensor of the call, in order; None where not needed, and where added to a main_grad.
+    """The gradients of all tensors of the call, in order; None where not needed, and where added to a main_grad.
 
     of_saved: that of the pre-activation, where a second derivative comes through it.
     """
@@ -313,7 +313,7 @@ def _activation_grad(
 def _of_both_weights(
     call: Call, dz: _Dz, needed: dict[str, bool], owners: dict[str, autograd.Accumulated]
 ) -> dict[str, torch.Tensor | None]:
-    """Of act(gate) * up, dz [2, ..., N]; all of one dtype."""
+    """The gradients of both weights and biases in act(gate) * up, whose dz is [2, ..., N]; all of one dtype."""
     found: dict[str, torch.Tensor | None] = {}
     gate, up = dz.half(0), dz.half(1)
     for half, weight, bias in ((gate, "weight", "bias"), (up, "weight_up", "bias_up")):
