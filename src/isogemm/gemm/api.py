@@ -179,7 +179,8 @@ def plain_linear(
         owned = autograd.Owners(owner, bias_owner)
         result = differentiable.apply(x, weight, bias, owned, out_dtype, resolve_precision(x, precision))
         return cast(torch.Tensor, result)
-    if key is not None and dtype is None:
+    follows_setting = x.dtype is torch.float32 and precision is None  # which a plan does not know
+    if key is not None and dtype is None and not follows_setting:
         _know(key, tensors, op.plans.get(op.linear_key(x, weight, bias, out_dtype, precision)))
     return op.linear(x, weight, bias, out_dtype, precision)
 
@@ -207,9 +208,8 @@ _known: dict[tuple[Any, ...] | None, list[_Known]] = {}
 def _know(key: tuple[Any, ...], tensors: Sequence[torch.Tensor], plan: Plan | None) -> None:
     """Keep the plan of such calls, where there is one: from the second call on."""
     x, weight, *bias = tensors
-    follows_setting = x.dtype is torch.float32 and key[-1] is None
     is_plain = not (x.data_ptr() | weight.data_ptr()) & 15 and all(each.is_contiguous() for each in bias)
-    is_like = likeness(tensors) if plan is not None and is_plain and not follows_setting else None
+    is_like = likeness(tensors) if plan is not None and is_plain else None
     if plan is not None and is_like is not None:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
