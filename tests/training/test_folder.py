@@ -272,7 +272,7 @@ for kill_at in (1, 4, 6):
 """
 
 
-def test_killed_at_each_write(whole):
+def test_killed_at_each_write():
     """With SIGKILL, between a temporary file and its renaming: nothing is lost, and no lock or file is left."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -280,7 +280,7 @@ def test_killed_at_each_write(whole):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for killed in (1, 4, 6):
-        assert_ended_once(whole, f"killed{killed}")
+        assert_ended_once(final("whole"), f"killed{killed}")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -76,6 +78,7 @@ def entered(device: torch.device) -> Iterator[World]:
         with torch.cuda.device(device) if gpu else nullcontext():
             yield World(device)
         return
+    import_module("torch.distributed.nn")  # imported later, its functions would keep the group as a default argument
     distributed.init_process_group("nccl" if gpu else "gloo")
     try:
         if gpu:
@@ -84,3 +87,6 @@ def entered(device: torch.device) -> Iterator[World]:
         yield World(device, distributed.get_rank(), distributed.get_world_size())
     finally:
         distributed.destroy_process_group()
+        # DistributedDataParallel keeps the group in a cycle. What is left of it at exit aborts the process: a thread of
+        # gloo's that frees a tensor then waits for an interpreter that has ended.
+        gc.collect()
