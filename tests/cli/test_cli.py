@@ -254,7 +254,7 @@ def test_report_of_nothing(capsys):
 
 
 def test_report_outside_the_repository(monkeypatch, capsys):
-    """Of what bench and train-patchtst left in build/; where there are recorded results, of these."""
+    """Reports what bench and train-patchtst left in build/, unless there are recorded results."""
     asked = []
     monkeypatch.setattr(report, "write", lambda out, rows, views, sections: asked.append((len(rows), len(sections))))
     monkeypatch.setattr(training_report, "sections", lambda runs: runs)

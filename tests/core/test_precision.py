@@ -137,7 +137,7 @@ def test_a_precision_on_the_gpu(before, asked, meanwhile):
 
 @pytest.mark.parametrize("first", ["tf32", "ieee"])
 def test_threads_take_turns(first):
-    """Of one that finds what it needs, too: another's change may end before its product is launched."""
+    """A thread that finds what it needs waits too: the other's change may end before its product is launched."""
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     entered, leave, seen = threading.Event(), threading.Event(), []
 

@@ -350,7 +350,7 @@ def test_threads_change_nothing():
     ("name", "threads"), [*(("causal", threads) for threads in (1, 2, 3, 4, 8, 16)), ("rms", 3), ("pre", 3)]
 )
 def test_the_contract_on_any_number_of_threads(name, threads):
-    """Of a hidden layer large enough for torch to share out."""
+    """With a hidden layer large enough for torch to split among threads."""
     shape, before = EncoderShape(9, 17, 48, 3, 200), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

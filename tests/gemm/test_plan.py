@@ -16,7 +16,7 @@ class Kernel:
 
 
 def _step(kernel):
-    """Of an address, a described one, a scalar, two numbers and a constant."""
+    """A step with one argument of each kind: an address, a descriptor, a scalar, two numbers and a constant."""
     described = ((slice(1, 4), 1, lambda address: (f"map of {address}", 7, 8)),)
     return Step(kernel, 5, (None, None, None, None, 16, None, None, "constant"), ((0, 2),), described, slice(5, 7))
 

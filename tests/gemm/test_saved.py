@@ -135,7 +135,7 @@ READ_BY = {  # the product is computed again
 
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_what_scales_keep(activation):
-    """Of each gradient's maths what it reads; of the rest nothing."""
+    """What each gradient reads is kept, and nothing else."""
     for needed in _subsets(READ_BY):
         if len(needed) in (1, 2, len(READ_BY)):
             kept = Kept(_linear(activation), _tensors(READ_BY, needed))

@@ -92,7 +92,7 @@ def _strides(function, tensors):
     ("mm", torch.float64), ("matmul shared a", torch.float64), ("residual", torch.float64), ("user", torch.bfloat16)],
 )  # fmt: skip
 def test_strides_are_those_of_the_fakes(name, dtype):
-    """Of any operand's and of the incoming gradient's, eager and through the operators; the result is contiguous."""
+    """With any strides of operands and incoming gradient, eager and through the operators; the result is contiguous."""
     function, shapes = CASES[name]
     tensors = {each: _normal(*shape, seed=seed, dtype=dtype) for seed, (each, shape) in enumerate(shapes.items())}
     tensors["grad"] = _normal(*function(**tensors).shape, seed=9, dtype=dtype)

@@ -767,7 +767,7 @@ def test_a_model_without_such_layers():
 
 
 def test_a_model_that_is_no_patchtst():
-    """Of the same family of models, for which there is another way."""
+    """A PatchTSMixer is left alone, with a message that names what serves it."""
     transformers = pytest.importorskip("transformers")
     config = transformers.PatchTSMixerConfig(
         context_length=LENGTH, patch_length=8, patch_stride=8, num_input_channels=CHANNELS, d_model=D, num_layers=1,
@@ -954,7 +954,7 @@ def test_changes_after_accelerate(name, compiled):
 
 
 def _first(result):
-    """Of a layer's results, or a model's."""
+    """The first result of a layer, or a model's prediction."""
     if isinstance(result, torch.Tensor):
         return result
     return result[0] if isinstance(result, tuple) else result.prediction_outputs

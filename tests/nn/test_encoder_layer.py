@@ -384,7 +384,7 @@ def test_hooks_of_an_activation():
 
 @pytest.mark.parametrize("name", [name for name, _ in _torchs(activation=ReLU()).named_modules() if name])
 def test_hooks_of_every_submodule(name):
-    """Of self_attn.out_proj too, though torch reads its weight past its forward as well."""
+    """Raise, self_attn.out_proj's too, although torch itself reads its weight without calling it."""
     theirs = _torchs(activation=ReLU())
     ours = EncoderLayer.from_torch(theirs)
     with theirs.get_submodule(name).register_forward_hook(lambda *args: None):

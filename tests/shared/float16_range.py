@@ -22,7 +22,7 @@ def operands(device, rows=24, columns=40, depth=16):
 
 
 def torch_form(activation):
-    """Of x, weight and, where gated, weight_up."""
+    """The activated product in plain torch, as a function of x, weight and, where gated, weight_up."""
     form = ACTIVATIONS[activation].torch
 
     def call(x, weight, weight_up=None):

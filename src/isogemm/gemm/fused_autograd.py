@@ -344,7 +344,7 @@ _Dtypes = dict[str, torch.dtype]  # of the call's tensors
 def _of_addend(
     call: Call, dz: torch.Tensor, needed: dict[str, bool], dtypes: _Dtypes
 ) -> dict[str, torch.Tensor | None]:
-    """Of beta c."""
+    """Gradients of c and beta, from dz."""
     found: dict[str, torch.Tensor | None] = {}
     if needed["c"]:
         found["c"] = (dz * (call.beta_value if call.beta is None else call.beta)).to(dtypes["c"])

@@ -180,7 +180,7 @@ def epilogue_grad(
     *,
     create_graph: bool = False,
 ) -> list[torch.Tensor | None]:
-    """Of a registered epilogue: dz in `dtype` and, where wanted, those of the aux tensors, by its torch form."""
+    """A registered epilogue's gradients, from its torch form: dz in `dtype` and, where wanted, the aux tensors'."""
 
     def operand(x: torch.Tensor, want: bool) -> torch.Tensor:
         # An alias: one operand may be made from another, which is for the engine to follow.

@@ -77,7 +77,7 @@ def _parsed(where: str, line: str) -> Record:
 
 
 def _object(line: str) -> Record:
-    """Of a line of JSON; an empty one where it is none."""
+    """The JSON object in a line; empty if the line holds none."""
     try:
         made = json.loads(line)
     except json.JSONDecodeError:
