@@ -6,12 +6,12 @@ import itertools
 import pytest
 import torch
 import triton
-from torch.autograd import gradcheck, gradgradcheck
+from gradients import CONTRACT, Kept, assert_gradients, make_leaves, make_tensors, normal, plain_linear, plain_mlp
 from torch.nn import functional as F
 
 import isogemm
 from isogemm.epilogues import random, register, spec
-from isogemm.gemm import configs, cpu, op
+from isogemm.gemm import configs
 from isogemm.gemm.api import mlp
 from isogemm.gemm.fused import new_seed
 from isogemm.testing import ACTIVATION_FORMS as ACTIVATIONS
@@ -19,37 +19,13 @@ from isogemm.testing import GATE_FORMS as GATED
 from isogemm.testing import (
     assert_bitwise_equal,
     assert_gradients_no_worse,
-    assert_no_worse_than_torch,
     fused_form,
     gradients_of,
-    make_data,
     poisoned_allocations,
     with_layout,
 )
 
 DEVICE = "cpu"
-CONTRACT = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def _normal(*shape, seed=0, dtype=torch.float32):
-    return make_data("normal", shape, seed=seed, dtype=dtype, device=DEVICE)
-
-
-def _leaves(shapes, dtype=torch.float64):
-    return {
-        name: _normal(*shape, seed=i, dtype=dtype).requires_grad_() for i, (name, shape) in enumerate(shapes.items())
-    }
-
-
-def _assert_gradients(function, leaves, **options):
-    """Of first and second order, by finite differences."""
-
-    def call(*tensors):
-        torch.manual_seed(0)  # for a mask that stays
-        return function(**dict(zip(leaves, tensors, strict=True)), **options)
-
-    assert gradcheck(call, tuple(leaves.values()), fast_mode=True)
-    assert gradgradcheck(call, tuple(leaves.values()), fast_mode=True)
 
 
 M, K, N = 3, 4, 5
@@ -63,8 +39,8 @@ def _shapes(*names):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradcheck_of_activations(activation):
-    _assert_gradients(isogemm.matmul_fused, _leaves(_shapes()), activation=activation)
-    _assert_gradients(isogemm.matmul_fused, _leaves(_shapes("bias", "residual")), activation=activation)
+    assert_gradients(isogemm.matmul_fused, make_leaves(_shapes()), activation=activation)
+    assert_gradients(isogemm.matmul_fused, make_leaves(_shapes("bias", "residual")), activation=activation)
 
 
 COMBINATIONS = {  # name: (tensors, options)
@@ -93,22 +69,22 @@ COMBINATIONS = {  # name: (tensors, options)
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_gradcheck_of_combinations(name):
     names, options = COMBINATIONS[name]
-    _assert_gradients(isogemm.matmul_fused, _leaves(_shapes(*names)), **options)
+    assert_gradients(isogemm.matmul_fused, make_leaves(_shapes(*names)), **options)
 
 
 def test_gradcheck_of_a_bias_along_rows():
     shapes = _shapes("residual") | {"bias": (M,)}
     for activation in (None, "relu", "gelu", "tanh"):
-        _assert_gradients(isogemm.matmul_fused, _leaves(shapes), bias_dim=-2, activation=activation)
+        assert_gradients(isogemm.matmul_fused, make_leaves(shapes), bias_dim=-2, activation=activation)
 
 
 def test_gradcheck_with_leading_sizes():
     shapes = {"a": (2, M, K), "b": (K, N), "bias": (2, M), "c": (2, M, N), "row_scale": (2, M), "residual": (2, M, N)}
-    _assert_gradients(isogemm.matmul_fused, _leaves(shapes), bias_dim=-2, beta=0.5, activation="gelu", dropout_p=0.3)
+    assert_gradients(isogemm.matmul_fused, make_leaves(shapes), bias_dim=-2, beta=0.5, activation="gelu", dropout_p=0.3)
     shapes = {"x": (2, M, K), "weight": (N, K), "bias": (N,), "row_scale": (2, M), "residual": (2, M, N)}
-    _assert_gradients(isogemm.linear, _leaves(shapes), activation="silu")
+    assert_gradients(isogemm.linear, make_leaves(shapes), activation="silu")
     vector = {"x": (K,), "weight": (N, K), "bias": (N,), "c": (N,), "row_scale": (), "residual": (N,)}
-    _assert_gradients(isogemm.linear, _leaves(vector), beta=0.5, activation="silu")
+    assert_gradients(isogemm.linear, make_leaves(vector), beta=0.5, activation="silu")
 
 
 GATE_SHAPES = {"x": (M, K), "weight": (N, K), "weight_up": (N, K)}
@@ -116,12 +92,12 @@ GATE_SHAPES = {"x": (M, K), "weight": (N, K), "weight_up": (N, K)}
 
 @pytest.mark.parametrize("activation", GATED)
 def test_gradcheck_of_gates(activation):
-    _assert_gradients(isogemm.linear, _leaves(GATE_SHAPES), activation=activation)
+    assert_gradients(isogemm.linear, make_leaves(GATE_SHAPES), activation=activation)
     shapes = GATE_SHAPES | {"bias": (N,), "bias_up": (N,), "residual": (M, N)}
-    _assert_gradients(isogemm.linear, _leaves(shapes), activation=activation)
-    _assert_gradients(isogemm.linear, _leaves(shapes), activation=activation, dropout_p=0.4)
+    assert_gradients(isogemm.linear, make_leaves(shapes), activation=activation)
+    assert_gradients(isogemm.linear, make_leaves(shapes), activation=activation, dropout_p=0.4)
     for one in ("bias", "bias_up"):
-        _assert_gradients(isogemm.linear, _leaves(GATE_SHAPES | {one: (N,)}), activation=activation)
+        assert_gradients(isogemm.linear, make_leaves(GATE_SHAPES | {one: (N,)}), activation=activation)
 
 
 @triton.jit
@@ -150,15 +126,15 @@ def _with_aux(a, b, first, second, **keywords):
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(AUX, AUX)))
 def test_gradcheck_of_the_users(first, second):
     shapes = _shapes() | {"first": AUX[first], "second": AUX[second]}
-    _assert_gradients(_with_aux, _leaves(shapes), epilogue="wave")
+    assert_gradients(_with_aux, make_leaves(shapes), epilogue="wave")
 
 
 @pytest.mark.usefixtures("wave")
 def test_gradcheck_of_the_users_with_the_rest():
     shapes = _shapes("bias", "residual", "row_scale") | {"first": (N,), "second": (M, N)}
-    _assert_gradients(_with_aux, _leaves(shapes), epilogue="wave", dropout_p=0.4)
+    assert_gradients(_with_aux, make_leaves(shapes), epilogue="wave", dropout_p=0.4)
     for name in ("unread", "constant"):
-        leaves = _leaves(shapes)
+        leaves = make_leaves(shapes)
         result = _with_aux(**leaves, epilogue=name)
         gradients = torch.autograd.grad(result.sum(), leaves.values(), allow_unused=True)
         for leaf, gradient in zip(leaves.values(), gradients, strict=True):
@@ -167,7 +143,7 @@ def test_gradcheck_of_the_users_with_the_rest():
 
 @pytest.mark.usefixtures("wave")
 def test_aux_that_need_no_gradient():
-    leaves = _leaves(_shapes() | {"first": (N,), "second": (M, N)})
+    leaves = make_leaves(_shapes() | {"first": (N,), "second": (M, N)})
     expected = torch.autograd.grad(_with_aux(**leaves, epilogue="wave").sum(), leaves.values())
     for fixed in leaves:
         others = {name: leaf.detach() if name == fixed else leaf for name, leaf in leaves.items()}
@@ -178,33 +154,6 @@ def test_aux_that_need_no_gradient():
             if name != fixed:
                 got = gradients[wanted.index(name)]
             assert_bitwise_equal(got, same, name)
-
-
-MLP_SHAPES = {"x": (M, K), "weight": (6, K), "weight_down": (N, 6)}
-MLP_BIASES = {"bias": (6,), "bias_down": (N,)}
-GATE = {"weight_up": (6, K), "bias_up": (6,)}
-
-
-@pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATED])
-def test_gradcheck_of_mlp(activation):
-    gate = GATE if activation in GATED else {}
-    shapes = MLP_SHAPES | MLP_BIASES | gate | {"residual": (M, N)}
-    _assert_gradients(mlp, _leaves(shapes), activation=activation)
-
-
-@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu", "leaky_relu"])
-@pytest.mark.parametrize("dropouts", [(0.4, 0.0), (0.0, 0.4), (0.4, 0.3)], ids=str)
-def test_gradcheck_of_mlp_with_dropout(activation, dropouts):
-    gate = GATE if activation in GATED else {}
-    shapes = MLP_SHAPES | MLP_BIASES | gate | {"residual": (M, N)}
-    inside, last = dropouts
-    _assert_gradients(mlp, _leaves(shapes), activation=activation, hidden_dropout_p=inside, dropout_p=last)
-
-
-def test_gradcheck_of_mlp_without_biases_and_in_a_batch():
-    _assert_gradients(mlp, _leaves(MLP_SHAPES))
-    _assert_gradients(mlp, _leaves(MLP_SHAPES | {"weight_up": (6, K)}), activation="swiglu")
-    _assert_gradients(mlp, _leaves(MLP_SHAPES | {"x": (2, M, K), "residual": (2, M, N)}), activation="silu")
 
 
 @pytest.mark.parametrize("activation", ["relu", "leaky_relu", "gelu"])
@@ -230,47 +179,17 @@ def test_second_derivatives_are_there_where_torch_s_are(activation, trained):
         torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-5)
 
 
-def test_second_derivatives_of_mlp_are_torch_s():
-    """Mixed ones too, by the graph of a graph."""
-    leaves = _leaves(MLP_SHAPES | MLP_BIASES)
-
-    def twice(function):
-        first = torch.autograd.grad(function(**leaves).square().sum(), leaves.values(), create_graph=True)
-        return torch.autograd.grad(sum(each.square().sum() for each in first), leaves.values())
-
-    def plain(x, weight, weight_down, bias, bias_down):
-        return F.linear(F.gelu(F.linear(x, weight, bias)), weight_down, bias_down)
-
-    for got, right in zip(twice(mlp), twice(plain), strict=True):
-        torch.testing.assert_close(got, right)
-
-
 # In the dtypes of the contract, against fp64.
-
-
-def _plain_linear(x, weight, *, weight_up=None, bias_up=None, activation=None, residual=None, bias=None):
-    if weight_up is None:
-        return fused_form(x, weight.mT, bias=bias, activation=activation, residual=residual)
-    value = GATED[activation](F.linear(x, weight, bias)) * F.linear(x, weight_up, bias_up)
-    return value if residual is None else residual + value
-
-
-def _plain_mlp(x, weight, weight_down, *, bias_down=None, residual=None, **first):
-    return _plain_linear(_plain_linear(x, weight, **first), weight_down, bias=bias_down, residual=residual)
-
-
-def _tensors(shapes, dtype):
-    return {name: _normal(*shape, seed=i, dtype=dtype) for i, (name, shape) in enumerate(shapes.items())}
 
 
 @pytest.mark.parametrize("dtype", CONTRACT, ids=str)
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_activations_no_worse_than_torch(activation, dtype):
     m, k, n = 65, 100, 33
-    tensors = _tensors({"a": (m, k), "b": (k, n), "bias": (n,), "residual": (m, n)}, dtype)
+    tensors = make_tensors({"a": (m, k), "b": (k, n), "bias": (n,), "residual": (m, n)}, dtype)
     tensors["a"] = tensors["a"] / 8
     assert_gradients_no_worse(
-        isogemm.matmul_fused, fused_form, tensors, _normal(m, n, seed=9, dtype=dtype), activation=activation
+        isogemm.matmul_fused, fused_form, tensors, normal(m, n, seed=9, dtype=dtype), activation=activation
     )
 
 
@@ -287,9 +206,9 @@ def test_scales_no_worse_than_torch(dtype):
         "alpha": (),
         "beta": (),
     }
-    tensors = _tensors(shapes, dtype)
+    tensors = make_tensors(shapes, dtype)
     tensors["a"] = tensors["a"] / 8
-    grad = _normal(m, n, seed=9, dtype=dtype)
+    grad = normal(m, n, seed=9, dtype=dtype)
     assert_gradients_no_worse(isogemm.matmul_fused, fused_form, tensors, grad, bias_dim=-2, activation="gelu")
 
 
@@ -298,32 +217,21 @@ def test_scales_no_worse_than_torch(dtype):
 def test_gates_no_worse_than_torch(activation, dtype):
     m, k, n = 65, 100, 33
     shapes = {"x": (m, k), "weight": (n, k), "weight_up": (n, k), "bias": (n,), "bias_up": (n,), "residual": (m, n)}
-    tensors = _tensors(shapes, dtype)
+    tensors = make_tensors(shapes, dtype)
     tensors["x"] = tensors["x"] / 8
-    grad = _normal(m, n, seed=9, dtype=dtype)
-    assert_gradients_no_worse(isogemm.linear, _plain_linear, tensors, grad, activation=activation)
-
-
-@pytest.mark.parametrize("dtype", CONTRACT, ids=str)
-@pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATED])
-def test_mlp_no_worse_than_torch(activation, dtype):
-    m, k, h, n = 65, 40, 100, 33
-    shapes = {"x": (m, k), "weight": (h, k), "weight_down": (n, h), "bias": (h,), "bias_down": (n,), "residual": (m, n)}
-    shapes |= {"weight_up": (h, k), "bias_up": (h,)} if activation in GATED else {}
-    tensors = _tensors(shapes, dtype)
-    tensors["x"] = tensors["x"] / 8
-    assert_gradients_no_worse(mlp, _plain_mlp, tensors, _normal(m, n, seed=9, dtype=dtype), activation=activation)
+    grad = normal(m, n, seed=9, dtype=dtype)
+    assert_gradients_no_worse(isogemm.linear, plain_linear, tensors, grad, activation=activation)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_operands_and_results_in_float32(dtype):
     """Every gradient comes in the dtype of its tensor."""
     m, k, n = 17, 40, 9
-    tensors = _tensors({"a": (m, k), "b": (k, n), "bias": (n,)}, dtype)
+    tensors = make_tensors({"a": (m, k), "b": (k, n), "bias": (n,)}, dtype)
     shapes = {"c": (m, n), "residual": (m, n), "row_scale": (m,), "col_scale": (n,), "alpha": (), "beta": ()}
-    tensors |= _tensors(shapes, torch.float32)
+    tensors |= make_tensors(shapes, torch.float32)
     tensors["a"] = tensors["a"] / 8
-    grad = _normal(m, n, seed=9)
+    grad = normal(m, n, seed=9)
     options = {"activation": "gelu", "out_dtype": torch.float32}
     actual = gradients_of(isogemm.matmul_fused, tensors, grad, **options)
     exact = gradients_of(fused_form, tensors, grad, torch.float64, activation="gelu")
@@ -342,43 +250,13 @@ NEEDED = list(itertools.product([True, False], repeat=5))[:-1]
 @pytest.mark.parametrize("needed", NEEDED, ids=lambda needed: "".join("-x"[each] for each in needed))
 def test_only_some_need_gradients(needed):
     shapes = {"x": (7, 9), "weight": (5, 9), "bias": (5,), "residual": (7, 5), "row_scale": (7,)}
-    tensors, grad = _tensors(shapes, torch.float32), _normal(7, 5, seed=9)
+    tensors, grad = make_tensors(shapes, torch.float32), normal(7, 5, seed=9)
     expected = gradients_of(isogemm.linear, tensors, grad, activation="gelu")
     leaves = {name: each.requires_grad_(need) for (name, each), need in zip(tensors.items(), needed, strict=True)}
     isogemm.linear(**leaves, activation="gelu").backward(grad)
     for (name, leaf), need in zip(leaves.items(), needed, strict=True):
         assert (leaf.grad is not None) == need
         if need:
-            assert_bitwise_equal(leaf.grad, expected[name], name)
-
-
-FROZEN = {  # names that are trained
-    "biases": ("bias", "bias_up", "bias_down"),
-    "down": ("weight_down",),
-    "gate": ("weight",),
-    "up": ("weight_up", "bias_up"),
-    "x": ("x",),
-    "residual": ("residual",),
-    "x and residual": ("x", "residual"),
-    "weights": ("weight", "weight_up", "weight_down"),
-    "last bias": ("bias_down",),
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "activation"),
-    [(case, each) for case in FROZEN for each in ("relu", "gelu", "swiglu") if case != "up" or each in GATED],
-)
-def test_frozen_parts_of_mlp(case, activation):
-    shapes = MLP_SHAPES | MLP_BIASES | {"residual": (M, N)} | (GATE if activation in GATED else {})
-    tensors, grad = _tensors(shapes, torch.float32), _normal(M, N, seed=9)
-    trained = [name for name in FROZEN[case] if name in tensors]
-    expected = gradients_of(mlp, tensors, grad, activation=activation)
-    leaves = {name: each.requires_grad_(name in trained) for name, each in tensors.items()}
-    mlp(**leaves, activation=activation).backward(grad)
-    for name, leaf in leaves.items():
-        assert (leaf.grad is not None) == (name in trained), name
-        if name in trained:
             assert_bitwise_equal(leaf.grad, expected[name], name)
 
 
@@ -398,7 +276,7 @@ CALLS = {  # name: (function, shapes, options)
 @pytest.mark.parametrize("name", CALLS)
 def test_backward_twice_needs_the_graph(name):
     function, shapes, options = CALLS[name]
-    leaves = _leaves(shapes, torch.float32)
+    leaves = make_leaves(shapes, torch.float32)
     result = function(**leaves, **options)
     loss = result.square().sum()
     first = torch.autograd.grad(loss, leaves.values(), retain_graph=True)
@@ -411,7 +289,7 @@ def test_backward_twice_needs_the_graph(name):
 @pytest.mark.parametrize("name", CALLS)
 def test_the_forward_is_that_of_inference(name):
     function, shapes, options = CALLS[name]
-    leaves = _leaves(shapes, torch.bfloat16)
+    leaves = make_leaves(shapes, torch.bfloat16)
     results = []
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         torch.manual_seed(2)
@@ -425,7 +303,7 @@ def test_the_forward_is_that_of_inference(name):
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_of_any_stride(name):
     function, shapes, options = CALLS[name]
-    leaves = _leaves(shapes, torch.bfloat16)
+    leaves = make_leaves(shapes, torch.bfloat16)
     plain = torch.ones(7, 5, dtype=torch.bfloat16)
     grads = {"plain": plain, "expanded": plain[:1, :1].expand(7, 5)}
     grads |= {layout: with_layout(plain, layout) for layout in ("transposed", "sliced", "strided", "misaligned")}
@@ -442,7 +320,7 @@ def test_gradients_of_any_stride(name):
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "strided", "misaligned"])
 def test_inputs_of_any_stride(name, layout):
     function, shapes, options = CALLS[name]
-    tensors, grad = _tensors(shapes, torch.bfloat16), _normal(7, 5, seed=9, dtype=torch.bfloat16)
+    tensors, grad = make_tensors(shapes, torch.bfloat16), normal(7, 5, seed=9, dtype=torch.bfloat16)
     torch.manual_seed(2)
     expected = gradients_of(function, tensors, grad, **options)
     views = {name: with_layout(each, layout if each.ndim > 1 else "strided") for name, each in tensors.items()}
@@ -459,7 +337,7 @@ def test_an_operand_changed_in_place_is_noticed(name):
     function, shapes, options = CALLS[name]
     for changed in ("x", "weight", "weight_up", "weight_down"):
         if changed in shapes:
-            leaves = _leaves(shapes, torch.float32)
+            leaves = make_leaves(shapes, torch.float32)
             result = function(**leaves, **options)
             with torch.no_grad():
                 leaves[changed].add_(1)
@@ -469,7 +347,7 @@ def test_an_operand_changed_in_place_is_noticed(name):
 
 def test_a_result_changed_in_place_is_noticed_where_it_is_read():
     """tanh keeps its result."""
-    x, weight = _normal(7, 9), _normal(5, 9).requires_grad_()
+    x, weight = normal(7, 9), normal(5, 9).requires_grad_()
     result = isogemm.linear(x, weight, activation="tanh")
     result.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -480,7 +358,7 @@ def test_a_result_changed_in_place_is_noticed_where_it_is_read():
 def test_a_result_may_be_changed_in_place_where_it_is_not_read(name):
     """As that of torch's own operations, of which it is no view."""
     function, shapes, options = CALLS[name]
-    leaves = _leaves(shapes, torch.float32)
+    leaves = make_leaves(shapes, torch.float32)
     torch.manual_seed(2)
     expected = torch.autograd.grad((2 * function(**leaves, **options)).sum(), leaves.values())
     torch.manual_seed(2)
@@ -496,17 +374,17 @@ def test_empty(sizes, dtype):
     m, k, n = sizes
     shapes = {"a": (2, m, k), "b": (k, n), "bias": (n,), "c": (2, m, n), "row_scale": (2, m), "col_scale": (n,)}
     shapes |= {"alpha": (), "beta": (), "residual": (2, m, n)}
-    tensors, grad = _tensors(shapes, dtype), torch.ones(2, m, n, dtype=dtype)
+    tensors, grad = make_tensors(shapes, dtype), torch.ones(2, m, n, dtype=dtype)
     with poisoned_allocations():
         actual = gradients_of(isogemm.matmul_fused, tensors, grad, activation="relu")
     expected = gradients_of(fused_form, tensors, grad, activation="relu")
     for name, same in expected.items():
         torch.testing.assert_close(actual[name], same, msg=lambda text, name=name: f"{name}: {text}")
     shapes = {"x": (2, m, k), "weight": (n, k), "weight_up": (n, k), "bias": (n,), "weight_down": (6, n)}
-    tensors, grad = _tensors(shapes, dtype), torch.ones(2, m, 6, dtype=dtype)
+    tensors, grad = make_tensors(shapes, dtype), torch.ones(2, m, 6, dtype=dtype)
     with poisoned_allocations():
         actual = gradients_of(mlp, tensors, grad, activation="swiglu")
-    expected = gradients_of(_plain_mlp, tensors, grad, activation="swiglu")
+    expected = gradients_of(plain_mlp, tensors, grad, activation="swiglu")
     for name, same in expected.items():
         torch.testing.assert_close(actual[name], same, msg=lambda text, name=name: f"mlp, {name}: {text}")
 
@@ -531,11 +409,11 @@ def test_gradient_at_nan_and_at_kinks(activation):
 )
 def test_a_row_of_dx_follows_nothing_but_itself(activation, dtype):
     k, n = 65, 33
-    options = {"weight": _normal(n, k, seed=1, dtype=dtype), "bias": _normal(n, seed=2, dtype=dtype)}
+    options = {"weight": normal(n, k, seed=1, dtype=dtype), "bias": normal(n, seed=2, dtype=dtype)}
     function, activation = (mlp, activation[4:]) if activation.startswith("mlp") else (isogemm.linear, activation)
-    options |= {"weight_up": _normal(n, k, seed=3, dtype=dtype)} if activation in GATED else {}
-    options |= {"weight_down": _normal(n, n, seed=4, dtype=dtype)} if function is mlp else {}
-    x, grad = _normal(256, k, seed=5, dtype=dtype), _normal(256, n, seed=6, dtype=dtype)
+    options |= {"weight_up": normal(n, k, seed=3, dtype=dtype)} if activation in GATED else {}
+    options |= {"weight_down": normal(n, n, seed=4, dtype=dtype)} if function is mlp else {}
+    x, grad = normal(256, k, seed=5, dtype=dtype), normal(256, n, seed=6, dtype=dtype)
 
     def rows(at):
         leaf = x[at].clone().requires_grad_()
@@ -552,7 +430,7 @@ def test_a_row_of_dx_follows_nothing_but_itself(activation, dtype):
 def _parameters(names, shapes, dtype):
     made = {}
     for seed, name in enumerate(names):
-        made[name] = torch.nn.Parameter(_normal(*shapes[name], seed=seed, dtype=dtype))
+        made[name] = torch.nn.Parameter(normal(*shapes[name], seed=seed, dtype=dtype))
         made[name].main_grad = torch.zeros(shapes[name])
     return made
 
@@ -578,7 +456,7 @@ def test_main_grad(name, dtype):
     """Added to, in fp32; no gradient is given to the parameter; rounded it is the gradient that would be."""
     function, names, options = TRAINED[name]
     parameters = _parameters(names, WIDTHS, dtype)
-    x, grad = _normal(50, 17, seed=7, dtype=dtype), _normal(50, 24, seed=8, dtype=dtype)
+    x, grad = normal(50, 17, seed=7, dtype=dtype), normal(50, 24, seed=8, dtype=dtype)
     plain = {each: parameter.detach().clone() for each, parameter in parameters.items()}
     expected = gradients_of(functools.partial(function, x), plain, grad, **options)
     function(x, **parameters, **options).backward(grad)
@@ -608,7 +486,7 @@ def test_micro_batches_have_the_bits_of_one_pass(name, dtype):
     }
     chunk = max(configs.token_chunk(*shape, str(dtype).removeprefix("torch.")) for shape in ((8, 16), (8, 8)))
     tokens = 2 * chunk + 37
-    x, grad = _normal(tokens, 16, seed=7, dtype=dtype), _normal(tokens, 8, seed=8, dtype=dtype)
+    x, grad = normal(tokens, 16, seed=7, dtype=dtype), normal(tokens, 8, seed=8, dtype=dtype)
 
     def accumulated(x, grad, cuts=()):
         parameters = _parameters(names, shapes, dtype)
@@ -629,7 +507,7 @@ def test_micro_batches_have_the_bits_of_one_pass(name, dtype):
 def test_main_grad_under_autocast(name):
     function, names, options = TRAINED[name]
     parameters = _parameters(names, WIDTHS, torch.float32)
-    x, grad = _normal(50, 17, seed=7), _normal(50, 24, seed=8, dtype=torch.bfloat16)
+    x, grad = normal(50, 17, seed=7), normal(50, 24, seed=8, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         function(x, **parameters, **options).backward(grad)
     half = {each: torch.nn.Parameter(parameter.detach().bfloat16()) for each, parameter in parameters.items()}
@@ -647,7 +525,7 @@ def test_main_grad_of_frozen_parameters_is_left_alone(name):
     for frozen in names:
         parameters = _parameters(names, WIDTHS, torch.float32)
         parameters[frozen].requires_grad_(False)
-        function(_normal(50, 17, seed=7), **parameters, **options).sum().backward()
+        function(normal(50, 17, seed=7), **parameters, **options).sum().backward()
         for each, parameter in parameters.items():
             assert bool(parameter.main_grad.any()) == (each != frozen), f"{each}, {frozen} frozen"
 
@@ -657,7 +535,7 @@ def test_a_wrong_main_grad_is_refused_before_any_is_touched():
         for wrong in names:
             parameters = _parameters(names, WIDTHS, torch.float32)
             parameters[wrong].main_grad = torch.zeros(3)
-            result = function(_normal(50, 17, seed=7), **parameters, **options)
+            result = function(normal(50, 17, seed=7), **parameters, **options)
             with pytest.raises((ValueError, RuntimeError), match=rf"{wrong}\.main_grad"):
                 result.sum().backward()
             if function is not mlp:  # whose two layers go one after the other
@@ -667,7 +545,7 @@ def test_a_wrong_main_grad_is_refused_before_any_is_touched():
 
 def test_one_weight_in_both_places():
     """weight_up may be the weight itself: it takes both gradients."""
-    x, weight = _normal(7, 9), _normal(5, 9, seed=1)
+    x, weight = normal(7, 9), normal(5, 9, seed=1)
     shared, theirs = weight.clone().requires_grad_(), weight.clone().requires_grad_()
     isogemm.linear(x, shared, weight_up=shared, activation="swiglu").sum().backward()
     (F.silu(F.linear(x, theirs)) * F.linear(x, theirs)).sum().backward()
@@ -703,8 +581,8 @@ def test_the_backward_has_the_forward_s_mask(dtype):
 def test_masks_are_the_torch_form_s():
     """Forward and gradients are those of torch with the mask that `random.kept` says, of the seed that was drawn."""
     m, k, n, p = 33, 20, 17, 0.4
-    tensors = _tensors({"a": (m, k), "b": (k, n), "bias": (n,), "residual": (m, n)}, torch.float64)
-    grad = _normal(m, n, seed=9, dtype=torch.float64)
+    tensors = make_tensors({"a": (m, k), "b": (k, n), "bias": (n,), "residual": (m, n)}, torch.float64)
+    grad = normal(m, n, seed=9, dtype=torch.float64)
     torch.manual_seed(3)
     mask = random.kept(new_seed(torch.device(DEVICE)), m, n, p) * random.scale(p)
 
@@ -720,51 +598,13 @@ def test_masks_are_the_torch_form_s():
 @pytest.mark.parametrize("activation", ["relu", "gelu", "tanh", "swiglu"])
 def test_nothing_passes_a_dropout_of_all(activation):
     shapes = GATE_SHAPES if activation in GATED else {"x": (M, K), "weight": (N, K)}
-    leaves = _leaves(shapes | {"bias": (N,)}, torch.float32)
+    leaves = make_leaves(shapes | {"bias": (N,)}, torch.float32)
     result = isogemm.linear(**leaves, activation=activation, dropout_p=1.0)
     for gradient in torch.autograd.grad(result.sum(), leaves.values()):
         assert not bool(gradient.any())
 
 
-def test_mlp_masks():
-    """Of the last dropout as above; of the one inside, that a hidden unit dropped for a token gets nothing from it."""
-    m, k, h, n, p = 64, 8, 96, 40, 0.5
-    x, weight = torch.ones(m, k), torch.ones(h, k)
-    down = torch.eye(h)[:n].clone()  # the first n hidden units themselves
-    bias = torch.zeros(h, requires_grad=True)
-    for activation in ("relu", "gelu", "silu"):
-        result = mlp(x, weight, down, bias=bias, activation=activation, hidden_dropout_p=p)
-        dropped = result == 0
-        assert 0.4 < float(dropped.float().mean()) < 0.6
-        (grad,) = torch.autograd.grad(result.sum(), bias)
-        slope = {"relu": 1.0, "gelu": 1.0, "silu": 1.0}[activation]  # at 8, to three digits
-        torch.testing.assert_close(grad[:n], (~dropped).sum(0) * 2 * slope, rtol=5e-3, atol=0)
-        assert not bool(grad[n:].any())
-    x = x.requires_grad_()
-    result = mlp(x, weight, torch.ones(n, h), activation="relu", dropout_p=p)
-    (grad,) = torch.autograd.grad(result.sum(), x)
-    torch.testing.assert_close(grad, ((result != 0).sum(1) * 2.0 * h)[:, None].expand(m, k))
-
-
 # What is kept for the backward.
-
-
-class Kept:
-    """The bytes that a call keeps besides its operands and its result, and those of the result."""
-
-    def __init__(self, function, operands, **options):
-        storages = {each.untyped_storage().data_ptr() for each in operands.values()}
-        kept = {}
-
-        def pack(tensor):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            result = function(**operands, **options)
-        own = result.untyped_storage().data_ptr()
-        self.result = own in kept
-        self.bytes = sum(size for at, size in kept.items() if at not in storages and at != own)
 
 
 ROWS, WIDTH = 40, 100
@@ -790,7 +630,7 @@ def _layer(*names):
         "residual": (ROWS, WIDTH),
         "weight_up": (WIDTH, 64),
     }
-    return _leaves({name: shapes[name] for name in ("x", "weight", *names)}, torch.bfloat16)
+    return make_leaves({name: shapes[name] for name in ("x", "weight", *names)}, torch.bfloat16)
 
 
 @pytest.mark.parametrize("activation", SIZES)
@@ -811,22 +651,12 @@ def test_what_gates_keep():
 
 def test_nothing_is_kept_without_need():
     layer = {name: leaf.detach() for name, leaf in _layer("bias").items()}
-    residual = _normal(ROWS, WIDTH, dtype=torch.bfloat16).requires_grad_()
+    residual = normal(ROWS, WIDTH, dtype=torch.bfloat16).requires_grad_()
     for activation in ("relu", "gelu"):
         assert Kept(isogemm.linear, layer, activation=activation).bytes == 0
         kept = Kept(isogemm.linear, layer | {"residual": residual}, activation=activation)
         assert kept.bytes == 0, "the residual alone is differentiated"
-    assert Kept(mlp, layer | {"weight_down": _normal(8, WIDTH, dtype=torch.bfloat16)}).bytes == 0
-
-
-@pytest.mark.parametrize(("activation", "tensors"), [("relu", 1), ("gelu", 2), ("silu", 2), ("swiglu", 3)])
-def test_what_mlp_keeps(activation, tensors):
-    """The hidden value, and where its derivative is not to be had from that, what came before it."""
-    layer = _layer("bias", "weight_up") if activation in GATED else _layer("bias")
-    layer |= {"weight_down": _normal(24, WIDTH, dtype=torch.bfloat16).requires_grad_()}
-    kept = Kept(mlp, layer, activation=activation)
-    assert kept.bytes == tensors * ROWS * WIDTH * 2
-    assert not kept.result
+    assert Kept(mlp, layer | {"weight_down": normal(8, WIDTH, dtype=torch.bfloat16)}).bytes == 0
 
 
 FIXED = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -894,117 +724,6 @@ def test_registered_again_before_the_backward():
     isogemm.epilogues.register("registered_twice", doubled, lambda acc, col, row: acc * 5)
     with pytest.raises(RuntimeError, match=r"registered_twice.*registered again"):
         result.sum().backward()
-
-
-def _biased_mlp(activation, tokens, dtype=torch.float32):
-    shapes = {"x": (tokens, 12), "weight": (24, 12), "bias": (24,), "weight_down": (7, 24)}
-    shapes |= {"weight_up": (24, 12), "bias_up": (24,)} if activation in GATED else {}
-    return _leaves(shapes, dtype)
-
-
-def _hidden_node(result):
-    """The first layer's, whose gradient is z's."""
-    return next(node for node, _ in result.grad_fn.next_functions if node is not None and "_Hidden" in node.name())
-
-
-@pytest.mark.parametrize("dtype", CONTRACT)
-@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
-def test_bias_gradients_of_mlp_come_with_dz(activation, dtype, monkeypatch):
-    """Summed by halves in blocks of rows and chunks of blocks, with no pass of their own, whoever asks."""
-    leaves, grad = _biased_mlp(activation, 2100, dtype), _normal(2100, 7, seed=9, dtype=dtype)
-    result = mlp(**leaves, activation=activation)
-    seen = []
-    _hidden_node(result).register_prehook(lambda grads: seen.append(grads[1].clone()))
-    monkeypatch.setattr(op, "bias_grad", None)
-    result.backward(grad, retain_graph=True)
-    biases = [leaf for name, leaf in leaves.items() if name.startswith("bias")]
-    for dz, bias in zip(seen[0] if activation in GATED else seen, biases, strict=True):
-        blocks = cpu.row_sums(dz, configs.BIAS_ROWS)
-        chunks = cpu.row_sums(blocks, configs.BIAS_BLOCKS)
-        assert len(chunks) == 3
-        assert_bitwise_equal(bias.grad, (chunks[0] + chunks[1] + chunks[2]).to(dtype))
-        assert_no_worse_than_torch(bias.grad, dz.sum(0), dz.double().sum(0))
-    again = torch.autograd.grad(result, biases, grad)
-    torch.compiler.reset()
-    compiled = torch.compile(functools.partial(mlp, activation=activation), fullgraph=True, backend="aot_eager")
-    other = torch.autograd.grad(compiled(**leaves), biases, grad)
-    for bias, repeated, got in zip(biases, again, other, strict=True):
-        assert_bitwise_equal(repeated, bias.grad)
-        assert_bitwise_equal(got, bias.grad)
-
-
-@pytest.mark.parametrize("dtype", CONTRACT)
-@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
-def test_bias_gradients_of_mlp_where_their_sums_are_lost(activation, dtype):
-    """To a second derivative, to inference mode, or by a hook: the same order, and the same bits of one dz."""
-    leaves, grad = _biased_mlp(activation, 2100, dtype), _normal(2100, 7, seed=9, dtype=dtype)
-    biases = [leaf for name, leaf in leaves.items() if name.startswith("bias")]
-    result = mlp(**leaves, activation=activation)
-    expected = torch.autograd.grad(result, biases, grad, retain_graph=True)
-    twice = torch.autograd.grad(result, biases, grad, create_graph=True)
-    assert all(each.requires_grad for each in twice)
-    with torch.inference_mode():
-        inferred = torch.autograd.grad(result, biases, grad, retain_graph=True)
-    _hidden_node(result).register_prehook(lambda grads: (grads[0], grads[1].clone(), *grads[2:]))
-    hooked = torch.autograd.grad(result, biases, grad)
-    for name, found in {"create_graph": twice, "inference": inferred, "hook": hooked}.items():
-        for got, same in zip(found, expected, strict=True):
-            assert_bitwise_equal(got.detach(), same, name)
-
-
-def test_bias_gradient_of_mlp_is_in_the_log():
-    leaves = _biased_mlp("gelu", 5)
-    result = mlp(**leaves, activation="gelu")
-    with isogemm.dispatch_log() as log:
-        result.sum().backward()
-    assert [entry.op for entry in log].count("bias_grad") == 1
-
-
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_bias_gradients_of_mlp_where_z_s_is_changed(activation):
-    """By a hook, in place or not: the sums that came with it are not its own any more."""
-    found = {}
-    for name, hook in {
-        "": lambda grads: None,
-        "replaced": lambda grads: (grads[0], grads[1] * 2, *grads[2:]),
-        "in place": lambda grads: (grads[0], grads[1].mul_(2), *grads[2:]),
-    }.items():
-        leaves = _biased_mlp(activation, 100)
-        result = mlp(**leaves, activation=activation)
-        _hidden_node(result).register_prehook(hook)
-        result.sum().backward()
-        found[name] = {each: leaf.grad for each, leaf in leaves.items() if each.startswith("bias")}
-    for name in ("replaced", "in place"):
-        for each, got in found[name].items():
-            torch.testing.assert_close(got, 2 * found[""][each], msg=f"{each}, {name}")
-
-
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_bias_gradients_of_mlp_where_z_s_has_two_sources(activation):
-    """A loss of the result and of its gradient: both give z one, and the second comes without sums."""
-
-    def penalised(function, leaves):
-        result = function(**leaves, activation=activation)
-        of_x = torch.autograd.grad(result.sin().sum(), leaves["x"], create_graph=True)[0]
-        (result.cos().sum() + of_x.square().sum()).backward()
-        return {each: leaf.grad for each, leaf in leaves.items()}
-
-    tensors = {name: leaf.detach() / 4 for name, leaf in _biased_mlp(activation, 100).items()}
-    actual, expected, exact = (
-        penalised(function, {name: each.to(dtype, copy=True).requires_grad_() for name, each in tensors.items()})
-        for function, dtype in ((mlp, torch.float32), (_plain_mlp, torch.float32), (_plain_mlp, torch.float64))
-    )
-    for name, right in exact.items():
-        assert_no_worse_than_torch(actual[name], expected[name], right, ulps=8, what=name)
-
-
-def test_second_derivative_of_a_checkpointed_mlp_raises():
-    """The hidden value would be taken for a constant."""
-    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    weight, down = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((6, 4), (4, 6)))
-    result = torch.utils.checkpoint.checkpoint(mlp, x, weight, down, use_reentrant=False)
-    with pytest.raises(RuntimeError, match="second derivative of mlp"):
-        torch.autograd.grad(result.sum(), [x, weight, down], create_graph=True)
 
 
 def test_dropped_infinities_are_zero():

@@ -12,7 +12,7 @@ import torch
 from isogemm.core.eager import autocast_dtype
 from isogemm.epilogues import spec
 from isogemm.epilogues.spec import Epilogue
-from isogemm.gemm import configs, fused, fused_autograd, op, plan
+from isogemm.gemm import configs, fused, fused_autograd, mlp_autograd, op, plan
 from isogemm.gemm.configs import BiasGradProblem, Problem
 from isogemm.gemm.fused_forms import Fusion
 from isogemm.gemm.problem import aligned
@@ -138,7 +138,7 @@ def _fused(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | 
                 second = fused_autograd.plain_call(rows, down, precision)._replace(
                     bias=bias_down, out_dtype=out_dtype, **_dropout(dropouts[1], x.device)
                 )
-                result = fused_autograd.run_mlp(call, second)
+                result = mlp_autograd.run(call, second)
         if differentiated:
             operands = (rows, weight, weight_up, of_gate, of_up, down, bias_down)
             inputs = [each for each in operands if each is not None and each.requires_grad]

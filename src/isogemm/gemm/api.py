@@ -18,7 +18,7 @@ from isogemm.core.eager import PLAIN, autocast_dtype, is_intercepted, is_tracing
 from isogemm.core.errors import require_tensor
 from isogemm.core.private import forward_ad_level
 from isogemm.epilogues import spec
-from isogemm.gemm import ahead, autograd, configs, fused_autograd, op
+from isogemm.gemm import ahead, autograd, configs, fused_autograd, mlp_autograd, op
 from isogemm.gemm.autograd import parameter
 from isogemm.gemm.fused import ROUNDINGS, new_seed
 from isogemm.gemm.fused_op import Call
@@ -324,7 +324,7 @@ def mlp(
         hidden.x, weight_down, bias_down, None, None, -1, None, None, 1.0, None, None, None, None, dropout_p, residual,
         None, (), "once", out_dtype, precision, by_rows=True,
     )  # fmt: skip
-    return fused_autograd.run_mlp(hidden, down)
+    return mlp_autograd.run(hidden, down)
 
 
 def _call(

@@ -1,0 +1,63 @@
+"""What tests of gradients share: operands, plain forms in torch, finite differences, and what a call keeps."""
+
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+from torch.nn import functional as F
+
+from isogemm.testing import GATE_FORMS, fused_form, make_data
+
+CONTRACT = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return make_data("normal", shape, seed=seed, dtype=dtype, device="cpu")
+
+
+def make_leaves(shapes, dtype=torch.float64):
+    return {
+        name: normal(*shape, seed=i, dtype=dtype).requires_grad_() for i, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def make_tensors(shapes, dtype):
+    return {name: normal(*shape, seed=i, dtype=dtype) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def assert_gradients(function, leaves, **options):
+    """Compare first and second derivatives with finite differences."""
+
+    def call(*tensors):
+        torch.manual_seed(0)  # for a mask that stays
+        return function(**dict(zip(leaves, tensors, strict=True)), **options)
+
+    assert gradcheck(call, tuple(leaves.values()), fast_mode=True)
+    assert gradgradcheck(call, tuple(leaves.values()), fast_mode=True)
+
+
+def plain_linear(x, weight, *, weight_up=None, bias_up=None, activation=None, residual=None, bias=None):
+    if weight_up is None:
+        return fused_form(x, weight.mT, bias=bias, activation=activation, residual=residual)
+    value = GATE_FORMS[activation](F.linear(x, weight, bias)) * F.linear(x, weight_up, bias_up)
+    return value if residual is None else residual + value
+
+
+def plain_mlp(x, weight, weight_down, *, bias_down=None, residual=None, **first):
+    return plain_linear(plain_linear(x, weight, **first), weight_down, bias=bias_down, residual=residual)
+
+
+class Kept:
+    """How many bytes a call keeps besides its operands and its result, and whether it keeps its result."""
+
+    def __init__(self, function, operands, **options):
+        storages = {each.untyped_storage().data_ptr() for each in operands.values()}
+        kept = {}
+
+        def pack(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = function(**operands, **options)
+        own = result.untyped_storage().data_ptr()
+        self.result = own in kept
+        self.bytes = sum(size for at, size in kept.items() if at not in storages and at != own)
