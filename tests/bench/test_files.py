@@ -118,3 +118,31 @@ def test_threads_replace_one_file(tmp_path):
         list(pool.map(lambda content: files.write(tmp_path / "shared", content), [*contents] * 5))
     assert (tmp_path / "shared").read_bytes() in contents
     assert [path.name for path in tmp_path.iterdir()] == ["shared"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_written_to_and_stays_one(tmp_path):
+    """As /dev/stdout, and /dev/null, which must not become a file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pipe.read_bytes)
+        files.write(pipe, b"report")
+        assert read.result(timeout=10) == b"report"
+    assert pipe.is_fifo()
+
+
+@pytest.mark.skipif(files.fcntl is None, reason="needs flock")
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def refuse(number):
+        def flock(*args):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(files.fcntl, "flock", flock)
+
+    refuse(errno.ENOSYS)
+    files.append(tmp_path / "rows", "1")
+    assert (tmp_path / "rows").read_text() == "1\n"
+    refuse(errno.EIO)
+    with pytest.raises(OSError, match="rows"):
+        files.append(tmp_path / "rows", "2")

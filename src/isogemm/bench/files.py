@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ try:
     import fcntl
 except ModuleNotFoundError:  # Windows: locks are not taken there
     fcntl = None  # type: ignore[assignment]
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # of a file system without them
 
 AnyPath = str | os.PathLike[str]
 
@@ -37,6 +40,9 @@ def write(path: AnyPath, content: bytes) -> None:
     target = Path(path).resolve()  # of a link, the file
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     with naming(path):
+        if Path(path).exists() and not Path(path).is_file():  # a device or a pipe, which keeps no content
+            Path(path).write_bytes(content)
+            return
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             with unfinished.open("wb") as file:
@@ -83,8 +89,13 @@ def require_writable(folder: AnyPath) -> None:
 
 def lock(file: BinaryIO, wait: bool = True) -> None:
     """Until it is closed, or the process ends however it does. Without `wait`, BlockingIOError if it is held."""
-    if fcntl is not None:
+    if fcntl is None:
+        return
+    try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
 
 
 def _sync_folder(folder: Path) -> None:
