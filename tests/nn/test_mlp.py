@@ -208,6 +208,7 @@ def _hooked():
         ((torch.nn.Linear(2, 3), torch.nn.Linear(3, 2), torch.nn.Linear(2, 3)), "relu", ValueError, "'relu' with gate"),
         ((torch.nn.Linear(2, 3), torch.nn.Linear(3, 2), torch.nn.Linear(3, 3)), "reglu", ValueError, "gate is Linear"),
         ((_hooked(), torch.nn.Linear(3, 2)), "relu", ValueError, "up has hooks"),
+        ((torch.nn.Linear(2, 3), Linear(3, 2, out_dtype=torch.float32)), "relu", ValueError, "down has an out_dtype"),
         ((Linear(2, 3, activation="relu"), torch.nn.Linear(3, 2)), "relu", ValueError, "up: .*has an activation, relu"),
         (
             (parametrizations.weight_norm(torch.nn.Linear(2, 3)), torch.nn.Linear(3, 2)),
@@ -256,6 +257,7 @@ def _replace_forward(module):
         (_replace_up, "is a Bilinear with a forward of its own"),
         (_replace_forward, "is a Linear with a forward of its own"),
         (_activate_up, "has an activation, relu"),
+        (lambda module: setattr(module.up, "out_dtype", torch.float32), "has an out_dtype, torch.float32"),
         (lambda module: module.up.register_forward_hook(print), "has hooks"),
         (lambda module: module.up.register_full_backward_hook(print), "has hooks"),
         (lambda module: prune.l1_unstructured(module.up, "weight", 9), "has hooks"),

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from isogemm.encoder.parameters import EncoderDropout, EncoderParameters
 from isogemm.nn.encoder_layer import probability, running_statistics
-from isogemm.nn.linear import Linear, read_past_forward
+from isogemm.nn.linear import read_past_forward
 from isogemm.nn.sharing import needs_its_forward, parameter
 from isogemm.nn.swap import FoldedActivation
 
@@ -261,11 +261,9 @@ def _unlike(layer: torch.nn.Module, parts: Parts) -> str:
 
 def _unlike_linear(module: torch.nn.Module, folded: bool) -> str:
     """folded: it is to compute the activation after it too."""
-    if isinstance(module, Linear) and module.out_dtype is not None:
-        return f"has an out_dtype, {module.out_dtype}"
-    if folded and isinstance(module, Linear) and module.activation is not None:
-        return needs_its_forward(module, (Linear.forward,))
-    return "lacks the activation that was folded into it" if folded else read_past_forward(module)
+    if folded and getattr(module, "activation", None) is None:
+        return "lacks the activation that was folded into it"
+    return read_past_forward(module, activated=folded)
 
 
 def _dropout(parts: Parts) -> EncoderDropout:

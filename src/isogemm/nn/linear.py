@@ -121,9 +121,14 @@ def as_torch(module: Linear) -> torch.nn.Linear:
     return made
 
 
-def read_past_forward(module: torch.nn.Module) -> str:
-    """What is lost if another reads the weight and bias of a linear and does not call it; empty if nothing."""
-    if isinstance(module, Linear) and module.activation is not None:
+def read_past_forward(module: torch.nn.Module, activated: bool = False) -> str:
+    """What is lost if another reads the weight and bias of a linear and does not call it; empty if nothing.
+
+    activated: the other computes its activation too.
+    """
+    if isinstance(module, Linear) and module.out_dtype is not None:
+        return f"has an out_dtype, {module.out_dtype}"
+    if isinstance(module, Linear) and module.activation is not None and not activated:
         return f"has an activation, {in_words(module.activation, module.activation_args)}"
     return needs_its_forward(module, _FORWARDS)
 

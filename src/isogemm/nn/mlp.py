@@ -160,6 +160,6 @@ def _shared(name: str, module: torch.nn.Linear) -> Linear:
         made = Linear.from_torch(module)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from None
-    if reason := read_past_forward(made):
+    if reason := read_past_forward(module):
         raise ValueError(f"{name} {reason}, and MLP reads its weight alone")
     return made
