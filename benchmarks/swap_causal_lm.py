@@ -1,6 +1,6 @@
 """What `isogemm.nn.swap` does to a causal LM's training step and to the host's time of a decoded token.
 
-    python benchmarks/swap_causal_lm.py --model llama-1b --out swap.jsonl     # on a GPU, with transformers
+    python benchmarks/swap_causal_lm.py --model llama-1b --out llama-1b.json     # on a GPU, with transformers
 
 Random weights, bfloat16, torch's scaled_dot_product_attention; both models on one GPU, measured by turns.
 """
@@ -19,6 +19,7 @@ import torch
 import transformers
 
 import isogemm
+from isogemm.bench import files
 from isogemm.bench.runner import environment
 
 SHAPE = {"attn_implementation": "sdpa", "tie_word_embeddings": True}
@@ -105,8 +106,7 @@ def main() -> None:
             "environment": environment(torch.device("cuda", 0), options.commit or None),
             "ms": times,
         }
-        with options.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        files.write(options.out, f"{json.dumps(row)}\n".encode())
 
 
 if __name__ == "__main__":

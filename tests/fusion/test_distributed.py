@@ -5,17 +5,16 @@ storages. The cases run in one pair of processes, started once: this file as a s
 """
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from isogemm.fusion import autofuse
+from isogemm.testing import run_ranks
 
 CASES = {}
 MOST_SECONDS = 120
@@ -165,6 +164,7 @@ def begun_inside(rank, path):
         assert [entry.reason for entry in report.left] == [REASON]
         changed = torch.relu(b @ w)
         assert not report.fused
+        assert report.left.total() == 2
         dist.destroy_process_group()
         again = torch.relu(b @ w)
     assert report.fused.total() == 1
@@ -198,9 +198,7 @@ def work(rank, path):
             found[name] = outcome(compared, function, rank)
     said = [str(each.message) for each in caught if "isogemm" in str(each.message)]
     found["warned"] = "as plain torch" if len(said) == 1 and REASON in said[0] else repr(said)
-    print(json.dumps(found), flush=True)
-    dist.barrier()
-    os._exit(0)  # past the destructors: a thread of gloo's that one finds at work aborts the process
+    Path(path, f"{rank}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
@@ -208,24 +206,17 @@ def outcomes(tmp_path_factory):
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("needs torch.distributed with gloo")
     path = str(tmp_path_factory.mktemp("groups"))
-    processes = [
-        subprocess.Popen([sys.executable, __file__, str(rank), path], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=MOST_SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    return [json.loads(out) for out, _ in outputs]
+    program = f"""
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import test_distributed
+
+distributed.destroy_process_group()
+test_distributed.work(rank, {path!r})
+"""
+    run_ranks(program, Path(path), timeout=MOST_SECONDS)
+    return [json.loads(Path(path, f"{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize("name", ["begun_inside", *CASES, "warned"])
 def test_beside_a_process_group(outcomes, name):
     assert [found[name] for found in outcomes] == ["as plain torch"] * 2
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    work(int(sys.argv[1]), sys.argv[2])

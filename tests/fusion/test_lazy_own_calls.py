@@ -7,22 +7,12 @@ import isogemm
 from isogemm.fusion import autofuse, lazy
 from isogemm.fusion.deferring import OWN
 from isogemm.gemm.api import mlp
+from isogemm.testing import EncoderShape, encoder_parameters, encoder_tensors
 
 
-def encoder_parameters(d, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(1)
-    shapes = {
-        "in_proj_weight": (3 * d, d),
-        "out_proj_weight": (d, d),
-        "linear1_weight": (2 * d, d),
-        "linear2_weight": (d, 2 * d),
-        "norm1_weight": (d,),
-        "norm2_weight": (d,),
-        "norm1_bias": (d,),
-        "norm2_bias": (d,),
-    }
-    made = {name: torch.randn(shape, generator=generator, dtype=dtype) / d**0.5 for name, shape in shapes.items()}
-    return isogemm.EncoderParameters(**{name: each.requires_grad_() for name, each in made.items()})
+def layer_parameters():
+    tensors = encoder_tensors(EncoderShape(1, 5, 8, 2, 16))
+    return encoder_parameters({name: each.requires_grad_() for name, each in tensors.items()})
 
 
 def running(d):
@@ -37,7 +27,7 @@ CALLS = {
     "matmul_fused": lambda x, w: isogemm.matmul_fused(x, w, bias=w[0], activation="silu"),
     "mlp": lambda x, w: mlp(x, w, w, activation="relu"),
     "bmm": lambda x, w: isogemm.bmm(x[None], w[None]),
-    "encoder_layer": lambda x, w: isogemm.encoder_layer(x, encoder_parameters(8), nhead=2),
+    "encoder_layer": lambda x, w: isogemm.encoder_layer(x, layer_parameters(), nhead=2),
 }
 
 
@@ -85,7 +75,7 @@ def test_a_call_is_the_same_as_outside(name, is_deferred):
 
 def test_a_block_is_shown_the_call_alone(seen):
     x, w = torch.randn(5, 8), torch.randn(8, 8)
-    bias, params = w[0], encoder_parameters(8)
+    bias, params = w[0], layer_parameters()
     calls = {
         isogemm.mm: lambda: isogemm.mm(x, w),
         isogemm.matmul: lambda: isogemm.matmul(x, w),
@@ -122,7 +112,7 @@ def test_changed_statistics_are_read_before():
     mean = statistics[0].mean
     with autofuse() as report:
         z = mean[None] @ w
-        isogemm.encoder_layer(x, encoder_parameters(8), nhead=2, norm="batch_norm", running=statistics)
+        isogemm.encoder_layer(x, layer_parameters(), nhead=2, norm="batch_norm", running=statistics)
         y = torch.relu(z + 1)
     assert mean.any()
     torch.testing.assert_close(y, expected)

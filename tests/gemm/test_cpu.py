@@ -434,17 +434,12 @@ def test_rows_with_an_activation_on_avx2():
     assert capability in ("AVX2", "DEFAULT")
 
 
-@pytest.mark.parametrize("threads", [1, 8])
-def test_the_height_is_found_under_autocast_as_outside(threads):
+@pytest.mark.parametrize("threads", [1, 8], indirect=True)
+def test_the_height_is_found_under_autocast_as_outside():
     """It is found once, wherever the first call stands."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            inside = cpu._height.__wrapped__(threads)
-        assert inside == cpu._height.__wrapped__(threads)
-    finally:
-        torch.set_num_threads(before)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = cpu._height.__wrapped__(torch.get_num_threads())
+    assert inside == cpu._height.__wrapped__(torch.get_num_threads())
 
 
 def test_a_precision_that_could_not_be_set_leaves_no_trace(monkeypatch):

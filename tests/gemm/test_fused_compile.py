@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 import triton
+from dispatching import ThroughOperators
 from layouts import assert_fakes_agree
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import isogemm
@@ -276,18 +276,13 @@ def test_one_graph_for_any_size():
     assert counter.frame_count == first
 
 
-class Through(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_training_in_a_dispatch_mode(name):
     """Where torch listens to every operation, as its counters and tracers do."""
     function, shapes = CALLS[name]
     inputs = _leaves(shapes, torch.bfloat16)
     expected, gradients = _loss(function, inputs)
-    with Through():
+    with ThroughOperators():
         result, listened = _loss(function, inputs)
     assert_bitwise_equal(result, expected)
     for got, same in zip(listened, gradients, strict=True):

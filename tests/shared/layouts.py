@@ -6,32 +6,15 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from isogemm.testing import layouts_for, with_layout
 
-def transposed(x):
-    """With the last two dimensions exchanged in memory; a vector as a column of a matrix."""
-    if x.ndim < 2:
-        return sliced(x)
-    return x.mT.contiguous().mT
+LAYOUTS = ("transposed", "strided", "broadcast", "turned")
 
 
-def sliced(x):
-    """Every other element of rows that are wider, from the second on."""
-    wide = x.new_zeros((*x.shape[:-1], 2 * x.shape[-1] + 1))
-    wide[..., 1::2] = x
-    return wide[..., 1::2]
-
-
-def expanded(x):
-    """The first of the leading dimension for all of it, stride 0."""
-    return x[:1].expand(x.shape)
-
-
-def turned(x):
-    """With the first dimension last in memory."""
-    return x.movedim(0, -1).contiguous().movedim(-1, 0)
-
-
-LAYOUTS = {layout.__name__: layout for layout in (transposed, sliced, expanded, turned)}
+def _arranged(x, layout):
+    if layout == "turned":  # with the first dimension last in memory
+        return x.movedim(0, -1).contiguous().movedim(-1, 0)
+    return with_layout(x, layout if layout in layouts_for(x.ndim) else "strided")
 
 
 def variations(tensors):
@@ -40,7 +23,7 @@ def variations(tensors):
     matrices = [name for name, x in tensors.items() if x.ndim and x.is_floating_point()]
     for first in range(len(LAYOUTS)):
         chosen = dict(zip(matrices, itertools.islice(itertools.cycle(LAYOUTS), first, None), strict=False))
-        yield str(chosen), tensors | {name: LAYOUTS[layout](tensors[name]) for name, layout in chosen.items()}
+        yield str(chosen), tensors | {name: _arranged(tensors[name], layout) for name, layout in chosen.items()}
 
 
 def assert_fakes_agree(operator, arguments):

@@ -216,7 +216,7 @@ def slower_than_torch(d_model: int, nhead: int, dtype: torch.dtype) -> str:
     """What to tell the user of a layer that is known to be slower on a GPU than torch's; empty for others.
 
     Measured of composed layers (H200, TF32 and bf16): in a CUDA graph 1.4 to 1.6 of torch.compile's speed at d_model
-    96, 0.75 to 0.98 at 384 and 768; launched one by one 0.63 to 0.78 of eager torch's.
+    96, 0.75 to 0.98 at 384 and 768; launched one by one 0.68 to 0.78 of eager torch's.
     """
     reason = unserved(1, d_model, nhead, str(dtype).removeprefix("torch."))
     if not reason:
