@@ -236,6 +236,33 @@ def test_bias_gradients_of_mlp_where_z_s_has_two_sources(activation):
         assert_no_worse_than_torch(actual[name], expected[name], right, ulps=8, what=name)
 
 
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu"])
+@pytest.mark.parametrize("name", ["bias", "weight", "x"])
+def test_a_second_derivative_of_zero_is_not_missing(activation, name):
+    """By what comes before an activation of straight lines, as torch's own."""
+    leaves = make_leaves(MLP_SHAPES | MLP_BIASES)
+    found = []
+    for function in (mlp, plain_mlp):
+        result = function(**leaves, activation=activation)
+        (first,) = torch.autograd.grad(result.sum(), leaves[name], create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), leaves[name])[0])
+    torch.testing.assert_close(*found)
+
+
+def test_second_derivative_where_hooks_keep_copies_of_float32_alone():
+    """float16's pre-activation of a gate is float32: a copy is kept, and z itself is gone."""
+    shapes = {"x": (3, 4), "weight": (8, 4), "weight_up": (8, 4), "weight_down": (5, 8)}
+    leaves = make_leaves(shapes, torch.float16)
+
+    def pack(tensor):
+        return tensor.clone() if tensor.dtype is torch.float32 else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = mlp(**leaves, activation="swiglu")
+    with pytest.raises(RuntimeError, match="second derivative of mlp"):
+        torch.autograd.grad(result.float().sum(), leaves["weight_down"], create_graph=True)
+
+
 def test_second_derivative_of_a_checkpointed_mlp_raises():
     """The hidden value would be taken for a constant."""
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)

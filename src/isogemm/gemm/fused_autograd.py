@@ -145,16 +145,17 @@ def _kept(ctx: Any) -> tuple[Call, torch.Tensor | None, torch.Tensor | None]:
     return Call._make((*read, tuple(aux), seed, *ctx.rest)), saved, passed
 
 
-class _Flat(torch.autograd.Function):
-    """x, of which `passed` is an argument with no effect."""
+class Flat(torch.autograd.Function):
+    """x, with a path to `passed` along which zeros go: a derivative that is zero, and not missing."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, passed: torch.Tensor) -> torch.Tensor:
+        ctx.shape = passed.shape
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return grads[0], grads[0].new_empty(0)
+        return grads[0], grads[0].new_zeros(ctx.shape)
 
 
 def _gradients(
@@ -186,7 +187,7 @@ def _gradients(
     if grad is not None:
         dz = _of_pre_activation(grad, saved, ctx.kind, fusion, dtype, of_aux, sums)
         if passed is not None and is_differentiated():
-            dz = dz._replace(value=cast(Any, _Flat).apply(dz.value, passed))
+            dz = dz._replace(value=cast(Any, Flat).apply(dz.value, passed))
     if of_saved is not None:
         value = of_saved if grad is None else dz.value + of_saved
         dz = dz._replace(value=value.to(dtype), sums=None)

@@ -15,7 +15,7 @@ from isogemm.core.eager import through_dispatcher
 from isogemm.epilogues import random
 from isogemm.gemm import autograd, configs, cpu, fused, fused_autograd, fused_op, op
 from isogemm.gemm import fused_forms as forms
-from isogemm.gemm.fused_autograd import OWNED, TENSORS, Dz, is_differentiated
+from isogemm.gemm.fused_autograd import OWNED, TENSORS, Dz, Flat, is_differentiated
 from isogemm.gemm.fused_forms import Fusion
 from isogemm.gemm.fused_op import Call, MlpCall
 from isogemm.gemm.problem import resolve_precision
@@ -110,7 +110,7 @@ class _Wide(torch.autograd.Function):
         return grads[0], None
 
 
-def _differentiable_z(z: torch.Tensor, wide: torch.Tensor | None) -> torch.Tensor:
+def _differentiable_z(z: torch.Tensor, wide: torch.Tensor | None = None) -> torch.Tensor:
     return z if wide is None else cast(torch.Tensor, cast(Any, _Wide).apply(z, wide))
 
 
@@ -147,7 +147,7 @@ class _Down(torch.autograd.Function):
         ctx.save_for_backward(h if ctx.needs_input_grad[5] else None, first.seed)
         ctx.dtype = h.dtype
         # Alive where a second derivative may be asked for; else they are to go before h does.
-        ctx.z = [each if each is None else weakref.ref(each) for each in (z, wide)]
+        ctx.z = [weakref.ref(each) for each in (z, wide) if each is not None]
         ctx.first, ctx.owners, ctx.shape = first._replace(seed=None), call.owners, weight.shape
         ctx.precision = call.precision
         return call._replace(x=h).run(call.fusion, "")[0]
@@ -157,12 +157,12 @@ class _Down(torch.autograd.Function):
         h, seed = ctx.saved_tensors
         needs_weight, needs_bias = ctx.needs_input_grad[5:7]
         if torch.is_grad_enabled() and ctx.needs_input_grad[3] and needs_weight:  # h is to be a function of z
-            z, wide = (each and each() for each in ctx.z)
-            if z is None:
+            kept = [each() for each in ctx.z]
+            if any(each is None for each in kept):
                 raise RuntimeError(
                     "a second derivative of mlp under saved-tensor hooks (a checkpoint): call isogemm.linear twice"
                 )
-            h = _again(_differentiable_z(z, wide), ctx.first._replace(seed=seed), ctx.dtype)
+            h = _again(_differentiable_z(*kept), ctx.first._replace(seed=seed), ctx.dtype)
         owners = list(map(autograd.accumulated, ctx.owners[:2], (needs_weight, needs_bias)))
         for (_, total), name, shape in zip(owners, ("weight", "bias"), (ctx.shape, ctx.shape[:1]), strict=True):
             if total is not None:
@@ -230,7 +230,9 @@ def _hidden_grad(
         sums_dtype = cpu.sums_dtype(weight.dtype)
         out_dtype = sums_dtype if sums_dtype is not weight.dtype else None
         above = autograd.matmul(grad.to(weight.dtype), weight, out_dtype, precision)
-        return forms.activation_grad(above, _differentiable_z(z, wide), first.saved_hidden, first, weight.dtype)
+        z = _differentiable_z(z, wide)
+        dz = forms.activation_grad(above, z, first.saved_hidden, first, weight.dtype)
+        return cast(torch.Tensor, cast(Any, Flat).apply(dz, z))  # relu's derivative does not lead to z
     z = z if wide is None else wide
     dz, partial = fused.hidden_grad(grad, weight, z, first.saved_hidden, first, precision, sums)
     if partial is not None and not dz.is_inference():  # which has no version
