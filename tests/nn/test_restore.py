@@ -138,6 +138,21 @@ def test_what_swap_did_not_make_stays():
     assert model[0][0].activation == "relu"
 
 
+def test_what_was_made_from_swapped_modules_stays():
+    swapped = Sequential(Linear(D, D), Linear(D, D), TransformerEncoderLayer(D, 2, 16, batch_first=True))
+    swap(swapped)
+    up, down, layer = swapped
+    ours = [
+        isogemm.nn.MLP.from_linears(up, down, activation="gelu"),
+        isogemm.nn.Linear.from_torch(up, activation="relu"),
+    ]
+    model = Sequential(*ours, isogemm.nn.EncoderLayer.from_torch(layer))
+    modules = list(model.modules())
+    assert restore(model) == ()
+    assert list(model.modules()) == modules
+    assert restore(swapped) == ("0", "1", "2")
+
+
 def test_activations_that_changed_since():
     model = Sequential(TransformerEncoderLayer(D, 2, 16, batch_first=True))
     swap(model)

@@ -191,6 +191,7 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
     def _set_options(self, precision: str | None) -> None:
         require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
         self.precision = precision
+        self.is_swapped = False
         self.activation_relu_or_gelu = 0  # by which a torch.nn.TransformerEncoder knows that it may not pack the batch
 
 

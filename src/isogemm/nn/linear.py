@@ -105,6 +105,7 @@ class Linear(torch.nn.Linear):
         self.activation_args = dict(activation_args or {})
         self.precision = precision
         self.out_dtype = out_dtype
+        self.is_swapped = False
 
 
 def in_words(activation: str, arguments: Mapping[str, float]) -> str:
