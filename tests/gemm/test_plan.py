@@ -31,11 +31,12 @@ def test_a_call_fills_in_addresses_descriptions_and_numbers():
     assert kernel.launched == [plain, (3, 5, [31, "map of 21", 7, 8, 16, 0.5, 2.0, "constant"]), plain]
 
 
-@pytest.mark.parametrize("freed", ["a", "b"])
+@pytest.mark.parametrize("freed", ["a", "b", "bias", "b_up", "total"])
 def test_an_operand_without_memory_is_refused(freed):
     """As a sharded weight's between its uses: a kernel would read from address 0."""
-    operands = {"a": torch.randn(4, 8), "b": torch.randn(8, 4)}
+    operands = {"a": torch.randn(4, 8), "b": torch.randn(8, 4), "b_up": torch.randn(8, 4), "bias": torch.randn(4)}
+    operands["total"] = torch.zeros(4, 4)
     operands[freed].untyped_storage().resize_(0)
     plan = Plan(Dispatch("matmul", "gemm", "", "", ""), (4, 4), (4, 1), torch.float32, torch.device("cpu"), 0, 0, ())
     with pytest.raises(RuntimeError, match=r"isogemm.matmul: an operand has no memory"):
-        plan.run(operands["a"], operands["b"], (), None)
+        plan.run(operands["a"], operands["b"], (None, operands["bias"]), operands["total"], operands["b_up"])

@@ -81,12 +81,10 @@ class Plan:
             else total
         )
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device) if self.scratch else None
-        left, at = a.data_ptr(), b.data_ptr()
-        if not (left and at):
-            raise RuntimeError(f"isogemm.{self.dispatch.op}: an operand has no memory: its storage was freed")
+        at = b.data_ptr()
         up = None if b_up is None else b_up.data_ptr()
         addresses = (
-            left,
+            a.data_ptr(),
             at,
             out.data_ptr(),
             None if scratch is None else scratch.data_ptr(),
@@ -94,6 +92,8 @@ class Plan:
             None if up is None else (at, up),
             *[None if each is None else each.data_ptr() for each in read],
         )
+        if 0 in addresses:
+            raise RuntimeError(f"isogemm.{self.dispatch.op}: an operand has no memory: its storage was freed")
         if self.index == devices.current_device():
             for step in self.steps:
                 step.run(self.index, addresses, numbers)
