@@ -68,7 +68,7 @@ def _run(config, x, b, fusion, b_up=None, save="", out_dtype=None):
     buffer, out = _guarded((x.shape[0], b.shape[1]), dtype)
     saved_buffer = saved = None
     if save:
-        like = fused._saved(out.shape, x, save, fusion)
+        like = fused.saved_like(x, out.shape, save, fusion)
         saved_buffer, saved = _guarded(like.shape, like.dtype)
     read[fused._SAVED] = saved
     read += [None] * (len(kernels.READ) - len(read))

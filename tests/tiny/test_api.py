@@ -310,7 +310,7 @@ def tiny_serves(monkeypatch):
     monkeypatch.setattr(op, "unserved", lambda problem, on_gpu: "")
     monkeypatch.setattr(configs, "gate", lambda problem: "dot")
     monkeypatch.setattr(configs, "choose", lambda problem, kernel: DotConfig(16, 16, 16, 1, 1))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(op.devices, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return serve
 

@@ -22,7 +22,6 @@ DTYPES = tuple(ITEMSIZE)
 WORKSPACE = 64 << 20  # bytes, the most that finished chunks may take
 LONGEST_WALK = 16384  # k of one sum in a product; longer ones are cut
 _CUT_WALK = 8192
-_BLOCKS_OF_K = (16, 32, 64, 128)  # of weight gradients
 _PINNED = {"ieee": 16, "tf32x3": 32}  # block_k, where bits follow it
 BIAS_CHUNK = 1024  # tokens of one sum in a bias gradient; divides every weight's chunk
 BIAS_ROWS = 64  # tokens of one sum that a product's epilogue makes for it
@@ -123,6 +122,12 @@ class Problem:
     def number(self) -> str:
         """The kind of arithmetic, by which the tables are sorted."""
         return self.precision if self.dtype == "float32" else "half"
+
+    @property
+    def keeps_float32(self) -> bool:
+        """Whether a pre-activation that it writes or reads is float32, of operands in float16: `forms.saved_dtype`."""
+        e = self.epilogue
+        return self.dtype == "float16" and "pre" in (e.saves, e.gradient) and not levels_off(e.activation)
 
     def transposed(self) -> Problem:
         """The same product as C^T = B^T A^T."""
@@ -304,7 +309,8 @@ def token_edges(problem: Problem, most: int) -> list[int]:
     edges.update(size for _, by_tokens in _table(problem) for tokens, _ in by_tokens for size in (tokens, tokens + 1))
     if problem.layout == "tn":  # chunks that wait for each other, and a last block that is full
         edges.update(size for chunks in (1, 2) for size in (problem.chunk * chunks, problem.chunk * chunks + 1))
-        edges.update({-(-size // block) * block for size in edges for block in _BLOCKS_OF_K})
+        blocks = {config.block_k for config in candidates(problem)}
+        edges.update({-(-size // block) * block for size in edges for block in blocks})
     return sorted(size for size in {*edges, most} if size <= most)
 
 
@@ -446,9 +452,8 @@ def shared_memory(problem: Problem, config: Config) -> int:
     e = problem.epilogue
     if config.kernel == "stream" and (e.residual or e.beta or e.aux or e.saves == "pre" or e.gradient):
         odd = not problem.read_aligned or any(stride % 16 for stride in problem.read_strides[:2])
-        wide = problem.reads_float32 or odd or e.aux  # read an element at a time: the sums are turned to meet them
-        if problem.dtype == "float16" and "pre" in (e.saves, e.gradient):
-            wide = wide or not levels_off(e.activation)  # kept in float32
+        # Read an element at a time: the sums are turned to meet them.
+        wide = problem.reads_float32 or odd or e.aux or problem.keeps_float32
         out += part * (4 if wide else ITEMSIZE[problem.out_dtype])  # on their way to the registers
     if problem.number == "tf32" and config.kernel != "pointer" and warpgroups(config):  # operands turned, at most twice
         turned = config.block_m * (problem.a_strides[1] != 1) + config.columns * (problem.b_strides[0] != 1)
@@ -498,8 +503,8 @@ def fitted(problem: Problem, config: Config) -> Config:
     if problem.epilogue.sums and problem.epilogue.gated:  # two gradients and their sums: 32 of a thread at once
         at_once = 32 * 32 * config.num_warps
         config = replace(config, parts=max(config.parts, config.block_m * config.block_n // at_once))
-    if problem.dtype == "float16" and problem.epilogue.saves == "pre" and not levels_off(problem.epilogue.activation):
-        at_once = 16 * 32 * config.num_warps  # a pre-activation that is kept in float32: 16 of a thread
+    if problem.epilogue.saves and problem.keeps_float32:
+        at_once = 16 * 32 * config.num_warps  # 16 of a thread
         config = replace(config, parts=max(config.parts, config.block_m * config.block_n // at_once))
     while config.kernel == "stream" and config.parts < 4 and illegal(problem, config).startswith("takes"):
         config = replace(config, parts=2 * config.parts)  # less on its way at once, before fewer stages

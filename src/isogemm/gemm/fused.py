@@ -177,7 +177,7 @@ def fused(
     read = _operands(x, plan.shape[-1], fusion)
     saved = None
     if save:
-        saved = read[_SAVED] = _saved(plan.shape, x, save, fusion)
+        saved = read[_SAVED] = saved_like(x, plan.shape, save, fusion)
     return plan.run(_by_rows(x), weight, read, None, weight_up, _call_numbers(fusion)), saved
 
 
@@ -300,12 +300,13 @@ def _layout(x: torch.Tensor | None) -> tuple[Any, ...] | None:
     return None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device())
 
 
-def _saved(shape: Sequence[int], x: torch.Tensor, save: str, fusion: Fusion) -> torch.Tensor | None:
+def saved_like(x: torch.Tensor, shape: Sequence[int], save: str, fusion: Fusion) -> torch.Tensor | None:
+    """Memory for what `save` says, of a result of this shape."""
     if save == "pre":
         dtype = forms.saved_dtype(fusion.activation, x.dtype)
-        return torch.empty((2, *shape) if fusion.gated else shape, dtype=dtype, device=x.device)
+        return x.new_empty((2, *shape) if fusion.gated else shape, dtype=dtype)
     if save == "mask":
-        return torch.empty((*shape[:-1], -(-shape[-1] // 8)), dtype=torch.uint8, device=x.device)
+        return x.new_empty((*shape[:-1], (shape[-1] + 7) // 8), dtype=torch.uint8)
     return None
 
 

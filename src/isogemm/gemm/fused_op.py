@@ -76,13 +76,8 @@ def _fused_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     x, fusion = call.x, call.fusion
     fused.validate(x, *call.columns, fusion, call.out_dtype, call.precision, fused.names_of(call.by_rows))
     shape = (*x.shape[:-1], call.columns[0].shape[-1])
-    saved = x.new_empty(0)
-    if call.save == "pre":
-        dtype = forms.saved_dtype(fusion.activation, x.dtype)
-        saved = x.new_empty((2, *shape) if fusion.gated else shape, dtype=dtype)
-    elif call.save == "mask":
-        saved = x.new_empty((*shape[:-1], (shape[-1] + 7) // 8), dtype=torch.uint8)
-    return x.new_empty(shape, dtype=call.out_dtype or x.dtype), saved
+    saved = fused.saved_like(x, shape, call.save, fusion)
+    return x.new_empty(shape, dtype=call.out_dtype or x.dtype), x.new_empty(0) if saved is None else saved
 
 
 class MlpCall(NamedTuple):
@@ -143,11 +138,9 @@ def _mlp_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     fused.validate(x, call.weight.mT, up, call.hidden, None, call.precision)
     h = x.new_empty(shape)
     fused.validate(h, call.weight_down.mT, None, call.down, call.out_dtype, call.precision)
-    z = x.new_empty(0)
-    if call.written:
-        z = x.new_empty((2, *shape) if call.hidden.gated else shape, dtype=forms.saved_dtype(call.activation, x.dtype))
+    z = fused.saved_like(x, shape, call.written, call.hidden)
     result = x.new_empty((*shape[:-1], call.weight_down.shape[0]), dtype=call.out_dtype or x.dtype)
-    return result, h if call.save else x.new_empty(0), z
+    return result, h if call.save else x.new_empty(0), x.new_empty(0) if z is None else z
 
 
 class GradientCall(NamedTuple):

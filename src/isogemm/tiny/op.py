@@ -100,7 +100,7 @@ def run(plan: Plan, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return _run_torch(plan, a, b)
     out = torch.empty_strided(plan.shape, plan.strides, dtype=plan.dtype, device=plan.device)
     try:
-        if index == torch.cuda.current_device():
+        if index == devices.current_device():
             kernel(index, plan.programs, a.data_ptr(), b.data_ptr(), out.data_ptr(), *plan.scalars)
         else:
             with torch.cuda.device(index):
