@@ -1,6 +1,7 @@
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from isogemm.testing import require_interpreter
@@ -63,6 +64,26 @@ def sound_interpreter():
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(builder, "create_splat", create_splat)
         monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def placeless_dot():
+    """`tl.dot` whose elements depend on their row and column alone, as a tensor core's do.
+
+    The interpreter's is NumPy's matmul. Where OpenBLAS serves an edge of a tile by another kernel (AMD Zen 5), the same
+    row has other bits at another place in the tile.
+    """
+
+    def matmul(a, b, dtype):
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        total = np.zeros((*a.shape[:-1], b.shape[-1]))
+        for k in range(a.shape[-1]):
+            total += a[..., k, None] * b[..., None, k, :]
+        return total.astype(dtype)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(np, "matmul", matmul)
         yield
 
 
