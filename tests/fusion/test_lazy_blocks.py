@@ -96,11 +96,26 @@ class Generating:
 
 
 @pytest.mark.parametrize(
-    "function", [generate, wait, generate_later, functools.partial(generate_later), Generating(), Generating().__call__]
+    "function",
+    [
+        generate,
+        wait,
+        generate_later,
+        functools.partial(generate_later),
+        Generating(),
+        Generating().__call__,
+        functools.partial(Generating()),
+        staticmethod(generate_later),
+    ],
 )
 def test_a_function_that_runs_after_its_call_is_refused(function):
     with pytest.raises(TypeError, match="is a generator or a coroutine; use a with block inside it"):
         autofuse()(function)
+
+
+def test_a_method_is_decorated_below_classmethod():
+    with pytest.raises(TypeError, match="expected it below the other decorator"):
+        autofuse()(classmethod(lambda cls: cls))
 
 
 def test_other_modes_see_what_is_computed():

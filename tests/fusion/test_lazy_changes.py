@@ -129,6 +129,12 @@ CHANGES = {
     "batch_norm operator": lambda t: torch.ops.aten.native_batch_norm(
         torch.randn(4, t.shape[-1]), None, None, _last(t), torch.ones(t.shape[-1]), True, 0.1, 1e-5
     ),
+    "batch_norm of no public name": lambda t: torch._batch_norm_impl_index(
+        torch.randn(4, t.shape[-1]), None, None, _last(t), torch.ones(t.shape[-1]), True, 0.1, 1e-5, False
+    ),
+    "by its schema": lambda t: torch._native_batch_norm_legit(
+        torch.randn(4, t.shape[-1]), None, None, _last(t), torch.ones(t.shape[-1]), True, 0.1, 1e-5
+    ),
     "instance_norm": lambda t: F.instance_norm(torch.randn(4, t.shape[-1], 3), _last(t), torch.ones(t.shape[-1])),
     "embedding": lambda t: F.embedding(torch.tensor([0]), torch.atleast_2d(t), max_norm=0.1),
     "embedding_bag": lambda t: F.embedding_bag(torch.tensor([[0]]), torch.atleast_2d(t), max_norm=0.1),
@@ -167,7 +173,16 @@ def test_changes_inside_the_block_come_after(change, operand):
     assert not torch.equal(leaves[operand], leaves_of()[operand])
 
 
-@pytest.mark.parametrize("alias", [lambda x: torch.from_numpy(x.numpy()), torch.from_dlpack, lambda x: x.view(-1)[3:]])
+ALIASES = {
+    "numpy": lambda x: torch.from_numpy(x.numpy()),
+    "dlpack": torch.from_dlpack,
+    "view": lambda x: x.view(-1)[3:],
+    "numpy, later": lambda x: torch.from_numpy(x.numpy()[2:]),
+    "dlpack, later": lambda x: torch.from_dlpack(x[2:]),
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
 def test_changes_by_an_alias_come_after(alias):
     leaves = {name: leaf.detach() for name, leaf in leaves_of().items()}
     expected, other = torch.relu(leaves["x"] @ leaves["w"]), alias(leaves["x"])
@@ -175,6 +190,27 @@ def test_changes_by_an_alias_come_after(alias):
         y = torch.relu(leaves["x"] @ leaves["w"])
         other.add_(1)
     torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+def test_changes_of_what_an_operand_is_an_alias_of_come_after(alias):
+    whole, w = torch.randn(6, 8), torch.randn(8, 8)
+    x = alias(whole)[-8:].view(-1, 8)
+    expected = torch.relu(x @ w)
+    with autofuse():
+        y = torch.relu(x @ w)
+        whole.add_(1)
+    torch.testing.assert_close(y, expected)
+
+
+def test_memory_beside_an_operand_is_not_the_operand_s():
+    memory = np.zeros(64, np.float32)
+    before, x, after = (torch.from_numpy(memory[first:last]) for first, last in ((0, 16), (16, 48), (48, 64)))
+    with autofuse():
+        y = torch.relu(x.view(4, 8) @ torch.randn(8, 8))
+        before.add_(1)
+        after.add_(1)
+        assert type(y) is Deferred
 
 
 def test_a_look_at_memory_computes_its_readers_alone():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from deferring import steps_of
 
-from isogemm.fusion import ambient, autofuse, chains
+from isogemm.fusion import ambient, autofuse, chains, deferring
 from isogemm.fusion.deferred import Deferred
 
 
@@ -344,20 +344,61 @@ def test_a_long_report_counts():
     assert report.fused is report.fused
 
 
-@pytest.mark.parametrize("scale", [1, 0.5], ids=["sum", "scaled"])
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize(
-    "turn", [lambda r: r, torch.t, lambda r: r[:, :1].expand(6, 6)], ids=["as is", "turned", "wide"]
-)
-def test_a_sum_has_the_layout_that_torch_gives_it(turn, first, scale):
-    x, w, r = torch.randn(6, 8), torch.randn(8, 6), turn(torch.randn(6, 6))
+OPERANDS = {
+    "as is": lambda shape: torch.randn(shape),
+    "turned": lambda shape: torch.randn(shape[::-1]).permute(*reversed(range(len(shape)))),
+    "half": lambda shape: torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2],
+    "wide": lambda shape: torch.randn(*shape[:-1], 1).expand(shape),
+    "column": lambda shape: torch.randn(*shape[:-1], 1),
+    "turned column": lambda shape: torch.randn(*shape[-2::-1], 1).permute(*reversed(range(len(shape) - 1)), -1),
+    "row": lambda shape: torch.randn(shape[-1]),
+}
+OPERATIONS = {
+    "add": lambda y, r: y + r,
+    "scaled": lambda y, r: torch.add(y, r, alpha=0.5),
+    "sub": lambda y, r: y - r,
+    "rsub": lambda y, r: torch.rsub(y, r),
+    "mul": lambda y, r: y * r,
+    "reversed add": lambda y, r: r + y,
+    "reversed scaled": lambda y, r: torch.add(r, y, alpha=0.5),
+    "reversed sub": lambda y, r: r - y,
+    "reversed rsub": lambda y, r: torch.rsub(r, y),
+    "reversed mul": lambda y, r: torch.mul(r, y),
+}
 
-    def plain():
-        y = torch.relu(x @ w)
-        return torch.add(r, y, alpha=scale) if first else torch.add(y, r, alpha=scale)
 
-    with autofuse():
-        fused = plain()
-        strides = fused.stride()
-    assert strides == plain().stride()
-    torch.testing.assert_close(fused, plain())
+@pytest.mark.parametrize("rows", [(6,), (3, 4)], ids=["matrix", "batch"])
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+@pytest.mark.parametrize("operand", OPERANDS.values(), ids=OPERANDS)
+def test_results_have_the_layout_that_torch_gives_them(operand, operation, rows):
+    x, w, r = torch.randn(*rows, 8), torch.randn(8, 6), operand((*rows, 6))
+    for between in (lambda y: y, torch.relu):
+        plain = operation(between(x @ w), r)
+        for _ in range(2):  # the second by what is remembered of the first
+            with autofuse():
+                fused = operation(between(x @ w), r)
+                strides = fused.stride()
+            assert strides == plain.stride()
+            torch.testing.assert_close(fused, plain)
+
+
+def test_a_layout_is_remembered_with_its_pattern():
+    """A contiguous operand's decision is not a turned one's."""
+    x, w, r = torch.randn(6, 8), torch.randn(8, 6), torch.randn(6, 6)
+    for operand in (r, r.t(), r, torch.randn(6, 12)[:, ::2], r.t()):
+        with autofuse():
+            assert (operand + x @ w).stride() == (operand + torch.zeros(6, 6)).stride()
+
+
+def test_a_call_seen_before_takes_the_short_way(monkeypatch):
+    x, w, b, r = torch.randn(6, 8), torch.randn(8, 6), torch.randn(6), torch.randn(6, 6)
+
+    def program():
+        return r + torch.relu(x @ w + b), torch.rsub(F.linear(x, w.t()), r), F.gelu(x @ w + r.t())
+
+    with autofuse() as report:
+        held = [program()]
+        for name in ("_product", "_step"):
+            monkeypatch.setattr(deferring, name, lambda *args: pytest.fail(f"{args[1]} took the long way"))
+        held.append(program())
+    assert report.fused.total() == 6

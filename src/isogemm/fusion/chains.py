@@ -1,8 +1,8 @@
 """Chains without tensors: what the rules say to a pattern of calls, said once and remembered.
 
 A `Chain` is a product and its epilogue whose operands are places among the tensors that a node holds. What a call makes
-of it depends on the function, on the shapes, dtypes and devices of the tensors and on the other arguments: the key that
-`remembered` looks it up by.
+of it depends on the function, on the shapes, dtypes, devices and, beside a product, layouts of the tensors and on the
+other arguments: the key that `remembered` looks it up by.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Operand(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     is_transposed: bool = False  # before it is used
-    is_contiguous: bool = True
+    is_in_order: bool = True  # a result whose layout it gives is contiguous
 
 
 class Launch(NamedTuple):
@@ -217,9 +217,9 @@ def _sum(function: Function, args: Sequence[Any], kwargs: Kwargs, pair: Pair | N
         return UNKNOWN_FORM
     if type(left_scale) is Operand or type(right_scale) is Operand:
         return UNKNOWN_FORM
+    if gives_layout := _gives_layout(right if function in rules.REVERSED else left):
+        return gives_layout
     if type(left) is not Part:
-        if type(left) is Operand and not left.is_contiguous and left.shape == right.chain.shape:
-            return "it is added to a tensor that is not contiguous, whose layout the sum has"
         return _added(right, right_scale, left, left_scale) if type(right) is Part else UNKNOWN_FORM
     if type(right) is not Part:
         return _added(left, left_scale, right, right_scale)
@@ -230,6 +230,12 @@ def _sum(function: Function, args: Sequence[Any], kwargs: Kwargs, pair: Pair | N
         left, left_scale, right, right_scale = right, right_scale, left, left_scale
     grown = _added(right, right_scale, left, left_scale)
     return _added(left, left_scale, right, right_scale) if isinstance(grown, str) else grown
+
+
+def _gives_layout(first: Any) -> str:
+    """Why an operation of this operand and a product is not fused: torch gives its result the first one's layout."""
+    is_another = type(first) is Operand and not first.is_in_order
+    return "the first operand is no contiguous tensor, and gives the result its layout" if is_another else ""
 
 
 def _added(part: Part, scale: Any, addend: Any, addend_scale: Any) -> _Grown | str:
@@ -246,6 +252,8 @@ def _factor(function: Function, args: Sequence[Any], kwargs: Kwargs, pair: Pair 
         return UNKNOWN_FORM
     if type(left) is Part and type(right) is Part:
         return "it is divided by a product" if divides or pair is None else _two_products(left, right, pair)
+    if gives_layout := _gives_layout(left):
+        return gives_layout
     if type(left) is Part:
         part, operand = left, right
     elif type(right) is Part and not divides:

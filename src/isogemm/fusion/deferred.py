@@ -10,7 +10,7 @@ import functools
 import operator
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,6 +22,7 @@ from isogemm.core.device import matmul_precision
 from isogemm.fusion import ambient, questions
 from isogemm.fusion.ambient import Ambient
 from isogemm.fusion.chains import Chain, Kwargs
+from isogemm.fusion.questions import Memory
 from isogemm.fusion.report import Report
 from isogemm.fusion.rules import Function
 from isogemm.gemm import api
@@ -205,14 +206,14 @@ class Node:
         return any(node is other for node in self.ancestors())
 
     @functools.cached_property
-    def storages(self) -> frozenset[int]:
+    def memories(self) -> frozenset[Memory]:
         """Of the operands."""
-        return frozenset(map(questions.storage, self.inputs))
+        return frozenset(map(questions.memory, self.inputs))
 
-    def reads_result_in(self, storages: Set[int]) -> bool:
-        """Whether it may be computed from a result that lies there."""
-        results = [each.computed() for each in self.ancestors()]
-        return any(x is not None and questions.storage(x) in storages for x in results)
+    def reads_from(self, written: Collection[Memory]) -> bool:
+        """Whether an operand lies there, or a result that it may be computed from."""
+        results = [questions.memory(x) for each in self.ancestors() if (x := each.computed()) is not None]
+        return any(questions.overlaps(each, written) for each in (*self.memories, *results))
 
 
 class Ledger:
@@ -224,9 +225,9 @@ class Ledger:
         self._repeated: WeakIdKeyDictionary | None = None  # tensors that have a part of their gradient only
         # Bounded by what is pending, not by what a block has done: `_tidy` lets the rest go.
         self._refs: list[Ref] = []  # to what was deferred, in the order of the calls; some are dead or computed
-        self._results: set[int] = set()  # storages of computed ones, which pending steps may read
+        self._results: set[Memory] = set()  # of computed ones, which pending steps may read
         self._most = _FEW  # of these two before they are tidied
-        self._readers: dict[int, list[tuple[int, Ref]]] = {}  # by an operand's storage: places in _refs, what is there
+        self._readers: dict[Memory, list[tuple[int, Ref]]] = {}  # by an operand's: places in _refs, what is there
         self._indexed = 0  # how many of _refs are among them
         self._entries = 0  # of _readers
         self._most_entries = _FEW
@@ -283,7 +284,7 @@ class Ledger:
         """x is computed."""
         node.version = x._version
         if node.stepped:
-            self._results.add(questions.storage(x))
+            self._results.add(questions.memory(x))
         if (node.consumed or node.taken is not None) and node.requires_grad:
             self._note_lost(x)
 
@@ -337,16 +338,19 @@ class Ledger:
 
     def compute_readers(self, written: Any, reason: str) -> None:
         """Those that read memory which the tensors in `written` share, in the order of the calls."""
-        storages = {questions.storage(x) for x in questions.tensors_in(with_values(written)) if type(x) is not Deferred}
-        if self._results.isdisjoint(storages):
+        tensors = questions.tensors_in(with_values(written))
+        memories = {questions.memory(x) for x in tensors if type(x) is not Deferred}
+        if not any(questions.overlaps(each, memories) for each in self._results):
             self._index()
-            found = [each for storage in storages for each in self._readers.get(storage, ())]
+            found = [
+                each for read, those in self._readers.items() if questions.overlaps(read, memories) for each in those
+            ]
             for x, _ in _deferred_at(ref for _, ref in sorted(found, key=operator.itemgetter(0))):
                 materialise(x, reason)
             return
         self._tidy()
         for x, node in _deferred_at(self._refs):
-            if not node.storages.isdisjoint(storages) or node.reads_result_in(storages):
+            if node.reads_from(memories):
                 materialise(x, reason)
 
     def _index(self) -> None:
@@ -357,8 +361,8 @@ class Ledger:
         for place in range(self._indexed, len(self._refs)):
             ref = self._refs[place]
             for _, node in _deferred_at((ref,)):
-                for storage in node.storages:
-                    self._readers.setdefault(storage, []).append((place, ref))
+                for memory in node.memories:
+                    self._readers.setdefault(memory, []).append((place, ref))
                     self._entries += 1
         self._indexed = len(self._refs)
         if is_stale:
@@ -369,7 +373,7 @@ class Ledger:
         with self.lock:  # another thread may be settling one
             self._refs = [ref for ref in self._refs if type(ref()) is Deferred]
             results = (each.computed() for _, node in _deferred_at(self._refs) for each in node.ancestors())
-            self._results = {questions.storage(x) for x in results if x is not None}
+            self._results = {questions.memory(x) for x in results if x is not None}
         self._most = _FEW + 2 * (len(self._refs) + len(self._results))
         self._readers.clear()
         self._indexed = self._entries = 0

@@ -1,8 +1,9 @@
 """What becomes of each call inside a block: a product and the steps that fit it are deferred, the rest is torch's.
 
 A call is known by its pattern: the function, what the rules look at in its arguments (shape, dtype and device of a
-tensor, the chain of a deferred one, the value of anything else) and what else they ask for. The calls of patterns that
-chains.py remembers take a short way, which asks what depends on the moment, as the general one does after the rules.
+tensor, in a step also its layout, the chain of a deferred one, the value of anything else) and what else they ask for.
+The calls of patterns that chains.py remembers take a short way, which asks what depends on the moment, as the general
+one does after the rules.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _product(block: Block, function: Function, args: tuple[Any, ...], kwargs: Kw
     stamps = questions.stamps_of_plain(inputs)
     if stamps is None:
         return _unreadable(inputs)
-    seen = _seen(args, kwargs)
+    seen = _seen(args, kwargs, with_layouts=False)
     pattern = None if seen is None else (function, now.autocast, *seen)
     known: Chain | None = chains.remembered(pattern)
     chain = known or chains.start(function, *_symbols(args, kwargs, 0), now.autocast)
@@ -137,13 +138,13 @@ def on_step(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: K
             made_of, operands = (node, y), (y,)
             stamps = questions.stamps_of_plain(operands)
             if stamps is not None and node is not None:
-                step = chains.remembered((function, block.dropout, node.chain, y.shape, y.dtype, y.device))
+                step = chains.remembered((function, block.dropout, node.chain, y.shape, y.dtype, y.device, _layout(y)))
         elif type(y) is Deferred:
             node = y.__dict__.get("_node")
             made_of, operands = (z, node), (z,)
             stamps = questions.stamps_of_plain(operands)
             if stamps is not None and node is not None:
-                step = chains.remembered((function, block.dropout, z.shape, z.dtype, z.device, node.chain))
+                step = chains.remembered((function, block.dropout, z.shape, z.dtype, z.device, _layout(z), node.chain))
     if (
         step is not None and stamps is not None and node is not None and node.taken is None
         and node.block is block and not (node.stepped and node.chain.is_drawn)
@@ -205,7 +206,7 @@ def _step(
         return _unreadable(operands)
     first = nodes[0]
     pair = _pair(first, nodes[1]) if len(nodes) == 2 else None
-    seen = _seen(made_of, kwargs)
+    seen = _seen(made_of, kwargs, with_layouts=True)
     pattern = None if seen is None else (function, block.dropout, *seen, *(pair or ()))
     known: Step | None = chains.remembered(pattern)
     step = known or chains.step(function, *_symbols(made_of, kwargs, first.chain.inputs), block.dropout, pair)
@@ -262,7 +263,11 @@ def _pair(first: Node, second: Node) -> Pair:
     )
 
 
-def _seen(args: Iterable[Any], kwargs: Kwargs) -> list[Any] | None:
+def _layout(x: torch.Tensor) -> bool | tuple[int, ...]:
+    return x.is_contiguous() or x.stride()
+
+
+def _seen(args: Iterable[Any], kwargs: Kwargs, *, with_layouts: bool) -> list[Any] | None:
     """The arguments, nodes for deferred ones, as parts of a pattern; None where one is nothing to remember."""
     parts: list[Any] = []
     for x in (*args, *kwargs.values()):
@@ -270,7 +275,7 @@ def _seen(args: Iterable[Any], kwargs: Kwargs) -> list[Any] | None:
         if kind is Node:
             parts.append(x.chain)
         elif kind in PLAIN:
-            parts += (x.shape, x.dtype, x.device, x.is_contiguous())
+            parts += (x.shape, x.dtype, x.device, _layout(x)) if with_layouts else (x.shape, x.dtype, x.device)
         elif kind in questions.CONSTANTS:
             parts += (kind, x or repr(x))  # 0.0 and -0.0 are equal
         else:
@@ -287,7 +292,7 @@ def _symbols(args: Iterable[Any], kwargs: Kwargs, inputs: int) -> tuple[Sequence
             return Part(next(numbers), x.chain)
         if type(x) not in PLAIN:
             return x
-        return Operand(next(places), x.shape, x.dtype, x.device, is_contiguous=x.is_contiguous())
+        return Operand(next(places), x.shape, x.dtype, x.device, is_in_order=questions.is_in_order(x))
 
     return [symbol(x) for x in args], {name: symbol(x) for name, x in kwargs.items()}
 
@@ -311,7 +316,14 @@ def on_hook(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: K
 def on_backward(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """Hooks and accumulation may change what the pending ones read."""
     position = _BACKWARDS[function]
-    _refuse_lost_gradient(ledger, function, (args[position : position + 1], kwargs.get("inputs")))
+    wanted = args[position] if len(args) > position else kwargs.get("inputs")
+    if isinstance(wanted, Iterable) and not isinstance(wanted, torch.Tensor | list | tuple):
+        wanted = tuple(wanted)  # of an iterator, which can be read once
+        if len(args) > position:
+            args = (*args[:position], wanted, *args[position + 1 :])
+        else:
+            kwargs = {**kwargs, "inputs": wanted}
+    _refuse_lost_gradient(ledger, function, wanted)
     ledger.compute_pending("a backward begins")
     return function(*args, **kwargs)
 

@@ -81,9 +81,14 @@ class autofuse:
             ledger.blocks.remove(block)
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        for called in (function, type(function).__call__):
+        if not callable(function):
+            raise TypeError(f"autofuse() decorates functions, not {function!r}; expected it below the other decorator")
+        wrapped: Any = function
+        while isinstance(wrapped, functools.partial | staticmethod):
+            wrapped = wrapped.func if isinstance(wrapped, functools.partial) else wrapped.__func__
+        for called in (wrapped, type(wrapped).__call__):
             if any(runs_later(called) for runs_later in _RUN_LATER):
-                raise TypeError(f"{questions.name(function)} is a generator or a coroutine; use a with block inside it")
+                raise TypeError(f"{questions.name(wrapped)} is a generator or a coroutine; use a with block inside it")
 
         @functools.wraps(function)
         def fused(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ import torch.nn.functional as F
 
 from isogemm.core.eager import PLAIN
 
+Memory = tuple[int, int]  # the addresses of its first byte and of the one after its last
+
 CONSTANTS = frozenset({bool, int, float, str, type(None)})
 OVERLOAD: Any = type(torch.ops.aten.mm.default)
-OPERATOR_TYPES: Any = (type(torch.ops.aten.mm), OVERLOAD)
+_PACKET: Any = type(torch.ops.aten.mm)
+OPERATOR_TYPES: Any = (_PACKET, OVERLOAD)
 
 
 def stamps(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -41,6 +45,15 @@ def stamps_of_plain(values: Sequence[Any]) -> tuple[int, ...] | None:
     return found
 
 
+def is_in_order(x: torch.Tensor) -> bool:
+    """Whether torch gives an operation's result, whose first operand this is, a contiguous layout.
+
+    It sorts the dimensions by the first operand's strides, those that are broadcast aside.
+    """
+    strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and stride]
+    return all(a > b for a, b in itertools.pairwise(strides))
+
+
 def tensors_in(values: Any) -> list[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         return [values]
@@ -51,12 +64,19 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     return [x for value in values if type(value) not in CONSTANTS for x in tensors_in(value)]
 
 
-def storage(x: torch.Tensor) -> int:
-    """A number for the memory that x may share with others: its address, which aliases by NumPy and DLPack have too."""
+def memory(x: torch.Tensor) -> Memory:
+    """The memory that x may share with others: by its addresses, which aliases made by NumPy and DLPack have too."""
     try:
-        return x.untyped_storage().data_ptr()
+        storage = x.untyped_storage()
+        start = storage.data_ptr()
+        return start, start + storage.nbytes()
     except (NotImplementedError, RuntimeError):  # it has none
-        return -id(x)
+        return -id(x), -id(x) + 1
+
+
+def overlaps(one: Memory, others: Iterable[Memory]) -> bool:
+    first, last = one
+    return any(start < last and first < end for start, end in others)
 
 
 _OPERATORS = "add and div floordiv lshift mod mul or pow rshift sub truediv xor"
@@ -65,6 +85,7 @@ _WRITING = frozenset(
     | {"delitem", "setitem", "iconcat", "imatmul", *(f"i{name}" for name in _OPERATORS.split())}
     # Buffers and rows of weights, of which neither a schema nor `_version` tells.
     | {"batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+    | {"_batch_norm_impl_index"}
     | {"batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_update_stats"}
     | {"embedding", "embedding_bag", "fused_moving_avg_obs_fake_quant"}
     # They give the memory to whoever may write it: NumPy, DLPack, a Triton kernel's launch, C++ by ctypes.
@@ -87,9 +108,17 @@ def may_write(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 @functools.lru_cache(1024)
 def writes_by_name(function: Any) -> bool:
-    """Whether a function that changes its arguments is called so; operators as well."""
+    """Whether a function that changes its arguments is called so, or the operator of that name does; operators too."""
     called = str(getattr(function, "__name__", "")).partition(".")[0]
-    return called in _WRITING or name(function) in _WRITING or (called.endswith("_") and not called.endswith("__"))
+    if called in _WRITING or name(function) in _WRITING or (called.endswith("_") and not called.endswith("__")):
+        return True
+    operator: Any = getattr(torch.ops.aten, called, None)
+    schemas = [getattr(operator, each)._schema for each in operator.overloads()] if type(operator) is _PACKET else []
+    return any(
+        each.alias_info is not None and each.alias_info.is_write and not each.is_out and "Tensor" in str(each.type)
+        for schema in schemas
+        for each in schema.arguments
+    )
 
 
 def bound_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments | None:

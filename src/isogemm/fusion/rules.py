@@ -133,10 +133,11 @@ PRODUCTS = _table(
     (_linear, (F.linear,)),
     (_addmm, (torch.addmm, Tensor.addmm)),
 )
+REVERSED: frozenset[Function] = frozenset({torch.rsub, Tensor.__rsub__})  # the second argument comes first
 SUMS = _table(
     (_add, (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, operator.add)),
     (_sub, (torch.sub, torch.subtract, Tensor.sub, Tensor.subtract, Tensor.__sub__, operator.sub)),
-    (_rsub, (torch.rsub, Tensor.__rsub__)),
+    (_rsub, tuple(REVERSED)),
 )
 FACTORS = _table(
     (_mul, (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__, operator.mul)),
