@@ -118,12 +118,35 @@ def test_torchs_older_interface(setting):
 
 @pytest.mark.parametrize("precision", ["bf16", "tf32"])
 def test_products_on_the_cpu_are_ieee(precision):
-    x, weight = (torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    """Of a size at which torch's own differ, where this CPU has another way for them at all."""
+    x, weight = (torch.randn(256, 256, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
     expected = isogemm.linear(x, weight)
     for level in LEVELS["mkldnn"]:
         set_(*level, precision)
         assert torch.equal(isogemm.linear(x, weight), expected)
         set_(*level, "none")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+def test_a_product_sees_ieee_on_the_cpu(precision, monkeypatch):
+    """On any CPU: what torch's own product finds set."""
+    seen, multiply = [], torch.mm
+    monkeypatch.setattr(
+        torch, "mm", lambda *args, **options: (seen.append(get("mkldnn", "matmul")), multiply(*args, **options))[1]
+    )
+    for level in LEVELS["mkldnn"]:
+        set_(*level, precision)
+        isogemm.linear(torch.ones(20, 16), torch.ones(17, 16))
+        set_(*level, "none")
+    assert seen
+    assert set(seen) == {"ieee"}
+
+
+def test_what_another_thread_sets_meanwhile_stays():
+    set_("mkldnn", "matmul", "tf32")
+    with overridden("mkldnn", "ieee"):
+        set_("mkldnn", "matmul", "bf16")
+    assert get("mkldnn", "matmul") == "bf16"
 
 
 @pytest.mark.parametrize(("asked", "meanwhile"), [("tf32", "tf32"), ("ieee", "ieee"), ("tf32x3", "ieee")])

@@ -456,3 +456,13 @@ def test_a_precision_that_could_not_be_set_leaves_no_trace(monkeypatch):
         assert setting.fp32_precision == "bf16"
     finally:
         setting.fp32_precision = before
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1024), (3, 40), (40, 3), (1, 8), (16, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_weight_gradient_is_no_part_of_more_memory(n, k, dtype):
+    """Few rows or columns are padded for the sum."""
+    weight = torch.randn(n, k, dtype=dtype, requires_grad=True)
+    (found,) = torch.autograd.grad(isogemm.linear(torch.randn(5, k, dtype=dtype), weight).sum(), weight)
+    assert found.untyped_storage().nbytes() == n * k * dtype.itemsize
+    assert found.stride() == (k, 1)

@@ -112,6 +112,28 @@ def test_create_graph_gives_gradients_with_a_graph(name, mode):
         torch.testing.assert_close(each.grad, found)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_hooks_see_the_gradient_and_may_change_it(name, mode):
+    """It then goes to `.grad`: a main_grad is added to before a hook could say what."""
+    trained, plain = Trained(name), Trained(name, main_grads=False)
+    hooked = next(iter(trained.parameters))
+    trained.parameters[hooked].register_hook(lambda grad: grad * 0.5)
+    with MODES[mode]():
+        trained.loss().backward()
+        plain.loss().backward()
+    assert trained.touched() == {*trained.parameters} - {hooked}
+    _assert_same([trained.parameters[hooked].grad], [plain.parameters[hooked].grad * 0.5])
+
+
+def test_a_compiled_backward_has_no_gradient_for_hooks():
+    trained = Trained("linear")
+    trained.parameters["weight"].register_hook(lambda grad: grad)
+    loss = torch.compile(trained.loss, backend="aot_eager")()
+    with pytest.raises(RuntimeError, match="the weight has a main_grad and a hook"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_backward(name):
     """It adds where it accumulates, and refuses what torch.autograd.grad is to return, before any is added."""

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, prune
 import isogemm
 from isogemm.epilogues import ACTIVATIONS
 from isogemm.gemm.api import linear
-from isogemm.nn import Linear
+from isogemm.nn import MLP, Linear
 from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch, make_data
 
 PLAIN = [name for name, entry in ACTIVATIONS.items() if not entry.gate]
@@ -296,3 +296,12 @@ def test_activation_compiled():
 def test_unknown_activation(make, options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.int32, "float16"])
+@pytest.mark.parametrize("module", [Linear, MLP])
+def test_an_out_dtype_that_no_input_can_have(module, out_dtype):
+    """At once, not when it is called. Another one may become right: by `half()`, or under autocast."""
+    with pytest.raises(ValueError, match=r"out_dtype is .*; accepted: torch\."):
+        module(8, 8, out_dtype=out_dtype)
+    assert module(8, 8, out_dtype=torch.float16).half()(torch.ones(2, 8).half()).dtype is torch.float16

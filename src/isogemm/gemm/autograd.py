@@ -57,9 +57,10 @@ def accumulated(owner: torch.Tensor | None, needed: bool) -> Accumulated:
     """The owner's main_grad, if the backward under way accumulates: it adds to `.grad`, and not with a graph.
 
     torch.autograd.grad returns gradients and accumulates none; a main_grad holds no graph, for which there is `.grad`.
+    A tensor hook is to see the gradient, and may change it: that goes to `.grad` too.
     """
     main_grad = main_grad_of(owner) if needed and not torch.is_grad_enabled() else None
-    if owner is None or main_grad is None:
+    if owner is None or main_grad is None or op.has_hooks(owner):
         return owner, None
     try:
         return owner, main_grad if op.accumulates(owner) else None

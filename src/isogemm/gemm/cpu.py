@@ -116,7 +116,10 @@ def weight_grad(
         sums = partial[:n, :k] if sums is None else sums.add_(partial[:n, :k])
     if sums is None:
         return grad.new_zeros((n, k), dtype=dtype)
-    return sums.to(dtype).contiguous() if total is None else sums
+    if total is not None:
+        return sums
+    is_padded = n < _LEAST or k < _LEAST  # a part of more memory, which is not to live as long
+    return sums.to(dtype, memory_format=torch.contiguous_format, copy=is_padded)
 
 
 @_exact

@@ -148,7 +148,7 @@ class _Down(torch.autograd.Function):
         ctx.dtype = h.dtype
         # Alive where a second derivative may be asked for; else they are to go before h does.
         ctx.z = [weakref.ref(each) for each in (z, wide) if each is not None]
-        ctx.first, ctx.owners, ctx.shape = first._replace(seed=None), call.owners, weight.shape
+        ctx.first, ctx.owners, ctx.shape = _without_tensors(first), call.owners, weight.shape
         ctx.precision = call.precision
         return call._replace(x=h).run(call.fusion, "")[0]
 
@@ -189,7 +189,7 @@ class _Through(torch.autograd.Function):
     ) -> torch.Tensor:
         read = (z, wide, weight, first.seed) if ctx.needs_input_grad[3] else (None,) * 4
         ctx.save_for_backward(*read, call.seed)
-        ctx.first, ctx.dropout_p, ctx.precision = first._replace(seed=None), call.dropout_p, call.precision
+        ctx.first, ctx.dropout_p, ctx.precision = _without_tensors(first), call.dropout_p, call.precision
         ctx.sums = any(bias is not None and bias.requires_grad for bias in (first.bias, first.bias_up))
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.mark_dirty(result)  # which makes it this node's own, not a view
@@ -199,6 +199,7 @@ class _Through(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         z, wide, weight, seed, down_seed = ctx.saved_tensors
         above = grads[0]
+        autograd.refuse_transforms("nn.MLP's gradient", above)
         if ctx.dropout_p:
             dropout = Fusion(seed=down_seed, dropout_p=ctx.dropout_p)
             above = fused_autograd.activation_grad(above, None, "", dropout, above.dtype, False).value
@@ -207,6 +208,11 @@ class _Through(torch.autograd.Function):
             dz = _hidden_grad(above, weight, z, wide, ctx.first._replace(seed=seed), ctx.precision, ctx.sums)
         of_residual = grads[0].to(ctx.residual_dtype) if ctx.needs_input_grad[6] else None
         return None, None, above, dz, None, None, of_residual
+
+
+def _without_tensors(first: Fusion) -> Fusion:
+    """As its derivative reads it, which no bias is part of."""
+    return first._replace(bias=None, bias_up=None, seed=None)
 
 
 class _RowSums(NamedTuple):

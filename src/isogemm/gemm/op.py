@@ -208,6 +208,11 @@ def accumulates(parameter: torch.Tensor) -> bool:
     return _will_execute is None or bool(_will_execute(get_gradient_edge(parameter).node))
 
 
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether somebody is to see its gradient, and may change it."""
+    return bool(getattr(parameter, "_backward_hooks", None))
+
+
 _will_execute = private.find("torch._C:_will_engine_execute_node")
 _graph_task = private.find("torch._C:_current_graph_task_id")
 _CAN_ASK = _graph_task is not None and not private.missing(private.EPILOGUES)
@@ -215,6 +220,11 @@ _CAN_ASK = _graph_task is not None and not private.missing(private.EPILOGUES)
 
 def is_added(name: str, owner: torch.Tensor) -> bool:
     """In an operator: whether to add to the owner's main_grad. A compiled backward adds for every parameter it has."""
+    if has_hooks(owner):
+        raise RuntimeError(
+            f"{name} has a main_grad and a hook, which would see no gradient: it was compiled to be added to that. "
+            "Remove the hook, or compile without the main_grad"
+        )
     if not _CAN_ASK or _graph_task() < 0:  # outside of a backward it was called for itself
         return True
     with private.autograd_below_dispatcher():
@@ -279,6 +289,12 @@ def require_operands(
         raise ValueError(f"{names[0]} is on {a.device}; accepted: cpu and cuda")
     require_precision(precision, a.dtype)
     require_out_dtype(out_dtype, a.dtype)
+
+
+def require_some_out_dtype(out_dtype: torch.dtype | None) -> None:
+    """That inputs of some dtype can have it: which one may not be known yet."""
+    if out_dtype is not None and out_dtype not in ACCEPTED:
+        raise ValueError(f"out_dtype is {out_dtype!r}; accepted: {', '.join(map(str, ACCEPTED))}")
 
 
 def require_out_dtype(out_dtype: torch.dtype | None, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ import torch
 from isogemm.core.errors import require_precision
 from isogemm.epilogues import spec
 from isogemm.gemm.api import linear, plain_linear
-from isogemm.gemm.op import require_out_dtype
+from isogemm.gemm.op import require_out_dtype, require_some_out_dtype
 from isogemm.nn.sharing import module_obstacle, needs_its_forward, parameter, parameter_obstacle, shared, shown_name
 
 
@@ -101,6 +101,7 @@ class Linear(torch.nn.Linear):
         elif activation_args:
             raise ValueError(f"activation_args is {dict(activation_args)} without an activation")
         require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
+        require_some_out_dtype(out_dtype)
         self.activation = activation
         self.activation_args = dict(activation_args or {})
         self.precision = precision

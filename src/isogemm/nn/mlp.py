@@ -10,7 +10,7 @@ import torch
 from isogemm.core.errors import require_precision
 from isogemm.epilogues import spec
 from isogemm.gemm.api import mlp
-from isogemm.gemm.op import require_out_dtype
+from isogemm.gemm.op import require_out_dtype, require_some_out_dtype
 from isogemm.nn.linear import Linear, in_words, read_past_forward
 from isogemm.nn.sharing import shown_name
 
@@ -147,6 +147,7 @@ class MLP(torch.nn.Module):
             if not 0 <= p <= 1:
                 raise ValueError(f"{name} is {p}; expected a probability")
         require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
+        require_some_out_dtype(out_dtype)
         self.activation = activation
         self.activation_args = dict(activation_args or {})
         self.hidden_dropout_p = hidden_dropout_p

@@ -29,7 +29,7 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, precision: str | None = None) -> to
         a: [B or 1, M, K], any strides.
         b: [B or 1, K, N], any strides. An operand with batch 1 is shared by the whole batch, without a copy.
         precision: of float32 inputs: "ieee", "tf32" or "tf32x3"; None follows
-            torch.backends.cuda.matmul.fp32_precision. On the CPU any is computed as ieee.
+            torch.backends.cuda.matmul.fp32_precision. On the CPU torch.bmm computes it, as torch is set to.
 
     Returns:
         [B, M, N] in the inputs' dtype; sums are float32 for 16-bit inputs.
