@@ -92,7 +92,10 @@ RUN_OPTIONS: Mapping[str, tuple[type, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit status."""
     args = parser().parse_args(argv)
-    from isogemm import cli  # and torch
+    try:
+        from isogemm import cli  # and torch
+    except KeyboardInterrupt:  # which takes a second
+        return 130
 
     return cli.run(args)
 

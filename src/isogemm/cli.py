@@ -160,7 +160,7 @@ def bench(args: argparse.Namespace, terminal: Terminal) -> int:
 
 def make_report(args: argparse.Namespace, terminal: Terminal) -> int:
     """Make the HTML report, or the tables of the documents, from JSON lines."""
-    rows, runs = _recorded(args.results or [path for path in (RECORDED, BUILD) if path.exists()][:1])
+    rows, runs = _recorded(args.results or [path for path in (RECORDED, BUILD) if any(path.rglob("*.jsonl"))][:1])
     if not args.docs:
         report.write(args.out, rows, _views(), training_report.sections(runs))
         terminal.line(f"report: {args.out}")
@@ -235,13 +235,17 @@ def train_patchtst(args: argparse.Namespace, terminal: Terminal) -> int:
         try:
             code = _train(args, asked, here, stop, terminal)
         except OSError as error:
-            if error.errno is None or not (asked.plan.folder and (args.out / folder.CHECKPOINT).exists()):
+            is_of_run = error.errno is not None and error.filename not in (None, _STANDARD_OUTPUT)
+            if not (is_of_run and asked.plan.folder and (args.out / folder.CHECKPOINT).exists()):
                 raise
             raise UsageError(f"{_in_words(error)}; --resume then goes on from the last checkpoint") from error
     if stop() and code == OK:
         terminal.line("stopped, after the run had ended: it is recorded")
         return INTERRUPTED
     return code
+
+
+_STANDARD_OUTPUT = "standard output"  # where an error of a file is named
 
 
 class Terminal:
@@ -252,10 +256,11 @@ class Terminal:
         self._err = _rich_console(sys.stderr)
 
     def line(self, text: str) -> None:
-        if self._out is None:
-            print(text)
-        else:
-            self._out.print(text, soft_wrap=True)
+        with files.naming(_STANDARD_OUTPUT):
+            if self._out is None:
+                print(text, flush=True)
+            else:
+                self._out.print(text, soft_wrap=True)
 
     def table(
         self,
@@ -273,6 +278,10 @@ class Terminal:
         if not lines:
             return
         made = [Column(name, cells) for name, *cells in zip(columns, *lines, strict=True)]
+        with files.naming(_STANDARD_OUTPUT):
+            self._show(title, made, styles, key)
+
+    def _show(self, title: str, made: Sequence[Column], styles: Mapping[str, str], key: int) -> None:
         if self._out is None:
             width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNSEEN_WIDTH
             for piece in _pieces(made, key, width + 2, gap=2):
@@ -310,7 +319,7 @@ def _line_per_step() -> runner.Progress:
     def show(done: int, total: int, step: str) -> None:
         nonlocal last
         if step and step != last:
-            print(f"[{done + 1}/{total}] {step}", file=sys.stderr, flush=True)
+            print(f"[{min(done + 1, total)}/{total}] {step}", file=sys.stderr, flush=True)
         last = step
 
     return show
@@ -372,7 +381,9 @@ def _rich_table(title: str, columns: Sequence[Column], styles: Mapping[str, str]
 
     table = Table(title=title or None, title_justify="left", title_style="bold")
     for each in columns:
-        table.add_column(each.name, justify="right" if each.numeric else "left", width=each.width)
+        table.add_column(
+            each.name, justify="right" if each.numeric else "left", width=each.width, overflow="fold"
+        )  # fmt: skip
     for line in zip(*(each.cells for each in columns), strict=True):
         table.add_row(*(Text(cell, styles.get(cell, "")) for cell in line))
     return table
@@ -580,6 +591,7 @@ def _train(
                 folder.discard_run(args.out)
         if run.ended(plan) and (known := here.of_each(results.of_run(earlier, run))[0]):
             if here.leads:
+                run.mend_best(args.out)
                 terminal.line(
                     f"{args.out}: this run has ended and is recorded; --epochs above {len(run.epochs)} goes on"
                 )
@@ -613,15 +625,17 @@ def _train(
 
 
 def _show_training(records: Sequence[results.Record], out: Path, terminal: Terminal, device: str) -> None:
-    for record in records:
-        terminal.table(f"{results.backend(record)}, epochs", *results.epochs(record))
-    terminal.table(f"Training on {device}", *results.comparison(records))
-    written = [out / folder.RESULTS]
-    try:
+    written, unplotted = [out / folder.RESULTS], ""
+    try:  # before the tables: whoever reads those may stop
         written += plots.save(out / "losses", plots.losses(records))
         written += plots.save(out / "forecast", plots.forecast(records))
     except ModuleNotFoundError as error:
-        terminal.line(f"no plots: {error}")
+        unplotted = f"no plots: {error}"
+    for record in records:
+        terminal.table(f"{results.backend(record)}, epochs", *results.epochs(record))
+    terminal.table(f"Training on {device}", *results.comparison(records))
+    if unplotted:
+        terminal.line(unplotted)
     terminal.line(f"written: {', '.join(map(str, written))}")
 
 

@@ -155,6 +155,16 @@ def test_cuda_means_the_first_gpu(register, monkeypatch, capsys):
     assert "this machine has cuda:0, cuda:1, cpu" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("columns", [40, 60])
+def test_doctor_in_a_narrow_terminal(columns, style, monkeypatch, capsys):
+    """No word is cut off, and nothing is left out for three dots."""
+    monkeypatch.setattr(cli, "_UNSEEN_WIDTH", columns)
+    assert main(["doctor"]) == 0
+    table = capsys.readouterr().out.partition("Kernels")[2]
+    assert "\u2026" not in table
+    assert "sum_kernel" in re.sub(r"[\s\u2500-\u257f]", "", table)
+
+
 def test_doctor(style, capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -258,6 +268,7 @@ def test_report_outside_the_repository(monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(report, "write", lambda out, rows, views, sections: asked.append((len(rows), len(sections))))
     monkeypatch.setattr(training_report, "sections", lambda runs: runs)
+    Path("benchmarks/results").mkdir(parents=True)  # a user's own, of something else
     main(["bench"])
     run = dict.fromkeys(results._FIELDS, 1)
     Path("build/train-patchtst").mkdir()

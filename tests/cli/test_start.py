@@ -62,6 +62,19 @@ def test_help_is_fast(installed):
     assert any(float(python(code, installed).rpartition("took:")[2]) < BOUND_S for _ in range(TRIALS))
 
 
+def test_ctrl_c_while_torch_is_imported(installed):
+    code = (
+        "import builtins, sys, isogemm_cli\n"
+        "imported = builtins.__import__\n"
+        "def interrupted(name, *rest):\n"
+        "    if name == 'torch': raise KeyboardInterrupt\n"
+        "    return imported(name, *rest)\n"
+        "builtins.__import__ = interrupted\n"
+        "print(isogemm_cli.main(['doctor']))"
+    )
+    assert python(code, installed).strip() == "130"
+
+
 def test_import_is_fast(installed):
     """Beyond torch's import."""
     code = "import time, torch\nstart = time.process_time()\nimport isogemm\nprint(time.process_time() - start)"

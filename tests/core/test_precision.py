@@ -142,13 +142,6 @@ def test_a_product_sees_ieee_on_the_cpu(precision, monkeypatch):
     assert set(seen) == {"ieee"}
 
 
-def test_what_another_thread_sets_meanwhile_stays():
-    set_("mkldnn", "matmul", "tf32")
-    with overridden("mkldnn", "ieee"):
-        set_("mkldnn", "matmul", "bf16")
-    assert get("mkldnn", "matmul") == "bf16"
-
-
 @pytest.mark.parametrize(("asked", "meanwhile"), [("tf32", "tf32"), ("ieee", "ieee"), ("tf32x3", "ieee")])
 @pytest.mark.parametrize("before", ["ieee", "tf32"])
 def test_a_precision_on_the_gpu(before, asked, meanwhile):

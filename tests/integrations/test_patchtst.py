@@ -484,7 +484,7 @@ def test_swapped_before(make, fold, monkeypatch):
     for mine, exact in zip(model.parameters(), untouched.parameters(), strict=True):
         if exact.grad is not None:
             torch.testing.assert_close(mine.grad, exact.grad, rtol=1e-4, atol=1e-4)
-    with pytest.raises(RuntimeError, match="it is in an accelerated layer: restore that first"):
+    with pytest.raises(RuntimeError, match=r"accelerated layer: isogemm\.integrations\.patchtst\.restore comes first"):
         isogemm.nn.restore(model)
     restore(model)
     assert _state(model) == swapped
@@ -892,6 +892,10 @@ def _scale(layer, value):
 
 CHANGES = {  # name: (the model, what is done to its first layer, what isogemm does not follow; empty: it does)
     "scale": (_official, lambda layer: _scale(layer, 0.7), "its attention's scale is not 1 / sqrt(d_k)"),
+    "another scale's memory": (
+        _official, lambda layer: setattr(layer.self_attn.sdp_attn.scale, "data", torch.tensor(0.7)),
+        "its attention's scale is not 1 / sqrt(d_k)",
+    ),
     "approximate": (
         _official, lambda layer: setattr(layer.ff[1], "approximate", "tanh"), "its activation was changed",
     ),
@@ -921,11 +925,17 @@ CHANGES = {  # name: (the model, what is done to its first layer, what isogemm d
             setattr(each.batchnorm, "eps", 0.5) for each in (layer.norm_sublayer1, layer.norm_sublayer3)
         ], "",
     ),
+    "Hugging Face's activation": (
+        _huggingface, lambda layer: setattr(layer.ff[1], "act", torch.nn.functional.relu), "its activation was changed",
+    ),
+    "Hugging Face's bookkeeping": (
+        _huggingface, lambda layer: vars(layer.ff[1]).pop("_is_hf_initialized", None), "",
+    ),
     "Hugging Face's pre_norm": (_huggingface, lambda layer: setattr(layer, "pre_norm", False), ""),
 }  # fmt: skip
 
 
-COMPILED = ("scale", "approximate", "one eps", "Hugging Face's scaling")
+COMPILED = ("scale", "approximate", "one eps", "Hugging Face's scaling", "Hugging Face's activation")
 
 
 @pytest.mark.parametrize(

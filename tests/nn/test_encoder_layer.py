@@ -606,3 +606,27 @@ for static_graph in (False, True):
 
 def test_gradients_under_ddp_are_the_mean(tmp_path):
     run_ranks(PROGRAM, tmp_path)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("made", ["layer", "from_torch"])
+def test_an_activation_module_s_options_are_followed(made, compiled):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    theirs = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, activation=torch.nn.GELU(), batch_first=True)
+    ours = EncoderLayer.from_torch(theirs) if made == "from_torch" else EncoderLayer(8, 2, 16, 0.0, torch.nn.GELU())
+    ours.load_state_dict(theirs.state_dict())
+    run = torch.compile(ours, backend="eager", fullgraph=True) if compiled else ours
+    x = 4 * torch.randn(3, 5, 8)
+    for approximate in ("none", "tanh", "none"):
+        for layer in (ours, theirs):
+            layer.activation.approximate = approximate
+        torch.testing.assert_close(run(x), theirs(x), rtol=1e-6, atol=2e-6)
+        assert f"activation={'gelu_tanh' if approximate == 'tanh' else 'gelu'}," in repr(ours)
+
+
+def test_an_activation_module_that_becomes_unknown_raises():
+    layer = EncoderLayer(8, 2, 16, 0.0, torch.nn.GELU())
+    layer.activation.approximate = "cubic"
+    with pytest.raises(RuntimeError, match="activation has become GELU"):
+        layer(torch.randn(2, 3, 8))

@@ -219,3 +219,47 @@ def test_modules_of_an_earlier_pickle_are_not_swapped_ones():
     model = torch.nn.Sequential(isogemm.nn.Linear(4, 4))
     model[0].__dict__.pop("is_swapped", None)
     assert restore(model) == ()
+
+
+def test_an_activation_in_two_places_keeps_its_hooks_and_mode():
+    """One stand-in for both, as the activation was one."""
+    torch.manual_seed(0)
+    activation, called = torch.nn.ReLU(), []
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), activation, torch.nn.Linear(8, 8), activation)
+    assert len(swap(model).folded) == 2
+    assert model[1] is model[3]
+    model[1].register_full_backward_hook(lambda *args: called.append(1))
+    model[1].eval()
+    for _ in range(2):
+        model(torch.randn(3, 8)).sum().backward()
+        assert len(called) == 2
+        called.clear()
+        restore(model)
+    assert model[1] is model[3] is activation
+    assert not activation.training
+
+
+@pytest.mark.parametrize(
+    ("activation", "option", "value"),
+    [(torch.nn.LeakyReLU(0.1), "negative_slope", 0.9), (torch.nn.GELU(), "approximate", "tanh")],
+)
+def test_options_of_a_folded_activation_are_refused(activation, option, value):
+    """They would have no effect: the linear computes it."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), activation)
+    before = getattr(activation, option)
+    swap(model)
+    assert getattr(model[1], option) == before
+    with pytest.raises(AttributeError, match=rf"{option} of a folded .*; change it before isogemm\.nn\.swap, or after"):
+        setattr(model[1], option, value)
+    copy.deepcopy(model).eval()
+    restore(model)
+    setattr(model[1], option, value)
+    assert getattr(activation, option) == value
+
+
+def test_a_folded_activation_takes_what_has_no_effect_on_it():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    swap(model)
+    model[1].inplace, model[1].note = True, "mine"
+    restore(model)
+    assert (model[1].inplace, model[1].note) == (True, "mine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -100,6 +101,10 @@ def test_a_run_that_ended_is_not_recorded_again(whole, capsys):
     assert "out: this run has ended and is recorded; --epochs above 2 goes on" in out
     assert shown.splitlines()[-3] in out  # the table
     assert contents() == before
+    for damage in (Path.unlink, lambda path: path.write_bytes(b"")):  # the checkpoint has these weights as well
+        damage(Path("out", BEST))
+        assert train(*RUN, "--out", "out", "--resume") == 0
+        assert contents() == before
     assert train(*RUN, "--out", "out", "--resume", "--epochs", "3") == 0
     assert [len(each["epochs"]) for each in recorded("out")] == [2, 3]
 
@@ -152,10 +157,12 @@ def test_two_processes_do_not_share_a_folder(capsys):
     assert train(*RUN, "--out", "out") == 0
 
 
-@pytest.mark.parametrize("place", ["file", "file/below", "taken"])
+@pytest.mark.parametrize("place", ["file", "file/below", "taken", "looped"])
 def test_a_folder_that_cannot_be_written_is_noticed_at_once(place, monkeypatch, capsys):
     Path("file").write_text("mine")
     Path("taken", CHECKPOINT).mkdir(parents=True)
+    Path("looped").mkdir()
+    Path("looped", BEST).symlink_to(BEST)
     monkeypatch.setattr(Run, "__init__", None)
     assert train(*RUN, "--out", place) == 2
     assert place.partition("/")[0] in error_of(capsys)
@@ -164,7 +171,7 @@ def test_a_folder_that_cannot_be_written_is_noticed_at_once(place, monkeypatch, 
 
 def test_only_our_temporary_files_are_removed():
     Path("out").mkdir()
-    ours = {f".{name}.123.456" for name in (CHECKPOINT, BEST, RESULTS, "losses.svg", "forecast.png")}
+    ours = {f".{name}.123.456" for name in (CHECKPOINT, BEST, RESULTS, "losses.svg", "forecast.png")} | {".probe.77"}
     others = {".notes.txt.123", ".checkpoint.pt.swp", "checkpoint.pt.123", ".gitignore"}
     for name in ours | others:
         Path("out", name).write_text("x")
@@ -335,6 +342,21 @@ def test_a_stop_in_a_weak_references_callback(whole, monkeypatch):
         assert train(*RUN, "--out", "out") == 130
     assert go_on() == 0
     assert_ended_once(whole)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_standard_output_is_named(capsys):
+    """The run is recorded, with its plots: there is nothing to resume."""
+    saved = []
+    with pytest.MonkeyPatch.context() as patch, Path("/dev/full").open("w") as full:
+        patch.setattr(plots, "save", lambda path, plot: saved.append(path) or [])
+        patch.setattr(sys, "stdout", full)
+        assert train(*RUN, "--out", "out") == 2
+        with contextlib.suppress(OSError):
+            full.close()
+    assert error_of(capsys) == "standard output: No space left on device"
+    assert len(recorded("out")) == 1
+    assert len(saved) == 2
 
 
 # What is read

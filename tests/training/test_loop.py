@@ -239,8 +239,11 @@ def spoiled(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(value, torch.Tensor):
         yield f"{name} longer", torch.zeros(value.numel() + 9, dtype=value.dtype)
         yield f"{name} dtype", value.to(torch.complex64)
+        yield f"{name} sparse", value.to_sparse()
+        yield f"{name} meta", value.to("meta")
     elif isinstance(value, float):
         yield f"{name} nan", math.nan
+        yield f"{name} too large", 10**400
     yield f"{name} text", "no"
 
 

@@ -124,6 +124,38 @@ def test_a_constant_channel_becomes_zeros(value):
     assert not made.values.abs().max() > 1e-6
 
 
+@pytest.mark.parametrize("value", [1e20, 1e30, -1e300])
+def test_a_large_constant_channel_becomes_zeros(value):
+    """A mean of many values has a rounding, which of these is large itself."""
+    series = Series("large", ("flat",), torch.full((300, 1), value, dtype=torch.float64))
+    assert not cut(series, 8, 4).values.any()
+
+
+@pytest.mark.parametrize("size", [1e-200, 1e-300, 1e153, 1e200])
+def test_channels_of_any_size_are_scaled_alike(size):
+    """Where squares under- or overflow, too."""
+    values = torch.randn(300, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    right, found = (cut(Series("s", ("a", "b"), values * each), 8, 4) for each in (1.0, size))
+    torch.testing.assert_close(found.values, right.values, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.std / size, right.std, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("value", [1e10, -1e20, 1e100, 1e154, -1e155, 1e200])
+def test_a_value_beside_which_nothing_is_left_is_named(value):
+    values = torch.randn(300, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    values[20, 1] = value
+    with pytest.raises(SeriesError, match=r"s, row 21, column 'b': .* is too large: .* would be all the same"):
+        cut(Series("s", ("a", "b"), values), 8, 4)
+    values[20, 1] = 1e6  # large, and something is
+    assert len(cut(Series("s", ("a", "b"), values), 8, 4).values[1, :200].unique()) > 100
+
+
+def test_values_whose_differences_overflow_are_named():
+    values = torch.tensor([1.7e308, -1.7e308], dtype=torch.float64).repeat(150)[:, None]
+    with pytest.raises(SeriesError, match=r"'a': -?1\.7e\+308 is too large"):
+        cut(Series("s", ("a",), values), 8, 4)
+
+
 def test_what_float32_cannot_hold_is_named():
     values = synthetic(100, 2).values
     values[90, 1] = 1e300

@@ -37,7 +37,7 @@ def naming(path: AnyPath) -> Iterator[None]:
 
 def write(path: AnyPath, content: bytes) -> None:
     """Replace a file. Whoever reads it, or kills this process, finds all of the old content or all of the new."""
-    target = Path(path).resolve()  # of a link, the file
+    target = Path(os.path.realpath(path))  # of a link, the file
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     with naming(path):
         if Path(path).exists() and not Path(path).is_file():  # a device or a pipe, which keeps no content

@@ -44,8 +44,7 @@ def overridden(backend: str, precision: str) -> Iterator[None]:
         yield
     finally:
         with _changing:
-            if levels[-1].fp32_precision == precision:  # else another thread has set it since
-                levels[-1].fp32_precision = before
+            levels[-1].fp32_precision = before
 
 
 def _own_setting(levels: Sequence[Any]) -> str:

@@ -387,7 +387,8 @@ def _calls(
 def _chunk_lengths(chunks: int | Sequence[int], length: int) -> list[int]:
     if isinstance(chunks, int):
         if not 2 <= chunks <= length:
-            raise ValueError(f"chunks is {chunks}; expected 2 to {length}, the number of tokens, lengths, or None")
+            few = f"2 to {length}, the number of tokens, lengths, or None" if length > 1 else "None: there is one token"
+            raise ValueError(f"chunks is {chunks}; expected {few}")
         return [length * (index + 1) // chunks - length * index // chunks for index in range(chunks)]
     if not isinstance(chunks, Sequence) or not all(isinstance(length, int) for length in chunks):
         raise TypeError(f"chunks is {chunks!r}; expected a number of chunks, their lengths, or None")

@@ -335,17 +335,20 @@ def _activation_options(parts: Parts) -> tuple[tuple[str, object], ...]:
     """The attributes that an activation's function depends on, and their values."""
     if parts.folded:
         return (("activation", parts.linear1.activation),)
-    plain = (str, int, float, type(None))
     options = (each for each in vars(parts.activation).items() if each[0] not in _OF_ANY_MODULE)
-    return tuple((name, value) for name, value in options if isinstance(value, plain))
+    return tuple((name, value) for name, value in options if isinstance(value, _PLAIN) or callable(value))
 
 
-_OF_ANY_MODULE = frozenset(vars(torch.nn.Module()))
+_PLAIN = (str, int, float, type(None))
+_OF_ANY_MODULE = frozenset({*vars(torch.nn.Module()), "_is_hf_initialized"})
 
 
 def _is_other_activation(parts: Parts, options: tuple[tuple[str, object], ...]) -> bool:
     module = parts.linear1 if parts.folded else parts.activation
-    return any(getattr(module, name, None) != value for name, value in options)
+    return any(
+        getattr(module, name, None) != value if isinstance(value, _PLAIN) else getattr(module, name, None) is not value
+        for name, value in options
+    )
 
 
 def _activation(parts: Parts) -> str:

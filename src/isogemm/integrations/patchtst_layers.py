@@ -283,21 +283,22 @@ def _from_batch(norm: torch.nn.BatchNorm1d) -> bool:
     return norm.training or (norm.running_mean is None and norm.running_var is None)
 
 
-_usual_scales: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by address, and at which version of its value
+# By their ids: in which memory, and at which version of its value.
+_usual_scales: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
 
 
 def _is_usual(scale: Tensor, head: int) -> bool:
     """Whether it is 1 / sqrt(head). It is read only where torch counted a change: that waits for the device."""
     if is_compiling() or scale.is_meta:
         return is_usual_now(scale, head)
-    version = 0 if scale.is_inference() else scale._version
-    seen, then = _usual_scales.get(id(scale), (None, 0))
-    if seen is not None and seen() is scale and then == version:
+    value = scale.data_ptr(), 0 if scale.is_inference() else scale._version
+    seen, then = _usual_scales.get(id(scale), (None, None))
+    if seen is not None and seen() is scale and then == value:
         return True
     if not is_usual_now(scale, head):
         return False
     address = id(scale)
-    _usual_scales[address] = weakref.ref(scale, lambda _: _usual_scales.pop(address, None)), version
+    _usual_scales[address] = weakref.ref(scale, lambda _: _usual_scales.pop(address, None)), value
     return True
 
 

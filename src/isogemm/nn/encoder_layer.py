@@ -66,7 +66,7 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
 
     precision: str | None
     is_swapped: bool = False  # `isogemm.nn.swap` put it in a torch.nn.TransformerEncoderLayer's place
-    _activation: str  # isogemm.encoder_layer's name of `activation`
+    _activation: str  # isogemm.encoder_layer's name of `activation`, where that is no module, whose options may change
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
             ),
             nhead=attention.num_heads,
             norm_first=self.norm_first,
-            activation=self._activation,
+            activation=_activation_now(self),
             norm=_kind(norm1),
             eps=norm1.eps,
             key_padding_mask=src_key_padding_mask,
@@ -183,7 +183,8 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
         return shown_name(self)
 
     def extra_repr(self) -> str:
-        options = {"nhead": self.self_attn.num_heads, "activation": self._activation, "norm_first": self.norm_first}
+        activation = activation_name(self.activation) or repr(self.activation)
+        options = {"nhead": self.self_attn.num_heads, "activation": activation, "norm_first": self.norm_first}
         if self.precision is not None:
             options["precision"] = self.precision
         return ", ".join(f"{name}={value}" for name, value in options.items())
@@ -193,6 +194,16 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
         self.precision = precision
         self.is_swapped = False
         self.activation_relu_or_gelu = 0  # by which a torch.nn.TransformerEncoder knows that it may not pack the batch
+
+
+def _activation_now(layer: EncoderLayer) -> str:
+    module = layer._modules.get("activation")
+    if module is None:
+        return layer._activation
+    name = activation_name(module)
+    if not name:
+        raise RuntimeError(f"this EncoderLayer's activation has become {module!r}, none of {', '.join(ACTIVATIONS)}")
+    return name
 
 
 def _unknown(activation: object) -> ValueError:

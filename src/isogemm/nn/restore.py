@@ -40,8 +40,10 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     swapped = [place for place in places if _is_swapped(place.module)]
     accelerated = tuple(f"{place.name}." for place in places if isinstance(place.module, PastForwards))
     for place in swapped:
-        reason = "it is in an accelerated layer: restore that first" if place.name.startswith(accelerated) else ""
-        if reason := reason or _obstacle(place.module):
+        reason = _obstacle(place.module)
+        if place.name.startswith(accelerated):
+            reason = "it is in an accelerated layer: isogemm.integrations.patchtst.restore comes first"
+        if reason:
             raise RuntimeError(f"{place.name} cannot be restored: {reason}")
     _require_pairs(places)
     made: dict[torch.nn.Module, torch.nn.Module] = {}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -77,8 +77,20 @@ class FoldedActivation(torch.nn.Identity):
         self.activation.__dict__.update({name: each for name, each in self.__dict__.items() if name != "activation"})
         return self.activation
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse the activation's options: the linear has them since `swap`."""
+        if name in vars(self.activation) and name not in _WITHOUT_EFFECT:
+            raise AttributeError(
+                f"{name} of a folded {type(self.activation).__name__} is the isogemm.nn.Linear's before it, in its "
+                "activation_args; change it before isogemm.nn.swap, or after isogemm.nn.restore"
+            )
+        super().__setattr__(name, value)
+
     def extra_repr(self) -> str:
         return repr(self.activation)
+
+
+_WITHOUT_EFFECT = frozenset({*vars(torch.nn.Module()), "inplace"})  # on what an activation computes
 
 
 @dataclass(frozen=True)
@@ -174,8 +186,9 @@ def swap(
         if place.module in made:
             made[place.module].is_swapped = True
             setattr(place.parent, place.attribute, made[place.module])
+    stand_ins = {module: FoldedActivation.of(module) for module in {pair.activation.module for pair in folded}}
     for _, place, _ in folded:
-        setattr(place.parent, place.attribute, FoldedActivation.of(place.module))
+        setattr(place.parent, place.attribute, stand_ins[place.module])
     return SwapReport(
         swapped=tuple(place.name for place in places if place.module in made),
         notes=tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def save(path: AnyPath, state: Mapping[str, Any]) -> None:
 def load(path: AnyPath) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file")
+        raise CheckpointError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
     data = path.read_bytes()
     content, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     sealed = seal.startswith(_SEAL)
@@ -79,6 +79,14 @@ def require_same(path: AnyPath, saved: Mapping[str, Any], asked: Mapping[str, An
         raise CheckpointError(f"{path}: of another run: {'; '.join(differing)}")
 
 
+def _in_words(value: Any) -> str:
+    """What is to be alike of two tensors."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    unusual = "" if value.layout is torch.strided and not value.is_meta else f" {value.layout} on {value.device}"
+    return f"{value.dtype} {list(value.shape)}{unusual}"
+
+
 def require_structure(path: AnyPath, found: Any, expected: Any, name: str = "state") -> None:
     """The same keys, lengths, types, and shapes and dtypes of tensors. expected: nested dicts, lists, `Every`, tensors;
     a type or a range in place of any other value.
@@ -88,14 +96,13 @@ def require_structure(path: AnyPath, found: Any, expected: Any, name: str = "sta
         raise CheckpointError(f"{path}: not a checkpoint of this run: {name} {what}")
 
     if isinstance(expected, Tensor):
-        if not isinstance(found, Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
-            got = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            refuse(f"is {got}; expected {expected.dtype} {list(expected.shape)}")
+        if _in_words(found) != (right := _in_words(expected)):
+            refuse(f"is {_in_words(found)}; expected {right}")
     elif isinstance(expected, type):
         if not isinstance(found, (int, float) if expected is float else expected):
             refuse(f"is {type(found).__name__}; expected {expected.__name__}")
-        if isinstance(found, float) and not math.isfinite(found):
-            refuse(f"is {found}; expected a finite number")
+        if expected is float and not abs(found) <= sys.float_info.max:
+            refuse(f"is {found if isinstance(found, float) else 'too large'}; expected a finite number")
     elif isinstance(expected, range):
         if not isinstance(found, int) or found not in expected:
             refuse(f"is {found!r}; expected {expected[0]} to {expected[-1]}")

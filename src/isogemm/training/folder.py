@@ -17,7 +17,8 @@ PLOTS = "losses", "forecast"
 
 _LOCK = ".lock"
 _NAMES = (CHECKPOINT, BEST, RESULTS, *(f"{plot}{suffix}" for plot in PLOTS for suffix in (".svg", ".png")))
-_UNFINISHED = re.compile(rf"\.({'|'.join(map(re.escape, _NAMES))})\.\d+\.\d+")  # as `files.write` calls them
+# As `files.write` and `files.require_writable` call them.
+_UNFINISHED = re.compile(rf"\.({'|'.join(map(re.escape, _NAMES))})\.\d+\.\d+|\.probe\.\d+")
 
 
 @contextmanager
@@ -37,7 +38,8 @@ def claimed(folder: Path) -> Iterator[None]:
             lock.flush()
         for name in _NAMES:
             path = folder / name
-            if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            is_loop = Path(os.path.realpath(path)).is_symlink()
+            if is_loop or (path.exists() and not (path.is_file() and os.access(path, os.W_OK))):
                 raise FileError(f"{path}: not a file that can be written; choose another --out")
         for path in folder.iterdir():
             if _UNFINISHED.fullmatch(path.name) and path.is_file():

@@ -304,10 +304,20 @@ class Run:
             "best": self._best,
         }
         if self._best and self._best["epoch"] != self._best_written:
-            scaling = {"mean": self.windows.mean, "std": self.windows.std}
-            checkpoints.save(folder / BEST, {"run": self.identity, **self._best, **scaling})
+            self._write_best(folder)
             self._best_written = self._best["epoch"]
         checkpoints.save(folder / CHECKPOINT, state)  # last: a run that it says has ended is complete
+
+    def _write_best(self, folder: Path) -> None:
+        scaling = {"mean": self.windows.mean, "std": self.windows.std}
+        checkpoints.save(folder / BEST, {"run": self.identity, **self._best, **scaling})
+
+    def mend_best(self, folder: Path) -> None:
+        """Write the best weights again, where their file is gone or damaged."""
+        try:
+            checkpoints.load(folder / BEST)
+        except checkpoints.CheckpointError:
+            self._write_best(folder)
 
     def _loaded(self, path: AnyPath) -> dict[str, Any]:
         """A checkpoint that `_write` could have written in this run."""

@@ -22,6 +22,7 @@ from isogemm.bench.files import AnyPath
 _DATE_FORMATS = ("%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d")  # beside ISO 8601
 _ABSENT = frozenset({"", "na", "n/a", "null", "none", "-"})
 _CONSTANT = 1e-10  # a deviation, relative to the mean, that is rounding
+_SWAMPED = 2.0**-24  # a range, relative to the deviation, that is rounding in float32
 _LARGEST = 1e16  # of a scaled value: a window's sum of squares is finite in float32
 _DAY, _WEEK = 24, 168  # rows: the synthetic series is hourly
 
@@ -113,7 +114,8 @@ def cut(series: Series, inputs: int, horizon: int) -> Windows:
 
     A validation or test window may begin in the part before, but what it forecasts is its own part's. Each channel is
     scaled by the mean and standard deviation of its training rows; one that is constant there is only shifted.
-    SeriesError where there are too few rows, or a value is so large that these or a window's squares overflow.
+    SeriesError where there are too few rows, or a value so large that these or a window's squares overflow, or that
+    nothing of the others is left.
     """
     rows = len(series.values)
     parts = _parts(rows, inputs, horizon)
@@ -125,11 +127,12 @@ def cut(series: Series, inputs: int, horizon: int) -> Windows:
                 f"{name} part; {needed} rows would do"
             )
     trained = series.values[: rows * 7 // 10]
-    mean, std = trained.mean(0), trained.std(0, correction=0)
-    for channel in (~(mean + std).isfinite()).nonzero()[:1, 0].tolist():
-        row = int(trained[:, channel].abs().argmax())
+    mean, std = _scaling(trained)
+    for channel in (~(mean + std).isfinite() | _is_swamped(trained, std)).nonzero()[:1, 0].tolist():
+        row = int((trained[:, channel] - trained[:, channel].median()).abs().argmax())
         raise SeriesError(
-            f"{series.place(row, channel)}: {trained[row, channel]:g} is too large: the channel's deviation overflows"
+            f"{series.place(row, channel)}: {trained[row, channel]:g} is too large: scaled by the channel's deviation, "
+            "the other training rows would be all the same"
         )
     std = torch.where(std > _CONSTANT * mean.abs(), std, 1.0)
     scaled = ((series.values - mean) / std).float()
@@ -138,6 +141,22 @@ def cut(series: Series, inputs: int, horizon: int) -> Windows:
             f"{series.place(row, channel)}: {series.values[row, channel]:g} is out of range beside the training rows"
         )
     return Windows(scaled.T.contiguous(), inputs, horizon, **parts, mean=mean, std=std)
+
+
+def _scaling(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean and the deviation of each column: of a constant one exact, and where squares under- or overflow."""
+    mean = values[0] + (values - values[0]).mean(0)
+    centred = values - mean
+    _, exponent = torch.frexp(centred.abs().amax(0))
+    return mean, torch.ldexp(torch.ldexp(centred, -exponent).square().mean(0).sqrt(), exponent)
+
+
+def _is_swamped(values: Tensor, std: Tensor) -> Tensor:
+    """Of which columns all values but the one farthest out, different though they are, are one float32 when scaled."""
+    ordered = values.sort(0).values
+    without_last, without_first = ordered[-2] - ordered[0], ordered[-1] - ordered[1]
+    others = torch.minimum(without_last, without_first)
+    return (others > 0) & (others < _SWAMPED * std)
 
 
 def _parts(rows: int, inputs: int, horizon: int) -> dict[str, Part]:
