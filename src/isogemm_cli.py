@@ -154,7 +154,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="PATH",
-        help=f".jsonl files, or folders of them (default: {RECORDED}, or {BUILD} where there is no such folder)",
+        help=f".jsonl files, or folders of them (default: {RECORDED}, or {BUILD} where there are none in that)",
     )
     added.add_argument(
         "--docs",

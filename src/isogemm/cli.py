@@ -23,7 +23,7 @@ import torch
 
 import isogemm
 from isogemm import families
-from isogemm.bench import ceilings, files, headline, report, runner, store, summary, tables
+from isogemm.bench import ceilings, files, headline, report, runner, store, summary, swapped_models, tables
 from isogemm.bench import demo as demos
 from isogemm.bench.cases import Case
 from isogemm.bench.store import Row
@@ -166,7 +166,7 @@ def make_report(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.line(f"report: {args.out}")
         return OK
     recorded = headline.recorded(rows, training_report.figures(runs))
-    made = tables.tables(rows, _views()) | training_report.tables(runs)
+    made = tables.tables(rows, _views()) | training_report.tables(runs) | swapped_models.tables(RECORDED)
     if recorded:
         made["headline"] = headline.table(recorded)
     training_report.save_plots(runs, IMAGES)
