@@ -1,6 +1,8 @@
 """isogemm.autofuse where a deferred tensor is used twice, or what it reads changes before it is computed."""
 
 import ctypes
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -201,6 +203,47 @@ def test_changes_of_what_an_operand_is_an_alias_of_come_after(alias):
         y = torch.relu(x @ w)
         whole.add_(1)
     torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (6, 0)])
+@pytest.mark.parametrize("change", ["add_", "setitem", "out", "copy_", "resize"])
+def test_changes_of_an_empty_operand_come_after(change, shape):
+    x, w = torch.empty(shape), torch.randn(shape[1], 8)
+    with autofuse():
+        y = torch.relu(x @ w)
+        if change == "resize":
+            x.resize_(3, 3)
+        elif change == "setitem":
+            x[:] = 1
+        else:
+            CHANGES[change](x)
+        assert_same(y, torch.zeros(shape[0], 8))
+
+
+def test_lazy_modules_are_made_inside_a_block():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LazyLinear(4))
+    with autofuse():
+        result = model(torch.ones(2, 8))
+    torch.testing.assert_close(result, model(torch.ones(2, 8)))
+
+
+def test_another_thread_settles_results_while_one_writes():
+    """What a write looks through may grow meanwhile."""
+    x, w, other = torch.randn(4, 8), torch.randn(8, 8), torch.zeros(3)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with autofuse():
+            products = [x @ w for _ in range(300)]
+            steps = [torch.relu(each) for each in products]
+            reading = threading.Thread(target=lambda: [each.sum() for each in products])
+            reading.start()
+            while reading.is_alive():
+                other.add_(1)
+            reading.join()
+    finally:
+        sys.setswitchinterval(interval)
+    torch.testing.assert_close(steps[0], torch.relu(x @ w))
 
 
 def test_memory_beside_an_operand_is_not_the_operand_s():

@@ -5,6 +5,7 @@ import torch
 
 from isogemm.fusion import autofuse
 from isogemm.fusion.deferred import Deferred, Ledger
+from isogemm.fusion.memory import Pieces
 from isogemm.fusion.report import MOST_ENTRIES
 
 STEPS = 300
@@ -26,8 +27,8 @@ def ledgers(monkeypatch):
 
 def size_of(value):
     """The number of elements, those of elements included."""
-    if isinstance(value, dict):
-        value = list(value.values())
+    if isinstance(value, Pieces):
+        value = value.notes
     return sum(map(size_of, value)) if isinstance(value, list | tuple | set) else 1
 
 

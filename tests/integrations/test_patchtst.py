@@ -965,6 +965,41 @@ def test_changes_after_accelerate(name, compiled):
         assert _served_by_torch(log) == [reason] * bool(reason)
 
 
+@pytest.mark.parametrize("name", ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"])
+def test_every_activation_is_followed_in_a_graph(name):
+    """Each is another class of Hugging Face's, with its formula, a function or a partial one inside."""
+    torch._dynamo.reset()
+    model = _huggingface(num_hidden_layers=1, activation_function=name).eval()
+    x = _random(5, LENGTH, CHANNELS)
+    right = _first(model(x))
+    accelerate(model)
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with isogemm.dispatch_log() as log:
+            torch.testing.assert_close(_first(each(x)), right, rtol=1e-4, atol=1e-5)
+        assert _served_by_torch(log) == []
+    found = []
+
+    def backend(graph, inputs):
+        found.extend(node for node in graph.graph.nodes if "isogemm" in str(node.target))
+        return graph.forward
+
+    graphed = torch.compile(model, backend=backend, fullgraph=True)
+    torch.testing.assert_close(_first(graphed(x)), right, rtol=1e-4, atol=1e-5)
+    assert found
+
+
+def test_vmap_over_an_official_layer():
+    """Its scale has no memory to be known by there."""
+    model = _official(1).eval()
+    accelerate(model)
+    x = _random(SEQUENCES, TOKENS, D)
+    named = model.named_parameters(), model.named_buffers()
+    states = [{name: torch.stack([each, each]) for name, each in of_kind} for of_kind in named]
+    with torch.no_grad():
+        both = torch.func.vmap(lambda *state: torch.func.functional_call(model, state, (x,)))(*states)
+        torch.testing.assert_close(both[1], model(x), rtol=1e-4, atol=1e-5)
+
+
 def _first(result):
     """The first result of a layer, or a model's prediction."""
     if isinstance(result, torch.Tensor):

@@ -249,7 +249,7 @@ def test_options_of_a_folded_activation_are_refused(activation, option, value):
     before = getattr(activation, option)
     swap(model)
     assert getattr(model[1], option) == before
-    with pytest.raises(AttributeError, match=rf"{option} of a folded .*; change it before isogemm\.nn\.swap, or after"):
+    with pytest.raises(AttributeError, match=rf"{option} was folded into .*; call isogemm\.nn\.restore first"):
         setattr(model[1], option, value)
     copy.deepcopy(model).eval()
     restore(model)
@@ -258,8 +258,12 @@ def test_options_of_a_folded_activation_are_refused(activation, option, value):
 
 
 def test_a_folded_activation_takes_what_has_no_effect_on_it():
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LeakyReLU(0.1))
+    for module in model.modules():
+        module.name = "before"
     swap(model)
-    model[1].inplace, model[1].note = True, "mine"
+    for module in model.modules():
+        module.name = "after"
+    model[1].inplace, model[1].negative_slope, model[1].note = True, 0.1, "mine"
     restore(model)
-    assert (model[1].inplace, model[1].note) == (True, "mine")
+    assert (model[1].inplace, model[1].name, model[1].note) == (True, "after", "mine")

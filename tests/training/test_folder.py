@@ -101,7 +101,9 @@ def test_a_run_that_ended_is_not_recorded_again(whole, capsys):
     assert "out: this run has ended and is recorded; --epochs above 2 goes on" in out
     assert shown.splitlines()[-3] in out  # the table
     assert contents() == before
-    for damage in (Path.unlink, lambda path: path.write_bytes(b"")):  # the checkpoint has these weights as well
+    assert train(*RUN, "--out", "other", "--seed", "1") == 0
+    others = Path("other", BEST).read_bytes()
+    for damage in (Path.unlink, lambda path: path.write_bytes(b""), lambda path: path.write_bytes(others)):
         damage(Path("out", BEST))
         assert train(*RUN, "--out", "out", "--resume") == 0
         assert contents() == before

@@ -144,10 +144,21 @@ def test_channels_of_any_size_are_scaled_alike(size):
 def test_a_value_beside_which_nothing_is_left_is_named(value):
     values = torch.randn(300, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     values[20, 1] = value
-    with pytest.raises(SeriesError, match=r"s, row 21, column 'b': .* is too large: .* would be all the same"):
+    with pytest.raises(SeriesError, match=r"s, row 21, column 'b': .* is so far from .* cannot tell those apart"):
         cut(Series("s", ("a", "b"), values), 8, 4)
-    values[20, 1] = 1e6  # large, and something is
+    values[120, 1] = value  # twice
+    with pytest.raises(SeriesError, match=r"s, row (21|121), column 'b': .* is so far from "):
+        cut(Series("s", ("a", "b"), values), 8, 4)
+    values[20, 1] = values[120, 1] = 1e6  # large, and something is
     assert len(cut(Series("s", ("a", "b"), values), 8, 4).values[1, :200].unique()) > 100
+
+
+@pytest.mark.parametrize("rare", [[1.0], [1.0, 1e-9], [3.2, 1e-12], [1e30], [1e-30]])
+def test_channels_of_few_values_are_trained_on(rare):
+    """Flags, mostly 0: what is lost beside 1 is little."""
+    values = torch.zeros(300, 1, dtype=torch.float64)
+    values[50 : 50 + len(rare), 0] = torch.tensor(rare, dtype=torch.float64)
+    assert cut(Series("s", ("flag",), values), 8, 4).values.unique().numel() >= 2
 
 
 def test_values_whose_differences_overflow_are_named():

@@ -1,5 +1,5 @@
 """The epilogue library: what may follow a product in its one launch."""
 
-from isogemm.epilogues.spec import ACTIVATIONS, Activation, UserEpilogue, of_module, recognise, register
+from isogemm.epilogues.spec import ACTIVATIONS, Activation, UserEpilogue, of_module, options_of, recognise, register
 
-__all__ = ["ACTIVATIONS", "Activation", "UserEpilogue", "of_module", "recognise", "register"]
+__all__ = ["ACTIVATIONS", "Activation", "UserEpilogue", "of_module", "options_of", "recognise", "register"]

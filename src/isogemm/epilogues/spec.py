@@ -291,10 +291,12 @@ def of_module(module: torch.nn.Module) -> tuple[str, dict[str, float]] | None:
     entries = _BY_MODULE.get(type(module))
     if entries is None:
         return None
-    names = {name for entry in entries for name in (*entry.options, *entry.arguments)}
-    given = {name: getattr(module, name) for name in names}
-    given.pop("inplace", None)  # of a value that nothing else sees
-    return _matching(entries, given)
+    return _matching(entries, {name: getattr(module, name) for name in options_of(type(module))})
+
+
+def options_of(kind: type[torch.nn.Module]) -> set[str]:
+    """The attributes that an activation's module is told by; not whether it works in place: nothing else sees that."""
+    return {name for entry in _BY_MODULE.get(kind, ()) for name in (*entry.options, *entry.arguments)} - {"inplace"}
 
 
 def _matching(entries: Sequence[Activation], given: Mapping[str, Any]) -> tuple[str, dict[str, float]] | None:

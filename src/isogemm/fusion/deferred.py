@@ -10,7 +10,7 @@ import functools
 import operator
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,7 +22,7 @@ from isogemm.core.device import matmul_precision
 from isogemm.fusion import ambient, questions
 from isogemm.fusion.ambient import Ambient
 from isogemm.fusion.chains import Chain, Kwargs
-from isogemm.fusion.questions import Memory
+from isogemm.fusion.memory import Memory, Pieces, memory_of
 from isogemm.fusion.report import Report
 from isogemm.fusion.rules import Function
 from isogemm.gemm import api
@@ -208,12 +208,12 @@ class Node:
     @functools.cached_property
     def memories(self) -> frozenset[Memory]:
         """Of the operands."""
-        return frozenset(map(questions.memory, self.inputs))
+        return frozenset(map(memory_of, self.inputs))
 
-    def reads_from(self, written: Collection[Memory]) -> bool:
+    def reads_from(self, written: Pieces[None]) -> bool:
         """Whether an operand lies there, or a result that it may be computed from."""
-        results = [questions.memory(x) for each in self.ancestors() if (x := each.computed()) is not None]
-        return any(questions.overlaps(each, written) for each in (*self.memories, *results))
+        results = [memory_of(x) for each in self.ancestors() if (x := each.computed()) is not None]
+        return any(map(written.overlap, (*self.memories, *results)))
 
 
 class Ledger:
@@ -227,7 +227,7 @@ class Ledger:
         self._refs: list[Ref] = []  # to what was deferred, in the order of the calls; some are dead or computed
         self._results: set[Memory] = set()  # of computed ones, which pending steps may read
         self._most = _FEW  # of these two before they are tidied
-        self._readers: dict[Memory, list[tuple[int, Ref]]] = {}  # by an operand's: places in _refs, what is there
+        self._readers: Pieces[tuple[int, Ref]] = Pieces()  # of operands: places in _refs, and what is there
         self._indexed = 0  # how many of _refs are among them
         self._entries = 0  # of _readers
         self._most_entries = _FEW
@@ -284,7 +284,7 @@ class Ledger:
         """x is computed."""
         node.version = x._version
         if node.stepped:
-            self._results.add(questions.memory(x))
+            self._results.add(memory_of(x))
         if (node.consumed or node.taken is not None) and node.requires_grad:
             self._note_lost(x)
 
@@ -339,18 +339,17 @@ class Ledger:
     def compute_readers(self, written: Any, reason: str) -> None:
         """Those that read memory which the tensors in `written` share, in the order of the calls."""
         tensors = questions.tensors_in(with_values(written))
-        memories = {questions.memory(x) for x in tensors if type(x) is not Deferred}
-        if not any(questions.overlaps(each, memories) for each in self._results):
+        memories = {memory_of(x) for x in tensors if type(x) is not Deferred}
+        pieces = Pieces((each, None) for each in memories)
+        if not any(map(pieces.overlap, tuple(self._results))):  # to which other threads may add
             self._index()
-            found = [
-                each for read, those in self._readers.items() if questions.overlaps(read, memories) for each in those
-            ]
+            found = [each for memory in memories for each in self._readers.on(memory)]
             for x, _ in _deferred_at(ref for _, ref in sorted(found, key=operator.itemgetter(0))):
                 materialise(x, reason)
             return
         self._tidy()
         for x, node in _deferred_at(self._refs):
-            if node.reads_from(memories):
+            if node.reads_from(pieces):
                 materialise(x, reason)
 
     def _index(self) -> None:
@@ -362,7 +361,7 @@ class Ledger:
             ref = self._refs[place]
             for _, node in _deferred_at((ref,)):
                 for memory in node.memories:
-                    self._readers.setdefault(memory, []).append((place, ref))
+                    self._readers.add(memory, (place, ref))
                     self._entries += 1
         self._indexed = len(self._refs)
         if is_stale:
@@ -373,9 +372,9 @@ class Ledger:
         with self.lock:  # another thread may be settling one
             self._refs = [ref for ref in self._refs if type(ref()) is Deferred]
             results = (each.computed() for _, node in _deferred_at(self._refs) for each in node.ancestors())
-            self._results = {questions.memory(x) for x in results if x is not None}
+            self._results = {memory_of(x) for x in results if x is not None}
         self._most = _FEW + 2 * (len(self._refs) + len(self._results))
-        self._readers.clear()
+        self._readers = Pieces()
         self._indexed = self._entries = 0
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from isogemm.core.eager import PLAIN
-
-Memory = tuple[int, int]  # the addresses of its first byte and of the one after its last
 
 CONSTANTS = frozenset({bool, int, float, str, type(None)})
 OVERLOAD: Any = type(torch.ops.aten.mm.default)
@@ -64,21 +62,6 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     return [x for value in values if type(value) not in CONSTANTS for x in tensors_in(value)]
 
 
-def memory(x: torch.Tensor) -> Memory:
-    """The memory that x may share with others: by its addresses, which aliases made by NumPy and DLPack have too."""
-    try:
-        storage = x.untyped_storage()
-        start = storage.data_ptr()
-        return start, start + storage.nbytes()
-    except (NotImplementedError, RuntimeError):  # it has none
-        return -id(x), -id(x) + 1
-
-
-def overlaps(one: Memory, others: Iterable[Memory]) -> bool:
-    first, last = one
-    return any(start < last and first < end for start, end in others)
-
-
 _OPERATORS = "add and div floordiv lshift mod mul or pow rshift sub truediv xor"
 _WRITING = frozenset(
     {"__delete__", "__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())}
@@ -115,10 +98,13 @@ def writes_by_name(function: Any) -> bool:
     operator: Any = getattr(torch.ops.aten, called, None)
     schemas = [getattr(operator, each)._schema for each in operator.overloads()] if type(operator) is _PACKET else []
     return any(
-        each.alias_info is not None and each.alias_info.is_write and not each.is_out and "Tensor" in str(each.type)
+        each.alias_info is not None and each.alias_info.is_write and not each.is_out and str(each.type) in _TENSORS
         for schema in schemas
         for each in schema.arguments
     )
+
+
+_TENSORS = ("Tensor", "Optional[Tensor]")  # a list's are sorted in place in TorchScript, by an overload of `sort`
 
 
 def bound_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments | None:

@@ -345,10 +345,15 @@ _OF_ANY_MODULE = frozenset({*vars(torch.nn.Module()), "_is_hf_initialized"})
 
 def _is_other_activation(parts: Parts, options: tuple[tuple[str, object], ...]) -> bool:
     module = parts.linear1 if parts.folded else parts.activation
-    return any(
-        getattr(module, name, None) != value if isinstance(value, _PLAIN) else getattr(module, name, None) is not value
-        for name, value in options
-    )
+    return not all(_is_same(getattr(module, name, None), value) for name, value in options)
+
+
+def _is_same(value: object, before: object) -> bool:
+    if isinstance(before, partial):  # of which torch.compile sees another one
+        return isinstance(value, partial) and (value.func, value.args, value.keywords) == (
+            before.func, before.args, before.keywords
+        )  # fmt: skip
+    return value == before if isinstance(before, _PLAIN) else value is before
 
 
 def _activation(parts: Parts) -> str:

@@ -291,7 +291,10 @@ def _is_usual(scale: Tensor, head: int) -> bool:
     """Whether it is 1 / sqrt(head). It is read only where torch counted a change: that waits for the device."""
     if is_compiling() or scale.is_meta:
         return is_usual_now(scale, head)
-    value = scale.data_ptr(), 0 if scale.is_inference() else scale._version
+    try:
+        value = scale.data_ptr(), 0 if scale.is_inference() else scale._version
+    except RuntimeError:  # inside a torch.func transform
+        return is_usual_now(scale, head)
     seen, then = _usual_scales.get(id(scale), (None, None))
     if seen is not None and seen() is scale and then == value:
         return True

@@ -13,7 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from isogemm.core.errors import require_module, require_precision
-from isogemm.epilogues import of_module
+from isogemm.epilogues import of_module, options_of
 from isogemm.gemm.configs import DTYPES
 from isogemm.nn.encoder_layer import EncoderLayer, slower_than_torch
 from isogemm.nn.encoder_layer import obstacle as layer_obstacle
@@ -78,19 +78,17 @@ class FoldedActivation(torch.nn.Identity):
         return self.activation
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse the activation's options: the linear has them since `swap`."""
-        if name in vars(self.activation) and name not in _WITHOUT_EFFECT:
+        """Refuse another value of what the activation computes with: the linear before it has that since `swap`."""
+        activation: Any = self.__dict__.get("activation")
+        if activation is not None and name in options_of(type(activation)) and value != getattr(activation, name):
             raise AttributeError(
-                f"{name} of a folded {type(self.activation).__name__} is the isogemm.nn.Linear's before it, in its "
-                "activation_args; change it before isogemm.nn.swap, or after isogemm.nn.restore"
+                f"{name} was folded into the isogemm.nn.Linear before this {type(activation).__name__}, which computes "
+                "it; call isogemm.nn.restore first"
             )
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
         return repr(self.activation)
-
-
-_WITHOUT_EFFECT = frozenset({*vars(torch.nn.Module()), "inplace"})  # on what an activation computes
 
 
 @dataclass(frozen=True)

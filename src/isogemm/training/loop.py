@@ -313,10 +313,12 @@ class Run:
         checkpoints.save(folder / BEST, {"run": self.identity, **self._best, **scaling})
 
     def mend_best(self, folder: Path) -> None:
-        """Write the best weights again, where their file is gone or damaged."""
+        """Write the best weights again, where their file is gone, damaged or another run's."""
         try:
-            checkpoints.load(folder / BEST)
+            there = checkpoints.load(folder / BEST)
         except checkpoints.CheckpointError:
+            there = {}
+        if (there.get("run"), there.get("epoch")) != (self.identity, self._best["epoch"]):
             self._write_best(folder)
 
     def _loaded(self, path: AnyPath) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from isogemm.bench.files import AnyPath
 _DATE_FORMATS = ("%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d")  # beside ISO 8601
 _ABSENT = frozenset({"", "na", "n/a", "null", "none", "-"})
 _CONSTANT = 1e-10  # a deviation, relative to the mean, that is rounding
-_SWAMPED = 2.0**-24  # a range, relative to the deviation, that is rounding in float32
 _LARGEST = 1e16  # of a scaled value: a window's sum of squares is finite in float32
 _DAY, _WEEK = 24, 168  # rows: the synthetic series is hourly
 
@@ -114,8 +113,8 @@ def cut(series: Series, inputs: int, horizon: int) -> Windows:
 
     A validation or test window may begin in the part before, but what it forecasts is its own part's. Each channel is
     scaled by the mean and standard deviation of its training rows; one that is constant there is only shifted.
-    SeriesError where there are too few rows, or a value so large that these or a window's squares overflow, or that
-    nothing of the others is left.
+    SeriesError where there are too few rows, or a value so large that these or a window's squares overflow, or so far
+    out that most of the others are one number beside it.
     """
     rows = len(series.values)
     parts = _parts(rows, inputs, horizon)
@@ -128,12 +127,14 @@ def cut(series: Series, inputs: int, horizon: int) -> Windows:
             )
     trained = series.values[: rows * 7 // 10]
     mean, std = _scaling(trained)
-    for channel in (~(mean + std).isfinite() | _is_swamped(trained, std)).nonzero()[:1, 0].tolist():
-        row = int((trained[:, channel] - trained[:, channel].median()).abs().argmax())
-        raise SeriesError(
-            f"{series.place(row, channel)}: {trained[row, channel]:g} is too large: scaled by the channel's deviation, "
-            "the other training rows would be all the same"
-        )
+    for wrong, reason in (
+        (~(mean + std).isfinite(), "is too large: the channel's deviation overflows"),
+        (_is_lost(trained, mean, std), "is so far from the channel's other rows that float32 cannot tell those apart"),
+    ):
+        for channel in wrong.nonzero()[:1, 0].tolist():
+            values = trained[:, channel]
+            row = int((values - values.median()).abs().argmax())
+            raise SeriesError(f"{series.place(row, channel)}: {values[row]:g} {reason}")
     std = torch.where(std > _CONSTANT * mean.abs(), std, 1.0)
     scaled = ((series.values - mean) / std).float()
     for row, channel in (~(scaled.abs() < _LARGEST)).nonzero()[:1].tolist():
@@ -151,12 +152,12 @@ def _scaling(values: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.ldexp(torch.ldexp(centred, -exponent).square().mean(0).sqrt(), exponent)
 
 
-def _is_swamped(values: Tensor, std: Tensor) -> Tensor:
-    """Of which columns all values but the one farthest out, different though they are, are one float32 when scaled."""
+def _is_lost(values: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """In which columns fewer than half of the different values are different ones when scaled to float32."""
     ordered = values.sort(0).values
-    without_last, without_first = ordered[-2] - ordered[0], ordered[-1] - ordered[1]
-    others = torch.minimum(without_last, without_first)
-    return (others > 0) & (others < _SWAMPED * std)
+    scaled = ((ordered - mean) / std).float()
+    steps, left = ((each[1:] != each[:-1]).sum(0) for each in (ordered, scaled))
+    return (std > _CONSTANT * mean.abs()) & (left < steps // 2)
 
 
 def _parts(rows: int, inputs: int, horizon: int) -> dict[str, Part]:

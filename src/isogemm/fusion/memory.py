@@ -1,0 +1,62 @@
+"""Which memory a tensor has, and what is noted of it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
+
+import torch
+
+Memory = tuple[int, int]  # the addresses of its first byte and of the one after its last
+_Note = TypeVar("_Note")
+
+
+def memory_of(x: torch.Tensor) -> Memory:
+    """What x may share with others: by its addresses, which aliases made by NumPy and DLPack have too."""
+    try:
+        storage = x.untyped_storage()
+        start = storage.data_ptr()
+        return start, start + max(storage.nbytes(), 1)  # all that have none count as one, at 0
+    except (NotImplementedError, RuntimeError, ValueError):  # it has no storage, or not yet
+        return -id(x), -id(x) + 1
+
+
+class Pieces(Generic[_Note]):
+    """Memory as pieces that do not overlap, in the order of their addresses, with notes on each."""
+
+    __slots__ = ("_ends", "_starts", "notes")
+
+    def __init__(self, noted: Iterable[tuple[Memory, _Note]] = ()) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self.notes: list[list[_Note]] = []
+        for memory, note in noted:
+            self.add(memory, note)
+
+    def add(self, memory: Memory, note: _Note) -> None:
+        """Pieces that it overlaps become one."""
+        start, end = memory
+        those = self._overlapping(memory)
+        if those:
+            start, end = min(start, self._starts[those.start]), max(end, self._ends[those.stop - 1])
+        notes = [note]
+        if len(those) == 1:  # as ever, but for aliases of other sizes
+            notes = self.notes[those.start]
+            notes.append(note)
+        elif those:
+            notes = [each for those_of_one in self.notes[those.start : those.stop] for each in those_of_one] + notes
+        part = slice(those.start, those.stop)
+        self._starts[part], self._ends[part], self.notes[part] = [start], [end], [notes]
+
+    def overlap(self, memory: Memory) -> bool:
+        return bool(self._overlapping(memory))
+
+    def on(self, memory: Memory) -> Iterator[_Note]:
+        """The notes on the pieces that it overlaps."""
+        for index in self._overlapping(memory):
+            yield from self.notes[index]
+
+    def _overlapping(self, memory: Memory) -> range:
+        first = bisect_right(self._ends, memory[0])
+        return range(first, max(first, bisect_left(self._starts, memory[1])))
