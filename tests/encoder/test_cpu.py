@@ -67,6 +67,22 @@ def test_norm_bits_of_a_row_are_its_own(kind, width):
         assert_bitwise_equal(cpu.norm_backward(grad[rows], x[rows], weight, kind, 1e-5, ROWS)[0], dx[rows])
 
 
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("threads", [1, 4])
+def test_norm_bits_of_a_wide_row_are_its_own(kind, threads):
+    """A sum that torch shares out among its threads, and by the strides."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x, weight = _normal(37, 40000), _normal(40000, seed=1)
+        whole = cpu.norm(x, weight, None, kind, 1e-5)
+        assert_bitwise_equal(cpu.norm(x.t().contiguous().t(), weight, None, kind, 1e-5), whole)
+        for row in (0, 17, 36):
+            assert_bitwise_equal(cpu.norm(x[row : row + 1], weight, None, kind, 1e-5), whole[row : row + 1])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_norm_sums_are_of_blocks_of_rows():
     x, weight, grad = _normal(200, 24), _normal(24, seed=1), _normal(200, 24, seed=2)
     _, of_weight, of_bias = cpu.norm_backward(grad, x, weight, "layer_norm", 1e-5, ROWS)

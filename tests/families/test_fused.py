@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +49,24 @@ def test_checks_pass_on_the_cpu(name):
     result = CHECKS[name].run(CPU, 13)
     assert result.name == name
     assert result.passed or result.skipped == "there are no tiles to choose from on the CPU", result.detail
+
+
+def test_an_activation_that_follows_its_place_fails(monkeypatch):
+    """Whatever else the trials draw: every one is tried in float32."""
+    for name in ("gelu", "sigmoid", "geglu"):
+        entry = ACTIVATIONS[name]
+
+        def misplaced(z, torchs=entry.torch):
+            return torchs(z) * (1 + 1e-3 * (torch.arange(len(z)) > 40)[:, None])
+
+        with monkeypatch.context() as patched:
+            patched.setitem(ACTIVATIONS, name, replace(entry, torch=misplaced))
+            assert CHECKS["activations"].run(CPU, 1).failures == 1
+
+
+def test_activations_are_not_tried_alone_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(devices, "facts", lambda device: SimpleNamespace(arch="sm_90"))
+    assert "the other checks run" in CHECKS["activations"].run(CUDA, 1).skipped
 
 
 def test_default_trials_meet_every_activation_with_and_without_the_rest():

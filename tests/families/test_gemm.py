@@ -93,6 +93,15 @@ def test_default_trials_meet_every_number_of_threads(monkeypatch):
     assert (result.failures, torch.get_num_threads()) == (1, before)
 
 
+@pytest.mark.parametrize(("own", "trials_run", "said"), [(1, 1, "1"), (6, 20, "1, 2, 3, 4, 6, 8, 16")])
+def test_threads_are_those_that_ran(own, trials_run, said, monkeypatch):
+    """The process's own number among them."""
+    monkeypatch.setattr(trials, "THREADS", THREADS)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: own)
+    check = trials.Trials("name", "what", lambda each: iter(()), "covered").check(gemm_checks._Setting)
+    assert check.run(CPU, trials_run).detail == f"covered; {said} threads"
+
+
 def last_bit_follows(condition):
     """linear with a last bit that follows its input, as no contract allows."""
     right = gemm.linear

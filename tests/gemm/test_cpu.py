@@ -37,7 +37,7 @@ HEIGHTS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127)
 def height(request, monkeypatch):
     """As the library is, and as it would be if a row's bits followed the height of the call."""
     if request.param == "one height":
-        monkeypatch.setattr(cpu, "_height", lambda threads: cpu._FIXED)
+        monkeypatch.setattr(cpu, "_is_any_height", lambda threads: False)
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +123,7 @@ def test_memory_does_not_matter(m, layout, dtype):
     x, weight, bias = _case(m, 67, 401, dtype)
     expected = _linear(x, weight, bias)
     assert_bitwise_equal(_linear(with_layout(x, layout), weight, bias), expected, "x")
-    if not cpu._height(1) or layout in ("sliced", "misaligned"):
+    if cpu._is_any_height(1) or layout in ("sliced", "misaligned"):
         assert_bitwise_equal(_linear(x, with_layout(weight, layout), bias), expected, "weight")
     if layout != "transposed":
         assert_bitwise_equal(_linear(x, weight, with_layout(bias, layout)), expected, "bias")
@@ -211,7 +211,7 @@ def test_inputs_are_left_alone(dtype):
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 def test_threads_do_not_matter(dtype):
     """Not promised, but so where a call of any height has the same bits."""
-    if any(cpu._height(count) for count in (1, 2)):
+    if not all(map(cpu._is_any_height, (1, 2))):
         pytest.skip("this library's bits follow the height of the call")
     x, weight, bias = _case(100, 300, 1000, dtype)
     before = torch.get_num_threads()
@@ -319,7 +319,7 @@ PROBED += [(200, 16), (200, 17), (200, 33), (200, 65), (200, 600)]
 @pytest.mark.parametrize("size", PROBED, ids=str)
 def test_the_probe_sees_a_library_whose_bits_follow_the_size(size, monkeypatch):
     """One that cuts K in calls of this size alone."""
-    if cpu._height(1):
+    if not cpu._is_any_height(1):
         pytest.skip("this machine's own library is one")
     mm = torch.mm
 
@@ -329,7 +329,40 @@ def test_the_probe_sees_a_library_whose_bits_follow_the_size(size, monkeypatch):
         return mm(x, y)
 
     monkeypatch.setattr(torch, "mm", cut)
-    assert cpu._height.__wrapped__(1) == cpu._FIXED
+    assert not cpu._is_any_height.__wrapped__(1)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [(32,), cpu._FIXED])
+@pytest.mark.usefixtures("height")
+def test_the_probe_sees_a_library_whose_bits_follow_the_place(bad, beta, monkeypatch):
+    """One whose last rows are another sum, in calls of these heights: another one serves, or each row alone."""
+    monkeypatch.setattr(cpu, "_is_any_height", lambda threads: False)
+    addmm = torch.Tensor.addmm_
+
+    def misplaced(sums, x, b, **options):
+        result = addmm(sums, x, b, **options)
+        if len(x) in bad and options.get("beta", 1.0) == beta:
+            result[-3:] += 1e-3
+        return result
+
+    cpu._rows_and_height.cache_clear()
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "addmm_", misplaced)
+            found = cpu._rows_and_height(torch.get_num_threads(), 400, 17)
+            assert found == ((1, 16) if bad == cpu._FIXED else (48, 48))
+            x, weight, bias = _case(70, 17, 400)
+            whole = _linear(x, weight, bias)
+            for rows in (slice(0, 1), slice(69, 70), slice(30, 50)):
+                assert_bitwise_equal(_linear(x[rows], weight, bias), whole[rows])
+    finally:
+        cpu._rows_and_height.cache_clear()
+    assert_no_worse_than_torch(
+        whole,
+        torch.nn.functional.linear(x, weight, bias),
+        torch.nn.functional.linear(x.double(), weight.double(), bias.double()),
+    )
 
 
 class _Calls(TorchDispatchMode):
@@ -337,7 +370,7 @@ class _Calls(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        cpu._height(torch.get_num_threads())  # so that its own calls are not among them
+        cpu._is_any_height(torch.get_num_threads())  # so that its own calls are not among them
         self.shapes = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -410,36 +443,58 @@ def test_rows_and_gradients_on_any_number_of_threads():
         assert_bitwise_equal(total, gradient(grad, tokens, None, torch.float32, 128), which)
 
 
-# Of the issue's layer in a process of its own: torch chooses its vector unit when it starts, and MKL its own.
-ON_AVX2 = """
+# In a process of its own: torch chooses its vector unit when it starts, and MKL its own.
+ON_OTHER_UNITS = """
 import torch, isogemm
 
 generator = torch.Generator().manual_seed(0)
-x, weight = (torch.randn(rows, 16, generator=generator) for rows in (100, 200))
-for threads in (1, 3, 4):
+normal = lambda *shape: torch.randn(shape, generator=generator)
+cases = [(normal(100, 16), normal(200, 16)), (normal(70, 384), normal(17, 384)), (normal(70, 400), normal(600, 400))]
+for threads in (1, 2, 3, 4, 8, 16):
     torch.set_num_threads(threads)
-    for activation in ("gelu_tanh", "gelu", "silu", "sigmoid", "quick_gelu"):
-        whole = isogemm.linear(x, weight, activation=activation)
-        alone = torch.cat([isogemm.linear(row[None], weight, activation=activation) for row in x])
-        print(torch.equal(whole, alone))
+    for x, weight in cases:
+        x, weight, grad = x.requires_grad_(), weight.requires_grad_(), torch.ones(len(x), len(weight))
+        for activation in (None, "gelu_tanh", "gelu", "silu", "sigmoid"):
+            call = lambda rows: isogemm.linear(rows, weight, activation=activation)
+            whole = call(x)
+            dx, dw = torch.autograd.grad(whole, (x, weight), grad)
+            alone = [call(row[None]) for row in x[::7]]
+            of_rows = [torch.autograd.grad(each, x, grad[:1])[0][7 * at] for at, each in enumerate(alone)]
+            turned = x.detach().t().contiguous().t()
+            (turned_dw,) = torch.autograd.grad(call(turned), weight, grad)
+            same = torch.equal(torch.cat(alone), whole[::7]), torch.equal(torch.stack(of_rows), dx[::7])
+            print(all((*same, torch.equal(turned_dw, dw))))
 print(torch.backends.cpu.get_cpu_capability())
 """
 
 
-def test_rows_with_an_activation_on_avx2():
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-    found = subprocess.run([sys.executable, "-c", ON_AVX2], env=environment, capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("mkl", ["AVX2", "COMPATIBLE"])
+def test_rows_on_other_vector_units(mkl):
+    """MKL_CBWR binds MKL on any x86; MKL_ENABLE_INSTRUCTIONS on Intel's alone."""
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": mkl, "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+    command = [sys.executable, "-c", ON_OTHER_UNITS]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     *same, capability = found.stdout.split()
-    assert same == ["True"] * 15
+    assert same == ["True"] * 90
     assert capability in ("AVX2", "DEFAULT")
+
+
+@pytest.mark.parametrize("threads", [1, 3, 4, 8], indirect=True)
+@pytest.mark.parametrize("turned", ["grad", "x"])
+def test_weight_gradients_of_other_strides(turned):
+    """Where a call has one height, it has one layout too."""
+    given = {"grad": make_data("normal", (600, 385), seed=0), "x": make_data("normal", (600, 65), seed=1)}
+    expected = cpu.weight_grad(*given.values(), None, torch.float32, 1024)
+    given[turned] = given[turned].t().contiguous().t()
+    assert_bitwise_equal(cpu.weight_grad(*given.values(), None, torch.float32, 1024), expected)
 
 
 @pytest.mark.parametrize("threads", [1, 8], indirect=True)
 def test_the_height_is_found_under_autocast_as_outside():
     """It is found once, wherever the first call stands."""
     with torch.autocast("cpu", torch.bfloat16):
-        inside = cpu._height.__wrapped__(torch.get_num_threads())
-    assert inside == cpu._height.__wrapped__(torch.get_num_threads())
+        inside = cpu._is_any_height.__wrapped__(torch.get_num_threads())
+    assert inside == cpu._is_any_height.__wrapped__(torch.get_num_threads())
 
 
 def test_a_precision_that_could_not_be_set_leaves_no_trace(monkeypatch):

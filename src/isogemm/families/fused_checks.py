@@ -509,6 +509,15 @@ def _dropout(each: _Setting) -> Iterator[BitDiff]:
     yield compare_bits(close, torch.ones_like(close))
 
 
+def _activations(each: _Setting) -> Iterator[BitDiff]:
+    """Each one in float32, where torch's own functions differ most, on every number of threads."""
+    shapes = (100, 48), (201, 48), (201, 48)
+    x, weight, up = (make_data("normal", shape, seed=each.seed + at, device="cpu") for at, shape in enumerate(shapes))
+    for name, entry in ACTIVATIONS.items():
+        layer = functools.partial(linear, weight=weight, weight_up=up if entry.gate else None, activation=name)
+        yield compare_bits(torch.cat([layer(row[None]) for row in x[::3]]), layer(x)[::3])
+
+
 _TRIALS = (
     Trials(
         "any tile",
@@ -522,6 +531,13 @@ _TRIALS = (
         "a row with its epilogue has the same bits in any batch",
         trials.forward,
         "every position, cuts, garbage rows, permutations, runs under load; both roundings, and two layers",
+    ),
+    Trials(
+        "activations",
+        "an activation has the same bits at any place in a tensor",
+        _activations,
+        "every activation, float32, rows alone and in a batch of 100 x 201",
+        of_cpu=True,
     ),
     Trials(
         "dX",
@@ -561,7 +577,8 @@ CHECKS = tuple(each.check(_Setting) for each in _TRIALS)
 
 def ahead_of_checks(device: torch.device, trials: int) -> None:
     if not configs.usable(devices.facts(device).arch):
-        run_ahead(_rehearse, device, [(seed, place) for seed in range(trials) for place in range(len(_TRIALS))])
+        places = [place for place, each in enumerate(_TRIALS) if not each.of_cpu]
+        run_ahead(_rehearse, device, [(seed, place) for seed in range(trials) for place in places])
 
 
 def _rehearse(device: str, job: tuple[int, int]) -> None:

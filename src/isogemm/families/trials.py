@@ -21,7 +21,7 @@ from isogemm.testing.poison import poisoned_allocations
 
 NUMBERS = (("bfloat16", ""), ("float16", ""), ("float32", "ieee"), ("float32", "tf32"), ("float32", "tf32x3"))
 LAYOUTS = ("contiguous", "transposed", "sliced", "strided", "misaligned")
-THREADS = (1, 2, 3, 4, 8, 16)  # of the CPU; within 20 trials each is met by a float32 one
+THREADS = (1, 2, 3, 4, 8, 16)  # of the CPU, besides those it has; within 20 trials each is met by a float32 one
 
 Rows = Callable[[torch.Tensor], torch.Tensor]  # [rows, ...] -> [rows, ...], each row on its own
 Property = Callable[[Rows, torch.Tensor, random.Random], Iterator[BitDiff]]
@@ -78,7 +78,8 @@ class Setting(abc.ABC):
         self.seed, self.device = seed, device
         self.sizes = GPU if device.type == "cuda" else CPU
         group, number = divmod(seed, len(NUMBERS))
-        self.threads = THREADS[(group + 2 * number) % len(THREADS)]
+        threads = tuple(dict.fromkeys((*THREADS, torch.get_num_threads())))
+        self.threads = threads[(group + 2 * number) % len(threads)]
         name, self.precision = NUMBERS[number]
         self.kind = DATA_KINDS[group % len(DATA_KINDS)]
         self.n, self.k = self.sizes.weights[seed % len(self.sizes.weights)]
@@ -266,6 +267,9 @@ def sampled(size: int, most: int, rng: random.Random, device: torch.device) -> t
 # Trials as checks.
 
 
+_OF_KERNELS = "on a GPU a part of the kernels, which the other checks run"
+
+
 @dataclass(frozen=True)
 class Trials:
     name: str
@@ -273,23 +277,22 @@ class Trials:
     trial: Callable[[Any], Iterator[BitDiff]]  # of a family's setting
     covered: str
     of_tiles: bool = False
+    of_cpu: bool = False
 
     def check(self, setting: Callable[[int, torch.device], Setting]) -> Check:
         def run(device: torch.device, trials: int) -> CheckResult:
-            if device.type == "cuda":
-                reason = configs.usable(devices.facts(device).arch)
+            gpu = device.type == "cuda"
+            if gpu:
+                reason = configs.usable(devices.facts(device).arch) or (_OF_KERNELS if self.of_cpu else "")
             else:
                 reason = "there are no tiles to choose from on the CPU" if self.of_tiles else ""
             if reason:
                 return skip(self.name, reason)
-            gpu = device.type == "cuda"
             covered = self.covered.format(most=(GPU if gpu else CPU).most)
-            return run_trials(
-                self.name,
-                trials,
-                lambda seed: self._run(setting(seed, device)),
-                covered=covered if gpu else f"{covered}; {', '.join(map(str, THREADS))} threads",
-            )
+            if not gpu:
+                threads = sorted({setting(seed, device).threads for seed in range(trials)})
+                covered += f"; {', '.join(map(str, threads))} threads"
+            return run_trials(self.name, trials, lambda seed: self._run(setting(seed, device)), covered=covered)
 
         return Check(self.name, self.what, run)
 

@@ -1,12 +1,14 @@
 """The CPU backend: torch's fp32 matmul, called so that a row's bits do not depend on the call around it.
 
 torch.mm alone is not row-invariant: with M, N and the threads the library (MKL) changes where it cuts K, and for few
-rows or columns it sums in several lanes. With AVX-512 and up to 6 threads, calls of K <= 384 and at least 16 rows and
-columns were all measured to be one ascending chain of fused multiply-adds from zero, whatever their height,
-orientation, strides or alignment. So K is walked in steps of at most 384, a step's chain added to the sum, and fewer
-than 16 rows or columns are padded. Elsewhere (AVX2, more threads) bits follow the height of the call: `_height` probes
-for it once, and then every call has the same height, on x copied to the same layout. 16-bit operands are widened, a
-tile of the weight at a time: exact, and without bf16 units faster than torch's own product.
+rows or columns it sums in several lanes. With AVX-512 and few threads (up to 6 on an Intel CPU, 2 on an AMD one), calls
+of K <= 384 and at least 16 rows and columns were all measured to be one ascending chain of fused multiply-adds from
+zero, whatever their height, orientation, strides or alignment. So K is walked in steps of at most 384, a step's chain
+added to the sum, and fewer than 16 rows or columns are padded. Elsewhere (AVX2, more threads) bits follow the height of
+a call, for which `_is_any_height` probes once; then every call of a weight has one height, on x copied to one layout.
+Which one is probed as well: at some, bits follow a row's place among the others too (AVX2, 32 rows shared by three
+threads). 16-bit operands are widened, a tile of the weight at a time: exact, and without bf16 units faster than torch's
+own product.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _BIAS_STEP = 128  # of db
 _LEAST = 16  # rows and columns of a call
 _TURNED = 64  # below this many rows the library is faster with the weight as the left operand
 _MOST = 1024  # rows of a call
-_FIXED = 32  # rows of every call, where bits follow the height
+_FIXED = (32, 48, 64, 96, 128)  # rows of every call, where bits follow the height; the first that serves
 _TILE = 1024  # columns of a 16-bit weight, widened at a time
 
 _Arguments = ParamSpec("_Arguments")
@@ -102,7 +104,7 @@ def weight_grad(
     k = x.shape[1]
     sums = total
     step = min(_TOKEN_STEP, chunk)
-    fixed = _height(torch.get_num_threads()) > 0
+    fixed = not _is_any_height(torch.get_num_threads())
     for first in range(0, tokens if n and k else 0, chunk):
         partial = grad.new_zeros((max(n, _LEAST), max(k, _LEAST)), dtype=torch.float32)
         end = min(first + chunk, tokens)
@@ -153,9 +155,11 @@ def row_sums(x: torch.Tensor, height: int) -> torch.Tensor:
 def _multiply(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     """out [M, N] = x [M, K] @ b [K, N] + bias [N], nothing empty but K."""
     m, n = out.shape
-    height = _height(torch.get_num_threads())
-    most = height or _MOST
     tile = n if b.dtype == torch.float32 else _TILE
+    most, height = _MOST, 0
+    if not _is_any_height(threads := torch.get_num_threads()):
+        tile = _TILE
+        most, height = _rows_and_height(threads, len(b), n)
     if m <= most and n <= tile:  # slicing would cost a small product more than the product
         return _multiply_tile(_padded(x, height), b, bias, out)
     for row in range(0, m, most):
@@ -171,12 +175,8 @@ def _multiply_tile(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, 
     rows, k = x.shape
     m, n = out.shape
     columns = max(n, _LEAST)
-    if rows < _TURNED:
-        sums = x.new_empty((columns, rows)).t()
-    elif n < columns or out.dtype != torch.float32:
-        sums = x.new_empty((rows, columns))
-    else:
-        sums = out
+    own = rows < _TURNED or n < columns or m < rows or out.dtype != torch.float32
+    sums = _sums_like(x, columns) if own else out
     if k <= _K_STEP:
         torch.mm(x, _widened(b, k, columns), out=sums)
     else:
@@ -212,8 +212,8 @@ def _widened(x: torch.Tensor, rows: int, columns: int, *, copy: bool = False) ->
 
 
 @functools.cache
-def _height(threads: int) -> int:
-    """The rows that every call must have, or 0: a row's bits are the same in a call of any height."""
+def _is_any_height(threads: int) -> bool:
+    """Whether a row's bits are the same in a call of any height."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(rows: int) -> torch.Tensor:
@@ -226,8 +226,47 @@ def _height(threads: int) -> int:
             calls = [torch.mm(weight, x[:rows].t()).t() for rows in (_LEAST, 17, 33)]
             calls += [torch.mm(x[:rows], weight.t()) for rows in (_TURNED, 65, 100, 200)]
         if not all(torch.equal(call, low[: len(call)]) for call in calls):
-            return _FIXED
-    return 0
+            return False
+    return True
+
+
+@functools.lru_cache(4096)
+def _rows_and_height(threads: int, k: int, n: int) -> tuple[int, int]:
+    """Of every call of a weight [k, n], where bits follow the height: how many rows are computed, and its height.
+
+    The first height at which the same row has the same bits at every place; where there is none, a row by itself.
+    """
+    step = max(k, 1) if k <= _K_STEP else _even_step(k)
+    depths = {min(step, k - start) for start in range(0, k, step)}
+    widths = {max(min(_TILE, n - column), _LEAST) for column in range(0, n, _TILE)}
+    for height in _FIXED:
+        if all(_is_any_place(height, depth, width) for depth in depths for width in widths):
+            return height, height
+    return 1, _LEAST
+
+
+def _is_any_place(height: int, depth: int, width: int) -> bool:
+    """Whether all rows of a call are the same, where those of x are, by a weight of either orientation."""
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+    x = normal(1, depth).repeat(height, 1)
+    sums = _sums_like(x, width)
+    with torch.autocast("cpu", enabled=False):
+        for b in (normal(width, depth).t(), normal(depth, width)):
+            for beta in (0.0, 1.0):
+                sums.addmm_(x, b, beta=beta)
+                if not torch.equal(sums, sums[:1].expand_as(sums)):
+                    return False
+    return True
+
+
+def _sums_like(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """For the product of x; of few rows turned."""
+    rows = len(x)
+    return x.new_empty((columns, rows)).t() if rows < _TURNED else x.new_empty((rows, columns))
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
