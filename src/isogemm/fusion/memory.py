@@ -1,4 +1,4 @@
-"""Which memory a tensor has, and what is noted of it."""
+"""Address ranges of tensors, and an index from memory to the pending products that read it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _Note = TypeVar("_Note")
 
 
 def memory_of(x: torch.Tensor) -> Memory:
-    """What x may share with others: by its addresses, which aliases made by NumPy and DLPack have too."""
+    """The address range of x's storage. Aliases made by NumPy and DLPack overlap it; their storages are others."""
     try:
         storage = x.untyped_storage()
         start = storage.data_ptr()
-        return start, start + max(storage.nbytes(), 1)  # all that have none count as one, at 0
+        return start, start + max(storage.nbytes(), 1)  # empty storages share one range, at address 0
     except (NotImplementedError, RuntimeError, ValueError):  # it has no storage, or not yet
         return -id(x), -id(x) + 1
 
 
 class Pieces(Generic[_Note]):
-    """Memory as pieces that do not overlap, in the order of their addresses, with notes on each."""
+    """Disjoint address ranges in ascending order, each with a list of notes; lookup by bisection."""
 
     __slots__ = ("_ends", "_starts", "notes")
 
@@ -35,13 +35,13 @@ class Pieces(Generic[_Note]):
             self.add(memory, note)
 
     def add(self, memory: Memory, note: _Note) -> None:
-        """Pieces that it overlaps become one."""
+        """Note something of a range. Pieces that it overlaps are merged."""
         start, end = memory
         those = self._overlapping(memory)
         if those:
             start, end = min(start, self._starts[those.start]), max(end, self._ends[those.stop - 1])
         notes = [note]
-        if len(those) == 1:  # as ever, but for aliases of other sizes
+        if len(those) == 1:  # the usual case: one storage
             notes = self.notes[those.start]
             notes.append(note)
         elif those:

@@ -232,9 +232,9 @@ def _is_any_height(threads: int) -> bool:
 
 @functools.lru_cache(4096)
 def _rows_and_height(threads: int, k: int, n: int) -> tuple[int, int]:
-    """Of every call of a weight [k, n], where bits follow the height: how many rows are computed, and its height.
+    """Rows computed per call, and the call's height, for a weight [k, n]; used where bits depend on the height.
 
-    The first height at which the same row has the same bits at every place; where there is none, a row by itself.
+    The first height at which a row has the same bits at every place. Where there is none, one row per call.
     """
     step = max(k, 1) if k <= _K_STEP else _even_step(k)
     depths = {min(step, k - start) for start in range(0, k, step)}
@@ -246,7 +246,7 @@ def _rows_and_height(threads: int, k: int, n: int) -> tuple[int, int]:
 
 
 def _is_any_place(height: int, depth: int, width: int) -> bool:
-    """Whether all rows of a call are the same, where those of x are, by a weight of either orientation."""
+    """Whether a call gives equal rows of x equal results, for a weight in either layout."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -264,7 +264,7 @@ def _is_any_place(height: int, depth: int, width: int) -> bool:
 
 
 def _sums_like(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """For the product of x; of few rows turned."""
+    """An empty [rows, columns] result for a product of x; stored transposed where x has few rows."""
     rows = len(x)
     return x.new_empty((columns, rows)).t() if rows < _TURNED else x.new_empty((rows, columns))
 

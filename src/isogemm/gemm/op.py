@@ -209,7 +209,7 @@ def accumulates(parameter: torch.Tensor) -> bool:
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether somebody is to see its gradient, and may change it."""
+    """Whether the parameter has tensor hooks, which see its gradient and may change it."""
     return bool(getattr(parameter, "_backward_hooks", None))
 
 
@@ -292,7 +292,7 @@ def require_operands(
 
 
 def require_some_out_dtype(out_dtype: torch.dtype | None) -> None:
-    """That inputs of some dtype can have it: which one may not be known yet."""
+    """Raise unless inputs of some dtype can have this out_dtype; which dtype may not be known yet."""
     if out_dtype is not None and out_dtype not in ACCEPTED:
         raise ValueError(f"out_dtype is {out_dtype!r}; accepted: {', '.join(map(str, ACCEPTED))}")
 
