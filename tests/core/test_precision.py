@@ -118,7 +118,7 @@ def test_torchs_older_interface(setting):
 
 @pytest.mark.parametrize("precision", ["bf16", "tf32"])
 def test_products_on_the_cpu_are_ieee(precision):
-    """Of a size at which torch's own differ, where this CPU has another way for them at all."""
+    """At a size where torch's own products differ, on a CPU that has another way to compute them."""
     x, weight = (torch.randn(256, 256, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
     expected = isogemm.linear(x, weight)
     for level in LEVELS["mkldnn"]:
