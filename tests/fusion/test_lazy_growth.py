@@ -29,6 +29,8 @@ def size_of(value):
     """The number of elements, those of elements included."""
     if isinstance(value, Pieces):
         value = value.notes
+    if isinstance(value, dict):
+        value = list(value.values())
     return sum(map(size_of, value)) if isinstance(value, list | tuple | set) else 1
 
 

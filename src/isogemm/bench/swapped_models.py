@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from isogemm.bench.tables import markdown
+from isogemm.bench.tables import markdown, source
 
 _MEASURED = (("train", "wall", "training step"), ("decode", "host", "decoded token, host"))
 
@@ -18,7 +18,10 @@ def tables(results: Path) -> dict[str, str]:
     for file in sorted(results.glob("*/swap/*.json")):
         record = json.loads(file.read_text(encoding="utf-8"))
         by_gpu.setdefault(record["environment"]["gpu"], []).append(record)
-    made = [f"{_source(gpu, records)}\n\n{_table(records)}" for gpu, records in by_gpu.items()]
+    made = [
+        f"{source(gpu, [each['environment'] for each in records])}\n\n{_table(records)}"
+        for gpu, records in by_gpu.items()
+    ]
     return {"swapped-models": "\n".join(made)} if made else {}
 
 
@@ -36,12 +39,3 @@ def _table(records: list[dict[str, Any]]) -> str:
             line += [f"{stock:.1f}", f"{swapped:.1f}", f"{stock / swapped:.2f}x"]
         body.append(line)
     return markdown(head, body)
-
-
-def _source(gpu: str, records: list[dict[str, Any]]) -> str:
-    facts = [
-        f"{name} {' and '.join(sorted({each['environment'][name] for each in records}))}"
-        for name in ("torch", "triton", "driver", "commit")
-    ]
-    dates = sorted({each["environment"]["date"][:10] for each in records})
-    return f"{gpu}: {', '.join(facts)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."

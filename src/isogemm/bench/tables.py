@@ -29,7 +29,7 @@ def tables(rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> dict[str, s
     for family, mine in summary.by_family(latest).items():
         view = view_of(family, mine, views)
         for gpu, part in summary.by_gpu(mine).items():
-            limits, source = ceilings.read(latest, gpu), _source(part)
+            limits, measured_on = ceilings.read(latest, gpu), source(gpu, [row.env for row in part])
             parts = {
                 "headline": headline(part, view, limits),
                 "speedup": against(part, view) if view.against else speedup(part, view),
@@ -44,7 +44,7 @@ def tables(rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> dict[str, s
                 parts["steps"] = steps(part, view, limits)
             for name, text in parts.items():
                 before = made.get(f"{family}-{name}")
-                made[f"{family}-{name}"] = ("" if before is None else f"{before}\n") + f"{source}\n\n{text}"
+                made[f"{family}-{name}"] = ("" if before is None else f"{before}\n") + f"{measured_on}\n\n{text}"
     measured = [row for row in latest if row.family == ceilings.FAMILY]
     if measured:
         made["ceilings"] = _ceilings(measured)
@@ -267,15 +267,15 @@ def refresh(path: Path, tables: Mapping[str, str]) -> bool:
     return after != before
 
 
-def _source(rows: Sequence[Row]) -> str:
-    facts = [f"{name} {_distinct(rows, name)}" for name in ("torch", "triton", "driver", "commit")]
-    dates = sorted({row.env["date"][:10] for row in rows})
+def source(gpu: str, environments: Sequence[Mapping[str, str]]) -> str:
+    """Where and with what something was measured."""
+    facts = [
+        f"{name} {' and '.join(sorted({env[name] for env in environments}))}"
+        for name in ("torch", "triton", "driver", "commit")
+    ]
+    dates = sorted({env["date"][:10] for env in environments})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return f"{rows[0].gpu}: {', '.join([*facts, span])}."
-
-
-def _distinct(rows: Iterable[Row], name: str) -> str:
-    return " and ".join(sorted({row.env[name] for row in rows}))
+    return f"{gpu}: {', '.join([*facts, span])}."
 
 
 def _ceilings(rows: Sequence[Row]) -> str:
