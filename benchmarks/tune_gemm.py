@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from isogemm.epilogues.spec import Epilogue
+from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs, kernels
 from isogemm.gemm.configs import Config, Problem
 from isogemm.gemm.plan import Plan, gemm_plan

@@ -52,7 +52,7 @@ def test_matmul_precision(setting, precision):
 
 def test_the_precision_in_compiled_code_is_that_of_the_call(monkeypatch):
     setting = "ieee"
-    monkeypatch.setattr(device, "_fp32_precision", lambda backend, op: setting)
+    monkeypatch.setattr(device, "fp32_precision", lambda backend, op: setting)
 
     def scaled(x):
         return x * (2 if device.matmul_precision() == "tf32" else 1)

@@ -17,7 +17,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import isogemm
 from isogemm.core import launch
 from isogemm.core.launch import BoundKernel, Launch, TensorMap, bind
-from isogemm.gemm import kernels as gemm_kernels
 from isogemm.testing import interpreting
 
 OPTIONS = {"enable_fp_fusion": False}
@@ -54,14 +53,11 @@ def test_fusion_of_multiply_adds_is_never_left_to_triton():
     """Bits depend on it, and its default on Triton's version: no way to compile or launch a kernel leaves it open."""
     constants = {"FACTOR": 2, "BLOCK": 8}
     open_launch = Launch(scale, 1, (2,), constants, {"num_warps": 4})
-    open_product = gemm_kernels.Launch(scale, 1, (2,), constants, {"num_warps": 4})
     for way in (
         lambda: bind(scale, (1, 2), constants, {"num_warps": 4}),
         lambda: open_launch.check(tensors=1),
         lambda: open_launch.run(None),
         lambda: open_launch.bind(None),
-        lambda: gemm_kernels.launch(open_product, (None,)),
-        lambda: gemm_kernels.bind_launch(open_product, (None,)),
     ):
         with pytest.raises(TypeError, match=r"^options of scale are \['num_warps'\]; expected enable_fp_fusion"):
             way()
@@ -78,7 +74,6 @@ def test_kernels_are_launched_with_options_that_were_checked():
                 passed.add((str(file.relative_to(root)), *unpacked[-1:]))
     assert passed == {
         ("core/launch.py", "self.options"),
-        ("gemm/kernels.py", "launch.options"),
         ("bench/fixed_tile.py", "OPTIONS"),
     }
 

@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("triton")
 
 from isogemm.epilogues import ACTIVATIONS
-from isogemm.epilogues.spec import Epilogue
+from isogemm.epilogues.operands import MATRICES, PLACES, TENSORS, Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import BIAS_BLOCKS, BIAS_CHUNK, ActivationGradProblem, BiasGradProblem, Config, Problem
-from isogemm.gemm.kernels import READ, describe_add_partials, describe_gemm
+from isogemm.gemm.kernels import SLOTS, describe_add_partials, describe_gemm
 from isogemm.gemm.kernels_gradients import describe_activation_grad, describe_bias_grad, describe_chunk_sums
 from isogemm.gemm.tables import TABLES
 from isogemm.testing import CompileJob, compile_job, disassemble, limit_violations
@@ -81,7 +81,7 @@ def _job(problem, config):
     matrix = "fp32" if problem.reads_float32 else operand
     read = _read(Epilogue() if walk == "partials" else problem.epilogue, operand, matrix)
     addressed = (operand, operand, *rest, out, scratch, *read.values())
-    loose = ("bias", "bias_up", "row_scale", "col_scale", *(() if problem.read_aligned else ("addend", "residual")))
+    loose = ("bias", "bias_up", "row_scale", "col_scale", *(() if problem.read_aligned else ("c", "residual")))
     return _launch_job(f"{problem} {config}", launch, addressed, (*aligned, *(name not in loose for name in read)))
 
 
@@ -89,7 +89,7 @@ def _read(e, operand, matrix):
     """The type behind each address that an epilogue reads or writes."""
     wanted = {
         "bias": operand if e.bias else None, "bias_up": operand if e.bias_up else None,
-        "addend": matrix if e.beta else None, "residual": matrix if e.residual else None,
+        "c": matrix if e.beta else None, "residual": matrix if e.residual else None,
         "row_scale": "fp32" if e.row_scale else None, "col_scale": "fp32" if e.col_scale else None,
         "alpha": "fp32" if e.alpha == "device" else None, "beta": "fp32" if e.beta == "device" else None,
         "seed": "i64" if e.dropout else None, "second": operand if e.gated and e.gradient else None,
@@ -97,7 +97,7 @@ def _read(e, operand, matrix):
     }  # fmt: skip
     if e.saves or e.gradient:
         wanted["saved"] = _saved(e, operand)
-    return {name: wanted.get(name) for name in READ}
+    return {name: wanted.get(name) for name in (*TENSORS, *range(len(TENSORS), SLOTS))}
 
 
 def _saved(e, operand):
@@ -385,10 +385,10 @@ def test_specialisation_is_tritons():
     job = _job(problem, configs.canonical(problem))
     unused = {name for name, value in job.constexprs.items() if value is None}
     assert unused >= {
-        "b_rest", "scratch", "k_inner", "stride_ak_outer", "stride_bk_outer", "residual", "seed", "stride_residual",
-        "batch", "batch_inner", "stride_ab_outer", "stride_ab", "stride_bb_outer", "stride_bb", "alpha_value",
+        "b_rest", "scratch", "k_inner", "stride_ak_outer", "stride_bk_outer", f"e{PLACES['residual']}",
+        f"e{PLACES['seed']}", f"stride_e{MATRICES.index('residual')}", "batch", "batch_inner", "stride_ab_outer", "stride_ab", "stride_bb_outer", "stride_bb", "alpha_value",
     }  # fmt: skip
-    assert not unused & {"a", "b", "c", "bias", "stride_am", "stride_bk", "stride_cm"}
+    assert not unused & {"a", "b", "c", f"e{PLACES['bias']}", "stride_am", "stride_bk", "stride_cm"}
     assert (job.constexprs["stride_ak"], job.constexprs["stride_bn"], job.constexprs["stride_cn"]) == (1, 1, 1)
     assert job.attrs == dict.fromkeys(("a", "b", "c", "stride_bk", "stride_cm"), 16)
     assert job.signature["stride_am"] == job.signature["M"] == "i32"

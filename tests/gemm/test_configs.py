@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from isogemm.epilogues.spec import NOTHING, Epilogue
+from isogemm.epilogues.operands import NOTHING, Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import (
     BIAS_CHUNK,

@@ -10,7 +10,7 @@ import triton
 import isogemm
 from isogemm.epilogues import ACTIVATIONS, register, spec
 from isogemm.gemm.api import mlp
-from isogemm.gemm.fused_forms import saved_dtype
+from isogemm.gemm.torch_forms import saved_dtype
 
 GATED = [name for name, entry in ACTIVATIONS.items() if entry.gate]
 

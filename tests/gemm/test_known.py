@@ -6,7 +6,8 @@ from torch.func import vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isogemm import linear
-from isogemm.core.eager import likeness
+from isogemm.core.eager import KnownCalls
+from isogemm.core.precision import overridden
 from isogemm.gemm import api
 
 
@@ -14,9 +15,10 @@ class Plan:
     def __init__(self):
         self.runs = 0
 
-    def run(self, x, weight, read, total):
+    def run(self, inputs):
         self.runs += 1
-        return torch.nn.functional.linear(x, weight, read[0])
+        x, weight, _, bias = inputs
+        return torch.nn.functional.linear(x, weight, bias)
 
 
 @pytest.fixture
@@ -25,8 +27,9 @@ def call(monkeypatch):
     x, weight, bias = torch.randn(3, 16), torch.nn.Parameter(torch.randn(8, 16)), torch.nn.Parameter(torch.randn(8))
     plan = Plan()
     with torch.no_grad():
-        known = api._Known(likeness((x, weight, bias)), True, plan)
-    monkeypatch.setattr(api, "_known", {(x.shape, weight.shape, False, None, "ieee"): [known]})
+        known = KnownCalls()
+        known.keep((x.shape, weight.shape, False, None, "ieee"), (x, weight, bias), plan)
+    monkeypatch.setattr(api, "_known", known)
     return x, weight, bias, plan
 
 
@@ -110,39 +113,58 @@ def test_nothing_else_is(call, change):
 def test_a_plan_is_known_from_the_second_call_on(monkeypatch):
     x, weight, plan = torch.randn(3, 16), torch.randn(8, 16), Plan()
     plans = {}
-    monkeypatch.setattr(api, "_known", {})
-    monkeypatch.setattr(api.op, "plans", plans)
+    monkeypatch.setattr(api, "_known", KnownCalls())
+    monkeypatch.setattr(api, "plans", plans)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    monkeypatch.setattr(api.op, "linear", lambda *args: torch.nn.functional.linear(*args[:3]))
     with torch.no_grad():
         linear(x, weight, precision="ieee")
-        assert not api._known
+        assert plan.runs == 0
         plans[api.op.linear_key(x, weight, None, None, "ieee")] = plan
         linear(x, weight, precision="ieee")
         linear(x, weight, precision="ieee")
         assert plan.runs == 1
-        plans[api.op.linear_key(x, weight, None, None, None)] = plan
-        linear(x, weight)  # which follows torch's setting
+
+
+def test_a_plan_is_known_for_one_setting_of_torchs_precision(monkeypatch):
+    """Of float32 products without a precision of their own, which depend on it."""
+    x, weight, plan = torch.randn(3, 16), torch.randn(8, 16), Plan()
+    known = KnownCalls()
+    known.keep((x.shape, weight.shape, True, None, None), (x, weight), plan)
+    monkeypatch.setattr(api, "_known", known)
+    with torch.no_grad():
         linear(x, weight)
-    assert plan.runs == 1
+        assert plan.runs == 1
+        with overridden("cuda", "tf32"):
+            linear(x, weight)
+        assert plan.runs == 1
+        linear(x, weight)
+    assert plan.runs == 2
 
 
 def test_what_is_known_is_bounded(monkeypatch):
-    weight = torch.randn(8, 16)
-    monkeypatch.setattr(api, "_known", {})
-    monkeypatch.setattr(api, "_MOST_KNOWN", 4)
+    weight, known = torch.randn(8, 16), KnownCalls(most_alike=8)
+    known._cache._most = 4
     for rows in range(1, 12):
-        api._know(((rows, 16), "ieee"), (torch.randn(rows, 16), weight), Plan())
-        assert len(api._known) <= 4
+        known.keep(((rows, 16), "ieee"), (torch.randn(rows, 16), weight), Plan())
+        assert len(known._cache) <= 4
     for _ in range(30):
-        api._know((1, "ieee"), (torch.randn(3, 16), weight), Plan())
-        assert all(len(found) <= api._MOST_ALIKE for found in api._known.values())
+        known.keep((1, "ieee"), (torch.randn(3, 16), weight), Plan())
+        assert all(len(found) <= 8 for found in known._cache.values())
 
 
-def test_others_stay_known_where_many_are_alike(monkeypatch):
-    weight, plan = torch.randn(8, 16), Plan()
-    monkeypatch.setattr(api, "_known", {})
-    api._know((0, "ieee"), (torch.randn(3, 16), weight), plan)
-    for width in range(16, 40):
-        api._know((1, "ieee"), (torch.randn(3, width)[:, :16], weight), plan)
-    assert len(api._known[0, "ieee"]) == 1
-    newest = torch.randn(3, 39)[:, :16]
-    assert any(known.is_like(newest, weight) for known in api._known[1, "ieee"])
+def test_others_stay_known_where_many_are_alike():
+    weight, plan, known = torch.randn(8, 16), Plan(), KnownCalls()
+    first, newest = torch.randn(3, 16), torch.randn(3, 40)[:, :16]
+    known.keep((0, "ieee"), (first, weight), plan)
+    for width in range(20, 44, 4):
+        known.keep((1, "ieee"), (torch.randn(3, width)[:, :16], weight), plan)
+    assert known.find((0, "ieee"), (first, weight)) is plan
+    assert known.find((1, "ieee"), (newest, weight)) is plan
+    assert known.find((2, "ieee"), (newest, weight)) is None
+
+
+def test_what_cannot_be_hashed_is_not_known():
+    x, known = torch.randn(3, 16), KnownCalls()
+    known.keep(([],), (x,), Plan())
+    assert known.find(([],), (x,)) is None

@@ -9,9 +9,11 @@ import torch
 pytest.importorskip("triton")
 
 from isogemm.core import device as devices
-from isogemm.epilogues.spec import Epilogue
-from isogemm.gemm import ahead, configs, kernels, op, plan
-from isogemm.gemm import problem as problem_module
+from isogemm.core import plan as runtime
+from isogemm.core.launch import Launch
+from isogemm.epilogues.operands import Epilogue
+from isogemm.gemm import configs, describe, plan
+from isogemm.gemm import warmup as ahead
 from isogemm.gemm.api import linear, mlp
 from isogemm.gemm.configs import Problem
 
@@ -36,9 +38,9 @@ def bound(monkeypatch):
         def launch(self, *args):
             """Nothing is launched."""
 
-    monkeypatch.setattr(plan, "_bound", {})
-    monkeypatch.setattr(plan, "_like", lambda *seen: None)
-    monkeypatch.setattr(kernels, "bind_launch", lambda launch, like: launches.append(launch) or Bound())
+    monkeypatch.setattr(runtime, "_kernels", runtime.Cache())
+    monkeypatch.setattr(Launch, "bind", lambda launch, *dummies: launches.append(launch) or Bound())
+    monkeypatch.setattr(runtime, "_dummy", lambda *seen: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     return launches
@@ -83,9 +85,10 @@ def test_no_number_of_tokens_is_left_out(bound, n, k, number):
 @pytest.mark.parametrize("operation", [linear, mlp])
 def test_an_activated_layer_binds_nothing_later(bound, operation, activation, frozen, monkeypatch):
     """Whatever of it is trained."""
-    monkeypatch.setattr(op, "plans", {})
-    monkeypatch.setattr(plan, "_index", lambda device: 0)
-    monkeypatch.setattr(problem_module, "_tma", lambda: True)
+    runtime.plans.clear()
+    monkeypatch.setattr(devices, "index_of", lambda device: 0)
+    monkeypatch.setattr(plan, "index_of", lambda device: 0)
+    monkeypatch.setattr(describe, "_tma", lambda: True)
     monkeypatch.setattr(devices, "facts", lambda device: devices.DeviceFacts("", "sm_90", 132, 232448, 0))
     monkeypatch.setattr(devices, "current_device", lambda: 0)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from isogemm.core import env
+from isogemm.core.eager import KnownCalls
+from isogemm.core.plan import Cache
 from isogemm.testing import (
     assert_no_worse_than_torch,
     device_work,
     measure_errors,
 )
-from isogemm.tiny import configs, op
+from isogemm.tiny import api, configs, op
 
 
 def pytest_collection_modifyitems(items):
@@ -39,7 +41,8 @@ def through(monkeypatch):
 
     def force(kernel):
         monkeypatch.setattr(configs, "gate", lambda problem: kernel)
-        monkeypatch.setattr(op, "plans", {})
+        monkeypatch.setattr(op, "served", Cache())
+        monkeypatch.setattr(api, "_known", KnownCalls())
         monkeypatch.setattr(op, "_warned", set())
 
     return force
@@ -59,7 +62,7 @@ def launch():
     def launch(kernel, a, b, precision="ieee", config=None):
         from isogemm.tiny.kernels import launch_bmm
 
-        problem = op.describe(a, b, precision)
+        problem = op.problem_of(a, b, precision)
         assert configs.eligible(problem) == ""
         shape = (problem.batch, problem.m, problem.n)
         out = torch.full(shape, torch.nan, dtype=a.dtype, device=a.device)

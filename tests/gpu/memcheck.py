@@ -12,9 +12,9 @@ from functools import partial
 import torch
 
 import isogemm
+from isogemm.epilogues.operands import Operands
 from isogemm.gemm import configs, fused, op
 from isogemm.gemm.api import mlp
-from isogemm.gemm.fused_forms import Fusion
 from isogemm.testing import EncoderShape, encoder_parameters, encoder_tensors
 
 NUMBERS = (
@@ -47,7 +47,7 @@ def _products() -> int:
         a, b = (torch.randn(136, 520, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         a, b = (a, b.mT) if layout == "nt" else (a.mT, b)
         for chunk in (0, 256):
-            problem = op.describe(a, b, chunk=chunk)
+            problem = op.problem_of(a, b, chunk=chunk)
             for config in configs.candidates(problem):
                 op.gemm(a, b, chunk=chunk, config=config)
                 calls += 1
@@ -79,9 +79,9 @@ def _epilogues_of(m: int, n: int, k: int, dtype: torch.dtype) -> int:
     ]  # fmt: skip
     for call in calls:
         call().sum().backward()
-    fusion = Fusion(bias.detach(), residual=residual.detach(), activation="gelu_tanh")
+    fusion = Operands(bias.detach(), residual=residual.detach(), activation="gelu_tanh")
     operands = x.detach(), weight.detach().mT, None, fusion
-    configurations = configs.candidates(fused.describe(*operands))
+    configurations = configs.candidates(fused.problem_of(*operands))
     for config in configurations:
         fused.gemm(*operands, config=config)
     return len(calls) + len(configurations)

@@ -10,10 +10,9 @@ from torch.nn import functional as F
 
 import isogemm
 from isogemm.epilogues import ACTIVATIONS
-from isogemm.gemm import configs, cpu, fused
-from isogemm.gemm import problem as problems
+from isogemm.epilogues.operands import Operands
+from isogemm.gemm import configs, cpu, describe, fused
 from isogemm.gemm.api import mlp
-from isogemm.gemm.fused_forms import Fusion
 from isogemm.testing import (
     DATA_KINDS,
     assert_bitwise_equal,
@@ -179,9 +178,9 @@ def test_a_hidden_gradient_and_its_sums_follow_no_tile(number, activation, dropo
     grad, weight = _normal(tokens, k, seed=1, dtype=dtype), _normal(k, n, seed=2, dtype=dtype)
     saved = _normal(*((2, tokens, n) if gated else (tokens, n)), seed=3, dtype=dtype)
     saved = saved.relu() if kind == "out" else saved
-    fusion = Fusion(activation=activation, dropout_p=dropout_p, seed=torch.tensor([7], device=DEVICE))
+    fusion = Operands(activation=activation, dropout_p=dropout_p, seed=torch.tensor([7], device=DEVICE))
     fusion = fusion if dropout_p else fusion._replace(seed=None)
-    problem = problems.of_product(grad, weight, None, dtype, precision, 0)
+    problem = describe.product(grad, weight, None, dtype, precision, 0)
     epilogue = fused.Epilogue(
         activation=activation, dropout=dropout_p > 0, gradient=kind, sums=True, exact=number in ("ieee", "tf32x3")
     )

@@ -185,7 +185,7 @@ def test_every_configuration_of_a_weight_gradient(kind):
     chunk = _chunk(n, k, torch.bfloat16)
     x, _, _, grad = _training(n, k, 2 * chunk + 100, kind=kind)
     before = _normal(n, k, seed=7, dtype=torch.float32)
-    problem = op.describe(grad.T, x, chunk=chunk, total=before)
+    problem = op.problem_of(grad.T, x, chunk=chunk, total=before)
     expected = op.gemm(grad.T, x, chunk=chunk, total=before.clone(), config=configs.canonical(problem))
     for config in configs.candidates(problem):
         result = op.gemm(grad.T, x, chunk=chunk, total=before.clone(), config=config)

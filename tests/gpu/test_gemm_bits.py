@@ -136,7 +136,7 @@ BOUNDED = [("bf16", 4096, 4096), ("bf16", 4096, 1024), ("bf16", 14336, 4096), ("
 
 
 def _describe(number, x, weight):
-    return op.describe(x, weight.T, out_dtype=torch.float32, precision=NUMBERS[number][1])
+    return op.problem_of(x, weight.T, out_dtype=torch.float32, precision=NUMBERS[number][1])
 
 
 def _walk(number, k):
@@ -148,7 +148,7 @@ def _walk(number, k):
 def _boundaries(number, x, weight):
     """The numbers of rows on both sides of each change of configuration, one pair for each two configurations."""
     precision, walk = NUMBERS[number][1], _walk(number, x.shape[1])
-    chosen = {m: configs.choose(op.describe(x[:m], weight.T, precision=precision, chunk=walk)) for m in ROWS}
+    chosen = {m: configs.choose(op.problem_of(x[:m], weight.T, precision=precision, chunk=walk)) for m in ROWS}
     pairs = {}
     for before, after in itertools.pairwise(ROWS):
         if chosen[before] != chosen[after]:
@@ -168,9 +168,9 @@ def test_both_sides_of_every_dispatch_boundary(case):
         with isogemm.dispatch_log() as log:
             served = isogemm.linear(x[:m], weight, precision=precision)
         assert_bitwise_equal(served, expected[:m].to(dtype), f"{m} rows by {log[0].config}")
-        config = configs.choose(op.describe(x[:m], weight.T, precision=precision, chunk=walk))
+        config = configs.choose(op.problem_of(x[:m], weight.T, precision=precision, chunk=walk))
         assert str(config) == log[0].config
-        unrounded = op.describe(x[:m], weight.T, out_dtype=torch.float32, precision=precision, chunk=walk)
+        unrounded = op.problem_of(x[:m], weight.T, out_dtype=torch.float32, precision=precision, chunk=walk)
         result = _gemm(number, x[:m], weight.T, chunk=walk, config=configs.fitted(unrounded, config))
         assert_bitwise_equal(result, expected[:m], f"{m} rows by {config}, not rounded")
 

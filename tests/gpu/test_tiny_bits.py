@@ -74,7 +74,7 @@ def _assert_all_equal(launch, kernel, candidates, shape, layout, dtype, precisio
 
 def _legal(shape, layout, dtype, precision, candidates):
     a, b = _operands(*shape, layout, dtype, "zeros")
-    problem = op.describe(a, b, precision)
+    problem = op.problem_of(a, b, precision)
     legal = [config for config in candidates if not configs.illegal(problem, config)]
     assert len(legal) >= 4
     return legal
@@ -116,7 +116,7 @@ def test_dot_configs_agree(dtype, precision, launch):
 def test_chosen_configs_agree(kernel, precision, launch):
     """All that `choose` gives for one problem as the batch grows."""
     a, b = _operands(12, 24, 16, "contiguous", torch.float32, "normal")
-    problem = op.describe(a, b, precision)
+    problem = op.problem_of(a, b, precision)
     batches = [2**power for power in range(1, 20)]
     chosen = {configs.choose(replace(problem, batch=batch), kernel) for batch in batches}
     _assert_all_equal(launch, kernel, sorted(chosen, key=str), (12, 24, 16), "contiguous", torch.float32, precision)

@@ -6,12 +6,14 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import isogemm
-from isogemm.core import env
+from isogemm.core import env, plan
+from isogemm.core.launch import Launch
 from isogemm.testing import (
     assert_bitwise_equal,
     device_work,
@@ -101,14 +103,17 @@ def _failing_launch(*args, **kwargs):
     def launch(*args):
         raise RuntimeError("injected: does not launch")
 
-    return launch
+    return SimpleNamespace(launch=launch, constants=())
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    monkeypatch.setattr(plan, "_kernels", plan.Cache())
 
 
 @pytest.mark.parametrize("failing", [_failing_compile, _failing_launch])
-def test_failure_falls_back_with_one_warning(failing, forced, monkeypatch):
-    from isogemm.tiny import kernels
-
-    monkeypatch.setattr(kernels, "bind_bmm", failing)
+def test_failure_falls_back_with_one_warning(failing, forced, nothing_compiled, monkeypatch):
+    monkeypatch.setattr(Launch, "bind", failing)
     a, b = _operands()
     with pytest.warns(RuntimeWarning, match=r"served by torch\.bmm: RuntimeError: injected") as caught:
         result = isogemm.bmm(a, b)
@@ -122,12 +127,10 @@ def test_failure_falls_back_with_one_warning(failing, forced, monkeypatch):
     assert_bitwise_equal(again, torch.bmm(a, b))
 
 
-def test_failure_in_the_backward_falls_back(forced, monkeypatch):
-    from isogemm.tiny import kernels
-
+def test_failure_in_the_backward_falls_back(forced, nothing_compiled, monkeypatch):
     a, b = (x.requires_grad_() for x in _operands())
     shared = b.detach()[:1].clone().requires_grad_()
-    monkeypatch.setattr(kernels, "bind_bmm", _failing_launch)
+    monkeypatch.setattr(Launch, "bind", _failing_launch)
     for right in (b, shared):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -372,7 +375,7 @@ def test_plans_are_found_again(forced):
     a, b = _operands()
     isogemm.bmm(a, b)
     isogemm.bmm(a, b)
-    assert len(op.plans) == 1
+    assert len(op.served) == 1
     base = torch.zeros(a.numel() + 1, device="cuda")
     isogemm.bmm(base[1:].view(a.shape).copy_(a), b)  # another alignment
-    assert len(op.plans) == 2
+    assert len(op.served) == 2

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from isogemm.epilogues import ACTIVATIONS, random, register
-from isogemm.gemm import configs, cpu, fused, fused_forms, kernels, kernels_gradients
+from isogemm.epilogues.operands import Operands
+from isogemm.gemm import configs, cpu, fused, kernels, kernels_gradients, torch_forms
 from isogemm.gemm.configs import Config
-from isogemm.gemm.fused_forms import Fusion
 from isogemm.testing import assert_bitwise_equal, make_data
 
 GUARD = 16
@@ -57,7 +57,7 @@ def _launch(config, problem, x, b, b_up, read, out, numbers):
     rest = () if config.kernel == "stream" else (second,)
     scratch = torch.full((configs.workspace(problem, config) // 4 + GUARD,), torch.nan)
     waits = scratch if configs.walk(problem, config) == "scratch" else None
-    kernels.launch(launch, (left, right, *rest, out, waits, *read), numbers)
+    launch.run(left, right, *rest, out, waits, *read, numbers=numbers)
 
 
 def _run(config, x, b, fusion, b_up=None, save="", out_dtype=None):
@@ -71,8 +71,8 @@ def _run(config, x, b, fusion, b_up=None, save="", out_dtype=None):
         like = fused.saved_like(x, out.shape, save, fusion)
         saved_buffer, saved = _guarded(like.shape, like.dtype)
     read[fused._SAVED] = saved
-    read += [None] * (len(kernels.READ) - len(read))
-    _launch(config, problem, x, b, b_up, read, out, fused._call_numbers(fusion))
+    read += [None] * (kernels.SLOTS - len(read))
+    _launch(config, problem, x, b, b_up, read, out, fused.call_numbers(fusion))
     assert _untouched(buffer)
     assert saved is None or _untouched(saved_buffer)
     return out, saved
@@ -80,7 +80,7 @@ def _run(config, x, b, fusion, b_up=None, save="", out_dtype=None):
 
 def _exact(x, b, fusion, b_up=None):
     """In fp64, by the torch forms."""
-    wide = Fusion(
+    wide = Operands(
         *(each.double() if isinstance(each, torch.Tensor) and each.is_floating_point() else each for each in fusion)
     )
     wide = wide._replace(aux=tuple(each.double() for each in fusion.aux), eager=False)
@@ -101,7 +101,7 @@ def _operands(dtype=torch.float32):
 
 
 def _everything():
-    return Fusion(
+    return Operands(
         bias=_normal(N, seed=2), c=_normal(M, N, seed=3), residual=_normal(M, N + 8, seed=4)[:, 8:],
         row_scale=_normal(M, seed=5), col_scale=_normal(N, seed=6), alpha_value=0.5, beta_value=-2.0,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def test_scalars_on_the_device(config):
 @every_config
 def test_bias_along_m(config):
     x, b = _operands()
-    fusion = Fusion(bias=_normal(M, seed=2), bias_dim=-2)
+    fusion = Operands(bias=_normal(M, seed=2), bias_dim=-2)
     _assert_close(_run(config, x, b, fusion)[0], _exact(x, b, fusion), scale=10)
 
 
@@ -135,7 +135,7 @@ def test_activations(activation, exact):
     dtype = torch.float32 if exact else torch.float16
     x, b = _operands(dtype)
     x = x / 4
-    fusion = Fusion(
+    fusion = Operands(
         bias=_normal(N, seed=2, dtype=dtype), activation=activation, arguments=(0.2,) * (activation == "leaky_relu")
     )
     _assert_close(_run(CONFIGS["tma"], x, b, fusion)[0], _exact(x, b, fusion), scale=0.1)
@@ -148,7 +148,7 @@ def test_gated(config, activation, up_first):
     weights = _normal(3, N, K, seed=1)  # the one between is not read
     weights[1] = torch.nan
     b, b_up = (weights[2].t(), weights[0].t()) if up_first else (weights[0].t(), weights[2].t())
-    fusion = Fusion(bias=_normal(N, seed=2), bias_up=_normal(N, seed=3), activation=activation)
+    fusion = Operands(bias=_normal(N, seed=2), bias_up=_normal(N, seed=3), activation=activation)
     exact = _exact(x, b, fusion, b_up)
     result, saved = _run(config, x, b, fusion, b_up, save="pre")
     _assert_close(result, exact, scale=20)
@@ -161,16 +161,16 @@ def test_gated(config, activation, up_first):
 def test_mask(config, columns):
     x, b = _operands()
     b = b[:, :columns]
-    fusion = Fusion(bias=_normal(columns, seed=2), activation="relu")
+    fusion = Operands(bias=_normal(columns, seed=2), activation="relu")
     result, saved = _run(config, x, b, fusion, save="mask")
-    assert_bitwise_equal(fused_forms.unpacked(saved, columns), result > 0)
+    assert_bitwise_equal(torch_forms.unpacked(saved, columns), result > 0)
     assert not bool((saved[:, -1] >> (columns % 8 or 8)).any())  # bits of no column
 
 
 @every_config
 def test_pre_activation(config):
     x, b = _operands(torch.float16)
-    result, saved = _run(config, x, b, Fusion(activation="gelu"), save="pre")
+    result, saved = _run(config, x, b, Operands(activation="gelu"), save="pre")
     _assert_close(saved, x.double() @ b.double(), scale=10)
     assert bool(result.isfinite().all())
 
@@ -180,10 +180,10 @@ def test_pre_activation(config):
 def test_dropout_is_the_torch_forms(config, p):
     x, b = _operands()
     seed = torch.tensor([0x123456789ABCDEF])
-    fusion = Fusion(seed=seed, dropout_p=p, residual=torch.zeros(M, N))
+    fusion = Operands(seed=seed, dropout_p=p, residual=torch.zeros(M, N))
     result, _ = _run(config, x, b, fusion)
     kept = random.kept(seed, M, N, p)
-    plain, _ = _run(config, x, b, Fusion(residual=torch.zeros(M, N)))
+    plain, _ = _run(config, x, b, Operands(residual=torch.zeros(M, N)))
     assert_bitwise_equal(result, torch.where(kept, plain * random.scale(p), 0.0))
 
 
@@ -191,8 +191,8 @@ def test_dropout_is_the_torch_forms(config, p):
 def test_eager_rounds_after_each_operation(config):
     x, b = _operands(torch.float16)
     bias, residual = _normal(N, seed=2, dtype=torch.float16), _normal(M, N, seed=3, dtype=torch.float16)
-    product, _ = _run(config, x, b, Fusion(row_scale=torch.ones(M)))
-    fusion = Fusion(bias=bias, residual=residual, alpha_value=0.3, activation="relu", eager=True)
+    product, _ = _run(config, x, b, Operands(row_scale=torch.ones(M)))
+    fusion = Operands(bias=bias, residual=residual, alpha_value=0.3, activation="relu", eager=True)
     assert_bitwise_equal(_run(config, x, b, fusion)[0], residual + torch.relu(product * 0.3 + bias))
 
 
@@ -209,7 +209,7 @@ def test_user_epilogue(config):
         lambda acc, col, row, gain, shift: acc * gain + shift + torch.where(col == row, 100.0, 0.0),
     )
     x, b = _operands()
-    fusion = Fusion(epilogue="weighed_in_test", aux=(_normal(N, seed=2), _normal(M, 1, seed=3)))
+    fusion = Operands(epilogue="weighed_in_test", aux=(_normal(N, seed=2), _normal(M, 1, seed=3)))
     _assert_close(_run(config, x, b, fusion)[0], _exact(x, b, fusion), scale=10)
 
 
@@ -220,7 +220,7 @@ def test_gradient_in_the_epilogue(config, activation):
     grad, weight = _normal(M, K), _normal(K, N, seed=1)
     gated = bool(ACTIVATIONS[activation].gate)
     kind = "out" if activation == "relu" else "pre"
-    fusion = Fusion(activation=activation, arguments=(0.2,) * (activation == "leaky_relu"))
+    fusion = Operands(activation=activation, arguments=(0.2,) * (activation == "leaky_relu"))
     saved = _normal(*((2, M, N) if gated else (M, N)), seed=2)
     saved = saved.relu() if kind == "out" else saved
     buffer, out = _guarded((2, M, N) if gated else (M, N), torch.float32)
@@ -229,7 +229,7 @@ def test_gradient_in_the_epilogue(config, activation):
     problem = fused.problems.of_product(grad, weight, None, grad.dtype, "ieee", 0)
     read = [*(None,) * 9, saved, second, *(None,) * 5]
     _launch(config, replace(problem, epilogue=epilogue), grad, weight, None, read, first, (None,) * 4)
-    exact = fused_forms.activation_grad(grad.double() @ weight.double(), saved.double(), kind, fusion, torch.float64)
+    exact = torch_forms.activation_grad(grad.double() @ weight.double(), saved.double(), kind, fusion, torch.float64)
     assert _untouched(buffer)
     _assert_close(out, exact, scale=20)
 
@@ -284,7 +284,7 @@ def test_sums_of_chunks(count, together, accumulate):
         total[3] = -0.0
         out[:, 0] = total
     launch = kernels_gradients.describe_chunk_sums(count, 200, together, 2, accumulate)
-    kernels.launch(launch, (partial, out[:, 0]))
+    launch.run(partial, out[:, 0])
     assert _untouched(buffer)
     assert out[:, 1].isnan().all()
     assert_bitwise_equal(out[:, 0], fused.chunk_sums(partial, together, total, torch.float32))
@@ -303,17 +303,17 @@ def test_activation_grad(activation, kind, dropout_p, few_programs, monkeypatch)
     monkeypatch.setattr(configs, "_FEW_PROGRAMS", few_programs)
     tokens, n = 1100, 70
     seed = torch.tensor([99]) if dropout_p else None
-    fusion = Fusion(activation=activation, dropout_p=dropout_p, seed=seed)
+    fusion = Operands(activation=activation, dropout_p=dropout_p, seed=seed)
     grad = _normal(tokens, n + 2)[:, 2:]
     z = _normal(*((2, tokens, n) if fusion.gated else (tokens, n)), seed=1)
-    saved = {"mask": lambda: fused_forms.packed(z > 0), "out": z.tanh, "pre": lambda: z, "": lambda: None}[kind]()
+    saved = {"mask": lambda: torch_forms.packed(z > 0), "out": z.tanh, "pre": lambda: z, "": lambda: None}[kind]()
     epilogue = fused.Epilogue(activation=activation, dropout=dropout_p > 0, gradient=kind, exact=True)
     problem = configs.ActivationGradProblem(tokens, n, "float32", epilogue, grad.stride(0), True)
     buffer, dz = _guarded(z.shape, torch.float32)
     sums_buffer, sums = _guarded((2, 2, n) if fusion.gated else (1, 2, n), torch.float32)
     launch = kernels_gradients.describe_activation_grad(problem)
-    kernels.launch(launch, (grad, saved, seed, dz, sums), fused._call_numbers(fusion)[2:])
-    exact = fused_forms.activation_grad(
+    launch.run(grad, saved, seed, dz, sums, numbers=fused.call_numbers(fusion)[2:])
+    exact = torch_forms.activation_grad(
         grad.double(),
         None if saved is None else saved if kind == "mask" else saved.double(),
         kind,
@@ -328,7 +328,7 @@ def test_activation_grad(activation, kind, dropout_p, few_programs, monkeypatch)
             configs.BiasGradProblem(tokens, n, "float32", "float32", (n, 1), configs.BIAS_CHUNK),
             torch.empty(n),
         )
-        kernels.launch(kernels_gradients.describe_bias_grad(bias_grad), (half, out))
+        kernels_gradients.describe_bias_grad(bias_grad).run(half, out)
         assert_bitwise_equal(of_half[0] + of_half[1], out)
 
 
@@ -336,12 +336,12 @@ def test_activation_grad(activation, kind, dropout_p, few_programs, monkeypatch)
 def test_rows_beyond_the_last_add_nothing():
     """Whose slope may be infinite."""
     tokens, n = 65, 10
-    grad, fusion = _normal(tokens, n), Fusion(activation="leaky_relu", arguments=(torch.inf,))
+    grad, fusion = _normal(tokens, n), Operands(activation="leaky_relu", arguments=(torch.inf,))
     epilogue = fused.Epilogue(activation="leaky_relu", arguments=(torch.inf,), gradient="mask", exact=True)
     problem = configs.ActivationGradProblem(tokens, n, "float32", epilogue, n, True)
     dz, sums, positive = torch.empty(tokens, n), torch.empty(1, n), torch.ones(tokens, n, dtype=torch.bool)
     launch = kernels_gradients.describe_activation_grad(problem)
-    kernels.launch(launch, (grad, fused_forms.packed(positive), None, dz, sums), fused._call_numbers(fusion)[2:])
+    launch.run(grad, torch_forms.packed(positive), None, dz, sums, numbers=fused.call_numbers(fusion)[2:])
     assert_bitwise_equal(dz, grad)
     _assert_close(sums[0], grad.double().sum(0))
 
@@ -353,7 +353,7 @@ def test_pre_activations_beyond_float16(activation, config):
     x, weight, weight_up = float16_range.operands("cpu")
     entry = ACTIVATIONS[activation]
     b_up = weight_up.t() if entry.gate else None
-    fusion = Fusion(activation=activation, arguments=tuple(entry.arguments.values()))
+    fusion = Operands(activation=activation, arguments=tuple(entry.arguments.values()))
     result, saved = _run(CONFIGS[config], x, weight.t(), fusion, b_up, "pre", torch.float32)
     assert result.isfinite().all()
     tokens, n = result.shape
@@ -361,11 +361,11 @@ def test_pre_activations_beyond_float16(activation, config):
     epilogue = fused.Epilogue(activation=activation, arguments=fusion.arguments, gradient="pre")
     problem = configs.ActivationGradProblem(tokens, n, "float16", epilogue, n)
     launch = kernels_gradients.describe_activation_grad(problem)
-    kernels.launch(launch, (grad, saved, None, dz, None), (None, None))
+    launch.run(grad, saved, None, dz, None), (None, None)
     assert _untouched(buffer)
     z = x.double() @ weight.double().t()
     z = z if b_up is None else torch.stack((z, x.double() @ b_up.double()))
-    exact = fused_forms.activation_grad(grad.double(), z, "pre", fusion, torch.float64)
+    exact = torch_forms.activation_grad(grad.double(), z, "pre", fusion, torch.float64)
     error = (dz.double() - exact).abs()
     # z's own rounding, dz's, and the forms'.
     assert bool((error <= 4 * float16_range.EPS * exact.abs() + 4e-4 * grad + float16_range.TINY).all()), error.max()

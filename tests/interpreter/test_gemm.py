@@ -34,7 +34,7 @@ every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.k
 
 def _problem(a, b, *, sm_count=2, **described):
     """As `op.describe` has it, for a GPU of few SMs."""
-    return replace(op.describe(a, b, **described), arch="sm_90", tma=True, sm_count=sm_count)
+    return replace(op.problem_of(a, b, **described), arch="sm_90", tma=True, sm_count=sm_count)
 
 
 def _launch(problem, config, a, b, bias=None, total=None):
@@ -50,20 +50,17 @@ def _launch(problem, config, a, b, bias=None, total=None):
     launch = kernels.describe_gemm(problem, config)
     left, right = (b, a) if config.swapped else (a, b)
     rest = () if config.kernel == "stream" else (right if config.rest_n else None,)
-    kernels.launch(
-        launch,
-        (
-            left,
-            right,
-            *rest,
-            scratch if walk == "partials" else out,
-            scratch if walk == "scratch" else None,
-            bias if walk != "partials" else None,
-            *(None,) * (len(kernels.READ) - 1),
-        ),
+    launch.run(
+        left,
+        right,
+        *rest,
+        scratch if walk == "partials" else out,
+        scratch if walk == "scratch" else None,
+        bias if walk != "partials" else None,
+        *(None,) * (kernels.SLOTS - 1),
     )
     if walk == "partials":
-        kernels.launch(kernels.describe_add_partials(problem), (scratch, out, bias))
+        kernels.describe_add_partials(problem).run(scratch, out, bias)
     assert bool(buffer[:GUARD].isnan().all() and buffer[-GUARD:].isnan().all() and scratch[-GUARD:].isnan().all())
     return out if total is not None else out[0] if problem.batch == 1 else out
 
@@ -478,7 +475,7 @@ def test_bias_grad(size, layout, dtype, accumulated):
     buffer = torch.full((GUARD + n * out_stride + GUARD,), torch.nan, dtype=out_dtype)
     out = buffer[GUARD:-GUARD:out_stride]
     start = torch.zeros(n) if not accumulated else out.copy_(_bias(n)).clone()
-    kernels.launch(kernels_gradients.describe_bias_grad(problem), (grad, out))
+    kernels_gradients.describe_bias_grad(problem).run(grad, out)
     _assert_close(out, torch.ones(1, t), flat, start[None], reference=None)
     assert int(buffer.isnan().sum()) == buffer.numel() - n
 
@@ -498,10 +495,10 @@ def test_bias_grad_by_chunks_side_by_side(layout, accumulated, monkeypatch):
     found, expected = (_bias(n).repeat_interleave(out_stride)[::out_stride] for _ in range(2))
     sums_buffer = torch.full((GUARD + problem.chunks * n + GUARD,), torch.nan)
     sums = sums_buffer[GUARD:-GUARD]
-    kernels.launch(kernels_gradients.describe_bias_grad(problem), (grad, sums))
+    kernels_gradients.describe_bias_grad(problem).run(grad, sums)
     assert int(sums_buffer.isnan().sum()) == 2 * GUARD
     adding = kernels_gradients.describe_chunk_sums(problem.chunks, n, 1, out_stride, accumulated)
-    kernels.launch(adding, (sums, found))
+    adding.run(sums, found)
     monkeypatch.setattr(configs, "_SPLIT_CHUNKS", 100)
-    kernels.launch(kernels_gradients.describe_bias_grad(problem), (grad, expected))
+    kernels_gradients.describe_bias_grad(problem).run(grad, expected)
     assert_bitwise_equal(found, expected)

@@ -23,7 +23,7 @@ LARGE = [(2, 33, 10, 41), (2, 42, 8, 42), (2, 12, 64, 12)]
 
 def _problem(a, b, precision="ieee"):
     """As `op.describe` has it, for a GPU: sm_80 knows nothing of early launches, which the interpreter cannot run."""
-    described = op.describe(a, b, precision)
+    described = op.problem_of(a, b, precision)
     fields = {name: getattr(described, name) for name in Problem.__dataclass_fields__}
     return Problem(**{**fields, "arch": "sm_80", "sm_count": 2})
 

@@ -6,6 +6,7 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import isogemm
 from isogemm.core import env
+from isogemm.core.eager import KnownCalls
+from isogemm.core.plan import Cache, Plan, Step, contiguous
 from isogemm.testing import assert_bitwise_equal, make_operands, poisoned_allocations, with_layout
 from isogemm.tiny import api, configs, op
 from isogemm.tiny.configs import DotConfig
@@ -24,7 +27,8 @@ SHARING = {"neither": (3, 3), "a": (1, 3), "b": (3, 1), "both": (1, 1)}
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.setattr(env, "settings", env.Settings(disable_tiny=False, log=False))
-    monkeypatch.setattr(op, "plans", {})
+    monkeypatch.setattr(op, "served", Cache())
+    monkeypatch.setattr(api, "_known", KnownCalls())
     monkeypatch.setattr(op, "_warned", set())
 
 
@@ -299,13 +303,13 @@ def tiny_serves(monkeypatch):
     """The tiny kernels serve CPU tensors, as far as the planning goes: dot, by a launcher that the test gives."""
 
     def serve(launcher):
-        def plan(a, b, problem, config):
-            shape = (problem.batch, problem.m, problem.n)
-            strides = (problem.m * problem.n, problem.n, 1)
+        def plan(problem, config, device):
+            shape = contiguous((problem.batch, problem.m, problem.n))
             served = op.Dispatch("bmm", "tiny", str(problem), str(config), "")
-            return op.Plan(served, None, launcher(), 1, (), shape, strides, a.dtype, a.device, a.get_device())
+            steps = (Step(SimpleNamespace(launch=launcher()), 1, (), (), (), None),)
+            return Plan(served, *shape, getattr(torch, problem.dtype), device, -1, 0, steps)
 
-        monkeypatch.setattr(op, "_tiny_plan", plan)
+        monkeypatch.setattr(op, "tiny_plan", plan)
 
     monkeypatch.setattr(op, "unserved", lambda problem, on_gpu: "")
     monkeypatch.setattr(configs, "gate", lambda problem: "dot")
@@ -374,15 +378,15 @@ def test_a_failed_launch_is_remembered_unless_in_a_capture(tiny_serves, monkeypa
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             op.bmm(a, b)
-        assert [plan.kernel is not None for plan in op.plans.values()] == [capturing]
+        assert [found.plan is not None for found in op.served.values()] == [capturing]
 
 
 def test_plans_stay_bounded(monkeypatch):
-    monkeypatch.setattr(op, "_MOST_PLANS", 4)
+    monkeypatch.setattr(op, "served", Cache(4))
     a, b = torch.ones(20, 2, 3), torch.ones(20, 3, 2)
     for batch in range(1, 21):
         op.bmm(a[:batch], b[:batch])
-        assert 0 < len(op.plans) <= 4
+        assert 0 < len(op.served) <= 4
 
 
 def test_plans_follow_what_a_call_depends_on():
@@ -443,4 +447,4 @@ def test_the_operator_validates():
         torch.ops.isogemm.bmm(a, b.transpose(1, 2))
     with pytest.raises(ValueError, match="same K"):
         torch.ops.isogemm.bmm(a.to("meta"), b.transpose(1, 2).to("meta"))
-    assert not op.plans
+    assert not op.served

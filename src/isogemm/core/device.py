@@ -43,7 +43,7 @@ def _facts(device: torch.device) -> DeviceFacts:
 
 def matmul_precision() -> str:
     """What torch would use for an fp32 matmul now: "ieee" or "tf32"."""
-    return "tf32" if _fp32_precision("cuda", "matmul") == "tf32" else "ieee"
+    return "tf32" if fp32_precision("cuda", "matmul") == "tf32" else "ieee"
 
 
 # torch.compile cannot trace it, and compiles anew where the setting changes: what torch.compiler.assume_constant_result
@@ -51,9 +51,20 @@ def matmul_precision() -> str:
 matmul_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 # What torch.backends.cuda.matmul.fp32_precision reads, at half its cost: it is asked at every call.
-_fp32_precision: Callable[[str, str], str] = private.find("torch._C:_get_fp32_precision_getter") or (
+fp32_precision: Callable[[str, str], str] = private.find("torch._C:_get_fp32_precision_getter") or (
     lambda backend, op: torch.backends.cuda.matmul.fp32_precision
 )
 
 # torch.cuda.current_device, without asking whether CUDA is there.
 current_device: Callable[[], int] = private.find("torch._C:_cuda_getDevice") or torch.cuda.current_device
+
+
+def resolve_precision(a: torch.Tensor, precision: str | None) -> str | None:
+    """The precision of a product with `a`: None becomes torch's setting where it matters, float32 on a GPU."""
+    if precision is None and a.dtype is torch.float32 and a.is_cuda:
+        return matmul_precision()
+    return precision
+
+
+def index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

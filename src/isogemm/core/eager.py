@@ -1,20 +1,25 @@
-"""Whether a call may go straight to its kernel, or must go through the dispatcher first."""
+"""Whether a call may go straight to its kernel, or must go through the dispatcher first; calls that are known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.overrides import has_torch_function
 
 from isogemm.core import private
+from isogemm.core.device import fp32_precision
+from isogemm.core.plan import Cache, Value
 from isogemm.core.private import forward_ad_level
 
-PLAIN = (torch.nn.Parameter, torch.Tensor)
+PLAIN = (torch.nn.Parameter, Tensor)
 
 
-def through_dispatcher(*tensors: torch.Tensor) -> bool:
+def through_dispatcher(*tensors: Tensor) -> bool:
     """Whether a call must go through the dispatcher: compilation, modes, tracers, transforms, tensor subclasses."""
     return (
         is_compiling()
@@ -29,10 +34,10 @@ def through_dispatcher(*tensors: torch.Tensor) -> bool:
 
 def is_intercepted() -> bool:
     """Whether a torch function mode is on. It is to see a call as one, as it does torch's own: not what is inside."""
-    return has_torch_function(_NO_TENSOR) and not is_compiling()
+    return has_torch_function(NO_TENSOR) and not is_compiling()
 
 
-def likeness(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+def likeness(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     """Whether other tensors are like these in all but memory, at a tenth of the cost of asking each; None if special.
 
     In type, dispatch keys, dtype, device, sizes, strides, whether they require a gradient, and which are the same.
@@ -50,13 +55,62 @@ def likeness(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     return lambda *others: _first_places(others) == firsts and check(*[others[place] for place in places])
 
 
+class KnownCalls(Generic[Value]):
+    """What served a call, for the calls that are like it in all but memory: in eager mode, without gradients.
+
+    "Like it": the same key, the same precision of torch's products, and tensors alike (`likeness`).
+    """
+
+    __slots__ = ("_cache", "_most_alike")
+
+    def __init__(self, most_alike: int = 8) -> None:
+        """most_alike: entries for calls that their key does not tell apart."""
+        self._cache: Cache[list[tuple[Callable[..., bool], bool, Value]]] = Cache(4096)
+        self._most_alike = most_alike
+
+    def find(self, key: Hashable, tensors: Sequence[Tensor]) -> Value | None:
+        """What served a call like this one; None where it is not known, or must go through the dispatcher."""
+        if not _HAS_FAST_PATH or is_compiling() or is_tracing() or has_torch_function(NO_TENSOR):
+            return None
+        if forward_ad._current_level >= 0:
+            return None
+        try:
+            found = self._cache.get((key, fp32_precision("cuda", "matmul")), ())
+        except TypeError:  # sizes that are symbols, or an argument that cannot be hashed
+            return None
+        for is_like, is_trained, value in found:
+            if is_like(*tensors) and not (is_trained and torch.is_grad_enabled()):
+                for each in tensors:
+                    if each.data_ptr() & 15:
+                        return None
+                return value
+        return None
+
+    def clear(self) -> None:
+        self._cache.clear()
+
+    def keep(self, key: Hashable, tensors: Sequence[Tensor], value: Value) -> None:
+        """Remember what served this call, which is without gradients, if its tensors are plain and aligned."""
+        if any(each.data_ptr() & 15 for each in tensors):
+            return
+        is_like = likeness(tensors)
+        if is_like is not None:
+            key = key, fp32_precision("cuda", "matmul")
+            try:
+                alike = self._cache.get(key) or self._cache.keep(key, [])
+            except TypeError:  # not to be hashed
+                return
+            del alike[: len(alike) + 1 - self._most_alike]  # the oldest
+            alike.append((is_like, any(each.requires_grad for each in tensors), value))
+
+
 def _first_places(tensors: Sequence[object]) -> list[int]:
     """Where each was given first."""
     ids = list(map(id, tensors))
     return [ids.index(each) for each in ids]
 
 
-def in_transform(*tensors: torch.Tensor) -> bool:
+def in_transform(*tensors: Tensor) -> bool:
     """Inside forward-mode AD or vmap and its kin, which torch's own operators know and a custom one does not."""
     return (
         forward_ad_level() >= 0
@@ -65,7 +119,16 @@ def in_transform(*tensors: torch.Tensor) -> bool:
     )
 
 
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+def refuse_transforms(name: str, *tensors: Tensor) -> None:
+    """Raise inside a transform: there is no rule for it, and a fallback would break the contract."""
+    if not is_compiling() and in_transform(*tensors):
+        raise RuntimeError(
+            f"isogemm.{name} has no rule for forward-mode AD and torch.func transforms, and falls back to nothing: "
+            "the contract would not hold"
+        )
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast makes of matrix products where x is; None where it is off."""
     kind = "cuda" if x.is_cuda else x.device.type  # which takes longer to ask
     # Not is_autocast_available: torch 2.11 cannot trace it.
@@ -74,7 +137,7 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-def _any_special(tensors: Sequence[torch.Tensor]) -> bool:
+def _any_special(tensors: Sequence[Tensor]) -> bool:
     """A subclass, or without memory that a kernel could read as it stands."""
     try:
         for x in tensors:
@@ -86,7 +149,7 @@ def _any_special(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 # Looked up once: they are asked at every call.
-_NO_TENSOR = (None,)  # has_torch_function then asks for a mode alone
+NO_TENSOR = (None,)  # has_torch_function then asks for a mode alone
 is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 _HAS_FAST_PATH = not private.is_off(private.FAST_PATH)
 _TensorGuards = private.find("torch._C._dynamo.guards:TensorGuards")

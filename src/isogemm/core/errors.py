@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 
 
 def require_tensor(name: str, value: object, ndim: int, shape: str) -> None:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor {shape}")
     if value.ndim != ndim:
         raise ValueError(f"{name} has shape {list(value.shape)}; expected {ndim} dimensions {shape}")

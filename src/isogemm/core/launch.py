@@ -53,25 +53,42 @@ class Launch:
 
     kernel: Any
     programs: int
-    scalars: tuple[Any, ...]
+    scalars: tuple[Any, ...]  # after the tensors; None: the kernel has no use for it here
     constants: dict[str, object]
     options: dict[str, object]
+    maps: tuple[TensorMap | None, ...] = ()  # for each of the first tensors: how TMA sees it, or None
+    numbers: tuple[float | None, ...] = ()  # after the scalars: placeholders for numbers that come with a call
 
-    def run(self, *tensors: torch.Tensor | None) -> None:
-        """Through Triton's JIT."""
+    def run(self, *tensors: Any, numbers: tuple[float | None, ...] = ()) -> None:
+        """Launch through Triton's JIT, as its interpreter needs it; a pair of tensors where a map is of two."""
         check_options(self.kernel, self.options)
         if self.programs:
-            self.kernel[(self.programs,)](*tensors, *self.scalars, **self.constants, **self.options)
+            arguments = (*self._described(tensors), *self.scalars, *(numbers or self.numbers))
+            self.kernel[(self.programs,)](*arguments, **self.constants, **self.options)
 
     def check(self, tensors: int) -> None:
-        """Raise unless its constants are those that the kernel takes after so many tensors and the scalars, and its
-        options are complete."""
-        check_constants(self.kernel, tensors + len(self.scalars), self.constants)
+        """Raise unless its constants are those that the kernel takes after so many tensors, the scalars and the
+        numbers, and its options are complete."""
+        check_constants(self.kernel, tensors + len(self.scalars) + len(self.numbers), self.constants)
         check_options(self.kernel, self.options)
 
-    def bind(self, *tensors: torch.Tensor | None) -> BoundKernel:
+    def bind(self, *tensors: Any) -> BoundKernel:
         """Compile on the current device for tensors like these."""
-        return bind(self.kernel, (*tensors, *self.scalars), self.constants, self.options)
+        arguments = (*self._described(tensors), *self.scalars, *self.numbers)
+        return bind(self.kernel, arguments, self.constants, self.options)
+
+    def _described(self, tensors: Sequence[Any]) -> list[Any]:
+        """The tensors as Triton's JIT takes them."""
+        described = list(tensors)
+        for place, seen in enumerate(self.maps):
+            if seen is None:
+                continue
+            tensor, strides = tensors[place], list(seen.strides)
+            if isinstance(tensor, tuple):
+                tensor, second = sorted(tensor, key=torch.Tensor.data_ptr)
+                strides[0] = (second.data_ptr() - tensor.data_ptr()) // tensor.element_size()
+            described[place] = TensorDescriptor(tensor, list(seen.shape), strides, list(seen.block))
+        return described
 
 
 class BoundKernel:
@@ -177,10 +194,7 @@ def check_options(kernel: Any, options: Mapping[str, object]) -> None:
 
 
 def bind(
-    kernel: Any,
-    args: Sequence[object],
-    constants: Mapping[str, object],
-    options: Mapping[str, object],
+    kernel: Any, args: Sequence[object], constants: Mapping[str, object], options: Mapping[str, object]
 ) -> BoundKernel:
     """Compile `kernel` on the current device for arguments like `args`.
 

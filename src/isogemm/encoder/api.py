@@ -12,8 +12,9 @@ from torch.overrides import handle_torch_function
 
 from isogemm.core import device as devices
 from isogemm.core import dispatch
+from isogemm.core.device import resolve_precision
 from isogemm.core.dispatch import Dispatch
-from isogemm.core.eager import autocast_dtype, is_intercepted, likeness, through_dispatcher
+from isogemm.core.eager import autocast_dtype, is_intercepted, likeness, refuse_transforms, through_dispatcher
 from isogemm.core.errors import require_precision, require_same
 from isogemm.encoder import composed
 from isogemm.encoder.batch_norm import update_running
@@ -27,10 +28,9 @@ from isogemm.encoder.parameters import (
     RunningStatistics,
 )
 from isogemm.epilogues import random
-from isogemm.gemm.autograd import refuse_transforms
+from isogemm.gemm.describe import dtype_name
 from isogemm.gemm.fused import new_seed
 from isogemm.gemm.op import SERVED
-from isogemm.gemm.problem import dtype_name, resolve_precision
 
 if TYPE_CHECKING:
     from isogemm.encoder.fused import Kind

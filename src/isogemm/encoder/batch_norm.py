@@ -20,8 +20,8 @@ from isogemm.encoder.parameters import RunningStatistics
 from isogemm.gemm import autograd, fused_autograd
 from isogemm.gemm.autograd import Accumulated, parameter
 from isogemm.gemm.configs import BIAS_BLOCKS
+from isogemm.gemm.describe import flat
 from isogemm.gemm.op import require_total
-from isogemm.gemm.problem import flat
 
 
 def batch_norm(

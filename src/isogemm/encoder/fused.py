@@ -22,8 +22,8 @@ from isogemm.encoder.parameters import EncoderDropout, EncoderParameters, Option
 from isogemm.encoder.plan import ADDED, GIVEN, SEPARATE, STACKED, Above, Forward, Given, Left, Plan, kept_size
 from isogemm.encoder.schedule import addresses_of
 from isogemm.gemm.autograd import accumulated, given_or_accumulated, main_grad_of, parameter
+from isogemm.gemm.describe import dtype_name
 from isogemm.gemm.op import is_added, require_total
-from isogemm.gemm.problem import dtype_name
 
 _MOST_PLANS = 1024
 _NAMES = {

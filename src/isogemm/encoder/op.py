@@ -22,8 +22,8 @@ from isogemm.encoder.configs_attention import Attention
 from isogemm.gemm import autograd, fused_autograd
 from isogemm.gemm.autograd import Accumulated, parameter
 from isogemm.gemm.configs import BIAS_BLOCKS
+from isogemm.gemm.describe import aligned, dtype_name, flat
 from isogemm.gemm.op import require_total
-from isogemm.gemm.problem import aligned, dtype_name, flat
 
 if TYPE_CHECKING:
     from isogemm.core.launch import BoundKernel, Launch

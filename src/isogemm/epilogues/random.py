@@ -11,6 +11,7 @@ whose numbers agree but for bit 3: so does a thread hold them, whichever of the 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 ROUNDS = 10
 _WORD = 0xFFFFFFFF
@@ -31,7 +32,7 @@ def scale(p: float) -> float:
     return LEVELS / (LEVELS - dropped) if dropped < LEVELS else 0.0
 
 
-def kept(seed: torch.Tensor, rows: int, columns: int, p: float) -> torch.Tensor:
+def kept(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
     """[rows, columns] bool; seed: an int64 tensor of one element."""
     row, blocks = torch.arange(rows, device=seed.device)[:, None], -(-columns // 32)
     words = torch.stack(_philox(seed, torch.arange(4 * blocks, device=seed.device)[None, :], row))
@@ -40,7 +41,7 @@ def kept(seed: torch.Tensor, rows: int, columns: int, p: float) -> torch.Tensor:
     return bits[:, :columns] >= threshold(p)
 
 
-def kept_weights(seed: torch.Tensor, matrices: int, tokens: int, p: float, first: int = 0) -> torch.Tensor:
+def kept_weights(seed: Tensor, matrices: int, tokens: int, p: float, first: int = 0) -> Tensor:
     """[matrices, tokens (queries), tokens (keys)] bool, of matrices first, first + 1, ...: sequence * heads + head."""
     matrix = torch.arange(first, first + matrices, device=seed.device)[:, None, None]
     blocks = -(-tokens // 16)
@@ -50,7 +51,7 @@ def kept_weights(seed: torch.Tensor, matrices: int, tokens: int, p: float, first
     return bits.reshape(matrices, 16 * blocks, 16 * blocks)[:, :tokens, :tokens] >= threshold(p)
 
 
-def _philox(seed: torch.Tensor, *counters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _philox(seed: Tensor, *counters: Tensor) -> tuple[Tensor, ...]:
     """Four 32-bit words for each counter of up to four, 0 where there are fewer; in int64."""
     zero = torch.zeros_like(sum(counters, torch.zeros_like(counters[0])))
     c0, c1, c2, c3 = (*(each + zero for each in counters), *(zero,) * (4 - len(counters)))

@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn import Module
 
 from isogemm.epilogues import elementary
 
-Form = Callable[..., torch.Tensor]
+Form = Callable[..., Tensor]
 
 _QUICK = 1.702  # of quick_gelu
 
@@ -43,40 +44,40 @@ class Activation:
     levels_off: bool = True  # the derivative is constant on either side of float16's range
 
 
-def _relu_derivative(z: torch.Tensor) -> torch.Tensor:
+def _relu_derivative(z: Tensor) -> Tensor:
     return (~(z <= 0)).to(z.dtype)  # torch lets a NaN's gradient pass
 
 
-def _quick_gelu(z: torch.Tensor) -> torch.Tensor:
+def _quick_gelu(z: Tensor) -> Tensor:
     return z * elementary.sigmoid(_QUICK * z)
 
 
-def _quick_gelu_derivative(z: torch.Tensor) -> torch.Tensor:
+def _quick_gelu_derivative(z: Tensor) -> Tensor:
     gate = elementary.sigmoid(_QUICK * z)
     return gate + _QUICK * z * gate * (1 - gate)
 
 
-def _tanh_of_output(y: torch.Tensor) -> torch.Tensor:
+def _tanh_of_output(y: Tensor) -> Tensor:
     return 1 - y * y
 
 
-def _sigmoid_of_output(y: torch.Tensor) -> torch.Tensor:
+def _sigmoid_of_output(y: Tensor) -> Tensor:
     return y * (1 - y)
 
 
-def _relu2(z: torch.Tensor) -> torch.Tensor:
+def _relu2(z: Tensor) -> Tensor:
     return torch.square(torch.relu(z))
 
 
-def _relu2_derivative(z: torch.Tensor) -> torch.Tensor:
+def _relu2_derivative(z: Tensor) -> Tensor:
     return 2 * torch.relu(z)
 
 
-def _leaky_relu(z: torch.Tensor, negative_slope: float = 0.01) -> torch.Tensor:
+def _leaky_relu(z: Tensor, negative_slope: float = 0.01) -> Tensor:
     return F.leaky_relu(z, negative_slope)
 
 
-def _leaky_relu_derivative(z: torch.Tensor, negative_slope: float = 0.01) -> torch.Tensor:
+def _leaky_relu_derivative(z: Tensor, negative_slope: float = 0.01) -> Tensor:
     return torch.where(z > 0, torch.ones_like(z), torch.full_like(z, negative_slope))
 
 
@@ -170,56 +171,6 @@ def register(name: str, function: Any, torch_form: Form) -> UserEpilogue:
         raise ValueError(f"torch_form does not take what function does: ({', '.join(names)})")
     entry = REGISTERED[name] = UserEpilogue(name, function, torch_form, len(names) - 3)
     return entry
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """What a kernel does with its sums: what is compiled in, operands and numbers apart.
-
-    out = residual + dropout(act(alpha row_scale col_scale sums + beta addend + bias)); or, of a gradient, dropout's
-    gradient of the sums times the activation's derivative.
-    """
-
-    bias: Literal["", "n", "m"] = ""
-    bias_up: bool = False
-    alpha: Literal["", "host", "device"] = ""
-    row_scale: bool = False
-    col_scale: bool = False
-    beta: Literal["", "host", "device"] = ""  # and with it an addend
-    activation: str = ""
-    arguments: tuple[float, ...] = ()
-    user: str = ""  # a registered epilogue's name
-    aux: int = 0
-    exact: bool = False  # torch's own forms
-    eager: bool = False  # rounded after each operation
-    saves: Literal["", "mask", "pre"] = ""
-    dropout: bool = False
-    residual: bool = False
-    gradient: Literal["", "mask", "out", "pre"] = ""  # what the derivative is read from
-    sums: bool = False  # of the gradient over rows, too
-
-    @property
-    def gated(self) -> bool:
-        return bool(self.activation) and bool(ACTIVATIONS[self.activation].gate)
-
-    @property
-    def paired(self) -> bool:
-        """Two products, side by side in a tile."""
-        return self.gated and not self.gradient
-
-    @property
-    def bias_first(self) -> bool:
-        """The biases come right after the sums, so that they can be at hand by then."""
-        between = self.alpha or self.row_scale or self.col_scale or self.beta or self.eager
-        return (self.bias == "n" or self.bias_up) and not between
-
-    @property
-    def plain(self) -> bool:
-        """Nothing but a bias along n, which every kernel adds."""
-        return self == Epilogue(bias=self.bias) and self.bias != "m"
-
-
-NOTHING = Epilogue()
 
 
 def activation(name: str) -> Activation:

@@ -12,13 +12,13 @@ import torch
 
 from isogemm.core import device as devices
 from isogemm.epilogues import ACTIVATIONS, random, register
+from isogemm.epilogues.operands import Operands as Fusion
 from isogemm.families import trials
 from isogemm.families.ahead import run_ahead
 from isogemm.families.trials import Rows, Trained, Trials, torch_product
 from isogemm.gemm import configs, fused, reference
 from isogemm.gemm.api import linear, matmul_fused, mlp, mm
 from isogemm.gemm.fused import new_seed
-from isogemm.gemm.fused_forms import Fusion
 from isogemm.testing.cases import make_data, with_layout
 from isogemm.testing.compare import BitDiff, compare_bits
 from isogemm.testing.error import Errors, assert_no_worse_than_torch, measure_errors
@@ -338,7 +338,7 @@ def _any_tile(each: _Setting) -> Iterator[BitDiff]:
     seed = torch.full((1,), each.seed, dtype=torch.int64, device=each.device) if p else None
     how: Any = {"out_dtype": each.wide if each.seed % 2 else None, "precision": each.precision or None}
     operands = tokens.x, *layer.columns, layer.fusion(tokens, p, seed)
-    problem = fused.describe(*operands, **how)
+    problem = fused.problem_of(*operands, **how)
     plainest, candidates = configs.canonical(problem), configs.candidates(problem)
     others = [config for config in candidates if config != plainest]
     expected = fused.gemm(*operands, **how, config=plainest)

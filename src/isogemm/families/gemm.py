@@ -23,7 +23,7 @@ from isogemm.families.trials import sampled
 from isogemm.gemm import configs, op
 from isogemm.gemm.api import linear, warmup
 from isogemm.gemm.configs import Problem
-from isogemm.gemm.problem import dtype_name
+from isogemm.gemm.describe import dtype_name
 from isogemm.testing.poison import poisoned_allocations
 
 WEIGHTS = (  # n, k

@@ -82,7 +82,7 @@ def _any_tile(each: _Setting) -> Iterator[BitDiff]:
     ):
         how: Any = {"out_dtype": out_dtype, "precision": each.precision or None, "chunk": cut}
 
-        problem = op.describe(left, right, **how, total=sums)
+        problem = op.problem_of(left, right, **how, total=sums)
         results = (
             op.gemm(left, right, **how, total=None if sums is None else sums.clone(), config=config)
             for config in (configs.canonical(problem), *configs.candidates(problem))

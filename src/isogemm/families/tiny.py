@@ -78,7 +78,7 @@ def _random_problem(rng: random.Random) -> tuple[int, int, int, torch.dtype, str
 
 def _products(a: torch.Tensor, b: torch.Tensor, precision: str) -> dict[str, torch.Tensor]:
     """What the public call gives and, whatever the gate says, each kernel."""
-    problem = op.describe(a, b, precision)
+    problem = op.problem_of(a, b, precision)
     with poisoned_allocations():
         products = {kernel: _product(a, b, problem, configs.choose(problem, kernel)) for kernel in configs.KERNELS}
         with dispatch_log() as log:
@@ -139,7 +139,7 @@ def _check_configs(device: torch.device, trials: int) -> CheckResult:
         rng = random.Random(seed)
         m, n, k, dtype, precision, layout = _random_problem(rng)
         a, b = operands(64, m, n, k, dtype, layout, device, seed, rng.choice(DATA_KINDS))
-        problem = op.describe(a, b, precision)
+        problem = op.problem_of(a, b, precision)
         canonical = _products(a, b, precision)
         for kernel in configs.KERNELS:
             configurations = variants(configs.choose(problem, kernel))

@@ -6,33 +6,56 @@ it goes through the registered operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.overrides import handle_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
-from isogemm.core.eager import PLAIN, autocast_dtype, is_intercepted, is_tracing, likeness, through_dispatcher
+from isogemm.core.device import resolve_precision
+from isogemm.core.eager import (
+    NO_TENSOR,
+    KnownCalls,
+    autocast_dtype,
+    is_intercepted,
+    refuse_transforms,
+    through_dispatcher,
+)
 from isogemm.core.errors import require_tensor
-from isogemm.core.private import forward_ad_level
+from isogemm.core.plan import Plan, plans
 from isogemm.epilogues import spec
-from isogemm.gemm import ahead, autograd, configs, fused_autograd, mlp_autograd, op
+from isogemm.epilogues.operands import DEFAULTS, SHAPES, Arguments, Operands
+from isogemm.gemm import autograd, configs, fused, fused_autograd, mlp_autograd, op
+from isogemm.gemm import warmup as compile_ahead
 from isogemm.gemm.autograd import parameter
+from isogemm.gemm.describe import dtype_name
 from isogemm.gemm.fused import ROUNDINGS, new_seed
 from isogemm.gemm.fused_op import Call
-from isogemm.gemm.plan import Plan
-from isogemm.gemm.problem import dtype_name, resolve_precision
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # defaults are integers: torch.compile keeps 0 and 1 as they are
 
-Tensors = torch.Tensor | Iterable[torch.Tensor] | torch.nn.Module
+Tensors = Tensor | Iterable[Tensor] | torch.nn.Module
 
 
-def mm(
-    a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None, precision: str | None = None
-) -> torch.Tensor:
+Function = TypeVar("Function", bound=Callable[..., Tensor])
+
+
+def _with_keywords(function: Function) -> Function:
+    """Show the epilogue's keywords in a function's signature."""
+    signature = inspect.signature(function)
+    given = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    keywords = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=hint)
+        for name, hint in Arguments.__annotations__.items()
+    ]
+    cast(Any, function).__signature__ = signature.replace(parameters=[*given, *keywords])
+    return function
+
+
+def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, precision: str | None = None) -> Tensor:
     """Matrix product [M, K] @ [K, N] -> [M, N]; as `matmul`."""
     if is_intercepted():
         return handle_torch_function(mm, (), **locals())
@@ -41,9 +64,7 @@ def mm(
     return matmul(a, b, out_dtype=out_dtype, precision=precision)
 
 
-def matmul(
-    a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None, precision: str | None = None
-) -> torch.Tensor:
+def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, precision: str | None = None) -> Tensor:
     """torch.matmul, batch-invariant: a row's bits depend on the row and on b, on nothing else.
 
     Args:
@@ -59,7 +80,7 @@ def matmul(
     if is_intercepted():
         return handle_torch_function(matmul, (), **locals())
     for name, x in (("a", a), ("b", b)):
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
         if x.ndim == 0:
             raise ValueError(f"{name} has no dimensions; expected at least one")
@@ -70,34 +91,24 @@ def matmul(
     row, column = a.ndim == 1, b.ndim == 1
     a = a[None] if row else a
     b = b[:, None] if column else b
-    result = autograd.matmul(a, b, out_dtype, precision)
+    result: Tensor = autograd.matmul(a, b, out_dtype, precision)
     if column:
         result = result.squeeze(-1)
     return result.squeeze(-1 if column else -2) if row else result
 
 
+@_with_keywords
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
-    activation: str | None = None,
-    activation_args: Mapping[str, float] | None = None,
-    weight_up: torch.Tensor | None = None,
-    bias_up: torch.Tensor | None = None,
-    alpha: float | torch.Tensor = 1,
-    beta: float | torch.Tensor | None = None,
-    c: torch.Tensor | None = None,
-    row_scale: torch.Tensor | None = None,
-    col_scale: torch.Tensor | None = None,
-    dropout_p: float = 0,
-    residual: torch.Tensor | None = None,
-    epilogue: str | None = None,
-    aux: Sequence[torch.Tensor] = (),
-    rounding: str = "once",
+    weight_up: Tensor | None = None,
+    bias_up: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
-) -> torch.Tensor:
+    **epilogue: Unpack[Arguments],
+) -> Tensor:
     """x @ weight.T + bias in one launch, batch-invariant: a row's bits depend on the row, weight and bias alone.
 
     Args:
@@ -110,52 +121,27 @@ def linear(
         activation .. rounding: what follows in the same launch, as in `matmul_fused`.
         out_dtype, precision: as in `matmul`.
     """
-    if (
-        activation is not None or residual is not None or weight_up is not None or bias_up is not None
-        or activation_args or c is not None or row_scale is not None or col_scale is not None
-        or epilogue is not None or dropout_p or aux or rounding != "once"
-        or isinstance(alpha, Tensor) or alpha != 1 or isinstance(beta, Tensor) or beta
-    ):  # fmt: skip
-        if is_intercepted():
-            return handle_torch_function(linear, (), **locals())
-        if not isinstance(x, Tensor):
-            op.validate_linear(x, weight, bias, out_dtype, precision)
-        require_tensor("weight", weight, 2, "[N, K]")
-        if x.ndim == 0:
-            raise ValueError("x has no dimensions; expected [..., K]")
-        if x.ndim == 1:
-            c, row_scale, residual = (
-                each[None] if isinstance(each, torch.Tensor) else each for each in (c, row_scale, residual)
-            )
-        call = _call(
-            x[None] if x.ndim == 1 else x, weight, bias, weight_up, bias_up, -1, activation, activation_args, alpha,
-            beta, c, row_scale, col_scale, dropout_p, residual, epilogue, aux, rounding, out_dtype, precision,
-            by_rows=True,
-        )  # fmt: skip
-        result = fused_autograd.run(call)
-        return result[0] if x.ndim == 1 else result
-    return plain_linear(x, weight, bias, out_dtype, precision)
+    if not epilogue and weight_up is None and bias_up is None:
+        return plain_linear(x, weight, bias, out_dtype, precision)
+    return _fused(
+        linear, x, weight, {"bias": bias, "weight_up": weight_up, "bias_up": bias_up, **epilogue}, out_dtype, precision
+    )
 
 
 def plain_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    precision: str | None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, precision: str | None
+) -> Tensor:
     """`linear` without an epilogue: the path whose host time counts, one call per linear layer and token."""
-    if is_intercepted():
-        return handle_torch_function(linear, (), **locals())
+    if has_torch_function(NO_TENSOR) and not is_compiling():  # `is_intercepted`, without its frame
+        given: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "out_dtype": out_dtype, "precision": precision}
+        return cast(Tensor, handle_torch_function(linear, (), **given))
     try:
-        traced = is_compiling() or is_tracing()
-        key = None if traced else (x.shape, weight.shape, bias is None, out_dtype, precision)
-        found = _known.get(key, ())
-    except (AttributeError, TypeError):  # no tensors, or of sizes that are symbols
-        key, found = None, ()
-    for known in found:
-        if known.serves(x, weight, bias):
-            return known.plan.run(x, weight, (bias,), None)
+        key = x.shape, weight.shape, bias is None, out_dtype, precision
+        plan = _known.find(key, (x, weight) if bias is None else (x, weight, bias))
+    except AttributeError:  # no tensors
+        plan = None
+    if plan is not None:
+        return plan.run((x, weight, None, bias))
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))):
         op.validate_linear(x, weight, bias, out_dtype, precision)
     owner, bias_owner = weight, bias
@@ -166,79 +152,39 @@ def plain_linear(
         precision = precision if dtype is torch.float32 else None
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if through_dispatcher(*tensors):
-        autograd.refuse_transforms("linear", *tensors)
+        refuse_transforms("linear", *tensors)
         owners, main_grads = autograd.with_main_grad(owner, bias_owner)
-        result = torch.ops.isogemm.linear(
+        result = autograd.linear.op(
             x, weight, bias, owners[0], main_grads[0], owners[1], main_grads[1], out_dtype, precision
         )
-        return cast(torch.Tensor, result)
+        return cast(Tensor, result)
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
         differentiable: Any = autograd.Linear
         owned = autograd.Owners(owner, bias_owner)
         result = differentiable.apply(x, weight, bias, owned, out_dtype, resolve_precision(x, precision))
-        return cast(torch.Tensor, result)
-    follows_setting = x.dtype is torch.float32 and precision is None  # which a plan does not know
-    if key is not None and dtype is None and not follows_setting:
-        _know(key, tensors, op.plans.get(op.linear_key(x, weight, bias, out_dtype, precision)))
+        return cast(Tensor, result)
+    plan = plans.get(op.linear_key(x, weight, bias, out_dtype, precision)) if x.is_cuda else None
+    if plan is not None and dtype is None and (bias is None or bias.is_contiguous()):
+        _known.keep(key, tensors, plan)
     return op.linear(x, weight, bias, out_dtype, precision)
 
 
-class _Known(NamedTuple):
-    """The plan of calls without gradients, modes or autocast that are like an earlier one in all but memory."""
-
-    is_like: Callable[..., bool]
-    is_trained: bool  # whether a tensor requires a gradient
-    plan: Plan
-
-    def serves(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        if (self.is_trained and torch.is_grad_enabled()) or forward_ad_level() >= 0:
-            return False
-        if not (self.is_like(x, weight) if bias is None else self.is_like(x, weight, bias)):
-            return False
-        return not (x.data_ptr() | weight.data_ptr()) & 15
+_known: KnownCalls[Plan] = KnownCalls()
 
 
-_MOST_KNOWN = 4096
-_MOST_ALIKE = 8  # of them for calls that shapes do not tell apart
-_known: dict[tuple[Any, ...] | None, list[_Known]] = {}
-
-
-def _know(key: tuple[Any, ...], tensors: Sequence[torch.Tensor], plan: Plan | None) -> None:
-    """Keep the plan of such calls, where there is one: from the second call on."""
-    x, weight, *bias = tensors
-    is_plain = not (x.data_ptr() | weight.data_ptr()) & 15 and all(each.is_contiguous() for each in bias)
-    is_like = likeness(tensors) if plan is not None and is_plain else None
-    if plan is not None and is_like is not None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        alike = _known.setdefault(key, [])
-        del alike[: len(alike) + 1 - _MOST_ALIKE]  # the oldest
-        alike.append(_Known(is_like, any(each.requires_grad for each in tensors), plan))
-
-
+@_with_keywords
 def matmul_fused(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     bias_dim: int = -1,
-    activation: str | None = None,
-    activation_args: Mapping[str, float] | None = None,
-    alpha: float | torch.Tensor = 1,
-    beta: float | torch.Tensor | None = None,
-    c: torch.Tensor | None = None,
-    row_scale: torch.Tensor | None = None,
-    col_scale: torch.Tensor | None = None,
-    dropout_p: float = 0,
-    residual: torch.Tensor | None = None,
-    epilogue: str | None = None,
-    aux: Sequence[torch.Tensor] = (),
-    rounding: str = "once",
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
-) -> torch.Tensor:
+    **epilogue: Unpack[Arguments],
+) -> Tensor:
     """residual + dropout(act(alpha * row_scale * col_scale * (a @ b) + beta * c + bias)) in one launch.
 
     Args:
@@ -263,37 +209,114 @@ def matmul_fused(
 
     Batch-invariant and differentiable, twice, as `matmul`: docs/contract.md.
     """
-    if is_intercepted():
-        return handle_torch_function(matmul_fused, (), **locals())
-    if not isinstance(a, torch.Tensor):
-        raise TypeError(f"a is a {type(a).__name__}; expected a torch.Tensor [..., M, K]")
-    if a.ndim < 2:
-        raise ValueError(f"a has shape {list(a.shape)}; expected [..., M, K]")
-    require_tensor("b", b, 2, "[K, N]")
-    call = _call(
-        a, b, bias, None, None, bias_dim, activation, activation_args, alpha, beta, c, row_scale, col_scale, dropout_p,
-        residual, epilogue, aux, rounding, out_dtype, precision, by_rows=False,
-    )  # fmt: skip
-    return fused_autograd.run(call)
+    return _fused(matmul_fused, a, b, {"bias": bias, "bias_dim": bias_dim, **epilogue}, out_dtype, precision)
+
+
+def _fused(
+    function: Any, x: Tensor, weight: Tensor, epilogue: Any, out_dtype: torch.dtype | None, precision: str | None
+) -> Tensor:
+    """`linear` or `matmul_fused` with an epilogue."""
+    if has_torch_function(NO_TENSOR) and not is_compiling():
+        names = ("x", "weight") if function is linear else ("a", "b")
+        given = {names[0]: x, names[1]: weight, **epilogue, "out_dtype": out_dtype, "precision": precision}
+        return cast(Tensor, handle_torch_function(function, (), **given))
+    tensors: list[Any] = [x, weight]
+    try:
+        key: list[Any] = [function, x.shape, weight.shape, out_dtype, precision]
+        for name, value in epilogue.items():
+            if isinstance(value, Tensor):
+                tensors.append(value)
+                value = None
+            key += name, value
+        known = _known_fused.find(tuple(key), tensors)
+    except AttributeError:  # no tensors
+        known = None
+    if known is not None and (known.apart is None or known.apart == fused.apart(weight, epilogue["weight_up"])):
+        inputs = [place if place is None else tensors[place] for place in known.places]
+        return known.plan.run(inputs, None, known.numbers)
+    by_rows = function is linear
+    if unknown := epilogue.keys() - _KEYWORDS:
+        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {min(unknown)!r}")
+    if by_rows and not _has_effect(epilogue):
+        return plain_linear(x, weight, epilogue["bias"], out_dtype, precision)
+    if by_rows:
+        if not isinstance(x, Tensor):
+            op.validate_linear(x, weight, epilogue["bias"], out_dtype, precision)
+        require_tensor("weight", weight, 2, "[N, K]")
+        if x.ndim == 0:
+            raise ValueError("x has no dimensions; expected [..., K]")
+    else:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"a is a {type(x).__name__}; expected a torch.Tensor [..., M, K]")
+        if x.ndim < 2:
+            raise ValueError(f"a has shape {list(x.shape)}; expected [..., M, K]")
+        require_tensor("b", weight, 2, "[K, N]")
+    if x.ndim == 1:
+        row = {name: epilogue[name][None] for name in _BY_ROW if isinstance(epilogue.get(name), Tensor)}
+        return fused_autograd.run(_call(x[None], weight, epilogue | row, out_dtype, precision, by_rows))[0]
+    call = _call(x, weight, epilogue, out_dtype, precision, by_rows)
+    result = fused_autograd.run(call)
+    fixed = not (call.operands.epilogue or call.operands.aux or call.operands.dropout_p)
+    if x.is_cuda and fixed and not (result.requires_grad or through_dispatcher(*tensors)):
+        _know(tuple(key), tensors, call)
+    return result
+
+
+_KEYWORDS = {"bias", "bias_dim", "weight_up", "bias_up", *DEFAULTS}
+_BY_ROW = [name for name, shape in SHAPES.items() if shape.startswith("m")]  # the operands that x's rows have
+
+
+class _Known(NamedTuple):
+    """A fused call whose plan is known."""
+
+    plan: Plan
+    places: tuple[int | None, ...]  # of the plan's inputs among the call's tensors
+    numbers: tuple[float | None, ...]
+    apart: tuple[bool, bool] | None  # how the two weights of a gated activation lie in memory
+
+
+_known_fused: KnownCalls[_Known] = KnownCalls()
+
+
+def _know(key: tuple[Any, ...], tensors: list[Tensor], call: Call) -> None:
+    """Remember the plan of calls like this one, if it reads the call's own tensors where they lie."""
+    found = fused.find(call.x, call.weight, call.weight_up, call.operands, call.out_dtype, call.precision, call.by_rows)
+    addresses = {each.data_ptr(): place for place, each in enumerate(tensors)}
+    if found is None or len(addresses) < len(tensors) or autocast_dtype(call.x) is not None:
+        return
+    plan, inputs = found
+    if all(each is None or each.data_ptr() in addresses for each in inputs):
+        places = tuple(None if each is None else addresses[each.data_ptr()] for each in inputs)
+        apart = None if call.weight_up is None else fused.apart(call.weight, call.weight_up)
+        _known_fused.keep(key, tensors, _Known(plan, places, fused.call_numbers(call.operands), apart))
+
+
+def _has_effect(epilogue: Mapping[str, Any]) -> bool:
+    """Whether an argument besides the bias is not its default."""
+    for name, value in epilogue.items():
+        default = DEFAULTS.get(name)
+        if name != "bias" and (isinstance(value, Tensor) or (value != default and (value or default))):
+            return True
+    return False
 
 
 def mlp(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_down: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    weight_down: Tensor,
     *,
-    bias: torch.Tensor | None = None,
-    bias_down: torch.Tensor | None = None,
-    weight_up: torch.Tensor | None = None,
-    bias_up: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    bias_down: Tensor | None = None,
+    weight_up: Tensor | None = None,
+    bias_up: Tensor | None = None,
     activation: str = "gelu",
     activation_args: Mapping[str, float] | None = None,
     hidden_dropout_p: float = 0,
     dropout_p: float = 0,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """residual + dropout(dropout(act(x @ weight.T + bias)) @ weight_down.T + bias_down), two launches.
 
     As two calls of `linear`, but for the backward: the activation's derivative is the epilogue of the product that
@@ -301,8 +324,8 @@ def mlp(
     """
     if is_intercepted():
         return handle_torch_function(mlp, (), **locals())
-    if isinstance(x, torch.Tensor) and x.ndim == 1:
-        residual = residual[None] if isinstance(residual, torch.Tensor) else residual
+    if isinstance(x, Tensor) and x.ndim == 1:
+        residual = residual[None] if isinstance(residual, Tensor) else residual
         return mlp(
             x[None], weight, weight_down, bias=bias, bias_down=bias_down, weight_up=weight_up, bias_up=bias_up,
             activation=activation, activation_args=activation_args, hidden_dropout_p=hidden_dropout_p,
@@ -310,104 +333,82 @@ def mlp(
         )[0]  # fmt: skip
     if isinstance(hidden_dropout_p, int | float) and not 0 <= hidden_dropout_p <= 1:
         raise ValueError(f"hidden_dropout_p is {hidden_dropout_p}; expected a probability")
-    hidden = _call(
-        x, weight, bias, weight_up, bias_up, -1, activation, activation_args, 1.0, None, None, None, None,
-        hidden_dropout_p, None, None, (), "once", None, precision, by_rows=True,
-    )  # fmt: skip
+    first = {
+        "bias": bias, "weight_up": weight_up, "bias_up": bias_up, "activation": activation,
+        "activation_args": activation_args, "dropout_p": hidden_dropout_p,
+    }  # fmt: skip
+    hidden = _call(x, weight, first, None, precision, True)
     require_tensor("weight_down", weight_down, 2, "[N, hidden]")
     if weight_down.shape[1] != weight.shape[0]:
         raise ValueError(
             f"weight_down has shape {list(weight_down.shape)}; expected [N, {weight.shape[0]}], "
             f"since weight is {list(weight.shape)}"
         )
-    down = _call(
-        hidden.x, weight_down, bias_down, None, None, -1, None, None, 1.0, None, None, None, None, dropout_p, residual,
-        None, (), "once", out_dtype, precision, by_rows=True,
-    )  # fmt: skip
+    second = {"bias": bias_down, "dropout_p": dropout_p, "residual": residual}
+    down = _call(hidden.x, weight_down, second, out_dtype, precision, True)
     return mlp_autograd.run(hidden, down)
 
 
 def _call(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    weight_up: torch.Tensor | None,
-    bias_up: torch.Tensor | None,
-    bias_dim: int,
-    activation: str | None,
-    activation_args: Mapping[str, float] | None,
-    alpha: float | torch.Tensor,
-    beta: float | torch.Tensor | None,
-    c: torch.Tensor | None,
-    row_scale: torch.Tensor | None,
-    col_scale: torch.Tensor | None,
-    dropout_p: float,
-    residual: torch.Tensor | None,
-    epilogue: str | None,
-    aux: Sequence[torch.Tensor],
-    rounding: str,
+    x: Tensor,
+    weight: Tensor,
+    epilogue: Mapping[str, Any],
     out_dtype: torch.dtype | None,
     precision: str | None,
-    *,
     by_rows: bool,
 ) -> Call:
-    """What the arguments say, after autocast; what is wrong with the tensors is found by what serves them."""
+    """The call that the arguments mean, after autocast; the tensors' shapes are checked by what serves them."""
+    given: dict[str, Any] = {**DEFAULTS, **epilogue}
+    activation, activation_args = given["activation"], given["activation_args"]
     arguments: tuple[float, ...] = ()
     if activation is not None:
         arguments = spec.argument_values(spec.activation(activation), activation_args)
     elif activation_args:
         raise ValueError(f"activation_args is {dict(activation_args)} without an activation")
-    if epilogue is not None:
-        spec.registered(epilogue)
+    if given["epilogue"] is not None:
+        spec.registered(given["epilogue"])
+    rounding, dropout_p, aux = given["rounding"], given["dropout_p"], given["aux"]
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding is {rounding!r}; accepted: {', '.join(map(repr, ROUNDINGS))}")
-    for each in (bias, weight_up, bias_up, c, row_scale, col_scale, residual):
-        if each is not None and type(each) not in PLAIN:
-            given = {
-                "bias": bias, "weight_up": weight_up, "bias_up": bias_up, "c": c, "row_scale": row_scale,
-                "col_scale": col_scale, "residual": residual,
-            }  # fmt: skip
-            _require_tensors({name: value for name, value in given.items() if value is not None})
-            break
-    if aux:
-        _require_tensors({f"aux[{index}]": each for index, each in enumerate(aux)})
+    tensors = {name: given.get(name) for name in ("weight_up", *SHAPES) if name not in ("alpha", "beta")}
+    tensors |= {f"aux[{index}]": each for index, each in enumerate(aux)}
+    for name, each in tensors.items():
+        if each is not None and not isinstance(each, Tensor):
+            raise TypeError(f"{name} is a {type(each).__name__}; expected a torch.Tensor")
+    weight_up, bias, bias_up = tensors["weight_up"], tensors["bias"], tensors["bias_up"]
     if weight_up is not None:
         require_tensor("weight_up", weight_up, 2, "[N, K]")
-    alpha_tensor, alpha_value = _number("alpha", alpha, 1.0)
+    alpha, alpha_value = _number("alpha", given["alpha"], 1.0)
+    beta = given["beta"]
     if beta is None:
-        beta = 0 if c is None else 1
-    beta_tensor, beta_value = _number("beta", beta, 0.0)
+        beta = 0 if given["c"] is None else 1
+    beta, beta_value = _number("beta", beta, 0.0)
     if not isinstance(dropout_p, _NUMBERS):
         raise TypeError(f"dropout_p is {dropout_p!r}; expected a number")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p is {dropout_p}; expected a probability")
-    owners: tuple[torch.Tensor | None, ...] = (None,) * 4
+    owners: tuple[Tensor | None, ...] = (None,) * 4
     if by_rows and torch.is_grad_enabled():
         owners = (parameter(weight), parameter(bias), parameter(weight_up), parameter(bias_up))
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight = _cast(x, dtype), _cast(weight, dtype)
-        bias, weight_up, bias_up = (each if each is None else _cast(each, dtype) for each in (bias, weight_up, bias_up))
+        weight_up, bias, bias_up = (each if each is None else _cast(each, dtype) for each in (weight_up, bias, bias_up))
         precision = precision if dtype is torch.float32 else None
-    if beta_tensor is None and beta_value == 0:
-        c = None
-    return Call(
-        x, weight, weight_up, bias, bias_up, c, residual, row_scale, col_scale, alpha_tensor, beta_tensor, tuple(aux),
-        new_seed(x.device) if dropout_p > 0 else None, alpha_value, beta_value, float(dropout_p), activation or "",
-        arguments, epilogue or "", bias_dim, rounding == "eager", by_rows, "", owners, (None,) * 4, out_dtype,
-        precision,
-    )  # fmt: skip
+    operands = Operands(
+        **{name: tensors.get(name) for name in SHAPES} | {"bias": bias, "bias_up": bias_up},
+        aux=tuple(aux), seed=new_seed(x.device) if dropout_p > 0 else None, alpha_value=alpha_value,
+        beta_value=beta_value, dropout_p=float(dropout_p), activation=activation or "", arguments=arguments,
+        epilogue=given["epilogue"] or "", bias_dim=given.get("bias_dim", -1), eager=rounding == "eager",
+    )._replace(alpha=alpha, beta=beta)  # fmt: skip
+    if beta is None and beta_value == 0:
+        operands = operands._replace(c=None)
+    return Call(x, weight, weight_up, operands, by_rows, owners=owners, out_dtype=out_dtype, precision=precision)
 
 
-def _require_tensors(given: Mapping[str, Any]) -> None:
-    for name, each in given.items():
-        if not isinstance(each, torch.Tensor):
-            raise TypeError(f"{name} is a {type(each).__name__}; expected a torch.Tensor")
-
-
-def _number(name: str, given: Any, nothing: float) -> tuple[torch.Tensor | None, float]:
+def _number(name: str, given: Any, nothing: float) -> tuple[Tensor | None, float]:
     """A scalar on the device, or its value; `nothing` is the value that has no effect."""
-    if isinstance(given, torch.Tensor):
+    if isinstance(given, Tensor):
         return given, nothing
     if not isinstance(given, _NUMBERS):
         raise TypeError(f"{name} is {given!r}; expected a number or a 0-d tensor")
@@ -439,12 +440,12 @@ def warmup(
         The number of kernels that were compiled or found in Triton's cache. x, outputs and gradients are taken to be
         contiguous and aligned to 16 bytes, as torch allocates them.
     """
-    if not isinstance(weights, torch.Tensor | torch.nn.Module | Iterable):
+    if not isinstance(weights, Tensor | torch.nn.Module | Iterable):
         raise TypeError(f"weights is a {type(weights).__name__}; expected [N, K] tensors or a module")
-    return ahead.warmup(weights, tokens, backward, bias, activation, activation_args, out_dtype, precision)
+    return compile_ahead.warmup(weights, tokens, backward, bias, activation, activation_args, out_dtype, precision)
 
 
-def token_chunk(weight: torch.Tensor | torch.nn.Linear) -> int:
+def token_chunk(weight: Tensor | torch.nn.Linear) -> int:
     """Number of tokens whose contributions to a weight's gradient form one partial sum.
 
     Micro-batches cut at multiples of it, accumulated into a float32 `weight.main_grad`, give the bits of one pass over
@@ -463,5 +464,5 @@ def token_chunk(weight: torch.Tensor | torch.nn.Linear) -> int:
     return configs.token_chunk(weight.shape[0], weight.shape[1], dtype_name(weight.dtype))
 
 
-def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.dtype in op.SERVED else x

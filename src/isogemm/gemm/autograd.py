@@ -1,15 +1,17 @@
-"""Gradients of the plain products, through autograd Functions in eager mode and through the operators elsewhere."""
+"""The operators of plain products and token sums, with their gradients."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
 import torch
-from torch.compiler import is_compiling
+from torch import Tensor
 
-from isogemm.core.eager import PLAIN, in_transform, through_dispatcher
+from isogemm.core.device import resolve_precision
+from isogemm.core.eager import PLAIN, through_dispatcher
+from isogemm.core.operator import Operator
 from isogemm.gemm import op
-from isogemm.gemm.problem import broadcast, resolve_precision
+from isogemm.gemm.describe import broadcast
 
 
 class Owners:
@@ -17,7 +19,7 @@ class Owners:
 
     __slots__ = ("bias", "weight")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = parameter(weight), parameter(bias)
 
 
@@ -25,35 +27,35 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         owners: Owners,
         out_dtype: torch.dtype | None,
         precision: str | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         _keep_factors(ctx, x, weight, precision)
         ctx.owners = owners
         return op.linear(x, weight, bias, out_dtype, precision)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         totals = accumulated(ctx.owners.weight, needs_weight), accumulated(ctx.owners.bias, needs_bias)
         return *_linear_gradients(ctx, grads[0], *totals), None, None, None
 
 
-def _keep_factors(ctx: Any, a: torch.Tensor, b: torch.Tensor, precision: str | None) -> None:
+def _keep_factors(ctx: Any, a: Tensor, b: Tensor, precision: str | None) -> None:
     """Keep each factor of a product where the other's gradient is wanted."""
     needs_a, needs_b = ctx.needs_input_grad[:2]
     ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
     ctx.shapes, ctx.dtype, ctx.precision = (a.shape, b.shape), a.dtype, precision
 
 
-Accumulated = tuple[torch.Tensor | None, torch.Tensor | None]  # a parameter, and its main_grad if that is added to
+Accumulated = tuple[Tensor | None, Tensor | None]  # a parameter, and its main_grad if that is added to
 
 
-def accumulated(owner: torch.Tensor | None, needed: bool) -> Accumulated:
+def accumulated(owner: Tensor | None, needed: bool) -> Accumulated:
     """The owner's main_grad, if the backward under way accumulates: it adds to `.grad`, and not with a graph.
 
     torch.autograd.grad returns gradients and accumulates none; a main_grad holds no graph, for which there is `.grad`.
@@ -69,8 +71,8 @@ def accumulated(owner: torch.Tensor | None, needed: bool) -> Accumulated:
 
 
 def _linear_gradients(
-    ctx: Any, grad: torch.Tensor, weight_accumulated: Accumulated, bias_accumulated: Accumulated
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    ctx: Any, grad: Tensor, weight_accumulated: Accumulated, bias_accumulated: Accumulated
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dX = dY W, dW = dY^T X and db, the sum of dY over the tokens."""
     x, weight = ctx.saved_tensors
     unrounded, grad = grad, grad.to(ctx.dtype)
@@ -86,58 +88,27 @@ def _linear_gradients(
     return dx, dw, db
 
 
-def of_weight(
-    grad: torch.Tensor, x: torch.Tensor, precision: str | None, accumulated: Accumulated
-) -> torch.Tensor | None:
+def of_weight(grad: Tensor, x: Tensor, precision: str | None, accumulated: Accumulated) -> Tensor | None:
     """The [N, K] weight's gradient; None where it was added to a main_grad."""
     owner, main_grad = accumulated
     if owner is None or main_grad is None:
         return weight_grad(grad, x, precision)
-    if through_dispatcher(main_grad, grad, x):
-        torch.ops.isogemm.add_weight_grad(main_grad, grad, x, owner, precision)
-    else:
-        op.add_weight_grad(main_grad, grad, x, owner, precision)
+    run = add_weight_grad.op if through_dispatcher(main_grad, grad, x) else op.add_weight_grad
+    run(main_grad, grad, x, owner, precision)
     return None
 
 
-def of_bias(grad: torch.Tensor, dtype: torch.dtype, accumulated: Accumulated) -> torch.Tensor | None:
+def of_bias(grad: Tensor, dtype: torch.dtype, accumulated: Accumulated) -> Tensor | None:
     """The [N] bias's gradient; None where it was added to a main_grad."""
     owner, main_grad = accumulated
     if owner is None or main_grad is None:
         return bias_grad(grad).to(dtype)
-    if through_dispatcher(main_grad, grad):
-        torch.ops.isogemm.add_bias_grad(main_grad, grad, owner)
-    else:
-        op.add_bias_grad(main_grad, grad, owner)
+    run = add_bias_grad.op if through_dispatcher(main_grad, grad) else op.add_bias_grad
+    run(main_grad, grad, owner)
     return None
 
 
-# The differentiable operations that the gradients are made of.
-
-
-def matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None, precision: str | None) -> torch.Tensor:
-    if through_dispatcher(a, b):
-        refuse_transforms("matmul", a, b)
-        return cast(torch.Tensor, torch.ops.isogemm.matmul(a, b, out_dtype, precision))
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return cast(torch.Tensor, cast(Any, _Matmul).apply(a, b, out_dtype, resolve_precision(a, precision)))
-    return op.product(a, b, None, out_dtype, precision)
-
-
-class _Matmul(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None, precision: str | None
-    ) -> torch.Tensor:
-        _keep_factors(ctx, a, b, precision)
-        return op.product(a, b, None, out_dtype, precision)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *_matmul_gradients(ctx, grads[0]), None, None
-
-
-def _matmul_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _matmul_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """dA = dC B^T; dB = A^T dC, in the order of a weight's gradient where one b serves all rows."""
     a, b = ctx.saved_tensors
     a_shape, b_shape = ctx.shapes
@@ -153,33 +124,14 @@ def _matmul_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None
     return da, db
 
 
-def _product_summed_to(shape: torch.Size, a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.Tensor:
+def _product_summed_to(shape: torch.Size, a: Tensor, b: Tensor, precision: str | None) -> Tensor:
     """A broadcast operand's gradient: a @ b, summed in float32 over what was broadcast; torch.sum's order is fixed."""
     summed = shape[:-2] != broadcast(a.shape[:-2], b.shape[:-2])
     product = matmul(a, b, torch.float32 if summed and a.dtype.itemsize == 2 else None, precision)
     return product.sum_to_size(shape).to(a.dtype) if summed else product
 
 
-def weight_grad(grad: torch.Tensor, x: torch.Tensor, precision: str | None) -> torch.Tensor:
-    if through_dispatcher(grad, x):
-        return cast(torch.Tensor, torch.ops.isogemm.weight_grad(grad, x, precision))
-    if torch.is_grad_enabled() and (grad.requires_grad or x.requires_grad):
-        return cast(torch.Tensor, cast(Any, _WeightGrad).apply(grad, x, precision))
-    return op.weight_grad(grad, x, None, x.dtype, precision)
-
-
-class _WeightGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, x: torch.Tensor, precision: str | None) -> torch.Tensor:
-        _keep_factors(ctx, grad, x, precision)
-        return op.weight_grad(grad, x, None, x.dtype, precision)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *_weight_grad_gradients(ctx, grads[0]), None
-
-
-def _weight_grad_gradients(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _weight_grad_gradients(ctx: Any, above: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Of W = G^T X with dW `above`: dG = X dW^T and dX = G dW."""
     grad, x = ctx.saved_tensors
     d_grad = by_rows(x, above.mT, ctx.precision) if ctx.needs_input_grad[0] else None
@@ -187,78 +139,138 @@ def _weight_grad_gradients(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor 
     return d_grad, d_x
 
 
-def by_rows(x: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.Tensor:
+def by_rows(x: Tensor, b: Tensor, precision: str | None) -> Tensor:
     """x [..., K] @ b [K, N]."""
     return matmul(x, b, None, precision) if x.ndim > 1 else matmul(x[None], b, None, precision)[0]
 
 
-def bias_grad(grad: torch.Tensor) -> torch.Tensor:
-    if through_dispatcher(grad):
-        return cast(torch.Tensor, torch.ops.isogemm.bias_grad(grad))
-    if torch.is_grad_enabled() and grad.requires_grad:
-        return cast(torch.Tensor, cast(Any, _BiasGrad).apply(grad))
-    return op.bias_grad(grad, None, grad.dtype)
+def _keep_resolved(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _keep_factors(ctx, inputs[0], inputs[1], resolve_precision(inputs[0], inputs[-1]))
 
 
-class _BiasGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        ctx.shape = grad.shape
-        return op.bias_grad(grad, None, grad.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor]:
-        return (grads[0].expand(ctx.shape),)
+def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _keep_resolved(ctx, inputs, output)
+    # Not saved tensors: another micro-batch's backward may change a main_grad before this one's does.
+    ctx.totals = inputs[3:5], inputs[5:7]
 
 
-def _register_autograd() -> None:
-    """The registered operators' autograd: the same gradients, through the operators."""
-
-    def keep_factors(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _keep_factors(ctx, inputs[0], inputs[1], resolve_precision(inputs[0], inputs[-1]))
-
-    def keep_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        keep_factors(ctx, inputs, output)
-        # Not saved tensors: another micro-batch's backward may change a main_grad before this one's does.
-        ctx.totals = inputs[3:5], inputs[5:7]
-
-    def linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        totals = map(given_or_accumulated, ctx.totals, ctx.needs_input_grad[1:3])
-        return *_linear_gradients(ctx, grad, *totals), None, None, None, None, None, None
-
-    def save_shape(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.shape = inputs[0].shape
-
-    register: Any = torch.library.register_autograd
-    register("isogemm::linear", linear_backward, setup_context=keep_linear)
-    register(
-        "isogemm::matmul", lambda ctx, grad: (*_matmul_gradients(ctx, grad), None, None), setup_context=keep_factors
-    )
-    register(
-        "isogemm::weight_grad",
-        lambda ctx, above: (*_weight_grad_gradients(ctx, above), None),
-        setup_context=keep_factors,
-    )
-    register("isogemm::bias_grad", lambda ctx, above: above.expand(ctx.shape), setup_context=save_shape)
+def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    totals = map(given_or_accumulated, ctx.totals, ctx.needs_input_grad[1:3])
+    return *_linear_gradients(ctx, grad, *totals), None, None, None, None, None, None
 
 
-_register_autograd()
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, owner: Tensor | None, main_grad: Tensor | None,
+    bias_owner: Tensor | None, bias_main_grad: Tensor | None, out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+) -> Tensor:  # fmt: skip
+    return op.linear(x, weight, bias, out_dtype, precision)
 
 
-def parameter(x: torch.Tensor | None) -> torch.Tensor | None:
+def _linear_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, owner: Tensor | None, main_grad: Tensor | None,
+    bias_owner: Tensor | None, bias_main_grad: Tensor | None, out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+) -> Tensor:  # fmt: skip
+    op.validate_linear(x, weight, bias, out_dtype, precision)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
+
+
+linear = Operator(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? owner, Tensor? main_grad, Tensor? bias_owner, "
+    "Tensor? bias_main_grad, ScalarType? out_dtype=None, str? precision=None) -> Tensor",
+    _linear,
+    _linear_fake,
+    keep=_keep_linear,
+    backward=_linear_backward,
+)
+
+
+def _matmul_fake(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, precision: str | None = None) -> Tensor:
+    op.validate(a, b, None, out_dtype, precision)
+    shape = (*broadcast(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+matmul = Operator(
+    "matmul(Tensor a, Tensor b, ScalarType? out_dtype=None, str? precision=None) -> Tensor",
+    lambda a, b, out_dtype=None, precision=None: op.product(a, b, None, out_dtype, precision),
+    _matmul_fake,
+    keep=_keep_resolved,
+    backward=lambda ctx, grad: (*_matmul_gradients(ctx, grad), None, None),
+    refused="matmul",
+)
+
+
+def _weight_grad_fake(grad: Tensor, x: Tensor, precision: str | None = None) -> Tensor:
+    op.validate_token_sum(grad, x, precision)
+    return x.new_empty((grad.shape[-1], x.shape[-1]))
+
+
+weight_grad = Operator(
+    "weight_grad(Tensor grad, Tensor x, str? precision=None) -> Tensor",
+    lambda grad, x, precision=None: op.weight_grad(grad, x, None, x.dtype, precision),
+    _weight_grad_fake,
+    keep=_keep_resolved,
+    backward=lambda ctx, above: (*_weight_grad_gradients(ctx, above), None),
+)
+
+
+def _keep_shape(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.shape = inputs[0].shape
+
+
+bias_grad = Operator(
+    "bias_grad(Tensor grad) -> Tensor",
+    lambda grad: op.bias_grad(grad, None, grad.dtype),
+    lambda grad: grad.new_empty(grad.shape[-1:]),
+    keep=_keep_shape,
+    backward=lambda ctx, above: above.expand(ctx.shape),
+)
+
+
+def _add_weight_grad(main_grad: Tensor, grad: Tensor, x: Tensor, owner: Tensor, precision: str | None = None) -> None:
+    if op.is_added("the weight", owner):
+        op.add_weight_grad(main_grad, grad, x, owner, precision)
+
+
+def _add_weight_grad_fake(main_grad: Tensor, grad: Tensor, x: Tensor, *_: Any) -> None:
+    op.require_total("weight.main_grad", main_grad, (grad.shape[-1], x.shape[-1]), x.device)
+
+
+add_weight_grad = Operator(
+    "add_weight_grad(Tensor(a!) main_grad, Tensor grad, Tensor x, Tensor owner, str? precision=None) -> ()",
+    _add_weight_grad,
+    _add_weight_grad_fake,
+)
+
+
+def _add_bias_grad(main_grad: Tensor, grad: Tensor, owner: Tensor) -> None:
+    if op.is_added("the bias", owner):
+        op.add_bias_grad(main_grad, grad, owner)
+
+
+def _add_bias_grad_fake(main_grad: Tensor, grad: Tensor, owner: Tensor) -> None:
+    op.require_total("bias.main_grad", main_grad, grad.shape[-1:], grad.device)
+
+
+add_bias_grad = Operator(
+    "add_bias_grad(Tensor(a!) main_grad, Tensor grad, Tensor owner) -> ()", _add_bias_grad, _add_bias_grad_fake
+)
+
+
+def parameter(x: Tensor | None) -> Tensor | None:
     """x, where its gradient may be accumulated: nothing else is to be kept alive for a main_grad."""
     return x if x is not None and x.is_leaf and x.requires_grad else None
 
 
-def main_grad_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
+def main_grad_of(parameter: Tensor | None) -> Tensor | None:
     """That of a leaf: of anything else no gradient is accumulated."""
     main_grad = getattr(parameter, "main_grad", None)
-    return cast("torch.Tensor | None", main_grad) if main_grad is not None and cast(Any, parameter).is_leaf else None
+    return cast("Tensor | None", main_grad) if main_grad is not None and cast(Any, parameter).is_leaf else None
 
 
-def with_main_grad(
-    *parameters: torch.Tensor | None,
-) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor | None, ...]]:
+def with_main_grad(*parameters: Tensor | None) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
     """The parameters that have a main_grad, and those."""
     main_grads = tuple(map(main_grad_of, parameters))
     owners = (None if main_grad is None else of for of, main_grad in zip(parameters, main_grads, strict=True))
@@ -268,11 +280,3 @@ def with_main_grad(
 def given_or_accumulated(given: Accumulated, needed: bool) -> Accumulated:
     """`accumulated`; in a graph that is traced, what was given: its main_grads are arguments, and the operators ask."""
     return accumulated(given[0], needed) if given[0] is None or type(given[0]) in PLAIN else given
-
-
-def refuse_transforms(name: str, *tensors: torch.Tensor) -> None:
-    if not is_compiling() and in_transform(*tensors):
-        raise RuntimeError(
-            f"isogemm.{name} has no rule for forward-mode AD and torch.func transforms, and falls back to nothing: "
-            "the contract would not hold"
-        )

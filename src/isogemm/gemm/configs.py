@@ -11,7 +11,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from isogemm.epilogues.spec import NOTHING, Epilogue, levels_off
+from isogemm.epilogues.operands import MATRICES, NOTHING, Epilogue
+from isogemm.epilogues.spec import levels_off
 from isogemm.gemm.tables import TABLES
 
 MEASURED_ARCH = "sm_90"  # whose figures the tables are
@@ -66,9 +67,9 @@ class Problem:
     chunk: int = 0  # a new sum at every multiple of it; 0: one walk
     accumulate: bool = False
     epilogue: Epilogue = NOTHING
-    read_strides: tuple[int, ...] = ()  # of its addend's and residual's rows, and of its aux tensors: m, n
-    reads_float32: bool = False  # an addend, residual or aux tensor is float32
-    read_aligned: bool = True  # an addend's and a residual's addresses are multiples of 16 bytes
+    read_strides: tuple[int | None, ...] = ()  # of the rows of `operands.MATRICES`, then m and n of the aux tensors
+    reads_float32: bool = False  # a matrix or aux tensor of the epilogue is float32
+    read_aligned: bool = True  # those matrices' addresses are multiples of 16 bytes
     up_first: bool = False  # of two weights the second lies before the first in memory
     up_near: bool = True  # and one TMA map reaches both
     tma: bool = True  # whether it can be launched here, where the architecture has it
@@ -451,7 +452,7 @@ def shared_memory(problem: Problem, config: Config) -> int:
         out += 4 * part  # sums on their way to and from memory, while the next operands arrive
     e = problem.epilogue
     if config.kernel == "stream" and (e.residual or e.beta or e.aux or e.saves == "pre" or e.gradient):
-        odd = not problem.read_aligned or any(stride % 16 for stride in problem.read_strides[:2])
+        odd = not problem.read_aligned or any((stride or 0) % 16 for stride in problem.read_strides[: len(MATRICES)])
         # Read an element at a time: the sums are turned to meet them.
         wide = problem.reads_float32 or odd or e.aux or problem.keeps_float32
         out += part * (4 if wide else ITEMSIZE[problem.out_dtype])  # on their way to the registers

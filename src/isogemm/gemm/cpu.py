@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from typing import Any, ParamSpec
 
 import torch
+from torch import Tensor
 
 from isogemm.core.precision import overridden
 
@@ -62,11 +63,11 @@ class _Ieee:
 _ieee = _Ieee()
 
 
-def _exact(function: Callable[_Arguments, torch.Tensor]) -> Callable[_Arguments, torch.Tensor]:
+def _exact(function: Callable[_Arguments, Tensor]) -> Callable[_Arguments, Tensor]:
     """Without autograd, and in ieee fp32."""
 
     @functools.wraps(function)
-    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> torch.Tensor:
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Tensor:
         with torch.no_grad(), _ieee:
             return function(*args, **kwargs)
 
@@ -74,7 +75,7 @@ def _exact(function: Callable[_Arguments, torch.Tensor]) -> Callable[_Arguments,
 
 
 @_exact
-def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """a [*, M, K] @ b [*, K, N] + bias [N], batch dimensions broadcast; fp32 sums, rounded once."""
     m, k = a.shape[-2:]
     n = b.shape[-1]
@@ -96,9 +97,7 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dty
 
 
 @_exact
-def weight_grad(
-    grad: torch.Tensor, x: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype, chunk: int
-) -> torch.Tensor:
+def weight_grad(grad: Tensor, x: Tensor, total: Tensor | None, dtype: torch.dtype, chunk: int) -> Tensor:
     """grad [T, N]^T @ x [T, K] in the chunked order: added to `total` (fp32 [N, K], in place), or in `dtype`."""
     tokens, n = grad.shape
     k = x.shape[1]
@@ -125,7 +124,7 @@ def weight_grad(
 
 
 @_exact
-def bias_grad(grad: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype, chunk: int) -> torch.Tensor:
+def bias_grad(grad: Tensor, total: Tensor | None, dtype: torch.dtype, chunk: int) -> Tensor:
     """The sum of grad [T, N] over its tokens in the chunked order: added to `total` (fp32 [N]), or in `dtype`."""
     tokens, n = grad.shape
     sums = grad.new_zeros(n, dtype=torch.float32) if total is None else total
@@ -138,7 +137,7 @@ def bias_grad(grad: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype
     return sums.to(dtype) if total is None else sums
 
 
-def row_sums(x: torch.Tensor, height: int) -> torch.Tensor:
+def row_sums(x: Tensor, height: int) -> Tensor:
     """The fp32 sums [ceil(T / height), N] of x [T, N] over blocks of rows, by halves: r and r + height / 2 first.
 
     Differentiable.
@@ -152,7 +151,7 @@ def row_sums(x: torch.Tensor, height: int) -> torch.Tensor:
     return rows[:, 0]
 
 
-def _multiply(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+def _multiply(x: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out [M, N] = x [M, K] @ b [K, N] + bias [N], nothing empty but K."""
     m, n = out.shape
     tile = n if b.dtype == torch.float32 else _TILE
@@ -170,7 +169,7 @@ def _multiply(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: 
             _multiply_tile(rows, b[:, columns], part, out[row : row + most, columns])
 
 
-def _multiply_tile(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+def _multiply_tile(x: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """The same for x in fp32, padded below; K in steps."""
     rows, k = x.shape
     m, n = out.shape
@@ -197,12 +196,12 @@ def _even_step(k: int) -> int:
     return -(-k // (32 * steps)) * 32
 
 
-def _padded(x: torch.Tensor, height: int) -> torch.Tensor:
+def _padded(x: Tensor, height: int) -> Tensor:
     """Rows as a call needs them."""
     return _widened(x, height or max(len(x), _LEAST), x.shape[1], copy=height > 0)
 
 
-def _widened(x: torch.Tensor, rows: int, columns: int, *, copy: bool = False) -> torch.Tensor:
+def _widened(x: Tensor, rows: int, columns: int, *, copy: bool = False) -> Tensor:
     """x in fp32 with zeros after it up to [rows, columns]; x itself where it is that, unless `copy`."""
     if x.shape == (rows, columns) and not copy:
         return x if x.dtype == torch.float32 else x.float()
@@ -216,7 +215,7 @@ def _is_any_height(threads: int) -> bool:
     """Whether a row's bits are the same in a call of any height."""
     generator = torch.Generator("cpu").manual_seed(0)
 
-    def normal(rows: int) -> torch.Tensor:
+    def normal(rows: int) -> Tensor:
         return torch.randn(rows, _K_STEP, generator=generator, dtype=torch.float32, device="cpu")
 
     for columns in (_LEAST, 17, 33, 65, 256, 600):  # one more than a multiple: where a split among threads shows
@@ -249,7 +248,7 @@ def _is_any_place(height: int, depth: int, width: int) -> bool:
     """Whether a call gives equal rows of x equal results, for a weight in either layout."""
     generator = torch.Generator("cpu").manual_seed(0)
 
-    def normal(*shape: int) -> torch.Tensor:
+    def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     x = normal(1, depth).repeat(height, 1)
@@ -263,7 +262,7 @@ def _is_any_place(height: int, depth: int, width: int) -> bool:
     return True
 
 
-def _sums_like(x: torch.Tensor, columns: int) -> torch.Tensor:
+def _sums_like(x: Tensor, columns: int) -> Tensor:
     """An empty [rows, columns] result for a product of x; stored transposed where x has few rows."""
     rows = len(x)
     return x.new_empty((columns, rows)).t() if rows < _TURNED else x.new_empty((rows, columns))

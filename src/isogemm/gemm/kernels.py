@@ -7,18 +7,16 @@ registers, in the output, in memory of the program's own, or for a second kernel
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isogemm.core.kernels import round_to_tf32
-from isogemm.core.launch import BoundKernel, TensorMap, bind, check_options
-from isogemm.epilogues import device, spec
-from isogemm.epilogues.spec import Epilogue
+from isogemm.core.launch import Launch, TensorMap
+from isogemm.epilogues import device, operands, spec
+from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import Config, Problem
 from isogemm.gemm.kernels_epilogue import biases, finish
@@ -148,13 +146,12 @@ def _place(at, m_tiles, n_tiles, GROUP: tl.constexpr):
 @triton.jit(do_not_specialize=["M", "N", "K", "batch", "batch_inner", "k_inner", "dropped"])
 def _gemm_kernel(
     a, b, b_rest, c, scratch,
-    bias, bias_up, addend, residual, row_scale, col_scale, alpha, beta, seed, saved, second, aux0, aux1, aux2, aux3,
-    row_sums,
+    e0, e1, e2, e3, e4, e5, e6, e7, e8, e9, e10, e11, e12, e13, e14, e15, e16, e17, e18, e19,
     M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
     k_inner, stride_ak_outer, stride_bk_outer,
     batch, batch_inner, stride_ab_outer, stride_ab, stride_bb_outer, stride_bb,
-    stride_addend, stride_residual, stride_aux0m, stride_aux0n, stride_aux1m, stride_aux1n, stride_aux2m, stride_aux2n,
-    stride_aux3m, stride_aux3n, alpha_value, beta_value, dropped, kept_scale,
+    stride_e0, stride_e1, stride_e2, stride_e3, stride_e4, stride_e5, stride_e6, stride_e7, stride_e8, stride_e9,
+    stride_e10, stride_e11, alpha_value, beta_value, dropped, kept_scale,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     A_TMA: tl.constexpr, B_TMA: tl.constexpr, C_TMA: tl.constexpr,
     A_K_CONTIGUOUS: tl.constexpr, B_K_CONTIGUOUS: tl.constexpr,
@@ -169,13 +166,10 @@ def _gemm_kernel(
     A tile is BN + BN_REST wide: two sums side by side, since each must be a power of two. Where two weights are
     paired, half of BN (of BM, if swapped) is of either; b_rest is then the second.
     """
-    e = (
-        bias, bias_up, addend, residual, row_scale, col_scale, alpha, beta, seed, saved, second, aux0, aux1, aux2, aux3,
-        row_sums,
-    )  # fmt: skip
+    e = (e0, e1, e2, e3, e4, e5, e6, e7, e8, e9, e10, e11, e12, e13, e14, e15, e16, e17, e18, e19)
     steps = (
-        stride_addend, stride_residual, stride_aux0m, stride_aux0n, stride_aux1m, stride_aux1n, stride_aux2m,
-        stride_aux2n, stride_aux3m, stride_aux3n,
+        stride_e0, stride_e1, stride_e2, stride_e3, stride_e4, stride_e5, stride_e6, stride_e7, stride_e8, stride_e9,
+        stride_e10, stride_e11,
     )  # fmt: skip
     numbers = (alpha_value, beta_value, dropped, kept_scale)
     A_PAIRED: tl.constexpr = E.paired and SWAPPED
@@ -282,11 +276,10 @@ def _gemm_kernel(
 @triton.jit(do_not_specialize=["M", "N", "K", "dropped"])
 def _stream_kernel(
     a, b, c, scratch,
-    bias, bias_up, addend, residual, row_scale, col_scale, alpha, beta, seed, saved, second, aux0, aux1, aux2, aux3,
-    row_sums,
+    e0, e1, e2, e3, e4, e5, e6, e7, e8, e9, e10, e11, e12, e13, e14, e15, e16, e17, e18, e19,
     M, N, K, stride_cm, stride_cn,
-    stride_addend, stride_residual, stride_aux0m, stride_aux0n, stride_aux1m, stride_aux1n, stride_aux2m, stride_aux2n,
-    stride_aux3m, stride_aux3n, alpha_value, beta_value, dropped, kept_scale,
+    stride_e0, stride_e1, stride_e2, stride_e3, stride_e4, stride_e5, stride_e6, stride_e7, stride_e8, stride_e9,
+    stride_e10, stride_e11, alpha_value, beta_value, dropped, kept_scale,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     C_TMA: tl.constexpr, A_K_CONTIGUOUS: tl.constexpr, B_K_CONTIGUOUS: tl.constexpr,
     UNITS: tl.constexpr, WALK: tl.constexpr, CHUNK: tl.constexpr, ACCUMULATE: tl.constexpr,
@@ -297,13 +290,10 @@ def _stream_kernel(
 
     The next tile's operands are on their way while this one's result is written.
     """
-    e = (
-        bias, bias_up, addend, residual, row_scale, col_scale, alpha, beta, seed, saved, second, aux0, aux1, aux2, aux3,
-        row_sums,
-    )  # fmt: skip
+    e = (e0, e1, e2, e3, e4, e5, e6, e7, e8, e9, e10, e11, e12, e13, e14, e15, e16, e17, e18, e19)
     steps = (
-        stride_addend, stride_residual, stride_aux0m, stride_aux0n, stride_aux1m, stride_aux1n, stride_aux2m,
-        stride_aux2n, stride_aux3m, stride_aux3n,
+        stride_e0, stride_e1, stride_e2, stride_e3, stride_e4, stride_e5, stride_e6, stride_e7, stride_e8, stride_e9,
+        stride_e10, stride_e11,
     )  # fmt: skip
     numbers = (alpha_value, beta_value, dropped, kept_scale)
     A_PAIRED: tl.constexpr = E.paired and SWAPPED
@@ -396,32 +386,16 @@ def _add_partials_kernel(
     tl.store(c_ptrs, total.to(c.dtype.element_ty), mask=live)
 
 
-# What an epilogue reads and writes besides the result, in the kernels' order.
-READ = (
-    "bias", "bias_up", "addend", "residual", "row_scale", "col_scale", "alpha", "beta", "seed", "saved", "second",
-    *(f"aux{index}" for index in range(spec.MOST_AUX)), "row_sums",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Launch:
-    """All that a launch needs but the addresses."""
-
-    kernel: Any
-    programs: int
-    scalars: tuple[int | None, ...]  # None: the kernel has no use for it here
-    constants: dict[str, object]
-    options: dict[str, object]
-    maps: tuple[TensorMap | None, ...] = ()  # for each address: how TMA sees the tensor there, or None
-    numbers: tuple[float | None, ...] = ()  # like those that come with a call, after the scalars
+# How many tensors and strides the kernels take for an epilogue: `epilogues.operands` says which they are.
+SLOTS, STRIDE_SLOTS = 20, 12
 
 
 def describe_gemm(problem: Problem, config: Config) -> Launch:
     """The launch that computes `problem` with `config`.
 
-    Its addresses are a, b, (b's rest, or the second weight), c, scratch memory and what the epilogue reads and writes
-    (`READ`). A swapped configuration's a and b change places. In a walk by partials, c is their memory. Its numbers
-    are alpha, beta, the dropout's threshold and its scale.
+    Its tensors are a, b, (b's rest, or the second weight), c, scratch memory and what the epilogue reads and writes
+    (`operands.TENSORS`). A swapped configuration's a and b change places. In a walk by partials, c is their memory.
+    Its numbers are alpha, beta, the dropout's threshold and its scale.
     """
     walk = configs.walk(problem, config)
     a_tma, b_tma = configs.reads_a_by_tma(problem, config), configs.reads_b_by_tma(problem, config)
@@ -502,35 +476,6 @@ def describe_add_partials(problem: Problem) -> Launch:
     )
 
 
-def bind_launch(launch: Launch, addressed: tuple[torch.Tensor | None, ...]) -> BoundKernel:
-    """Compile on the current device for tensors like these, in the order of the launch's addresses."""
-    arguments = (*_arguments(launch, addressed), *launch.scalars, *launch.numbers)
-    return bind(launch.kernel, arguments, launch.constants, launch.options)
-
-
-def launch(launch: Launch, addressed: tuple[Any, ...], numbers: tuple[float | None, ...] = ()) -> None:
-    """Through Triton's own JIT: where nothing can be bound, as in its interpreter."""
-    check_options(launch.kernel, launch.options)
-    arguments = (*_arguments(launch, addressed), *launch.scalars, *(numbers or launch.numbers))
-    launch.kernel[(launch.programs,)](*arguments, **launch.constants, **launch.options)
-
-
-def _arguments(launch: Launch, addressed: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Tensors as Triton's JIT takes them; a pair of them where two matrices have one map."""
-    maps = (*launch.maps, *(None,) * (len(addressed) - len(launch.maps)))
-    return tuple(
-        tensor if seen is None else _described(tensor, seen) for tensor, seen in zip(addressed, maps, strict=True)
-    )
-
-
-def _described(tensor: Any, seen: TensorMap) -> TensorDescriptor:
-    strides = list(seen.strides)
-    if isinstance(tensor, tuple):
-        tensor, second = sorted(tensor, key=torch.Tensor.data_ptr)
-        strides[0] = (second.data_ptr() - tensor.data_ptr()) // tensor.element_size()
-    return TensorDescriptor(tensor, list(seen.shape), strides, list(seen.block))
-
-
 def _operand_map(row: tuple[int, int], k: tuple[int, int], block: tuple[int, int], rounded: bool) -> TensorMap:
     """Of (size, stride) along the rows and along k: the contiguous axis comes last."""
     (rows, row_stride), (ks, k_stride) = row, k
@@ -566,11 +511,8 @@ def activation_functions(epilogue: Epilogue) -> tuple[Any, Any]:
 
 
 def _read_scalars(problem: Problem) -> tuple[int | None, ...]:
-    """Strides of what an epilogue reads: the addend's and the residual's rows, then the aux tensors'."""
-    e = problem.epilogue
-    addend, residual, *aux = problem.read_strides or (0, 0)
-    strides = (addend if e.beta else None, residual if e.residual else None, *aux)
-    return (*strides, *(None,) * (2 + 2 * spec.MOST_AUX - len(strides)))
+    """Strides of what an epilogue reads: of the rows of each matrix, then of each aux tensor."""
+    return (*problem.read_strides, *(None,) * (STRIDE_SLOTS - len(problem.read_strides)))
 
 
 def _options(config: Config) -> dict[str, object]:
@@ -587,9 +529,10 @@ def _reach(problem: Problem) -> int:
     strides = (problem.a_strides, problem.b_strides[::-1], problem.c_strides)
     sizes = ((problem.m, problem.k), (problem.n, problem.k), (problem.m, problem.n))
     outer = -(-problem.k // problem.k_inner) * max(problem.k_outer_strides) if problem.k_inner else 0
-    addend, residual, *aux = problem.read_strides or (0, 0)
-    largest = max(problem.m, problem.n)  # which is m and which n follows the tile
-    read = largest * max(addend, residual, *(sum(pair) for pair in zip(aux[::2], aux[1::2], strict=True)), 0) + largest
+    largest = max(problem.m, problem.n)  # which is m and which n depends on the tile
+    matrices = [stride or 0 for stride in problem.read_strides[: len(operands.MATRICES)]]
+    aux = [stride or 0 for stride in problem.read_strides[len(operands.MATRICES) :]]
+    read = largest * max(*matrices, *map(sum, zip(aux[::2], aux[1::2], strict=True)), 0, 0) + largest
     return outer + max(
         read,
         *(

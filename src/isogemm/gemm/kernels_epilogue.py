@@ -1,7 +1,7 @@
 """What the kernels do with their sums: biases, scales, activations, dropout, residuals, and the one rounding.
 
-`e`, `steps` and `numbers` are what an epilogue reads, its strides and its numbers, in the order of `kernels.READ`; E
-says which of them there are.
+`e`, `steps` and `numbers` are the tensors that an epilogue reads, their strides and its numbers; E says which of them
+there are, `epilogues.operands` in which order.
 """
 
 from __future__ import annotations
@@ -9,9 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from isogemm.epilogues.operands import MATRICES, PLACES
 from isogemm.gemm import configs
 
 _BIAS_ROWS = tl.constexpr(configs.BIAS_ROWS)
+_BIAS, _BIAS_UP, _C, _RESIDUAL, _ROW_SCALE, _COL_SCALE, _ALPHA, _BETA = (
+    tl.constexpr(PLACES[name])
+    for name in ("bias", "bias_up", "c", "residual", "row_scale", "col_scale", "alpha", "beta")
+)
+_SEED, _SAVED, _SECOND, _AUX, _ROW_SUMS = (
+    tl.constexpr(PLACES[name]) for name in ("seed", "saved", "second", "aux0", "row_sums")
+)
+_C_ROW, _RESIDUAL_ROW = (tl.constexpr(MATRICES.index(name)) for name in ("c", "residual"))
+_AUX_ROW = tl.constexpr(len(MATRICES))
 _FLOAT16_MAX = tl.constexpr(65504.0)
 
 
@@ -98,23 +108,23 @@ def _before_activation(
     if E.alpha == "host":
         z = _rounded(z * numbers[0], DTYPE, E.eager)
     elif E.alpha == "device":
-        z = _rounded(z * _rounded(tl.load(e[6]).to(tl.float32), DTYPE, E.eager), DTYPE, E.eager)
+        z = _rounded(z * _rounded(tl.load(e[_ALPHA]).to(tl.float32), DTYPE, E.eager), DTYPE, E.eager)
     if E.row_scale:
-        z = _rounded(z * tl.load(e[4] + row, mask=row < M, other=0.0).to(tl.float32), DTYPE, E.eager)
+        z = _rounded(z * tl.load(e[_ROW_SCALE] + row, mask=row < M, other=0.0).to(tl.float32), DTYPE, E.eager)
     if E.col_scale:
-        z = _rounded(z * tl.load(e[5] + col, mask=col < N, other=0.0).to(tl.float32), DTYPE, E.eager)
+        z = _rounded(z * tl.load(e[_COL_SCALE] + col, mask=col < N, other=0.0).to(tl.float32), DTYPE, E.eager)
     if E.beta != "":
-        addend = _rounded(read_matrix(e[2], row, col, M, N, steps[0], INDEX), DTYPE, E.eager)
+        addend = _rounded(read_matrix(e[_C], row, col, M, N, steps[_C_ROW], INDEX), DTYPE, E.eager)
         if E.beta == "host":
             addend = _rounded(addend * numbers[1], DTYPE, E.eager)
         else:
-            factor = _rounded(tl.load(e[7]).to(tl.float32), DTYPE, E.eager)  # a 0-d tensor takes the other's dtype
+            factor = _rounded(tl.load(e[_BETA]).to(tl.float32), DTYPE, E.eager)  # a 0-d tensor takes the other's dtype
             addend = _rounded(addend * factor, DTYPE, E.eager)
         z = _rounded(z + addend, DTYPE, E.eager)
     if E.bias == "n" and not EARLY:
-        z = _rounded(z + tl.load(e[0] + col, mask=col < N, other=0.0).to(tl.float32), DTYPE, E.eager)
+        z = _rounded(z + tl.load(e[_BIAS] + col, mask=col < N, other=0.0).to(tl.float32), DTYPE, E.eager)
     elif E.bias == "m":
-        z = _rounded(z + tl.load(e[0] + row, mask=row < M, other=0.0).to(tl.float32), DTYPE, E.eager)
+        z = _rounded(z + tl.load(e[_BIAS] + row, mask=row < M, other=0.0).to(tl.float32), DTYPE, E.eager)
     return z
 
 
@@ -129,13 +139,13 @@ def _aux(at, row, col, M, N, stride_m, stride_n, INDEX: tl.constexpr):
 def _user(z, row, col, M, N, e, steps, E: tl.constexpr, ACT: tl.constexpr, INDEX: tl.constexpr):
     """A registered epilogue."""
     if E.aux > 0:
-        a0 = _aux(e[11], row, col, M, N, steps[2], steps[3], INDEX)
+        a0 = _aux(e[_AUX], row, col, M, N, steps[_AUX_ROW], steps[_AUX_ROW + 1], INDEX)
     if E.aux > 1:
-        a1 = _aux(e[12], row, col, M, N, steps[4], steps[5], INDEX)
+        a1 = _aux(e[_AUX + 1], row, col, M, N, steps[_AUX_ROW + 2], steps[_AUX_ROW + 3], INDEX)
     if E.aux > 2:
-        a2 = _aux(e[13], row, col, M, N, steps[6], steps[7], INDEX)
+        a2 = _aux(e[_AUX + 2], row, col, M, N, steps[_AUX_ROW + 4], steps[_AUX_ROW + 5], INDEX)
     if E.aux > 3:
-        a3 = _aux(e[14], row, col, M, N, steps[8], steps[9], INDEX)
+        a3 = _aux(e[_AUX + 3], row, col, M, N, steps[_AUX_ROW + 6], steps[_AUX_ROW + 7], INDEX)
     if E.aux == 0:
         return ACT(z, col, row)
     elif E.aux == 1:
@@ -248,27 +258,27 @@ def _write(
     DTYPE: tl.constexpr = c.dtype if C_TMA else c.dtype.element_ty
     if E.gradient != "":
         if E.dropout:
-            kept = is_kept(tl.load(e[8]), m, n, row, col, numbers[2], ROWS, COLUMNS, SWAPPED)
+            kept = is_kept(tl.load(e[_SEED]), m, n, row, col, numbers[2], ROWS, COLUMNS, SWAPPED)
             total = tl.where(kept, total * numbers[3], 0.0)
         if E.sums:  # rows beyond M, zeros times the weight, may be NaN
             total = tl.where(row < M, total, 0.0)
-        slope, other = slope_at(row, col, M, N, e[9], ACT, SLOPE, E, INDEX)
+        slope, other = slope_at(row, col, M, N, e[_SAVED], ACT, SLOPE, E, INDEX)
         value = total * slope
         store_result(value, c, m, n, row, col, M, N, stride_cm, stride_cn, C_TMA, INDEX)
         if E.sums:
-            _store_row_sums(value.to(DTYPE), e[15], m, n, M, N, ROWS, COLUMNS, INDEX)
+            _store_row_sums(value.to(DTYPE), e[_ROW_SUMS], m, n, M, N, ROWS, COLUMNS, INDEX)
         if E.gated:
             of_up = total * other
-            store_result(of_up, e[10], m, n, row, col, M, N, N, 1, False, INDEX)
+            store_result(of_up, e[_SECOND], m, n, row, col, M, N, N, 1, False, INDEX)
             if E.sums:
-                of_second = e[15] + tl.cdiv(M, _BIAS_ROWS).to(tl.int64) * N
+                of_second = e[_ROW_SUMS] + tl.cdiv(M, _BIAS_ROWS).to(tl.int64) * N
                 _store_row_sums(of_up.to(DTYPE), of_second, m, n, M, N, ROWS, COLUMNS, INDEX)
     else:
         value = _before_activation(total, row, col, M, N, e, steps, numbers, E, EARLY, DTYPE, INDEX)
         if E.gated:
             up = _rounded(up, DTYPE, E.eager)
             if E.bias_up and not EARLY:
-                up = _rounded(up + tl.load(e[1] + col, mask=col < N, other=0.0).to(tl.float32), DTYPE, E.eager)
+                up = _rounded(up + tl.load(e[_BIAS_UP] + col, mask=col < N, other=0.0).to(tl.float32), DTYPE, E.eager)
         if E.saves == "mask":
             packed = _packed((_activated(value, SLOPE, E) == 1.0) & (col < N), ROWS, COLUMNS, SWAPPED)
             if SWAPPED:
@@ -276,11 +286,11 @@ def _write(
             else:
                 byte = (n // 8 + tl.arange(0, COLUMNS // 8))[None, :]
             row_bytes = (N + 7) // 8
-            tl.store(e[9] + (row.to(INDEX) * row_bytes + byte), packed, mask=(row < M) & (byte < row_bytes))
+            tl.store(e[_SAVED] + (row.to(INDEX) * row_bytes + byte), packed, mask=(row < M) & (byte < row_bytes))
         elif E.saves == "pre":
-            store_result(_kept_finite(value, e[9]), e[9], m, n, row, col, M, N, N, 1, False, INDEX)
+            store_result(_kept_finite(value, e[_SAVED]), e[_SAVED], m, n, row, col, M, N, N, 1, False, INDEX)
             if E.gated:
-                store_result(up, e[9] + M.to(tl.int64) * N, m, n, row, col, M, N, N, 1, False, INDEX)
+                store_result(up, e[_SAVED] + M.to(tl.int64) * N, m, n, row, col, M, N, N, 1, False, INDEX)
         if E.user != "":
             value = _user(value, row, col, M, N, e, steps, E, ACT, INDEX)
         elif E.activation != "":
@@ -288,10 +298,10 @@ def _write(
             if E.gated:
                 value = _rounded(value * up, DTYPE, E.eager)
         if E.dropout:
-            kept = is_kept(tl.load(e[8]), m, n, row, col, numbers[2], ROWS, COLUMNS, SWAPPED)
+            kept = is_kept(tl.load(e[_SEED]), m, n, row, col, numbers[2], ROWS, COLUMNS, SWAPPED)
             value = _rounded(tl.where(kept, value * numbers[3], 0.0), DTYPE, E.eager)
         if E.residual:
-            value = read_matrix(e[3], row, col, M, N, steps[1], INDEX) + value
+            value = read_matrix(e[_RESIDUAL], row, col, M, N, steps[_RESIDUAL_ROW], INDEX) + value
         store_result(value, c, m, n, row, col, M, N, stride_cm, stride_cn, C_TMA, INDEX)
 
 
@@ -309,9 +319,9 @@ def biases(e, at, N, SIZE: tl.constexpr, E: tl.constexpr):
     col = at + tl.arange(0, SIZE)
     bias, bias_up = _no_biases(SIZE)
     if E.bias_first and E.bias == "n":
-        bias = tl.load(e[0] + col, mask=col < N, other=0.0).to(tl.float32) + 0.0
+        bias = tl.load(e[_BIAS] + col, mask=col < N, other=0.0).to(tl.float32) + 0.0
     if E.bias_first and E.bias_up:
-        bias_up = tl.load(e[1] + col, mask=col < N, other=0.0).to(tl.float32) + 0.0
+        bias_up = tl.load(e[_BIAS_UP] + col, mask=col < N, other=0.0).to(tl.float32) + 0.0
     return bias, bias_up
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from isogemm.core.launch import Launch
 from isogemm.gemm import configs
 from isogemm.gemm.configs import ActivationGradProblem, BiasGradConfig, BiasGradProblem
-from isogemm.gemm.kernels import Launch, activation_functions, index_type, load_tile, multiple
+from isogemm.gemm.kernels import activation_functions, index_type, load_tile, multiple
 from isogemm.gemm.kernels_epilogue import (
     is_kept,
     read_matrix,

@@ -10,43 +10,45 @@ import weakref
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
-from isogemm.core.eager import through_dispatcher
+from isogemm.core.device import resolve_precision
+from isogemm.core.eager import refuse_transforms, through_dispatcher
+from isogemm.core.operator import Operator
 from isogemm.epilogues import random
+from isogemm.epilogues.operands import Operands
 from isogemm.gemm import autograd, configs, cpu, fused, fused_autograd, fused_op, op
-from isogemm.gemm import fused_forms as forms
+from isogemm.gemm import torch_forms as forms
 from isogemm.gemm.fused_autograd import OWNED, TENSORS, Dz, Flat, is_differentiated
-from isogemm.gemm.fused_forms import Fusion
 from isogemm.gemm.fused_op import Call, MlpCall
-from isogemm.gemm.problem import resolve_precision
 
 
-def run(hidden: Call, down: Call) -> torch.Tensor:
+def run(hidden: Call, down: Call) -> Tensor:
     """`down` of the result of `hidden`; down.x is yet to be that."""
-    tensors = [each for each in (*hidden[:5], *down[1:11]) if each is not None]
-    fusion = hidden.fusion
-    if not fusion.activation:
+    tensors = [each for each in (*hidden.tensors[:5], *down.tensors[1:]) if each is not None]
+    operands = hidden.operands
+    if not operands.activation:
         raise ValueError("activation is None; expected one")
-    fused.validate(hidden.x, *hidden.columns, fusion, None, hidden.precision, _HIDDEN_NAMES)
+    fused.validate(hidden.x, *hidden.columns, operands, None, hidden.precision, _HIDDEN_NAMES)
     h = hidden.x.new_empty(1).expand(*hidden.x.shape[:-1], hidden.columns[0].shape[-1])  # like the one to come
-    fused.validate(h, *down.columns, down.fusion, down.out_dtype, down.precision, _DOWN_NAMES)
+    fused.validate(h, *down.columns, down.operands, down.out_dtype, down.precision, _DOWN_NAMES)
     differentiated = torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]
     if through_dispatcher(*tensors):
-        autograd.refuse_transforms("nn.MLP", *tensors)
-        return cast(torch.Tensor, torch.ops.isogemm.mlp(*_one_call(hidden, down, differentiated))[0])
+        refuse_transforms("nn.MLP", *tensors)
+        return cast(Tensor, mlp_operator.op(*_one_call(hidden, down, differentiated))[0])
     if not differentiated:
-        h, _ = hidden.run(fusion, "")
-        return down._replace(x=h).run(down.fusion, "")[0]
+        h, _ = hidden.run("")
+        return down._replace(x=h).run("")[0]
     hidden = hidden._replace(precision=resolve_precision(hidden.x, hidden.precision))
     down = down._replace(precision=hidden.precision)
     first, second, through = cast(Any, _Hidden), cast(Any, _Down), cast(Any, _Through)
-    of_first = [each for each in hidden[:5] if each is not None]
+    of_first = [each for each in hidden.tensors[:5] if each is not None]
     if True in [each.requires_grad for each in of_first]:
         h, z, wide = first.apply(hidden, *of_first)
     else:
-        h, z, wide = hidden.run(fusion, "")[0], None, None
-    result = second.apply(down, fusion, h, z, wide, down.weight, down.bias)
-    return cast(torch.Tensor, through.apply(down, fusion, result, z, wide, down.weight, down.residual))
+        h, z, wide = hidden.run("")[0], None, None
+    result = second.apply(down, operands, h, z, wide, down.weight, down.operands.bias)
+    return cast(Tensor, through.apply(down, operands, result, z, wide, down.weight, down.operands.residual))
 
 
 _HIDDEN_NAMES: fused.Names = ("x", "weight", "bias", "hidden_dropout_p")
@@ -55,9 +57,11 @@ _DOWN_NAMES: fused.Names = ("x", "weight_down", "bias_down", "dropout_p")
 
 def _one_call(hidden: Call, down: Call, save: bool) -> MlpCall:
     owners, main_grads = autograd.with_main_grad(*hidden.owners, *down.owners[:2])
+    first, second = hidden.operands, down.operands
     return MlpCall(
-        *hidden[:5], down.weight, down.bias, down.residual, hidden.seed, down.seed, hidden.activation, hidden.arguments,
-        hidden.dropout_p, down.dropout_p, save, owners, main_grads, down.out_dtype, hidden.precision,
+        hidden.x, hidden.weight, hidden.weight_up, first.bias, first.bias_up, down.weight, second.bias, second.residual,
+        first.seed, second.seed, first.activation, first.arguments, first.dropout_p, second.dropout_p, save, owners,
+        main_grads, down.out_dtype, hidden.precision,
     )  # fmt: skip
 
 
@@ -69,16 +73,16 @@ class _Hidden(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        fusion = call.fusion
-        h, z = call.run(fusion, fusion.saved_hidden if fusion.saved_hidden != "out" else "")
-        ctx.present = [each is not None for each in call[:5]]
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        operands = call.operands
+        h, z = call.run(operands.saved_hidden if operands.saved_hidden != "out" else "")
+        ctx.present = [each is not None for each in call.tensors[:5]]
         of_x, of_weight, of_weight_up, *_ = fused_autograd.needed_by(ctx)
         ctx.save_for_backward(
             call.x if of_weight or of_weight_up else None, *((call.weight, call.weight_up) if of_x else (None, None))
         )
         ctx.weight_shape = call.weight.shape
-        ctx.call = call._replace(**dict.fromkeys(TENSORS[:5]))  # type: ignore[arg-type]
+        ctx.call = Call._make((None, None, None, _without_tensors(operands), *call[4:]))
         ctx.set_materialize_grads(False)
         if z is None or z.dtype is h.dtype:
             ctx.mark_non_differentiable(h)
@@ -87,7 +91,7 @@ class _Hidden(torch.autograd.Function):
         return h, h.new_empty_strided(z.shape, (0,) * z.ndim), z
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if grads[1] is None:
             return (None,) * (1 + sum(ctx.present))
         x, weight, weight_up = ctx.saved_tensors
@@ -102,25 +106,25 @@ class _Wide(torch.autograd.Function):
     """z in float32, whose gradient is that of its place (see _Hidden)."""
 
     @staticmethod
-    def forward(ctx: Any, place: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, place: Tensor, wide: Tensor) -> Tensor:
         return wide.view_as(wide)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None
 
 
-def _differentiable_z(z: torch.Tensor, wide: torch.Tensor | None = None) -> torch.Tensor:
-    return z if wide is None else cast(torch.Tensor, cast(Any, _Wide).apply(z, wide))
+def _differentiable_z(z: Tensor, wide: Tensor | None = None) -> Tensor:
+    return z if wide is None else cast(Tensor, cast(Any, _Wide).apply(z, wide))
 
 
 def _of_first_layer(
     call: Call, dz: Dz, needed: dict[str, bool], owners: dict[str, autograd.Accumulated]
-) -> dict[str, torch.Tensor | None]:
+) -> dict[str, Tensor | None]:
     """The gradients of x, the weights and the biases, from dz."""
-    if call.fusion.gated:
+    if call.operands.gated:
         return fused_autograd.of_both_weights(call, dz, needed, owners)
-    found: dict[str, torch.Tensor | None] = {}
+    found: dict[str, Tensor | None] = {}
     if needed["weight"]:
         found["weight"] = autograd.of_weight(dz.value, call.x, call.precision, owners["weight"])
     if needed["bias"]:
@@ -137,23 +141,23 @@ class _Down(torch.autograd.Function):
     def forward(
         ctx: Any,
         call: Call,
-        first: Fusion,
-        h: torch.Tensor,
-        z: torch.Tensor | None,
-        wide: torch.Tensor | None,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
+        first: Operands,
+        h: Tensor,
+        z: Tensor | None,
+        wide: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
         ctx.save_for_backward(h if ctx.needs_input_grad[5] else None, first.seed)
         ctx.dtype = h.dtype
         # Alive where a second derivative may be asked for; else they are to go before h does.
         ctx.z = [weakref.ref(each) for each in (z, wide) if each is not None]
         ctx.first, ctx.owners, ctx.shape = _without_tensors(first), call.owners, weight.shape
         ctx.precision = call.precision
-        return call._replace(x=h).run(call.fusion, "")[0]
+        return call._replace(x=h).run("")[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         h, seed = ctx.saved_tensors
         needs_weight, needs_bias = ctx.needs_input_grad[5:7]
         if torch.is_grad_enabled() and ctx.needs_input_grad[3] and needs_weight:  # h is to be a function of z
@@ -180,28 +184,28 @@ class _Through(torch.autograd.Function):
     def forward(
         ctx: Any,
         call: Call,
-        first: Fusion,
-        result: torch.Tensor,
-        z: torch.Tensor | None,
-        wide: torch.Tensor | None,
-        weight: torch.Tensor,
-        residual: torch.Tensor | None,
-    ) -> torch.Tensor:
+        first: Operands,
+        result: Tensor,
+        z: Tensor | None,
+        wide: Tensor | None,
+        weight: Tensor,
+        residual: Tensor | None,
+    ) -> Tensor:
         read = (z, wide, weight, first.seed) if ctx.needs_input_grad[3] else (None,) * 4
-        ctx.save_for_backward(*read, call.seed)
-        ctx.first, ctx.dropout_p, ctx.precision = _without_tensors(first), call.dropout_p, call.precision
+        ctx.save_for_backward(*read, call.operands.seed)
+        ctx.first, ctx.dropout_p, ctx.precision = _without_tensors(first), call.operands.dropout_p, call.precision
         ctx.sums = any(bias is not None and bias.requires_grad for bias in (first.bias, first.bias_up))
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.mark_dirty(result)  # which makes it this node's own, not a view
         return result
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         z, wide, weight, seed, down_seed = ctx.saved_tensors
         above = grads[0]
-        autograd.refuse_transforms("nn.MLP's gradient", above)
+        refuse_transforms("nn.MLP's gradient", above)
         if ctx.dropout_p:
-            dropout = Fusion(seed=down_seed, dropout_p=ctx.dropout_p)
+            dropout = Operands(seed=down_seed, dropout_p=ctx.dropout_p)
             above = fused_autograd.activation_grad(above, None, "", dropout, above.dtype, False).value
         dz = None
         if ctx.needs_input_grad[3]:
@@ -210,7 +214,7 @@ class _Through(torch.autograd.Function):
         return None, None, above, dz, None, None, of_residual
 
 
-def _without_tensors(first: Fusion) -> Fusion:
+def _without_tensors(first: Operands) -> Operands:
     """As its derivative reads it, which no bias is part of."""
     return first._replace(bias=None, bias_up=None, seed=None)
 
@@ -218,19 +222,13 @@ def _without_tensors(first: Fusion) -> Fusion:
 class _RowSums(NamedTuple):
     """What dz carries along the engine's edge, as its attribute `row_sums`."""
 
-    sums: torch.Tensor
+    sums: Tensor
     version: int  # dz's, when they were made
 
 
 def _hidden_grad(
-    grad: torch.Tensor,
-    weight: torch.Tensor,
-    z: torch.Tensor,
-    wide: torch.Tensor | None,
-    first: Fusion,
-    precision: str | None,
-    sums: bool,
-) -> torch.Tensor:
+    grad: Tensor, weight: Tensor, z: Tensor, wide: Tensor | None, first: Operands, precision: str | None, sums: bool
+) -> Tensor:
     """dz, for `_handed_on` at the other end of the engine's edge."""
     if is_differentiated():
         sums_dtype = cpu.sums_dtype(weight.dtype)
@@ -238,7 +236,7 @@ def _hidden_grad(
         above = autograd.matmul(grad.to(weight.dtype), weight, out_dtype, precision)
         z = _differentiable_z(z, wide)
         dz = forms.activation_grad(above, z, first.saved_hidden, first, weight.dtype)
-        return cast(torch.Tensor, cast(Any, Flat).apply(dz, z))  # relu's derivative does not lead to z
+        return cast(Tensor, cast(Any, Flat).apply(dz, z))  # relu's derivative does not lead to z
     z = z if wide is None else wide
     dz, partial = fused.hidden_grad(grad, weight, z, first.saved_hidden, first, precision, sums)
     if partial is not None and not dz.is_inference():  # which has no version
@@ -246,14 +244,14 @@ def _hidden_grad(
     return dz
 
 
-def _handed_on(dz: torch.Tensor) -> Dz:
+def _handed_on(dz: Tensor) -> Dz:
     """dz with the sums it carries, unless it was changed since, or is another tensor: a sum, or a hook's."""
     carried: _RowSums | None = getattr(dz, "row_sums", None)
     sums = carried.sums if carried is not None and carried.version == dz._version else None
     return Dz(dz, sums, (), configs.BIAS_BLOCKS)
 
 
-def _again(z: torch.Tensor, first: Fusion, dtype: torch.dtype) -> torch.Tensor:
+def _again(z: Tensor, first: Operands, dtype: torch.dtype) -> Tensor:
     """dropout(act(z)), differentiable."""
     wide = z.to(cpu.sums_dtype(dtype))
     gate, up = (wide[0], wide[1]) if first.gated else (wide, None)
@@ -264,69 +262,61 @@ def _again(z: torch.Tensor, first: Fusion, dtype: torch.dtype) -> torch.Tensor:
     return forms.after_activation(gate, up, first).to(dtype)
 
 
-def _register() -> None:
-    """The operator's autograd: the same gradients, through the operators."""
-
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        call = MlpCall(*inputs)
-        _, h, z = output
-        needs = ctx.needs_input_grad[:8]
-        of_x, of_weight, of_weight_up, *_, of_weight_down, _, _ = needs
-        first = True in needs[:5]
-        ctx.save_for_backward(
-            call.x if of_weight or of_weight_up else None,
-            call.weight if of_x else None,
-            call.weight_up if of_x else None,
-            call.weight_down if first else None,
-            h if of_weight_down else None,
-            (z if call.written else h) if first else None,
-            call.seed if first else None,
-            call.down_seed,
-        )
-        ctx.dtype = h.dtype
-        ctx.structure = [fused_autograd.no_gradient(each) for each in inputs]
-        ctx.residual_dtype = None if call.residual is None else call.residual.dtype
-        ctx.call = call._replace(**dict.fromkeys(MlpCall._fields[:10]))  # type: ignore[arg-type]
-        ctx.call = ctx.call._replace(precision=resolve_precision(call.x, call.precision))
-        ctx.mark_non_differentiable(h, z)
-        ctx.set_materialize_grads(False)
-
-    def backward(ctx: Any, grad: torch.Tensor, *of_kept: torch.Tensor | None) -> tuple[Any, ...]:
-        x, weight, weight_up, weight_down, h, z, seed, down_seed = ctx.saved_tensors
-        call: MlpCall = ctx.call
-        names = MlpCall._fields[:8]
-        needed = dict(zip(names, ctx.needs_input_grad, strict=False))
-        if is_differentiated():
-            raise RuntimeError(
-                "isogemm::mlp has no second derivative through the dispatcher; call isogemm.linear twice"
-            )
-        first = call.hidden._replace(seed=seed)
-        above = grad
-        if call.dropout_p:
-            dropout = Fusion(seed=down_seed, dropout_p=call.dropout_p)
-            above = fused_autograd.activation_grad(grad, None, "", dropout, grad.dtype, False).value
-        given = zip(call.owners, call.main_grads, strict=True)
-        wanted = (needed[name] for name in (*OWNED, "weight_down", "bias_down"))
-        accumulated = list(map(autograd.given_or_accumulated, given, wanted))
-        found: dict[str, torch.Tensor | None] = {}
-        if needed["residual"]:
-            found["residual"] = grad.to(ctx.residual_dtype)
-        if any(needed[name] for name in names[:5]):
-            of_forward = fused_op.gradient_call(z, first.saved_hidden, first)
-            sums = needed["bias"] or needed["bias_up"]
-            value, partial = torch.ops.isogemm.hidden_grad(above, weight_down, call.precision, sums, *of_forward)
-            dz = Dz(value, partial if sums and value.dtype is not torch.float64 else None, (), configs.BIAS_BLOCKS)
-            hidden = fused_autograd.plain_call(x, weight, call.precision)
-            hidden = hidden._replace(weight_up=weight_up, activation=call.activation)
-            found |= _of_first_layer(hidden, dz, needed, dict(zip(OWNED, accumulated[:4], strict=True)))
-        if needed["weight_down"]:
-            found["weight_down"] = autograd.of_weight(above.to(ctx.dtype), h, call.precision, accumulated[4])
-        if needed["bias_down"]:
-            found["bias_down"] = autograd.of_bias(above, ctx.dtype, accumulated[5])
-        return *(found.get(name) for name in names), *ctx.structure[len(names) :]
-
-    register: Any = torch.library.register_autograd
-    register("isogemm::mlp", backward, setup_context=keep)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    call = MlpCall(*inputs)
+    _, h, z = output
+    needs = ctx.needs_input_grad[:8]
+    of_x, of_weight, of_weight_up, *_, of_weight_down, _, _ = needs
+    first = True in needs[:5]
+    ctx.save_for_backward(
+        call.x if of_weight or of_weight_up else None,
+        call.weight if of_x else None,
+        call.weight_up if of_x else None,
+        call.weight_down if first else None,
+        h if of_weight_down else None,
+        (z if call.written else h) if first else None,
+        call.seed if first else None,
+        call.down_seed,
+    )
+    ctx.dtype = h.dtype
+    ctx.structure = [fused_autograd.no_gradient(each) for each in inputs]
+    ctx.residual_dtype = None if call.residual is None else call.residual.dtype
+    ctx.call = call._replace(**dict.fromkeys(MlpCall._fields[:10]))  # type: ignore[arg-type]
+    ctx.call = ctx.call._replace(precision=resolve_precision(call.x, call.precision))
+    ctx.mark_non_differentiable(h, z)
+    ctx.set_materialize_grads(False)
 
 
-_register()
+def _backward(ctx: Any, grad: Tensor, *of_kept: Tensor | None) -> tuple[Any, ...]:
+    x, weight, weight_up, weight_down, h, z, seed, down_seed = ctx.saved_tensors
+    call: MlpCall = ctx.call
+    names = MlpCall._fields[:8]
+    needed = dict(zip(names, ctx.needs_input_grad, strict=False))
+    if is_differentiated():
+        raise RuntimeError("isogemm::mlp has no second derivative through the dispatcher; call isogemm.linear twice")
+    first = call.hidden._replace(seed=seed)
+    above = grad
+    if call.dropout_p:
+        dropout = Operands(seed=down_seed, dropout_p=call.dropout_p)
+        above = fused_autograd.activation_grad(grad, None, "", dropout, grad.dtype, False).value
+    given = zip(call.owners, call.main_grads, strict=True)
+    wanted = (needed[name] for name in (*OWNED, "weight_down", "bias_down"))
+    accumulated = list(map(autograd.given_or_accumulated, given, wanted))
+    found: dict[str, Tensor | None] = {}
+    if needed["residual"]:
+        found["residual"] = grad.to(ctx.residual_dtype)
+    if any(needed[name] for name in names[:5]):
+        of_forward = fused_op.gradient_call(z, first.saved_hidden, first)
+        sums = needed["bias"] or needed["bias_up"]
+        value, partial = fused_op.hidden_grad.op(above, weight_down, call.precision, sums, *of_forward)
+        dz = Dz(value, partial if sums and value.dtype is not torch.float64 else None, (), configs.BIAS_BLOCKS)
+        hidden = Call(x, weight, weight_up, Operands(activation=call.activation), precision=call.precision)
+        found |= _of_first_layer(hidden, dz, needed, dict(zip(OWNED, accumulated[:4], strict=True)))
+    if needed["weight_down"]:
+        found["weight_down"] = autograd.of_weight(above.to(ctx.dtype), h, call.precision, accumulated[4])
+    if needed["bias_down"]:
+        found["bias_down"] = autograd.of_bias(above, ctx.dtype, accumulated[5])
+    return *(found.get(name) for name in names), *ctx.structure[len(names) :]
+
+
+mlp_operator = Operator(fused_op.MLP_SCHEMA, fused_op.run_mlp, fused_op.mlp_fake, keep=_keep, backward=_backward)

@@ -1,4 +1,4 @@
-"""Products and token sums without autograd, and their registration with torch.library.
+"""Products and token sums without autograd.
 
 A call's key determines its plan. Finding it is a dictionary look-up; making it (validating, choosing, compiling)
 happens once.
@@ -11,123 +11,109 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from isogemm.core import device as devices
 from isogemm.core import dispatch, private
 from isogemm.core.dispatch import Dispatch
 from isogemm.core.errors import require_precision, require_same, require_tensor
-from isogemm.gemm import configs, cpu
-from isogemm.gemm import problem as problems
+from isogemm.core.plan import plans
+from isogemm.gemm import configs, cpu, describe
 from isogemm.gemm.configs import Config, Problem
-from isogemm.gemm.plan import Plan, bias_grad_plan, gemm_plan
-
-_MOST_PLANS = 8192  # a serving process sees many numbers of tokens; past this the plans are made again
+from isogemm.gemm.plan import bias_grad_plan, gemm_plan
 
 SERVED = tuple(getattr(torch, name) for name in configs.DTYPES)
 ACCEPTED = (*SERVED, torch.float64)
 
 
-plans: dict[tuple[Any, ...], Plan] = {}
-
-
-def product(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None, precision: str | None
-) -> torch.Tensor:
+def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, precision: str | None) -> Tensor:
     """[*, M, K] @ [*, K, N] (+ [N]) -> [*, M, N]; the leading sizes are broadcast."""
     bias = None if bias is None else bias.contiguous()
     if not a.is_cuda or a.dtype is torch.float64:
         validate(a, b, bias, out_dtype, precision)
         return _elsewhere("matmul", a, lambda: _product_elsewhere(a, b, bias, out_dtype))
-    precision = problems.resolve_precision(a, precision)
+    precision = devices.resolve_precision(a, precision)
     key = (
-        a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
+        "matmul", a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
         a.get_device(), b.get_device(), bias_key(bias), out_dtype, precision,
     )  # fmt: skip
     plan = plans.get(key)
     if plan is not None:
-        return plan.run(a, b, (bias,), None)
+        return plan.run((a, b, None, bias))
     validate(a, b, bias, out_dtype, precision)
     return _multiply(key, a, b, bias, out_dtype, precision)
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    precision: str | None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, precision: str | None
+) -> Tensor:
     """[*, K] @ [N, K]^T (+ [N]) -> [*, N]."""
     bias = None if bias is None else bias.contiguous()
     if x.is_cuda:
         key = linear_key(x, weight, bias, out_dtype, precision)
         plan = plans.get(key)
         if plan is not None:
-            return plan.run(x, weight, (bias,), None)
+            return plan.run((x, weight, None, bias))
     validate_linear(x, weight, bias, out_dtype, precision)
     if x.ndim == 1:
         return linear(x[None], weight, bias, out_dtype, precision)[0]
     if not x.is_cuda or x.dtype is torch.float64:
         return _elsewhere("matmul", x, lambda: _product_elsewhere(x, weight.mT, bias, out_dtype))
-    return _multiply(key, x, weight.mT, bias, out_dtype, problems.resolve_precision(x, precision))
+    return _multiply(key, x, weight.mT, bias, out_dtype, devices.resolve_precision(x, precision))
 
 
 def linear_key(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    precision: str | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, precision: str | None
 ) -> tuple[Any, ...]:
     """All that a plan depends on: the arguments' validity and Triton's specialisation of them included."""
     return (
-        x.dtype, weight.dtype, x.shape, weight.shape, x.stride(), weight.stride(), x.data_ptr() & 15,
+        "linear", x.dtype, weight.dtype, x.shape, weight.shape, x.stride(), weight.stride(), x.data_ptr() & 15,
         weight.data_ptr() & 15, x.get_device(), weight.get_device(), bias_key(bias), out_dtype,
-        problems.resolve_precision(x, precision), True,
+        devices.resolve_precision(x, precision),
     )  # fmt: skip
 
 
-def bias_key(bias: torch.Tensor | None) -> tuple[Any, ...] | None:
+def bias_key(bias: Tensor | None) -> tuple[Any, ...] | None:
     return None if bias is None else (bias.dtype, bias.shape, bias.stride(), bias.get_device())
 
 
-def weight_grad(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    total: torch.Tensor | None,
-    dtype: torch.dtype,
-    precision: str | None,
-) -> torch.Tensor:
+def weight_grad(grad: Tensor, x: Tensor, total: Tensor | None, dtype: torch.dtype, precision: str | None) -> Tensor:
     """grad [*, N], x [*, K]: their [N, K] product over all tokens, chunk by chunk; added to `total` where given."""
-    grad, x = problems.by_token(grad, x)
+    if grad.shape[:-1] != x.shape[:-1]:
+        validate_token_sum(grad, x, precision)
+    grad, x = describe.by_token(grad, x)
     n, k = grad.shape[-1], x.shape[-1]
-    chunk = configs.token_chunk(n, k, problems.dtype_name(x.dtype))
+    chunk = configs.token_chunk(n, k, describe.dtype_name(x.dtype))
     if not x.is_cuda or x.dtype is torch.float64:
-        rows, tokens = problems.flat(grad), problems.flat(x)
+        validate_token_sum(grad, x, precision)
+        rows, tokens = describe.flat(grad), describe.flat(x)
         if x.dtype is torch.float64:
             return _elsewhere("weight_grad", x, lambda: _added(rows.mT @ tokens, total))
         return _elsewhere("weight_grad", x, lambda: cpu.weight_grad(rows, tokens, total, dtype, chunk))
-    precision = problems.resolve_precision(x, precision)
+    precision = devices.resolve_precision(x, precision)
     key = (
-        "weight_grad", x.dtype, grad.shape, x.shape, grad.stride(), x.stride(), grad.data_ptr() & 15, x.data_ptr() & 15,
-        x.get_device(), dtype, precision, None if total is None else (total.stride(), total.data_ptr() & 15),
+        "weight_grad", grad.dtype, x.dtype, grad.shape, x.shape, grad.stride(), x.stride(), grad.data_ptr() & 15,
+        x.data_ptr() & 15, grad.get_device(), x.get_device(), dtype, precision,
+        None if total is None else (total.stride(), total.data_ptr() & 15),
     )  # fmt: skip
     plan = plans.get(key)
     if plan is None:
-        problem = problems.of_weight_grad(grad, x, total, dtype, precision, chunk)
+        validate_token_sum(grad, x, precision)
+        problem = describe.weight_grad(grad, x, total, dtype, precision, chunk)
         out = torch.empty(n, k, dtype=dtype, device=x.device) if total is None else total
         if _is_empty(problem, out):
             return out if total is not None else out.zero_()
-        plan = keep(key, gemm_plan("weight_grad", (n, k), out.dtype, x.device, problem, configs.choose(problem)))
-    return plan.run(grad, x, (), total)
+        plan = plans.keep(key, gemm_plan("weight_grad", (n, k), out.dtype, x.device, problem, configs.choose(problem)))
+    return plan.run((grad, x), total)
 
 
-def bias_grad(grad: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def bias_grad(grad: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
     """grad [*, N]: its [N] sum over all tokens, chunk by chunk; added to `total` where given."""
-    grad, _ = problems.by_token(grad, grad)
+    grad, _ = describe.by_token(grad, grad)
     n = grad.shape[-1]
     if not grad.is_cuda or grad.dtype is torch.float64:
-        rows = problems.flat(grad)
+        rows = describe.flat(grad)
         if grad.dtype is torch.float64:
             return _elsewhere("bias_grad", grad, lambda: _added(rows.sum(0), total))
         return _elsewhere("bias_grad", grad, lambda: cpu.bias_grad(rows, total, dtype, configs.BIAS_CHUNK))
@@ -139,59 +125,59 @@ def bias_grad(grad: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype
     if plan is None:
         if grad.numel() == 0:
             return torch.zeros(n, dtype=dtype, device=grad.device) if total is None else total
-        plan = keep(key, bias_grad_plan(problems.of_bias_grad(grad, total, dtype), grad.device))
-    return plan.run(grad, grad, (), total)
+        plan = plans.keep(key, bias_grad_plan(describe.bias_grad(grad, total, dtype), grad.device))
+    return plan.run((grad,), total)
 
 
 def gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
     chunk: int = 0,
-    total: torch.Tensor | None = None,
+    total: Tensor | None = None,
     config: Config | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """One product by a configuration of the caller's, on a GPU, of at most two batch levels: for tests and `verify`.
 
     `chunk` as in Problem; `total`: float32 [M, N], accumulated into and returned.
     """
-    problem = describe(a, b, bias=bias, out_dtype=out_dtype, precision=precision, chunk=chunk, total=total)
+    problem = problem_of(a, b, bias=bias, out_dtype=out_dtype, precision=precision, chunk=chunk, total=total)
     config = configs.choose(problem) if config is None else config
     if reason := configs.illegal(problem, config):
         raise ValueError(f"config {config} for problem {problem}: {reason}")
-    shape = (*problems.broadcast(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    shape = (*describe.broadcast(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     dtype = getattr(torch, problem.out_dtype)
-    return gemm_plan("matmul", shape, dtype, a.device, problem, config).run(a, b, (bias,), total)
+    return gemm_plan("matmul", shape, dtype, a.device, problem, config).run((a, b, None, bias), total)
 
 
-def describe(
-    a: torch.Tensor,
-    b: torch.Tensor,
+def problem_of(
+    a: Tensor,
+    b: Tensor,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
     chunk: int = 0,
-    total: torch.Tensor | None = None,
+    total: Tensor | None = None,
 ) -> Problem:
     """The problem of multiplying these tensors."""
-    batch = problems.broadcast(a.shape[:-2], b.shape[:-2])
+    batch = describe.broadcast(a.shape[:-2], b.shape[:-2])
     a, b = (x.expand(*batch, *x.shape[-2:]) for x in (a, b))
-    problem = problems.of_product(a, b, bias, out_dtype or a.dtype, problems.resolve_precision(a, precision), chunk)
+    problem = describe.product(a, b, bias, out_dtype or a.dtype, devices.resolve_precision(a, precision), chunk)
     if problem is None:
         raise ValueError(f"a and b have more than two levels of batch: {list(a.shape)} @ {list(b.shape)}")
     if total is None:
         return problem
-    strides, aligned = problems.pair(total.stride()), problems.aligned(total)
+    strides, aligned = describe.pair(total.stride()), describe.aligned(total)
     return replace(problem, accumulate=True, out_dtype="float32", c_strides=strides, c_aligned=aligned)
 
 
-def require_total(name: str, total: torch.Tensor, shape: Sequence[int], device: torch.device) -> None:
+def require_total(name: str, total: Tensor, shape: Sequence[int], device: torch.device) -> None:
     """What gradients are accumulated into: float32, of the parameter's shape."""
-    if not isinstance(total, torch.Tensor):
+    if not isinstance(total, Tensor):
         raise TypeError(f"{name} is a {type(total).__name__}; expected a torch.Tensor")
     if total.dtype is not torch.float32:
         raise TypeError(f"{name} has dtype {total.dtype}; expected torch.float32")
@@ -200,7 +186,7 @@ def require_total(name: str, total: torch.Tensor, shape: Sequence[int], device: 
     require_same("device", (name, "the gradient"), (total.device, device))
 
 
-def accumulates(parameter: torch.Tensor) -> bool:
+def accumulates(parameter: Tensor) -> bool:
     """Whether the backward under way accumulates the gradient of a leaf; raises where torch.autograd.grad returns it.
 
     Asks for the leaf's own node: under autocast a cast stands between it and the product.
@@ -208,7 +194,7 @@ def accumulates(parameter: torch.Tensor) -> bool:
     return _will_execute is None or bool(_will_execute(get_gradient_edge(parameter).node))
 
 
-def has_hooks(parameter: torch.Tensor) -> bool:
+def has_hooks(parameter: Tensor) -> bool:
     """Whether the parameter has tensor hooks, which see its gradient and may change it."""
     return bool(getattr(parameter, "_backward_hooks", None))
 
@@ -218,7 +204,7 @@ _graph_task = private.find("torch._C:_current_graph_task_id")
 _CAN_ASK = _graph_task is not None and not private.missing(private.EPILOGUES)
 
 
-def is_added(name: str, owner: torch.Tensor) -> bool:
+def is_added(name: str, owner: Tensor) -> bool:
     """In an operator: whether to add to the owner's main_grad. A compiled backward adds for every parameter it has."""
     if has_hooks(owner):
         raise RuntimeError(
@@ -237,27 +223,21 @@ def is_added(name: str, owner: torch.Tensor) -> bool:
             ) from None
 
 
-def validate(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None, precision: str | None
-) -> None:
+def validate(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, precision: str | None) -> None:
     """Of product's arguments."""
     require_operands(("a", a), ("b", b), out_dtype, precision)
     require_same("K (a is [..., M, K], b is [..., K, N])", ("a", "b"), (a.shape[-1], b.shape[-2]))
     try:
-        problems.broadcast(a.shape[:-2], b.shape[:-2])
+        describe.broadcast(a.shape[:-2], b.shape[:-2])
     except RuntimeError as error:
         raise ValueError(f"a has shape {list(a.shape)}, b {list(b.shape)}: leading sizes do not broadcast") from error
     require_bias(bias, a, b.shape[-1])
 
 
 def validate_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    precision: str | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, precision: str | None
 ) -> None:
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}; expected a torch.Tensor [..., K]")
     require_tensor("weight", weight, 2, "[N, K]")
     if x.ndim < 1:
@@ -267,17 +247,14 @@ def validate_linear(
     require_bias(bias, x, weight.shape[0])
 
 
-def validate_token_sum(grad: torch.Tensor, x: torch.Tensor, precision: str | None) -> None:
+def validate_token_sum(grad: Tensor, x: Tensor, precision: str | None) -> None:
     """Of weight_grad's arguments."""
     require_operands(("grad", grad), ("x", x), None, precision)
     require_same("tokens (grad is [..., N], x is [..., K])", ("grad", "x"), (grad.shape[:-1], x.shape[:-1]))
 
 
 def require_operands(
-    left: tuple[str, torch.Tensor],
-    right: tuple[str, torch.Tensor],
-    out_dtype: torch.dtype | None,
-    precision: str | None,
+    left: tuple[str, Tensor], right: tuple[str, Tensor], out_dtype: torch.dtype | None, precision: str | None
 ) -> None:
     names, (a, b) = (left[0], right[0]), (left[1], right[1])
     for name, x in (left, right):
@@ -305,7 +282,7 @@ def require_out_dtype(out_dtype: torch.dtype | None, dtype: torch.dtype) -> None
         )
 
 
-def require_bias(bias: torch.Tensor | None, like: torch.Tensor, n: int, name: str = "bias") -> None:
+def require_bias(bias: Tensor | None, like: Tensor, n: int, name: str = "bias") -> None:
     if bias is None:
         return
     require_tensor(name, bias, 1, "[N]")
@@ -317,14 +294,14 @@ def require_bias(bias: torch.Tensor | None, like: torch.Tensor, n: int, name: st
 
 def _multiply(
     key: tuple[Any, ...],
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
     out_dtype: torch.dtype | None,
     precision: str | None,
-) -> torch.Tensor:
+) -> Tensor:
     """A product whose plan is not known yet, or has more than one."""
-    shape = (*problems.broadcast(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    shape = (*describe.broadcast(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     dtype = out_dtype or a.dtype
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device=a.device)
@@ -332,18 +309,16 @@ def _multiply(
         empty = torch.zeros(shape, dtype=dtype, device=a.device)
         return empty if bias is None else empty.copy_(bias)
     a, b = (x.expand(*shape[:-2], *x.shape[-2:]) for x in (a, b))
-    problem = problems.of_product(a, b, bias, dtype, precision, problems.walk_chunk(a, dtype))
+    problem = describe.product(a, b, bias, dtype, precision, describe.walk_chunk(a, dtype))
     if problem is not None:
-        plan = keep(key, gemm_plan("matmul", shape, dtype, a.device, problem, configs.choose(problem)))
-        return plan.run(a, b, (bias,), None)
+        plan = plans.keep(key, gemm_plan("matmul", shape, dtype, a.device, problem, configs.choose(problem)))
+        return plan.run((a, b, None, bias))
     out = torch.empty(shape, dtype=dtype, device=a.device)
     _multiply_into(out, a, b, bias, precision)
     return out
 
 
-def _multiply_into(
-    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, precision: str | None
-) -> None:
+def _multiply_into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, precision: str | None) -> None:
     """More than two levels of batch: a launch for each place in the outer ones."""
     key = (
         "into", a.dtype, out.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
@@ -351,34 +326,27 @@ def _multiply_into(
     )  # fmt: skip
     plan = plans.get(key)
     if plan is None:
-        problem = problems.of_product(a, b, bias, out.dtype, precision, problems.walk_chunk(a, out.dtype))
+        problem = describe.product(a, b, bias, out.dtype, precision, describe.walk_chunk(a, out.dtype))
         if problem is None:
             for places in zip(out, a, b, strict=True):
                 _multiply_into(*places, bias, precision)
             return
-        problem = replace(problem, c_aligned=problems.aligned(out))
-        plan = keep(key, gemm_plan("matmul", out.shape, out.dtype, a.device, problem, configs.choose(problem)))
-    plan.run(a, b, (bias,), out)
+        problem = replace(problem, c_aligned=describe.aligned(out))
+        plan = plans.keep(key, gemm_plan("matmul", out.shape, out.dtype, a.device, problem, configs.choose(problem)))
+    plan.run((a, b, None, bias), out)
 
 
-def _is_empty(problem: Problem, out: torch.Tensor) -> bool:
+def _is_empty(problem: Problem, out: Tensor) -> bool:
     return problem.k == 0 or out.numel() == 0
-
-
-def keep(key: tuple[Any, ...], plan: Plan) -> Plan:
-    if len(plans) >= _MOST_PLANS:
-        plans.clear()
-    plans[key] = plan
-    return plan
 
 
 # where no kernel of ours serves: the CPU backend, and torch for float64
 
 
-def _elsewhere(name: str, x: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _elsewhere(name: str, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
     result = compute()
     if dispatch.active:
-        problem = f"{list(x.shape)} {problems.dtype_name(x.dtype)}"
+        problem = f"{list(x.shape)} {describe.dtype_name(x.dtype)}"
         if x.dtype is torch.float64:
             dispatch.record(Dispatch(name, "torch", problem, "", "float64"))
         else:
@@ -386,149 +354,26 @@ def _elsewhere(name: str, x: torch.Tensor, compute: Callable[[], torch.Tensor]) 
     return result
 
 
-def _product_elsewhere(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
-) -> torch.Tensor:
+def _product_elsewhere(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     if a.dtype is not torch.float64:
         return cpu.product(a, b, bias, out_dtype or a.dtype)
     result = torch.matmul(a, b).contiguous()  # torch folds [M, K] @ [B, K, N] into one product, transposed
     return result if bias is None else result.add_(bias)
 
 
-def _added(result: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
+def _added(result: Tensor, total: Tensor | None) -> Tensor:
     return result if total is None else total.add_(result)
 
 
-# registration with torch.library, for torch.compile, fake tensors and dispatch modes
-
-
-def _matmul(
-    a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None = None, precision: str | None = None
-) -> torch.Tensor:
-    return product(a, b, None, out_dtype, precision)
-
-
-def _linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    owner: torch.Tensor | None,
-    main_grad: torch.Tensor | None,
-    bias_owner: torch.Tensor | None,
-    bias_main_grad: torch.Tensor | None,
-    out_dtype: torch.dtype | None = None,
-    precision: str | None = None,
-) -> torch.Tensor:
-    return linear(x, weight, bias, out_dtype, precision)
-
-
-def _weight_grad(grad: torch.Tensor, x: torch.Tensor, precision: str | None = None) -> torch.Tensor:
-    validate_token_sum(grad, x, precision)
-    return weight_grad(grad, x, None, x.dtype, precision)
-
-
-def _bias_grad(grad: torch.Tensor) -> torch.Tensor:
-    return bias_grad(grad, None, grad.dtype)
-
-
-def _add_weight_grad(
-    main_grad: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, owner: torch.Tensor, precision: str | None = None
-) -> None:
-    if is_added("the weight", owner):
-        add_weight_grad(main_grad, grad, x, owner, precision)
-
-
-def _add_bias_grad(main_grad: torch.Tensor, grad: torch.Tensor, owner: torch.Tensor) -> None:
-    if is_added("the bias", owner):
-        add_bias_grad(main_grad, grad, owner)
-
-
-def add_weight_grad(
-    main_grad: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, owner: torch.Tensor, precision: str | None = None
-) -> None:
+def add_weight_grad(main_grad: Tensor, grad: Tensor, x: Tensor, owner: Tensor, precision: str | None = None) -> None:
     """Accumulate into the owner's main_grad, and tell it so."""
-    validate_token_sum(grad, x, precision)
     require_total("weight.main_grad", main_grad, (grad.shape[-1], x.shape[-1]), x.device)
     weight_grad(grad, x, main_grad, torch.float32, precision)
     owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # what Megatron-style trainers look for
 
 
-def add_bias_grad(main_grad: torch.Tensor, grad: torch.Tensor, owner: torch.Tensor) -> None:
+def add_bias_grad(main_grad: Tensor, grad: Tensor, owner: Tensor) -> None:
     """Accumulate into the owner's main_grad, and tell it so."""
     require_total("bias.main_grad", main_grad, grad.shape[-1:], grad.device)
     bias_grad(grad, main_grad, torch.float32)
     owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-
-
-# torch.library is not typed.
-_library: Any = torch.library.Library("isogemm", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _schema, _function in (
-    ("matmul(Tensor a, Tensor b, ScalarType? out_dtype=None, str? precision=None) -> Tensor", _matmul),
-    (
-        "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? owner, Tensor? main_grad, Tensor? bias_owner, "
-        "Tensor? bias_main_grad, ScalarType? out_dtype=None, str? precision=None) -> Tensor",
-        _linear,
-    ),
-    ("weight_grad(Tensor grad, Tensor x, str? precision=None) -> Tensor", _weight_grad),
-    ("bias_grad(Tensor grad) -> Tensor", _bias_grad),
-    (
-        "add_weight_grad(Tensor(a!) main_grad, Tensor grad, Tensor x, Tensor owner, str? precision=None) -> ()",
-        _add_weight_grad,
-    ),
-    ("add_bias_grad(Tensor(a!) main_grad, Tensor grad, Tensor owner) -> ()", _add_bias_grad),
-):
-    _library.define(_schema)
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_schema.partition("(")[0], _function, _key)
-
-
-def _fake(name: str) -> Any:
-    return torch.library.register_fake(f"isogemm::{name}", lib=_library)
-
-
-@_fake("matmul")  # type: ignore[untyped-decorator]
-def _matmul_fake(
-    a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None = None, precision: str | None = None
-) -> torch.Tensor:
-    validate(a, b, None, out_dtype, precision)
-    shape = (*problems.broadcast(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
-    return a.new_empty(shape, dtype=out_dtype or a.dtype)
-
-
-@_fake("linear")  # type: ignore[untyped-decorator]
-def _linear_fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    owner: torch.Tensor | None,
-    main_grad: torch.Tensor | None,
-    bias_owner: torch.Tensor | None,
-    bias_main_grad: torch.Tensor | None,
-    out_dtype: torch.dtype | None = None,
-    precision: str | None = None,
-) -> torch.Tensor:
-    validate_linear(x, weight, bias, out_dtype, precision)
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
-
-
-@_fake("weight_grad")  # type: ignore[untyped-decorator]
-def _weight_grad_fake(grad: torch.Tensor, x: torch.Tensor, precision: str | None = None) -> torch.Tensor:
-    validate_token_sum(grad, x, precision)
-    return x.new_empty((grad.shape[-1], x.shape[-1]))
-
-
-@_fake("bias_grad")  # type: ignore[untyped-decorator]
-def _bias_grad_fake(grad: torch.Tensor) -> torch.Tensor:
-    return grad.new_empty(grad.shape[-1:])
-
-
-@_fake("add_weight_grad")  # type: ignore[untyped-decorator]
-def _add_weight_grad_fake(
-    main_grad: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, owner: torch.Tensor, precision: str | None = None
-) -> None:
-    require_total("weight.main_grad", main_grad, (grad.shape[-1], x.shape[-1]), x.device)
-
-
-@_fake("add_bias_grad")  # type: ignore[untyped-decorator]
-def _add_bias_grad_fake(main_grad: torch.Tensor, grad: torch.Tensor, owner: torch.Tensor) -> None:
-    require_total("bias.main_grad", main_grad, grad.shape[-1:], grad.device)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from isogemm.core import dispatch
+from isogemm.core.device import resolve_precision
 from isogemm.core.dispatch import Dispatch
 from isogemm.core.eager import autocast_dtype, in_transform
 from isogemm.core.errors import require_module, require_precision
@@ -28,8 +29,8 @@ from isogemm.encoder.composed import scores_of
 from isogemm.encoder.configs_attention import MOST_FACTORS
 from isogemm.encoder.parameters import ACTIVATIONS
 from isogemm.epilogues import spec
+from isogemm.gemm.describe import dtype_name
 from isogemm.gemm.op import SERVED
-from isogemm.gemm.problem import dtype_name, resolve_precision
 from isogemm.integrations.patchtst_layers import (
     HUGGING_FACE,
     OFFICIAL,

@@ -1,28 +1,26 @@
-"""`isogemm.bmm`: autocast, autograd and the way to the plan.
-
-In eager mode a call goes straight to its plan (no dispatcher hop); under torch.compile, fake tensors and dispatch modes
-it goes through the registered operator.
-"""
+"""`isogemm.bmm`: autocast, the operator with its gradients, and calls whose plan is known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.compiler import is_compiling
-from torch.overrides import handle_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
-from isogemm.core.eager import PLAIN, autocast_dtype, in_transform, is_intercepted, through_dispatcher
+from isogemm.core import env
+from isogemm.core.device import resolve_precision
+from isogemm.core.eager import NO_TENSOR, KnownCalls, autocast_dtype, in_transform, through_dispatcher
+from isogemm.core.operator import Operator
+from isogemm.core.plan import Plan
 from isogemm.tiny import op
 from isogemm.tiny.configs import DTYPES, MAX_SIZE
 
 _SERVED = tuple(getattr(torch, name) for name in DTYPES)
 
-_Product = Callable[[torch.Tensor, torch.Tensor, str | None], torch.Tensor]
 
-
-def bmm(a: torch.Tensor, b: torch.Tensor, *, precision: str | None = None) -> torch.Tensor:
+def bmm(a: Tensor, b: Tensor, *, precision: str | None = None) -> Tensor:
     """Batched matrix product: one launch where the tiny kernels win (m, n, k <= 64), else torch.bmm.
 
     Args:
@@ -37,57 +35,55 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, precision: str | None = None) -> to
     Where the tiny kernels serve (a GPU; float32, float16, bfloat16; B > 1), a matrix's bits do not depend on the batch
     around it. `isogemm.dispatch_log` shows which path served a call. Differentiable, twice.
     """
-    if is_intercepted():
-        return handle_torch_function(bmm, (), **locals())
-    if type(a) in PLAIN and a.is_cuda and not (through_dispatcher(a, b) or torch.is_autocast_enabled("cuda")):
-        plan = op.plans.get(op.key(a, b, precision))  # one that is known was valid
-        if plan is not None:
-            return _served(plan, a, b, precision)
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+    if has_torch_function(NO_TENSOR) and not is_compiling():  # `is_intercepted`, without its frame
+        return handle_torch_function(bmm, (), a=a, b=b, precision=precision)
+    try:
+        key = a.shape, b.shape, precision, env.settings.disable_tiny
+    except AttributeError:  # no tensors
+        key = None
+    plan = None if key is None else _known.find(key, (a, b))
+    if plan is not None:
+        try:
+            return plan.run((a, b))
+        except Exception:  # below the same is tried again, and torch serves where it fails
+            _known.clear()
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
         a, b, precision = _autocast(a, b, precision)
     op.validate(a, b, precision)
     if not _concerns_tiny(a, b, precision):
         return op.torch_bmm(a, b, precision)
-    return _bmm(a, b, precision)
+    result = _bmm(a, b, precision)
+    if key is not None and not (result.requires_grad or through_dispatcher(a, b) or autocast_dtype(a)):
+        found = op.served.get(op.key(a, b, precision))
+        if found is not None and found.plan is not None:
+            _known.keep(key, (a, b), found.plan)
+    return result
 
 
-def _bmm(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.Tensor:
+_known: KnownCalls[Plan] = KnownCalls()
+
+
+def _bmm(a: Tensor, b: Tensor, precision: str | None) -> Tensor:
     if not is_compiling() and in_transform(a, b):
         return op.torch_bmm(a, b, precision)
-    if through_dispatcher(a, b):
-        return cast(torch.Tensor, torch.ops.isogemm.bmm(a, b, precision))
-    return _served(op.plan(a, b, precision), a, b, precision)
+    return bmm_operator(a, b, precision)
 
 
-def _served(plan: op.Plan, a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.Tensor:
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return cast(torch.Tensor, cast(Any, _Bmm).apply(a, b, op.resolve_precision(a, precision), plan))
-    return op.run(plan, a, b)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, precision = inputs
+    ctx.save_for_backward(a, b)
+    ctx.precision = resolve_precision(a, precision)
 
 
-class _Bmm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, precision: str | None, plan: op.Plan) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.precision = precision
-        return op.run(plan, a, b)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *_gradients(ctx, grads[0], _bmm), None
-
-
-def _gradients(
-    ctx: Any, grad: torch.Tensor, product: _Product
-) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     """dA = dC B^T and dB = A^T dC; transposes are views.
 
     An operand that the batch shares takes the sum over the batch: by torch.sum, whose order is fixed.
     """
     a, b = ctx.saved_tensors
 
-    def multiply(x: torch.Tensor, y: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-        result = product(x, y, ctx.precision)
+    def multiply(x: Tensor, y: Tensor, of: Tensor) -> Tensor:
+        result = _bmm(x, y, ctx.precision)
         return result if result.shape[0] == of.shape[0] else result.sum(0, keepdim=True)
 
     da = multiply(grad, b.transpose(1, 2).conj(), a) if ctx.needs_input_grad[0] else None
@@ -95,24 +91,17 @@ def _gradients(
     return da, db, None
 
 
-def _register_autograd() -> None:
-    """The registered operator's autograd: the same gradients, through the operator."""
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        a, b, precision = inputs
-        ctx.save_for_backward(a, b)
-        ctx.precision = op.resolve_precision(a, precision)
-
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _gradients(ctx, grad, torch.ops.isogemm.bmm)
-
-    torch.library.register_autograd("isogemm::bmm", backward, setup_context=setup_context)
+def _fake(a: Tensor, b: Tensor, precision: str | None = None) -> Tensor:
+    op.validate(a, b, precision)
+    return a.new_empty((b.shape[0] if a.shape[0] == 1 else a.shape[0], a.shape[1], b.shape[2]))
 
 
-_register_autograd()
+bmm_operator = Operator(
+    "bmm(Tensor a, Tensor b, str? precision=None) -> Tensor", op.bmm, _fake, keep=_keep, backward=_gradients
+)
 
 
-def _autocast(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> tuple[torch.Tensor, torch.Tensor, str | None]:
+def _autocast(a: Tensor, b: Tensor, precision: str | None) -> tuple[Tensor, Tensor, str | None]:
     """What autocast makes of torch.bmm's arguments: each operand in its own turn."""
     dtype = autocast_dtype(a)
     if dtype is None:
@@ -121,7 +110,7 @@ def _autocast(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> tuple[
     return a, b, precision if dtype is torch.float32 else None
 
 
-def _concerns_tiny(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> bool:
+def _concerns_tiny(a: Tensor, b: Tensor, precision: str | None) -> bool:
     """False where torch.bmm serves whatever the gate says, and its own autograd with it."""
     if not a.is_cuda or a.dtype not in _SERVED:
         return False

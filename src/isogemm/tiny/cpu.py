@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def bmm(a: Tensor, b: Tensor) -> Tensor:
     if a.shape[0] == b.shape[0]:
         return torch.bmm(a, b)
     batch = b.shape[0] if a.shape[0] == 1 else a.shape[0]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from isogemm.core.kernels import round_to_tf32
-from isogemm.core.launch import BoundKernel, Launch
+from isogemm.core.launch import Launch
 from isogemm.tiny.configs import Config, DotConfig, Problem, programs, unit
 
 
@@ -207,11 +207,6 @@ def describe_bmm(problem: Problem, config: Config) -> Launch:
     return Launch(kernel, programs(problem, config), scalars, constants, options)
 
 
-def launch_bmm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, problem: Problem, config: Config) -> None:
+def launch_bmm(out: Tensor, a: Tensor, b: Tensor, problem: Problem, config: Config) -> None:
     """out[i] = a[i] b[i]; out [batch, m, n] is contiguous."""
     describe_bmm(problem, config).run(a, b, out)
-
-
-def bind_bmm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, launch: Launch) -> BoundKernel:
-    """Compile on the current device for tensors like these."""
-    return launch.bind(a, b, out)

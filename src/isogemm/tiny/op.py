@@ -1,51 +1,41 @@
-"""`isogemm::bmm`: plans, execution, fallback, and the registration with torch.library.
+"""`isogemm::bmm` without autograd: what serves a call, and the fallback to torch.bmm.
 
-A plan is everything about a call that its key determines: the path, the compiled kernel, its arguments. Finding it is
-a dictionary look-up; making it (validating, choosing, compiling) happens once.
+What serves a call is found by its key, a dictionary look-up; choosing and compiling it happens once.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from isogemm.core import device as devices
 from isogemm.core import dispatch, env
+from isogemm.core.device import resolve_precision
 from isogemm.core.dispatch import Dispatch
 from isogemm.core.errors import require_precision, require_same, require_tensor
+from isogemm.core.plan import INPUTS, OUT, Cache, Plan, Seen, contiguous, make_step
 from isogemm.core.precision import of_cuda_products
 from isogemm.tiny import configs, cpu
 from isogemm.tiny.configs import Config, Problem
 
-if TYPE_CHECKING:
-    from isogemm.core.launch import BoundKernel
 
-_MOST_PLANS = 8192  # a serving process sees many batch sizes; past this the plans are made again
+class Served(NamedTuple):
+    """What serves a call: a plan of the tiny kernels, or torch.bmm."""
 
-
-@dataclass(frozen=True, slots=True)
-class Plan:
+    plan: Plan | None  # None: torch serves
     dispatch: Dispatch
     precision: str | None  # of torch's product, where torch serves float32 on a GPU
-    kernel: BoundKernel | None = None  # None: torch serves
-    programs: int = 0
-    scalars: tuple[int, ...] = ()
-    shape: tuple[int, int, int] = (0, 0, 0)
-    strides: tuple[int, int, int] = (0, 0, 0)
-    dtype: torch.dtype = torch.float32
-    device: torch.device | None = None
-    index: int = -1
 
 
-plans: dict[tuple[Any, ...], Plan] = {}
+served: Cache[Served] = Cache()
 _warned: set[str] = set()
 
 
-def validate(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> None:
+def validate(a: Tensor, b: Tensor, precision: str | None) -> None:
     require_tensor("a", a, 3, "[B or 1, M, K]")
     require_tensor("b", b, 3, "[B or 1, K, N]")
     require_same("dtype", ("a", "b"), (a.dtype, b.dtype))
@@ -56,22 +46,22 @@ def validate(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> None:
     require_precision(precision, a.dtype)
 
 
-def bmm(a: torch.Tensor, b: torch.Tensor, precision: str | None = None) -> torch.Tensor:
+def bmm(a: Tensor, b: Tensor, precision: str | None = None) -> Tensor:
     """[B or 1, M, K] @ [B or 1, K, N] -> [B, M, N], without autograd."""
-    return run(plan(a, b, precision), a, b)
+    return run(find(a, b, precision), a, b)
 
 
-def torch_bmm(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> torch.Tensor:
+def torch_bmm(a: Tensor, b: Tensor, precision: str | None) -> Tensor:
     """torch.bmm, with torch's own autograd, where the tiny family has no part."""
     if dispatch.active and not torch.compiler.is_compiling():
-        problem = describe(a, b, precision, placed=False)
+        problem = problem_of(a, b, precision, placed=False)
         reason = unserved(problem, a.is_cuda) or "inside a transform"
         dispatch.record(Dispatch("bmm", "torch", str(problem), "", reason))
     with of_cuda_products(precision if a.is_cuda else None):
         return cpu.bmm(a, b)
 
 
-def key(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> tuple[Any, ...]:
+def key(a: Tensor, b: Tensor, precision: str | None) -> tuple[Any, ...]:
     """All that a plan depends on: the arguments' validity and Triton's specialisation of them included."""
     return (
         a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
@@ -79,47 +69,31 @@ def key(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> tuple[Any, .
     )  # fmt: skip
 
 
-def plan(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> Plan:
+def find(a: Tensor, b: Tensor, precision: str | None) -> Served:
     wanted = key(a, b, precision)
-    found = plans.get(wanted)
+    found = served.get(wanted)
     if found is None:
         validate(a, b, precision)
-        found = _make_plan(a, b, resolve_precision(a, precision))
-        if len(plans) >= _MOST_PLANS:
-            plans.clear()
+        found = _choose(a, b, resolve_precision(a, precision))
         # A plan that failed inside a graph capture, where nothing can be compiled, may succeed outside it.
-        if found.kernel is not None or not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
-            plans[wanted] = found
+        if found.plan is not None or not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
+            served.keep(wanted, found)
     return found
 
 
-def run(plan: Plan, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """What the plan's kernel writes, or torch's product where it has none or its launch fails."""
-    kernel, index = plan.kernel, plan.index
-    if kernel is None:
-        return _run_torch(plan, a, b)
-    out = torch.empty_strided(plan.shape, plan.strides, dtype=plan.dtype, device=plan.device)
+def run(found: Served, a: Tensor, b: Tensor) -> Tensor:
+    """What the plan writes, or torch's product where there is none or its launch fails."""
+    if found.plan is None:
+        return _run_torch(found, a, b)
     try:
-        if index == devices.current_device():
-            kernel(index, plan.programs, a.data_ptr(), b.data_ptr(), out.data_ptr(), *plan.scalars)
-        else:
-            with torch.cuda.device(index):
-                kernel(index, plan.programs, a.data_ptr(), b.data_ptr(), out.data_ptr(), *plan.scalars)
+        return found.plan.run((a, b))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
-        return _run_torch(_after_failure(plan, a, b, error), a, b)
-    if dispatch.active:
-        dispatch.record(plan.dispatch)
-    return out
+        return _run_torch(_after_failure(found, a, b, error), a, b)
 
 
-def resolve_precision(a: torch.Tensor, precision: str | None) -> str | None:
-    """None becomes torch's setting of this moment, where it matters: float32 on a GPU."""
-    if precision is None and a.dtype is torch.float32 and a.is_cuda:
-        return devices.matmul_precision()
-    return precision
-
-
-def describe(a: torch.Tensor, b: torch.Tensor, precision: str | None, *, placed: bool = True) -> Problem:
+def problem_of(a: Tensor, b: Tensor, precision: str | None, *, placed: bool = True) -> Problem:
     """The problem of multiplying these tensors; an operand the batch shares has batch stride 0.
 
     `placed`: whether they have an address, by which their alignment is known.
@@ -151,56 +125,49 @@ def unserved(problem: Problem, on_gpu: bool) -> str:
     return configs.eligible(problem)
 
 
-def _make_plan(a: torch.Tensor, b: torch.Tensor, precision: str | None) -> Plan:
-    problem = describe(a, b, precision)
+def _choose(a: Tensor, b: Tensor, precision: str | None) -> Served:
+    problem = problem_of(a, b, precision)
     reason = unserved(problem, a.is_cuda)
     if not reason:
         kernel = configs.gate(problem)
         reason = "" if kernel else "torch.bmm was measured faster"
     if not reason:
         try:
-            return _tiny_plan(a, b, problem, configs.choose(problem, kernel))
+            plan = tiny_plan(problem, configs.choose(problem, kernel), a.device)
+            return Served(plan, plan.dispatch, precision if a.is_cuda else None)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             reason = _warn(str(problem), error)
-    return Plan(Dispatch("bmm", "torch", str(problem), "", reason), precision if a.is_cuda else None)
+    return Served(None, Dispatch("bmm", "torch", str(problem), "", reason), precision if a.is_cuda else None)
 
 
-def _tiny_plan(a: torch.Tensor, b: torch.Tensor, problem: Problem, config: Config) -> Plan:
+def tiny_plan(problem: Problem, config: Config, device: torch.device) -> Plan:
+    """Plan of the inputs (a, b)."""
     from isogemm.tiny import kernels
 
-    launch = kernels.describe_bmm(problem, config)
-    with torch.cuda.device(a.device):
-        out = torch.empty((1,), dtype=a.dtype, device=a.device)
-        bound = kernels.bind_bmm(out, a, b, launch)
-    return Plan(
-        dispatch=Dispatch("bmm", "tiny", str(problem), str(config), ""),
-        precision=problem.precision if a.dtype is torch.float32 else None,
-        kernel=bound,
-        programs=launch.programs,
-        scalars=launch.scalars,
-        shape=(problem.batch, problem.m, problem.n),
-        strides=(problem.m * problem.n, problem.n, 1),
-        dtype=a.dtype,
-        device=a.device,
-        index=a.get_device(),
-    )
+    dtype: torch.dtype = getattr(torch, problem.dtype)
+    a, b = ((dtype, alignment == 16) for alignment in (problem.a_alignment, problem.b_alignment))
+    places: tuple[tuple[Seen, int], ...] = (a, INPUTS), (b, INPUTS + 1), ((dtype, True), OUT)
+    step = make_step(kernels.describe_bmm(problem, config), places, device)
+    dispatched = Dispatch("bmm", "tiny", str(problem), str(config), "")
+    shape = (problem.batch, problem.m, problem.n)
+    return Plan(dispatched, *contiguous(shape), dtype, device, devices.index_of(device), 0, (step,))
 
 
-def _after_failure(plan: Plan, a: torch.Tensor, b: torch.Tensor, error: Exception) -> Plan:
+def _after_failure(found: Served, a: Tensor, b: Tensor, error: Exception) -> Served:
     """A launch failed: torch serves this problem from now on."""
-    problem = plan.dispatch.problem
-    instead = Plan(Dispatch("bmm", "torch", problem, "", _warn(problem, error)), plan.precision)
+    problem = found.dispatch.problem
+    instead = Served(None, Dispatch("bmm", "torch", problem, "", _warn(problem, error)), found.precision)
     if not torch.cuda.is_current_stream_capturing():
-        plans[key(a, b, plan.precision)] = instead
+        served.keep(key(a, b, found.precision), instead)
     return instead
 
 
-def _run_torch(plan: Plan, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _run_torch(found: Served, a: Tensor, b: Tensor) -> Tensor:
     if dispatch.active:
-        dispatch.record(plan.dispatch)
-    with of_cuda_products(plan.precision):
+        dispatch.record(found.dispatch)
+    with of_cuda_products(found.precision):
         return cpu.bmm(a, b)
 
 
@@ -210,16 +177,3 @@ def _warn(problem: str, error: Exception) -> str:
         _warned.add(reason)
         warnings.warn(f"isogemm.bmm {problem} is served by torch.bmm: {reason}", RuntimeWarning, stacklevel=2)
     return reason
-
-
-# torch.library is not typed.
-_library: Any = torch.library.Library("isogemm", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("bmm(Tensor a, Tensor b, str? precision=None) -> Tensor")
-_library.impl("bmm", bmm, "CPU")
-_library.impl("bmm", bmm, "CUDA")
-
-
-@torch.library.register_fake("isogemm::bmm", lib=_library)  # type: ignore[untyped-decorator]
-def _bmm_fake(a: torch.Tensor, b: torch.Tensor, precision: str | None = None) -> torch.Tensor:
-    validate(a, b, precision)
-    return a.new_empty((b.shape[0] if a.shape[0] == 1 else a.shape[0], a.shape[1], b.shape[2]))

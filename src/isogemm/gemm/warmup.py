@@ -8,18 +8,20 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from isogemm.core.eager import autocast_dtype
+from isogemm.core.plan import compiled
 from isogemm.epilogues import spec
-from isogemm.epilogues.spec import Epilogue
+from isogemm.epilogues.operands import Epilogue, Operands
 from isogemm.gemm import configs, fused, fused_autograd, mlp_autograd, op, plan
 from isogemm.gemm.configs import BiasGradProblem, Problem
-from isogemm.gemm.fused_forms import Fusion
-from isogemm.gemm.problem import aligned
+from isogemm.gemm.describe import aligned
+from isogemm.gemm.fused_op import Call
 
 
 def warmup(
-    weights: torch.Tensor | Iterable[torch.Tensor] | torch.nn.Module,
+    weights: Tensor | Iterable[Tensor] | torch.nn.Module,
     tokens: int,
     backward: bool,
     bias: bool,
@@ -30,9 +32,9 @@ def warmup(
 ) -> int:
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}; expected at least 1")
-    if not isinstance(weights, torch.Tensor | torch.nn.Module):
+    if not isinstance(weights, Tensor | torch.nn.Module):
         weights = list(weights)  # walked over twice
-    before = plan.compiled()
+    before = compiled()
     seen: set[tuple[object, ...]] = set()
     layers = {layer.key: layer for layer in _layers(weights, bias, activation, activation_args)}
     for layer in layers.values():
@@ -49,26 +51,26 @@ def warmup(
         if backward and biased:
             for bias_gradient in _bias_gradients(forward, tokens):
                 plan.bias_grad_plan(bias_gradient, weight.device)
-    return plan.compiled() - before
+    return compiled() - before
 
 
 class _Layer(NamedTuple):
     """A layer that an activation follows, and the one after it inside an mlp."""
 
-    weight: torch.Tensor
-    weight_up: torch.Tensor | None
-    bias: torch.Tensor | None
-    bias_up: torch.Tensor | None
+    weight: Tensor
+    weight_up: Tensor | None
+    bias: Tensor | None
+    bias_up: Tensor | None
     activation: str
     arguments: tuple[float, ...]
-    down: torch.Tensor | None = None
-    bias_down: torch.Tensor | None = None
+    down: Tensor | None = None
+    bias_down: Tensor | None = None
     dropouts: tuple[float, float] = (0, 0)  # of an mlp: of its hidden value, and after it
 
     @property
     def key(self) -> tuple[object, ...]:
         """All that its kernels depend on."""
-        tensors = (each for each in self if each is None or isinstance(each, torch.Tensor))
+        tensors = (each for each in self if each is None or isinstance(each, Tensor))
         seen = (
             None if each is None else (each.shape, each.stride(), each.dtype, each.device, aligned(each))
             for each in tensors
@@ -77,7 +79,7 @@ class _Layer(NamedTuple):
 
 
 def _layers(
-    weights: torch.Tensor | Iterable[torch.Tensor] | torch.nn.Module,
+    weights: Tensor | Iterable[Tensor] | torch.nn.Module,
     bias: bool,
     activation: str | None,
     activation_args: Mapping[str, float] | None,
@@ -117,9 +119,9 @@ def _fused(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | 
     )
     assert weight is not None
     x = torch.empty((tokens, weight.shape[1]), dtype=dtype, device=weight.device)
-    fusion = Fusion(bias, bias_up, activation=layer.activation, arguments=layer.arguments)
+    operands = Operands(bias, bias_up, activation=layer.activation, arguments=layer.arguments)
     b_up = None if weight_up is None else weight_up.mT
-    problem = fused.describe(x[:1], weight.mT, b_up, fusion, precision=precision)
+    problem = fused.problem_of(x[:1], weight.mT, b_up, operands, precision=precision)
     modes = [(False, False, (0.0, 0.0))]
     if backward:  # biases may be frozen: the layer's gradient has then no sums
         trained = (True,) if bias is None and bias_up is None else (True, False)
@@ -127,21 +129,20 @@ def _fused(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | 
     for edge, (differentiated, biased, dropouts) in product(configs.token_edges(problem, tokens), modes):
         rows = x[:edge].detach().requires_grad_(differentiated)
         of_gate, of_up = (each if each is None or biased else each.detach() for each in (bias, bias_up))
-        call = fused_autograd.plain_call(rows, weight, precision)._replace(
-            weight_up=weight_up, bias=of_gate, bias_up=of_up, activation=layer.activation, arguments=layer.arguments,
-            **_dropout(dropouts[0], x.device), out_dtype=None if down is not None else out_dtype,
-        )  # fmt: skip
+        first = Operands(
+            of_gate, of_up, activation=layer.activation, arguments=layer.arguments, **_dropout(dropouts[0], x.device)
+        )
+        call = Call(rows, weight, weight_up, first, precision=precision)
         with torch.set_grad_enabled(differentiated):
             if down is None:
-                result = fused_autograd.run(call)
+                result = fused_autograd.run(call._replace(out_dtype=out_dtype))
             else:
-                second = fused_autograd.plain_call(rows, down, precision)._replace(
-                    bias=bias_down, out_dtype=out_dtype, **_dropout(dropouts[1], x.device)
-                )
-                result = mlp_autograd.run(call, second)
+                second = Operands(bias_down, **_dropout(dropouts[1], x.device))
+                after = Call(rows, down, None, second, out_dtype=out_dtype, precision=precision)
+                result = mlp_autograd.run(call, after)
         if differentiated:
-            operands = (rows, weight, weight_up, of_gate, of_up, down, bias_down)
-            inputs = [each for each in operands if each is not None and each.requires_grad]
+            leaves = (rows, weight, weight_up, of_gate, of_up, down, bias_down)
+            inputs = [each for each in leaves if each is not None and each.requires_grad]
             torch.autograd.grad(result, inputs, torch.empty_like(result))
     if backward and bias is not None:  # into a main_grad
         sums = torch.zeros((1, weight.shape[0]), dtype=torch.float32, device=x.device)
@@ -153,29 +154,27 @@ def _dropout(p: float, device: torch.device) -> dict[str, Any]:
     return {"dropout_p": p, "seed": fused.new_seed(device) if p else None}
 
 
-def _each(
-    weights: torch.Tensor | Iterable[torch.Tensor] | torch.nn.Module, bias: bool
-) -> Iterator[tuple[torch.Tensor, bool]]:
+def _each(weights: Tensor | Iterable[Tensor] | torch.nn.Module, bias: bool) -> Iterator[tuple[Tensor, bool]]:
     if isinstance(weights, torch.nn.Module):
         for module in weights.modules():
             if isinstance(module, torch.nn.Linear):
                 yield module.weight, module.bias is not None
         return
-    for weight in (weights,) if isinstance(weights, torch.Tensor) else weights:
-        if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+    for weight in (weights,) if isinstance(weights, Tensor) else weights:
+        if not isinstance(weight, Tensor) or weight.ndim != 2:
             raise ValueError(f"weights: got {_describe(weight)}; expected [N, K] tensors or a module")
         yield weight, bias
 
 
 def _describe(value: object) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def _forward(weight: torch.Tensor, bias: bool, out_dtype: torch.dtype | None, precision: str | None) -> Problem:
+def _forward(weight: Tensor, bias: bool, out_dtype: torch.dtype | None, precision: str | None) -> Problem:
     """Of one token."""
     x = torch.empty((1, weight.shape[1]), dtype=weight.dtype, device=weight.device)
     op.validate_linear(x, weight, None, out_dtype, precision)
-    problem = op.describe(x, weight.mT, out_dtype=out_dtype, precision=precision)
+    problem = op.problem_of(x, weight.mT, out_dtype=out_dtype, precision=precision)
     cast = autocast_dtype(weight)
     if cast is not None:  # the copies that autocast makes are contiguous
         dtype = str(cast).removeprefix("torch.")

@@ -6,20 +6,16 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from isogemm.core import device as devices
-from isogemm.epilogues.spec import Epilogue
+from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import BiasGradProblem, Problem
 
 
-def of_product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    precision: str | None,
-    chunk: int,
+def product(
+    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, precision: str | None, chunk: int
 ) -> Problem | None:
     """Of [*, M, K] @ [*, K, N] with the same leading sizes; None where those have more than two levels."""
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
@@ -44,13 +40,8 @@ def of_product(
     )  # fmt: skip
 
 
-def of_weight_grad(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    total: torch.Tensor | None,
-    dtype: torch.dtype,
-    precision: str | None,
-    chunk: int,
+def weight_grad(
+    grad: Tensor, x: Tensor, total: Tensor | None, dtype: torch.dtype, precision: str | None, chunk: int
 ) -> Problem:
     """Of grad^T x, whose k are the tokens; `by_token` has seen to it that these have one level or two."""
     n, k = grad.shape[-1], x.shape[-1]
@@ -70,7 +61,7 @@ def of_weight_grad(
     )  # fmt: skip
 
 
-def of_bias_grad(grad: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype) -> BiasGradProblem:
+def bias_grad(grad: Tensor, total: Tensor | None, dtype: torch.dtype) -> BiasGradProblem:
     """Of the sum of a gradient, nothing empty, over its tokens."""
     levels = _levels(grad.shape[:-1], grad.stride()[:-1])
     n = grad.shape[-1]
@@ -84,19 +75,19 @@ def of_bias_grad(grad: torch.Tensor, total: torch.Tensor | None, dtype: torch.dt
     )  # fmt: skip
 
 
-def by_token(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def by_token(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """The same tensors, made contiguous if their leading sizes have more than the two levels a kernel walks."""
     if grad.ndim > 3 and len(_levels(grad.shape[:-1], grad.stride()[:-1], x.stride()[:-1])) > 2:
         return grad.contiguous(), x.contiguous()
     return grad, x
 
 
-def flat(x: torch.Tensor) -> torch.Tensor:
+def flat(x: Tensor) -> Tensor:
     """[*, N] as [tokens, N], empty sizes too."""
     return x.reshape(rows(x), x.shape[-1])
 
 
-def rows(x: torch.Tensor) -> int:
+def rows(x: Tensor) -> int:
     return math.prod(x.shape[:-1])
 
 
@@ -104,18 +95,11 @@ def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
     return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
-def walk_chunk(a: torch.Tensor, out_dtype: torch.dtype) -> int:
+def walk_chunk(a: Tensor, out_dtype: torch.dtype) -> int:
     return configs.walk_chunk(a.shape[-1], dtype_name(a.dtype), dtype_name(out_dtype))
 
 
-def resolve_precision(a: torch.Tensor, precision: str | None) -> str | None:
-    """None becomes torch's setting of this moment, where it matters: float32 on a GPU."""
-    if precision is None and a.dtype is torch.float32 and a.is_cuda:
-        return devices.matmul_precision()
-    return precision
-
-
-def aligned(x: torch.Tensor) -> bool:
+def aligned(x: Tensor) -> bool:
     """To 16 bytes, as TMA and wide loads need."""
     return x.data_ptr() % 16 == 0
 

@@ -1,0 +1,185 @@
+"""The launch runtime: what a call allocates and launches, made once per problem and then only run.
+
+A launch is bound to a compiled kernel by everything that Triton specialises on (`compiled_for`). A `Plan` is one call's
+launches with all arguments filled in but the addresses. What is made once is kept in a `Cache`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from isogemm.core import device as devices
+from isogemm.core import dispatch
+from isogemm.core.dispatch import Dispatch
+
+if TYPE_CHECKING:
+    from isogemm.core.launch import BoundKernel, Launch
+
+Value = TypeVar("Value")
+Seen = tuple[torch.dtype, bool]  # all that Triton sees of a tensor: its dtype, and whether it is aligned to 16 bytes
+Place = tuple[Seen, int] | tuple[Seen, int, int]  # a tensor (or a pair with one TMA map) and its place in a plan
+NO_NUMBERS: tuple[float | None, ...] = ()
+
+# The places of a plan's tensors: its result, its scratch memory, and then the call's inputs.
+OUT, SCRATCH, INPUTS = range(3)
+
+
+class Cache(dict[Any, Value]):
+    """A dictionary that is emptied when it is full: what it held is made again. `clear_caches` empties all."""
+
+    __slots__ = ("_most",)
+    _all: list[Cache[Any]] = []  # noqa: RUF012
+
+    def __init__(self, most: int = 8192) -> None:
+        """most: entries; a serving process sees many numbers of tokens."""
+        super().__init__()
+        self._most = most
+        Cache._all.append(self)
+
+    def keep(self, key: Hashable, value: Value) -> Value:
+        if len(self) >= self._most:
+            self.clear()
+        self[key] = value
+        return value
+
+
+def clear_caches() -> None:
+    """Forget every plan and every bound kernel of this process."""
+    for cache in Cache._all:
+        cache.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One launch. A call fills in the addresses and numbers."""
+
+    kernel: BoundKernel
+    programs: int
+    arguments: tuple[Any, ...]  # all of the kernel's
+    addressed: tuple[tuple[int, int], ...]  # which of them are addresses, and the places of those tensors
+    described: tuple[tuple[slice, Callable[..., Any], Callable[..., Sequence[Any]]], ...]  # and which are TMA maps
+    numbered: slice | None  # and which are a call's numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The launches of one problem on one device."""
+
+    dispatch: Dispatch
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    index: int
+    scratch: int  # float32 elements
+    steps: tuple[Step, ...]
+
+    def run(
+        self, inputs: Sequence[Tensor | None], out: Tensor | None = None, numbers: tuple[float | None, ...] = NO_NUMBERS
+    ) -> Tensor:
+        """Launch on these inputs and return `out`, or new memory where it is None."""
+        index = self.index
+        if index != devices.current_device():
+            with torch.cuda.device(index):
+                return self.run(inputs, out, numbers)
+        if out is None:
+            out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device) if self.scratch else None
+        addresses = [
+            out.data_ptr(),
+            None if scratch is None else scratch.data_ptr(),
+            *[None if each is None else each.data_ptr() for each in inputs],
+        ]
+        if 0 in addresses:
+            raise RuntimeError(f"isogemm.{self.dispatch.op}: an operand has no memory: its storage was freed")
+        for step in self.steps:
+            arguments = list(step.arguments)
+            for at, place in step.addressed:
+                arguments[at] = addresses[place]
+            for those, pick, describe in step.described:
+                arguments[those] = describe(pick(addresses))
+            if numbers and step.numbered is not None:
+                arguments[step.numbered] = numbers
+            step.kernel.launch(index, step.programs, arguments)
+        if dispatch.active:
+            dispatch.record(self.dispatch)
+        return out
+
+
+plans: Cache[Plan] = Cache()  # by operation and all that its plan depends on
+_kernels: Cache[BoundKernel] = Cache()
+
+
+def compiled() -> int:
+    """Number of kernels that are ready to launch."""
+    return len(_kernels)
+
+
+def make_step(launch: Launch, places: Sequence[Place | None], device: torch.device) -> Step:
+    """One launch of a plan, compiled where it is not yet; `places` are the kernel's first arguments."""
+    index = devices.index_of(device)
+    bound = compiled_for(launch, [place and place[0] for place in places], device)
+    arguments: list[Any] = []
+    addressed: list[tuple[int, int]] = []
+    described: list[tuple[slice, Callable[..., Any], Callable[..., Sequence[Any]]]] = []
+    for place, seen in itertools.zip_longest(places, launch.maps):
+        at = len(arguments)
+        arguments += [None] * (1 if seen is None else bound.described_by(seen))
+        if place is None:
+            continue
+        if seen is not None:
+            pick = operator.itemgetter(*place[1:])
+            described.append((slice(at, len(arguments)), pick, bound.describer(len(described), seen, index)))
+        else:
+            addressed.append((at, place[1]))
+    arguments += launch.scalars
+    numbered = slice(len(arguments), len(arguments) + len(launch.numbers)) if launch.numbers else None
+    arguments += [None] * len(launch.numbers)
+    return Step(bound, launch.programs, (*arguments, *bound.constants), tuple(addressed), tuple(described), numbered)
+
+
+def compiled_for(launch: Launch, seen: Sequence[Seen | None], device: torch.device) -> BoundKernel:
+    """The launch's kernel compiled for tensors of these dtypes and alignments."""
+    parameters = launch.kernel.params[len(seen) : len(seen) + len(launch.scalars)]
+    key = (
+        launch.kernel, devices.index_of(device), tuple(launch.constants.values()), tuple(launch.options.items()),
+        tuple(seen), tuple(each and each.block for each in launch.maps),
+        tuple(itertools.starmap(_seen_by_triton, zip(parameters, launch.scalars, strict=True))),
+    )  # fmt: skip
+    bound = _kernels.get(key)
+    if bound is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "nothing can be compiled while a CUDA graph is captured: call isogemm.warmup, or the operation, before"
+            )
+        with torch.cuda.device(device):
+            dummies = [each and _dummy(*each, device) for each in seen]
+            bound = _kernels.keep(key, launch.bind(*dummies))
+    return bound
+
+
+def _seen_by_triton(parameter: Any, scalar: object) -> object:
+    """What a kernel is compiled for of one scalar: its type, and what it is divisible by unless that is opted out."""
+    if not isinstance(scalar, int):
+        return type(scalar)
+    wide = scalar >= 2**31
+    return wide if parameter.do_not_specialize else (scalar == 1, scalar % 16 == 0, wide)
+
+
+def _dummy(dtype: torch.dtype, aligned: bool, device: torch.device) -> Tensor:
+    """Dummy tensor used for specialisation."""
+    some = torch.empty(16, dtype=dtype, device=device)
+    return some if aligned else some[1:]
+
+
+def contiguous(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A shape and its strides."""
+    strides = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)
+    return tuple(shape), tuple(strides)[::-1]

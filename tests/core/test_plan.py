@@ -1,0 +1,82 @@
+"""What a plan does with a call's addresses, and what is kept."""
+
+from operator import itemgetter
+
+import pytest
+import torch
+
+from isogemm.core import device, plan
+from isogemm.core.dispatch import Dispatch
+from isogemm.core.plan import INPUTS, OUT, Cache, Plan, Step, clear_caches
+
+
+class Kernel:
+    def __init__(self):
+        self.launched = []
+
+    def launch(self, index, programs, arguments):
+        self.launched.append((index, programs, list(arguments)))
+
+
+@pytest.fixture(autouse=True)
+def device_zero(monkeypatch):
+    monkeypatch.setattr(device, "current_device", lambda: 0)
+
+
+def _plan(*steps, scratch=0):
+    served = Dispatch("matmul", "gemm", "", "", "")
+    return Plan(served, (4, 4), (4, 1), torch.float32, torch.device("cpu"), 0, scratch, steps)
+
+
+def test_a_call_fills_in_addresses_descriptions_and_numbers():
+    """A step with one argument of each kind: an address, two descriptors, a scalar, two numbers and a constant."""
+    kernel = Kernel()
+    described = (
+        (slice(1, 4), itemgetter(INPUTS + 1), lambda address: (f"map of {address}", 7, 8)),
+        (slice(4, 5), itemgetter(INPUTS, INPUTS + 1), lambda pair: (pair,)),
+    )
+    empty = (None, None, None, None, None, 16, None, None, "constant")
+    step = Step(kernel, 5, empty, ((0, OUT),), described, slice(6, 8))
+    a, b = torch.randn(4, 8), torch.randn(8, 4)
+    first = _plan(step).run((a, b))
+    second = _plan(step).run((b, a), torch.zeros(4, 4), (0.5, 2.0))
+    third = _plan(step).run((a, b))
+    assert first.shape == (4, 4)
+    expected = []
+    for out, x, y, numbers in ((first, a, b, (None, None)), (second, b, a, (0.5, 2.0)), (third, a, b, (None, None))):
+        pair = x.data_ptr(), y.data_ptr()
+        expected.append((0, 5, [out.data_ptr(), f"map of {pair[1]}", 7, 8, pair, 16, *numbers, "constant"]))
+    assert kernel.launched == expected
+
+
+def test_scratch_memory_is_allocated_where_a_plan_needs_it():
+    kernel = Kernel()
+    step = Step(kernel, 1, (None, None), ((0, plan.SCRATCH), (1, OUT)), (), None)
+    _plan(step).run(())
+    _plan(step, scratch=16).run(())
+    (without, _), (with_scratch, out) = (arguments for _, _, arguments in kernel.launched)
+    assert without is None
+    assert with_scratch not in (None, out)
+
+
+@pytest.mark.parametrize("freed", ["a", "b", "bias", "b_up", "total"])
+def test_an_operand_without_memory_is_refused(freed):
+    """As a sharded weight's between its uses: a kernel would read from address 0."""
+    operands = {"a": torch.randn(4, 8), "b": torch.randn(8, 4), "b_up": torch.randn(8, 4), "bias": torch.randn(4)}
+    operands["total"] = torch.zeros(4, 4)
+    operands[freed].untyped_storage().resize_(0)
+    *inputs, total = operands.values()
+    with pytest.raises(RuntimeError, match=r"isogemm.matmul: an operand has no memory"):
+        _plan().run((*inputs, None), total)
+
+
+def test_caches_are_bounded_and_cleared_together():
+    first, second = Cache(4), Cache(4)
+    for number in range(11):
+        assert first.keep(number, str(number)) == str(number)
+        assert len(first) <= 4
+        assert first[number] == str(number)
+    second.keep("key", 1)
+    clear_caches()
+    assert not first
+    assert not second
