@@ -386,7 +386,8 @@ def test_specialisation_is_tritons():
     unused = {name for name, value in job.constexprs.items() if value is None}
     assert unused >= {
         "b_rest", "scratch", "k_inner", "stride_ak_outer", "stride_bk_outer", f"e{PLACES['residual']}",
-        f"e{PLACES['seed']}", f"stride_e{MATRICES.index('residual')}", "batch", "batch_inner", "stride_ab_outer", "stride_ab", "stride_bb_outer", "stride_bb", "alpha_value",
+        f"e{PLACES['seed']}", f"stride_e{MATRICES.index('residual')}", "batch", "batch_inner", "stride_ab_outer",
+        "stride_ab", "stride_bb_outer", "stride_bb", "alpha_value",
     }  # fmt: skip
     assert not unused & {"a", "b", "c", f"e{PLACES['bias']}", "stride_am", "stride_bk", "stride_cm"}
     assert (job.constexprs["stride_ak"], job.constexprs["stride_bn"], job.constexprs["stride_cn"]) == (1, 1, 1)

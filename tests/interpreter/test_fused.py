@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from isogemm.epilogues import ACTIVATIONS, random, register
-from isogemm.epilogues.operands import Operands
-from isogemm.gemm import configs, cpu, fused, kernels, kernels_gradients, torch_forms
+from isogemm.epilogues.operands import PLACES, TENSORS, Operands
+from isogemm.gemm import configs, cpu, describe, fused, kernels, kernels_gradients, torch_forms
 from isogemm.gemm.configs import Config
 from isogemm.testing import assert_bitwise_equal, make_data
 
@@ -70,7 +70,7 @@ def _run(config, x, b, fusion, b_up=None, save="", out_dtype=None):
     if save:
         like = fused.saved_like(x, out.shape, save, fusion)
         saved_buffer, saved = _guarded(like.shape, like.dtype)
-    read[fused._SAVED] = saved
+    read[PLACES["saved"]] = saved
     read += [None] * (kernels.SLOTS - len(read))
     _launch(config, problem, x, b, b_up, read, out, fused.call_numbers(fusion))
     assert _untouched(buffer)
@@ -226,7 +226,7 @@ def test_gradient_in_the_epilogue(config, activation):
     buffer, out = _guarded((2, M, N) if gated else (M, N), torch.float32)
     first, second = (out[0], out[1]) if gated else (out, None)
     epilogue = fused.Epilogue(activation=activation, arguments=fusion.arguments, gradient=kind, exact=True)
-    problem = fused.problems.of_product(grad, weight, None, grad.dtype, "ieee", 0)
+    problem = describe.product(grad, weight, None, grad.dtype, "ieee", 0)
     read = [*(None,) * 9, saved, second, *(None,) * 5]
     _launch(config, replace(problem, epilogue=epilogue), grad, weight, None, read, first, (None,) * 4)
     exact = torch_forms.activation_grad(grad.double() @ weight.double(), saved.double(), kind, fusion, torch.float64)
@@ -256,12 +256,13 @@ def test_gradient_s_sums_over_rows(tokens, activation, dtype):
     saved = _normal(2 if gated else 1, tokens, N, seed=2, dtype=dtype)
     saved = saved.relu() if kind == "out" else saved
     epilogue = fused.Epilogue(activation=activation, gradient=kind, exact=True, sums=True)
-    problem = replace(fused.problems.of_product(grad, weight, None, dtype, "ieee", 0), epilogue=epilogue)
+    problem = replace(describe.product(grad, weight, None, dtype, "ieee", 0), epilogue=epilogue)
     blocks = -(-tokens // configs.BIAS_ROWS)
     for name, config in SUMMING.items():
         _, out = _guarded((2 if gated else 1, tokens, N), dtype)
         buffer, sums = _guarded((2 if gated else 1, blocks, N), torch.float32)
-        read = [*(None,) * 9, saved, out[1] if gated else None, *(None,) * 4, sums]
+        given = {"saved": saved, "second": out[1] if gated else None, "row_sums": sums}
+        read = [given.get(name) for name in TENSORS] + [None] * (kernels.SLOTS - len(TENSORS))
         _launch(config, problem, grad, weight, None, read, out[0], (None,) * 4)
         assert _untouched(buffer)
         for half, of_half in zip(out, sums, strict=True):

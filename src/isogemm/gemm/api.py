@@ -134,7 +134,7 @@ def plain_linear(
     """`linear` without an epilogue: the path whose host time counts, one call per linear layer and token."""
     if has_torch_function(NO_TENSOR) and not is_compiling():  # `is_intercepted`, without its frame
         given: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "out_dtype": out_dtype, "precision": precision}
-        return cast(Tensor, handle_torch_function(linear, (), **given))
+        return handle_torch_function(linear, (), **given)
     try:
         key = x.shape, weight.shape, bias is None, out_dtype, precision
         plan = _known.find(key, (x, weight) if bias is None else (x, weight, bias))
