@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from isogemm.bench import ceilings, runner, store
-from isogemm.bench.cases import Case, CaseRun, fp32_precision
+from isogemm.bench.cases import Case, CaseRun
+from isogemm.verify.precision import fp32_precision
 
 CPU = torch.device("cpu")
 

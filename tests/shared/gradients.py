@@ -1,10 +1,12 @@
 """What tests of gradients share: operands, plain forms in torch, finite differences, and what a call keeps."""
 
 import torch
+from fused_forms import fused_form
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
-from isogemm.testing import GATE_FORMS, fused_form, make_data
+from isogemm.verify.activations import GATE_FORMS
+from isogemm.verify.inputs import make_data
 
 CONTRACT = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from isogemm.bench.cases import Case, CaseRun, fp32_precision
+from isogemm.bench.cases import Case, CaseRun, make_params
 from isogemm.bench.store import Row
 from isogemm.bench.views import number_type
+from isogemm.verify.precision import fp32_precision
 
 FAMILY = "ceilings"
 
@@ -87,9 +88,7 @@ def _copy(size: int) -> Case:
 
 
 def _mm(size: int, dtype: str, precision: str = "") -> Case:
-    params: dict[str, int | str] = {"m": size, "n": size, "k": size, "dtype": dtype}
-    if precision:
-        params["precision"] = precision
+    params = make_params(dtype, precision, m=size, n=size, k=size)
     number = number_type(params)
 
     def build(device: torch.device) -> CaseRun:

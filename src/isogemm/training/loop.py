@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from isogemm.bench.cases import fp32_precision
 from isogemm.bench.files import AnyPath
 from isogemm.integrations import patchtst
 from isogemm.training import checkpoints
@@ -25,6 +24,7 @@ from isogemm.training.model import Architecture, Forecaster
 from isogemm.training.series import Series, SeriesError, cut
 from isogemm.training.steps import Evaluation, Objective, Training, random_state, set_random_state
 from isogemm.training.world import World
+from isogemm.verify.precision import fp32_precision
 
 Progress = Callable[[int, int, str], None]  # steps done, steps in all, what was reached
 
