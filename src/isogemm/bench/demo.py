@@ -22,7 +22,6 @@ BITS_TEXT = (
     "Counted: output elements whose bits change."
 )
 ACCURACY = "Accuracy: largest relative error against fp64"
-SPEED = "Speed"
 CPU_BANNER = "This is a CPU. isogemm's CPU path is for correctness and development; its speed figures are for GPUs."
 
 

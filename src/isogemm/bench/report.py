@@ -59,7 +59,7 @@ class FamilySection:
 
 @dataclass(frozen=True)
 class Section:
-    """Of what is no point: a table and plots."""
+    """A table and plots that are not made of points."""
 
     title: str
     text: str

@@ -183,13 +183,7 @@ _FIELDS: dict[str, tuple[str, Any]] = {
     "bytes": ("a finite number >= 0", _number),
     "info": ("strings by name", _mapping(_text)),
     "error": ("finite numbers >= 0 by variant", _mapping(_number)),
-    "times_us": (
-        "lists of positive numbers by variant",
-        lambda value: bool(value) and _mapping(_times)(value),
-    ),
-    "env": (
-        f"strings {', '.join(ENV_KEYS)}",
-        lambda value: _mapping(_text)(value) and set(ENV_KEYS) == set(value),
-    ),
+    "times_us": ("lists of positive numbers by variant", lambda value: bool(value) and _mapping(_times)(value)),
+    "env": (f"strings {', '.join(ENV_KEYS)}", lambda value: _mapping(_text)(value) and set(ENV_KEYS) == set(value)),
     "cpu_us": ("lists of positive numbers by variant", _mapping(_times)),
 }

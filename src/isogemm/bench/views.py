@@ -53,7 +53,7 @@ class FamilyView:
         return ", ".join(part for part in (op, number_type(params), *others) if part)
 
     def peer_label(self, peer: str) -> str:
-        """Of what a table says of a peer: isogemm's speed-up over it, or its own over torch."""
+        """The column name of a peer: isogemm's speed-up over it, or its own over torch."""
         return f"over {peer}" if self.against else peer
 
 

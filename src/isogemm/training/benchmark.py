@@ -15,7 +15,7 @@ from isogemm.bench import demo as demos
 from isogemm.bench.cases import Case, CaseRun, Params, make_params
 from isogemm.bench.cases.encoder import COMPILED, Stack
 from isogemm.bench.demo import DemoResult
-from isogemm.bench.memory import peak_bytes
+from isogemm.bench.timer import peak_bytes
 from isogemm.bench.views import FamilyView
 from isogemm.core import private
 from isogemm.core.dispatch import dispatch_log
@@ -56,7 +56,7 @@ class Step:
         return loss
 
     def gradients(self) -> Tensor:
-        """Into the parameters; the loss."""
+        """Write the parameters' gradients; returns the loss."""
         loss = self._objective(self.windows.values, self.starts[None], self._position)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
@@ -87,7 +87,7 @@ def _config(preset: str, precision: str, batch: int = 0) -> Config:
 
 
 def _steps(config: Config, device: torch.device, *, compiled: bool) -> dict[str, Step]:
-    """Of models with the same weights on the same batch."""
+    """Steps of each variant: models with the same weights on the same batch."""
     if device.type == "cuda":
         set_fp32_precision("tf32" if config.precision == "tf32" else "ieee")
     sizes = config.model

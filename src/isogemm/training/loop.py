@@ -42,7 +42,7 @@ class Diverged(ArithmeticError):
 
 @dataclass(frozen=True)
 class Plan:
-    """How long a run goes on, and where it leaves its checkpoints: the weights' bits follow from none of it."""
+    """How long a run goes on, and where it leaves its checkpoints: the bits of the weights depend on none of it."""
 
     epochs: int = 10
     patience: int | None = None  # epochs without a lower validation error, then it ends
@@ -136,7 +136,7 @@ class Run:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that the bits of the weights follow from; but for the graphs of a step, which do not change them."""
+        """All that the bits of the weights depend on."""
         options = self.config.flat()
         del options["graph"], options["graph_steps"]
         data = {"data": self.series.fingerprint, "device": self.world.device.type, "processes": self.world.size}
@@ -366,7 +366,7 @@ class Run:
 
     @torch.no_grad()
     def _forecast(self) -> Forecast:
-        """Of the test part's middle window."""
+        """Forecast the middle window of the test part."""
         windows, shown = self.windows, min(_SHOWN_CHANNELS, self.config.model.channels)
         window = windows.all[windows.test.first + windows.test.count // 2]
         self.model.eval()

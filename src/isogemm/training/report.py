@@ -82,9 +82,8 @@ def _plots(runs: Sequence[Record]) -> Mapping[str, plots.Plot]:
 
 def _svg(name: str, plot: plots.Plot) -> str:
     def draw(figure: object, palette: pages.Palette) -> None:
-        colours = plots.Colours(palette.ink, palette.muted, palette.line, palette.series)
-        with need("matplotlib").rc_context(colours.style):
-            plot.draw(figure, colours)
+        with need("matplotlib").rc_context(plots.style(palette)):
+            plot.draw(figure, palette)
 
     return pages.drawing(name, plot.height, draw)
 

@@ -46,7 +46,7 @@ class Series:
 
     @property
     def fingerprint(self) -> str:
-        """Of the values: two series of the same one train alike."""
+        """A hash of the values: series with the same hash train alike."""
         values = self.values.contiguous()
         return hashlib.sha256(ctypes.string_at(values.data_ptr(), values.nbytes)).hexdigest()[:16]
 

@@ -263,7 +263,7 @@ def _sizes(x: torch.Tensor) -> tuple[float, float]:
 
 
 def _accuracy(each: Setting) -> Iterator[BitDiff]:
-    """Raises where a result or a gradient is not accurate; there are no bits to compare."""
+    """Raise where a result or a gradient is not accurate; there are no bits to compare."""
     elements = each.shape.tokens * each.shape.d_model
     least = max(1, 4096 // elements)  # of fewer torch may be lucky
     sequences = each.rng.randint(least, max(least, min(each.sizes.most, _JUDGED_ELEMENTS // elements)))
@@ -300,35 +300,25 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
 
 TRIALS = (
     Trial(
-        "sequences",
-        "a sequence's result has the same bits in any batch, at any place",
-        trials.forward,
+        "sequences", "a sequence's result has the same bits in any batch, at any place", trials.forward,
         "every position of up to {most} sequences, cuts, garbage sequences, permutations, runs under load",
     ),
     Trial(
-        "dx",
-        "the input's gradient has the forward's contract",
-        trials.input_gradient,
+        "dx", "the input's gradient has the forward's contract", trials.input_gradient,
         "every position of up to {most} sequences, cuts, garbage sequences, permutations, runs under load",
     ),
     Trial(
-        "right-padding",
-        "masked tokens after a sequence's own change nothing of it",
-        _right_padding,
+        "right-padding", "masked tokens after a sequence's own change nothing of it", _right_padding,
         f"results and dx, padded to up to {LONGEST} tokens",
     ),
     Trial(
-        "parameters' gradients",
-        "micro-batches cut at chunks have the bits of one pass",
-        _parameter_gradients,
+        "parameters' gradients", "micro-batches cut at chunks have the bits of one pass", _parameter_gradients,
         "cuts at multiples of the chunk into main_grad, trailing sequences without a gradient, runs under load",
     ),
     Trial(
-        "accuracy",
-        "the error is at most twice that of torch's layer and one ulp",
-        _accuracy,
+        "accuracy", "the error is at most twice that of torch's layer and one ulp", _accuracy,
         "the result and every gradient against fp64; 4x torch's error for fp32 sums",
     ),
-)
+)  # fmt: skip
 
 CHECKS = tuple(each.check(Setting) for each in TRIALS)

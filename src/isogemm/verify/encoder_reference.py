@@ -1,4 +1,4 @@
-"""Encoder layers by named tensors: the shapes that are tested, and torch's own layer to hold isogemm's against."""
+"""torch's encoder layer on named tensors, which isogemm's is compared with, and the shapes that are tested."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def encoder_tensors(
 
 
 def encoder_parameters(tensors: Mapping[str, torch.Tensor], *, separate: bool = False) -> isogemm.EncoderParameters:
-    """Of the tensors but x; with `separate` the input projection in three, views of the stacked one."""
+    """Take all tensors but x as parameters; `separate` gives q, k and v as views of the stacked input projection."""
     named: dict[str, Any] = {name: each for name, each in tensors.items() if name != "x"}
     if separate:
         thirds = [name for name in ("in_proj_weight", "in_proj_bias") if name in named]

@@ -119,15 +119,10 @@ class Layer:
     def sizes(self, product: torch.Tensor, up: torch.Tensor | None, tokens: Tokens) -> torch.Tensor:
         """The unit of an element's error, from |x| |weight|: no activation but relu2 grows faster than its argument."""
         whole = replace(
-            self,
-            bias=_size(self.bias),
-            bias_up=_size(self.bias_up),
-            col_scale=_size(self.col_scale),
+            self, bias=_size(self.bias), bias_up=_size(self.bias_up), col_scale=_size(self.col_scale),
+            gain=_size(self.gain), alpha=_absolute(self.alpha), beta=_absolute(self.beta),
             activation="relu2" if self.activation == "relu2" else "",
-            alpha=_absolute(self.alpha),
-            beta=_absolute(self.beta),
-            gain=_size(self.gain),
-        )
+        )  # fmt: skip
         return whole.after(product, up, tokens.map(lambda each: each.double().abs()))
 
     def products(self, multiply: Multiply, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -150,9 +145,19 @@ class Layer:
         return replace(self, col_scale=None, alpha=1.0, beta=0.0)
 
     def of_dtype(self, dtype: torch.dtype) -> Layer:
-        """With what is no parameter in this dtype."""
+        """The layer with all but its parameters in this dtype."""
         col_scale, gain = (None if each is None else each.to(dtype) for each in (self.col_scale, self.gain))
         return replace(self, col_scale=col_scale, gain=gain)
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """What is trained, by name."""
+        named = {name: getattr(self, name) for name in ("weight", "bias", "weight_up", "bias_up")}
+        return {name: each for name, each in named.items() if each is not None}
+
+    def with_parameters(self, tensors: Sequence[torch.Tensor]) -> Layer:
+        """The layer with these tensors as its `parameters`."""
+        return replace(self, **dict(zip(self.parameters, tensors, strict=True)))  # type: ignore[arg-type]
 
     @property
     def columns(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -225,7 +230,7 @@ class Setting(trials.Setting):
         return self.activation or ("a registered epilogue" if self.registered else "no activation")
 
     def layer(self, weight: torch.Tensor) -> Layer:
-        """With this [N, K] weight."""
+        """The layer with this [N, K] weight."""
         bias, bias_up, col_scale, gain = (self.normal(self.n, seed=at) for at in (1, 2, 3, 10))
         up = self._weight(self.seed + 1) if self.gated else None
         return Layer(
@@ -234,19 +239,16 @@ class Setting(trials.Setting):
             None if up is None else with_layout(up, self.layouts[1]),
             bias_up if self.gated and self.biased else None,
             col_scale if self.scaled else None,
-            self.activation,
-            self.arguments,
-            self.alpha,
-            self.beta,
+            self.activation, self.arguments, self.alpha, self.beta,
             gain if self.registered else None,
-        )
+        )  # fmt: skip
 
     def _weight(self, seed: int) -> torch.Tensor:
         shape = (self.n, self.k)
         return make_data(self.kind, shape, seed=seed, dtype=self.dtype, device=self.device, pair_sign=1)
 
     def packed(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-        """All that belongs to a row in one, so that rows are cut, moved and padded with what belongs to them."""
+        """x [M, K] and the row's other operands side by side, so that they are cut, moved and padded together."""
         added = [self.normal(len(x), width, seed=at) for at, width in enumerate(list(self.widths.values())[1:], 11)]
         return torch.cat([x, *added, *more], dim=1)
 
@@ -309,19 +311,15 @@ class Setting(trials.Setting):
     def trained(self, tokens: int) -> Sequence[Trained]:
         grad, x = self.weight_operands(tokens)
         layer = self.layer(self._weight(self.seed))
-        names = [name for name in ("weight", "bias", "weight_up", "bias_up") if getattr(layer, name) is not None]
-
-        def given(parameters: Sequence[torch.Tensor]) -> Layer:
-            return replace(layer, **dict(zip(names, parameters, strict=True)))  # type: ignore[arg-type]
 
         def one(rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
             tokens = self.tokens_of(rows)._replace(bias=None)  # of `linear`, which knows parameters
-            return given(parameters).isogemm(tokens, precision=self.precision or None)
+            return layer.with_parameters(parameters).isogemm(tokens, precision=self.precision or None)
 
         def two(rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-            return self._mlp(given(parameters[:-1]), parameters[-1], self.tokens_of(rows).x)
+            return self._mlp(layer.with_parameters(parameters[:-1]), parameters[-1], self.tokens_of(rows).x)
 
-        rows, parameters = self.packed(x), [getattr(layer, name) for name in names]
+        rows, parameters = self.packed(x), list(layer.parameters.values())
         trained = [Trained(one, parameters, rows, grad)]
         if self.activation:
             trained.append(Trained(two, [*parameters, self._down()], rows, self.normal(tokens, self.k, seed=9)))
@@ -345,7 +343,7 @@ def _any_tile(each: Setting) -> Iterator[BitDiff]:
 
 
 def _accuracy(each: Setting) -> Iterator[BitDiff]:
-    """Raises where a result is not accurate; there are no bits to compare."""
+    """Raise where a result is not accurate; there are no bits to compare."""
     x, b = each.operands(min(each.rng.choice(each.sizes.edges), 1000), each.k, each.n)
     layer, tokens = each.layer(b.mT), each.tokens_of(each.packed(x))
     for out_dtype in dict.fromkeys((None, each.wide)):
@@ -380,8 +378,7 @@ def _assert_trained_accurately(each: Setting) -> None:
     """
     m = min(each.rng.choice(each.sizes.edges), 1000)
     layer, tokens, down = _smooth(each, m)
-    names = [name for name in ("weight", "bias", "weight_up", "bias_up") if getattr(layer, name) is not None]
-    precision = each.precision or None
+    names = list(layer.parameters)
     differentiable: Any = _TorchProduct
 
     def in_torch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -389,25 +386,23 @@ def _assert_trained_accurately(each: Setting) -> None:
             return a @ b
         return cast(torch.Tensor, differentiable.apply(a, b, each.precision))
 
-    def given(operands: Sequence[torch.Tensor]) -> Layer:
-        return replace(layer, **dict(zip(names, operands[1:], strict=False)))  # type: ignore[arg-type]
-
     def one(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        return given((x, *parameters)).isogemm(tokens._replace(x=x), precision=precision)
+        mine = layer.with_parameters(parameters)
+        return mine.isogemm(tokens._replace(x=x), precision=each.precision or None)
 
     def one_in_torch(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        mine = given((x, *parameters))
+        mine = layer.with_parameters(parameters)
         rest = tokens.map(lambda part: part.to(x.dtype))._replace(x=x)
         return mine.of_dtype(x.dtype).after(*mine.products(in_torch, x), rest)
 
     def two(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        return each._mlp(given((x, *parameters)), parameters[-1], x)
+        return each._mlp(layer.with_parameters(parameters[:-1]), parameters[-1], x)
 
     def two_in_torch(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        mine = given((x, *parameters)).bare
+        mine = layer.with_parameters(parameters[:-1]).bare
         return in_torch(mine.after(*mine.products(in_torch, x), Tokens(x)), parameters[-1].mT)
 
-    operands = [tokens.x, *(getattr(layer, name) for name in names)]
+    operands = [tokens.x, *layer.parameters.values()]
     exact = layer.before(reference.matmul(tokens.x, layer.weight.mT), tokens)
     grad = torch.where(exact.abs() < exact.abs().mean() / 64, 0, each.normal(m, each.n, seed=9))
     _assert_as_torch(one, one_in_torch, ["result", "x", *names], operands, grad, each)
@@ -518,56 +513,39 @@ def _activations(each: Setting) -> Iterator[BitDiff]:
 
 TRIALS = (
     Trial(
-        "any tile",
-        "every configuration gives the same bits with an epilogue on",
-        _any_tile,
-        "up to 6 configurations; activations, scales, addends, residuals and dropout",
-        tiles_only=True,
+        "any tile", "every configuration gives the same bits with an epilogue on", _any_tile,
+        "up to 6 configurations; activations, scales, addends, residuals and dropout", tiles_only=True,
     ),
     Trial(
-        "rows",
-        "a row with its epilogue has the same bits in any batch",
-        trials.forward,
+        "rows", "a row with its epilogue has the same bits in any batch", trials.forward,
         "every position, cuts, garbage rows, permutations, runs under load; both roundings, and two layers",
     ),
     Trial(
-        "activations",
-        "an activation has the same bits at any place in a tensor",
-        _activations,
-        "every activation, float32, rows alone and in a batch of 100 x 201",
-        cpu_only=True,
+        "activations", "an activation has the same bits at any place in a tensor", _activations,
+        "every activation, float32, rows alone and in a batch of 100 x 201", cpu_only=True,
     ),
     Trial(
-        "dX",
-        "the input's gradient has the forward's contract",
-        trials.input_gradient,
+        "dX", "the input's gradient has the forward's contract", trials.input_gradient,
         "every position, cuts, garbage rows, permutations, runs under load; one layer and two",
     ),
     Trial(
-        "dW, db",
-        "micro-batches cut at chunks have the bits of one pass",
-        trials.micro_batches,
+        "dW, db", "micro-batches cut at chunks have the bits of one pass", trials.micro_batches,
         "cuts at multiples of the chunk into main_grad, trailing zeros, runs under load; one layer and two",
     ),
     Trial(
-        "dropout",
-        "the mask is that of (seed, row, column), in the backward too",
-        _dropout,
+        "dropout", "the mask is that of (seed, row, column), in the backward too", _dropout,
         "1 .. {most} rows, a tenth to nine tenths dropped",
     ),
     Trial(
         "eager rounding",
         "isogemm.mm followed by torch's operations (on the CPU with isogemm's own exp, erf and tanh), bit for bit",
-        _eager,
-        "activations, scales, addends and residuals",
+        _eager, "activations, scales, addends and residuals",
     ),
     Trial(
-        "accuracy",
-        "the error is at most twice that of torch's operations and one ulp",
-        _accuracy,
+        "accuracy", "the error is at most twice that of torch's operations and one ulp", _accuracy,
         "results, dX, dW and db against fp64, one layer and two; 4x torch's error for fp32 of 16-bit inputs, "
         "tf32x3 and fp32 gradients",
     ),
-)
+)  # fmt: skip
 
 CHECKS = tuple(each.check(Setting) for each in TRIALS)

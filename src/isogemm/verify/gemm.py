@@ -20,23 +20,20 @@ class Setting(trials.Setting):
     """Products and their gradients."""
 
     def walk_chunk(self, k: int, out_dtype: torch.dtype | None) -> int:
-        """Of a product over k."""
+        """The chunk of K of a product over k."""
         names = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, out_dtype or self.dtype)]
         return configs.walk_chunk(k, *names)
 
     def forward(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
         """x, and the ways to multiply it: with an fp32 result, and with one of its own dtype."""
         x, b = self.operands(m, self.k, self.n)
-        weight = with_layout(b.mT, self.layouts[1])
-        bias = self.normal(self.n)
-        return x, [self._linear(weight, bias, out) for out in dict.fromkeys((self.wide, None))]
+        weight, bias = with_layout(b.mT, self.layouts[1]), self.normal(self.n)
 
-    def _linear(self, weight: torch.Tensor, bias: torch.Tensor, out_dtype: torch.dtype | None) -> Rows:
-        def way(x: torch.Tensor) -> torch.Tensor:
-            laid_out = with_layout(x, self.layouts[0])
-            return linear(laid_out, weight, bias, out_dtype=out_dtype, precision=self.precision or None)
+        def way(out_dtype: torch.dtype | None) -> Rows:
+            how: Any = {"out_dtype": out_dtype, "precision": self.precision or None}
+            return lambda x: linear(with_layout(x, self.layouts[0]), weight, bias, **how)
 
-        return way
+        return x, [way(out) for out in dict.fromkeys((self.wide, None))]
 
     def input_gradient(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
         """grad, and the ways to its dX: the product itself with an fp32 result, and autograd's."""
@@ -90,15 +87,9 @@ def _any_tile(each: Setting) -> Iterator[BitDiff]:
 
 
 def assert_accurate(
-    found: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    precision: str,
-    *,
-    bias: torch.Tensor | None = None,
-    torchs: torch.Tensor | None = None,
-    what: str = "",
-) -> Errors:
+    found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str, *,
+    bias: torch.Tensor | None = None, torchs: torch.Tensor | None = None, what: str = "",
+) -> Errors:  # fmt: skip
     """`found` is a @ b (+ bias) to the family's bound; `torchs` is what torch gives, where it is known already.
 
     Twice torch's error and one ulp. Four times where tensor cores sum an fp32 result: of 16-bit operands, and in
@@ -107,8 +98,12 @@ def assert_accurate(
     """
     signs = torch.randint(2, (64, a.shape[1]), device=a.device, generator=torch.Generator(a.device).manual_seed(0))
     more = (2 * signs - 1) * a[torch.arange(64, device=a.device) % len(a)]
-    torchs = _torchs(a, b, bias, found.dtype, precision) if torchs is None else torchs
-    torchs_more = _torchs(more, b, bias, found.dtype, precision)
+
+    def of_torch(rows: torch.Tensor) -> torch.Tensor:
+        product = torch_product(rows, b, found.dtype, precision)
+        return product if bias is None else product + bias
+
+    torchs, torchs_more = of_torch(a) if torchs is None else torchs, of_torch(more)
     all_a = torch.cat([a, more])
     exact, scale = reference.matmul(all_a, b, bias), reference.matmul_scale(all_a, b)
     if bias is not None:
@@ -124,15 +119,8 @@ def assert_accurate(
     return measure_errors(found, exact[: len(a)], scale=scale[: len(a)])
 
 
-def _torchs(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, precision: str
-) -> torch.Tensor:
-    product = torch_product(a, b, out_dtype, precision)
-    return product if bias is None else product + bias
-
-
 def _accuracy(each: Setting) -> Iterator[BitDiff]:
-    """Raises where a result is not accurate; there are no bits to compare."""
+    """Raise where a result is not accurate; there are no bits to compare."""
     m, precision = min(each.rng.choice(each.sizes.edges), 1000), each.precision
     x, b = each.operands(m, each.k, each.n)
     grad = make_data(each.kind, (m, each.n), seed=each.seed, dtype=each.dtype, device=each.device)
@@ -154,55 +142,35 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
 
 TRIALS = (
     Trial(
-        "any tile",
-        "every configuration of the tables gives the same bits",
-        _any_tile,
-        "every configuration for forward, dX and dW",
-        tiles_only=True,
+        "any tile", "every configuration of the tables gives the same bits", _any_tile,
+        "every configuration for forward, dX and dW", tiles_only=True,
     ),
     Trial(
-        "needle",
-        "a row has the same bits at every position of any batch",
-        trials.of_rows(trials.needle),
+        "needle", "a row has the same bits at every position of any batch", trials.of_rows(trials.needle),
         "every position of 1 .. {most} rows",
     ),
     Trial("prefill cuts", "rows have the same bits in parts as at once", trials.of_rows(trials.cut), "random cuts"),
     Trial(
-        "padding",
-        "other rows change nothing",
-        trials.of_rows(trials.padded),
+        "padding", "other rows change nothing", trials.of_rows(trials.padded),
         "random, NaN, Inf, huge and zero rows at both ends",
     ),
+    Trial("permutation", "rows in another order have the same bits", trials.of_rows(trials.permuted), "random orders"),
     Trial(
-        "permutation",
-        "rows in another order have the same bits",
-        trials.of_rows(trials.permuted),
-        "random orders",
-    ),
-    Trial(
-        "run to run",
-        "a call has the same bits every time",
-        trials.of_rows(trials.repeated),
+        "run to run", "a call has the same bits every time", trials.of_rows(trials.repeated),
         "4 runs, other work beside",
     ),
     Trial(
-        "dX",
-        "the input's gradient has the forward's contract",
-        trials.input_gradient,
+        "dX", "the input's gradient has the forward's contract", trials.input_gradient,
         "every position, cuts, garbage rows, permutations, runs under load",
     ),
     Trial(
-        "dW, db",
-        "micro-batches cut at chunks have the bits of one pass",
-        trials.micro_batches,
+        "dW, db", "micro-batches cut at chunks have the bits of one pass", trials.micro_batches,
         "cuts at multiples of the chunk into main_grad, trailing zeros, runs under load",
     ),
     Trial(
-        "accuracy",
-        "the error is at most twice torch's and one ulp",
-        _accuracy,
+        "accuracy", "the error is at most twice torch's and one ulp", _accuracy,
         "forward and gradients, against fp64; 4x torch's error for fp32 of 16-bit inputs and for tf32x3",
     ),
-)
+)  # fmt: skip
 
 CHECKS = tuple(each.check(Setting) for each in TRIALS)

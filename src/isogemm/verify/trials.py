@@ -1,4 +1,4 @@
-"""What the checks of contracts share: trials made from a seed, and what must be true of rows and of micro-batches."""
+"""Trials made from a seed, and the properties that rows and micro-batches must have."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class Trained:
 
 
 class Setting(abc.ABC):
-    """One weight's shape with its numbers, data and strides, all from the seed: the same in every check.
+    """One weight's shape, dtype, data and strides, all from the seed and the same in every check.
 
-    A family says what is computed there.
+    Subclasses say what is computed.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -93,15 +93,15 @@ class Setting(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
-        """Rows, and what is computed of them."""
+        """Rows, and functions of them."""
 
     @abc.abstractmethod
     def input_gradient(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
-        """Rows with their gradient, and the ways to that of their input."""
+        """Rows with their gradient, and functions that give the gradient of their input."""
 
     @abc.abstractmethod
     def trained(self, tokens: int) -> Sequence[Trained]:
-        """The layers whose parameters get gradients, of so many tokens."""
+        """The layers whose parameters get gradients, each with so many tokens."""
 
     def batch_sizes(self) -> list[int]:
         """Every edge is met within four trials."""
@@ -115,7 +115,7 @@ class Setting(abc.ABC):
         return make_operands(self.kind, (m, k), (k, n), seed=self.seed, dtype=self.dtype, device=self.device)
 
     def tokens(self) -> tuple[int, int]:
-        """How many, some chunks and a part of one; and the chunk."""
+        """A number of tokens, some chunks and a part of one; and the chunk."""
         chunk = configs.token_chunk(self.n, self.k, str(self.dtype).removeprefix("torch."))
         most = self.sizes.most_tokens // (chunk * max(self.n, self.k))
         return chunk * self.rng.randint(2, min(max(most, 2), 5)) + self.rng.randrange(chunk), chunk
@@ -126,11 +126,11 @@ class Setting(abc.ABC):
         return left.mT.contiguous(), x
 
 
-# What is true of each row, however its batch is made.
+# Properties of each row, whatever its batch.
 
 
 def needle(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
-    """The first row at every position: at a random half of them, then at the others."""
+    """Place the first row at a random half of the positions, then at the others."""
     alone, others = way(rows[:1]), rows.flip(0)
     half = torch.tensor([rng.random() < 0.5 for _ in range(len(rows))], device=rows.device)
     for there in (half, ~half):
@@ -167,7 +167,7 @@ def repeated(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitD
 
 @contextmanager
 def _other_work(device: torch.device) -> Iterator[None]:
-    """On a GPU, load on another stream."""
+    """Keep another stream of a GPU busy inside the block."""
     if device.type != "cuda":
         yield
         return
@@ -232,7 +232,7 @@ def micro_batches(each: Setting) -> Iterator[BitDiff]:
 def gradients(
     each: Setting, trained: Trained, cuts: Sequence[int] = (), *, main_grad: bool = True
 ) -> list[torch.Tensor]:
-    """Of the parameters, of micro-batches cut there: what is in main_grad afterwards, or in .grad."""
+    """The gradients of the parameters after micro-batches with these cuts: from main_grad, or from .grad."""
     parameters: list[Any] = [value.clone().requires_grad_() for value in trained.parameters]
     if main_grad:
         for parameter in parameters:
@@ -248,7 +248,7 @@ def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Ite
 
 
 def torch_product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, precision: str) -> torch.Tensor:
-    """What torch gives, whose error is the measure."""
+    """torch's product, by whose error ours is judged."""
     # cuBLAS takes TF32 or not as it likes; the exact product of rounded operands is TF32's own error.
     if precision == "tf32" and a.is_cuda:
         return reference.matmul(reference.round_to_tf32(a), reference.round_to_tf32(b)).float()
@@ -261,7 +261,7 @@ def torch_product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, prec
 
 
 def sampled(size: int, most: int, rng: random.Random, device: torch.device) -> torch.Tensor:
-    """Places among `size`, the first and the last with them."""
+    """At most `most` indices below `size`, the first and the last among them."""
     chosen = range(size) if size <= most else sorted({0, size - 1, *rng.sample(range(size), most - 2)})
     return torch.tensor(list(chosen), device=device)
 

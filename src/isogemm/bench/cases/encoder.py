@@ -14,7 +14,7 @@ from torch import nn
 from isogemm.bench import demo as demos
 from isogemm.bench.cases import Case, CaseRun, Params, Thunk, make_params, served_by
 from isogemm.bench.demo import DemoResult
-from isogemm.bench.memory import peak_bytes
+from isogemm.bench.timer import peak_bytes
 from isogemm.bench.views import FamilyView
 from isogemm.core import private
 from isogemm.nn import EncoderLayer
@@ -57,7 +57,7 @@ class Stack:
 
     @property
     def flops(self) -> float:
-        """Of products, forward and backward: a product's gradients are two more."""
+        """Arithmetic of the products, forward and backward: each has two more for its gradients."""
         attention = 4 * self.rows * self.tokens * self.d_model
         return 3.0 * self.layers * (2 * self.rows * self.weights + attention)
 
@@ -203,10 +203,7 @@ def _case(stack: Stack, dtype: str, precision: str = "", *, compiled: bool = Tru
                 info[f"{name} peak MiB"] = f"{training.peak_bytes(model) / 2**20:.1f}"
                 info[f"{name} kept bytes"] = f"{training.kept_bytes(model) / (stack.layers * stack.rows):.0f}"
         return CaseRun(
-            variants,
-            lambda: _errors(training, eager, models, precision),
-            info,
-            eager=("isogemm eager", "torch eager"),
+            variants, lambda: _errors(training, eager, models, precision), info, eager=("isogemm eager", "torch eager")
         )
 
     params = make_params(dtype, precision, **asdict(stack))
@@ -214,7 +211,7 @@ def _case(stack: Stack, dtype: str, precision: str = "", *, compiled: bool = Tru
 
 
 def _errors(training: Training, eager: nn.Sequential, models: Mapping[str, Model], precision: str) -> dict[str, float]:
-    """Of the result and the gradients, relative to their norms, the largest.
+    """The largest error of the result and the gradients of each variant, relative to their norms.
 
     Each is within its bound by torch's errors at that precision; torch's own variants are within twice that.
     """

@@ -14,7 +14,7 @@ from isogemm.bench import demo as demos
 from isogemm.bench import timer
 from isogemm.bench.cases import Case, CaseRun, Thunk, finite_results, make_params, on_poison, served_by, use_precision
 from isogemm.bench.demo import DemoResult
-from isogemm.bench.memory import peak_bytes
+from isogemm.bench.timer import peak_bytes
 from isogemm.bench.views import FamilyView, number_type
 from isogemm.core import private
 from isogemm.epilogues import ACTIVATIONS
@@ -49,6 +49,7 @@ class _Operation:
     torch: Forward
     torch_call: str
     products: int = 1  # of m n k
+    calls: int = 1  # how often the operands are read and the result written
     peers: Mapping[str, Forward] = field(default_factory=dict)
 
 
@@ -130,12 +131,13 @@ _AUTOFUSE = _Operation(
     lambda x, b, bias: _plain_code(x, b, bias)[-1],
     "4 x relu(x @ b + bias)",
     products=4,
+    calls=4,
     peers={"fused calls": _fused_calls},
 )
 
 
 def operation(name: str, *, on_gpu: bool) -> _Operation:
-    """Of a case."""
+    """The operation that a case of this name measures."""
     named = {"swiglu": _SWIGLU, "autofuse": _AUTOFUSE, **BLOCKS}
     return named[name] if name in named else _biased(name.split()[-1], on_gpu=on_gpu)
 
@@ -220,9 +222,10 @@ def _operands(
 def _case(name: str, shape: tuple[int, int, int], dtype: str, precision: str = "", *, most_sets: int = 2048) -> Case:
     m, n, k = shape
     element = getattr(torch, dtype)
-    shapes = operation(name, on_gpu=True).shapes(m, n, k)
-    moved = m * n + sum(map(_elements, shapes))
-    flops = 2.0 * m * n * k * operation(name, on_gpu=True).products
+    on_any = operation(name, on_gpu=True)
+    shapes, flops = on_any.shapes(m, n, k), 2.0 * m * n * k * on_any.products
+    moved = on_any.calls * (m * n + sum(map(_elements, shapes)))
+    size = float(element.itemsize * moved)
 
     def build(device: torch.device) -> CaseRun:
         on_gpu = device.type == "cuda"
@@ -230,6 +233,8 @@ def _case(name: str, shape: tuple[int, int, int], dtype: str, precision: str = "
         chosen = operation(name, on_gpu=on_gpu)
         functions = {"isogemm": chosen.isogemm, "torch": chosen.torch, **chosen.peers}
         info = {"torch call": chosen.torch_call}
+        if name == "autofuse":
+            info["deferred"] = str(_DEFERRED_OPERATIONS)
         if name.startswith("bias ") and flops / moved >= COMPUTE_BOUND:
             functions["plain"] = lambda x, weight, bias: linear(x, weight)
         if name.startswith("compiled "):
@@ -237,10 +242,7 @@ def _case(name: str, shape: tuple[int, int, int], dtype: str, precision: str = "
             tuned = torch.compile(functions.get("eager", chosen.torch), mode=TUNED, dynamic=False, fullgraph=True)
             functions = {"isogemm": chosen.isogemm, "torch": chosen.torch, "compiled": tuned}
             info["compiled mode"] = TUNED
-        sets = [
-            _operands(shapes, element, device, k)
-            for _ in range(timer.rotations(float(element.itemsize * moved), device, most_sets))
-        ]
+        sets = [_operands(shapes, element, device, k) for _ in range(timer.rotations(size, device, most_sets))]
         variants: dict[str, list[Thunk]] = {
             each: [partial(function, *one) for one in sets] for each, function in functions.items()
         }
@@ -253,9 +255,7 @@ def _case(name: str, shape: tuple[int, int, int], dtype: str, precision: str = "
 
         return CaseRun(variants, check, info | served_by(variants["isogemm"][0]))
 
-    return Case(
-        "fused", name, make_params(dtype, precision, m=m, n=n, k=k), flops, float(element.itemsize * moved), build
-    )
+    return Case("fused", name, make_params(dtype, precision, m=m, n=n, k=k), flops, size, build)
 
 
 def _elements(shape: Sequence[int]) -> int:
@@ -330,7 +330,7 @@ def _first(function: Forward, operands: Sequence[torch.Tensor], grad: torch.Tens
 def _block_errors(
     functions: Mapping[str, Forward], operands: Sequence[torch.Tensor], grad: torch.Tensor
 ) -> dict[str, float]:
-    """Of the result and the gradients, relative to their norms, the largest.
+    """The largest error of the result and the gradients of each variant, relative to their norms.
 
     isogemm's is at most twice torch's, each, and so is the largest error of an element.
     """
@@ -352,25 +352,8 @@ def _block_errors(
 
 
 def _autofuse_case(dtype: str, precision: str = "") -> Case:
-    """Small, so that CPU time is what there is: in the block, as plain code, and as the calls that it becomes."""
-    m, n, k = DEFERRED
-    element = getattr(torch, dtype)
-    shapes, flops = _AUTOFUSE.shapes(m, n, k), 2.0 * m * n * k * _AUTOFUSE.products
-    size = float(element.itemsize * _AUTOFUSE.products * (m * n + sum(map(_elements, shapes))))
-
-    def build(device: torch.device) -> CaseRun:
-        use_precision(precision, device)
-        operands = _operands(shapes, element, device, k)
-        functions = {"isogemm": _AUTOFUSE.isogemm, "torch": _AUTOFUSE.torch, **_AUTOFUSE.peers}
-        thunks: dict[str, Thunk] = {name: partial(function, *operands) for name, function in functions.items()}
-        info = {"torch call": _AUTOFUSE.torch_call, "deferred": str(_DEFERRED_OPERATIONS)}
-        return CaseRun(
-            {name: [thunk] for name, thunk in thunks.items()},
-            lambda: _errors(thunks, _layer("autofuse", operands), operands[0], precision),
-            info | served_by(thunks["isogemm"]),
-        )
-
-    return Case("fused", "autofuse", make_params(dtype, precision, m=m, n=n, k=k), flops, size, build)
+    """Small, so that CPU time dominates: in the block, as plain code, and as the calls that it becomes."""
+    return _case("autofuse", DEFERRED, dtype, precision, most_sets=1)
 
 
 def demo(device: torch.device) -> DemoResult:
