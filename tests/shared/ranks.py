@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-_SOURCE = Path(__file__).parents[2] / "src"
+_SHARED = Path(__file__).parent
+_SOURCE = _SHARED.parents[1] / "src"
 _BEGIN = """
 import os
 import sys
@@ -14,8 +15,8 @@ import sys
 import torch
 from torch import distributed
 
-rank, ranks, meeting, source = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-sys.path.insert(0, source)
+rank, ranks, meeting, *folders = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+sys.path[:0] = folders
 torch.set_num_threads(1)
 distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
 """
@@ -31,7 +32,7 @@ def run_ranks(program: str, folder: Path, ranks: int = 2, timeout: float = 120) 
     """Run `program`, in which `torch`, `distributed` and `rank` are known, in each of so many processes; raise with
     their output if one fails. folder: an empty one, for them to meet."""
     command = [sys.executable, "-c", _BEGIN + program + _END]
-    places = [str(folder / "meeting"), str(_SOURCE)]
+    places = [str(folder / "meeting"), str(_SOURCE), str(_SHARED)]
     running = [
         subprocess.Popen(
             [*command, str(rank), str(ranks), *places], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
