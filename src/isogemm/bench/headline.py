@@ -168,15 +168,11 @@ def dumps(measured: Iterable[Recorded]) -> str:
 def loads(text: str) -> list[Recorded]:
     return [
         Recorded(
-            **{
-                **each,
-                "dates": tuple(each["dates"]),
-                "commits": tuple(each["commits"]),
-                "figures": tuple(Figure(**figure) for figure in each["figures"]),
-            }
+            each["gpu"], each["torch"], each["triton"], tuple(each["dates"]), tuple(each["commits"]),
+            tuple(Figure(**figure) for figure in each["figures"]),
         )
         for each in json.loads(text)
-    ]
+    ]  # fmt: skip
 
 
 def shipped() -> list[Recorded]:

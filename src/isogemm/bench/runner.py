@@ -45,10 +45,6 @@ class Runner:
     env: Mapping[str, str] | None = None
     failures: list[Failure] = field(default_factory=list)
 
-    @property
-    def exit_code(self) -> int:
-        return 1 if self.failures else 0
-
     def rows(self, cases: Sequence[Case]) -> Iterator[Row]:
         """A row for each case whose check passed, as soon as it is measured."""
         env = environment(self.device) if self.env is None else self.env

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -112,27 +112,24 @@ def host_cost(rows: Iterable[Row], view: FamilyView) -> HostCost | None:
 
 
 def by_gpu(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """By device, CPUs last."""
-    split: dict[str, list[Row]] = {}
-    for row in rows:
-        split.setdefault(row.gpu, []).append(row)
-    return dict(sorted(split.items(), key=lambda item: item[0].startswith("CPU")))
+    """Rows by device, CPUs last."""
+    return dict(sorted(_split(rows, lambda row: row.gpu).items(), key=lambda item: item[0].startswith("CPU")))
 
 
 def by_family(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Rows by family, the ceilings left out."""
-    split: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.family != CEILINGS:
-            split.setdefault(row.family, []).append(row)
-    return split
+    return _split((row for row in rows if row.family != CEILINGS), lambda row: row.family)
 
 
 def by_group(rows: Iterable[Row], view: FamilyView) -> dict[str, list[Row]]:
-    split: dict[str, list[Row]] = {}
+    return _split(rows, lambda row: view.group_label(row.op, row.params))
+
+
+def _split(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
     for row in rows:
-        split.setdefault(view.group_label(row.op, row.params), []).append(row)
-    return split
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 def columns(rows: Iterable[Row], view: FamilyView) -> list[int | str]:

@@ -146,46 +146,40 @@ def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     if quick:
         return list(_quick_cases(device))
     if device.type != "cuda":
+        names: tuple[str, ...] = ("relu", "gelu_tanh", "gelu")
         return [
-            *(
-                _case(f"bias {activation}", shape, dtype, precision)
-                for dtype, precision in (("float32", "ieee"), ("bfloat16", ""))
-                for activation in ("relu", "gelu_tanh", "gelu")
-                for shape in CPU_SHAPES
-            ),
+            *_biased_cases(names, CPU_SHAPES, "float32", "ieee"),
+            *_biased_cases(names, CPU_SHAPES, "bfloat16"),
             *(_case("swiglu", shape, "bfloat16") for shape in CPU_SHAPES),
             *(_block_case(name, (512, 1024, 256), "float32", "ieee") for name in BLOCKS),
             _autofuse_case("float32", "ieee"),
         ]
+    names = ("relu", "gelu_tanh")
     return [  # a run that is cut short has what matters most
-        *(_case(f"bias {activation}", shape, "bfloat16") for activation in ("relu", "gelu_tanh") for shape in SHAPES),
+        *_biased_cases(names, SHAPES, "bfloat16"),
         *(_case("swiglu", shape, "bfloat16") for shape in GATED),
         *(_block_case(name, BLOCK, "bfloat16") for name in BLOCKS),
         _autofuse_case("bfloat16"),
-        *(_case("bias gelu", shape, "bfloat16") for shape in SHAPES),
-        *(_case(f"bias {activation}", shape, "float16") for activation in ("relu", "gelu_tanh") for shape in SHAPES),
+        *_biased_cases(("gelu",), SHAPES, "bfloat16"),
+        *_biased_cases(names, SHAPES, "float16"),
         # Before TF32 is set: Inductor of torch 2.11 does not compile in a process where fp32_precision was.
         # By shape: torch.compile tunes for up to 25 s, and remembers the product for the second activation.
-        *(
-            _case(f"compiled {activation}", shape, "bfloat16")
-            for shape in SHAPES
-            for activation in ("gelu_tanh", "relu")
-        ),
-        *(
-            _case(f"bias {activation}", shape, "float32", "tf32")
-            for activation in ("relu", "gelu_tanh")
-            for shape in SHAPES
-        ),
+        *(_case(f"compiled {name}", shape, "bfloat16") for shape in SHAPES for name in reversed(names)),
+        *_biased_cases(names, SHAPES, "float32", "tf32"),
     ]
+
+
+def _biased_cases(
+    activations: Sequence[str], shapes: Sequence[tuple[int, int, int]], dtype: str, precision: str = "", **how: int
+) -> Iterator[Case]:
+    return (_case(f"bias {name}", shape, dtype, precision, **how) for name in activations for shape in shapes)
 
 
 def _quick_cases(device: torch.device) -> Iterator[Case]:
     gpu = device.type == "cuda"
     shapes = ((4096, 4096, 4096), (64, 4096, 4096)) if gpu else ((64, 512, 256), (1, 512, 256))
     for dtype, precision in (("bfloat16", ""), ("float32", "tf32" if gpu else "ieee")):
-        for activation in ("relu", "gelu_tanh"):
-            for shape in shapes:
-                yield _case(f"bias {activation}", shape, dtype, precision, most_sets=8)
+        yield from _biased_cases(("relu", "gelu_tanh"), shapes, dtype, precision, most_sets=8)
     yield _case("swiglu", shapes[0], "bfloat16", most_sets=8)
     for name in BLOCKS:
         yield _block_case(name, (1024, 4096, 1024) if gpu else (64, 256, 64), "bfloat16", compiled=False)
