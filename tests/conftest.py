@@ -5,7 +5,7 @@ import pytest
 
 pytest.register_assert_rewrite(
     "attention_oracle", "deferring", "encoder_oracle", "encoder_variants", "float16_range", "gradients", "layouts",
-    "named_gradients", "official_patchtst", "promises",
+    "official_patchtst", "promises",
 )  # fmt: skip
 
 hypothesis.settings.register_profile("repeatable", derandomize=True)

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from encoder_oracle import isogemm_encoder
-from named_gradients import gradients_of
+from gradients import gradients_of
 
 import isogemm
 from isogemm.verify.compare import assert_bitwise_equal

@@ -6,9 +6,9 @@ import itertools
 import pytest
 import torch
 from encoder_oracle import assert_encoder_no_worse, isogemm_encoder
+from gradients import gradients_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from named_gradients import gradients_of
 from strategies import float_dtypes, seeds, sizes
 
 import isogemm

@@ -7,8 +7,18 @@ import pytest
 import torch
 import triton
 from fused_forms import fused_form
-from gradients import CONTRACT, Kept, assert_gradients, make_leaves, make_tensors, normal, plain_linear, plain_mlp
-from named_gradients import assert_gradients_no_worse, gradients_of
+from gradients import (
+    CONTRACT,
+    Kept,
+    assert_gradients,
+    assert_gradients_no_worse,
+    gradients_of,
+    make_leaves,
+    make_tensors,
+    normal,
+    plain_linear,
+    plain_mlp,
+)
 from torch.nn import functional as F
 
 import isogemm

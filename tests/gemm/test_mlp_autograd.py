@@ -4,8 +4,17 @@ import functools
 
 import pytest
 import torch
-from gradients import CONTRACT, Kept, assert_gradients, make_leaves, make_tensors, normal, plain_mlp
-from named_gradients import assert_gradients_no_worse, gradients_of
+from gradients import (
+    CONTRACT,
+    Kept,
+    assert_gradients,
+    assert_gradients_no_worse,
+    gradients_of,
+    make_leaves,
+    make_tensors,
+    normal,
+    plain_mlp,
+)
 from torch.nn import functional as F
 
 import isogemm

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from named_gradients import assert_gradients_no_worse
+from gradients import assert_gradients_no_worse
 from torch.nn import functional as F
 
 from isogemm.encoder import configs_batch_norm

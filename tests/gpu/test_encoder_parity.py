@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from encoder_oracle import assert_encoder_no_worse, isogemm_encoder
-from named_gradients import gradients_of
+from gradients import gradients_of
 
 import isogemm
 from isogemm.verify.compare import assert_bitwise_equal

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from encoder_oracle import assert_encoder_no_worse, isogemm_encoder
-from named_gradients import gradients_of
+from gradients import gradients_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

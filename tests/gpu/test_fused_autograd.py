@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from named_gradients import assert_gradients_no_worse, gradients_of
+from gradients import assert_gradients_no_worse, gradients_of
 from torch.nn import functional as F
 
 import isogemm

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
-from named_gradients import Function, Tensors, gradients_of
+from gradients import Function, Tensors, gradients_of
 from tensor_cases import NEARBY, nearby
 
 import isogemm

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from arithmetic import NUMBERS
 from encoder_oracle import assert_encoder_no_worse
-from named_gradients import gradients_of
+from gradients import gradients_of
 from tensor_cases import NEARBY, nearby
 from torch.nn import functional as F
 
