@@ -30,12 +30,12 @@ class Ceilings:
         return None if self.bytes_per_s is None else row.bytes_per_s / self.bytes_per_s
 
     def roof_fraction(self, row: Row) -> float | None:
-        """What the row reached of what memory and arithmetic allow."""
+        """The fraction of the roofline that the row reached."""
         reached = self.bandwidth_fraction(row)
         return None if reached is None else reached / self.bandwidth_limit(row)
 
     def arithmetic_us(self, row: Row) -> float | None:
-        """What the row's arithmetic takes at a matmul's rate."""
+        """Time of the row's arithmetic at the measured matmul rate."""
         rate = self.flops_per_s.get(number_type(row.params))
         return None if rate is None or not row.flops else row.flops / rate * 1e6
 

@@ -27,7 +27,7 @@ CPU_BANNER = "This is a CPU. isogemm's CPU path is for correctness and developme
 
 @dataclass(frozen=True)
 class Bits:
-    """How many output elements change when their batch does."""
+    """Number of output elements that change with their batch."""
 
     how: str  # what was computed, and in which batches
     compared: int
@@ -60,7 +60,7 @@ class DemoResult:
 
     @property
     def failures(self) -> list[str]:
-        """What the demo found wrong, in words."""
+        """Descriptions of what went wrong."""
         found = [self.failure] if self.failure else []
         if self.bits is not None and self.bits.isogemm:
             found.insert(0, f"isogemm changed {self.bits.isogemm:,} of {self.bits.compared:,} elements, expected 0")
@@ -203,7 +203,7 @@ def time_text(us: float) -> str:
 
 
 def total(shown: Shown) -> Bits:
-    """Over all families."""
+    """The counts summed over all families."""
     found = [result.bits for _, result in shown if result.bits is not None]
     sums = (sum(getattr(each, name) for each in found) for name in ("compared", "torch", "isogemm"))
     return Bits("in all", *sums)
@@ -223,7 +223,7 @@ def failures_table(shown: Shown) -> Grid:
 
 
 def changed_text(changed: int, compared: int) -> str:
-    """Such as "120,892 (92%)"; a share is not rounded to nothing or to all."""
+    """Text such as "120,892 (92%)"; a share is never rounded to 0% or 100%."""
     if changed in (0, compared):
         return f"{changed:,}" if not changed else f"{changed:,} (100%)"
     share = 100 * changed / compared

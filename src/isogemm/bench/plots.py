@@ -193,7 +193,7 @@ def point_label(row: Row, view: FamilyView) -> str:
 
 @_styled
 def drawing(name: str, height: float, draw: Callable[[Any, Palette], None]) -> str:
-    """What `draw` makes of a figure, in the page's colours."""
+    """Let `draw` fill a figure, in the page's colours; returns the SVG."""
     canvas = _Canvas(_WIDTH, height)
     series = tuple(canvas.colour(series_colour(index)) for index in range(SERIES))
     draw(canvas.figure, Palette(_INK, _MUTED, _LINE, series))

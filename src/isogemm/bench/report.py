@@ -76,7 +76,7 @@ class DeviceSection:
 
 @dataclass(frozen=True)
 class DemoPage:
-    """What a demo found on a device, which the report then leads with."""
+    """A demo's results on a device; the report starts with them."""
 
     device: str
     versions: str

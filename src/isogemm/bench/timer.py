@@ -23,7 +23,7 @@ _CACHE_MULTIPLE = 4  # a cyclic walk over 4x the cache finds ~2 % of it there, e
 
 
 def rotations(bytes_per_set: float, device: torch.device, most: int = _MOST_ROTATIONS) -> int:
-    """How many input sets to rotate so that each is cold in the last-level cache when its turn comes.
+    """Number of input sets to rotate so that each is cold in the last-level cache when its turn comes.
 
     Bounded by `most` and by a quarter of the device's free memory.
     """
@@ -105,7 +105,7 @@ def host_time(
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """What a step has allocated at most, beyond what was before it."""
+    """Peak memory that a step allocates, beyond what was allocated before it."""
     step()  # libraries' workspaces, and compilation
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -14,7 +14,7 @@ OK, FAILED, USAGE, NOTHING_PROVEN, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 class UsageError(Exception):
-    """What was asked for cannot be done here; the message is one line."""
+    """A request that cannot be served here; the message is one line."""
 
 
 def in_words(error: Exception) -> str:

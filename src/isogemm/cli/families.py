@@ -24,7 +24,7 @@ from isogemm.verify.usability import Usability
 
 @dataclass(frozen=True)
 class Family:
-    """What a family of operations tells `doctor`, `verify`, `bench`, `report` and `demo` about itself."""
+    """A family's entry for `doctor`, `verify`, `bench`, `report` and `demo`."""
 
     name: str
     summary: str

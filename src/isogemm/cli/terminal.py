@@ -49,7 +49,7 @@ class Terminal:
         styles: Mapping[str, str] = STYLES,
         key: int = 1,
     ) -> None:
-        """Nothing where there are no rows. styles: rich's, by a cell's text.
+        """Show a table, or nothing where there are no rows. styles: rich's, by a cell's text.
 
         In a narrow terminal several tables, one below the other: each has the first `key` columns, which name a line.
         """
@@ -132,7 +132,7 @@ class Column:
 
 
 def _pieces(columns: Sequence[Column], key: int, most: int, gap: int) -> Iterator[list[Column]]:
-    """As few tables as `most` characters allow: the first `key` columns, some of the others, and their widths."""
+    """Split columns into as few tables of `most` characters as possible, each with the first `key` columns."""
     pieces: list[list[Column]] = []
     for column in columns[key:]:
         if not pieces or sum(each.least + gap for each in (*pieces[-1], column)) > most:

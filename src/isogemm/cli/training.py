@@ -43,7 +43,7 @@ def train_patchtst(args: argparse.Namespace, terminal: Terminal) -> int:
 
 @contextmanager
 def _stop_requests(noted: bool) -> Iterator[Callable[[], bool]]:
-    """Whether SIGINT or SIGTERM came: the first is noted, the second acts as it would have."""
+    """Note the first SIGINT or SIGTERM, and yield a function that says whether it came; a second one acts as usual."""
     came: list[int] = []
 
     def note(number: int, frame: object) -> None:
@@ -62,7 +62,7 @@ def _stop_requests(noted: bool) -> Iterator[Callable[[], bool]]:
 
 
 def _free_memory(compiled: bool) -> None:
-    """What a run's graphs and compiled code hold, before the next one's is measured."""
+    """Free what a run's graphs and compiled code hold, before the next run's memory is measured."""
     if compiled:
         torch.compiler.reset()
     gc.collect()

@@ -49,7 +49,7 @@ class Config:
         return wanted and device == "cuda"
 
     def flat(self) -> dict[str, Any]:
-        """By name, the model's options among the others."""
+        """All options by name, the model's included."""
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "model"}
         return {**asdict(self.model), **own}
 

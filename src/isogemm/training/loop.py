@@ -42,7 +42,7 @@ class Diverged(ArithmeticError):
 
 @dataclass(frozen=True)
 class Plan:
-    """How long a run goes on, and where it leaves its checkpoints: the bits of the weights depend on none of it."""
+    """Length of a run, and its checkpoints. Does not affect the bits of the weights."""
 
     epochs: int = 10
     patience: int | None = None  # epochs without a lower validation error, then it ends
@@ -77,7 +77,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """The result of a run."""
 
     epochs: list[Epoch]
     best_epoch: int  # counted from 1; test figures and the forecast are of its weights
@@ -206,7 +206,7 @@ class Run:
         return self.world.rank, self.world.size
 
     def _prepared(self) -> tuple[nn.Module, Training, Evaluation]:
-        """What runs a step and a validation, compiled and captured."""
+        """The objective, training and validation, compiled and captured."""
         config, windows, world = self.config, self.windows, self.world
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(world.device)

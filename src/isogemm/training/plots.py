@@ -82,7 +82,7 @@ def forecast(records: Sequence[Record]) -> Plot:
 
 
 def save(path: AnyPath, plot: Plot) -> list[Path]:
-    """As .svg and as .png; returns both."""
+    """Write a plot as .svg and .png; returns both paths."""
     path = Path(path)
     colours, written = Palette(), [path.with_suffix(suffix) for suffix in (".svg", ".png")]
     with need("matplotlib").rc_context({**style(colours), "svg.hashsalt": path.name}):
@@ -96,7 +96,7 @@ def save(path: AnyPath, plot: Plot) -> list[Path]:
 
 
 def _lines(records: Sequence[Record], colours: Palette) -> list[dict[str, Any]]:
-    """How each is drawn: those below wider, since runs of a seed lie on each other."""
+    """Line styles: those drawn first are wider, since runs of one seed coincide."""
     count = len(records)
     return [
         {"color": colours.series[index % len(colours.series)], "linewidth": 1.4 * (count - index)}

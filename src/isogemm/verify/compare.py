@@ -11,7 +11,7 @@ _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class BitDiff:
-    """How two tensors differ in their bits.
+    """The difference of two tensors in their bits.
 
     `mismatch` says in words that shapes or dtypes differ; then every element counts as differing.
     """

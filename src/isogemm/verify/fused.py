@@ -44,7 +44,7 @@ def _registered() -> str:
 
 
 class Tokens(NamedTuple):
-    """What belongs to a row: x [M, K], c and residual [M, N], row_scale and bias [M], shift [M, 1]."""
+    """Operands with a row per token: x [M, K], c and residual [M, N], row_scale and bias [M], shift [M, 1]."""
 
     x: torch.Tensor
     c: torch.Tensor | None = None
@@ -73,7 +73,7 @@ class Layer:
     gain: torch.Tensor | None = None  # [N], of the registered epilogue
 
     def isogemm(self, tokens: Tokens, **how: Any) -> torch.Tensor:
-        """In one launch."""
+        """Compute the layer in one launch."""
         how |= {
             "activation": self.activation or None, "activation_args": self.arguments, "alpha": self.alpha,
             "beta": self.beta, "c": tokens.c, "row_scale": tokens.row_scale, "col_scale": self.col_scale,

@@ -132,7 +132,7 @@ class Training:
         return peak_bytes(step, self.x.device)
 
     def kept_bytes(self, model: Model) -> int:
-        """What a forward pass leaves for the backward one, its result aside."""
+        """Bytes that a forward pass saves for the backward one, without its result."""
         self.clear()
         before = torch.cuda.memory_allocated(self.x.device)
         out = model(self.x)
@@ -239,7 +239,7 @@ def _results(name: str, model: Model, training: Training) -> list[torch.Tensor]:
 
 
 def _exact(training: Training, eager: nn.Sequential) -> list[torch.Tensor]:
-    """In fp64, some sequences at a time."""
+    """Compute the output and gradients in fp64, some sequences at a time."""
     model, x = copy.deepcopy(eager).double(), training.x
     parameters = list(model.parameters())
     at_once = max(1, _EXACT_ELEMENTS // max(1, x[0].numel()))

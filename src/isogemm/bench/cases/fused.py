@@ -42,7 +42,7 @@ Forward = Callable[..., torch.Tensor]  # of x and what follows it
 
 @dataclass(frozen=True)
 class _Operation:
-    """What is computed of x [m, k] and the operands after it, by isogemm, by torch and by others."""
+    """One computation of x [m, k] and further operands, by isogemm, by torch and by others."""
 
     shapes: Callable[[int, int, int], Sequence[tuple[int, ...]]]  # (m, n, k) -> the operands', x's first
     isogemm: Forward

@@ -172,7 +172,7 @@ def _errors(thunks: Mapping[str, Thunk], a: torch.Tensor, b: torch.Tensor, preci
 
 
 def _main_grad_case(tokens: int, n: int, k: int, dtype: str = "bfloat16", micro_batch: int = MICRO_BATCH) -> Case:
-    """The weight's gradient accumulated into fp32 over micro-batches; its error is that of the whole, in rms."""
+    """The weight's gradient accumulated into fp32 over micro-batches; the error is the rms of the total."""
     element = getattr(torch, dtype)
     params = make_params(dtype, m=micro_batch, n=n, k=k) | {"tokens": tokens}
     size = float(element.itemsize * tokens * (n + k) + 8 * n * k * (tokens // micro_batch))
@@ -215,7 +215,7 @@ def _accumulate(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> Non
 
 
 def _torch_accumulate(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
-    """With beta = 1, in the library's own call; elsewhere in fp32."""
+    """Accumulate with torch: by one addmm call on a GPU, in fp32 elsewhere."""
     if total.is_cuda:
         torch.addmm(total, grad.t(), x, out_dtype=torch.float32, out=total)
     else:
