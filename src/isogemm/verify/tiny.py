@@ -21,6 +21,7 @@ from isogemm.verify.compare import BitDiff, compare_bits
 from isogemm.verify.errors import assert_no_worse_than_torch
 from isogemm.verify.inputs import DATA_KINDS, make_operands
 from isogemm.verify.poison import poisoned_allocations
+from isogemm.verify.trials import other_work
 
 
 class Setting(NamedTuple):
@@ -94,15 +95,10 @@ def _batch_invariance(each: Setting) -> Iterator[BitDiff]:
 def _run_to_run(each: Setting) -> Iterator[BitDiff]:
     a, b = each.operands(4096, "normal")
     first = _products(a, b, each.precision)
-    side = torch.cuda.Stream(each.device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side):  # other work on the chip at the same time
-        load = torch.randn(4096, 4096, device=each.device)
-        for _ in range(8):
-            load = torch.sin(load @ load)
-    for _ in range(3):
-        for way, again in _products(a, b, each.precision).items():
-            yield compare_bits(again, first[way])
-    torch.cuda.synchronize(each.device)
+    with other_work(each.device):
+        for _ in range(3):
+            for way, again in _products(a, b, each.precision).items():
+                yield compare_bits(again, first[way])
 
 
 def _any_tile(each: Setting) -> Iterator[BitDiff]:

@@ -160,13 +160,13 @@ def permuted(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitD
 
 def repeated(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
     first = way(rows)
-    with _other_work(rows.device):
+    with other_work(rows.device):
         for _ in range(3):
             yield compare_bits(way(rows), first)
 
 
 @contextmanager
-def _other_work(device: torch.device) -> Iterator[None]:
+def other_work(device: torch.device) -> Iterator[None]:
     """Keep another stream of a GPU busy inside the block."""
     if device.type != "cuda":
         yield
@@ -224,7 +224,7 @@ def micro_batches(each: Setting) -> Iterator[BitDiff]:
         yield from same(gradients(each, trained, cuts), whole)
         yield from same(gradients(each, longer), whole)
         yield from same(gradients(each, longer, main_grad=False), alone)
-        with _other_work(each.device):
+        with other_work(each.device):
             yield from same(gradients(each, trained), whole)
             yield from same(gradients(each, trained, main_grad=False), alone)
 
