@@ -35,7 +35,7 @@ SIGTERM writes a checkpoint and ends the run.
 torchrun --nproc-per-node N -m isogemm train-patchtst ... shares every batch among N processes.
 exit status: 0, 1 if the loss is not finite, 2 wrong usage, data or files, 130 stopped"""
 
-# Of `isogemm.training`, which a test compares with these: presets, and an option for every field of its dataclasses.
+# The presets of `isogemm.training`, and an option for every field of its dataclasses: a test compares them.
 PRESETS = {
     "reference": "28,000 windows of 20 channels, 24 -> 24, 5 patches, d_model 64, 2 layers, LayerNorm",
     "ettm1": "336 -> 96, 42 patches, d_model 128, 3 layers, BatchNorm, 7 channels",

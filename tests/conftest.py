@@ -3,7 +3,10 @@
 import hypothesis
 import pytest
 
-pytest.register_assert_rewrite("deferring", "float16_range", "gradients", "layouts", "promises")
+pytest.register_assert_rewrite(
+    "attention_oracle", "deferring", "encoder_oracle", "encoder_variants", "float16_range", "gradients", "layouts",
+    "official_patchtst", "promises",
+)  # fmt: skip
 
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")

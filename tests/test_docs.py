@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from isogemm.bench import headline, store, swapped_models, tables
-from isogemm.families import FAMILIES
+from isogemm.cli.families import FAMILIES
 from isogemm.gemm import tables as gemm_tables
 from isogemm.tiny import gate
 from isogemm.training import report, results

@@ -10,7 +10,8 @@ import torch
 from promises import Sizes
 
 import isogemm
-from isogemm.testing import EncoderShape, make_data
+from isogemm.verify.encoder_reference import EncoderShape
+from isogemm.verify.inputs import make_data
 
 TESTS = Path(__file__).parent
 PRE = {"norm_first": True, "activation": "gelu"}

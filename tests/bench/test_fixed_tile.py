@@ -4,8 +4,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from compile_matrix import CompileJob, compile_job, limit_violations
+
 from isogemm.bench import fixed_tile
-from isogemm.testing import CompileJob, compile_job, limit_violations
 
 
 def test_it_uses_the_tensor_cores_and_does_not_spill():

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 import isogemm
-from isogemm import cli, families
 from isogemm.bench import ceilings, headline, report, store
 from isogemm.bench.cases import Case, CaseRun
-from isogemm.bench.demo import Accuracy, Bits
-from isogemm.families import DemoResult, Family, Usability
-from isogemm.testing.checks import Check, CheckResult, skip
+from isogemm.bench.demo import Accuracy, Bits, DemoResult
+from isogemm.cli import families, terminal
+from isogemm.cli.families import Family
 from isogemm.training import report as training_report
 from isogemm.training import results
+from isogemm.verify.checks import Check, CheckResult, skip
+from isogemm.verify.usability import Usability
 from isogemm_cli import main
 
 COMMANDS = ["doctor", "verify", "bench", "report", "demo", "train-patchtst"]
@@ -147,7 +148,7 @@ def test_impossible_requests_are_one_line(arguments, message, capsys):
 
 def test_cuda_means_the_first_gpu(register, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("isogemm.cli.facts", lambda device: SimpleNamespace(name="GPU"))
+    monkeypatch.setattr("isogemm.cli.common.facts", lambda device: SimpleNamespace(name="GPU"))
     for name, expected in [("cuda", "GPU (cuda:0)"), ("cuda:1", "GPU (cuda:1)"), ("cpu", "CPU")]:
         assert main(["verify", "--device", name]) == 0
         assert f"Checks on {expected}" in capsys.readouterr().out
@@ -158,7 +159,7 @@ def test_cuda_means_the_first_gpu(register, monkeypatch, capsys):
 @pytest.mark.parametrize("columns", [40, 60])
 def test_doctor_in_a_narrow_terminal(columns, style, monkeypatch, capsys):
     """No word is cut off, and nothing is left out for three dots."""
-    monkeypatch.setattr(cli, "_UNSEEN_WIDTH", columns)
+    monkeypatch.setattr(terminal, "UNSEEN_WIDTH", columns)
     assert main(["doctor"]) == 0
     table = capsys.readouterr().out.partition("Kernels")[2]
     assert "\u2026" not in table
@@ -230,8 +231,8 @@ def test_families_compile_ahead(register):
     asked = []
     register(
         cases=lambda device, quick: [sum_case(n=n) for n in (1, 2)],
-        ahead_of_cases=lambda device, cases: asked.append([case.params["n"] for case in cases]),
-        ahead_of_checks=lambda device, trials: asked.append(trials),
+        compile_cases=lambda device, cases: asked.append([case.params["n"] for case in cases]),
+        compile_checks=lambda device, trials: asked.append(trials),
     )
     main(["bench"])
     main(["bench", "--only", "n=2"])
@@ -300,7 +301,7 @@ def test_bench_adds_nothing_to_a_torn_line(capsys):
 )
 def test_an_output_that_cannot_be_written_is_noticed_at_once(arguments, register, capsys):
     Path("file").write_text("mine")
-    register(cases=lambda device, quick: [], demo=None, ahead_of_cases=None)
+    register(cases=lambda device, quick: [], demo=None, compile_cases=None)
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith(f"isogemm {arguments[0]}: error: file")
 
@@ -393,9 +394,8 @@ def test_a_comparison_in_a_narrow_terminal(columns, style, monkeypatch, capsys):
     names = ["torch", "compile + graph", "isogemm + compile + graph"]
     header = [*results.COLUMNS, *(f"over {name}" for name in names[:2])]
     figures = [[f"{line}{column}.{line}{column}123" for column in range(11)] for line in range(1, 4)]
-    monkeypatch.setattr(cli, "_UNSEEN_WIDTH", columns)
-    terminal = cli.Terminal()
-    terminal.table("Training", header, [[name, *line] for name, line in zip(names, figures, strict=True)])
+    monkeypatch.setattr(terminal, "UNSEEN_WIDTH", columns)
+    terminal.Terminal().table("Training", header, [[name, *line] for name, line in zip(names, figures, strict=True)])
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= columns
     assert [figure for line in figures for figure in line if figure not in out] == []
@@ -407,7 +407,7 @@ def test_a_comparison_in_a_narrow_terminal(columns, style, monkeypatch, capsys):
 
 
 def test_lines_of_several_keys_keep_them(register, style, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_UNSEEN_WIDTH", 40)
+    monkeypatch.setattr(terminal, "UNSEEN_WIDTH", 40)
     register(checks=[check_giving(PASSING)])
     assert main(["verify", "--trials", "7"]) == 0
     out = capsys.readouterr().out

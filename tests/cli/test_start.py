@@ -96,7 +96,7 @@ def test_every_option_of_a_run_can_be_given():
 
 
 def test_choices_are_those_of_a_run():
-    assert {name: preset.summary for name, preset in config.PRESETS.items()} == isogemm_cli.PRESETS
+    assert list(config.PRESETS) == list(isogemm_cli.PRESETS)
     assert isogemm_cli.BACKENDS == config.BACKENDS
     assert isogemm_cli.CHOICES == {
         "norm": model.NORMS,

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from interpreting import interpreting
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
@@ -17,7 +18,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import isogemm
 from isogemm.core import launch
 from isogemm.core.launch import BoundKernel, Launch, TensorMap, bind
-from isogemm.testing import interpreting
 
 OPTIONS = {"enable_fp_fusion": False}
 

@@ -1,7 +1,7 @@
 """The attention of long heads compiled for GPUs that are not here, as `choose` would have it.
 
-From a shell, with PYTHONPATH=src:tests/encoder:
-`python -m isogemm.testing.compile_matrix test_attention_dot_compile:jobs --target sm_90`.
+From a shell, with PYTHONPATH=src:tests/shared:tests/encoder:
+`python -m compile_matrix test_attention_dot_compile:jobs --target sm_90`.
 """
 
 from itertools import product
@@ -10,9 +10,10 @@ import pytest
 
 pytest.importorskip("triton")
 
+from compile_matrix import CompileJob, compile_job, limit_violations
+
 from isogemm.encoder.configs_attention import Attention, choose, choose_backward
 from isogemm.encoder.kernels_attention_dot import describe_attention_dot, describe_attention_dot_backward
-from isogemm.testing import CompileJob, compile_job, limit_violations
 
 HEADS = (64,)
 NUMBERS = [("bfloat16", "ieee"), ("float32", "tf32"), ("float32", "ieee")]

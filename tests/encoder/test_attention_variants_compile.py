@@ -7,9 +7,10 @@ import pytest
 
 pytest.importorskip("triton")
 
+from compile_matrix import CompileJob, compile_job, limit_violations
+
 from isogemm.encoder import plan
 from isogemm.encoder.configs_attention import Attention
-from isogemm.testing import CompileJob, compile_job, limit_violations
 
 POINTERS = {"float32": "*fp32", "bfloat16": "*bf16"}
 CASES = {  # head, dtype, precision, backward, residual, tokens; with both, fragments are in PatchTST's layers

@@ -4,17 +4,15 @@ import copy
 
 import pytest
 import torch
+from gradients import assert_gradients_no_worse
 from torch.nn import functional as F
 
 from isogemm.encoder.batch_norm import batch_norm, update_running
 from isogemm.encoder.parameters import RunningStatistics
-from isogemm.testing import (
-    assert_bitwise_equal,
-    assert_gradients_no_worse,
-    assert_no_worse_than_torch,
-    make_data,
-    poisoned_allocations,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_data
+from isogemm.verify.poison import poisoned_allocations
 
 EPS = 1e-5
 

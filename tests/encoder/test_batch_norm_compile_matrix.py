@@ -1,16 +1,17 @@
 """The batch norm's kernels compiled for GPUs that are not here, with all that they can be asked for.
 
-From a shell, with PYTHONPATH=src:tests/encoder:
-`python -m isogemm.testing.compile_matrix test_batch_norm_compile_matrix:jobs --target sm_90`.
+From a shell, with PYTHONPATH=src:tests/shared:tests/encoder:
+`python -m compile_matrix test_batch_norm_compile_matrix:jobs --target sm_90`.
 """
 
 import pytest
 
 pytest.importorskip("triton")
 
+from compile_matrix import TARGETS, CompileJob, compile_job, limit_violations
+
 from isogemm.encoder import configs_batch_norm
 from isogemm.encoder import kernels_batch_norm as kernels
-from isogemm.testing import TARGETS, CompileJob, compile_job, limit_violations
 
 ROWS = 3000 * configs_batch_norm.ROWS
 KINDS = {"seed": "*i64", "batches0": "*i64", "batches1": "*i64"}

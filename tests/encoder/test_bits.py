@@ -5,17 +5,13 @@ import itertools
 
 import pytest
 import torch
+from encoder_oracle import isogemm_encoder
+from gradients import gradients_of
 
 import isogemm
-from isogemm.testing import (
-    EncoderShape,
-    assert_bitwise_equal,
-    encoder_parameters,
-    encoder_tensors,
-    gradients_of,
-    isogemm_encoder,
-    make_data,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
+from isogemm.verify.inputs import make_data
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 VARIANTS = {

@@ -2,21 +2,15 @@
 
 import pytest
 import torch
+from encoder_oracle import assert_encoder_no_worse, isogemm_encoder
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import isogemm
-from isogemm.testing import (
-    EncoderShape,
-    assert_bitwise_equal,
-    assert_encoder_no_worse,
-    encoder_parameters,
-    encoder_tensors,
-    isogemm_encoder,
-    make_data,
-    torch_encoder,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors, torch_encoder
+from isogemm.verify.inputs import make_data
 
 SHAPE = EncoderShape(6, 9, 32, 4, 40)
 VARIANTS = {

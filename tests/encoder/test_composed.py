@@ -13,7 +13,8 @@ import isogemm
 from isogemm import EncoderParameters
 from isogemm.core.launch import Launch
 from isogemm.encoder import composed, op, reference
-from isogemm.testing import assert_bitwise_equal, make_data
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.inputs import make_data
 
 D, NHEAD, F = 24, 3, 40
 

@@ -4,17 +4,13 @@ import math
 
 import pytest
 import torch
+from attention_oracle import AttentionInputs, AttentionResults, torch_attention
 from torch.nn import functional as F
 
 from isogemm.encoder import cpu, reference
-from isogemm.testing import (
-    AttentionInputs,
-    AttentionResults,
-    assert_bitwise_equal,
-    assert_no_worse_than_torch,
-    make_data,
-    torch_attention,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_data
 
 ROWS = 64
 NORMS = ["layer_norm", "rms_norm"]

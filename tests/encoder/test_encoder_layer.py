@@ -5,25 +5,23 @@ import itertools
 
 import pytest
 import torch
+from encoder_oracle import assert_encoder_no_worse, isogemm_encoder
+from gradients import gradients_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import float_dtypes, seeds, sizes
 
 import isogemm
-from isogemm.testing import (
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.encoder_reference import (
     ENCODER_SHAPES,
     EncoderShape,
-    assert_bitwise_equal,
-    assert_encoder_no_worse,
     encoder_parameters,
     encoder_tensors,
-    gradients_of,
-    isogemm_encoder,
-    make_data,
-    poisoned_allocations,
     torch_encoder,
-    with_layout,
 )
-from isogemm.testing.strategies import float_dtypes, seeds, sizes
+from isogemm.verify.inputs import make_data, with_layout
+from isogemm.verify.poison import poisoned_allocations
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ACTIVATIONS = ["relu", "gelu", "gelu_tanh", "silu"]

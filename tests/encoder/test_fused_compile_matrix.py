@@ -6,11 +6,11 @@ pytest.importorskip("triton")
 
 import torch
 import triton
+from compile_matrix import TARGETS, CompileJob, compile_job, limit_violations
 
 from isogemm.encoder.configs import Layer
 from isogemm.encoder.parameters import EncoderDropout
 from isogemm.encoder.plan import Plan
-from isogemm.testing import TARGETS, CompileJob, compile_job, limit_violations
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 

@@ -4,9 +4,10 @@ import pytest
 
 pytest.importorskip("triton")
 
+from compile_matrix import TARGETS, CompileJob, compile_job, limit_violations
+
 from isogemm.encoder import configs_norm
 from isogemm.encoder.kernels_norm import describe_norm, describe_norm_backward
-from isogemm.testing import TARGETS, CompileJob, compile_job, limit_violations
 
 WIDTHS = [512]
 

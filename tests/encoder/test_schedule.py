@@ -17,7 +17,7 @@ from isogemm.core.launch import BoundKernel, Launch
 from isogemm.encoder import api, fused, plan, schedule
 from isogemm.encoder.gradients import Gradients
 from isogemm.encoder.parameters import EncoderDropout, Options
-from isogemm.testing import EncoderShape, encoder_parameters, encoder_tensors
+from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
 
 SHAPE = EncoderShape(6, 5, 16, 4, 32)
 

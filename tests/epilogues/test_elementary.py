@@ -8,10 +8,13 @@ import sys
 
 import pytest
 import torch
+from tensor_cases import FLOAT_DTYPES
 from torch.nn import functional as F
 
 from isogemm.epilogues import elementary
-from isogemm.testing import FLOAT_DTYPES, assert_bitwise_equal, assert_no_worse_than_torch, make_data
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_data
 
 TORCH = {
     "exp": torch.exp,

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
 from isogemm.fusion import autofuse
-from isogemm.testing import run_ranks
 
 CASES = {}
 MOST_SECONDS = 120

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tensor_cases import NEARBY, nearby
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
@@ -22,7 +23,8 @@ import isogemm
 from isogemm.fusion.inductor import FusionPass, compile_fusion, fuse
 from isogemm.fusion.report import Report
 from isogemm.gemm import api
-from isogemm.testing import NEARBY, assert_no_worse_than_torch, make_data, nearby
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_data
 
 FUSED = (api.linear, api.matmul_fused, api.mlp)
 M, K, N = 7, 9, 5

@@ -7,7 +7,7 @@ import isogemm
 from isogemm.fusion import autofuse, lazy
 from isogemm.fusion.deferring import OWN
 from isogemm.gemm.api import mlp
-from isogemm.testing import EncoderShape, encoder_parameters, encoder_tensors
+from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
 
 
 def layer_parameters():

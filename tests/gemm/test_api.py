@@ -7,24 +7,19 @@ import pickle
 
 import hypothesis
 import pytest
+import strategies
 import torch
 from hypothesis import strategies as st
+from tensor_cases import ODD_SIZES
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import isogemm
-from isogemm.testing import (
-    ODD_SIZES,
-    assert_bitwise_equal,
-    assert_no_worse_than_torch,
-    assert_same_nonfinite,
-    make_data,
-    make_operands,
-    poisoned_allocations,
-    strategies,
-    with_layout,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch, assert_same_nonfinite
+from isogemm.verify.inputs import make_data, make_operands, with_layout
+from isogemm.verify.poison import poisoned_allocations
 
 DEVICE = "cpu"
 CONTRACT = [torch.float32, torch.bfloat16, torch.float16]

@@ -7,6 +7,7 @@ import weakref
 
 import hypothesis
 import pytest
+import strategies
 import torch
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
@@ -14,14 +15,10 @@ from torch.nn import functional as F
 
 import isogemm
 from isogemm.gemm import configs
-from isogemm.testing import (
-    assert_bitwise_equal,
-    assert_no_worse_than_torch,
-    make_data,
-    poisoned_allocations,
-    strategies,
-    with_layout,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_data, with_layout
+from isogemm.verify.poison import poisoned_allocations
 
 DEVICE = "cpu"
 CONTRACT = [torch.float32, torch.bfloat16, torch.float16]

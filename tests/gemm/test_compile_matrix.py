@@ -1,7 +1,7 @@
 """The GEMM kernels compiled for GPUs that are not here, as `choose` would have them.
 
-From a shell, with PYTHONPATH=src:tests/gemm:
-`python -m isogemm.testing.compile_matrix test_compile_matrix:table_jobs --target sm_90`.
+From a shell, with PYTHONPATH=src:tests/shared:tests/gemm:
+`python -m compile_matrix test_compile_matrix:table_jobs --target sm_90`.
 """
 
 from dataclasses import replace
@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from compile_matrix import CompileJob, compile_job, disassemble, limit_violations
+
 from isogemm.epilogues import ACTIVATIONS
 from isogemm.epilogues.operands import MATRICES, PLACES, TENSORS, Epilogue
 from isogemm.gemm import configs
@@ -18,7 +20,6 @@ from isogemm.gemm.configs import BIAS_BLOCKS, BIAS_CHUNK, ActivationGradProblem,
 from isogemm.gemm.kernels import SLOTS, describe_add_partials, describe_gemm
 from isogemm.gemm.kernels_gradients import describe_activation_grad, describe_bias_grad, describe_chunk_sums
 from isogemm.gemm.tables import TABLES
-from isogemm.testing import CompileJob, compile_job, disassemble, limit_violations
 
 NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 FEW_WORDS = 48  # bytes, kept across the loop over k where a tile has all the registers

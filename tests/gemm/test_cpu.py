@@ -10,23 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import float_dtypes, seeds, sizes
+from tensor_cases import FLOAT_DTYPES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import isogemm
 from isogemm.gemm import cpu
-from isogemm.testing import (
-    DATA_KINDS,
-    FLOAT_DTYPES,
-    LAYOUTS,
-    assert_bitwise_equal,
-    assert_no_worse_than_torch,
-    assert_same_nonfinite,
-    make_data,
-    make_operands,
-    poisoned_allocations,
-    with_layout,
-)
-from isogemm.testing.strategies import float_dtypes, seeds, sizes
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch, assert_same_nonfinite
+from isogemm.verify.inputs import DATA_KINDS, LAYOUTS, make_data, make_operands, with_layout
+from isogemm.verify.poison import poisoned_allocations
 
 # Both sides of every boundary: 16 rows or columns, 64 rows, 384 of K, 512 columns.
 WEIGHTS = [(1, 1), (3, 17), (17, 3), (15, 385), (63, 65), (127, 384), (1000, 127), (513, 1000)]

@@ -1,6 +1,6 @@
 """Two processes under DistributedDataParallel (gloo, CPU): the gradients are the mean of each process's own."""
 
-from isogemm.testing import run_ranks
+from ranks import run_ranks
 
 PROGRAM = """
 from torch.nn.parallel import DistributedDataParallel

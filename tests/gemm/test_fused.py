@@ -6,30 +6,24 @@ import math
 
 import hypothesis
 import pytest
+import strategies
 import torch
 import triton
+from fused_forms import doubled, fused_form, gated_form
 from hypothesis import strategies as st
+from tensor_cases import ODD_SIZES
 from torch.nn import functional as F
 
 import isogemm
 from isogemm.epilogues import random, register, spec
 from isogemm.gemm.api import mlp
 from isogemm.gemm.fused import new_seed
-from isogemm.testing import ACTIVATION_FORMS as ACTIVATIONS
-from isogemm.testing import GATE_FORMS as GATED
-from isogemm.testing import (
-    ODD_SIZES,
-    assert_bitwise_equal,
-    assert_no_worse_than_torch,
-    assert_same_nonfinite,
-    doubled,
-    fused_form,
-    gated_form,
-    make_data,
-    poisoned_allocations,
-    strategies,
-    with_layout,
-)
+from isogemm.verify.activations import ACTIVATION_FORMS as ACTIVATIONS
+from isogemm.verify.activations import GATE_FORMS as GATED
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch, assert_same_nonfinite
+from isogemm.verify.inputs import make_data, with_layout
+from isogemm.verify.poison import poisoned_allocations
 
 DEVICE = "cpu"
 CONTRACT = [torch.float32, torch.bfloat16, torch.float16]
@@ -270,7 +264,7 @@ def test_eager_rounding_of_every_number(activation, dtype):
 def test_eager_rounding(activation, dtype, monkeypatch):
     """Bit-equal to isogemm.mm and torch's own operations; the elementary functions among them aside."""
     if activation not in (None, *TORCHS_BITS):
-        monkeypatch.setattr("isogemm.testing.forms.ACTIVATION_FORMS", _rounded_forms())
+        monkeypatch.setattr("fused_forms.ACTIVATION_FORMS", _rounded_forms())
     for names, numbers in (
         (("bias",), {}),
         (("column bias", "residual"), {}),
@@ -287,7 +281,7 @@ def test_eager_rounding(activation, dtype, monkeypatch):
 @pytest.mark.parametrize("activation", GATED)
 def test_eager_rounding_of_gates(activation, dtype, monkeypatch):
     if activation != "reglu":
-        monkeypatch.setattr("isogemm.testing.forms.GATE_FORMS", _rounded_forms())
+        monkeypatch.setattr("fused_forms.GATE_FORMS", _rounded_forms())
     x, weight, up = _gated_operands(dtype, 32, 100, 64)
     operands = {"bias": _normal(64, seed=3, dtype=dtype), "bias_up": _normal(64, seed=4, dtype=dtype)}
     operands["residual"] = _normal(32, 64, seed=5, dtype=dtype)

@@ -6,7 +6,19 @@ import itertools
 import pytest
 import torch
 import triton
-from gradients import CONTRACT, Kept, assert_gradients, make_leaves, make_tensors, normal, plain_linear, plain_mlp
+from fused_forms import fused_form
+from gradients import (
+    CONTRACT,
+    Kept,
+    assert_gradients,
+    assert_gradients_no_worse,
+    gradients_of,
+    make_leaves,
+    make_tensors,
+    normal,
+    plain_linear,
+    plain_mlp,
+)
 from torch.nn import functional as F
 
 import isogemm
@@ -14,16 +26,11 @@ from isogemm.epilogues import random, register, spec
 from isogemm.gemm import configs
 from isogemm.gemm.api import mlp
 from isogemm.gemm.fused import new_seed
-from isogemm.testing import ACTIVATION_FORMS as ACTIVATIONS
-from isogemm.testing import GATE_FORMS as GATED
-from isogemm.testing import (
-    assert_bitwise_equal,
-    assert_gradients_no_worse,
-    fused_form,
-    gradients_of,
-    poisoned_allocations,
-    with_layout,
-)
+from isogemm.verify.activations import ACTIVATION_FORMS as ACTIVATIONS
+from isogemm.verify.activations import GATE_FORMS as GATED
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.inputs import with_layout
+from isogemm.verify.poison import poisoned_allocations
 
 DEVICE = "cpu"
 

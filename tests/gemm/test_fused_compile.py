@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import isogemm
 from isogemm.epilogues import register, spec
 from isogemm.gemm.api import mlp
-from isogemm.testing import assert_bitwise_equal, make_data
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.inputs import make_data
 
 DEVICE = "cpu"
 

@@ -8,7 +8,7 @@ from dispatching import ThroughOperators
 
 import isogemm
 from isogemm.gemm.api import mlp
-from isogemm.testing import make_data
+from isogemm.verify.inputs import make_data
 
 SHAPES = {"weight": (24, 16), "bias": (24,), "weight_up": (24, 16), "bias_up": (24,)}
 SHAPES |= {"weight_down": (24, 24), "bias_down": (24,)}

@@ -4,20 +4,26 @@ import functools
 
 import pytest
 import torch
-from gradients import CONTRACT, Kept, assert_gradients, make_leaves, make_tensors, normal, plain_mlp
+from gradients import (
+    CONTRACT,
+    Kept,
+    assert_gradients,
+    assert_gradients_no_worse,
+    gradients_of,
+    make_leaves,
+    make_tensors,
+    normal,
+    plain_mlp,
+)
 from torch.nn import functional as F
 
 import isogemm
 from isogemm.gemm import configs, cpu, op
 from isogemm.gemm.api import mlp
-from isogemm.testing import ACTIVATION_FORMS as ACTIVATIONS
-from isogemm.testing import GATE_FORMS as GATED
-from isogemm.testing import (
-    assert_bitwise_equal,
-    assert_gradients_no_worse,
-    assert_no_worse_than_torch,
-    gradients_of,
-)
+from isogemm.verify.activations import ACTIVATION_FORMS as ACTIVATIONS
+from isogemm.verify.activations import GATE_FORMS as GATED
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
 
 M, K, N = 3, 4, 5
 MLP_SHAPES = {"x": (M, K), "weight": (6, K), "weight_down": (N, 6)}

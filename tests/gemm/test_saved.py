@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import isogemm
 from isogemm.epilogues import register, spec
 from isogemm.gemm.api import mlp
-from isogemm.testing import make_data
+from isogemm.verify.inputs import make_data
 
 T, K, N = 64, 40, 56  # tokens are most: a kept result shows
 SHAPES = {

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import isogemm
 from isogemm.epilogues import register, spec
 from isogemm.gemm.api import mlp
-from isogemm.testing import make_data
+from isogemm.verify.inputs import make_data
 
 B, T, K, N = 2, 3, 8, 16
 

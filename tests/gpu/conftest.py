@@ -4,16 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from profiling import device_work
 
 from isogemm.core import env
 from isogemm.core.eager import KnownCalls
 from isogemm.core.plan import Cache
-from isogemm.testing import (
-    assert_no_worse_than_torch,
-    device_work,
-    measure_errors,
-)
 from isogemm.tiny import api, configs, op
+from isogemm.verify.errors import assert_no_worse_than_torch, measure_errors
 
 
 def pytest_collection_modifyitems(items):
@@ -103,7 +100,7 @@ def assert_parity(exact):
 
 @pytest.fixture(scope="session")
 def on_device():
-    """isogemm.testing.device_work, where torch's profiler works."""
+    """profiling.device_work, where torch's profiler works."""
     x = torch.ones(64, device="cuda")
     x.relu()
     if len(device_work(x.relu)) != 1:

@@ -15,7 +15,7 @@ import isogemm
 from isogemm.epilogues.operands import Operands
 from isogemm.gemm import configs, fused, op
 from isogemm.gemm.api import mlp
-from isogemm.testing import EncoderShape, encoder_parameters, encoder_tensors
+from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
 
 NUMBERS = (
     (torch.bfloat16, None), (torch.float16, None),

@@ -2,19 +2,14 @@
 
 import pytest
 import torch
+from attention_oracle import AttentionInputs, AttentionResults, attention_by_head, torch_attention
 
 from isogemm.encoder import op
 from isogemm.encoder.configs_attention import MOST_FACTORS, MmaConfig
-from isogemm.testing import (
-    AttentionInputs,
-    AttentionResults,
-    assert_bitwise_equal,
-    assert_no_worse_than_torch,
-    attention_by_head,
-    make_data,
-    poisoned_allocations,
-    torch_attention,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_data
+from isogemm.verify.poison import poisoned_allocations
 
 DEVICE = "cuda"
 FAMILIES = {  # head, dtype, precision

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from gradients import assert_gradients_no_worse
 from torch.nn import functional as F
 
 from isogemm.encoder import configs_batch_norm
@@ -11,13 +12,10 @@ from isogemm.encoder import kernels_batch_norm as kernels
 from isogemm.encoder.batch_norm import batch_norm
 from isogemm.encoder.parameters import RunningStatistics
 from isogemm.epilogues import random
-from isogemm.testing import (
-    assert_bitwise_equal,
-    assert_gradients_no_worse,
-    assert_no_worse_than_torch,
-    make_data,
-    poisoned_allocations,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_data
+from isogemm.verify.poison import poisoned_allocations
 
 EPS = 1e-5
 MANY = 2100 * configs_batch_norm.ROWS + 5  # rows whose tiles are grouped

@@ -5,18 +5,14 @@ import itertools
 
 import pytest
 import torch
+from encoder_oracle import isogemm_encoder
+from gradients import gradients_of
 
 import isogemm
-from isogemm.testing import (
-    EncoderShape,
-    assert_bitwise_equal,
-    encoder_parameters,
-    encoder_tensors,
-    gradients_of,
-    isogemm_encoder,
-    make_data,
-    poisoned_allocations,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
+from isogemm.verify.inputs import make_data
+from isogemm.verify.poison import poisoned_allocations
 
 DEVICE = "cuda"
 NUMBERS = {

@@ -5,24 +5,22 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from encoder_oracle import assert_encoder_no_worse, isogemm_encoder
+from gradients import gradients_of
 
 import isogemm
-from isogemm.testing import (
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.encoder_reference import (
     ENCODER_SHAPES,
     EncoderShape,
-    assert_bitwise_equal,
-    assert_encoder_no_worse,
-    assert_no_worse_than_torch,
     encoder_parameters,
     encoder_tensors,
-    gradients_of,
-    isogemm_encoder,
-    make_data,
-    poisoned_allocations,
     products_of_tf32,
     torch_encoder,
-    with_layout,
 )
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_data, with_layout
+from isogemm.verify.poison import poisoned_allocations
 
 DEVICE = "cuda"
 NUMBERS = {

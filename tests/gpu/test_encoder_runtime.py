@@ -5,21 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from encoder_oracle import assert_encoder_no_worse, isogemm_encoder
+from gradients import gradients_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import isogemm
-from isogemm.testing import (
-    EncoderShape,
-    assert_bitwise_equal,
-    assert_encoder_no_worse,
-    encoder_parameters,
-    encoder_tensors,
-    gradients_of,
-    isogemm_encoder,
-    make_data,
-    torch_encoder,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors, torch_encoder
+from isogemm.verify.inputs import make_data
 
 DEVICE = "cuda"
 NUMBERS = {"ieee": (torch.float32, "ieee"), "tf32": (torch.float32, "tf32"), "bf16": (torch.bfloat16, None)}

@@ -2,17 +2,12 @@
 
 import pytest
 import torch
+from encoder_variants import Variant, assert_variant_no_worse
 
 import isogemm
 from isogemm import EncoderDropout, RunningStatistics
-from isogemm.testing import (
-    EncoderShape,
-    Variant,
-    assert_bitwise_equal,
-    assert_variant_no_worse,
-    encoder_parameters,
-    encoder_tensors,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
 
 DROPPED = EncoderDropout(0.2, 0.25, 0.3, 0.15)
 SHAPES = [

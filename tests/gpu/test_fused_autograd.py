@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from gradients import assert_gradients_no_worse, gradients_of
 from torch.nn import functional as F
 
 import isogemm
@@ -15,17 +16,12 @@ from isogemm.epilogues import random, register, spec
 from isogemm.gemm import configs
 from isogemm.gemm.api import mlp
 from isogemm.gemm.fused import new_seed
-from isogemm.testing import ACTIVATION_FORMS as ACTIVATIONS
-from isogemm.testing import GATE_FORMS as GATED
-from isogemm.testing import (
-    assert_bitwise_equal,
-    assert_gradients_no_worse,
-    assert_no_worse_than_torch,
-    gradients_of,
-    make_data,
-    poisoned_allocations,
-    with_layout,
-)
+from isogemm.verify.activations import ACTIVATION_FORMS as ACTIVATIONS
+from isogemm.verify.activations import GATE_FORMS as GATED
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_data, with_layout
+from isogemm.verify.poison import poisoned_allocations
 
 DEVICE = "cuda"
 NUMBERS = {

@@ -13,14 +13,9 @@ from isogemm.epilogues import ACTIVATIONS
 from isogemm.epilogues.operands import Operands
 from isogemm.gemm import configs, cpu, describe, fused
 from isogemm.gemm.api import mlp
-from isogemm.testing import (
-    DATA_KINDS,
-    assert_bitwise_equal,
-    make_data,
-    make_operands,
-    poisoned_allocations,
-    with_layout,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.inputs import DATA_KINDS, make_data, make_operands, with_layout
+from isogemm.verify.poison import poisoned_allocations
 
 DEVICE = "cuda"
 PLAIN = [name for name, entry in ACTIVATIONS.items() if not entry.gate]

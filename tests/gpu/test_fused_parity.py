@@ -5,9 +5,11 @@ import itertools
 
 import hypothesis
 import pytest
+import strategies
 import torch
 import triton
 import triton.language as tl
+from fused_forms import doubled, fused_form, gated_form
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -15,21 +17,12 @@ import isogemm
 from isogemm.epilogues import random, register, spec
 from isogemm.gemm.api import mlp
 from isogemm.gemm.fused import new_seed
-from isogemm.testing import ACTIVATION_FORMS as ACTIVATIONS
-from isogemm.testing import GATE_FORMS as GATED
-from isogemm.testing import (
-    LAYOUTS,
-    assert_bitwise_equal,
-    assert_no_worse_than_torch,
-    assert_same_nonfinite,
-    doubled,
-    fused_form,
-    gated_form,
-    make_data,
-    poisoned_allocations,
-    strategies,
-    with_layout,
-)
+from isogemm.verify.activations import ACTIVATION_FORMS as ACTIVATIONS
+from isogemm.verify.activations import GATE_FORMS as GATED
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch, assert_same_nonfinite
+from isogemm.verify.inputs import LAYOUTS, make_data, with_layout
+from isogemm.verify.poison import poisoned_allocations
 
 DEVICE = "cuda"
 NUMBERS = {  # name: (dtype, precision)

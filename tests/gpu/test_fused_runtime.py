@@ -10,17 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from profiling import device_work
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import isogemm
 from isogemm.epilogues import ACTIVATIONS, register, spec
 from isogemm.gemm.api import mlp
-from isogemm.testing import (
-    assert_bitwise_equal,
-    device_work,
-    make_data,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.inputs import make_data
 
 DEVICE = "cuda"
 SOURCE = Path(__file__).parents[2] / "src"

@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 import isogemm
 from isogemm.fusion.deferred import Deferred
-from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch, make_data
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_data
 
 DEVICE = "cuda"
 M, K, N = 64, 256, 192

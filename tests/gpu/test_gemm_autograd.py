@@ -9,14 +9,10 @@ from torch.nn import functional as F
 
 import isogemm
 from isogemm.gemm import configs, op
-from isogemm.testing import (
-    DATA_KINDS,
-    assert_bitwise_equal,
-    assert_no_worse_than_torch,
-    make_data,
-    poisoned_allocations,
-    with_layout,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import DATA_KINDS, make_data, with_layout
+from isogemm.verify.poison import poisoned_allocations
 
 DEVICE = "cuda"
 NUMBERS = {"bf16": (torch.bfloat16, None), "ieee": (torch.float32, "ieee"), "tf32": (torch.float32, "tf32")}

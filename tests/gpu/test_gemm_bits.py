@@ -9,7 +9,8 @@ from arithmetic import NUMBERS
 
 import isogemm
 from isogemm.gemm import configs, op
-from isogemm.testing import DATA_KINDS, assert_bitwise_equal, make_data, make_operands, with_layout
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.inputs import DATA_KINDS, make_data, make_operands, with_layout
 
 DEVICE = "cuda"
 LLM = [(4096, 12288), (4096, 4096), (4096, 14336), (14336, 4096), (4096, 32000)]  # K, N

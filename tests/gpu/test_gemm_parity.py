@@ -2,23 +2,16 @@
 
 import hypothesis
 import pytest
+import strategies
 import torch
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import isogemm
-from isogemm.testing import (
-    LAYOUTS,
-    assert_bitwise_equal,
-    assert_no_worse_than_torch,
-    assert_same_nonfinite,
-    make_data,
-    make_operands,
-    measure_errors,
-    poisoned_allocations,
-    strategies,
-    with_layout,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch, assert_same_nonfinite, measure_errors
+from isogemm.verify.inputs import LAYOUTS, make_data, make_operands, with_layout
+from isogemm.verify.poison import poisoned_allocations
 
 DEVICE = "cuda"
 NUMBERS = {  # name: (dtype, precision)

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import isogemm
 from isogemm.core.plan import plans
-from isogemm.testing import assert_bitwise_equal, make_data
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.inputs import make_data
 
 DEVICE = "cuda"
 SOURCE = Path(__file__).parents[2] / "src"

@@ -5,7 +5,7 @@ import torch
 
 import isogemm
 from isogemm.nn import MLP, EncoderLayer, Linear, swap
-from isogemm.testing import make_data
+from isogemm.verify.inputs import make_data
 
 K, N = 64, 128
 LIKE = {"device": "cuda", "dtype": torch.bfloat16}

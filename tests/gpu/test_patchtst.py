@@ -5,11 +5,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from official_patchtst import OfficialEncoder, assert_step_no_worse, training_step
 
 import isogemm
 from isogemm.integrations.patchtst import accelerate, restore
-from isogemm.testing import assert_bitwise_equal, make_data, products_of_tf32
-from isogemm.testing.patchtst import OfficialEncoder, assert_step_no_worse, training_step
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.encoder_reference import products_of_tf32
+from isogemm.verify.inputs import make_data
 
 DEVICE = "cuda"
 SIZES = {"wide": (128, 16, 256), "narrow": (16, 4, 128)}  # d_model, heads, dim_feedforward

@@ -5,7 +5,7 @@ import pytest
 import torch
 from promises import Sizes
 
-from isogemm.testing import EncoderShape
+from isogemm.verify.encoder_reference import EncoderShape
 
 PRE = {"norm_first": True, "activation": "gelu"}
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import isogemm
-from isogemm.testing import assert_bitwise_equal, make_operands, poisoned_allocations
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.inputs import make_operands
+from isogemm.verify.poison import poisoned_allocations
 
 SHARING = {"neither": (3, 3), "a": (1, 3), "b": (3, 1)}
 

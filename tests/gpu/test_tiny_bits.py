@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import isogemm
-from isogemm.testing import assert_bitwise_equal, make_operands, with_layout
 from isogemm.tiny import configs, op
 from isogemm.tiny.configs import DotConfig, RegistersConfig
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.inputs import make_operands, with_layout
 
 BATCH = 65536
 SLICES = [(0, 2), (1, 2), (BATCH - 2, 2), (32767, 3), (777, 1000)]  # start, size

@@ -2,20 +2,16 @@
 
 import hypothesis
 import pytest
+import strategies
 import torch
 from hypothesis import strategies as st
 
 import isogemm
-from isogemm.testing import (
-    LAYOUTS,
-    assert_bitwise_equal,
-    assert_same_nonfinite,
-    make_operands,
-    poisoned_allocations,
-    strategies,
-    with_layout,
-)
 from isogemm.tiny import configs
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_same_nonfinite
+from isogemm.verify.inputs import LAYOUTS, make_operands, with_layout
+from isogemm.verify.poison import poisoned_allocations
 
 SHAPES = {  # name: (a, b)
     "12x64x12": ((1024, 12, 64), (1024, 64, 12)),

@@ -10,17 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from profiling import device_work
 
 import isogemm
 from isogemm.core import env, plan
 from isogemm.core.launch import Launch
-from isogemm.testing import (
-    assert_bitwise_equal,
-    device_work,
-    make_operands,
-)
 from isogemm.tiny import configs, op
 from isogemm.tiny.configs import DotConfig
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.inputs import make_operands
 
 SOURCE = Path(__file__).parents[2] / "src"
 

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from official_patchtst import OfficialEncoder, OfficialLayer, assert_step_no_worse, training_step
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
@@ -14,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import isogemm
 from isogemm.integrations import patchtst
 from isogemm.integrations.patchtst import accelerate, restore
-from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch
-from isogemm.testing.patchtst import OfficialEncoder, OfficialLayer, assert_step_no_worse, training_step
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
 
 D, HEADS, F = 16, 4, 4
 SEQUENCES, TOKENS, CHANNELS, LENGTH = 6, 5, 3, 16

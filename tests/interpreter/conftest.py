@@ -3,8 +3,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from isogemm.testing import require_interpreter
+from interpreting import require_interpreter
 
 
 def pytest_collect_file():

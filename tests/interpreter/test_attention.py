@@ -4,20 +4,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from attention_oracle import AttentionInputs, AttentionResults, attention_by_head, torch_attention
 
 from isogemm.encoder import plan
 from isogemm.encoder.configs_attention import Attention, DotConfig, MmaConfig, choose, choose_backward, choose_mma
 from isogemm.encoder.kernels_attention_dot import describe_attention_dot, describe_attention_dot_backward
 from isogemm.encoder.kernels_attention_mma_backward import describe_attention_mma_backward
 from isogemm.encoder.kernels_attention_mma_forward import describe_attention_mma
-from isogemm.testing import (
-    AttentionInputs,
-    AttentionResults,
-    assert_bitwise_equal,
-    assert_no_worse_than_torch,
-    attention_by_head,
-    torch_attention,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
 
 NUMBERS = [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.float16, "ieee")]
 SIZES = [  # tokens, head

@@ -10,7 +10,9 @@ from isogemm.encoder import configs_batch_norm
 from isogemm.encoder import kernels_batch_norm as kernels
 from isogemm.encoder.configs_batch_norm import GROUP, GROUP_ROWS, ROWS
 from isogemm.epilogues import random
-from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch, make_data
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_data
 
 EPS = 1e-5
 SIZES = [(2, 3), (64, 16), (130, 48), (65, 100)]  # rows, columns

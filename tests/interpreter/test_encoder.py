@@ -4,19 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from encoder_oracle import with_gradients
 
 from isogemm.encoder import configs, fused, layout, plan
 from isogemm.encoder.parameters import Options
-from isogemm.testing import (
-    EncoderShape,
-    assert_bitwise_equal,
-    encoder_parameters,
-    encoder_tensors,
-    make_data,
-    poisoned_allocations,
-    torch_encoder,
-    with_gradients,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors, torch_encoder
+from isogemm.verify.inputs import make_data
+from isogemm.verify.poison import poisoned_allocations
 
 pytestmark = pytest.mark.usefixtures("interpreted_schedules")
 SHAPES = [EncoderShape(20, 5, 16, 4, 32), EncoderShape(2, 17, 48, 3, 36), EncoderShape(8, 3, 24, 6, 20)]

@@ -9,7 +9,9 @@ from torch.nn import functional as F
 from isogemm.encoder import configs_norm
 from isogemm.encoder.configs_norm import NormConfig
 from isogemm.encoder.kernels_norm import launch_norm, launch_norm_backward
-from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch, make_data
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_data
 
 EPS = 1e-5
 

@@ -6,7 +6,9 @@ import torch
 from isogemm.encoder import fused, plan, reference
 from isogemm.encoder.parameters import EncoderDropout, Options, RunningStatistics
 from isogemm.epilogues import random
-from isogemm.testing import EncoderShape, encoder_parameters, encoder_tensors, make_data, poisoned_allocations
+from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
+from isogemm.verify.inputs import make_data
+from isogemm.verify.poison import poisoned_allocations
 
 pytestmark = pytest.mark.usefixtures("interpreted_schedules")
 SEED = torch.tensor([0x1234_5678_9ABC])

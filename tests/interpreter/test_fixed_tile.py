@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from isogemm.bench.fixed_tile import mm
-from isogemm.testing import assert_no_worse_than_torch, make_operands, with_layout
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_operands, with_layout
 
 
 @pytest.mark.parametrize("shape", [(1, 130, 17), (200, 96, 200), (1100, 140, 64)], ids=str)

@@ -12,7 +12,8 @@ from isogemm.epilogues import ACTIVATIONS, random, register
 from isogemm.epilogues.operands import PLACES, TENSORS, Operands
 from isogemm.gemm import configs, cpu, describe, fused, kernels, kernels_gradients, torch_forms
 from isogemm.gemm.configs import Config
-from isogemm.testing import assert_bitwise_equal, make_data
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.inputs import make_data
 
 GUARD = 16
 M, N, K = 21, 72, 40

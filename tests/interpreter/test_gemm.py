@@ -9,7 +9,9 @@ import triton.language as tl
 
 from isogemm.gemm import configs, kernels, kernels_gradients, op
 from isogemm.gemm.configs import BiasGradProblem, Config, Problem
-from isogemm.testing import assert_bitwise_equal, assert_same_nonfinite, make_data, make_operands, with_layout
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_same_nonfinite
+from isogemm.verify.inputs import make_data, make_operands, with_layout
 
 GUARD = 16  # elements on either side of an output that must stay as they were
 

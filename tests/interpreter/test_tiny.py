@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from isogemm.gemm.reference import round_to_tf32
-from isogemm.testing import assert_bitwise_equal, assert_same_nonfinite, make_operands, with_layout
 from isogemm.tiny import configs, op
 from isogemm.tiny.configs import DotConfig, Problem, RegistersConfig
 from isogemm.tiny.kernels import launch_bmm
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_same_nonfinite
+from isogemm.verify.inputs import make_operands, with_layout
 
 SHAPES = [  # batch, m, k, n
     (2, 1, 1, 1),

@@ -8,6 +8,8 @@ import warnings
 
 import pytest
 import torch
+from ranks import run_ranks
+from tensor_cases import NEARBY, nearby
 from torch.nn import GELU, LayerNorm, ReLU, RMSNorm, SiLU, TransformerEncoder, TransformerEncoderLayer
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
@@ -17,7 +19,9 @@ import isogemm
 from isogemm.encoder.api import encoder_layer
 from isogemm.encoder.parameters import ACTIVATIONS, EncoderParameters
 from isogemm.nn import EncoderLayer
-from isogemm.testing import NEARBY, assert_bitwise_equal, assert_no_worse_than_torch, make_data, nearby, run_ranks
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_data
 
 SEQUENCES, TOKENS, D, HEADS, F_ = 5, 7, 16, 4, 24
 LENGTHS = torch.tensor([7, 3, 1, 7, 5])

@@ -9,7 +9,9 @@ from torch.nn import ELU, GELU, Identity, LeakyReLU, ReLU, Sequential, Sigmoid, 
 
 import isogemm
 from isogemm.nn import Folded, FoldedActivation, Linear, Unfolded, swap
-from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch, make_data
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_data
 
 ACTIVATIONS = {
     "relu": [ReLU(), ReLU(inplace=True)],

@@ -13,7 +13,9 @@ import isogemm
 from isogemm.epilogues import ACTIVATIONS
 from isogemm.gemm.api import linear
 from isogemm.nn import MLP, Linear
-from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch, make_data
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_data
 
 PLAIN = [name for name, entry in ACTIVATIONS.items() if not entry.gate]
 GATED = [name for name, entry in ACTIVATIONS.items() if entry.gate]

@@ -10,7 +10,9 @@ from torch.nn.utils import parametrizations, prune
 from isogemm.epilogues import ACTIVATIONS
 from isogemm.gemm.api import mlp
 from isogemm.nn import MLP, Linear, swap
-from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch, make_data
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_data
 
 KINDS = ["gelu", "relu", "tanh", "leaky_relu", "swiglu", "geglu", "reglu"]
 

@@ -7,7 +7,8 @@ import isogemm
 from isogemm.fusion.inductor import fuse
 from isogemm.fusion.report import Report
 from isogemm.nn import MLP, EncoderLayer, Linear, swap
-from isogemm.testing import assert_bitwise_equal, make_data
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.inputs import make_data
 
 K, N = 12, 6
 PLAIN_GRADIENTS = ["matmul", "weight_grad"]

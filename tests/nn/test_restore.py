@@ -10,7 +10,8 @@ from torch.nn.utils import parametrizations
 
 import isogemm
 from isogemm.nn import restore, swap
-from isogemm.testing import assert_bitwise_equal, make_data
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.inputs import make_data
 
 D = 8
 

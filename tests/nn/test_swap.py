@@ -10,7 +10,8 @@ from torch.nn import TransformerEncoder, TransformerEncoderLayer
 import isogemm
 from isogemm.gemm.api import linear
 from isogemm.nn import EncoderLayer, Kept, Linear, Note, restore, swap
-from isogemm.testing import assert_bitwise_equal, make_data
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.inputs import make_data
 
 
 class _Block(torch.nn.Module):

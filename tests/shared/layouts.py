@@ -6,7 +6,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from isogemm.testing import layouts_for, with_layout
+from isogemm.verify.inputs import layouts_for, with_layout
 
 LAYOUTS = ("transposed", "strided", "broadcast", "turned")
 

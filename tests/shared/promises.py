@@ -16,26 +16,19 @@ from typing import NamedTuple
 
 import torch
 from arithmetic import NUMBERS
+from encoder_oracle import assert_encoder_no_worse
+from gradients import gradients_of
+from tensor_cases import NEARBY, nearby
 from torch.nn import functional as F
 
 import isogemm
 import isogemm.nn
 from isogemm.encoder import reference
-from isogemm.testing import (
-    NEARBY,
-    EncoderShape,
-    assert_bitwise_equal,
-    assert_encoder_no_worse,
-    assert_no_worse_than_torch,
-    encoder_tensors,
-    gradients_of,
-    make_data,
-    nearby,
-    poisoned_allocations,
-    products_of_tf32,
-    torch_encoder,
-    with_layout,
-)
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.encoder_reference import EncoderShape, encoder_tensors, products_of_tf32, torch_encoder
+from isogemm.verify.errors import assert_no_worse_than_torch
+from isogemm.verify.inputs import make_data, with_layout
+from isogemm.verify.poison import poisoned_allocations
 
 
 class Sizes(NamedTuple):

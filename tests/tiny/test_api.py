@@ -16,9 +16,11 @@ import isogemm
 from isogemm.core import env
 from isogemm.core.eager import KnownCalls
 from isogemm.core.plan import Cache, Plan, Step, contiguous
-from isogemm.testing import assert_bitwise_equal, make_operands, poisoned_allocations, with_layout
 from isogemm.tiny import api, configs, op
 from isogemm.tiny.configs import DotConfig
+from isogemm.verify.compare import assert_bitwise_equal
+from isogemm.verify.inputs import make_operands, with_layout
+from isogemm.verify.poison import poisoned_allocations
 
 SOURCE = Path(__file__).parents[2] / "src"
 SHARING = {"neither": (3, 3), "a": (1, 3), "b": (3, 1), "both": (1, 1)}

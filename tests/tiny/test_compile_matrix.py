@@ -1,7 +1,7 @@
 """Both tiny kernels compiled for GPUs that are not here, as `choose` would have them.
 
-From a shell, with PYTHONPATH=src:tests/tiny:
-`python -m isogemm.testing.compile_matrix test_compile_matrix:jobs --target sm_90`; `:portable_jobs` for every target.
+From a shell, with PYTHONPATH=src:tests/shared:tests/tiny:
+`python -m compile_matrix test_compile_matrix:jobs --target sm_90`; `:portable_jobs` for every target.
 """
 
 from dataclasses import replace
@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from isogemm.testing import CompileJob, compile_job, limit_violations
+from compile_matrix import CompileJob, compile_job, limit_violations
+
 from isogemm.tiny.configs import KERNELS, DotConfig, Problem, choose, gate
 from isogemm.tiny.kernels import describe_bmm
 

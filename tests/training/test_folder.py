@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from training_runs import DATA, TINY, final, recorded, same, train
 
-from isogemm.testing.ranks import run_ranks
 from isogemm.training import checkpoints, folder, plots, results
 from isogemm.training.folder import BEST, CHECKPOINT, RESULTS
 from isogemm.training.loop import Run

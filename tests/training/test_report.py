@@ -54,7 +54,7 @@ def test_the_ticks_of_the_plots_have_labels(made, shortest, longest):
     seconds = [{"train_s": shortest, "val_s": 0.0}, {"train_s": longest - shortest, "val_s": 0.0}]
     errors = [{"train_mse": shortest, "val_mse": longest}] * 2
     record = {**made, "epochs": [{**epoch, **one, **two} for one, two in zip(seconds, errors, strict=True)]}
-    plot, colours = plots.losses([record] * 2), plots.Colours()
+    plot, colours = plots.losses([record] * 2), plots.Palette()
     figure = Figure(figsize=(7.0, plot.height), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     with matplotlib.rc_context(colours.style):

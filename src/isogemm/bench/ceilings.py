@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from isogemm.bench.cases import Case, CaseRun, fp32_precision
+from isogemm.bench.cases import Case, CaseRun, make_params
 from isogemm.bench.store import Row
 from isogemm.bench.views import number_type
+from isogemm.verify.precision import fp32_precision
 
 FAMILY = "ceilings"
 
@@ -29,12 +30,12 @@ class Ceilings:
         return None if self.bytes_per_s is None else row.bytes_per_s / self.bytes_per_s
 
     def roof_fraction(self, row: Row) -> float | None:
-        """What the row reached of what memory and arithmetic allow."""
+        """The fraction of the roofline that the row reached."""
         reached = self.bandwidth_fraction(row)
         return None if reached is None else reached / self.bandwidth_limit(row)
 
     def arithmetic_us(self, row: Row) -> float | None:
-        """What the row's arithmetic takes at a matmul's rate."""
+        """Time of the row's arithmetic at the measured matmul rate."""
         rate = self.flops_per_s.get(number_type(row.params))
         return None if rate is None or not row.flops else row.flops / rate * 1e6
 
@@ -87,9 +88,7 @@ def _copy(size: int) -> Case:
 
 
 def _mm(size: int, dtype: str, precision: str = "") -> Case:
-    params: dict[str, int | str] = {"m": size, "n": size, "k": size, "dtype": dtype}
-    if precision:
-        params["precision"] = precision
+    params = make_params(dtype, precision, m=size, n=size, k=size)
     number = number_type(params)
 
     def build(device: torch.device) -> CaseRun:

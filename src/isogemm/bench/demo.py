@@ -1,10 +1,20 @@
-"""The result of a family's demo, and the tables that the terminal and the HTML report show of it."""
+"""A family's demo: changed bits, errors and times beside torch's, and the tables that show them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from isogemm.bench import timer
+from isogemm.bench.cases import Thunk
+from isogemm.verify.compare import compare_bits
+
+Function = TypeVar("Function")
 
 BITS = "Bits: elements that change with the batch"
 BITS_TEXT = (
@@ -12,13 +22,12 @@ BITS_TEXT = (
     "Counted: output elements whose bits change."
 )
 ACCURACY = "Accuracy: largest relative error against fp64"
-SPEED = "Speed"
 CPU_BANNER = "This is a CPU. isogemm's CPU path is for correctness and development; its speed figures are for GPUs."
 
 
 @dataclass(frozen=True)
 class Bits:
-    """How many output elements change when their batch does."""
+    """Number of output elements that change with their batch."""
 
     how: str  # what was computed, and in which batches
     compared: int
@@ -51,7 +60,7 @@ class DemoResult:
 
     @property
     def failures(self) -> list[str]:
-        """What the demo found wrong, in words."""
+        """Descriptions of what went wrong."""
         found = [self.failure] if self.failure else []
         if self.bits is not None and self.bits.isogemm:
             found.insert(0, f"isogemm changed {self.bits.isogemm:,} of {self.bits.compared:,} elements, expected 0")
@@ -60,6 +69,93 @@ class DemoResult:
     @property
     def ok(self) -> bool:
         return not self.failures
+
+
+def count_changes(
+    functions: Mapping[str, Function],
+    compute: Callable[[Function, slice], torch.Tensor],
+    items: str,
+    *,
+    batch: int,
+    sizes: Sequence[int],
+    compared: int | None = None,
+) -> Bits:
+    """Compute a whole batch, then its first items in smaller batches; count the elements whose bits change.
+
+    Args:
+        functions: "torch" and "isogemm".
+        compute: gives a function's results [items, ...] for a slice of the batch.
+        items: what a batch is made of, in words, such as "rows".
+        batch: number of items in the whole batch.
+        sizes: sizes of the smaller batches.
+        compared: number of items computed again, all of them by default.
+    """
+    count = batch if compared is None else compared
+    changed, elements = {}, 0
+    for name, function in functions.items():
+        whole = compute(function, slice(0, batch))[:count]
+        changed[name] = 0
+        for size in sizes:
+            starts = range(0, count, size)
+            again = torch.cat([compute(function, slice(start, min(start + size, count))) for start in starts])
+            changed[name] += compare_bits(again, whole).count
+        elements = len(sizes) * whole.numel()
+    ways = " and ".join("alone" if size == 1 else f"in batches of {size}" for size in sizes)
+    how = f"{count:,} {items}: {ways}, against a batch of {batch:,}"
+    return Bits(how, elements, changed["torch"], changed["isogemm"])
+
+
+def result_and_gradient(
+    model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, grad: torch.Tensor
+) -> torch.Tensor:
+    """A model's result for x [sequences, tokens, width], and next to it the gradient of x."""
+    leaf = x.detach().requires_grad_()
+    out = model(leaf)
+    (found,) = torch.autograd.grad(out, leaf, grad)
+    return torch.cat([out.detach(), found], dim=-1)
+
+
+def result(
+    title: str,
+    bits: Bits | str,
+    errors: Callable[[], Mapping[str, float]],
+    unit: str,
+    thunks: Mapping[str, Thunk],
+    torch_call: str,
+    device: torch.device,
+    note: str = "",
+) -> DemoResult:
+    """Measure the errors and the times of "torch" and "isogemm".
+
+    Args:
+        title: the operation and its shape.
+        bits: what `count_changes` found, or why nothing is promised.
+        errors: the largest errors against fp64; raises AssertionError where isogemm's exceeds its bound.
+        unit: what the errors are relative to.
+        thunks: what is timed.
+        torch_call: what torch's thunk calls.
+        note: what is not promised.
+    """
+    accuracy, failure = None, ""
+    try:
+        found = errors()
+        accuracy = Accuracy(unit, found["torch"], found["isogemm"])
+    except AssertionError as error:
+        failure = str(error)
+    times = timer.measure(
+        {name: [thunk] for name, thunk in thunks.items()}, device, repeats=10 if device.type == "cuda" else 5
+    )
+    return DemoResult(
+        title,
+        bits=bits if isinstance(bits, Bits) else None,
+        no_promise="" if isinstance(bits, Bits) else bits,
+        accuracy=accuracy,
+        torch_call=torch_call,
+        torch_us=median(times["torch"]),
+        isogemm_us=median(times["isogemm"]),
+        note=note,
+        failure=failure,
+    )
 
 
 Shown = Sequence[tuple[str, DemoResult]]  # by family
@@ -107,7 +203,7 @@ def time_text(us: float) -> str:
 
 
 def total(shown: Shown) -> Bits:
-    """Over all families."""
+    """The counts summed over all families."""
     found = [result.bits for _, result in shown if result.bits is not None]
     sums = (sum(getattr(each, name) for each in found) for name in ("compared", "torch", "isogemm"))
     return Bits("in all", *sums)
@@ -127,7 +223,7 @@ def failures_table(shown: Shown) -> Grid:
 
 
 def changed_text(changed: int, compared: int) -> str:
-    """Such as "120,892 (92%)"; a share is not rounded to nothing or to all."""
+    """Text such as "120,892 (92%)"; a share is never rounded to 0% or 100%."""
     if changed in (0, compared):
         return f"{changed:,}" if not changed else f"{changed:,} (100%)"
     share = 100 * changed / compared

@@ -88,7 +88,7 @@ def require_writable(folder: AnyPath) -> None:
 
 
 def lock(file: BinaryIO, wait: bool = True) -> None:
-    """Until it is closed, or the process ends however it does. Without `wait`, BlockingIOError if it is held."""
+    """Lock a file until it is closed or the process ends. Without `wait`, BlockingIOError if it is locked."""
     if fcntl is None:
         return
     try:

@@ -35,7 +35,7 @@ class Figure:
 
     @property
     def cells(self) -> list[str]:
-        """As in COLUMNS."""
+        """A table line with COLUMNS."""
         span = f"{self.least:.2f}x to {self.most:.2f}x" if self.points > 1 else ""
         return [self.what, self.against, f"{self.speedup:.2f}x", span, str(self.points)]
 
@@ -53,7 +53,7 @@ class Recorded:
 
     @property
     def source(self) -> str:
-        """Such as "NVIDIA H200, 2026-11-15 to 2026-11-16: torch 2.11.0, Triton 3.6.0, commits 0123456789ab." """
+        """Text such as "NVIDIA H200, 2026-11-15 to 2026-11-16: torch 2.11.0, Triton 3.6.0, commits 0123456789ab." """
         dates, commits = " to ".join(dict.fromkeys(self.dates)), ", ".join(self.commits)
         of = "commit" if len(self.commits) == 1 else "commits"
         return f"{self.gpu}, {dates}: torch {self.torch}, Triton {self.triton}, {of} {commits}."
@@ -152,7 +152,7 @@ def _recorded(gpu: str, figures: Sequence[Figure], environments: Sequence[Mappin
 
 
 def table(measured: Iterable[Recorded]) -> str:
-    """For a document: per GPU a table, then what it means and where it was measured."""
+    """A table per GPU for a document, with its meaning and its source."""
     parts = []
     for gpu in measured:
         lines = markdown(COLUMNS, [each.cells for each in gpu.figures], texts=2)
@@ -161,22 +161,18 @@ def table(measured: Iterable[Recorded]) -> str:
 
 
 def dumps(measured: Iterable[Recorded]) -> str:
-    """As kept in FILE."""
+    """The content of FILE."""
     return json.dumps([asdict(each) for each in measured], indent=1) + "\n"
 
 
 def loads(text: str) -> list[Recorded]:
     return [
         Recorded(
-            **{
-                **each,
-                "dates": tuple(each["dates"]),
-                "commits": tuple(each["commits"]),
-                "figures": tuple(Figure(**figure) for figure in each["figures"]),
-            }
+            each["gpu"], each["torch"], each["triton"], tuple(each["dates"]), tuple(each["commits"]),
+            tuple(Figure(**figure) for figure in each["figures"]),
         )
         for each in json.loads(text)
-    ]
+    ]  # fmt: skip
 
 
 def shipped() -> list[Recorded]:

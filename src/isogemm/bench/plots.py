@@ -33,28 +33,33 @@ _STAND_INS = {
 
 _WIDTH = 6.0  # inches
 _TICK_STEPS = ((10, (1, 1.5, 2, 3, 4, 6, 8)), (30, (1, 2, 3, 5)), (1000, (1, 3)), (math.inf, (1,)))
-_STYLE = {
-    "svg.fonttype": "none",
-    "font.size": 8.0,
-    "text.color": _INK,
-    "axes.labelcolor": _MUTED,
-    "axes.edgecolor": _LINE,
-    "xtick.color": _LINE,
-    "ytick.color": _LINE,
-    "xtick.labelcolor": _MUTED,
-    "ytick.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": _LINE,
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-}
+
+
+@dataclass(frozen=True)
+class Palette:
+    """Colours to give to matplotlib; by default those of the report's light theme."""
+
+    ink: str = "#1a1f26"
+    muted: str = "#616b78"
+    line: str = "#e1e5ea"
+    series: tuple[str, ...] = ("#2563eb", "#d9730d", "#16885a", "#8b46c9", "#c7305f", "#0e7c93")
+
+    @property
+    def style(self) -> dict[str, Any]:
+        """Settings for matplotlib's rc_context."""
+        return {
+            "svg.fonttype": "none", "font.size": 8.0, "text.color": self.ink,
+            "axes.labelcolor": self.muted, "axes.edgecolor": self.line, "axes.axisbelow": True,
+            "axes.spines.top": False, "axes.spines.right": False, "grid.color": self.line, "grid.linewidth": 0.6,
+            "xtick.color": self.line, "ytick.color": self.line,
+            "xtick.labelcolor": self.muted, "ytick.labelcolor": self.ink,
+        }  # fmt: skip
 
 
 def _styled(draw: Callable[_P, str]) -> Callable[_P, str]:
     @wraps(draw)
     def styled(*args: _P.args, **kwargs: _P.kwargs) -> str:
-        with need("matplotlib").rc_context(_STYLE):
+        with need("matplotlib").rc_context(Palette(_INK, _MUTED, _LINE).style):
             return draw(*args, **kwargs)
 
     return styled
@@ -78,10 +83,8 @@ def ramp_colours(values: Sequence[int | str]) -> dict[int | str, str]:
 def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
     """A line per shape, a dot per column value: speed-up over torch and, beside it, what of the roof was reached."""
     shapes = summary.shapes(rows, view)
-    canvas = _Canvas(_WIDTH, 0.75 + 0.21 * len(shapes))
+    canvas, left, right = _two_panels(shapes)
     colours = {value: canvas.colour(css) for value, css in ramp_colours(summary.columns(rows, view)).items()}
-    left, right = canvas.figure.subplots(1, 2, sharey=True, width_ratios=[1.6, 1])
-    canvas.figure.get_layout_engine().set(wspace=0.06)
     lines: dict[str, list[tuple[float, float]]] = {shape: [] for shape in shapes}
     for row in sorted(rows, key=lambda row: summary.sort_key(view.column_value(row.params))):
         ratio, shape = row.speedup, view.shape_label(row.params)
@@ -99,8 +102,6 @@ def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
     ratios = [ratio for points in lines.values() for ratio, _ in points]
     most = max(reached for points in lines.values() for _, reached in points)
     _speedup_axis(left, min(ratios), max(ratios))
-    left.set_yticks(range(len(shapes)), shapes)
-    left.set_ylim(len(shapes) - 0.4, -0.6)
     left.set_xlabel("speed-up over torch")
     if ceilings.bytes_per_s is None:
         right.set_xlabel("memory traffic, GB/s")
@@ -110,19 +111,13 @@ def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
         right.axvline(100, color=_MUTED, linewidth=0.8)
         right.set_xlim(0, max(105.0, 1.05 * most))
         right.set_xlabel("% of the measured roof")
-    for axes in (left, right):
-        axes.grid(axis="x")
-        axes.tick_params(length=0)
-        axes.spines["left"].set_visible(False)
     return canvas.svg(f"speed-up {view.family} {rows[0].gpu} {view.group_label(rows[0].op, rows[0].params)}")
 
 
 @_styled
 def steps(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
     """A line per training step, a dot per variant: time, with a tick at the arithmetic's, and peak memory."""
-    canvas = _Canvas(_WIDTH, 0.75 + 0.21 * len(rows))
-    left, right = canvas.figure.subplots(1, 2, sharey=True, width_ratios=[1.6, 1])
-    canvas.figure.get_layout_engine().set(wspace=0.06)
+    canvas, left, right = _two_panels([view.shape_label(row.params) for row in rows])
     variants = step_variants(rows)
     times: list[float] = []
     sizes: list[float] = []
@@ -139,14 +134,9 @@ def steps(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
             left.plot([floor / 1e3], [y], "|", color=_MUTED, markersize=9, zorder=2)
         times += [*points.values(), *([] if floor is None else [floor / 1e3])]
         sizes += memory.values()
-    left.set_yticks(range(len(rows)), [view.shape_label(row.params) for row in rows])
-    left.set_ylim(len(rows) - 0.4, -0.6)
     for axes, values, label in ((left, times, "time of a step, ms"), (right, sizes, "peak memory, MiB")):
         _log_axis(axes, values or [1.0])
         axes.set_xlabel(label)
-        axes.grid(axis="x")
-        axes.tick_params(length=0)
-        axes.spines["left"].set_visible(False)
     return canvas.svg(f"steps {view.family} {rows[0].gpu} {view.group_label(rows[0].op, rows[0].params)}")
 
 
@@ -201,19 +191,9 @@ def point_label(row: Row, view: FamilyView) -> str:
     return f"{where} ({view.group_label(row.op, row.params)}): {summary.digits(row.best_us)} us{ratio}"
 
 
-@dataclass(frozen=True)
-class Palette:
-    """Colours to give to matplotlib."""
-
-    ink: str
-    muted: str
-    line: str
-    series: tuple[str, ...]
-
-
 @_styled
 def drawing(name: str, height: float, draw: Callable[[Any, Palette], None]) -> str:
-    """What `draw` makes of a figure, in the page's colours."""
+    """Let `draw` fill a figure, in the page's colours; returns the SVG."""
     canvas = _Canvas(_WIDTH, height)
     series = tuple(canvas.colour(series_colour(index)) for index in range(SERIES))
     draw(canvas.figure, Palette(_INK, _MUTED, _LINE, series))
@@ -249,6 +229,20 @@ class _Canvas:
         with need("matplotlib").rc_context({"svg.hashsalt": name}):
             self.figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
         return _inline(text.getvalue(), name, self._css, self._tips)
+
+
+def _two_panels(lines: Sequence[str]) -> tuple[_Canvas, Any, Any]:
+    """A figure with two axes that share their lines, one per name."""
+    canvas = _Canvas(_WIDTH, 0.75 + 0.21 * len(lines))
+    left, right = canvas.figure.subplots(1, 2, sharey=True, width_ratios=[1.6, 1])
+    canvas.figure.get_layout_engine().set(wspace=0.06)
+    left.set_yticks(range(len(lines)), lines)
+    left.set_ylim(len(lines) - 0.4, -0.6)
+    for axes in (left, right):
+        axes.grid(axis="x")
+        axes.tick_params(length=0)
+        axes.spines["left"].set_visible(False)
+    return canvas, left, right
 
 
 def _inline(svg: str, name: str, css: Mapping[str, str], tips: Sequence[str]) -> str:

@@ -59,7 +59,7 @@ class FamilySection:
 
 @dataclass(frozen=True)
 class Section:
-    """Of what is no point: a table and plots."""
+    """A table and plots that are not made of points."""
 
     title: str
     text: str
@@ -76,7 +76,7 @@ class DeviceSection:
 
 @dataclass(frozen=True)
 class DemoPage:
-    """What a demo found on a device, which the report then leads with."""
+    """A demo's results on a device; the report starts with them."""
 
     device: str
     versions: str

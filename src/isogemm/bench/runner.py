@@ -45,10 +45,6 @@ class Runner:
     env: Mapping[str, str] | None = None
     failures: list[Failure] = field(default_factory=list)
 
-    @property
-    def exit_code(self) -> int:
-        return 1 if self.failures else 0
-
     def rows(self, cases: Sequence[Case]) -> Iterator[Row]:
         """A row for each case whose check passed, as soon as it is measured."""
         env = environment(self.device) if self.env is None else self.env
@@ -100,7 +96,7 @@ class Runner:
 
 
 def environment(device: torch.device, commit: str | None = None) -> dict[str, str]:
-    """What a measurement depends on besides its case; pass `commit` where git cannot tell it."""
+    """Versions, device, commit and date, to store with a measurement; pass `commit` where git cannot tell it."""
     return {
         "commit": commit or _commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -144,7 +140,7 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """What a command prints, or nothing where it fails or does not exist."""
+    """A command's standard output; empty where it fails or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

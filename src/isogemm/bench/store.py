@@ -44,7 +44,7 @@ class Row:
 
     @cached_property
     def key(self) -> tuple[str, str, str, str]:
-        """What makes two rows measurements of the same point."""
+        """Identity of the point: rows with the same key measure the same point."""
         return self.family, self.op, json.dumps(dict(self.params), sort_keys=True), self.gpu
 
     @cached_property
@@ -116,7 +116,7 @@ def newest(rows: Iterable[Row]) -> list[Row]:
 
 
 def results_file(root: AnyPath, gpu: str, family: str) -> Path:
-    """Where a family's measurements on a GPU are kept: `<root>/<gpu>/<family>.jsonl`, such as h200/tiny.jsonl."""
+    """The file of a family's measurements on a GPU: `<root>/<gpu>/<family>.jsonl`, such as h200/tiny.jsonl."""
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
     return Path(root) / name / f"{family}.jsonl"
 
@@ -183,13 +183,7 @@ _FIELDS: dict[str, tuple[str, Any]] = {
     "bytes": ("a finite number >= 0", _number),
     "info": ("strings by name", _mapping(_text)),
     "error": ("finite numbers >= 0 by variant", _mapping(_number)),
-    "times_us": (
-        "lists of positive numbers by variant",
-        lambda value: bool(value) and _mapping(_times)(value),
-    ),
-    "env": (
-        f"strings {', '.join(ENV_KEYS)}",
-        lambda value: _mapping(_text)(value) and set(ENV_KEYS) == set(value),
-    ),
+    "times_us": ("lists of positive numbers by variant", lambda value: bool(value) and _mapping(_times)(value)),
+    "env": (f"strings {', '.join(ENV_KEYS)}", lambda value: _mapping(_text)(value) and set(ENV_KEYS) == set(value)),
     "cpu_us": ("lists of positive numbers by variant", _mapping(_times)),
 }

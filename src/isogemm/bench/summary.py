@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -46,7 +46,7 @@ def geomean(values: Sequence[float]) -> float:
 
 
 def speedups(rows: Iterable[Row], variant: str = "isogemm") -> Speedups | None:
-    """None where no row has both the variant and torch."""
+    """The variant's speed-ups over torch; None where no row has both."""
     compared = [(row, ratio) for row in rows if (ratio := row.speedup_of(variant)) is not None]
     if not compared:
         return None
@@ -69,7 +69,7 @@ def peers(rows: Iterable[Row]) -> list[str]:
 
 
 def largest_errors(rows: Iterable[Row]) -> dict[str, float]:
-    """By variant, over the rows."""
+    """The largest error of each variant over the rows."""
     found: dict[str, float] = {}
     for row in rows:
         for variant, error in row.error.items():
@@ -78,7 +78,7 @@ def largest_errors(rows: Iterable[Row]) -> dict[str, float]:
 
 
 def bandwidth(rows: Iterable[Row], view: FamilyView, ceilings: Ceilings) -> Bandwidth | None:
-    """None where copy bandwidth was not measured, or no point is bound by memory."""
+    """The fractions of copy bandwidth; None where it was not measured, or no point is memory-bound."""
     bound = [row for row in rows if ceilings.bandwidth_limit(row) == 1.0]
     fractions = {row.key: ceilings.bandwidth_fraction(row) for row in bound}
     largest = max((view.column_value(row.params) for row in bound), key=sort_key, default="")
@@ -102,7 +102,7 @@ class HostCost:
 
 
 def host_cost(rows: Iterable[Row], view: FamilyView) -> HostCost | None:
-    """At the smallest column: in large ones the host waits for the device, and the ratio says nothing of the call."""
+    """CPU time over torch's at the smallest column: at larger ones the host waits for the device."""
     measured = [(view.column_value(row.params), ratio) for row in rows if (ratio := row.cpu_ratio) is not None]
     if not measured:
         return None
@@ -112,27 +112,24 @@ def host_cost(rows: Iterable[Row], view: FamilyView) -> HostCost | None:
 
 
 def by_gpu(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """By device, CPUs last."""
-    split: dict[str, list[Row]] = {}
-    for row in rows:
-        split.setdefault(row.gpu, []).append(row)
-    return dict(sorted(split.items(), key=lambda item: item[0].startswith("CPU")))
+    """Rows by device, CPUs last."""
+    return dict(sorted(_split(rows, lambda row: row.gpu).items(), key=lambda item: item[0].startswith("CPU")))
 
 
 def by_family(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Rows by family, the ceilings left out."""
-    split: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.family != CEILINGS:
-            split.setdefault(row.family, []).append(row)
-    return split
+    return _split((row for row in rows if row.family != CEILINGS), lambda row: row.family)
 
 
 def by_group(rows: Iterable[Row], view: FamilyView) -> dict[str, list[Row]]:
-    split: dict[str, list[Row]] = {}
+    return _split(rows, lambda row: view.group_label(row.op, row.params))
+
+
+def _split(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
     for row in rows:
-        split.setdefault(view.group_label(row.op, row.params), []).append(row)
-    return split
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 def columns(rows: Iterable[Row], view: FamilyView) -> list[int | str]:
@@ -140,7 +137,7 @@ def columns(rows: Iterable[Row], view: FamilyView) -> list[int | str]:
 
 
 def shapes(rows: Iterable[Row], view: FamilyView) -> list[str]:
-    """In order of first appearance, which is the order the family measures them in."""
+    """Labels in order of first appearance, which is the order the family measures them in."""
     return list(dict.fromkeys(view.shape_label(row.params) for row in rows))
 
 
@@ -152,7 +149,7 @@ def digits(value: float) -> str:
 
 
 def rate_text(flops_per_s: float) -> str:
-    """Such as 4.25 TFLOP/s."""
+    """Text such as 4.25 TFLOP/s."""
     for unit, name in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
         if flops_per_s >= unit:
             return f"{flops_per_s / unit:.3g} {name}FLOP/s"

@@ -20,7 +20,7 @@ _ANY_MARKER = re.compile(r"<!-- /?figures\b.*?-->")
 
 
 def tables(rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> dict[str, str]:
-    """By name, for every family: `FAMILY-headline`, `-speedup`, `-bandwidth`, `-errors`, and `-PEER` (such as
+    """The tables by name, per family: `FAMILY-headline`, `-speedup`, `-bandwidth`, `-errors`, and `-PEER` (such as
     `gemm-fixed-tile`) for each variant beside isogemm and torch, unless `-speedup` has them; `-deferred` and `-steps`
     where they were measured. And `ceilings`.
     """
@@ -125,7 +125,7 @@ def _in_torchs_place(row: Row, rival: str) -> Row:
 
 
 def deferred(rows: Iterable[Row]) -> str:
-    """What deferring costs: the CPU time of each variant, and how much more a deferred operation takes."""
+    """The cost of deferring: CPU time of each variant, and the extra time per deferred operation."""
     body = []
     names = ("isogemm", "torch", "fused calls")
     for row in rows:
@@ -179,7 +179,7 @@ def steps(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> s
 
 
 def bandwidth(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> str:
-    """At the largest column: a line per shape, a column per group, of the copy bandwidth."""
+    """Fractions of copy bandwidth at the largest column: a line per shape, a column per group."""
     largest = max((view.column_value(row.params) for row in rows), key=summary.sort_key, default="")
     cells: dict[str, dict[str, str]] = {}
     for label, group in summary.by_group(rows, view).items():
@@ -268,7 +268,7 @@ def refresh(path: Path, tables: Mapping[str, str]) -> bool:
 
 
 def source(gpu: str, environments: Sequence[Mapping[str, str]]) -> str:
-    """Where and with what something was measured."""
+    """The device, versions, commits and dates of measurements, in one line."""
     facts = [
         f"{name} {' and '.join(sorted({env[name] for env in environments}))}"
         for name in ("torch", "triton", "driver", "commit")

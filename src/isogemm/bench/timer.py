@@ -1,4 +1,4 @@
-"""Device time over CUDA-graph replays, time of eager calls, host time over bursts, variants interleaved."""
+"""Times of variants, measured in turn: on the device (CUDA graphs), of eager calls, on the host. And peak memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CACHE_MULTIPLE = 4  # a cyclic walk over 4x the cache finds ~2 % of it there, e
 
 
 def rotations(bytes_per_set: float, device: torch.device, most: int = _MOST_ROTATIONS) -> int:
-    """How many input sets to rotate so that each is cold in the last-level cache when its turn comes.
+    """Number of input sets to rotate so that each is cold in the last-level cache when its turn comes.
 
     Bounded by `most` and by a quarter of the device's free memory.
     """
@@ -80,12 +80,7 @@ def _within(budget_us: float, walks: Mapping[str, _Walk], repeats: int, warmup: 
 
 
 def host_time(
-    variants: Mapping[str, Sequence[Thunk]],
-    device: torch.device,
-    *,
-    bursts: int = 30,
-    burst: int = 50,
-    warmup: int = 2,
+    variants: Mapping[str, Sequence[Thunk]], device: torch.device, *, bursts: int = 30, burst: int = 50, warmup: int = 2
 ) -> dict[str, list[float]]:
     """CPU time of an eager call of each variant's first thunk: one value per burst, in microseconds per call.
 
@@ -107,6 +102,17 @@ def host_time(
         times = interleave({name: sampler(thunks[0]) for name, thunks in variants.items()}, bursts, warmup)
     _synchronize(device)
     return times
+
+
+def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """Peak memory that a step allocates, beyond what was allocated before it."""
+    step()  # libraries' workspaces, and compilation
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def interleave(samplers: Mapping[str, Sampler], repeats: int, warmup: int) -> dict[str, list[float]]:

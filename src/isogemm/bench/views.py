@@ -10,14 +10,9 @@ from isogemm.bench.store import Row
 Params = Mapping[str, int | str]
 
 _SHORT_DTYPES = {
-    "float32": "fp32",
-    "f32": "fp32",
-    "float16": "fp16",
-    "f16": "fp16",
-    "bfloat16": "bf16",
-    "float64": "fp64",
+    "float32": "fp32", "f32": "fp32", "float16": "fp16", "f16": "fp16", "bfloat16": "bf16", "float64": "fp64",
     "f64": "fp64",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,24 +31,24 @@ class FamilyView:
     steps: bool = False
 
     def shape_label(self, params: Params) -> str:
-        """Such as 12x12x64, after names."""
+        """The shape as text such as 12x12x64, with names first."""
         values = [params[name] for name in self.shape if name in params]
         names = [each for each in values if isinstance(each, str)]
         sizes = "x".join(str(each) for each in values if isinstance(each, int))
         return " ".join([*names, *([sizes] if sizes else [])])
 
     def column_value(self, params: Params) -> int | str:
-        """Where a point stands among the columns; "" for points without the parameter."""
+        """The point's column; "" for points without the parameter."""
         return params.get(self.column, "")
 
     def group_label(self, op: str, params: Params) -> str:
-        """Such as "bmm, fp32 ieee, cold"."""
+        """The group's name, such as "bmm, fp32 ieee, cold"."""
         placed = {*self.shape, self.column, "dtype", "precision"}
         others = (v if isinstance(v, str) else f"{n}={v}" for n, v in params.items() if n not in placed)
         return ", ".join(part for part in (op, number_type(params), *others) if part)
 
     def peer_label(self, peer: str) -> str:
-        """Of what a table says of a peer: isogemm's speed-up over it, or its own over torch."""
+        """The column name of a peer: isogemm's speed-up over it, or its own over torch."""
         return f"over {peer}" if self.against else peer
 
 

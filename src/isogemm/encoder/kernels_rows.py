@@ -10,12 +10,7 @@ import triton
 import triton.language as tl
 
 from isogemm.encoder.configs import FRAGMENT_ROWS, Layer
-from isogemm.encoder.kernels_forward import (
-    TYPES,
-    index_type,
-    overlapping,
-    scale_of_kept,
-)
+from isogemm.encoder.kernels_forward import TYPES, index_type, overlapping, scale_of_kept
 from isogemm.encoder.kernels_fragments import (
     across,
     floats,
@@ -334,11 +329,7 @@ def row_programs_of(layer: Layer, warps: int) -> int:
 
 
 def numbers_of(layer: Layer) -> dict[str, object]:
-    return {
-        "KIND": TYPES[layer.operand],
-        "NATIVE": not triton.knobs.runtime.interpret,
-        "INDEX": index_type(layer),
-    }
+    return {"KIND": TYPES[layer.operand], "NATIVE": not triton.knobs.runtime.interpret, "INDEX": index_type(layer)}
 
 
 def launch_of(layer: Layer, warps: int) -> dict[str, object]:

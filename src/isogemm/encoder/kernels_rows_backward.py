@@ -7,13 +7,7 @@ import triton.language as tl
 
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs import Layer
-from isogemm.encoder.kernels_forward import (
-    ACTIVATION,
-    OUTPUT,
-    feedforward_sizes,
-    residual_of,
-    started,
-)
+from isogemm.encoder.kernels_forward import ACTIVATION, OUTPUT, feedforward_sizes, residual_of, started
 from isogemm.encoder.kernels_fragments import (
     column_sum,
     load_four,

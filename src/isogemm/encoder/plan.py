@@ -582,10 +582,7 @@ def _laid_out(**sizes: int) -> tuple[dict[str, int], int]:
 def kept_parts(layer: Layer) -> dict[str, Part]:
     """What a forward leaves for its backward, in one buffer."""
     of_x, operand = getattr(torch, layer.dtype), getattr(torch, layer.operand)
-    parts = {
-        "o": Part(operand, layer.rows * layer.d_model),
-        "lse": Part(torch.float32, layer.rows * layer.nhead),
-    }
+    parts = {"o": Part(operand, layer.rows * layer.d_model), "lse": Part(torch.float32, layer.rows * layer.nhead)}
     if layer.parted:
         parts["s"] = Part(of_x, layer.rows * layer.d_model)
     if not layer.norm_first:

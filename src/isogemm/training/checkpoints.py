@@ -80,7 +80,7 @@ def require_same(path: AnyPath, saved: Mapping[str, Any], asked: Mapping[str, An
 
 
 def _in_words(value: Any) -> str:
-    """What is to be alike of two tensors."""
+    """The dtype, shape and layout of a tensor as text, or the type of another value."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     unusual = "" if value.layout is torch.strided and not value.is_meta else f" {value.layout} on {value.device}"

@@ -49,16 +49,15 @@ class Config:
         return wanted and device == "cuda"
 
     def flat(self) -> dict[str, Any]:
-        """By name, the model's options among the others."""
+        """All options by name, the model's included."""
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "model"}
         return {**asdict(self.model), **own}
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A named run. Without a CSV, `rows` of synthetic data."""
+    """A named run, described in `isogemm_cli.PRESETS`. Without a CSV, `rows` of synthetic data."""
 
-    summary: str
     config: Config
     rows: int
     epochs: int = 10
@@ -80,19 +79,11 @@ _ETTM1 = Architecture(channels=7, inputs=336, horizon=96, dropout=0.2)
 
 PRESETS = {
     "reference": Preset(
-        "28,000 windows of 20 channels, 24 -> 24, 5 patches, d_model 64, 2 layers, LayerNorm",
-        Config(_REFERENCE, batch=64, lr=1e-3),
-        rows=synthetic_rows(28_000, _REFERENCE.inputs + _REFERENCE.horizon),
+        Config(_REFERENCE, batch=64, lr=1e-3), rows=synthetic_rows(28_000, _REFERENCE.inputs + _REFERENCE.horizon)
     ),
-    "ettm1": Preset("336 -> 96, 42 patches, d_model 128, 3 layers, BatchNorm, 7 channels", Config(_ETTM1), rows=69_680),
-    "etth1": Preset(
-        "ettm1 with d_model 16, 4 heads, dropout 0.3",
-        Config(replace(_ETTM1, d_model=16, nhead=4, dim_feedforward=128, dropout=0.3)),
-        rows=17_420,
-    ),
-    "weather": Preset("ettm1 with 21 channels", Config(replace(_ETTM1, channels=21)), rows=52_696),
-    "electricity": Preset(
-        "ettm1 with 321 channels, batch 32", Config(replace(_ETTM1, channels=321), batch=32), rows=26_304
-    ),
-    "patchtst64": Preset("ettm1 with 512 -> 96, 64 patches", Config(replace(_ETTM1, inputs=512)), rows=69_680),
+    "ettm1": Preset(Config(_ETTM1), rows=69_680),
+    "etth1": Preset(Config(replace(_ETTM1, d_model=16, nhead=4, dim_feedforward=128, dropout=0.3)), rows=17_420),
+    "weather": Preset(Config(replace(_ETTM1, channels=21)), rows=52_696),
+    "electricity": Preset(Config(replace(_ETTM1, channels=321), batch=32), rows=26_304),
+    "patchtst64": Preset(Config(replace(_ETTM1, inputs=512)), rows=69_680),
 }

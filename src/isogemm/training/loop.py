@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from isogemm.bench.cases import fp32_precision
 from isogemm.bench.files import AnyPath
 from isogemm.integrations import patchtst
 from isogemm.training import checkpoints
@@ -25,6 +24,7 @@ from isogemm.training.model import Architecture, Forecaster
 from isogemm.training.series import Series, SeriesError, cut
 from isogemm.training.steps import Evaluation, Objective, Training, random_state, set_random_state
 from isogemm.training.world import World
+from isogemm.verify.precision import fp32_precision
 
 Progress = Callable[[int, int, str], None]  # steps done, steps in all, what was reached
 
@@ -42,7 +42,7 @@ class Diverged(ArithmeticError):
 
 @dataclass(frozen=True)
 class Plan:
-    """How long a run goes on, and where it leaves its checkpoints: the weights' bits follow from none of it."""
+    """Length of a run, and its checkpoints. Does not affect the bits of the weights."""
 
     epochs: int = 10
     patience: int | None = None  # epochs without a lower validation error, then it ends
@@ -77,7 +77,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """The result of a run."""
 
     epochs: list[Epoch]
     best_epoch: int  # counted from 1; test figures and the forecast are of its weights
@@ -136,7 +136,7 @@ class Run:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that the bits of the weights follow from; but for the graphs of a step, which do not change them."""
+        """All that the bits of the weights depend on."""
         options = self.config.flat()
         del options["graph"], options["graph_steps"]
         data = {"data": self.series.fingerprint, "device": self.world.device.type, "processes": self.world.size}
@@ -206,7 +206,7 @@ class Run:
         return self.world.rank, self.world.size
 
     def _prepared(self) -> tuple[nn.Module, Training, Evaluation]:
-        """What runs a step and a validation, compiled and captured."""
+        """The objective, training and validation, compiled and captured."""
         config, windows, world = self.config, self.windows, self.world
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(world.device)
@@ -366,7 +366,7 @@ class Run:
 
     @torch.no_grad()
     def _forecast(self) -> Forecast:
-        """Of the test part's middle window."""
+        """Forecast the middle window of the test part."""
         windows, shown = self.windows, min(_SHOWN_CHANNELS, self.config.model.channels)
         window = windows.all[windows.test.first + windows.test.count // 2]
         self.model.eval()

@@ -39,17 +39,8 @@ class Architecture:
     subtract_last: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "channels",
-            "inputs",
-            "horizon",
-            "patch",
-            "stride",
-            "layers",
-            "d_model",
-            "nhead",
-            "dim_feedforward",
-        ):
+        sizes = "channels inputs horizon patch stride layers d_model nhead dim_feedforward"
+        for name in sizes.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         for name in ("dropout", "attention_dropout", "head_dropout"):

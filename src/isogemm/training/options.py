@@ -20,7 +20,7 @@ class Asked(NamedTuple):
 
 
 def asked(args: argparse.Namespace) -> Asked:
-    """What the arguments ask for. ValueError where that cannot be, which names the option and what came."""
+    """Turn the arguments into a run; ValueError names the option that cannot be served, and its value."""
     preset = PRESETS[args.preset]
     names = [each.name for each in (*fields(Architecture), *fields(Config)) if each.name != "model"]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,52 +11,27 @@ from typing import Any, NamedTuple
 from isogemm.bench import files
 from isogemm.bench.extras import need
 from isogemm.bench.files import AnyPath
+from isogemm.bench.plots import Palette
 from isogemm.training.results import Record, backend
 
 
-@dataclass(frozen=True)
-class Colours:
-    """What a plot is drawn in; the report's light theme unless told otherwise."""
-
-    ink: str = "#1a1f26"
-    muted: str = "#616b78"
-    line: str = "#e1e5ea"
-    series: tuple[str, ...] = ("#2563eb", "#d9730d", "#16885a", "#8b46c9", "#c7305f", "#0e7c93")
-
-    @property
-    def style(self) -> dict[str, Any]:
-        """For matplotlib's rc_context."""
-        return {
-            "svg.fonttype": "none",
-            "font.size": 8.0,
-            "text.color": self.ink,
-            "axes.labelcolor": self.muted,
-            "axes.titlesize": 8.0,
-            "axes.edgecolor": self.line,
-            "xtick.color": self.line,
-            "ytick.color": self.line,
-            "xtick.labelcolor": self.muted,
-            "ytick.labelcolor": self.muted,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": True,
-            "axes.axisbelow": True,
-            "grid.color": self.line,
-            "grid.linewidth": 0.6,
-            "legend.frameon": False,
-            "lines.linewidth": 1.4,
-        }
+def style(colours: Palette) -> dict[str, Any]:
+    """Settings for matplotlib's rc_context."""
+    return {
+        **colours.style, "ytick.labelcolor": colours.muted, "axes.titlesize": 8.0, "axes.grid": True,
+        "legend.frameon": False, "lines.linewidth": 1.4,
+    }  # fmt: skip
 
 
 class Plot(NamedTuple):
     height: float  # inches
-    draw: Callable[[Any, Colours], None]  # onto a matplotlib figure, under the colours' style
+    draw: Callable[[Any, Palette], None]  # onto a matplotlib figure, with the palette's style
 
 
 def losses(records: Sequence[Record]) -> Plot:
     """Training and validation errors by epoch, and validation errors by time: a colour per run."""
 
-    def draw(figure: Any, colours: Colours) -> None:
+    def draw(figure: Any, colours: Palette) -> None:
         by_epoch, by_time = figure.subplots(1, 2, sharey=True, width_ratios=[1.3, 1])
         for each, line in zip(records, _lines(records, colours), strict=True):
             epochs = each["epochs"]
@@ -88,7 +62,7 @@ def forecast(records: Sequence[Record]) -> Plot:
 
     shown = records[0]["forecast"]
 
-    def draw(figure: Any, colours: Colours) -> None:
+    def draw(figure: Any, colours: Palette) -> None:
         rows = figure.subplots(len(shown["channels"]), 1, sharex=True, squeeze=False)[:, 0]
         for channel, axes in enumerate(rows):
             truth = shown["truth"][channel]
@@ -108,10 +82,10 @@ def forecast(records: Sequence[Record]) -> Plot:
 
 
 def save(path: AnyPath, plot: Plot) -> list[Path]:
-    """As .svg and as .png; returns both."""
+    """Write a plot as .svg and .png; returns both paths."""
     path = Path(path)
-    colours, written = Colours(), [path.with_suffix(suffix) for suffix in (".svg", ".png")]
-    with need("matplotlib").rc_context({**colours.style, "svg.hashsalt": path.name}):
+    colours, written = Palette(), [path.with_suffix(suffix) for suffix in (".svg", ".png")]
+    with need("matplotlib").rc_context({**style(colours), "svg.hashsalt": path.name}):
         figure = need("matplotlib.figure").Figure(figsize=(7.0, plot.height), layout="constrained", facecolor="white")
         plot.draw(figure, colours)
         for file in written:
@@ -121,8 +95,8 @@ def save(path: AnyPath, plot: Plot) -> list[Path]:
     return written
 
 
-def _lines(records: Sequence[Record], colours: Colours) -> list[dict[str, Any]]:
-    """How each is drawn: those below wider, since runs of a seed lie on each other."""
+def _lines(records: Sequence[Record], colours: Palette) -> list[dict[str, Any]]:
+    """Line styles: those drawn first are wider, since runs of one seed coincide."""
     count = len(records)
     return [
         {"color": colours.series[index % len(colours.series)], "linewidth": 1.4 * (count - index)}

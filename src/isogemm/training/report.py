@@ -34,7 +34,7 @@ def _but_backend(made: Record) -> tuple[object, ...]:
 
 
 def tables(records: Iterable[Record]) -> dict[str, str]:
-    """By the name of a document's marker, `training-PRESET`."""
+    """Tables by the name of a document's marker, `training-PRESET`."""
     made = {}
     for preset, runs in by_preset(records).items():
         columns, lines = results.comparison(runs)
@@ -58,7 +58,7 @@ def _of_backend(runs: Sequence[Record], name: str) -> Record | None:
 
 
 def save_plots(records: Iterable[Record], folder: Path) -> list[Path]:
-    """As images that documents show."""
+    """Write the plots as images for the documents."""
     written = []
     for preset, runs in by_preset(records).items():
         for name, plot in _plots(runs).items():
@@ -82,9 +82,8 @@ def _plots(runs: Sequence[Record]) -> Mapping[str, plots.Plot]:
 
 def _svg(name: str, plot: plots.Plot) -> str:
     def draw(figure: object, palette: pages.Palette) -> None:
-        colours = plots.Colours(palette.ink, palette.muted, palette.line, palette.series)
-        with need("matplotlib").rc_context(colours.style):
-            plot.draw(figure, colours)
+        with need("matplotlib").rc_context(plots.style(palette)):
+            plot.draw(figure, palette)
 
     return pages.drawing(name, plot.height, draw)
 

@@ -86,7 +86,7 @@ def _object(line: str) -> Record:
 
 
 def backend(made: Record) -> str:
-    """In words: with how a step was launched."""
+    """The backend in words, with how a step was launched."""
     run = made["run"]
     rest = " + compile" if run["compile_rest"] and run["backend"] == "isogemm" else ""
     return f"{run['backend']}{rest}{' + graph' if made['graph'] else ''}"
@@ -113,7 +113,7 @@ def comparison(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 
 
 def speedup(ours: Record, theirs: Record) -> float:
-    """By the median epoch's time in training."""
+    """Speed-up by the median training time of an epoch."""
     return epoch_s(theirs) / epoch_s(ours)
 
 

@@ -40,13 +40,13 @@ class Series:
     lines: Sequence[int] = ()  # of a file: where each row begins
 
     def place(self, row: int, channel: int) -> str:
-        """Where a value stands, for messages."""
+        """The place of a value, for error messages."""
         line = f"line {self.lines[row]}" if self.lines else f"row {row + 1}"
         return f"{self.name}, {line}, column {self.channels[channel]!r}"
 
     @property
     def fingerprint(self) -> str:
-        """Of the values: two series of the same one train alike."""
+        """A hash of the values: series with the same hash train alike."""
         values = self.values.contiguous()
         return hashlib.sha256(ctypes.string_at(values.data_ptr(), values.nbytes)).hexdigest()[:16]
 
@@ -75,13 +75,13 @@ def synthetic(rows: int, channels: int, seed: int = 0) -> Series:
 
 
 def synthetic_rows(train_windows: int, window: int) -> int:
-    """How many rows leave the training part that many windows."""
+    """Number of rows whose training part has this many windows."""
     return -(-(train_windows + window - 1) * 10 // 7)
 
 
 @dataclass(frozen=True)
 class Part:
-    """At which row its first window begins, and how many there are: one at every row from there."""
+    """The windows of a part: the first one's row, and how many there are, one per row."""
 
     first: int
     count: int
@@ -153,7 +153,7 @@ def _scaling(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_lost(values: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """In which columns fewer than half of the different values are different ones when scaled to float32."""
+    """Columns in which over half of the distinct values coincide when scaled to float32."""
     ordered = values.sort(0).values
     scaled = ((ordered - mean) / std).float()
     steps, left = ((each[1:] != each[:-1]).sum(0) for each in (ordered, scaled))

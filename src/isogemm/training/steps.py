@@ -48,11 +48,7 @@ class Training:
     """An epoch's steps. Its batches and losses are on the device, and a counter of the steps done."""
 
     def __init__(
-        self,
-        objective: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        values: Tensor,
-        shape: tuple[int, int],
+        self, objective: nn.Module, optimizer: torch.optim.Optimizer, values: Tensor, shape: tuple[int, int]
     ) -> None:
         self._objective, self._optimizer, self._values = objective, optimizer, values
         self.steps = shape[0]
@@ -75,7 +71,7 @@ class Training:
         return count
 
     def losses(self, done: int) -> Tensor:
-        """Of the epoch's first steps."""
+        """The losses of the epoch's first steps."""
         return self._losses[:done]
 
     def prepare(self, model: nn.Module, graph_steps: int = 0) -> None:
@@ -119,7 +115,7 @@ class Evaluation:
         self.terms = part.count * windows.values.shape[0] * windows.horizon
 
     def sums(self) -> Tensor:
-        """Of the squared and of the absolute errors; `terms` of each, over all processes."""
+        """The sums of squared and of absolute errors; `terms` of each, over all processes."""
         self._position.zero_()
         self._sums.zero_()
         for _ in range(len(self._batches)):
@@ -178,7 +174,7 @@ def unchanged(tensors: Iterable[Tensor], optimizer: torch.optim.Optimizer, devic
 
 
 def random_state(device: torch.device) -> list[Tensor]:
-    """Of the generators that a step may draw from."""
+    """The states of the generators that a step may draw from."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 

@@ -42,7 +42,7 @@ class World:
         return values
 
     def of_each(self, value: Any) -> list[Any]:
-        """What every process has, in the order of ranks."""
+        """Gather every process's value, in the order of ranks."""
         if self.size == 1:
             return [value]
         values = [None] * self.size
@@ -51,7 +51,7 @@ class World:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Where one process fails in this block, all of them do, instead of waiting for it. No collective inside."""
+        """Fail in all processes where one fails in this block, instead of waiting for it. No collective inside."""
         failure = None
         try:
             yield

@@ -1,0 +1,156 @@
+"""`isogemm train-patchtst`: train a forecaster, or one with each backend, and show the runs."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from isogemm.bench import runner
+from isogemm.cli.common import FAILED, INTERRUPTED, OK, UsageError, describe, find_device, in_words, values_as_usage
+from isogemm.cli.terminal import STANDARD_OUTPUT, Terminal
+from isogemm.training import folder, loop, options, plots, results, world
+from isogemm.training.config import BACKENDS
+
+
+def train_patchtst(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Train a PatchTST forecaster, or one with each backend."""
+    with values_as_usage():
+        asked = options.asked(args)
+    with (
+        world.entered(find_device(args.device)) as here,
+        _stop_requests(here.size == 1) as stop,
+        _claimed(args.out, here),
+    ):
+        try:
+            code = _train(args, asked, here, stop, terminal)
+        except OSError as error:
+            is_of_run = error.errno is not None and error.filename not in (None, STANDARD_OUTPUT)
+            if not (is_of_run and asked.plan.folder and (args.out / folder.CHECKPOINT).exists()):
+                raise
+            raise UsageError(f"{in_words(error)}; --resume then goes on from the last checkpoint") from error
+    if stop() and code == OK:
+        terminal.line("stopped, after the run had ended: it is recorded")
+        return INTERRUPTED
+    return code
+
+
+@contextmanager
+def _stop_requests(noted: bool) -> Iterator[Callable[[], bool]]:
+    """Note the first SIGINT or SIGTERM, and yield a function that says whether it came; a second one acts as usual."""
+    came: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        came.append(number)
+        restore()
+
+    def restore() -> None:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)} if noted else {}
+    try:
+        yield lambda: bool(came)
+    finally:
+        restore()
+
+
+def _free_memory(compiled: bool) -> None:
+    """Free what a run's graphs and compiled code hold, before the next run's memory is measured."""
+    if compiled:
+        torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _claimed(out: Path, here: world.World) -> Iterator[None]:
+    """The folder of a run, for the process that writes there."""
+    with ExitStack() as held:
+        with here.together():
+            if here.leads:
+                held.enter_context(folder.claimed(out))
+        yield
+
+
+def _train(
+    args: argparse.Namespace, asked: options.Asked, here: world.World, stop: Callable[[], bool], terminal: Terminal
+) -> int:
+    """Train with each backend, record and show the runs that ended; the exit status."""
+    config, plan, series = asked
+    file = args.out / folder.RESULTS
+    with values_as_usage(), here.together():
+        earlier = results.read(file) if here.leads else []  # which also finds a torn line before, not after training
+        if here.leads and plan.folder and not (args.resume or args.overwrite):
+            folder.require_no_run(args.out)
+    records, code = [], OK
+    for backend in [config.backend] if args.compare is None else args.compare or BACKENDS:
+        if stop():
+            terminal.line(f"stopped before {backend} began")
+            code = INTERRUPTED
+            break
+        with values_as_usage(), here.together():
+            run = loop.Run(replace(config, backend=backend), series, here)
+            if args.resume:
+                run.resume(args.out / folder.CHECKPOINT)
+            if args.overwrite and here.leads:
+                folder.discard_run(args.out)
+        if run.ended(plan) and (known := here.of_each(results.of_run(earlier, run))[0]):
+            if here.leads:
+                run.mend_best(args.out)
+                terminal.line(
+                    f"{args.out}: this run has ended and is recorded; --epochs above {len(run.epochs)} goes on"
+                )
+                _show_training([known], args.out, terminal, describe(here.device))
+            return OK
+        try:
+            with terminal.progress(here.leads) as progress:
+                outcome = run.fit(plan, _prefixed(f"{backend}: ", progress), stop)
+        except loop.Stopped as stopped:
+            terminal.line(f"stopped {stopped}{'; --resume goes on from there' if plan.folder else ''}")
+            code = INTERRUPTED
+            break
+        except loop.Diverged as diverged:
+            if here.leads:
+                terminal.line(f"{backend}: {diverged}")
+            code = FAILED
+        else:
+            made = results.record(run, outcome, runner.environment(here.device, args.commit), args.preset)
+            with here.together():
+                if here.leads:
+                    results.append(file, made)
+            records.append(made)
+            del outcome
+        compiled = run.config.compiles
+        del run
+        _free_memory(compiled)
+    with here.together():
+        if here.leads and records:
+            _show_training(records, args.out, terminal, describe(here.device))
+    return code
+
+
+def _prefixed(prefix: str, progress: runner.Progress) -> runner.Progress:
+    return lambda done, total, step: progress(done, total, prefix + step)
+
+
+def _show_training(records: Sequence[results.Record], out: Path, terminal: Terminal, device: str) -> None:
+    written, unplotted = [out / folder.RESULTS], ""
+    try:  # before the tables: whoever reads those may stop
+        written += plots.save(out / "losses", plots.losses(records))
+        written += plots.save(out / "forecast", plots.forecast(records))
+    except ModuleNotFoundError as error:
+        unplotted = f"no plots: {error}"
+    for record in records:
+        terminal.table(f"{results.backend(record)}, epochs", *results.epochs(record))
+    terminal.table(f"Training on {device}", *results.comparison(records))
+    if unplotted:
+        terminal.line(unplotted)
+    terminal.line(f"written: {', '.join(map(str, written))}")

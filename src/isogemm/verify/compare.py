@@ -1,0 +1,92 @@
+"""Bit-for-bit comparison of tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class BitDiff:
+    """The difference of two tensors in their bits.
+
+    `mismatch` says in words that shapes or dtypes differ; then every element counts as differing.
+    """
+
+    count: int
+    total: int
+    coordinate: tuple[int, ...] | None = None  # first difference in row-major order
+    actual: str = ""  # value (bits) there
+    expected: str = ""
+    mismatch: str = ""
+
+    @property
+    def equal(self) -> bool:
+        return self.count == 0 and not self.mismatch
+
+    def __str__(self) -> str:
+        if self.mismatch:
+            return self.mismatch
+        if self.count == 0:
+            return f"all {self.total} elements have the same bits"
+        share = f"{self.count} of {self.total} elements differ ({self.count / self.total:.2%})"
+        return f"{share}, first at {self.coordinate}: got {self.actual}, expected {self.expected}"
+
+
+def compare_bits(actual: torch.Tensor, expected: torch.Tensor) -> BitDiff:
+    """Compare bit patterns: -0 differs from 0, one NaN payload from another.
+
+    Any dtype and strides. `expected` is brought to the device of `actual`.
+    """
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        mismatch = f"got {_kind(actual)}, expected {_kind(expected)}"
+        total = max(actual.numel(), expected.numel())
+        return BitDiff(count=total, total=total, mismatch=mismatch)
+    total = actual.numel()
+    if total == 0:
+        return BitDiff(count=0, total=0)
+    differs = _as_int(actual) != _as_int(expected.to(actual.device))
+    if actual.dtype == torch.complex128:
+        differs = differs.any(-1)
+    count = int(differs.sum())
+    if count == 0:
+        return BitDiff(count=0, total=total)
+    coordinate = _unravel(int(differs.flatten().to(torch.uint8).argmax()), actual.shape)
+    return BitDiff(count, total, coordinate, _describe(actual[coordinate]), _describe(expected[coordinate]))
+
+
+def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
+    """Raise AssertionError with the count and the first differing element; `what` names the property."""
+    __tracebackhide__ = True
+    diff = compare_bits(actual, expected)
+    if not diff.equal:
+        raise AssertionError(f"{what}: {diff}" if what else str(diff))
+
+
+def _as_int(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype == torch.complex128:  # no 16-byte integer: two of 8 on a new last axis
+        return torch.view_as_real(tensor).view(torch.int64)
+    return tensor.view(_INT_OF_SIZE[tensor.element_size()])
+
+
+def _unravel(index: int, shape: torch.Size) -> tuple[int, ...]:
+    coordinate = []
+    for size in reversed(shape):
+        index, at = divmod(index, size)
+        coordinate.append(at)
+    return tuple(reversed(coordinate))
+
+
+def _describe(element: torch.Tensor) -> str:
+    words = _as_int(element).flatten().tolist()
+    bits = 8 * element.element_size() // len(words)
+    pattern = "".join(f"{word & ((1 << bits) - 1):0{bits // 4}x}" for word in words)
+    return f"{element.item()!r} (0x{pattern})"
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"

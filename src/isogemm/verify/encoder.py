@@ -1,0 +1,324 @@
+"""What `isogemm verify --family encoder` tries: the layer's contract, forward and backward, on a GPU as on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from isogemm.encoder.api import encoder_chunk, encoder_layer
+from isogemm.encoder.parameters import ACTIVATIONS, EncoderParameters
+from isogemm.verify import trials
+from isogemm.verify.compare import BitDiff, compare_bits
+from isogemm.verify.encoder_reference import (
+    ENCODER_SHAPES,
+    EncoderShape,
+    encoder_parameters,
+    encoder_tensors,
+    products_of_tf32,
+    torch_encoder,
+)
+from isogemm.verify.fused import training_step
+from isogemm.verify.inputs import make_data, with_layout
+from isogemm.verify.precision import fp32_precision
+from isogemm.verify.trials import Rows, Trained, Trial
+
+LONGEST = 128  # tokens of a padded sequence
+_CPU_SHAPES = tuple(
+    EncoderShape(1, *sizes)
+    for sizes in ((5, 16, 4, 32), (2, 16, 4, 4), (1, 16, 4, 32), (8, 24, 3, 20), (16, 12, 1, 10), (12, 32, 2, 40))
+)
+_NORMS = ("layer_norm", "rms_norm")  # of a row; a batch norm depends on the batch, by definition
+_CPU_TOKENS = (2, 3, 4, 6, 8, 12, 20)  # of chunks that are soon computed
+_MOST_ELEMENTS = {"cuda": 1 << 25, "cpu": 1 << 14}  # of x
+_JUDGED_ELEMENTS = 1 << 18  # of x whose gradients are compared with fp64
+
+
+class Setting(trials.Setting):
+    """A layer with its options and parameters, and sequences for it."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__(seed, device)
+        rng = self.rng
+        self.shape = self._shape()
+        most = max(8, min(self.sizes.most, _MOST_ELEMENTS[device.type] // (self.shape.tokens * self.shape.d_model)))
+        self.sizes = replace(self.sizes, most=most, edges=tuple(edge for edge in self.sizes.edges if edge <= most))
+        self.options: dict[str, Any] = {
+            "nhead": self.shape.nhead,
+            "norm_first": rng.random() < 0.5,
+            "activation": ACTIVATIONS[seed % len(ACTIVATIONS)],
+            "norm": rng.choice(_NORMS),
+            "eps": rng.choice((1e-5, 1e-6)),
+            "is_causal": rng.random() < 0.3,
+        }
+        self.mask = rng.choice(("", "bool", "float"))
+        self.separate = rng.random() < 0.4
+        self.absent = rng.choice((0.0, 0.0, 0.3, 1.0))  # how many of the biases and scales
+
+    def _shape(self) -> EncoderShape:
+        """Those of the tests, and every third one of its own."""
+        gpu, rng = self.device.type == "cuda", self.rng
+        shapes = ENCODER_SHAPES if gpu else _CPU_SHAPES
+        if self.seed % 3 < 2:
+            return shapes[(self.seed - self.seed // 3) % len(shapes)]
+        tokens = rng.randint(1, LONGEST) if gpu else rng.choice(_CPU_TOKENS)
+        heads, size = rng.choice((1, 2, 3, 4, 8, 16) if gpu else (1, 2, 3)), rng.choice((4, 8, 16, 20, 32))
+        return EncoderShape(1, tokens, heads * size, heads, rng.randint(1, 8 * size))
+
+    def tensors(self, shape: EncoderShape) -> dict[str, torch.Tensor]:
+        """x and the parameters that are there, under their names."""
+        norm = self.options["norm"]
+        named = encoder_tensors(shape, self.dtype, device=self.device, seed=self.seed, norm=norm)
+        optional = [name for name in named if name.endswith("_bias") or name.startswith("norm")]
+        absent = {name for name in optional if self.rng.random() < self.absent}
+        return {name: each for name, each in named.items() if name not in absent}
+
+    def parameters(self) -> EncoderParameters:
+        params = encoder_parameters(self.tensors(self.shape), separate=self.separate)
+        if isinstance(params.in_proj_bias, tuple) and self.rng.random() < 0.5:
+            query, _, value = params.in_proj_bias
+            params = params._replace(in_proj_bias=(query, None, value))
+        return with_tensors(params, (each.clone() for _, each in params.named()))
+
+    def rows(self, sequences: int) -> torch.Tensor:
+        """x and the mask of each sequence in one row, so that sequences are cut, moved and padded with their masks."""
+        shape = (sequences * self.shape.tokens, self.shape.d_model)
+        x = make_data(self.kind, shape, seed=self.seed, dtype=self.dtype, device=self.device)
+        parts = [x.view(sequences, self.shape.tokens * self.shape.d_model)]
+        if self.mask:
+            left_out = self.normal(sequences, self.shape.tokens, seed=1) > 0.5
+            added = 2 * self.normal(sequences, self.shape.tokens, seed=2)
+            as_float = added.masked_fill(left_out, -torch.inf)
+            parts.append(left_out.to(self.dtype) if self.mask == "bool" else as_float)
+        return torch.cat(parts, dim=1)
+
+    def sequences(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x and the mask."""
+        tokens, width = self.shape.tokens, self.shape.d_model
+        x = with_layout(rows[:, : tokens * width].reshape(len(rows), tokens, width), self.layouts[0])
+        mask = rows[:, tokens * width :][:, :tokens]
+        return x, None if not self.mask else mask > 0 if self.mask == "bool" else mask
+
+    def layer(self, x: torch.Tensor, mask: torch.Tensor | None, params: EncoderParameters) -> torch.Tensor:
+        precision = self.precision or None
+        return cast(torch.Tensor, encoder_layer(x, params, key_padding_mask=mask, precision=precision, **self.options))
+
+    def gradient_of_x(
+        self, x: torch.Tensor, mask: torch.Tensor | None, grad: torch.Tensor, params: EncoderParameters
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result, and dx."""
+        x = x.detach().requires_grad_()
+        out = self.layer(x, mask, params)
+        return out.detach(), torch.autograd.grad(out, x, grad)[0]
+
+    def forward(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+        params = self.parameters()
+
+        def way(params: EncoderParameters) -> Rows:
+            return lambda rows: self.layer(*self.sequences(rows), params).detach().flatten(1)
+
+        return self.rows(m), [way(params), way(trainable(params))]
+
+    def input_gradient(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+        params = self.parameters()
+        size = self.shape.tokens * self.shape.d_model
+
+        def way(params: EncoderParameters) -> Rows:
+            def gradient(rows: torch.Tensor) -> torch.Tensor:
+                x, mask = self.sequences(rows)
+                return self.gradient_of_x(x, mask, rows[:, -size:].reshape(x.shape), params)[1].flatten(1)
+
+            return gradient
+
+        rows = torch.cat([self.rows(m), self.normal(m, size, seed=9)], dim=1)
+        return rows, [way(trainable(params) if self.seed % 2 else params)]
+
+    def tokens(self) -> tuple[int, int]:
+        """Sequences: some chunks and a part of one; and the chunk."""
+        _, tokens, width, heads, hidden = self.shape
+        chunk = encoder_chunk(tokens, width, heads, hidden, self.dtype, self.device)
+        most = self.sizes.most_tokens // (chunk * tokens * max(width, hidden))
+        return chunk * self.rng.randint(2, min(max(most, 2), 5)) + self.rng.randrange(chunk), chunk
+
+    def trained(self, tokens: int) -> Sequence[Trained]:
+        params = self.parameters()
+
+        def layer(rows: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+            return self.layer(*self.sequences(rows), with_tensors(params, tensors)).flatten(1)
+
+        grad = self.normal(tokens, self.shape.tokens * self.shape.d_model, seed=9)
+        return [Trained(layer, [each for _, each in params.named()], self.rows(tokens), grad)]
+
+
+def with_tensors(params: EncoderParameters, tensors: Iterable[torch.Tensor]) -> EncoderParameters:
+    """These tensors in the places of those that are there, in the order of `named`."""
+    following = iter(tensors)
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(placed(each) for each in value)
+        return None if value is None else next(following)
+
+    return EncoderParameters(*map(placed, params))
+
+
+def trainable(params: EncoderParameters) -> EncoderParameters:
+    return with_tensors(params, (each.detach().requires_grad_() for _, each in params.named()))
+
+
+def _parameter_gradients(each: Setting) -> Iterator[BitDiff]:
+    yield from trials.micro_batches(each)
+    sequences = each.rng.randint(1, each.sizes.most)
+    more = each.rng.randint(1, sequences)
+    for trained in each.trained(sequences):
+        rows, grad = trained.rows, trained.grad
+        zeros = torch.zeros_like(grad[:more])
+        longer = replace(trained, rows=torch.cat([rows, rows[-more:]]), grad=torch.cat([grad, zeros]))
+        for main_grad in (True, False):
+            found, expected = (trials.gradients(each, it, main_grad=main_grad) for it in (longer, trained))
+            yield from trials.same(found, expected)
+
+
+def _right_padding(each: Setting) -> Iterator[BitDiff]:
+    """Tokens after a sequence's own, left out as keys and without a gradient."""
+    params = each.parameters()
+    sequences = each.rng.randint(1, min(each.sizes.most, 64))
+    x, mask = each.sequences(each.rows(sequences))
+    tokens = each.rng.randint(1, each.shape.tokens)
+    x, mask = x[:, :tokens], None if mask is None else mask[:, :tokens]
+    grad = each.normal(*x.shape, seed=9)
+    expected = each.gradient_of_x(x, mask, grad, params)
+    for longer in sorted({tokens + 1, each.shape.tokens, each.rng.randint(tokens, each.shape.tokens + 16), LONGEST}):
+        more = longer - tokens
+        if not 0 < more <= LONGEST - tokens:
+            continue
+        after = 3 * each.normal(sequences, more, each.shape.d_model, seed=longer)
+        if mask is None or mask.dtype == torch.bool:
+            known = torch.zeros_like(x[..., 0], dtype=torch.bool) if mask is None else mask
+            left_out = known.new_ones(sequences, more)
+        else:
+            known, left_out = mask, mask.new_full((sequences, more), -torch.inf)
+        found = each.gradient_of_x(
+            torch.cat([x, after], dim=1),
+            torch.cat([known, left_out], dim=1),
+            torch.cat([grad, torch.zeros_like(after)], dim=1),
+            params,
+        )
+        for one, other in zip(found, expected, strict=True):
+            yield compare_bits(one[:, :tokens], other)
+
+
+class Measure(NamedTuple):
+    """torch's results, and how many times their errors are allowed."""
+
+    factor: float
+    results: Sequence[torch.Tensor]
+
+
+def measures(
+    step: Callable[[], Sequence[torch.Tensor]], dtype: torch.dtype, precision: str, device: torch.device
+) -> list[Measure]:
+    """What a step of torch's gives at this precision; the errors of any of them are allowed.
+
+    Twice, but four times where the order of fp32 sums is all that differs. cuBLAS takes TF32 or not as it likes: fp32
+    products of rounded operands are TF32's own error.
+    """
+    if dtype != torch.float32:
+        return [Measure(2, step())]
+    with fp32_precision("ieee" if device.type == "cuda" else ""):
+        found = [Measure(4, step())]
+        if precision == "tf32" and device.type == "cuda":
+            with products_of_tf32():
+                found.append(Measure(2, step()))
+    return found
+
+
+def assert_accurate(
+    found: torch.Tensor,
+    torchs: Sequence[tuple[float, torch.Tensor]],
+    exact: torch.Tensor,
+    *,
+    ulps: float = 1,
+    what: str,
+) -> float:
+    """By the largest element and by the norm: at most so many times torch's error, and some ulps of `exact`.
+
+    Gives the error's norm, relative to that of `exact`.
+    """
+    (largest, norm), errors = _sizes(exact), _sizes(found.double() - exact)
+    torchs_errors = [(factor, _sizes(each.double() - exact)) for factor, each in torchs]
+    for place, (kind, whole) in enumerate((("error of an element", largest), ("norm of the errors", norm))):
+        most = max(factor * theirs[place] for factor, theirs in torchs_errors)
+        most += ulps * torch.finfo(found.dtype).eps * whole
+        if not errors[place] <= most:
+            raise AssertionError(f"{what}: {kind} {errors[place]:.2e}, expected at most {most:.2e}, by torch's")
+    return errors[1] / norm if norm else 0.0
+
+
+def _sizes(x: torch.Tensor) -> tuple[float, float]:
+    """The largest element, and the norm."""
+    return float(x.abs().max()), float(x.norm())
+
+
+def _accuracy(each: Setting) -> Iterator[BitDiff]:
+    """Raise where a result or a gradient is not accurate; there are no bits to compare."""
+    elements = each.shape.tokens * each.shape.d_model
+    least = max(1, 4096 // elements)  # of fewer torch may be lucky
+    sequences = each.rng.randint(least, max(least, min(each.sizes.most, _JUDGED_ELEMENTS // elements)))
+    tensors = each.tensors(each.shape._replace(sequences=sequences))
+    if each.options["activation"] == "relu":  # no sum near 0, where the derivative jumps: there rounding decides
+        sign = each.normal(each.shape.dim_feedforward, seed=20).sign()
+        tensors["linear1_bias"] = 8 * sign
+    mask = each.sequences(each.rows(sequences))[1]
+    if mask is not None:
+        mask[:, 0] = 0  # torch has NaN for a query without keys
+    options = {**each.options, "key_padding_mask": mask}
+    names = list(tensors)
+
+    def named(function: Callable[..., torch.Tensor], **how: Any) -> Callable[..., torch.Tensor]:
+        def of_operands(*operands: torch.Tensor) -> torch.Tensor:
+            return function(**dict(zip(names, operands, strict=True)), **options, **how)
+
+        return of_operands
+
+    def isogemm(x: torch.Tensor, **given: Any) -> torch.Tensor:
+        params = {name: given.pop(name) for name in names[1:]}
+        return cast(torch.Tensor, encoder_layer(x, encoder_parameters(params, separate=each.separate), **given))
+
+    operands, in_torch = list(tensors.values()), named(torch_encoder)
+    grad = each.normal(*tensors["x"].shape, seed=9)
+    found = training_step(named(isogemm, precision=each.precision or None), operands, grad)
+    torchs = measures(lambda: training_step(in_torch, operands, grad), each.dtype, each.precision, each.device)
+    exact = training_step(in_torch, [operand.double() for operand in operands], grad.double())
+    for place, name in enumerate(["result", *names]):
+        allowed = [(measure.factor, measure.results[place]) for measure in torchs]
+        assert_accurate(found[place], allowed, exact[place], what=name)
+    yield from ()
+
+
+TRIALS = (
+    Trial(
+        "sequences", "a sequence's result has the same bits in any batch, at any place", trials.forward,
+        "every position of up to {most} sequences, cuts, garbage sequences, permutations, runs under load",
+    ),
+    Trial(
+        "dx", "the input's gradient has the forward's contract", trials.input_gradient,
+        "every position of up to {most} sequences, cuts, garbage sequences, permutations, runs under load",
+    ),
+    Trial(
+        "right-padding", "masked tokens after a sequence's own change nothing of it", _right_padding,
+        f"results and dx, padded to up to {LONGEST} tokens",
+    ),
+    Trial(
+        "parameters' gradients", "micro-batches cut at chunks have the bits of one pass", _parameter_gradients,
+        "cuts at multiples of the chunk into main_grad, trailing sequences without a gradient, runs under load",
+    ),
+    Trial(
+        "accuracy", "the error is at most twice that of torch's layer and one ulp", _accuracy,
+        "the result and every gradient against fp64; 4x torch's error for fp32 sums",
+    ),
+)  # fmt: skip
+
+CHECKS = tuple(each.check(Setting) for each in TRIALS)

@@ -1,0 +1,551 @@
+"""What `isogemm verify --family fused` tries: the GEMM's contract with epilogues on, and the epilogues themselves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from isogemm.epilogues import ACTIVATIONS, random, register
+from isogemm.epilogues.operands import Operands
+from isogemm.gemm import configs, fused, reference
+from isogemm.gemm.api import linear, matmul_fused, mlp, mm
+from isogemm.gemm.fused import new_seed
+from isogemm.verify import trials
+from isogemm.verify.activations import ACTIVATION_FORMS, GATE_FORMS, Form
+from isogemm.verify.compare import BitDiff, compare_bits
+from isogemm.verify.errors import Errors, assert_no_worse_than_torch, measure_errors
+from isogemm.verify.inputs import make_data, with_layout
+from isogemm.verify.trials import Rows, Trained, Trial, torch_product
+
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_TORCH_FORMS = ACTIVATION_FORMS | GATE_FORMS
+_MORE = 64, 4096  # rows, and elements, on which torch's error is measured as well
+_TILES = 6  # configurations of a trial
+_LEAST = 64  # sizes of a layer whose gradients are judged by torch's: of fewer elements torch may be lucky
+
+
+def _gain_and_shift(acc, col, row, gain, shift):  # type: ignore[no-untyped-def]
+    """Triton's language and torch's."""
+    return acc * (gain + col % 2) + shift
+
+
+@functools.cache
+def _registered() -> str:
+    """The name of an epilogue as users have them."""
+    from isogemm.epilogues import device
+
+    return register("gain_and_shift", type(device.relu)(_gain_and_shift), _gain_and_shift).name
+
+
+class Tokens(NamedTuple):
+    """Operands with a row per token: x [M, K], c and residual [M, N], row_scale and bias [M], shift [M, 1]."""
+
+    x: torch.Tensor
+    c: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    row_scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    shift: torch.Tensor | None = None  # of the registered epilogue
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Tokens:
+        return Tokens(function(self.x), *(None if each is None else function(each) for each in self[1:]))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """residual + act(alpha row_scale col_scale (x @ weight.T) + beta c + bias), or gated; or a registered epilogue."""
+
+    weight: torch.Tensor  # [N, K]
+    bias: torch.Tensor | None = None
+    weight_up: torch.Tensor | None = None
+    bias_up: torch.Tensor | None = None
+    col_scale: torch.Tensor | None = None
+    activation: str = ""
+    arguments: Mapping[str, float] = field(default_factory=dict)
+    alpha: float | torch.Tensor = 1.0
+    beta: float | torch.Tensor = 0.0
+    gain: torch.Tensor | None = None  # [N], of the registered epilogue
+
+    def isogemm(self, tokens: Tokens, **how: Any) -> torch.Tensor:
+        """Compute the layer in one launch."""
+        how |= {
+            "activation": self.activation or None, "activation_args": self.arguments, "alpha": self.alpha,
+            "beta": self.beta, "c": tokens.c, "row_scale": tokens.row_scale, "col_scale": self.col_scale,
+            "residual": tokens.residual, "epilogue": None if self.gain is None else _registered(),
+            "aux": self._aux(tokens),
+        }  # fmt: skip
+        if tokens.bias is not None:
+            return matmul_fused(tokens.x, self.weight.mT, bias=tokens.bias, bias_dim=-2, **how)
+        return linear(tokens.x, self.weight, self.bias, weight_up=self.weight_up, bias_up=self.bias_up, **how)
+
+    def _aux(self, tokens: Tokens) -> tuple[torch.Tensor, ...]:
+        return () if self.gain is None or tokens.shift is None else (self.gain, tokens.shift)
+
+    def after(
+        self, product: torch.Tensor, up: torch.Tensor | None, tokens: Tokens, forms: Mapping[str, Form] = _TORCH_FORMS
+    ) -> torch.Tensor:
+        """What follows the products, in torch's operations, each rounded to the products' dtype."""
+        z = self.before(product, tokens)
+        if self.activation:
+            z = forms[self.activation](z, **self.arguments)
+        if aux := self._aux(tokens):
+            form: Callable[..., torch.Tensor] = _gain_and_shift
+            z = form(z, torch.arange(z.shape[-1], device=z.device), None, *(each.to(z.dtype) for each in aux))
+        if up is not None:
+            z = z * (up if self.bias_up is None else up + self.bias_up)
+        return z if tokens.residual is None else tokens.residual + z
+
+    def before(self, product: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """The pre-activation."""
+        z = product
+        for scale in (
+            None if isinstance(self.alpha, float) and self.alpha == 1 else self.alpha,
+            None if tokens.row_scale is None else tokens.row_scale[:, None],
+            self.col_scale,
+        ):
+            z = z if scale is None else z * scale
+        if tokens.c is not None:
+            z = z + tokens.c.to(z.dtype) * self.beta
+        if tokens.bias is not None:
+            return z + tokens.bias[:, None]
+        return z if self.bias is None else z + self.bias
+
+    def sizes(self, product: torch.Tensor, up: torch.Tensor | None, tokens: Tokens) -> torch.Tensor:
+        """The unit of an element's error, from |x| |weight|: no activation but relu2 grows faster than its argument."""
+        whole = replace(
+            self, bias=_size(self.bias), bias_up=_size(self.bias_up), col_scale=_size(self.col_scale),
+            gain=_size(self.gain), alpha=_absolute(self.alpha), beta=_absolute(self.beta),
+            activation="relu2" if self.activation == "relu2" else "",
+        )  # fmt: skip
+        return whole.after(product, up, tokens.map(lambda each: each.double().abs()))
+
+    def products(self, multiply: Multiply, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        b, b_up = self.columns
+        return multiply(x, b), None if b_up is None else multiply(x, b_up)
+
+    def fusion(self, tokens: Tokens, dropout_p: float = 0.0, seed: torch.Tensor | None = None) -> Operands:
+        by_column = tokens.bias is None
+        alpha, beta = (each if isinstance(each, torch.Tensor) else None for each in (self.alpha, self.beta))
+        return Operands(
+            self.bias if by_column else tokens.bias, self.bias_up, tokens.c, tokens.residual, tokens.row_scale,
+            self.col_scale, alpha, beta, self._aux(tokens), seed, float(self.alpha) if alpha is None else 1.0,
+            float(self.beta) if beta is None else 0.0, dropout_p, self.activation, tuple(self.arguments.values()),
+            "" if self.gain is None else _registered(), -1 if by_column else -2,
+        )  # fmt: skip
+
+    @property
+    def bare(self) -> Layer:
+        """As the first layer of an mlp is: without scales and addends."""
+        return replace(self, col_scale=None, alpha=1.0, beta=0.0)
+
+    def of_dtype(self, dtype: torch.dtype) -> Layer:
+        """The layer with all but its parameters in this dtype."""
+        col_scale, gain = (None if each is None else each.to(dtype) for each in (self.col_scale, self.gain))
+        return replace(self, col_scale=col_scale, gain=gain)
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """What is trained, by name."""
+        named = {name: getattr(self, name) for name in ("weight", "bias", "weight_up", "bias_up")}
+        return {name: each for name, each in named.items() if each is not None}
+
+    def with_parameters(self, tensors: Sequence[torch.Tensor]) -> Layer:
+        """The layer with these tensors as its `parameters`."""
+        return replace(self, **dict(zip(self.parameters, tensors, strict=True)))  # type: ignore[arg-type]
+
+    @property
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weights as [K, N]."""
+        return self.weight.mT, None if self.weight_up is None else self.weight_up.mT
+
+
+def _size(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.double().abs()
+
+
+def _absolute(number: float | torch.Tensor) -> float | torch.Tensor:
+    return number.abs() if isinstance(number, torch.Tensor) else abs(number)
+
+
+def assert_accurate(
+    found: torch.Tensor, layer: Layer, tokens: Tokens, precision: str, *, factor: float = 2, what: str = ""
+) -> Errors:
+    """`found` is the layer of the tokens to within `factor` times the error of torch's separate operations and one ulp.
+
+    So that a few elements on which torch is lucky are no measure, its error is also that of more rows, the given ones
+    with other signs.
+    """
+    m, (n, k), device = len(tokens.x), layer.weight.shape, tokens.x.device
+    added = max(_MORE[0], _MORE[1] // n)
+    rows = torch.cat([torch.arange(m, device=device), torch.arange(added, device=device) % m])
+    more = tokens.map(lambda each: each[rows])
+    more.x[m:] *= 2 * torch.randint(2, (added, k), device=device, generator=torch.Generator(device).manual_seed(0)) - 1
+
+    def of_torch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch_product(a, b, found.dtype, precision)
+
+    with torch.no_grad():
+        torchs, exact = (layer.after(*layer.products(way, more.x), more) for way in (of_torch, reference.matmul))
+        scale = layer.sizes(*layer.products(reference.matmul_scale, more.x), more) + exact.abs()
+    assert_no_worse_than_torch(torch.cat([found, torchs[m:]]), torchs, exact, scale=scale, factor=factor, what=what)
+    return measure_errors(found, exact[:m], scale=scale[:m])
+
+
+class Setting(trials.Setting):
+    """A layer with one of the activations, or none, and what else the seed puts into its epilogue."""
+
+    def __init__(self, seed: int, device: torch.device, least: int = 1) -> None:
+        super().__init__(seed, device)
+        self.n, self.k = max(self.n, least), max(self.k, least)
+        place = seed % (len(ACTIVATIONS) + 2)
+        self.activation = (*ACTIVATIONS, "", "")[place]
+        self.registered = place == len(ACTIVATIONS) and find_spec("triton") is not None
+        entry = ACTIVATIONS.get(self.activation)
+        self.gated = entry is not None and bool(entry.gate)
+        self.arguments = {name: self.rng.random() for name in entry.arguments} if entry else {}
+        self.biased, residual, scaled, added = (self.rng.random() < 0.6 for _ in range(4))
+        self.scaled = scaled and not self.gated
+        added = added and not self.gated
+        self.alpha: float | torch.Tensor = self.rng.uniform(-2, 2) if self.scaled else 1.0
+        self.beta: float | torch.Tensor = self.rng.uniform(-2, 2) if added else 0.0
+        self.on_device = self.rng.random() < 0.5  # alpha and beta
+        if self.on_device and self.scaled:
+            self.alpha = torch.tensor(self.alpha, dtype=self.dtype, device=device)
+        if self.on_device and added:
+            self.beta = torch.tensor(self.beta, dtype=self.dtype, device=device)
+        self.by_row = self.biased and not self.gated and self.rng.random() < 0.5  # the bias
+        self.widths = {
+            "x": self.k, "c": self.n * added, "residual": self.n * residual, "row_scale": int(self.scaled),
+            "bias": int(self.by_row), "shift": int(self.registered),
+        }  # fmt: skip
+
+    @property
+    def called(self) -> str:
+        return self.activation or ("a registered epilogue" if self.registered else "no activation")
+
+    def layer(self, weight: torch.Tensor) -> Layer:
+        """The layer with this [N, K] weight."""
+        bias, bias_up, col_scale, gain = (self.normal(self.n, seed=at) for at in (1, 2, 3, 10))
+        up = self._weight(self.seed + 1) if self.gated else None
+        return Layer(
+            with_layout(weight, self.layouts[1]),
+            bias if self.biased and not self.by_row else None,
+            None if up is None else with_layout(up, self.layouts[1]),
+            bias_up if self.gated and self.biased else None,
+            col_scale if self.scaled else None,
+            self.activation, self.arguments, self.alpha, self.beta,
+            gain if self.registered else None,
+        )  # fmt: skip
+
+    def _weight(self, seed: int) -> torch.Tensor:
+        shape = (self.n, self.k)
+        return make_data(self.kind, shape, seed=seed, dtype=self.dtype, device=self.device, pair_sign=1)
+
+    def packed(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        """x [M, K] and the row's other operands side by side, so that they are cut, moved and padded together."""
+        added = [self.normal(len(x), width, seed=at) for at, width in enumerate(list(self.widths.values())[1:], 11)]
+        return torch.cat([x, *added, *more], dim=1)
+
+    def tokens_of(self, rows: torch.Tensor) -> Tokens:
+        widths = list(self.widths.values())
+        x, c, residual, row_scale, bias, shift = torch.split(rows[:, : sum(widths)], widths, dim=1)
+        return Tokens(
+            with_layout(x, self.layouts[0]),
+            c if self.widths["c"] else None,
+            residual if self.widths["residual"] else None,
+            row_scale[:, 0] if self.scaled else None,
+            bias[:, 0] if self.by_row else None,
+            shift if self.registered else None,
+        )
+
+    def forward(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+        """Rows, and the ways: with an fp32 result, with one of its own dtype, rounding as torch does, and an mlp."""
+        x, b = self.operands(m, self.k, self.n)
+        layer, precision = self.layer(b.mT), self.precision or None
+
+        def way(**how: Any) -> Rows:
+            return lambda rows: layer.isogemm(self.tokens_of(rows), precision=precision, **how)
+
+        ways = [way(out_dtype=out) for out in dict.fromkeys((self.wide, None))] + [way(rounding="eager")]
+        if self.activation:
+            down = self._down()
+            ways.append(lambda rows: self._mlp(layer, down, self.tokens_of(rows).x))
+        return self.packed(x), ways
+
+    def _down(self) -> torch.Tensor:
+        """The weight of a second layer."""
+        return self.normal(self.k, self.n, seed=8)
+
+    def _mlp(self, layer: Layer, down: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return mlp(
+            x, layer.weight, down, bias=layer.bias, weight_up=layer.weight_up,
+            bias_up=layer.bias_up, activation=layer.activation, activation_args=layer.arguments,
+            precision=self.precision or None,
+        )  # fmt: skip
+
+    def input_gradient(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+        """Rows with their gradient, and dX of the layer and of an mlp."""
+        x, b = self.operands(m, self.k, self.n)
+        layer, down = self.layer(b.mT), self._down()
+        widest = max(self.n, self.k)
+
+        def of_layer(rows: torch.Tensor) -> torch.Tensor:
+            tokens = self.tokens_of(rows)
+            tokens = tokens._replace(x=tokens.x.requires_grad_())
+            out = layer.isogemm(tokens, precision=self.precision or None)
+            return torch.autograd.grad(out, tokens.x, rows[:, -widest:][:, : self.n])[0]
+
+        def of_mlp(rows: torch.Tensor) -> torch.Tensor:
+            x = self.tokens_of(rows).x.requires_grad_()
+            return torch.autograd.grad(self._mlp(layer, down, x), x, rows[:, -widest:][:, : self.k])[0]
+
+        ways: list[Rows] = [of_layer, of_mlp] if self.activation else [of_layer]
+        return self.packed(x, self.normal(m, widest, seed=9)), ways
+
+    def trained(self, tokens: int) -> Sequence[Trained]:
+        grad, x = self.weight_operands(tokens)
+        layer = self.layer(self._weight(self.seed))
+
+        def one(rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+            tokens = self.tokens_of(rows)._replace(bias=None)  # of `linear`, which knows parameters
+            return layer.with_parameters(parameters).isogemm(tokens, precision=self.precision or None)
+
+        def two(rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+            return self._mlp(layer.with_parameters(parameters[:-1]), parameters[-1], self.tokens_of(rows).x)
+
+        rows, parameters = self.packed(x), list(layer.parameters.values())
+        trained = [Trained(one, parameters, rows, grad)]
+        if self.activation:
+            trained.append(Trained(two, [*parameters, self._down()], rows, self.normal(tokens, self.k, seed=9)))
+        return trained
+
+
+def _any_tile(each: Setting) -> Iterator[BitDiff]:
+    m = each.rng.choice(each.sizes.edges)
+    x, b = each.operands(m, each.k, each.n)
+    layer, tokens = each.layer(b.mT), each.tokens_of(each.packed(x))
+    p = each.rng.choice((0.0, 0.3))
+    seed = torch.full((1,), each.seed, dtype=torch.int64, device=each.device) if p else None
+    how: Any = {"out_dtype": each.wide if each.seed % 2 else None, "precision": each.precision or None}
+    operands = tokens.x, *layer.columns, layer.fusion(tokens, p, seed)
+    problem = fused.problem_of(*operands, **how)
+    plainest, candidates = configs.canonical(problem), configs.candidates(problem)
+    others = [config for config in candidates if config != plainest]
+    expected = fused.gemm(*operands, **how, config=plainest)
+    for config in each.rng.sample(others, min(_TILES, len(others))):
+        yield compare_bits(fused.gemm(*operands, **how, config=config), expected)
+
+
+def _accuracy(each: Setting) -> Iterator[BitDiff]:
+    """Raise where a result is not accurate; there are no bits to compare."""
+    x, b = each.operands(min(each.rng.choice(each.sizes.edges), 1000), each.k, each.n)
+    layer, tokens = each.layer(b.mT), each.tokens_of(each.packed(x))
+    for out_dtype in dict.fromkeys((None, each.wide)):
+        # Tensor cores sum an fp32 result of 16-bit operands, and tf32x3, less exactly: as in the gemm family.
+        factor = 4 if out_dtype is not None or each.precision == "tf32x3" else 2
+        found = layer.isogemm(tokens, out_dtype=out_dtype, precision=each.precision or None)
+        assert_accurate(found, layer, tokens, each.precision, factor=factor, what=each.called)
+    _assert_trained_accurately(Setting(each.seed, each.device, _LEAST))
+    yield from ()
+
+
+class _TorchProduct(torch.autograd.Function):
+    """torch's product, and its gradients as torch's products."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, precision: str) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.precision = precision
+        return torch_product(a, b, a.dtype, precision)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (a, b), (grad,) = ctx.saved_tensors, grads
+        of_a = torch_product(grad, b.mT, a.dtype, ctx.precision)
+        return of_a, torch_product(a.mT, grad, a.dtype, ctx.precision), None
+
+
+def _assert_trained_accurately(each: Setting) -> None:
+    """Results and gradients of one layer and of two, the largest error of each by torch's.
+
+    No pre-activation is near 0, where a derivative may jump: there the right one is a matter of rounding.
+    """
+    m = min(each.rng.choice(each.sizes.edges), 1000)
+    layer, tokens, down = _smooth(each, m)
+    names = list(layer.parameters)
+    differentiable: Any = _TorchProduct
+
+    def in_torch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if a.dtype == torch.float64:
+            return a @ b
+        return cast(torch.Tensor, differentiable.apply(a, b, each.precision))
+
+    def one(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        mine = layer.with_parameters(parameters)
+        return mine.isogemm(tokens._replace(x=x), precision=each.precision or None)
+
+    def one_in_torch(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        mine = layer.with_parameters(parameters)
+        rest = tokens.map(lambda part: part.to(x.dtype))._replace(x=x)
+        return mine.of_dtype(x.dtype).after(*mine.products(in_torch, x), rest)
+
+    def two(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        return each._mlp(layer.with_parameters(parameters[:-1]), parameters[-1], x)
+
+    def two_in_torch(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        mine = layer.with_parameters(parameters[:-1]).bare
+        return in_torch(mine.after(*mine.products(in_torch, x), Tokens(x)), parameters[-1].mT)
+
+    operands = [tokens.x, *layer.parameters.values()]
+    exact = layer.before(reference.matmul(tokens.x, layer.weight.mT), tokens)
+    grad = torch.where(exact.abs() < exact.abs().mean() / 64, 0, each.normal(m, each.n, seed=9))
+    _assert_as_torch(one, one_in_torch, ["result", "x", *names], operands, grad, each)
+    if each.activation:
+        grad = each.normal(m, each.k, seed=9)
+        names_of_two = ["mlp's result", *(f"mlp's {name}" for name in ("x", *names, "weight_down"))]
+        _assert_as_torch(two, two_in_torch, names_of_two, [*operands, down], grad, each)
+
+
+def _smooth(each: Setting, m: int) -> tuple[Layer, Tokens, torch.Tensor]:
+    """A layer whose products have a sign for each column, and sizes for which activations are curved."""
+    sign = each.normal(each.n, 1, seed=20).sign()
+    size = 4 ** torch.linspace(-1, 1, each.n, device=each.device, dtype=each.dtype)[:, None] / each.k
+    layer = each.layer(sign * size * each.normal(each.n, each.k).abs())
+    bias = None if layer.bias is None else sign[:, 0] * layer.bias.abs() / 4
+    tokens = each.tokens_of(each.packed(each.normal(m, each.k, seed=21).abs()))
+    up = None if layer.weight_up is None else each.normal(each.n, each.k, seed=22) * each.k**-0.5
+    return replace(layer, bias=bias, weight_up=up), tokens, each._down() * each.n**-0.5
+
+
+def _assert_as_torch(
+    ours: Callable[..., torch.Tensor],
+    in_torch: Callable[..., torch.Tensor],
+    names: Sequence[str],
+    operands: Sequence[torch.Tensor],
+    grad: torch.Tensor,
+    each: Setting,
+) -> None:
+    found, torchs = (training_step(way, operands, grad) for way in (ours, in_torch))
+    exact = training_step(in_torch, [operand.double() for operand in operands], grad.double())
+    factor = 4 if each.dtype == torch.float32 else 2  # the order of fp32 sums alone makes more than twice, at times
+    for name, *results in zip(names, found, torchs, exact, strict=True):
+        assert_largest_error(*results, factor=factor, what=f"{each.called}, {name}")
+
+
+def training_step(
+    function: Callable[..., torch.Tensor], operands: Sequence[torch.Tensor], grad: torch.Tensor
+) -> list[torch.Tensor]:
+    """The result and every operand's gradient."""
+    leaves = [operand.detach().requires_grad_() for operand in operands]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def assert_largest_error(
+    found: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor, *, factor: float = 2, what: str
+) -> None:
+    """At most `factor` times torch's, and one ulp of the largest element."""
+    ours, theirs = (float((each.double() - exact).abs().max()) for each in (found, torchs))
+    allowed = factor * theirs + torch.finfo(found.dtype).eps * float(exact.abs().max())
+    if not ours <= allowed:
+        raise AssertionError(
+            f"{what}: error {ours:.2e}, expected at most {factor:g} x torch's and an ulp, {allowed:.2e}"
+        )
+
+
+def _eager(each: Setting) -> Iterator[BitDiff]:
+    x, b = each.operands(each.rng.choice(each.sizes.edges), each.k, each.n)
+    layer, tokens = each.layer(b.mT), each.tokens_of(each.packed(x))
+    precision = each.precision or None
+    found = layer.isogemm(tokens, rounding="eager", precision=precision)
+    with torch.no_grad():
+        products = layer.products(functools.partial(mm, precision=precision), tokens.x)
+        expected = layer.after(*products, tokens, {name: entry.torch for name, entry in ACTIVATIONS.items()})
+    yield compare_bits(found, expected)
+
+
+def _dropout(each: Setting) -> Iterator[BitDiff]:
+    m, p = each.rng.choice(each.sizes.edges), each.rng.choice((0.1, 0.5, 0.9))
+    x, b = each.operands(m, each.k, each.n)
+    layer, tokens = each.layer(b.mT), each.tokens_of(each.packed(x))._replace(residual=None)
+    precision = each.precision or None
+    with torch.random.fork_rng([each.device] if each.device.type == "cuda" else []):
+
+        def seeded(function: Callable[..., torch.Tensor], *args: Any, **how: Any) -> torch.Tensor:
+            torch.manual_seed(each.seed)
+            return function(*args, **how)
+
+        kept = random.kept(seeded(new_seed, each.device), m, each.n, p)
+        found = seeded(layer.isogemm, tokens, dropout_p=p, precision=precision)
+        wide = seeded(layer.isogemm, tokens, dropout_p=p, precision=precision, out_dtype=each.wide)
+        c, grad = each.normal(m, each.n).requires_grad_(), each.normal(m, each.n, seed=1)
+        dropped = seeded(linear, tokens.x, layer.weight, c=c, beta=1.0, dropout_p=p, precision=precision)
+        (backward,) = torch.autograd.grad(dropped, c, grad)
+
+    def expected(whole: torch.Tensor) -> torch.Tensor:
+        return torch.where(kept, whole.float() * random.scale(p), 0.0).to(whole.dtype) + 0.0  # either zero will do
+
+    whole = layer.isogemm(tokens, precision=precision)
+    yield compare_bits(wide + 0.0, expected(layer.isogemm(tokens, precision=precision, out_dtype=each.wide)))
+    yield compare_bits(backward + 0.0, expected(grad))
+    seen = whole != 0
+    yield compare_bits((found != 0) & seen, kept & seen)
+    info = torch.finfo(whole.dtype)  # the whole is rounded before it is scaled: an ulp more
+    least = info.smallest_normal * info.eps * (1 + random.scale(p))
+    close = found.isclose(expected(whole), rtol=2 * info.eps, atol=least, equal_nan=True)
+    yield compare_bits(close, torch.ones_like(close))
+
+
+def _activations(each: Setting) -> Iterator[BitDiff]:
+    """Each one in float32, where torch's own functions differ most, on every number of threads."""
+    shapes = (100, 48), (201, 48), (201, 48)
+    x, weight, up = (make_data("normal", shape, seed=each.seed + at, device="cpu") for at, shape in enumerate(shapes))
+    for name, entry in ACTIVATIONS.items():
+        layer = functools.partial(linear, weight=weight, weight_up=up if entry.gate else None, activation=name)
+        yield compare_bits(torch.cat([layer(row[None]) for row in x[::3]]), layer(x)[::3])
+
+
+TRIALS = (
+    Trial(
+        "any tile", "every configuration gives the same bits with an epilogue on", _any_tile,
+        "up to 6 configurations; activations, scales, addends, residuals and dropout", tiles_only=True,
+    ),
+    Trial(
+        "rows", "a row with its epilogue has the same bits in any batch", trials.forward,
+        "every position, cuts, garbage rows, permutations, runs under load; both roundings, and two layers",
+    ),
+    Trial(
+        "activations", "an activation has the same bits at any place in a tensor", _activations,
+        "every activation, float32, rows alone and in a batch of 100 x 201", cpu_only=True,
+    ),
+    Trial(
+        "dX", "the input's gradient has the forward's contract", trials.input_gradient,
+        "every position, cuts, garbage rows, permutations, runs under load; one layer and two",
+    ),
+    Trial(
+        "dW, db", "micro-batches cut at chunks have the bits of one pass", trials.micro_batches,
+        "cuts at multiples of the chunk into main_grad, trailing zeros, runs under load; one layer and two",
+    ),
+    Trial(
+        "dropout", "the mask is that of (seed, row, column), in the backward too", _dropout,
+        "1 .. {most} rows, a tenth to nine tenths dropped",
+    ),
+    Trial(
+        "eager rounding",
+        "isogemm.mm followed by torch's operations (on the CPU with isogemm's own exp, erf and tanh), bit for bit",
+        _eager, "activations, scales, addends and residuals",
+    ),
+    Trial(
+        "accuracy", "the error is at most twice that of torch's operations and one ulp", _accuracy,
+        "results, dX, dW and db against fp64, one layer and two; 4x torch's error for fp32 of 16-bit inputs, "
+        "tf32x3 and fp32 gradients",
+    ),
+)  # fmt: skip
+
+CHECKS = tuple(each.check(Setting) for each in TRIALS)

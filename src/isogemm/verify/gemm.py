@@ -1,0 +1,176 @@
+"""What `isogemm verify --family gemm` tries: the contract of forward, dX, dW and db, on a GPU as on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from isogemm.gemm import configs, op, reference
+from isogemm.gemm.api import linear
+from isogemm.verify import trials
+from isogemm.verify.compare import BitDiff, compare_bits
+from isogemm.verify.errors import Errors, assert_no_worse_than_torch, measure_errors
+from isogemm.verify.inputs import make_data, with_layout
+from isogemm.verify.trials import Rows, Trained, Trial, torch_product
+
+
+class Setting(trials.Setting):
+    """Products and their gradients."""
+
+    def walk_chunk(self, k: int, out_dtype: torch.dtype | None) -> int:
+        """The chunk of K of a product over k."""
+        names = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, out_dtype or self.dtype)]
+        return configs.walk_chunk(k, *names)
+
+    def forward(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+        """x, and the ways to multiply it: with an fp32 result, and with one of its own dtype."""
+        x, b = self.operands(m, self.k, self.n)
+        weight, bias = with_layout(b.mT, self.layouts[1]), self.normal(self.n)
+
+        def way(out_dtype: torch.dtype | None) -> Rows:
+            how: Any = {"out_dtype": out_dtype, "precision": self.precision or None}
+            return lambda x: linear(with_layout(x, self.layouts[0]), weight, bias, **how)
+
+        return x, [way(out) for out in dict.fromkeys((self.wide, None))]
+
+    def input_gradient(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+        """grad, and the ways to its dX: the product itself with an fp32 result, and autograd's."""
+        grad, weight = self.operands(m, self.n, self.k)
+        weight = with_layout(weight, self.layouts[1])
+        precision = self.precision or None
+
+        def product(grad: torch.Tensor) -> torch.Tensor:
+            return op.product(with_layout(grad, self.layouts[0]), weight, None, self.wide, precision)
+
+        def backward(grad: torch.Tensor) -> torch.Tensor:
+            x = torch.ones((len(grad), self.k), dtype=self.dtype, device=self.device, requires_grad=True)
+            return torch.autograd.grad(linear(x, weight, precision=precision), x, with_layout(grad, self.layouts[0]))[0]
+
+        return grad, [product, backward]
+
+    def trained(self, tokens: int) -> Sequence[Trained]:
+        grad, x = self.weight_operands(tokens)
+
+        def layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            return linear(x, weight, bias, precision=self.precision or None)
+
+        shapes = ((self.n, self.k), (self.n,))
+        parameters = [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+        return [Trained(layer, parameters, x, grad)]
+
+
+def _any_tile(each: Setting) -> Iterator[BitDiff]:
+    m, (tokens, chunk), layouts = each.rng.choice(each.sizes.edges), each.tokens(), each.layouts
+    x, b = each.operands(m, each.k, each.n)
+    grad, weight = each.operands(m, each.n, each.k)
+    token_grad, token_x = each.weight_operands(tokens)
+    way = each.seed % 3  # as it is served; bits before rounding, in one walk; with an fp32 result
+    out_dtype = None if way == 0 else each.wide
+    chunks = [each.walk_chunk(k, out_dtype) if way != 1 else 0 for k in (each.k, each.n)]
+    total = torch.randn(each.n, each.k, device=each.device) if way == 1 else None
+    for left, right, cut, sums in (
+        (with_layout(x, layouts[0]), with_layout(b.mT, layouts[1]).mT, chunks[0], None),
+        (with_layout(grad, layouts[0]), with_layout(weight, layouts[1]), chunks[1], None),
+        (token_grad.mT, token_x, chunk, total),
+    ):
+        how: Any = {"out_dtype": out_dtype, "precision": each.precision or None, "chunk": cut}
+
+        problem = op.problem_of(left, right, **how, total=sums)
+        results = (
+            op.gemm(left, right, **how, total=None if sums is None else sums.clone(), config=config)
+            for config in (configs.canonical(problem), *configs.candidates(problem))
+        )
+        expected = next(results)
+        yield from (compare_bits(result, expected) for result in results)
+
+
+def assert_accurate(
+    found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str, *,
+    bias: torch.Tensor | None = None, torchs: torch.Tensor | None = None, what: str = "",
+) -> Errors:  # fmt: skip
+    """`found` is a @ b (+ bias) to the family's bound; `torchs` is what torch gives, where it is known already.
+
+    Twice torch's error and one ulp. Four times where tensor cores sum an fp32 result: of 16-bit operands, and in
+    tf32x3. So that a few elements on which torch is lucky are no measure, torch's error is also that of 64 more rows,
+    the given ones with other signs.
+    """
+    signs = torch.randint(2, (64, a.shape[1]), device=a.device, generator=torch.Generator(a.device).manual_seed(0))
+    more = (2 * signs - 1) * a[torch.arange(64, device=a.device) % len(a)]
+
+    def of_torch(rows: torch.Tensor) -> torch.Tensor:
+        product = torch_product(rows, b, found.dtype, precision)
+        return product if bias is None else product + bias
+
+    torchs, torchs_more = of_torch(a) if torchs is None else torchs, of_torch(more)
+    all_a = torch.cat([a, more])
+    exact, scale = reference.matmul(all_a, b, bias), reference.matmul_scale(all_a, b)
+    if bias is not None:
+        scale = scale + bias.double().abs()
+    assert_no_worse_than_torch(
+        torch.cat([found, torchs_more]),
+        torch.cat([torchs, torchs_more]),
+        exact,
+        scale=scale,
+        factor=2 if found.dtype == a.dtype and precision != "tf32x3" else 4,
+        what=what,
+    )
+    return measure_errors(found, exact[: len(a)], scale=scale[: len(a)])
+
+
+def _accuracy(each: Setting) -> Iterator[BitDiff]:
+    """Raise where a result is not accurate; there are no bits to compare."""
+    m, precision = min(each.rng.choice(each.sizes.edges), 1000), each.precision
+    x, b = each.operands(m, each.k, each.n)
+    grad = make_data(each.kind, (m, each.n), seed=each.seed, dtype=each.dtype, device=each.device)
+    bias = each.normal(each.n)
+    inputs = [with_layout(x, each.layouts[0]), with_layout(b.mT, each.layouts[1]), bias]
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    out = linear(*leaves, precision=precision or None)
+    dx, dw, db = torch.autograd.grad(out, leaves, grad)
+    wide = linear(*inputs, out_dtype=each.wide, precision=precision or None)
+    x, weight = inputs[0], inputs[1]
+    assert_accurate(out.detach(), x, weight.mT, precision, bias=bias, what="forward")
+    assert_accurate(wide, x, weight.mT, precision, bias=bias, what="forward to fp32")
+    assert_accurate(dx, grad, weight, precision, what="dX")
+    assert_accurate(dw, grad.mT, x, precision, what="dW")
+    ones = torch.ones((1, m), dtype=grad.dtype, device=each.device)
+    assert_accurate(db[None], ones, grad, "ieee" if precision else "", what="db")
+    yield from ()
+
+
+TRIALS = (
+    Trial(
+        "any tile", "every configuration of the tables gives the same bits", _any_tile,
+        "every configuration for forward, dX and dW", tiles_only=True,
+    ),
+    Trial(
+        "needle", "a row has the same bits at every position of any batch", trials.of_rows(trials.needle),
+        "every position of 1 .. {most} rows",
+    ),
+    Trial("prefill cuts", "rows have the same bits in parts as at once", trials.of_rows(trials.cut), "random cuts"),
+    Trial(
+        "padding", "other rows change nothing", trials.of_rows(trials.padded),
+        "random, NaN, Inf, huge and zero rows at both ends",
+    ),
+    Trial("permutation", "rows in another order have the same bits", trials.of_rows(trials.permuted), "random orders"),
+    Trial(
+        "run to run", "a call has the same bits every time", trials.of_rows(trials.repeated),
+        "4 runs, other work beside",
+    ),
+    Trial(
+        "dX", "the input's gradient has the forward's contract", trials.input_gradient,
+        "every position, cuts, garbage rows, permutations, runs under load",
+    ),
+    Trial(
+        "dW, db", "micro-batches cut at chunks have the bits of one pass", trials.micro_batches,
+        "cuts at multiples of the chunk into main_grad, trailing zeros, runs under load",
+    ),
+    Trial(
+        "accuracy", "the error is at most twice torch's and one ulp", _accuracy,
+        "forward and gradients, against fp64; 4x torch's error for fp32 of 16-bit inputs and for tf32x3",
+    ),
+)  # fmt: skip
+
+CHECKS = tuple(each.check(Setting) for each in TRIALS)

@@ -1,0 +1,324 @@
+"""Trials made from a seed, and the properties that rows and micro-batches must have."""
+
+from __future__ import annotations
+
+import abc
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from isogemm.core import device as devices
+from isogemm.gemm import configs, reference
+from isogemm.verify.checks import Check, CheckResult, run_trials, skip
+from isogemm.verify.compare import BitDiff, compare_bits
+from isogemm.verify.inputs import DATA_KINDS, make_data, make_operands
+from isogemm.verify.parallel import run_in_processes
+from isogemm.verify.poison import poisoned_allocations
+from isogemm.verify.precision import fp32_precision
+
+NUMBERS = (("bfloat16", ""), ("float16", ""), ("float32", "ieee"), ("float32", "tf32"), ("float32", "tf32x3"))
+LAYOUTS = ("contiguous", "transposed", "sliced", "strided", "misaligned")
+THREADS = (1, 2, 3, 4, 8, 16)  # of the CPU, besides those it has; within 20 trials each is met by a float32 one
+
+Rows = Callable[[torch.Tensor], torch.Tensor]  # [rows, ...] -> [rows, ...], each row on its own
+Property = Callable[[Rows, torch.Tensor, random.Random], Iterator[BitDiff]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a device takes in a moment."""
+
+    weights: tuple[tuple[int, int], ...]  # n, k
+    edges: tuple[int, ...]  # batch sizes beside which configurations may change
+    most: int  # rows
+    most_tokens: int  # elements of those of a weight's gradient, beyond two chunks
+
+
+GPU = Sizes(
+    weights=(
+        (4096, 4096), (1024, 4096), (4096, 1024), (2048, 2048), (1536, 512), (512, 14336),
+        (1000, 1000), (17, 127), (63, 257), (1, 65), (129, 3), (64, 20000),
+    ),
+    edges=(
+        1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513,
+        1000, 1023, 1024, 1025, 2048, 3000, 4095, 4096,
+    ),
+    most=4096,
+    most_tokens=1 << 26,
+)  # fmt: skip
+CPU = Sizes(
+    weights=((96, 64), (64, 300), (17, 127), (33, 65), (1, 65), (129, 3)),
+    edges=(1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257),
+    most=300,
+    most_tokens=1 << 18,
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A layer with the values of its parameters, and a batch of it."""
+
+    layer: Callable[..., torch.Tensor]  # (rows, *parameters)
+    parameters: Sequence[torch.Tensor]
+    rows: torch.Tensor
+    grad: torch.Tensor  # of the result
+
+
+class Setting(abc.ABC):
+    """One weight's shape, dtype, data and strides, all from the seed and the same in every check.
+
+    Subclasses say what is computed.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.rng = random.Random(seed)
+        self.seed, self.device = seed, device
+        self.sizes = GPU if device.type == "cuda" else CPU
+        group, number = divmod(seed, len(NUMBERS))
+        threads = tuple(dict.fromkeys((*THREADS, torch.get_num_threads())))
+        self.threads = threads[(group + 2 * number) % len(threads)]
+        name, self.precision = NUMBERS[number]
+        self.kind = DATA_KINDS[group % len(DATA_KINDS)]
+        self.n, self.k = self.sizes.weights[seed % len(self.sizes.weights)]
+        self.dtype: torch.dtype = getattr(torch, name)
+        self.wide = None if self.dtype == torch.float32 else torch.float32  # out_dtype of an fp32 result
+        self.layouts = "contiguous", "contiguous"
+        if (group + number) % 2:
+            self.layouts = self.rng.choice(LAYOUTS), self.rng.choice(LAYOUTS)
+
+    @abc.abstractmethod
+    def forward(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+        """Rows, and functions of them."""
+
+    @abc.abstractmethod
+    def input_gradient(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+        """Rows with their gradient, and functions that give the gradient of their input."""
+
+    @abc.abstractmethod
+    def trained(self, tokens: int) -> Sequence[Trained]:
+        """The layers whose parameters get gradients, each with so many tokens."""
+
+    def batch_sizes(self) -> list[int]:
+        """Every edge is met within four trials."""
+        return [*self.sizes.edges[self.seed % 4 :: 4], *(self.rng.randint(1, self.sizes.most) for _ in range(2))]
+
+    def normal(self, *shape: int, seed: int = 0) -> torch.Tensor:
+        return make_data("normal", shape, seed=self.seed + seed, dtype=self.dtype, device=self.device)
+
+    def operands(self, m: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[m, k] and [k, n]."""
+        return make_operands(self.kind, (m, k), (k, n), seed=self.seed, dtype=self.dtype, device=self.device)
+
+    def tokens(self) -> tuple[int, int]:
+        """A number of tokens, some chunks and a part of one; and the chunk."""
+        chunk = configs.token_chunk(self.n, self.k, str(self.dtype).removeprefix("torch."))
+        most = self.sizes.most_tokens // (chunk * max(self.n, self.k))
+        return chunk * self.rng.randint(2, min(max(most, 2), 5)) + self.rng.randrange(chunk), chunk
+
+    def weight_operands(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """grad [tokens, n] and x [tokens, k]."""
+        left, x = self.operands(self.n, tokens, self.k)
+        return left.mT.contiguous(), x
+
+
+# Properties of each row, whatever its batch.
+
+
+def needle(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
+    """Place the first row at a random half of the positions, then at the others."""
+    alone, others = way(rows[:1]), rows.flip(0)
+    half = torch.tensor([rng.random() < 0.5 for _ in range(len(rows))], device=rows.device)
+    for there in (half, ~half):
+        found = way(torch.where(there[:, None], rows[:1], others))[there]
+        yield compare_bits(found, alone.expand_as(found))
+
+
+def cut(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
+    cuts = sorted(rng.randint(0, len(rows)) for _ in range(rng.randint(1, 6)))
+    parts = [way(rows[start:end]) for start, end in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
+    yield compare_bits(torch.cat(parts), way(rows))
+
+
+def padded(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
+    expected, huge = way(rows), torch.finfo(rows.dtype).max
+    for value in (*rng.sample((torch.nan, torch.inf, -torch.inf, huge, 0.0), 2), None):
+        other = 3 * rows.flip(0) if value is None else torch.full_like(rows, value)
+        before, after = other[: rng.randint(0, 40)], other[: rng.randint(0, len(rows))]
+        found = way(torch.cat([before, rows, after]))
+        yield compare_bits(found[len(before) : len(before) + len(rows)], expected)
+
+
+def permuted(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
+    order = torch.tensor(rng.sample(range(len(rows)), len(rows)), device=rows.device)
+    yield compare_bits(way(rows[order]), way(rows)[order])
+
+
+def repeated(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
+    first = way(rows)
+    with other_work(rows.device):
+        for _ in range(3):
+            yield compare_bits(way(rows), first)
+
+
+@contextmanager
+def other_work(device: torch.device) -> Iterator[None]:
+    """Keep another stream of a GPU busy inside the block."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        load = torch.randn(4096, 4096, device=device)
+        for _ in range(8):
+            load = torch.sin(load @ load)
+    yield
+    torch.cuda.synchronize(device)
+
+
+def of_rows(holds: Property) -> Callable[[Setting], Iterator[BitDiff]]:
+    """A trial of one property."""
+
+    def trial(each: Setting) -> Iterator[BitDiff]:
+        sizes = each.batch_sizes() if holds is needle else [each.rng.randint(2, each.sizes.most)]
+        rows, ways = each.forward(max(sizes))
+        for m in sizes:
+            for way in ways:
+                yield from holds(way, rows[:m], each.rng)
+
+    return trial
+
+
+def forward(each: Setting) -> Iterator[BitDiff]:
+    return _every_property(each, each.forward)
+
+
+def input_gradient(each: Setting) -> Iterator[BitDiff]:
+    return _every_property(each, each.input_gradient)
+
+
+def _every_property(each: Setting, make: Callable[[int], tuple[torch.Tensor, list[Rows]]]) -> Iterator[BitDiff]:
+    sizes = each.rng.sample(each.batch_sizes(), 2)
+    rows, ways = make(max(sizes))
+    for m in sizes:
+        for way in ways:
+            for holds in (needle, cut, padded, permuted, repeated):
+                yield from holds(way, rows[:m], each.rng)
+
+
+# Gradients of parameters.
+
+
+def micro_batches(each: Setting) -> Iterator[BitDiff]:
+    tokens, chunk = each.tokens()
+    places = range(chunk, tokens, chunk)
+    cuts = sorted(each.rng.sample(places, each.rng.randint(1, len(places))))
+    zeros = each.rng.randint(1, 2 * chunk)
+    for trained in each.trained(tokens):
+        rows, grad = (torch.cat([x, x.new_zeros(zeros, x.shape[1])]) for x in (trained.rows, trained.grad))
+        longer = replace(trained, rows=rows, grad=grad)
+        whole, alone = gradients(each, trained), gradients(each, trained, main_grad=False)
+        yield from same(gradients(each, trained, cuts), whole)
+        yield from same(gradients(each, longer), whole)
+        yield from same(gradients(each, longer, main_grad=False), alone)
+        with other_work(each.device):
+            yield from same(gradients(each, trained), whole)
+            yield from same(gradients(each, trained, main_grad=False), alone)
+
+
+def gradients(
+    each: Setting, trained: Trained, cuts: Sequence[int] = (), *, main_grad: bool = True
+) -> list[torch.Tensor]:
+    """The gradients of the parameters after micro-batches with these cuts: from main_grad, or from .grad."""
+    parameters: list[Any] = [value.clone().requires_grad_() for value in trained.parameters]
+    if main_grad:
+        for parameter in parameters:
+            parameter.main_grad = make_data("normal", parameter.shape, seed=each.seed, device=each.device)
+    for first, last in zip([0, *cuts], [*cuts, len(trained.rows)], strict=True):
+        out = trained.layer(trained.rows[first:last], *parameters)
+        torch.autograd.backward(out, trained.grad[first:last])
+    return [parameter.main_grad if main_grad else parameter.grad for parameter in parameters]
+
+
+def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Iterator[BitDiff]:
+    return (compare_bits(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def torch_product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, precision: str) -> torch.Tensor:
+    """torch's product, by whose error ours is judged."""
+    # cuBLAS takes TF32 or not as it likes; the exact product of rounded operands is TF32's own error.
+    if precision == "tf32" and a.is_cuda:
+        return reference.matmul(reference.round_to_tf32(a), reference.round_to_tf32(b)).float()
+    if out_dtype == a.dtype:
+        with fp32_precision("ieee" if a.is_cuda and a.dtype == torch.float32 else ""):
+            return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=out_dtype)
+    return a.to(out_dtype) @ b.to(out_dtype)  # torch has no such product there
+
+
+def sampled(size: int, most: int, rng: random.Random, device: torch.device) -> torch.Tensor:
+    """At most `most` indices below `size`, the first and the last among them."""
+    chosen = range(size) if size <= most else sorted({0, size - 1, *rng.sample(range(size), most - 2)})
+    return torch.tensor(list(chosen), device=device)
+
+
+# Trials as checks.
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A property, one trial of it, and what the trials cover."""
+
+    name: str
+    what: str  # the property, one sentence
+    run: Callable[[Any], Iterator[BitDiff]]  # takes the family's Setting
+    covered: str
+    tiles_only: bool = False  # about the choice of a tile: nothing to check on the CPU
+    cpu_only: bool = False
+
+    def check(self, setting: Callable[[int, torch.device], Setting]) -> Check:
+        def run(device: torch.device, trials: int) -> CheckResult:
+            gpu = device.type == "cuda"
+            if gpu:
+                reason = configs.usable(devices.facts(device).arch)
+                if self.cpu_only:
+                    reason = reason or "on a GPU a part of the kernels, which the other checks run"
+            else:
+                reason = "there are no tiles to choose from on the CPU" if self.tiles_only else ""
+            if reason:
+                return skip(self.name, reason)
+            covered = self.covered.format(most=(GPU if gpu else CPU).most)
+            if not gpu:
+                threads = sorted({setting(seed, device).threads for seed in range(trials)})
+                covered += f"; {', '.join(map(str, threads))} threads"
+            return run_trials(self.name, trials, lambda seed: self._run(setting(seed, device)), covered=covered)
+
+        return Check(self.name, self.what, run)
+
+    def _run(self, each: Setting) -> Iterator[BitDiff]:
+        before = torch.get_num_threads()
+        if each.device.type == "cpu":
+            torch.set_num_threads(each.threads)
+        try:
+            with poisoned_allocations():
+                yield from self.run(each)
+        finally:
+            torch.set_num_threads(before)
+
+
+def compile_ahead(module: str, device: torch.device, trials: int) -> None:
+    """Compile, on all cores, what so many trials of each of the module's TRIALS launch."""
+    if not configs.usable(devices.facts(device).arch):
+        places = [place for place, each in enumerate(import_module(module).TRIALS) if not each.cpu_only]
+        run_in_processes(_rehearse, device, [(module, seed, place) for seed in range(trials) for place in places])
+
+
+def _rehearse(device: str, job: tuple[str, int, int]) -> None:
+    name, seed, place = job
+    module = import_module(name)
+    for _ in module.TRIALS[place].run(module.Setting(seed, torch.device(device))):
+        pass
