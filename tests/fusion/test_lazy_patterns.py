@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from deferring import steps_of
 
-from isogemm.fusion import ambient, autofuse, chains, deferring
+from isogemm.fusion import autofuse, chains, execution_state, lazy
 from isogemm.fusion.deferred import Deferred
 
 
@@ -179,16 +179,16 @@ def test_the_device_is_a_part_of_the_pattern():
 @pytest.mark.parametrize(("stream", "asks"), [((0, 0, 1), False), ((7, 0, 1), True)])
 def test_capture_is_asked_of_streams_that_can_be(monkeypatch, stream, asks):
     asked = []
-    monkeypatch.setattr(ambient, "_current_stream", lambda device: stream)
-    monkeypatch.setattr(ambient, "_is_capturing", lambda: asked.append(True) or True)
-    now = ambient.Ambient._make(ambient.read(0))
+    monkeypatch.setattr(execution_state, "_current_stream", lambda device: stream)
+    monkeypatch.setattr(execution_state, "_is_capturing", lambda: asked.append(True) or True)
+    now = execution_state.ExecutionState._make(execution_state.read(0))
     assert (now.device, now.stream, now.capturing, bool(asked)) == (0, stream, asks, asks)
-    assert ambient.read(0) == now
-    assert ambient.read(-1) != now
+    assert execution_state.read(0) == now
+    assert execution_state.read(-1) != now
     inside = (now.hooks, now.backward, now.forward_ad, asks)
     outside = (now.hooks, now.backward, now.forward_ad, not asks)
-    assert not ambient.obstacle(inside, now)
-    assert "capture began inside the block" in ambient.obstacle(outside, now)
+    assert not execution_state.obstacle(inside, now)
+    assert "capture began inside the block" in execution_state.obstacle(outside, now)
 
 
 def test_remembered_patterns_are_bounded(monkeypatch):
@@ -399,6 +399,6 @@ def test_a_call_seen_before_takes_the_short_way(monkeypatch):
     with autofuse() as report:
         held = [program()]
         for name in ("_product", "_step"):
-            monkeypatch.setattr(deferring, name, lambda *args: pytest.fail(f"{args[1]} took the long way"))
+            monkeypatch.setattr(lazy, name, lambda *args: pytest.fail(f"{args[1]} took the long way"))
         held.append(program())
     assert report.fused.total() == 6
