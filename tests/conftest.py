@@ -3,7 +3,7 @@
 import hypothesis
 import pytest
 
-pytest.register_assert_rewrite("deferring", "float16_range", "gradients", "layouts", "promises")
+pytest.register_assert_rewrite("deferring", "float16_range", "gradients", "graph_fusing", "layouts", "promises")
 
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
