@@ -3,7 +3,9 @@
 import hypothesis
 import pytest
 
-pytest.register_assert_rewrite("deferring", "float16_range", "gradients", "graph_fusing", "layouts", "promises")
+pytest.register_assert_rewrite(
+    "deferring", "float16_range", "gradients", "graph_fusing", "layouts", "patchtst_models", "promises"
+)
 
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
