@@ -1,4 +1,4 @@
-"""`isogemm.nn.swap`: an existing model's linears and encoder layers through isogemm, in place."""
+"""`isogemm.nn.swap`: replaces the linears and encoder layers of an existing model, in place."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Note(NamedTuple):
 
 
 class FoldedActivation(torch.nn.Identity):
-    """In the place of an activation that the isogemm.nn.Linear before it computes, until `isogemm.nn.restore`."""
+    """An identity in the place of an activation that the isogemm.nn.Linear before it computes."""
 
     activation: torch.nn.Module
 
@@ -73,12 +73,12 @@ class FoldedActivation(torch.nn.Identity):
         return made
 
     def unfolded(self) -> torch.nn.Module:
-        """The activation, with the mode, hooks and other attributes that this one has."""
+        """Return the activation, with the mode, hooks and other attributes of this module."""
         self.activation.__dict__.update({name: each for name, each in self.__dict__.items() if name != "activation"})
         return self.activation
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse another value of what the activation computes with: the linear before it has that since `swap`."""
+        """Refuse to change an option of the activation: the linear before it got its value at `swap`."""
         activation: Any = self.__dict__.get("activation")
         if activation is not None and name in options_of(type(activation)) and value != getattr(activation, name):
             raise AttributeError(
@@ -93,7 +93,7 @@ class FoldedActivation(torch.nn.Identity):
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What `swap` did, by the modules' names in the model; a module under two names is listed under both."""
+    """What `swap` did, by the names of the modules; a module under two names is listed under both."""
 
     swapped: tuple[str, ...]
     kept: tuple[Kept, ...]  # linears and encoder layers that stay, and others with matrices that torch multiplies
@@ -129,11 +129,11 @@ def swap(
     """Replace a model's torch.nn.Linear by isogemm.nn.Linear, its torch.nn.TransformerEncoderLayer by EncoderLayer.
 
     Args:
-        model: changed in place. Parameters stay the very same objects: tied weights stay tied, optimizers valid.
+        model: changed in place. Parameters stay the same objects: tied weights stay tied, optimizers valid.
         only: the linears and encoder layers to replace: a name or glob pattern as in model.named_modules(), several of
             them, or a predicate (name, module) -> bool; None for all.
-        fold: in a torch.nn.Sequential, let a linear compute the activation after it too, whose place an identity
-            takes: names and state_dict stay. Code that calls the two by themselves, or hooks that come later, see the
+        fold: in a torch.nn.Sequential, let a linear compute the activation after it too; an identity takes its place,
+            so names and state_dict stay. Code that calls the two by themselves, and hooks added later, see the
             linear's output activated.
         precision: of the new modules, see isogemm.linear.
         out_dtype: of the new linears, see isogemm.linear.
@@ -142,8 +142,8 @@ def swap(
         What was swapped and folded, what was not, and why.
 
     `isogemm.nn.restore` undoes it. Swap before compiling, sharding or parametrizing. Code that reads a linear's weight
-    past its forward is not reached. A torch.nn.TransformerEncoder with new layers no longer packs padded batches into
-    nested tensors for inference, which also set its result at padded tokens to 0.
+    and does not call it is not affected. A torch.nn.TransformerEncoder with new layers no longer packs padded batches
+    into nested tensors for inference, which also set its result at padded tokens to 0.
     """
     require_module("model", model)
     require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
@@ -179,7 +179,8 @@ def swap(
                 module, activation=activation, activation_args=arguments, precision=precision, out_dtype=out_dtype
             )
         except ValueError as error:
-            raise ValueError(f"{_name_of(module, places)}: {error}") from None
+            name = next(place.name for place in places if place.module is module)
+            raise ValueError(f"{name}: {error}") from None
     for place in places:
         if place.module in made:
             made[place.module].is_swapped = True
@@ -263,7 +264,7 @@ def _layers_to_keep(places: list[Place], selected: Container[torch.nn.Module]) -
 
 
 def _outside(places: list[Place], kept_layers: Container[torch.nn.Module]) -> list[Place]:
-    """The places that are not inside of a layer, made or to be made, which reads their parameters."""
+    """Return the places that are not inside of a layer that reads, or will read, their parameters itself."""
     inside = tuple(
         f"{name}."
         for name, _, _, module in places
@@ -324,12 +325,8 @@ def _multiplied_by_torch(module: torch.nn.Module) -> str:
     return f"is no Linear: torch computes products with its {', '.join(matrices)}" if matrices else ""
 
 
-def _name_of(module: torch.nn.Module, places: Iterable[Place]) -> str:
-    return next(place.name for place in places if place.module is module)
-
-
 def _note(module: torch.nn.Module) -> str:
-    """What `swap` says of a module that it replaces."""
+    """Return the report's note on a module that is replaced."""
     if isinstance(module, torch.nn.TransformerEncoderLayer):
         attention = module.self_attn
         return slower_than_torch(attention.embed_dim, attention.num_heads, module.linear1.weight.dtype)
@@ -337,7 +334,7 @@ def _note(module: torch.nn.Module) -> str:
 
 
 def _unnest(model: torch.nn.Module) -> tuple[str, ...]:
-    """Keep the encoders that hold an EncoderLayer from handing it nested tensors; `restore` finds those marked."""
+    """Keep encoders from giving nested tensors to an EncoderLayer; mark them for `restore`."""
     encoders = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -352,7 +349,7 @@ def _unnest(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _pairs(places: list[Place], linears: Container[torch.nn.Module]) -> list[_Pair]:
-    """The linears that an activation follows in a Sequential."""
+    """Find the linears with an activation after them in a Sequential."""
     found = []
     for first, second in pairwise(places):  # a Linear has no children: what comes next is its neighbour, or elsewhere
         if first.module in linears and second.parent is first.parent and isinstance(first.parent, torch.nn.Sequential):
@@ -363,7 +360,7 @@ def _pairs(places: list[Place], linears: Container[torch.nn.Module]) -> list[_Pa
 
 
 def _reasons_not_to_fold(places: list[Place], pairs: list[_Pair]) -> dict[str, str]:
-    """By the linear's name."""
+    """Return why pairs are not folded, by the linear's name."""
     reasons = {pair.linear.name: reason for pair in pairs if (reason := _unfoldable(pair))}
     after = {pair.linear.name: pair.epilogue for pair in pairs if pair.linear.name not in reasons}
     names: defaultdict[torch.nn.Module, list[str]] = defaultdict(list)
@@ -399,7 +396,7 @@ _Key = TypeVar("_Key")
 
 
 def grouped(items: Iterable[tuple[_Key, str]]) -> Iterator[tuple[_Key, str]]:
-    """The names under each key, summarized."""
+    """Summarize the names under each key."""
     groups: defaultdict[_Key, list[str]] = defaultdict(list)
     for key, name in items:
         groups[key].append(name)
@@ -408,7 +405,7 @@ def grouped(items: Iterable[tuple[_Key, str]]) -> Iterator[tuple[_Key, str]]:
 
 
 def summarize(names: Iterable[str]) -> list[str]:
-    """The names without their indices, and how many have each: "layers.*.up x 2"."""
+    """Group names that differ in indices alone, with their count: "layers.*.up x 2"."""
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[without_indices(name)].append(name)
@@ -416,5 +413,5 @@ def summarize(names: Iterable[str]) -> list[str]:
 
 
 def without_indices(name: str) -> str:
-    """The glob pattern of a name's kind: "layers.0.up" is one of "layers.*.up"."""
+    """Return the glob pattern of a name: "layers.*.up" for "layers.0.up"."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
