@@ -58,8 +58,14 @@ class compile_fusion:
             return
         self._before = {name: getattr(config, name) for name in (_PASS, _TIMING, _CACHEABLE) if hasattr(config, name)}
         _uninstall()
-        if enabled:
-            self.report = _install().report
+        if not enabled:
+            return
+        installed = FusionPass(getattr(config, _PASS), getattr(config, _TIMING, ""))
+        self.report = installed.report
+        setattr(config, _PASS, installed)
+        if installed.timing:
+            setattr(config, _TIMING, "early")
+        setattr(config, _CACHEABLE, {**getattr(config, _CACHEABLE), **dict.fromkeys(_traced_names(), _code_hash())})
 
     def __enter__(self) -> Report:
         return self.report
@@ -91,15 +97,6 @@ class FusionPass(CustomGraphPass):  # type: ignore[misc]
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave out the report: torch 2.11 pickles the pass into its caches' keys."""
         return FusionPass, (self.before, self.timing)
-
-
-def _install() -> FusionPass:
-    installed = FusionPass(getattr(config, _PASS), getattr(config, _TIMING, ""))
-    setattr(config, _PASS, installed)
-    if installed.timing:
-        setattr(config, _TIMING, "early")
-    setattr(config, _CACHEABLE, {**getattr(config, _CACHEABLE), **dict.fromkeys(_traced_names(), _code_hash())})
-    return installed
 
 
 def _uninstall() -> None:
@@ -217,18 +214,16 @@ def _grow(start: _Chain) -> tuple[list[_Chain], str]:
     chains = [start]
     while True:
         chain = chains[-1]
-        steps = {user: step for user in chain.nodes[-1].users if (step := _followed(chain, user)) is not None}
+        users = chain.nodes[-1].users
+        steps = {user: step for user in users if (step := _followed(chain, user)) is not None}
         step = next(iter(steps.values()), "")
-        if len(chain.nodes[-1].users) > 1:
-            step = _written_out(chain) or _read_by_others(chain.nodes[-1], steps)
+        if len(users) > 1:
+            candidate = next((_name(user) for user, each in steps.items() if isinstance(each, _Chain)), "")
+            reason = f"the value before {candidate} is read {len(users)} times" if candidate else ""
+            step = _written_out(chain) or reason
         if isinstance(step, str):
             return chains, step
         chains.append(step)
-
-
-def _read_by_others(value: Node, steps: Mapping[Node, _Chain | str]) -> str:
-    candidates = (_name(user) for user, step in steps.items() if isinstance(step, _Chain))
-    return next((f"the value before {name} is read {len(value.users)} times" for name in candidates), "")
 
 
 def _followed(chain: _Chain, user: Node) -> _Chain | str | None:
@@ -266,9 +261,7 @@ def _extended(chain: _Chain, call: _Call, user: Node) -> _Chain | str | None:
     elif call.function in rules.DROPOUTS and config.fallback_random:
         return "fallback_random asks for torch's own random numbers"
     if arguments is None:
-        arguments = rules.extended(
-            chain.product, chain.arguments, call.function, call.args, call.kwargs, value, _like
-        )  # fmt: skip
+        arguments = rules.extended(chain.product, chain.arguments, *call[:3], value, _like)
     return replace(chain, arguments=arguments, nodes=(*chain.nodes, user)) if isinstance(arguments, dict) else arguments
 
 
@@ -333,16 +326,16 @@ def _recognised_formula(chain: _Chain, nodes: Sequence[Node]) -> _Chain | None:
             args, kwargs = map_arg((call.args, call.kwargs), values.__getitem__)
             values[node] = call.function(*args, **kwargs)
         result = values[nodes[-1]]
-        plain = [entry for entry in ACTIVATIONS.values() if not entry.gate and not entry.arguments]
-        name = next((entry.name for entry in plain if _agree(entry.torch(sample), result)), None)
-    if name is None or _like(nodes[-1]) != _like(chain.nodes[-1]):
+        names = [
+            name
+            for name, entry in ACTIVATIONS.items()
+            if not (entry.gate or entry.arguments)
+            and torch.allclose(entry.torch(sample), result, rtol=_TOLERANCE, atol=_TOLERANCE)
+        ]
+    if not names or _like(nodes[-1]) != _like(chain.nodes[-1]):
         return None
-    arguments = rules.activated(chain.arguments, name, {})
+    arguments = rules.activated(chain.arguments, names[0], {})
     return None if isinstance(arguments, str) else replace(chain, arguments=arguments, nodes=(*chain.nodes, *nodes))
-
-
-def _agree(a: torch.Tensor, b: Any) -> bool:
-    return isinstance(b, torch.Tensor) and torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE)
 
 
 _ANALYTIC = {*rules.SUMS, *rules.FACTORS, *rules.SQUARES}
@@ -402,8 +395,6 @@ def _fused_call(chain: _Chain) -> _FusedCall:
     product, arguments = chain.product, _operands(chain)
     function: Function = api.matmul_fused
     b = _View(product.b, "t") if product.is_linear else product.b
-    if chain.up is not None:
-        arguments["weight_up"] = _weight(chain.up)
     if chain.up is not None or (product.is_linear and "bias_dim" not in arguments):
         function, b = api.linear, _weight(product)
     return _FusedCall(function, (product.a, b), arguments, chain.nodes, chain.view, _autocast(product))
@@ -411,8 +402,6 @@ def _fused_call(chain: _Chain) -> _FusedCall:
 
 def _mlp_call(chain: _Chain, below: _Chain) -> _FusedCall:
     arguments, output = _operands(chain), _operands(below)
-    if chain.up is not None:
-        arguments["weight_up"] = _weight(chain.up)
     if "dropout_p" in arguments:
         arguments["hidden_dropout_p"] = arguments.pop("dropout_p")
     if "bias" in output:
@@ -429,6 +418,8 @@ def _weight(product: Product) -> Any:
 def _operands(chain: _Chain) -> Arguments:
     """Return the arguments with columns [..., M], rows [N] and, before a view, addends as flat as the product."""
     arguments = dict(rules.final(chain.arguments))
+    if chain.up is not None:
+        arguments["weight_up"] = _weight(chain.up)
     columns = {"row_scale"} | ({"bias"} if "bias_dim" in arguments else set())
     for name in ("row_scale", "col_scale", "bias", "bias_up", "c", "residual"):
         if name not in arguments:

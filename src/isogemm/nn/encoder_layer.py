@@ -221,9 +221,7 @@ def _unknown(activation: object) -> ValueError:
 
 def as_torch(layer: EncoderLayer) -> torch.nn.TransformerEncoderLayer:
     """Make a torch.nn.TransformerEncoderLayer of the same submodules, hooks and other attributes."""
-    made = shared(torch.nn.TransformerEncoderLayer, layer)
-    for name in ("precision", "is_swapped", "_activation"):
-        made.__dict__.pop(name, None)
+    made = shared(torch.nn.TransformerEncoderLayer, layer, ("precision", "is_swapped", "_activation"))
     activation = made.activation
     relu = activation is functional.relu or isinstance(activation, torch.nn.ReLU)
     gelu = activation is functional.gelu or isinstance(activation, torch.nn.GELU)

@@ -117,10 +117,7 @@ def in_words(activation: str, arguments: Mapping[str, float]) -> str:
 
 def as_torch(module: Linear) -> torch.nn.Linear:
     """Make a torch.nn.Linear of the same parameters, hooks and other attributes, without the activation."""
-    made = shared(torch.nn.Linear, module)
-    for name in ("activation", "activation_args", "precision", "out_dtype", "is_swapped"):
-        made.__dict__.pop(name, None)
-    return made
+    return shared(torch.nn.Linear, module, ("activation", "activation_args", "precision", "out_dtype", "is_swapped"))
 
 
 def read_past_forward(module: torch.nn.Module, activated: bool = False) -> str:

@@ -18,10 +18,10 @@ class PastForwards(torch.nn.Module):
     """A module that computes with its submodules' parameters itself: `swap` leaves these submodules alone."""
 
 
-def shared(cls: type[_Made], module: torch.nn.Module) -> _Made:
-    """Make a `cls` that shares the module's parameters, submodules, hooks and other attributes."""
+def shared(cls: type[_Made], module: torch.nn.Module, without: Container[str] = ()) -> _Made:
+    """Make a `cls` that shares the module's parameters, submodules, hooks and attributes except those in `without`."""
     made = cls.__new__(cls)
-    made.__dict__.update(module.__dict__)
+    made.__dict__.update({name: each for name, each in module.__dict__.items() if name not in without})
     made.__dict__.update({name: copy.copy(module.__dict__[name]) for name in _HOLDINGS})
     return made
 

@@ -23,7 +23,6 @@ from isogemm.nn.sharing import PastForwards, shared
 
 Predicate = Callable[[str, torch.nn.Module], bool]
 
-_NOT_SELECTED = "not selected by only"
 _KINDS = (torch.nn.Linear, torch.nn.TransformerEncoderLayer)
 
 # Modules that hold matrices but compute no matrix products with them.
@@ -158,9 +157,9 @@ def swap(
     selected = {
         place.module for place in places if isinstance(place.module, _KINDS) and selects(place.name, place.module)
     }  # under any of its names
-    kept_layers = _layers_to_keep(places, selected)
-    places = _outside(places, kept_layers)
-    reasons = kept_layers | _others_to_keep(places, selected)
+    layers = [place for place in places if isinstance(place.module, torch.nn.TransformerEncoderLayer)]
+    places = _outside(places, _reasons_to_keep(layers, selected))
+    reasons = _reasons_to_keep(places, selected)
     new = [module for module in dict.fromkeys(place.module for place in places) if module not in reasons]
     linears = [module for module in new if isinstance(module, torch.nn.Linear)]
     pairs = _pairs(places, linears) if fold else []
@@ -252,15 +251,18 @@ def _selector(only: str | Sequence[str] | Predicate | None, places: list[Place])
     return lambda name, module: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _layers_to_keep(places: list[Place], selected: Container[torch.nn.Module]) -> dict[torch.nn.Module, str]:
-    reasons: dict[torch.nn.Module, str] = {}
-    for place in places:
-        layer = place.module
-        if isinstance(layer, torch.nn.TransformerEncoderLayer):
-            reason = _unfit_layer(place, layer) if layer in selected else _NOT_SELECTED
-            if reason:
-                reasons[layer] = reason
-    return reasons
+def _reasons_to_keep(places: list[Place], selected: Container[torch.nn.Module]) -> dict[torch.nn.Module, str]:
+    """Return why modules that compute matrix products are not replaced."""
+    return {place.module: reason for place in places if (reason := _reason_to_keep(place, selected))}
+
+
+def _reason_to_keep(place: Place, selected: Container[torch.nn.Module]) -> str:
+    module = place.module
+    if not isinstance(module, _KINDS):
+        return _multiplied_by_torch(module)
+    if module not in selected:
+        return "not selected by only"
+    return _unfit_linear(place, module) if isinstance(module, torch.nn.Linear) else _unfit_layer(place, module)
 
 
 def _outside(places: list[Place], kept_layers: Container[torch.nn.Module]) -> list[Place]:
@@ -272,18 +274,6 @@ def _outside(places: list[Place], kept_layers: Container[torch.nn.Module]) -> li
         or (isinstance(module, torch.nn.TransformerEncoderLayer) and module not in kept_layers)
     )
     return [place for place in places if not place.name.startswith(inside)]
-
-
-def _others_to_keep(places: list[Place], selected: Container[torch.nn.Module]) -> dict[torch.nn.Module, str]:
-    reasons = {}
-    for place in places:
-        if isinstance(place.module, torch.nn.Linear):
-            reason = _unfit_linear(place, place.module) if place.module in selected else _NOT_SELECTED
-        else:
-            reason = _multiplied_by_torch(place.module)
-        if reason:
-            reasons[place.module] = reason
-    return reasons
 
 
 def _unfit_layer(place: Place, layer: torch.nn.TransformerEncoderLayer) -> str:
