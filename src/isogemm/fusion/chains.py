@@ -180,7 +180,9 @@ def step(function: Function, args: Sequence[Any], kwargs: Kwargs, may_draw: bool
     if function in rules.DROPOUTS and not may_draw:
         return "dropout follows, whose mask is torch's; autofuse(dropout=True) draws one of its own"
     call = rules.parse(rules.SUMS, function, args, kwargs) or rules.parse(rules.FACTORS, function, args, kwargs)
-    grown = _of_one(function, args, kwargs, call) if pair is None else _of_two(function, args, kwargs, call, pair)
+    grown = (
+        _extend_one(function, args, kwargs, call) if pair is None else _extend_pair(function, args, kwargs, call, pair)
+    )
     if isinstance(grown, str):
         return grown
     part, arguments, other, taken = grown
@@ -197,7 +199,7 @@ def _operands(args: Sequence[Any], kwargs: Kwargs) -> int:
     return sum(type(x) is Operand for x in (*args, *kwargs.values()))
 
 
-def _of_one(function: Function, args: Sequence[Any], kwargs: Kwargs, call: Any) -> _Grown | str:
+def _extend_one(function: Function, args: Sequence[Any], kwargs: Kwargs, call: Any) -> _Grown | str:
     """Take in a call with one part; `call` is its normal form where it is a sum or a product."""
     part = next(x for x in args if type(x) is Part)
     first = None if call is None else call.right if function in rules.REVERSED else call.left
@@ -210,7 +212,7 @@ def _of_one(function: Function, args: Sequence[Any], kwargs: Kwargs, call: Any) 
     return _grown(part, _extended(part, function, args, kwargs))
 
 
-def _of_two(function: Function, args: Sequence[Any], kwargs: Kwargs, call: Any, pair: Pair) -> _Grown | str:
+def _extend_pair(function: Function, args: Sequence[Any], kwargs: Kwargs, call: Any, pair: Pair) -> _Grown | str:
     """Take in a call with two parts: a sum, a gate and what it lets through, or z * sigmoid(z)."""
     if call is None:
         return UNKNOWN_FORM

@@ -36,8 +36,8 @@ from isogemm.integrations.patchtst_layers import (
     Official,
     Parts,
     encoder_arguments,
+    inspect_layer,
     is_usual_now,
-    looked_at,
     name_in,
 )
 from isogemm.nn.encoder_layer import activation_name, slower_than_torch
@@ -104,7 +104,7 @@ def accelerate(model: torch.nn.Module, *, precision: str | None = None) -> Accel
                     reasons[layer] = reason
                 else:
                     swapped[layer] = kind
-    stacks = _handing_on_scores(names, [layer for layer, kind in swapped.items() if kind is _OfficialLayer])
+    stacks = _stacks_passing_scores(names, [layer for layer, kind in swapped.items() if kind is _OfficialLayer])
     unread = {layers[-1] for layers in stacks} - {None}
     alike = [layers for layers in stacks if None not in layers and len(layers) <= MOST_FACTORS + 1]
     by_factors = {layer for layers in alike for layer in layers}
@@ -159,7 +159,7 @@ class _Accelerated(PastForwards):
         """Return the modules to compute this call with; None, with a record of why, if torch computes it."""
         parts = None
         if not reason:
-            parts, reason = looked_at(self.family, self)
+            parts, reason = inspect_layer(self.family, self)
         if parts and not reason:
             if tuple(map(type, parts.known_by_type)) != self.isogemm_choices.types:
                 reason = "a module in it was replaced by one of another type"
@@ -293,7 +293,7 @@ def _obstacle(kind: type[_Accelerated], layer: torch.nn.Module) -> str:
         return f"{type(layer).__name__} has a forward of its own"
     if reason := module_obstacle(layer):
         return reason
-    parts, reason = looked_at(kind.family, layer)
+    parts, reason = inspect_layer(kind.family, layer)
     if reason or parts is None:
         return reason
     if not _activation(parts):
@@ -308,7 +308,7 @@ def _obstacle(kind: type[_Accelerated], layer: torch.nn.Module) -> str:
     for each in layer.parameters():
         if each.dtype not in SERVED:
             return f"{each.dtype} has no contract; those with one: {', '.join(map(dtype_name, SERVED))}"
-    return _otherwise(kind, layer)
+    return _difference(kind, layer)
 
 
 def _other_dtype(parts: Parts, x: Tensor) -> str:
@@ -371,7 +371,7 @@ def _activation(parts: Parts) -> str:
         return next((name for name in ACTIVATIONS if _close(spec.activation(name).torch(z), values, 1e-6)), "")
 
 
-def _otherwise(kind: type[_Accelerated], layer: torch.nn.Module) -> str:
+def _difference(kind: type[_Accelerated], layer: torch.nn.Module) -> str:
     """Try the layer without dropout, and say what isogemm.encoder_layer computes otherwise; empty if nothing."""
     generator = torch.Generator().manual_seed(0)
 
@@ -419,7 +419,7 @@ def _close(ours: Tensor, theirs: object, tolerance: float = 1e-4) -> bool:
     )
 
 
-def _handing_on_scores(
+def _stacks_passing_scores(
     names: Sequence[tuple[str, torch.nn.Module]], layers: Container[torch.nn.Module]
 ) -> list[list[torch.nn.Module | None]]:
     """Find the stacks with residual attention that only hand scores on, and return their layers.
@@ -434,12 +434,12 @@ def _handing_on_scores(
     found = []
     for encoder in times:
         stack = encoder._modules.get("layers")
-        if isinstance(stack, torch.nn.ModuleList) and any(map(known, stack)) and _hands_scores_on(encoder):
+        if isinstance(stack, torch.nn.ModuleList) and any(map(known, stack)) and _only_passes_scores_on(encoder):
             found.append([layer if known(layer) else None for layer in stack])
     return found
 
 
-def _hands_scores_on(encoder: torch.nn.Module) -> bool:
+def _only_passes_scores_on(encoder: torch.nn.Module) -> bool:
     """Whether an encoder only hands scores on: its forward is run with layers that return bare objects.
 
     False if it calls them without gradients, as a reentrant checkpoint does, which finds no tensor inside a tuple.

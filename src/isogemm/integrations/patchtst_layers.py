@@ -183,7 +183,7 @@ class Official:
 Family = HuggingFace | Official
 
 
-def looked_at(family: Family, layer: torch.nn.Module) -> tuple[Parts | None, str]:
+def inspect_layer(family: Family, layer: torch.nn.Module) -> tuple[Parts | None, str]:
     """Return a layer's modules, and what in them and its options isogemm.encoder_layer would not compute now."""
     try:
         parts = family.parts(layer)
