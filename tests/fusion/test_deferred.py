@@ -208,7 +208,7 @@ def test_memory_is_not_given_away_before_it_is_there():
 
 
 def test_past_torch_functions():
-    """As C++ code would."""
+    """C++ code calls operators this way."""
 
     def compute(x, w, b, **_):
         y = torch.relu(x @ w + b)

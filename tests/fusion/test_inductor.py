@@ -57,7 +57,7 @@ SPELLINGS = {  # name: (function, shapes, steps)
 
 
 def _new_gelu(x):
-    """As Hugging Face's models write it."""
+    """The form in Hugging Face's models."""
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 

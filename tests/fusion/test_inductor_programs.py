@@ -50,7 +50,7 @@ OPERATIONS = (  # on two [N, N] values and an [N] vector
     )
 )
 def test_any_program(program):
-    """Of operations on the values made last, views and changes in place among them; float64, so a wrong one shows."""
+    """Programs of operations on the last values, with views and in-place changes; float64, so a wrong one shows."""
 
     def function(x, w, v):
         values = [x.clone(), w.clone(), x + w, w + v]

@@ -61,7 +61,7 @@ def test_what_dropout_leaves():
 
 
 def test_attention_s_dropout_keeps_the_mean():
-    """Of what the same sequence gets many times, where all after the attention is linear."""
+    """The mean over many runs of one sequence, where everything after the attention is linear."""
     model = huggingface(norm_type="layernorm", attention_dropout=0.3)
     layer = model.model.encoder.layers[0]
     nn.init.zeros_(layer.ff[3].weight)

@@ -45,7 +45,7 @@ def test_scores_that_nobody_reads():
 
 @pytest.fixture
 def by_factors(monkeypatch):
-    """As on a GPU."""
+    """Pass scores on by factors, as on a GPU."""
     monkeypatch.setattr(patchtst, "gains_by_factors", lambda *arguments: True)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,6 @@ UNKNOWN_FORM = "it is called in a form that is not fused"
 NOT_PLAIN = "an operand is no plain strided tensor"
 _CASTABLE = (torch.bfloat16, torch.float16, torch.float32)  # by autocast
 _LONGEST = 64  # steps of a chain
-_VECTORS = frozenset({"bias", "bias_up", "col_scale"})
 
 
 class Operand(NamedTuple):
@@ -76,8 +76,7 @@ class Chain:
     @cached_property
     def launch(self) -> Launch:
         product, arguments = self.product, rules.final(self.arguments)
-        column_bias = arguments.get("bias_dim") == -2
-        by_rows = "weight_up" in arguments or (product.is_linear and not column_bias)
+        by_rows = rules.is_by_rows(product, arguments)
         operands = {name: value for name, value in arguments.items() if type(value) is Operand}
         return Launch(
             by_rows,
@@ -85,17 +84,14 @@ class Chain:
             product.b.place,
             by_rows != product.is_linear,
             {name: value for name, value in arguments.items() if name not in operands},
-            [(name, value.place, _view(name, value, column_bias)) for name, value in operands.items()],
+            [(name, value.place, _view(name, value, arguments)) for name, value in operands.items()],
         )
 
 
-def _view(name: str, operand: Operand, column_bias: bool) -> View | None:
+def _view(name: str, operand: Operand, arguments: Arguments) -> View | None:
     """Return the view of an operand that the launch takes, if it is not the operand itself."""
-    if operand.is_transposed:
-        return torch.Tensor.t
-    if name == "row_scale" or (name == "bias" and column_bias):
-        return lambda x: x.squeeze(-1)
-    return torch.Tensor.flatten if name in _VECTORS and len(operand.shape) > 1 else None
+    method = ("t",) if operand.is_transposed else rules.view(name, len(operand.shape), arguments)
+    return None if method is None else methodcaller(*method)
 
 
 class Part(NamedTuple):

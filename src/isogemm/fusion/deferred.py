@@ -35,7 +35,7 @@ _FEW = 64
 
 class _Thread(threading.local):
     computing = False  # calls are not deferred now
-    clear: ExecutionState | None = None  # the last state without an obstacle
+    last_state: ExecutionState | None = None  # the last state without an obstacle
 
 
 thread = _Thread()
@@ -140,25 +140,25 @@ class _Carrier(torch.autograd.Function):
 class Block:
     """One entered `autofuse`."""
 
-    __slots__ = ("_entered", "clear", "dropout", "ledger", "report")
+    __slots__ = ("_entered", "dropout", "last_state", "ledger", "report")
 
     def __init__(self, ledger: Ledger, report: Report, dropout: bool) -> None:
         self.ledger, self.report, self.dropout = ledger, report, dropout
         self._entered = execution_state.read_enclosure()
-        clear = thread.clear
-        self.clear = clear if clear is not None and execution_state.is_inside(self._entered, clear) else None
+        last = thread.last_state
+        self.last_state = last if last is not None and execution_state.is_inside(self._entered, last) else None
 
-    def surroundings(self, device: int) -> ExecutionState | str:
+    def state_for(self, device: int) -> ExecutionState | str:
         """Return the state for a call on a device (negative: the CPU) now, or why it may not be deferred."""
         found = execution_state.read(device)
-        if found == self.clear:
-            return self.clear
+        if found == self.last_state:
+            return self.last_state
         now = ExecutionState._make(found)
         reason = execution_state.obstacle(self._entered, now)
         if reason:
             return reason
-        self.clear = now
-        thread.clear = now if now.hooks is None else None  # hooks may hold anything
+        self.last_state = now
+        thread.last_state = now if now.hooks is None else None  # hooks may hold anything
         return now
 
 

@@ -393,10 +393,9 @@ class _FusedCall(NamedTuple):
 
 def _fused_call(chain: _Chain) -> _FusedCall:
     product, arguments = chain.product, _operands(chain)
-    function: Function = api.matmul_fused
-    b = _View(product.b, "t") if product.is_linear else product.b
-    if chain.up is not None or (product.is_linear and "bias_dim" not in arguments):
-        function, b = api.linear, _weight(product)
+    by_rows = rules.is_by_rows(product, arguments)
+    b = product.b if by_rows == product.is_linear else _View(product.b, "t")
+    function: Function = api.linear if by_rows else api.matmul_fused
     return _FusedCall(function, (product.a, b), arguments, chain.nodes, chain.view, _autocast(product))
 
 
@@ -420,17 +419,11 @@ def _operands(chain: _Chain) -> Arguments:
     arguments = dict(rules.final(chain.arguments))
     if chain.up is not None:
         arguments["weight_up"] = _weight(chain.up)
-    columns = {"row_scale"} | ({"bias"} if "bias_dim" in arguments else set())
-    for name in ("row_scale", "col_scale", "bias", "bias_up", "c", "residual"):
-        if name not in arguments:
-            continue
-        operand, ndim = arguments[name], len(_like(arguments[name]).shape)
-        if name in columns:
-            arguments[name] = _View(operand, "squeeze", (-1,)) if chain.view is None else _View(operand, "flatten")
-        elif name in ("c", "residual"):
-            arguments[name] = _View(operand, "flatten", (0, -2)) if chain.view is not None and ndim > 2 else operand
-        else:
-            arguments[name] = _View(operand, "flatten") if ndim > 1 else operand
+    for name, operand in arguments.items():
+        like = _like(operand) if isinstance(operand, Node) else None
+        method = like and rules.view(name, len(like.shape), arguments, flat=chain.view is not None)
+        if method:
+            arguments[name] = _View(operand, method[0], method[1:])
     return arguments
 
 

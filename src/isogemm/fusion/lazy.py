@@ -160,19 +160,19 @@ def _on_product(ledger: Ledger, function: Function, args: tuple[Any, ...], kwarg
     if function is F.linear and args and args[-1] is None:  # as torch.nn.Linear says that it has no bias
         args = args[:-1]
     block = ledger.blocks[-1]
-    clear = block.clear
-    stamps = None if kwargs or clear is None else tensor_checks.stamps_of_plain(args)
-    if stamps and clear is not None:
-        pattern: tuple[Any, ...] = (function, clear.autocast)
+    state = block.last_state
+    stamps = None if kwargs or state is None else tensor_checks.stamps_of_plain(args)
+    if stamps and state is not None:
+        pattern: tuple[Any, ...] = (function, state.autocast)
         requires_grad = False
         for x in args:
             pattern += (x.shape, x.dtype, x.device)
             requires_grad = requires_grad or x.requires_grad
         chain: Chain | None = chains.remembered(pattern)
-        if chain is not None and execution_state.read(x.get_device() if x.is_cuda else -1) == clear:
+        if chain is not None and execution_state.read(x.get_device() if x.is_cuda else -1) == state:
             precision = matmul_precision() if chain.has_precision else ""
             return ledger.defer(
-                block, chain, function, args, kwargs, (), args, stamps, clear, requires_grad and clear.grad, precision
+                block, chain, function, args, kwargs, (), args, stamps, state, requires_grad and state.grad, precision
             )  # fmt: skip
     for x in (*args, *kwargs.values()):
         if type(x) is Deferred:
@@ -205,7 +205,7 @@ def _product(block: Block, function: Function, args: tuple[Any, ...], kwargs: Kw
     inputs = tuple([x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)])
     if not inputs:
         return UNKNOWN_FORM
-    now = block.surroundings(inputs[0].get_device() if inputs[0].is_cuda else -1)
+    now = block.state_for(inputs[0].get_device() if inputs[0].is_cuda else -1)
     if isinstance(now, str):
         return now
     stamps = tensor_checks.stamps_of_plain(inputs)
@@ -328,7 +328,7 @@ def _step(
         return _ELSEWHERE
     if node.stepped and node.chain.is_drawn:
         return "the result of a dropout is read twice"
-    now = block.surroundings(node.state.device)
+    now = block.state_for(node.state.device)
     if now != node.state or isinstance(now, str):
         return now if isinstance(now, str) else _STATE_CHANGED
     parents: tuple[Node, ...] = (node,)

@@ -330,6 +330,23 @@ def final(arguments: Arguments) -> Arguments:
     return arguments
 
 
+def is_by_rows(product: Product, arguments: Arguments) -> bool:
+    """Whether isogemm.linear computes the chain, with weights [N, K]; else isogemm.matmul_fused does."""
+    return "weight_up" in arguments or (product.is_linear and "bias_dim" not in arguments)
+
+
+def view(name: str, ndim: int, arguments: Arguments, *, flat: bool = False) -> tuple[Any, ...] | None:
+    """Return the tensor method, with arguments, that gives an operand the shape the fused function takes.
+
+    None where it has that shape. flat: the product is [B T, N], and the operand has the shape of its view [B, T, N].
+    """
+    if name == "row_scale" or (name == "bias" and "bias_dim" in arguments):  # [..., M, 1]
+        return ("flatten",) if flat else ("squeeze", -1)
+    if name in ("bias", "bias_up", "col_scale"):  # [1, ..., N]
+        return ("flatten",) if ndim > 1 else None
+    return ("flatten", 0, -2) if flat and name in ("c", "residual") and ndim > 2 else None
+
+
 def describe(is_linear: bool, like_a: Any, like_b: Any) -> str:
     return _describe(is_linear, like_a.shape, like_b.shape, like_a.dtype)
 
