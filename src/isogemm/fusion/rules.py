@@ -132,10 +132,11 @@ OUT_OF_PLACE: dict[Function, Function] = {
         for augmented in (getattr(Tensor, f"__i{name}__"), getattr(operator, f"i{name}"))
     },
     **{
-        getattr(where, f"{name}_"): getattr(torch, name)
-        for name in {function.__name__ for function in ACTIVATION_FUNCTIONS}
+        getattr(where, f"{function.__name__}_"): function
+        for entry in ACTIVATIONS.values()
+        for function in reversed(entry.functions)  # torch's own is the first
         for where in (torch, Tensor)
-        if hasattr(where, f"{name}_")
+        if hasattr(where, f"{function.__name__}_")
     },
 }
 
