@@ -8,6 +8,7 @@ import torch
 from deferring import assert_same, leaves_of
 
 from isogemm.fusion import autofuse, deferred
+from isogemm.fusion.memory import Pieces
 
 
 def test_threads():
@@ -107,3 +108,24 @@ def test_another_thread_settles_results_while_one_writes():
     finally:
         sys.setswitchinterval(interval)
     torch.testing.assert_close(steps[0], torch.relu(x @ w))
+
+
+def test_results_that_another_thread_adds_during_a_write(monkeypatch):
+    """The same without chance: each look at a result adds one."""
+    x, w, other = torch.randn(4, 8), torch.randn(8, 8), torch.zeros(3)
+    block, overlap = autofuse(), Pieces.overlap
+    with block:
+        z = x @ w
+        y = torch.relu(z)
+        z.sum()
+        results = block._mode.ledger._results
+        assert results
+
+        def growing(pieces, memory):
+            results.add((-len(results) - 1, -len(results)))
+            return overlap(pieces, memory)
+
+        monkeypatch.setattr(Pieces, "overlap", growing)
+        other.add_(1)
+        assert len(results) > 1
+    torch.testing.assert_close(y, torch.relu(x @ w))
