@@ -9,7 +9,7 @@ import torch
 
 import isogemm
 from isogemm.core.precision import _own_setting, of_cuda_products, overridden
-from isogemm.fusion import ambient
+from isogemm.fusion import execution_state
 
 get, set_ = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 LEVELS = {backend: (("generic", "all"), (backend, "all"), (backend, "matmul")) for backend in ("cuda", "mkldnn")}
@@ -72,9 +72,9 @@ def _product_on_a_gpu():
 
 
 def _deferred_product():
-    now = ambient.Ambient(*ambient.read(-1))
+    now = execution_state.ExecutionState(*execution_state.read(-1))
     for precision in ("ieee", "tf32", ""):
-        with ambient.restored(now, now, precision):
+        with execution_state.restored(now, now, precision):
             pass
 
 

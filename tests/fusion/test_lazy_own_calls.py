@@ -5,7 +5,7 @@ import torch
 
 import isogemm
 from isogemm.fusion import autofuse, lazy
-from isogemm.fusion.deferring import OWN
+from isogemm.fusion.lazy import OWN
 from isogemm.gemm.api import mlp
 from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
 

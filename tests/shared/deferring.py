@@ -16,6 +16,15 @@ def leaves_of(dtype=torch.float32):
     }
 
 
+def square_leaves(dtype=torch.float32):
+    """Operands whose shapes alone do not tell them apart; none requires a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (6, 6), "w": (6, 6), "w3": (6, 6), "b": (6,), "col": (6, 1), "r": (6, 6), "s": ()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
+    }
+
+
 def gradients_of(result, leaves):
     weights = torch.linspace(-1, 1, result.numel(), dtype=result.dtype).view(result.shape)
     return torch.autograd.grad((result * weights).sum(), list(leaves.values()), allow_unused=True)

@@ -1,20 +1,20 @@
-"""Chains without tensors: what the rules say to a pattern of calls, said once and remembered.
+"""Chains without tensors: what the rules say about a pattern of calls, decided once and remembered.
 
-A `Chain` is a product and its epilogue whose operands are places among the tensors that a node holds. What a call makes
-of it depends on the function, on the shapes, dtypes, devices and, beside a product, layouts of the tensors and on the
-other arguments: the key that `remembered` looks it up by.
+A `Chain` is a product and its epilogue. Its operands are places among the tensors that a node holds. What a call makes
+of it depends on the function, on the shapes, dtypes, devices and (in a step) layouts of the tensors, and on the other
+arguments. These are the key of `remembered`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
 
-from isogemm.epilogues import recognise
-from isogemm.fusion import questions, rules
+from isogemm.fusion import rules
 from isogemm.fusion.report import Fused
 from isogemm.fusion.rules import Arguments, Function, Product
 
@@ -24,7 +24,6 @@ View = Callable[[torch.Tensor], torch.Tensor]
 UNKNOWN_FORM = "it is called in a form that is not fused"
 NOT_PLAIN = "an operand is no plain strided tensor"
 _CASTABLE = (torch.bfloat16, torch.float16, torch.float32)  # by autocast
-_DEVICES = ("cpu", "cuda")
 _LONGEST = 64  # steps of a chain
 
 
@@ -36,11 +35,11 @@ class Operand(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     is_transposed: bool = False  # before it is used
-    is_in_order: bool = True  # a result whose layout it gives is contiguous
+    is_in_order: bool = True  # a result that takes its layout is contiguous
 
 
 class Launch(NamedTuple):
-    """The call that computes a chain of the tensors at its places."""
+    """The call that computes a chain from the tensors at its places."""
 
     by_rows: bool  # isogemm.linear, else isogemm.matmul_fused
     a: int
@@ -51,18 +50,18 @@ class Launch(NamedTuple):
 
 
 class Chain:
-    """A product and its epilogue. Shared by all the nodes of one pattern."""
+    """A product and its epilogue, shared by all nodes of one pattern."""
 
     def __init__(
         self, product: Product, arguments: Arguments, inputs: int, depth: int, autocast: torch.dtype | None
     ) -> None:
         self.product, self.arguments = product, arguments
         self.inputs = inputs  # how many
-        self.depth = depth  # calls on the longest way from a product
+        self.depth = depth  # number of calls on the longest path from a product
         self.autocast = autocast
         self.shape, self.dtype, self.device = product.shape, product.dtype, product.device
-        self.has_precision = product.dtype is torch.float32 and product.device.type == "cuda"  # to be set
-        # Computed twice, the result of a dropout would be two.
+        self.has_precision = product.dtype is torch.float32 and product.device.type == "cuda"
+        # A dropout that was computed twice would have two masks.
         self.is_drawn = "dropout_p" in arguments and "residual" not in arguments
 
     @cached_property
@@ -71,14 +70,13 @@ class Chain:
 
     @cached_property
     def fused(self) -> Fused:
-        """As the report has it."""
+        """The report's entry."""
         return Fused(self.description, rules.steps(rules.final(self.arguments)))
 
     @cached_property
     def launch(self) -> Launch:
         product, arguments = self.product, rules.final(self.arguments)
-        column_bias = arguments.get("bias_dim") == -2
-        by_rows = "weight_up" in arguments or (product.is_linear and not column_bias)
+        by_rows = rules.is_by_rows(product, arguments)
         operands = {name: value for name, value in arguments.items() if type(value) is Operand}
         return Launch(
             by_rows,
@@ -86,27 +84,14 @@ class Chain:
             product.b.place,
             by_rows != product.is_linear,
             {name: value for name, value in arguments.items() if name not in operands},
-            [(name, value.place, _view(name, value, column_bias)) for name, value in operands.items()],
+            [(name, value.place, _view(name, value, arguments)) for name, value in operands.items()],
         )
 
-    def as_operand(self, place: int) -> Operand:
-        return Operand(place, self.shape, self.dtype, self.device)
 
-
-def _view(name: str, operand: Operand, column_bias: bool) -> View | None:
-    """Of an operand, as the launch takes it."""
-    if operand.is_transposed:
-        return torch.Tensor.t
-    if name == "row_scale" or (name == "bias" and column_bias):
-        return _without_last
-    return torch.Tensor.flatten if name in _VECTORS and len(operand.shape) > 1 else None
-
-
-def _without_last(x: torch.Tensor) -> torch.Tensor:
-    return x.squeeze(-1)
-
-
-_VECTORS = frozenset({"bias", "bias_up", "col_scale"})
+def _view(name: str, operand: Operand, arguments: Arguments) -> View | None:
+    """Return the view of an operand that the launch takes, if it is not the operand itself."""
+    method = ("t",) if operand.is_transposed else rules.view(name, len(operand.shape), arguments)
+    return None if method is None else methodcaller(*method)
 
 
 class Part(NamedTuple):
@@ -117,7 +102,7 @@ class Part(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """How two deferred arguments of a call stand to each other."""
+    """How two deferred arguments of a call are related."""
 
     are_related: bool  # one is made of the other: computing that one once serves both
     second_of_first: bool  # the second is what a step made of the first
@@ -143,15 +128,13 @@ class _Grown(NamedTuple):
     taken: Part | None = None  # whose inputs it takes
 
 
-# The memory.
-
 _MOST_REMEMBERED = 4096
 _memory: dict[Hashable, Any] = {}
 remembered = _memory.get
 
 
 def remember(pattern: Hashable, decision: Chain | Step) -> None:
-    """What was decided, under a pattern if there is one. Bounded: what never comes again goes, with all the rest."""
+    """Keep a decision under its pattern, if it has one. Bounded: a full memory is cleared."""
     if pattern is not None:
         if len(_memory) >= _MOST_REMEMBERED:
             _memory.clear()
@@ -162,14 +145,13 @@ def remember(pattern: Hashable, decision: Chain | Step) -> None:
 
 
 def start(function: Function, args: Sequence[Any], kwargs: Kwargs, autocast: torch.dtype | None) -> Chain | str:
-    """What a call of one of rules.PRODUCTS begins."""
-    try:
-        call = rules.PRODUCTS[function](*args, **kwargs)
-    except TypeError:
+    """Begin a chain with a call of one of rules.PRODUCTS, or say why not."""
+    call = rules.parse(rules.PRODUCTS, function, args, kwargs)
+    if call is None:
         return UNKNOWN_FORM
     a, b, c = call.a, call.b, call.c
     others = (b,) if c is None else (b, c)
-    if any(type(x) is not Operand for x in (a, *others)) or a.device.type not in _DEVICES:
+    if any(type(x) is not Operand for x in (a, *others)) or a.device.type not in ("cpu", "cuda"):
         return NOT_PLAIN
     if type(call.alpha) is Operand or type(call.beta) is Operand:
         return UNKNOWN_FORM
@@ -190,10 +172,13 @@ def start(function: Function, args: Sequence[Any], kwargs: Kwargs, autocast: tor
 
 
 def step(function: Function, args: Sequence[Any], kwargs: Kwargs, may_draw: bool, pair: Pair | None) -> Step | str:
-    """What a call of one of STEPS makes of a part, or of the two of a pair."""
+    """Make a part, or the two of a pair, longer by a call of one of STEPS, or say why not."""
     if function in rules.DROPOUTS and not may_draw:
         return "dropout follows, whose mask is torch's; autofuse(dropout=True) draws one of its own"
-    grown = STEPS[function](function, args, kwargs, pair)
+    call = rules.parse(rules.SUMS, function, args, kwargs) or rules.parse(rules.FACTORS, function, args, kwargs)
+    grown = (
+        _extend_one(function, args, kwargs, call) if pair is None else _extend_pair(function, args, kwargs, call, pair)
+    )
     if isinstance(grown, str):
         return grown
     part, arguments, other, taken = grown
@@ -210,65 +195,56 @@ def _operands(args: Sequence[Any], kwargs: Kwargs) -> int:
     return sum(type(x) is Operand for x in (*args, *kwargs.values()))
 
 
-def _sum(function: Function, args: Sequence[Any], kwargs: Kwargs, pair: Pair | None) -> _Grown | str:
-    try:
-        left, right, left_scale, right_scale = rules.SUMS[function](*args, **kwargs)
-    except TypeError:
+def _extend_one(function: Function, args: Sequence[Any], kwargs: Kwargs, call: Any) -> _Grown | str:
+    """Take in a call with one part; `call` is its normal form where it is a sum or a product."""
+    part = next(x for x in args if type(x) is Part)
+    first = None if call is None else call.right if function in rules.REVERSED else call.left
+    if type(first) is Operand and not first.is_in_order:
+        return "the first operand is no contiguous tensor, and gives the result its layout"
+    if function in rules.SUMS and (call is None or Operand in (type(call.left_scale), type(call.right_scale))):
         return UNKNOWN_FORM
-    if type(left_scale) is Operand or type(right_scale) is Operand:
+    if function in rules.SQUARES and part.chain.autocast is not None and part.chain.device.type == "cuda":
+        return "autocast squares in float32"
+    return _grown(part, _extended(part, function, args, kwargs))
+
+
+def _extend_pair(function: Function, args: Sequence[Any], kwargs: Kwargs, call: Any, pair: Pair) -> _Grown | str:
+    """Take in a call with two parts: a sum, a gate and what it lets through, or z * sigmoid(z)."""
+    if call is None:
         return UNKNOWN_FORM
-    if gives_layout := _gives_layout(right if function in rules.REVERSED else left):
-        return gives_layout
-    if type(left) is not Part:
-        return _added(right, right_scale, left, left_scale) if type(right) is Part else UNKNOWN_FORM
-    if type(right) is not Part:
-        return _added(left, left_scale, right, right_scale)
-    if pair is None or pair.are_related:
+    if function in rules.FACTORS:
+        return "it is divided by a product" if call.divides else _two_products(call.left, call.right, pair)
+    if pair.are_related:
         return "it is added to what was made of it"
     # The one with less behind it takes the other, which keeps its own epilogue.
+    left, right = call.left, call.right
     if len(left.chain.arguments) < len(right.chain.arguments):
-        left, left_scale, right, right_scale = right, right_scale, left, left_scale
-    grown = _added(right, right_scale, left, left_scale)
-    return _added(left, left_scale, right, right_scale) if isinstance(grown, str) else grown
+        left, right = right, left
+    grown: _Grown | str = ""
+    for part, other in ((right, left), (left, right)):
+        operand = Operand(part.chain.inputs, other.chain.shape, other.chain.dtype, other.chain.device)
+        given = [operand if x is other else x for x in args]
+        grown = _grown(part, _extended(part, function, given, kwargs), other)
+        if not isinstance(grown, str):
+            break
+    return grown
 
 
-def _gives_layout(first: Any) -> str:
-    """Why an operation of this operand and a product is not fused: torch gives its result the first one's layout."""
-    is_another = type(first) is Operand and not first.is_in_order
-    return "the first operand is no contiguous tensor, and gives the result its layout" if is_another else ""
+def _extended(part: Part, function: Function, args: Sequence[Any], kwargs: Kwargs) -> Arguments | str:
+    chain = part.chain
+    found = rules.extended(chain.product, chain.arguments, function, args, kwargs, part, lambda operand: operand)
+    return UNKNOWN_FORM if found is None else found
 
 
-def _added(part: Part, scale: Any, addend: Any, addend_scale: Any) -> _Grown | str:
-    chain, other = part.chain, addend if type(addend) is Part else None
-    operand = addend if other is None else other.chain.as_operand(chain.inputs)
-    arguments = rules.added_to_scaled(chain.product, chain.arguments, scale, operand, operand, addend_scale)
+def _grown(part: Part, arguments: Arguments | str, other: Part | None = None) -> _Grown | str:
     return arguments if isinstance(arguments, str) else _Grown(part, arguments, other)
 
 
-def _factor(function: Function, args: Sequence[Any], kwargs: Kwargs, pair: Pair | None) -> _Grown | str:
-    try:
-        left, right, divides = rules.FACTORS[function](*args, **kwargs)
-    except TypeError:
-        return UNKNOWN_FORM
-    if type(left) is Part and type(right) is Part:
-        return "it is divided by a product" if divides or pair is None else _two_products(left, right, pair)
-    if gives_layout := _gives_layout(left):
-        return gives_layout
-    if type(left) is Part:
-        part, operand = left, right
-    elif type(right) is Part and not divides:
-        part, operand = right, left
-    else:
-        return "something is divided by it"
-    arguments = rules.scaled(part.chain.product, part.chain.arguments, operand, operand, divides=divides)
-    return arguments if isinstance(arguments, str) else _Grown(part, arguments)
-
-
 def _two_products(left: Part, right: Part, pair: Pair) -> _Grown | str:
-    """A gate and what it lets through, or z * sigmoid(z)."""
+    """Multiply a gate and what it lets through, or z and sigmoid(z)."""
     for z, other, is_step in ((left, right, pair.second_of_first), (right, left, pair.first_of_second)):
         if is_step and other.chain.arguments.get("activation") == "sigmoid":
-            arguments = rules.activated(z.chain.product, z.chain.arguments, "silu", {})
+            arguments = rules.activated(z.chain.arguments, "silu", {})
             if not isinstance(arguments, str):
                 return _Grown(z, arguments)
     gate, up = (left, right) if "activation" in left.chain.arguments else (right, left)
@@ -282,7 +258,7 @@ def _two_products(left: Part, right: Part, pair: Pair) -> _Grown | str:
 
 
 def _moved(chain: Chain, after: Chain, *, same_left: bool) -> tuple[Product, Arguments]:
-    """The chain with its inputs behind another's."""
+    """Return the chain with its inputs behind another's."""
 
     def moved(value: Any) -> Any:
         return value._replace(place=value.place + after.inputs) if type(value) is Operand else value
@@ -293,49 +269,4 @@ def _moved(chain: Chain, after: Chain, *, same_left: bool) -> tuple[Product, Arg
     return Product(a, moved(product.b), product.is_linear, product.shape, product.dtype, product.device), arguments
 
 
-def _square(function: Function, args: Sequence[Any], kwargs: Kwargs, pair: Pair | None) -> _Grown | str:
-    exponents = (2,) if function in (torch.square, torch.Tensor.square) else args[1:]
-    if type(args[0]) is not Part or kwargs or [type(e) for e in exponents] not in ([int], [float]):
-        return UNKNOWN_FORM
-    chain = args[0].chain
-    if chain.autocast is not None and chain.device.type == "cuda":
-        return "autocast squares in float32"
-    arguments = rules.squared(chain.arguments) if exponents[0] == 2 else f"its power is {exponents[0]}"
-    return arguments if isinstance(arguments, str) else _Grown(args[0], arguments)
-
-
-def _activation(function: Function, args: Sequence[Any], kwargs: Kwargs, pair: Pair | None) -> _Grown | str:
-    if not args or type(args[0]) is not Part:
-        return UNKNOWN_FORM
-    found = recognise(function, args, kwargs)
-    if found is None or any(isinstance(value, Operand) for value in found[1].values()):
-        return f"{questions.name(function)} has options that are not fused"
-    chain = args[0].chain
-    arguments = rules.activated(chain.product, chain.arguments, *found)
-    return arguments if isinstance(arguments, str) else _Grown(args[0], arguments)
-
-
-def _dropout(function: Function, args: Sequence[Any], kwargs: Kwargs, pair: Pair | None) -> _Grown | str:
-    p = dropout_probability(function, args, kwargs)
-    if not isinstance(p, int | float) or not args or type(args[0]) is not Part:
-        return UNKNOWN_FORM
-    arguments = rules.dropped(args[0].chain.arguments, p)
-    return arguments if isinstance(arguments, str) else _Grown(args[0], arguments)
-
-
-def dropout_probability(function: Function, args: Sequence[Any], kwargs: Kwargs) -> float | None:
-    """None where a dropout is called in no known form."""
-    try:
-        p: float = rules.DROPOUTS[function](*args, **kwargs)
-    except TypeError:
-        return None
-    return p
-
-
-STEPS: dict[Function, Callable[[Function, Sequence[Any], Kwargs, Pair | None], _Grown | str]] = {
-    **dict.fromkeys(rules.SUMS, _sum),
-    **dict.fromkeys(rules.FACTORS, _factor),
-    **dict.fromkeys(rules.SQUARES, _square),
-    **dict.fromkeys(rules.ACTIVATION_FUNCTIONS, _activation),
-    **dict.fromkeys(rules.DROPOUTS, _dropout),
-}
+STEPS = frozenset({*rules.SUMS, *rules.FACTORS, *rules.SQUARES, *rules.ACTIVATION_FUNCTIONS, *rules.DROPOUTS})

@@ -1,7 +1,7 @@
-"""Deferred tensors, what is known of those not yet computed, and how they are computed.
+"""Deferred tensors, the record of those not yet computed, and how they are computed.
 
-A `Deferred` is a tensor of the right shape and dtype without data, and a `Node` that says how to compute it. Whatever
-looks at one makes it compute, and turns the very same object into a plain torch.Tensor.
+A `Deferred` is a tensor of the right shape and dtype without data. Its `Node` says how to compute it. Any other access
+computes it and turns the same object into a plain torch.Tensor.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from isogemm.core import private
 from isogemm.core.device import matmul_precision
-from isogemm.fusion import ambient, questions
-from isogemm.fusion.ambient import Ambient
+from isogemm.fusion import execution_state, tensor_checks
 from isogemm.fusion.chains import Chain, Kwargs
+from isogemm.fusion.execution_state import ExecutionState
 from isogemm.fusion.memory import Memory, Pieces, memory_of
 from isogemm.fusion.report import Report
 from isogemm.fusion.rules import Function
@@ -29,20 +29,20 @@ from isogemm.gemm import api
 
 NO_KWARGS: Kwargs = {}
 Ref = weakref.ref[Any]
-Aliases = dict[int, torch.Tensor]  # of inputs that require grad, by the inputs' ids
+Aliases = dict[int, torch.Tensor]  # of inputs that require grad, by the id of the input
 _FEW = 64
 
 
 class _Thread(threading.local):
-    computing = False  # what is called now is not to be deferred
-    clear: Ambient | None = None  # the last one that was no obstacle
+    computing = False  # calls are not deferred now
+    last_state: ExecutionState | None = None  # the last state without an obstacle
 
 
 thread = _Thread()
 
 
 class Deferred(torch.Tensor):
-    """A product and its epilogue, not yet computed: it tells its shape, dtype and device; all else computes it."""
+    """A product and its epilogue, not yet computed. Reading its shape, dtype or device does not compute it."""
 
     _node: Node
 
@@ -59,7 +59,7 @@ class Deferred(torch.Tensor):
         if is_compiling():
             torch._dynamo.graph_break(msg="a deferred tensor of isogemm.autofuse() is computed outside the graph")
         for x in deferred_in((args, kwargs)):
-            materialise(x, f"{questions.name(function)} reads it")
+            materialise(x, f"{tensor_checks.name(function)} reads it")
         taken = deferred_in((args, kwargs))
         result = function(*with_values(args), **with_values(kwargs or NO_KWARGS))
         in_place = [x for x in taken if result is with_values(x)]
@@ -69,7 +69,7 @@ class Deferred(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Kwargs | None = None
     ) -> Any:
-        """C++ code has called an operator with it, past __torch_function__."""
+        """Compute a tensor with which C++ code called an operator, past __torch_function__."""
         with private.autograd_below_dispatcher():
             for x in deferred_in((args, kwargs)):
                 _compute_taken(x, f"{function} reads it")
@@ -79,8 +79,8 @@ class Deferred(torch.Tensor):
 class Taken(NamedTuple):
     """The value of a deferred tensor that an autograd.Function or C++ code has taken past torch functions.
 
-    It is computed from aliases of the inputs, in a graph that nobody else goes through: its gradients are those of each
-    input alone, also where one input was computed from another, and hooks on the inputs do not see them.
+    It is computed from aliases of the inputs, in a graph of its own: its gradients are those of each input alone, also
+    where one input was computed from another, and hooks on the inputs do not see them.
     """
 
     value: torch.Tensor
@@ -92,8 +92,8 @@ class Taken(NamedTuple):
 class _Pending(torch.autograd.Function):
     """The grad_fn of a deferred tensor until it is computed.
 
-    An autograd.Function's apply connects its result to the arguments' gradients before its forward can look at them. A
-    tensor that was taken so is connected to this grad_fn for good; others get the grad_fn of their value.
+    An autograd.Function's apply connects its result to the arguments' gradients before its forward runs. A tensor that
+    was taken that way keeps this grad_fn; others get the grad_fn of their value.
     """
 
     @staticmethod
@@ -126,11 +126,11 @@ class _Pending(torch.autograd.Function):
 
 
 class _Carrier(torch.autograd.Function):
-    """The identity on x, with memory that is given: a deferred tensor's value, or x's own for an alias."""
+    """The identity on x in given memory: a deferred tensor's value, or x's own for an alias."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, memory: Sequence[torch.Tensor]) -> torch.Tensor:
-        return memory[0]  # in a sequence it is no argument, of which the result would be a view
+        return memory[0]  # as an argument of its own, the result would be a view of it
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -140,55 +140,57 @@ class _Carrier(torch.autograd.Function):
 class Block:
     """One entered `autofuse`."""
 
-    __slots__ = ("_entered", "clear", "dropout", "ledger", "report")
+    __slots__ = ("_entered", "dropout", "last_state", "ledger", "report")
 
     def __init__(self, ledger: Ledger, report: Report, dropout: bool) -> None:
         self.ledger, self.report, self.dropout = ledger, report, dropout
-        self._entered = ambient.read_enclosure()
-        clear = thread.clear
-        self.clear = clear if clear is not None and ambient.is_inside(self._entered, clear) else None
+        self._entered = execution_state.read_enclosure()
+        last = thread.last_state
+        self.last_state = last if last is not None and execution_state.is_inside(self._entered, last) else None
 
-    def surroundings(self, device: int) -> Ambient | str:
-        """What is around a call on a device (a negative number: the CPU) now, or why it may not be deferred."""
-        found = ambient.read(device)
-        if found == self.clear:
-            return self.clear
-        now = Ambient._make(found)
-        reason = ambient.obstacle(self._entered, now)
+    def state_for(self, device: int) -> ExecutionState | str:
+        """Return the state for a call on a device (negative: the CPU) now, or why it may not be deferred."""
+        found = execution_state.read(device)
+        if found == self.last_state:
+            return self.last_state
+        now = ExecutionState._make(found)
+        reason = execution_state.obstacle(self._entered, now)
         if reason:
             return reason
-        self.clear = now
-        thread.clear = now if now.hooks is None else None  # hooks may hold anything
+        self.last_state = now
+        thread.last_state = now if now.hooks is None else None  # hooks may hold anything
         return now
 
 
 class Node:
     """How a deferred tensor is computed. It holds the operands and not the tensor, which may die unread."""
 
+    # The arguments of Ledger.defer, in its order.
     block: Block
     chain: Chain  # as fused
     function: Function  # as called
-    args: Sequence[Any]  # nodes stand for deferred operands
+    args: Sequence[Any]  # with nodes in place of deferred operands
     kwargs: Kwargs
     parents: Sequence[Node]  # among args
     inputs: tuple[torch.Tensor, ...]
     stamps: tuple[int, ...]
-    ambient: Ambient
+    state: ExecutionState
     requires_grad: bool
+    precision: str  # of a float32 product on CUDA, else empty
+
     tensor: Ref  # that has this node, or is computed
-    precision = ""  # of a float32 product on CUDA
     stepped = False  # another node has it as a parent
-    consumed = False  # by a fused launch that went past it
-    kept: torch.Tensor | None = None  # the value, for another tensor of this node, or as the only one drawn
+    consumed = False  # a fused launch computed it on the way to another
+    kept: torch.Tensor | None = None  # the value, for another tensor of this node, or of a dropout
     version: int | None = None  # of the tensor when it was computed
     taken: Taken | None = None
 
     def computed(self) -> torch.Tensor | None:
-        """The tensor once computed, if it is alive."""
+        """Return the tensor if it is computed and alive."""
         return None if self.version is None else self.tensor()
 
     def plain(self) -> torch.Tensor | None:
-        """The tensor once computed, if it is alive and still is what it was."""
+        """Return the tensor if it is computed, alive and unchanged since."""
         x, version = self.computed(), self.version
         if self.taken is not None:  # whoever took it may have changed it
             x = self.taken.value if x is None and not self.requires_grad else x
@@ -196,7 +198,7 @@ class Node:
         return x if x is not None and x._version == version else None
 
     def ancestors(self) -> list[Node]:
-        """Those it was made of, its parents first."""
+        """Return the nodes it was made of, its parents first."""
         found = [*self.parents]
         for node in found:
             found += node.parents
@@ -207,81 +209,59 @@ class Node:
 
     @functools.cached_property
     def memories(self) -> frozenset[Memory]:
-        """Of the operands."""
+        """Where the operands lie."""
         return frozenset(map(memory_of, self.inputs))
 
     def reads_from(self, written: Pieces[None]) -> bool:
-        """Whether an operand lies there, or a result that it may be computed from."""
+        """Whether an operand lies there, or a result from which it may be computed."""
         results = [memory_of(x) for each in self.ancestors() if (x := each.computed()) is not None]
         return any(map(written.overlap, (*self.memories, *results)))
 
 
 class Ledger:
-    """What one thread has deferred, in its blocks."""
+    """The record of what one thread has deferred in its blocks."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.lock = threading.RLock()  # one thread turns a deferred tensor into its value, another waits for it
         self._repeated: WeakIdKeyDictionary | None = None  # tensors that have a part of their gradient only
-        # Bounded by what is pending, not by what a block has done: `_tidy` lets the rest go.
-        self._refs: list[Ref] = []  # to what was deferred, in the order of the calls; some are dead or computed
+        # Bounded by what is pending, not by what a block has done: `_tidy` drops the rest.
+        self._refs: list[Ref] = []  # deferred tensors in the order of the calls; some are dead or computed
         self._results: set[Memory] = set()  # of computed ones, which pending steps may read
-        self._most = _FEW  # of these two before they are tidied
-        self._readers: Pieces[tuple[int, Ref]] = Pieces()  # of operands: places in _refs, and what is there
-        self._indexed = 0  # how many of _refs are among them
+        self._most = _FEW  # entries of these two before they are tidied
+        self._readers: Pieces[tuple[int, Ref]] = Pieces()  # by operand: index into _refs, and the entry there
+        self._indexed = 0  # how many of _refs are in _readers
         self._entries = 0  # of _readers
         self._most_entries = _FEW
 
-    def defer(
-        self,
-        block: Block,
-        chain: Chain,
-        function: Function,
-        args: Sequence[Any],
-        kwargs: Kwargs,
-        parents: Sequence[Node],
-        inputs: tuple[torch.Tensor, ...],
-        stamps: tuple[int, ...],
-        ambient: Ambient,
-        requires_grad: bool,
-        precision: str = "",
-        x: Deferred | None = None,
-    ) -> Deferred:
-        """A tensor with such a node; x itself if it is given. In one frame, since it is done at every call."""
+    def defer(self, *fields: Any, x: Deferred | None = None) -> Deferred:
+        """Return a tensor with a node of these fields; x itself if given. One frame, since every call comes here."""
         node = Node()
-        node.block = block
-        node.chain = chain
-        node.function = function
-        node.args = args
-        node.kwargs = kwargs
-        node.parents = parents
-        node.inputs = inputs
-        node.stamps = stamps
-        node.ambient = ambient
-        node.requires_grad = requires_grad
-        if precision:
-            node.precision = precision
+        (
+            node.block, node.chain, node.function, node.args, node.kwargs, node.parents, node.inputs, node.stamps,
+            node.state, node.requires_grad, node.precision,
+        ) = fields  # fmt: skip
         if x is not None:
-            if requires_grad:
+            if node.requires_grad:
                 with torch._C.DisableTorchFunction():
-                    _swap(x, _pending(node, *inputs))
+                    _swap(x, _pending(node, *node.inputs))
                 _throw_on_data_ptr(x)
             node.tensor = x._node.tensor
             x._node = node
             self._refs.append(node.tensor)  # once more: it reads more
             return x
-        x = cast(Deferred, _pending(node, *inputs) if requires_grad else _make(chain))
-        _throw_on_data_ptr(x)
-        x._node = node
-        node.tensor = ref = weakref.ref(x)
+        made = cast(Deferred, _pending(node, *node.inputs) if node.requires_grad else _make(node.chain))
+        _throw_on_data_ptr(made)
+        made._node = node
+        node.tensor = ref = weakref.ref(made)
         refs = self._refs
         refs.append(ref)
         if len(refs) + len(self._results) > self._most:
             self._tidy()
-        return x
+        return made
 
     def settle(self, x: torch.Tensor, node: Node) -> None:
-        """x is computed."""
+        """Record that x is computed."""
         node.version = x._version
         if node.stepped:
             self._results.add(memory_of(x))
@@ -289,7 +269,7 @@ class Ledger:
             self._note_lost(x)
 
     def pass_by(self, node: Node, x: torch.Tensor | None) -> None:
-        """A value is computed without x, the tensor of a node it was made of: x has a part of its gradient only."""
+        """Record that a value is computed without x, the tensor of an ancestor: x gets only a part of its gradient."""
         node.consumed = True
         if x is None or type(x) is Deferred:
             return
@@ -301,18 +281,18 @@ class Ledger:
         self._note_lost(x)
 
     def _note_lost(self, x: torch.Tensor) -> None:
-        self._repeated = WeakIdKeyDictionary() if self._repeated is None else self._repeated
+        self._repeated = self._repeated or WeakIdKeyDictionary()
         self._repeated[x] = True
 
     def lost_gradient(self, x: torch.Tensor) -> bool:
-        """Whether a fused launch went past x: it has a part of its gradient only."""
+        """Whether x has only a part of its gradient, since a fused launch does not go through it."""
         node = node_of(x) if type(x) is Deferred else None
         if node is not None:
             return (node.consumed or node.taken is not None) and node.requires_grad
         return self._repeated is not None and x in self._repeated
 
     def is_pending(self) -> bool:
-        """Whether anything is; for the thread of the blocks."""
+        """Whether anything is pending; called on the blocks' thread."""
         refs = self._refs
         while refs and type(refs[-1]()) is not Deferred:
             refs.pop()
@@ -320,25 +300,24 @@ class Ledger:
         return bool(refs)
 
     def compute_pending(self, reason: str, *, of: Block | None = None, failing: bool = False) -> None:
-        """Those alive, in the order of the calls; while an exception is on its way, those that can be."""
+        """Compute what is alive, in the order of the calls; while an exception is raised, what can be computed."""
         still = None
         for x, node in _deferred_at(self._refs):
             if of is not None and node.block is not of:
                 continue
-            around = node.ambient
-            if around is not still and ambient.read(around.device) == around:
-                still = around
+            if node.state is not still and execution_state.read(node.state.device) == node.state:
+                still = node.state
             try:
                 materialise(x, reason, still)
-            except OperandChanged:  # an error for whoever reads it
+            except OperandChanged:  # raised where it is read
                 continue
             except Exception:
                 if not failing:
                     raise
 
     def compute_readers(self, written: Any, reason: str) -> None:
-        """Those that read memory which the tensors in `written` share, in the order of the calls."""
-        tensors = questions.tensors_in(with_values(written))
+        """Compute what reads memory that the tensors in `written` share, in the order of the calls."""
+        tensors = tensor_checks.tensors_in(with_values(written))
         memories = {memory_of(x) for x in tensors if type(x) is not Deferred}
         pieces = Pieces((each, None) for each in memories)
         if not any(map(pieces.overlap, tuple(self._results))):  # to which other threads may add
@@ -353,7 +332,7 @@ class Ledger:
                 materialise(x, reason)
 
     def _index(self) -> None:
-        """Enter the new ones among the readers; where most are of the past, all anew."""
+        """Add the new entries of _refs to the readers; if most readers are stale, rebuild them."""
         is_stale = self._entries > self._most_entries
         if is_stale:
             self._tidy()
@@ -368,7 +347,7 @@ class Ledger:
             self._most_entries = _FEW + 2 * self._entries
 
     def _tidy(self) -> None:
-        """Let go of all that is dead or computed."""
+        """Drop all that is dead or computed."""
         with self.lock:  # another thread may be settling one
             self._refs = [ref for ref in self._refs if type(ref()) is Deferred]
             results = (each.computed() for _, node in _deferred_at(self._refs) for each in node.ancestors())
@@ -387,11 +366,11 @@ def _deferred_at(refs: Iterable[Ref]) -> Iterator[tuple[Deferred, Node]]:
 
 
 class OperandChanged(RuntimeError):
-    """Unseen, before the product was computed."""
+    """An operand was changed, unseen, before the product was computed."""
 
 
 def _make(chain: Chain) -> torch.Tensor:
-    """An empty tensor; arguments by position, by name it takes a third longer."""
+    """Make an empty tensor; arguments by name would take a third longer."""
     x: torch.Tensor = _make_wrapper(Deferred, chain.shape, None, None, None, chain.dtype, torch.strided, chain.device)
     return x
 
@@ -408,8 +387,8 @@ _carrier: Any = _Carrier.apply
 # Computing.
 
 
-def materialise(x: Deferred, reason: str, still: Ambient | None = None) -> None:
-    """Turn x into its value; `reason` is who asks. `still` is known to be what is around now."""
+def materialise(x: Deferred, reason: str, still: ExecutionState | None = None) -> None:
+    """Turn x into its value; `reason` goes into the report. `still` is a state known to be the present one."""
     node = node_of(x)
     if node is None:
         return
@@ -418,7 +397,7 @@ def materialise(x: Deferred, reason: str, still: Ambient | None = None) -> None:
         if type(x) is not Deferred:
             return
         node = x._node
-        if node.ambient.forward_ad != ambient.is_forward_ad_enabled():
+        if node.state.forward_ad != execution_state.is_forward_ad_enabled():
             # Inside an autograd.Function, which may have taken it and may return it: it stays as it is.
             _compute_taken(x, reason)
             return
@@ -437,7 +416,7 @@ def materialise(x: Deferred, reason: str, still: Ambient | None = None) -> None:
 
 
 def _compute_taken(x: Deferred, reason: str) -> None:
-    """Compute the value of x and leave x as it is: `with_values` puts the value in its place."""
+    """Compute the value of x and leave x deferred: `with_values` puts the value in its place."""
     node = node_of(x)
     if node is not None:
         with node.block.ledger.lock:
@@ -464,7 +443,7 @@ def _compute_apart(node: Node, reason: str) -> Taken:
 
 
 def _carried(x: Deferred, node: Node, taken: Taken) -> torch.Tensor:
-    """The memory of a taken value as a tensor of its own, connected to the grad_fn of x."""
+    """Return a taken value's memory as a tensor of its own, connected to the grad_fn of x."""
     if taken.read_version is None:
         node.taken = taken._replace(read_version=taken.value._version)
     elif taken.read_version != taken.value._version:  # x is a copy that C++ saved
@@ -478,7 +457,7 @@ def _carried(x: Deferred, node: Node, taken: Taken) -> torch.Tensor:
 
 
 def with_values(values: Any) -> Any:
-    """The same, with the values of deferred tensors that were taken."""
+    """Replace deferred tensors that were taken by their values."""
     kind = type(values)
     if kind is Deferred:
         node = node_of(values)
@@ -489,33 +468,35 @@ def with_values(values: Any) -> Any:
 
 
 def materialise_all(operands: Any, reason: str) -> None:
+    """Compute all deferred operands, first those from which the others may be computed."""
     depths = {x: node.chain.depth for x in deferred_in(operands) if (node := node_of(x)) is not None}
-    for x in sorted(depths, key=depths.__getitem__):  # what the others may be computed from
+    for x in sorted(depths, key=depths.__getitem__):
         materialise(x, reason)
 
 
-def _compute(node: Node, reason: str, still: Ambient | None, aliases: Aliases | None = None) -> torch.Tensor:
-    """The value; with aliases, from these alone."""
+def _compute(node: Node, reason: str, still: ExecutionState | None, aliases: Aliases | None = None) -> torch.Tensor:
+    """Return the value, computed in the state of the call; with aliases, from these alone."""
     if node.kept is not None and aliases is None:
         return node.kept.view_as(node.kept)
     before, thread.computing = thread.computing, True
     try:
-        if questions.stamps(node.inputs) != node.stamps:
+        if tensor_checks.stamps(node.inputs) != node.stamps:
             raise OperandChanged(
                 f"an operand of a deferred {node.chain.description} was changed in place, unseen, before the product "
                 "was computed; let a torch function look at the product before that, or leave isogemm.autofuse()"
             )
-        around = node.ambient
-        now = around if around is still else Ambient._make(ambient.read(around.device))
-        if now == around and (not node.precision or node.precision == matmul_precision()):
+        then = node.state
+        now = then if then is still else ExecutionState._make(execution_state.read(then.device))
+        if now == then and (not node.precision or node.precision == matmul_precision()):
             return _evaluate(node, reason, aliases)
-        with ambient.restored(node.ambient, now, node.precision):
+        with execution_state.restored(then, now, node.precision):
             return _evaluate(node, reason, aliases, in_transform=now.transform)
     finally:
         thread.computing = before
 
 
 def _evaluate(node: Node, reason: str, aliases: Aliases | None, *, in_transform: bool = False) -> torch.Tensor:
+    """Launch the fused chain, or call what the user called where something of it is computed already."""
     chain, report = node.chain, node.block.report
     if node.consumed:
         report.add_repeated(chain.description, reason)
@@ -525,12 +506,8 @@ def _evaluate(node: Node, reason: str, aliases: Aliases | None, *, in_transform:
     for parent in node.parents:
         if parent.chain.is_drawn:
             _draw_for_others(parent)
-    ancestors = [*node.parents]
-    for each in ancestors:
-        ancestors += each.parents
-        if each.plain() is not None:  # it has been computed on its own
-            return _call(node, aliases)
-    if in_transform:
+    ancestors = node.ancestors()
+    if in_transform or any(each.plain() is not None for each in ancestors):
         return _call(node, aliases)
     report.add_fused(chain.fused)
     for each in ancestors:
@@ -545,7 +522,7 @@ def _evaluate(node: Node, reason: str, aliases: Aliases | None, *, in_transform:
 
 
 def _draw_for_others(node: Node) -> None:
-    """Compute a dropout on its own, where somebody else may still read it: one call has one mask."""
+    """Compute a dropout on its own where something else may still read it: one call has one mask."""
     x = node.tensor()
     if type(x) is Deferred and node_of(x) is node:
         materialise(x, "the result of a dropout is held")
@@ -554,7 +531,7 @@ def _draw_for_others(node: Node) -> None:
 
 
 def _call(node: Node, aliases: Aliases | None = None) -> torch.Tensor:
-    """As the user wrote it, from what is there of the operands; with aliases, from these alone."""
+    """Call what the user called, with the operands that are computed; with aliases, with these alone."""
 
     def argument(x: Any) -> Any:
         if type(x) is not Node:
@@ -567,30 +544,20 @@ def _call(node: Node, aliases: Aliases | None = None) -> torch.Tensor:
 
 
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_PROPERTIES = ("device", "dtype", "is_cpu", "is_cuda", "itemsize", "layout", "ndim", "requires_grad", "shape")
-_METHODS = (
-    "__len__",
-    "dim",
-    "element_size",
-    "get_device",
-    "is_floating_point",
-    "ndimension",
-    "nelement",
-    "numel",
-    "size",
-)
+_PROPERTIES = "device dtype is_cpu is_cuda itemsize layout ndim shape"
+_METHODS = "__len__ dim element_size get_device is_floating_point ndimension nelement numel size"
 _METADATA = frozenset(
-    {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES}
-    | {getattr(torch.Tensor, name) for name in _METHODS}
-    | {torch.numel, torch.is_floating_point}
-    | {getattr(private.find("torch:Tensor._backward_hooks"), "__set__", None)}  # of what a Function changed in place
+    {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()}
+    | {getattr(torch.Tensor, name) for name in _METHODS.split()}
+    | {_REQUIRES_GRAD, torch.numel, torch.is_floating_point}
+    | {getattr(private.find("torch:Tensor._backward_hooks"), "__set__", None)}  # set after a Function's in-place change
 )
 
 
 def node_of(x: torch.Tensor) -> Node | None:
-    """None once x is computed, which another thread may do at any time."""
+    """Return the node; None once x is computed, which another thread may do at any time."""
     return cast("Node | None", x.__dict__.get("_node"))
 
 
 def deferred_in(values: Any) -> list[Deferred]:
-    return [x for x in questions.tensors_in(values) if type(x) is Deferred]
+    return [x for x in tensor_checks.tensors_in(values) if type(x) is Deferred]

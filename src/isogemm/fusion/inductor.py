@@ -1,8 +1,8 @@
 """Fusion under torch.compile: an Inductor pass over the graphs that Dynamo captured, before autograd sees them.
 
-A product and what follows it become one call of `isogemm.linear` or `isogemm.matmul_fused`, whose operators bring their
+A product and what follows it become one call of `isogemm.linear` or `isogemm.matmul_fused`, whose operators have their
 own gradients; two layers in a row become one call of `mlp`. These graphs are not functional: tensors are views of each
-other and are modified in place. So a chain is fused only where nothing between its first and its last node could tell.
+other and are modified in place. So a chain is fused only if no node between its first and its last could observe it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.node import map_arg
 
 from isogemm.core import private
-from isogemm.epilogues import ACTIVATIONS, recognise
-from isogemm.fusion import questions, rules
+from isogemm.epilogues import ACTIVATIONS
+from isogemm.fusion import rules, tensor_checks
 from isogemm.fusion.report import Fused, Report
 from isogemm.fusion.rules import Arguments, Function, Product
 from isogemm.gemm import api
@@ -37,18 +37,18 @@ Pass = Callable[[Graph], None]
 Passes = Pass | Sequence[Pass] | None
 
 _PASS = "pre_grad_custom_pass"
-# The pass goes before the caches are asked: their keys see what it made of the graph, and the report is whole even
-# where the compiled graph comes from a cache. torch 2.11 has no other time, and no setting.
+# The pass runs before the caches are asked: their keys depend on its result, and the report is whole even where the
+# compiled graph comes from a cache. torch 2.11 has no other time, and no setting.
 _TIMING = "pre_grad_pass_timing"
 _CACHEABLE = "unsafe_marked_cacheable_functions"
 
 
 class compile_fusion:
-    """Turn fusion under torch.compile on or off, at once; as a `with` block, until its end.
+    """Turn fusion under torch.compile on or off; as a `with` block, until its end.
 
-    `report` (and what the block gives) says what was fused in the graphs compiled since and, for the candidates left,
-    why not. A function that was compiled before keeps its graph until torch.compiler.reset(). It is a setting of
-    Inductor's: newer torch keeps those by thread. A pre_grad_custom_pass of yours stays, and sees the graphs first.
+    `report` (also what the block returns) says what was fused in the graphs compiled since, and why not the other
+    candidates. A function that was compiled before keeps its graph until torch.compiler.reset(). This is a setting of
+    Inductor, which newer torch keeps by thread. A pre_grad_custom_pass of yours stays, and sees the graphs first.
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -58,8 +58,14 @@ class compile_fusion:
             return
         self._before = {name: getattr(config, name) for name in (_PASS, _TIMING, _CACHEABLE) if hasattr(config, name)}
         _uninstall()
-        if enabled:
-            self.report = _install().report
+        if not enabled:
+            return
+        installed = FusionPass(getattr(config, _PASS), getattr(config, _TIMING, ""))
+        self.report = installed.report
+        setattr(config, _PASS, installed)
+        if installed.timing:
+            setattr(config, _TIMING, "early")
+        setattr(config, _CACHEABLE, {**getattr(config, _CACHEABLE), **dict.fromkeys(_traced_names(), _code_hash())})
 
     def __enter__(self) -> Report:
         return self.report
@@ -72,10 +78,10 @@ class compile_fusion:
 
 
 class FusionPass(CustomGraphPass):  # type: ignore[misc]
-    """What `compile_fusion` gives Inductor as pre_grad_custom_pass."""
+    """The pre_grad_custom_pass that `compile_fusion` installs."""
 
     def __init__(self, before: Passes = None, timing: str = "") -> None:
-        self.before, self.timing = before, timing  # what it displaced: somebody else's passes, and their time
+        self.before, self.timing = before, timing  # the passes that were installed, and their time
         self.report = Report()
 
     def __call__(self, graph: Graph) -> None:
@@ -84,22 +90,13 @@ class FusionPass(CustomGraphPass):  # type: ignore[misc]
         fuse(graph, self.report)
 
     def uuid(self) -> Any:
-        """Of the code that decides and the code that is traced; None where somebody else's pass has none."""
+        """Identify the code that decides and the code that is traced; None where another's pass has no uuid."""
         others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in _passes(self.before)]
         return None if None in others else (_code_hash(), *others)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """torch 2.11 pickles the pass into its caches' keys: the report is no part of that."""
+        """Leave out the report: torch 2.11 pickles the pass into its caches' keys."""
         return FusionPass, (self.before, self.timing)
-
-
-def _install() -> FusionPass:
-    installed = FusionPass(getattr(config, _PASS), getattr(config, _TIMING, ""))
-    setattr(config, _PASS, installed)
-    if installed.timing:
-        setattr(config, _TIMING, "early")
-    setattr(config, _CACHEABLE, {**getattr(config, _CACHEABLE), **dict.fromkeys(_traced_names(), _code_hash())})
-    return installed
 
 
 def _uninstall() -> None:
@@ -133,19 +130,19 @@ def _code_hash() -> str:
 
 
 def fuse(graph: Graph, report: Report) -> None:
-    """Fuse what can be, in place."""
+    """Fuse what can be fused, in place."""
     if any(map(_is_transform, graph.nodes)):
         if any(_parse(_PRODUCTS, _call(node)) for node in graph.nodes):
             report.add_left("all products", "the graph is of torch.func or forward-mode AD")
         return
-    for gated in (True, False):  # a gate takes in the product it multiplies before that one goes its own way
+    for gated in (True, False):  # a gate takes the product it multiplies before that one is fused on its own
         for node in list(graph.nodes):
             if not node._erased and (start := _begin(node)) is not None:
                 _fuse_from(graph, start, report, gated)
 
 
 def _fuse_from(graph: Graph, start: _Chain, report: Report, gated: bool) -> None:
-    """The longest chain from here that nothing disturbs."""
+    """Fuse the longest chain from here that can be."""
     chains, reason = _grow(start)
     chains = [
         chain
@@ -161,7 +158,7 @@ def _fuse_from(graph: Graph, start: _Chain, report: Report, gated: bool) -> None
     while chains and (refused := _fuse_chain(graph, chains.pop(), report)):
         refusals.append(refused)
         if gated and not chains:
-            return  # the other round takes what it can of it, and says why not more
+            return  # the other round fuses what it can of it, and says why not more
     if reason := next(iter(refusals), reason):
         report.add_left(what, reason)
 
@@ -179,14 +176,14 @@ def _fuse_chain(graph: Graph, chain: _Chain, report: Report) -> str:
 
 @dataclass(frozen=True)
 class _Chain:
-    """A product and what follows it: the nodes, and the arguments of the one call that would replace them."""
+    """A product and what follows it: the nodes, and the arguments of the call that would replace them."""
 
     product: Product
     arguments: Arguments
     nodes: tuple[Node, ...]  # the value of the last one is the chain's
     up: Product | None = None  # of a gated activation
-    view: Node | None = None  # that gives a flat product's rows their dimensions back
-    unfit: str = ""  # why the product itself is not for us
+    view: Node | None = None  # that unflattens a flat product's rows
+    unfit: str = ""  # why the product itself cannot be fused
 
     def describe(self) -> str:
         return rules.describe(self.product.is_linear, _like(self.product.a), _like(self.product.b))
@@ -213,39 +210,29 @@ def _begin(node: Node) -> _Chain | None:
 
 
 def _grow(start: _Chain) -> tuple[list[_Chain], str]:
-    """Chains, each by one step longer, and why there are no more of them where another candidate follows."""
+    """Return chains, each longer by one step, and why there are no more where another candidate follows."""
     chains = [start]
     while True:
         chain = chains[-1]
-        steps = {user: step for user in chain.nodes[-1].users if (step := _followed(chain, user)) is not None}
+        users = chain.nodes[-1].users
+        steps = {user: step for user in users if (step := _followed(chain, user)) is not None}
         step = next(iter(steps.values()), "")
-        if len(chain.nodes[-1].users) > 1:
-            step = _written_out(chain) or _read_by_others(chain.nodes[-1], steps)
+        if len(users) > 1:
+            candidate = next((_name(user) for user, each in steps.items() if isinstance(each, _Chain)), "")
+            reason = f"the value before {candidate} is read {len(users)} times" if candidate else ""
+            step = _written_out(chain) or reason
         if isinstance(step, str):
             return chains, step
         chains.append(step)
 
 
-def _read_by_others(value: Node, steps: Mapping[Node, _Chain | str]) -> str:
-    candidates = (_name(user) for user, step in steps.items() if isinstance(step, _Chain))
-    return next((f"the value before {name} is read {len(value.users)} times" for name in candidates), "")
-
-
 def _followed(chain: _Chain, user: Node) -> _Chain | str | None:
-    """The chain with one of its value's users taken in, or why not; None where that is no epilogue's work at all."""
+    """Take one of the value's users into the chain, or say why not; None where it is no step of an epilogue."""
     call = _call(user)
     if call is None:
         return None
-    if call.function in _VIEWS:
-        return _viewed(chain, user)
-    longer = _after_factor(chain, call, user)
-    if longer is None:
-        arguments = _after_sum(chain, call)
-        arguments = _after_function(chain, call) if arguments is None else arguments
-        if not isinstance(arguments, dict):
-            return arguments
-        longer = replace(chain, arguments=arguments, nodes=(*chain.nodes, user))
-    if isinstance(longer, str):
+    longer = _viewed(chain, user) if call.function in _VIEWS else _extended(chain, call, user)
+    if not isinstance(longer, _Chain) or longer.nodes[-1] is longer.view:
         return longer
     if call.in_place and call.args[0] is not chain.nodes[-1]:
         return "it goes into another tensor in place"
@@ -257,59 +244,29 @@ def _followed(chain: _Chain, user: Node) -> _Chain | str | None:
     return longer
 
 
-def _after_function(chain: _Chain, call: _Call) -> Arguments | str | None:
-    """An activation, a square, dropout."""
-    if not call.args or call.args[0] is not chain.nodes[-1]:
-        return None
-    if recognised := recognise(call.function, call.args, call.kwargs):
-        return rules.activated(chain.product, chain.arguments, *recognised)
-    if call.function in rules.SQUARES and call.args[1:] in ((), (2,)) and not call.kwargs:
-        return rules.squared(chain.arguments)
-    p = _parse(rules.DROPOUTS, call)
-    if p is None:
-        return None
-    if config.fallback_random:
-        return "fallback_random asks for torch's own random numbers"
-    return rules.dropped(chain.arguments, p) if p else chain.arguments
-
-
-def _after_sum(chain: _Chain, call: _Call) -> Arguments | str | None:
-    parsed = _parse(rules.SUMS, call)
-    if parsed is None:
-        return None
-    value, arguments = chain.nodes[-1], chain.arguments
-    if parsed.left is parsed.right:
+def _extended(chain: _Chain, call: _Call, user: Node) -> _Chain | str | None:
+    value, arguments = chain.nodes[-1], None
+    factors, sums = _parse(rules.FACTORS, call), _parse(rules.SUMS, call)
+    if factors is not None:
+        if factors.divides and factors.right is value:
+            return "it divides"
+        factor = factors.right if factors.left is value else factors.left
+        like = _like(factor)
+        if factor is value:
+            arguments = rules.squared(chain.arguments)
+        elif isinstance(like, _Like) and like.shape == chain.product.shape and not factors.divides:
+            return _gated(chain, factor, user)
+    elif sums is not None and sums.left is sums.right:
         return "it is added to itself"
-    left, right = (parsed.left, parsed.left_scale), (parsed.right, parsed.right_scale)
-    (_, own), (addend, scale) = (left, right) if parsed.left is value else (right, left)
-    if own != 1:
-        scaled = rules.scaled(chain.product, arguments, own, own)
-        if isinstance(scaled, str):
-            return scaled
-        arguments = scaled
-    return rules.added(chain.product, arguments, addend, _like(addend), scale)
-
-
-def _after_factor(chain: _Chain, call: _Call, user: Node) -> _Chain | str | None:
-    parsed = _parse(rules.FACTORS, call)
-    if parsed is None:
-        return None
-    value = chain.nodes[-1]
-    if parsed.divides and parsed.right is value:
-        return "it divides"
-    factor = parsed.right if parsed.left is value else parsed.left
-    like = _like(factor)
-    if factor is value:
-        arguments = rules.squared(chain.arguments)
-    elif isinstance(like, _Like) and like.shape == chain.product.shape and not parsed.divides:
-        return _gated(chain, factor, user)
-    else:
-        arguments = rules.scaled(chain.product, chain.arguments, factor, like, divides=parsed.divides)
-    return arguments if isinstance(arguments, str) else replace(chain, arguments=arguments, nodes=(*chain.nodes, user))
+    elif call.function in rules.DROPOUTS and config.fallback_random:
+        return "fallback_random asks for torch's own random numbers"
+    if arguments is None:
+        arguments = rules.extended(chain.product, chain.arguments, *call[:3], value, _like)
+    return replace(chain, arguments=arguments, nodes=(*chain.nodes, user)) if isinstance(arguments, dict) else arguments
 
 
 def _gated(gate: _Chain, factor: Node, user: Node) -> _Chain | str:
-    """act(x @ gate) * (x @ up): both products and the sum of the up one's bias have no other readers."""
+    """Take in act(x @ gate) * (x @ up), if nothing else reads the two products and the sum of the second's bias."""
     up = _begin(factor)
     for operand in factor.all_input_nodes if up is None else ():
         start = _begin(operand) if len(operand.users) == 1 else None
@@ -324,7 +281,7 @@ def _gated(gate: _Chain, factor: Node, user: Node) -> _Chain | str:
 
 
 def _viewed(chain: _Chain, user: Node) -> _Chain | None:
-    """The rows of a flat product [B T, N] as [B, T, N]: what follows works on either."""
+    """Take in the view of a flat product [B T, N] as [B, T, N]: the steps after it work on either."""
     like, product = _like(user), chain.product
     if chain.view is not None or len(product.shape) != 2 or not isinstance(like, _Like):
         return None
@@ -339,9 +296,9 @@ _TOLERANCE = 1e-8  # of its constants
 
 
 def _written_out(chain: _Chain) -> _Chain | None:
-    """An activation as a formula: the nodes computed from the value and numbers alone, up to the one others read.
+    """Take in an activation written as a formula: the nodes computed from the value and numbers alone.
 
-    Only analytic functions are taken, so to agree on an interval is to agree.
+    Only analytic functions are taken: two that agree on an interval agree everywhere.
     """
     value = node = chain.nodes[-1]
     inside = {value}
@@ -368,18 +325,19 @@ def _recognised_formula(chain: _Chain, nodes: Sequence[Node]) -> _Chain | None:
             call = cast(_Call, _call(node))
             args, kwargs = map_arg((call.args, call.kwargs), values.__getitem__)
             values[node] = call.function(*args, **kwargs)
-        name = next((name for name in _FORMULAS if _agree(ACTIVATIONS[name].torch(sample), values[nodes[-1]])), None)
-    if name is None or _like(nodes[-1]) != _like(chain.nodes[-1]):
+        result = values[nodes[-1]]
+        names = [
+            name
+            for name, entry in ACTIVATIONS.items()
+            if not (entry.gate or entry.arguments)
+            and torch.allclose(entry.torch(sample), result, rtol=_TOLERANCE, atol=_TOLERANCE)
+        ]
+    if not names or _like(nodes[-1]) != _like(chain.nodes[-1]):
         return None
-    arguments = rules.activated(chain.product, chain.arguments, name, {})
+    arguments = rules.activated(chain.arguments, names[0], {})
     return None if isinstance(arguments, str) else replace(chain, arguments=arguments, nodes=(*chain.nodes, *nodes))
 
 
-def _agree(a: torch.Tensor, b: Any) -> bool:
-    return isinstance(b, torch.Tensor) and torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE)
-
-
-_FORMULAS = ("gelu", "gelu_tanh", "quick_gelu", "silu")
 _ANALYTIC = {*rules.SUMS, *rules.FACTORS, *rules.SQUARES}
 _ANALYTIC |= {function for name in ("tanh", "sigmoid") for function in ACTIVATIONS[name].functions}
 _ANALYTIC |= {torch.erf, torch.Tensor.erf, torch.special.erf, torch.exp, torch.Tensor.exp}
@@ -391,12 +349,12 @@ _OUTPUT = frozenset({"bias", "dropout_p", "residual"})
 
 
 def _layer_below(chain: _Chain) -> _Chain | None:
-    """The layer whose only input is this one, where `mlp` computes both."""
+    """Return the layer whose only input is this one, where `mlp` computes both."""
     if "activation" not in chain.arguments or chain.arguments.keys() - _HIDDEN:
         return None
     hidden = chain.nodes[-1]
     between: tuple[Node, ...] = ()
-    if chain.view is not None:  # it is undone for the next product
+    if chain.view is not None:  # it is flattened again for the next product
         flat = _only_user(hidden)
         call = None if flat is None else _call(flat)
         if flat is None or call is None or call.function not in _VIEWS or _like(flat) != _like(chain.view.args[0]):
@@ -435,19 +393,14 @@ class _FusedCall(NamedTuple):
 
 def _fused_call(chain: _Chain) -> _FusedCall:
     product, arguments = chain.product, _operands(chain)
-    function: Function = api.matmul_fused
-    b = _View(product.b, "t") if product.is_linear else product.b
-    if chain.up is not None:
-        arguments["weight_up"] = _weight(chain.up)
-    if chain.up is not None or (product.is_linear and "bias_dim" not in arguments):
-        function, b = api.linear, _weight(product)
+    by_rows = rules.is_by_rows(product, arguments)
+    b = product.b if by_rows == product.is_linear else _View(product.b, "t")
+    function: Function = api.linear if by_rows else api.matmul_fused
     return _FusedCall(function, (product.a, b), arguments, chain.nodes, chain.view, _autocast(product))
 
 
 def _mlp_call(chain: _Chain, below: _Chain) -> _FusedCall:
     arguments, output = _operands(chain), _operands(below)
-    if chain.up is not None:
-        arguments["weight_up"] = _weight(chain.up)
     if "dropout_p" in arguments:
         arguments["hidden_dropout_p"] = arguments.pop("dropout_p")
     if "bias" in output:
@@ -462,19 +415,15 @@ def _weight(product: Product) -> Any:
 
 
 def _operands(chain: _Chain) -> Arguments:
-    """[..., M, 1] as [..., M], [1, ..., N] as [N], and what a view's result was added to as flat as the product."""
+    """Return the arguments with columns [..., M], rows [N] and, before a view, addends as flat as the product."""
     arguments = dict(rules.final(chain.arguments))
-    columns = {"row_scale"} | ({"bias"} if "bias_dim" in arguments else set())
-    for name in ("row_scale", "col_scale", "bias", "bias_up", "c", "residual"):
-        if name not in arguments:
-            continue
-        operand, ndim = arguments[name], len(_like(arguments[name]).shape)
-        if name in columns:
-            arguments[name] = _View(operand, "squeeze", (-1,)) if chain.view is None else _View(operand, "flatten")
-        elif name in ("c", "residual"):
-            arguments[name] = _View(operand, "flatten", (0, -2)) if chain.view is not None and ndim > 2 else operand
-        else:
-            arguments[name] = _View(operand, "flatten") if ndim > 1 else operand
+    if chain.up is not None:
+        arguments["weight_up"] = _weight(chain.up)
+    for name, operand in arguments.items():
+        like = _like(operand) if isinstance(operand, Node) else None
+        method = like and rules.view(name, len(like.shape), arguments, flat=chain.view is not None)
+        if method:
+            arguments[name] = _View(operand, method[0], method[1:])
     return arguments
 
 
@@ -483,7 +432,7 @@ def _autocast(product: Product) -> torch.dtype | None:
 
 
 def _replace(graph: Graph, call: _FusedCall) -> str:
-    """Put the call in its nodes' place; or the reason why not, and the graph is as it was."""
+    """Replace the nodes by the call, or say why not and leave the graph as it was."""
     nodes = sorted(call.nodes)
     if reason := _disturbance(nodes):
         return reason
@@ -534,7 +483,7 @@ def _placed(graph: Graph, argument: Any) -> Any:
 
 
 class _Like(NamedTuple):
-    """A value's look. Sizes are numbers or expressions, whose comparison adds no guard to the graph."""
+    """Shape, dtype and device of a value. Sizes are numbers or expressions: comparing those adds no guard."""
 
     shape: tuple[Any, ...]
     dtype: torch.dtype
@@ -542,7 +491,7 @@ class _Like(NamedTuple):
 
 
 def _like(operand: Any) -> Any:
-    """Of a node: its look, None where it is no plain tensor; anything else stands for itself."""
+    """Return a node's shape, dtype and device, None if it is no plain tensor; anything else stands for itself."""
     return _like_value(operand.meta.get("example_value")) if isinstance(operand, Node) else operand
 
 
@@ -557,13 +506,13 @@ def _expressions(sizes: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _layout(value: torch.Tensor) -> tuple[Any, ...]:
-    """A tensor's strides; those of sizes of 1 do not count."""
+    """Return a tensor's strides, None for sizes of 1."""
     pairs = zip(_expressions(value.shape), _expressions(value.stride()), strict=True)
     return tuple(None if size == 1 else stride for size, stride in pairs)
 
 
 class _Call(NamedTuple):
-    """A call of a function or method; out of place, if only what it writes to is the chain's own value."""
+    """A call of a function or method, in its out-of-place form."""
 
     function: Function
     args: tuple[Any, ...]
@@ -580,7 +529,7 @@ def _call(node: Node) -> _Call | None:
         return None
     if function in rules.OUT_OF_PLACE:
         return _Call(rules.OUT_OF_PLACE[function], node.args, dict(node.kwargs), True)
-    bound = questions.bound_in_place(function, node.args, node.kwargs)
+    bound = tensor_checks.bound_in_place(function, node.args, node.kwargs)
     if bound is not None:
         bound.arguments["inplace"] = False
         return _Call(function, bound.args, bound.kwargs, True)
@@ -588,18 +537,11 @@ def _call(node: Node) -> _Call | None:
 
 
 def _parse(table: Mapping[Function, Function], call: _Call | None) -> Any:
-    """The call in the table's normal form; None where it has none."""
-    parser = None if call is None else table.get(call.function)
-    if call is None or parser is None:
-        return None
-    try:
-        return parser(*call.args, **call.kwargs)
-    except TypeError:
-        return None
+    return None if call is None else rules.parse(table, call.function, call.args, call.kwargs)
 
 
 def _plain(call: rules.ProductCall, settings: Sequence[Any]) -> rules.ProductCall | None:
-    """A product of isogemm's own, where it has no main_grad, out_dtype or precision."""
+    """Return a call of isogemm's own product if it has no main_grad, out_dtype or precision."""
     return call if all(setting is None for setting in settings) else None
 
 
@@ -614,7 +556,7 @@ _MODE = re.compile(r"(^|_)(set|enter|exit|seed)(_|$)")  # autocast, grad mode an
 
 
 def _disturbance(nodes: Sequence[Node]) -> str:
-    """What stands between the first and the last of the nodes and may not be reordered with them; "" for nothing."""
+    """Say which node between the first and the last may not be reordered with them; empty if none."""
     members = set(nodes)
     memory = {_memory(operand) for node in nodes for operand in node.all_input_nodes if operand not in members}
     node = nodes[0]
@@ -629,27 +571,22 @@ def _disturbance(nodes: Sequence[Node]) -> str:
 
 
 def _memory(node: Node) -> int | None:
-    """The storage of a node's value, the same for its views; None for what has none, or an unknown one."""
+    """Return the storage of a node's value, the same for its views; None where it is unknown."""
     value = node.meta.get("example_value")
     return value.untyped_storage()._cdata if isinstance(value, FakeTensor) else None
 
 
 def _writes(node: Node) -> bool:
-    """Whether a node may write to what it is given."""
+    """Whether a node may write to its arguments."""
     if node.op in ("placeholder", "get_attr", "output"):
         return False
     target: Any = node.target
     if node.op == "call_module" or getattr(target, "namespace", "") == "higher_order":
         return True
-    if isinstance(target, questions.OPERATOR_TYPES):
-        overloads = (
-            [target]
-            if isinstance(target, questions.OVERLOAD)
-            else [getattr(target, name) for name in target.overloads()]
-        )
-        return any(each._schema.is_mutable for each in overloads) or questions.writes_by_name(target)
+    if isinstance(target, tensor_checks.OPERATOR_TYPES):
+        return any(each.is_mutable for each in tensor_checks.schemas(target)) or tensor_checks.writes_by_name(target)
     function = getattr(torch.Tensor, target, None) if isinstance(target, str) else target
-    return function is None or questions.may_write(function, node.args, node.kwargs)
+    return function is None or tensor_checks.may_write(function, node.args, node.kwargs)
 
 
 def _name(node: Node) -> str:
@@ -657,6 +594,6 @@ def _name(node: Node) -> str:
 
 
 def _is_transform(node: Node) -> bool:
-    """Of torch.func or forward-mode AD, for which isogemm's operators have no rules."""
+    """Whether a node belongs to torch.func or forward-mode AD, for which isogemm's operators have no rules."""
     module = getattr(node.target, "__module__", None) or ""
     return "_functorch" in module or "forward_ad" in module or "dual_level" in _name(node)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-MOST_ENTRIES = 256  # of each kind: shapes without end (a decorated function's batches) take no memory without end
-_Entry = TypeVar("_Entry", "Fused", "Left")
+MOST_ENTRIES = 256  # of each kind: a decorated function whose shapes never repeat must not fill the memory
 
 
 class Fused(NamedTuple):
@@ -35,12 +34,12 @@ _FUSED_REST, _LEFT_REST = Fused(_REST, ()), Left(_REST, "not listed one by one")
 
 
 class Report:
-    """What was fused and what was left, each with how often, in the order it first happened.
+    """Counts of what was fused and what was left, in the order it first happened.
 
-    Of each kind the first `MOST_ENTRIES` different ones are listed; one more entry counts all others.
+    The first `MOST_ENTRIES` different entries of each kind are listed; one more entry counts all others.
     """
 
-    # Made when first asked for: most blocks need one of them.
+    # Made on first use: most blocks need one of them.
     @cached_property
     def fused(self) -> Counter[Fused]:
         return Counter()
@@ -51,7 +50,7 @@ class Report:
 
     @cached_property
     def repeated(self) -> Counter[Left]:
-        """Those computed in a fused launch and once more: something else read them."""
+        """Products computed in a fused launch and once more, since something else read them."""
         return Counter()
 
     def add_fused(self, entry: Fused) -> None:
@@ -64,20 +63,18 @@ class Report:
         _add(self.repeated, Left(product, reason), _LEFT_REST)
 
     def __str__(self) -> str:
-        kinds: tuple[tuple[str, Counter[Fused] | Counter[Left]], ...] = (
-            ("fused", self.fused),
-            ("left", self.left),
-            ("computed twice", self.repeated),
-        )
-        lines = [", ".join(f"{verb} {entries.total()}" for verb, entries in kinds if verb == "fused" or entries)]
-        for verb, entries in kinds:
+        kinds: dict[str, Counter[Any]] = {"fused": self.fused, "left": self.left, "computed twice": self.repeated}
+        lines = [
+            ", ".join(f"{verb} {entries.total()}" for verb, entries in kinds.items() if verb == "fused" or entries)
+        ]
+        for verb, entries in kinds.items():
             lines += [f"  {verb} {e}" + (f" (x {count})" if count > 1 else "") for e, count in entries.items()]
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
-def _add(entries: Counter[_Entry], entry: _Entry, rest: _Entry) -> None:
+def _add(entries: Counter[Any], entry: Fused | Left, rest: Fused | Left) -> None:
     count = entries.get(entry, 0)
     if not count and len(entries) >= MOST_ENTRIES:
         entry, count = rest, entries[rest]

@@ -1,7 +1,7 @@
-"""Which calls of torch become the epilogue of a product, in eager mode and in a graph alike.
+"""Which torch calls become the epilogue of a product, in eager mode and in a graph alike.
 
 A chain is a `Product` and the keyword arguments that `isogemm.linear` or `isogemm.matmul_fused` would get for what
-follows it. Each rule takes a chain and one step and returns the longer chain's arguments, or a sentence that says why
+follows it. Each rule takes a chain and one step. It returns the longer chain's arguments, or a sentence that says why
 the step does not fit. Operands are the caller's: tensors, or a graph's nodes; `like` gives shape, dtype and device.
 """
 
@@ -15,19 +15,20 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from isogemm.epilogues import ACTIVATIONS
+from isogemm.epilogues import ACTIVATIONS, recognise
 
 Function = Callable[..., Any]
 Arguments = dict[str, Any]
-Tensor = torch.Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 GATED = {entry.gate: entry.name for entry in ACTIVATIONS.values() if entry.gate}  # from the gate's activation
+ACTIVATION_FUNCTIONS = frozenset(function for entry in ACTIVATIONS.values() for function in entry.functions)
 
 _SCALES = frozenset({"alpha", "row_scale", "col_scale"})
 _AFTER_SUM = frozenset({"activation", "dropout_p", "residual"})
-_LEAST, _MOST = 1e-30, 1e30  # of scalar factors: their products stay far from float32's ends
+_LEAST, _MOST = 1e-30, 1e30  # scalar factors: their products stay far from the ends of float32's range
 
 
 class Product:
@@ -64,119 +65,94 @@ class Factors(NamedTuple):
     divides: bool = False  # left / right
 
 
-def _matmul(a: Any, b: Any) -> ProductCall:
-    return ProductCall(a, b, False)
-
-
-def _matmul_named(input: Any, other: Any) -> ProductCall:
-    return ProductCall(input, other, False)
-
-
-def _mm(input: Any, mat2: Any) -> ProductCall:
-    return ProductCall(input, mat2, False)
-
-
-def _linear(input: Any, weight: Any, bias: Any = None) -> ProductCall:
-    return ProductCall(input, weight, True, bias)
-
-
-def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> ProductCall:
-    return ProductCall(mat1, mat2, False, input, beta, alpha)
-
-
-def _add(input: Any, other: Any, *, alpha: Any = 1) -> Sum:
-    return Sum(input, other, 1, alpha)
-
-
-def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Sum:
-    return Sum(input, other, 1, _negative(alpha))
-
-
-def _rsub(input: Any, other: Any, *, alpha: Any = 1) -> Sum:
-    return Sum(input, other, _negative(alpha), 1)
-
-
 def _negative(alpha: Any) -> Any:
     return alpha if isinstance(alpha, bool) else -alpha  # torch takes no bool: it stays one, to be refused
 
 
-def _mul(input: Any, other: Any) -> Factors:
-    return Factors(input, other)
-
-
-def _div(input: Any, other: Any) -> Factors:
-    return Factors(input, other, True)
-
-
-def _neg(input: Any) -> Factors:
-    return Factors(input, -1)
-
-
-def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> float:
+def _dropout_p(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> float:
     return p if training or not 0 <= p <= 1 else 0.0
 
 
-def _torch_dropout(input: Any, p: float, train: bool) -> float:
-    return _dropout(input, p, train)
+def _table(*rows: tuple[Sequence[Function], Function]) -> dict[Function, Function]:
+    return {function: parser for functions, parser in rows for function in functions}
 
 
-def _table(*rows: tuple[Function, Sequence[Function]]) -> dict[Function, Function]:
-    return {function: parser for parser, functions in rows for function in functions}
-
-
-# From a function to one that takes its arguments and returns the call in its normal form; TypeError where they are not
-# what torch's function takes in that form.
+# Each table maps a torch function to one with the same parameters that returns the call in its normal form.
 PRODUCTS = _table(
-    (_matmul, (operator.matmul, Tensor.__matmul__)),
-    (_matmul_named, (torch.matmul, Tensor.matmul)),
-    (_mm, (torch.mm, Tensor.mm)),
-    (_linear, (F.linear,)),
-    (_addmm, (torch.addmm, Tensor.addmm)),
+    ((operator.matmul, Tensor.__matmul__), lambda a, b: ProductCall(a, b, False)),
+    ((torch.matmul, Tensor.matmul), lambda input, other: ProductCall(input, other, False)),
+    ((torch.mm, Tensor.mm), lambda input, mat2: ProductCall(input, mat2, False)),
+    ((F.linear,), lambda input, weight, bias=None: ProductCall(input, weight, True, bias)),
+    (
+        (torch.addmm, Tensor.addmm),
+        lambda input, mat1, mat2, *, beta=1, alpha=1: ProductCall(mat1, mat2, False, input, beta, alpha),
+    ),
 )
 REVERSED: frozenset[Function] = frozenset({torch.rsub, Tensor.__rsub__})  # the second argument comes first
 SUMS = _table(
-    (_add, (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, operator.add)),
-    (_sub, (torch.sub, torch.subtract, Tensor.sub, Tensor.subtract, Tensor.__sub__, operator.sub)),
-    (_rsub, tuple(REVERSED)),
+    (
+        (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, operator.add),
+        lambda input, other, *, alpha=1: Sum(input, other, 1, alpha),
+    ),
+    (
+        (torch.sub, torch.subtract, Tensor.sub, Tensor.subtract, Tensor.__sub__, operator.sub),
+        lambda input, other, *, alpha=1: Sum(input, other, 1, _negative(alpha)),
+    ),
+    (tuple(REVERSED), lambda input, other, *, alpha=1: Sum(input, other, _negative(alpha), 1)),
 )
 FACTORS = _table(
-    (_mul, (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__, operator.mul)),
-    (_div, (torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.true_divide)),
-    (_div, (Tensor.__truediv__, operator.truediv)),
-    (_neg, (torch.neg, torch.negative, Tensor.neg, Tensor.negative, Tensor.__neg__, operator.neg)),
+    (
+        (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__, operator.mul),
+        lambda input, other: Factors(input, other),
+    ),
+    (
+        (
+            *(torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.true_divide),
+            *(Tensor.__truediv__, operator.truediv),
+        ),
+        lambda input, other: Factors(input, other, True),
+    ),
+    (
+        (torch.neg, torch.negative, Tensor.neg, Tensor.negative, Tensor.__neg__, operator.neg),
+        lambda input: Factors(input, -1),
+    ),
 )
-DROPOUTS = _table((_dropout, (F.dropout,)), (_torch_dropout, (torch.dropout,)))  # its probability, 0 where it is off
+# To the probability of dropout, 0 where it is off.
+DROPOUTS = _table(((F.dropout,), _dropout_p), ((torch.dropout,), lambda input, p, train: _dropout_p(input, p, train)))
 SQUARES: frozenset[Function] = frozenset(
     {torch.square, Tensor.square, torch.pow, Tensor.pow, Tensor.__pow__, operator.pow}
 )
-ACTIVATION_FUNCTIONS = frozenset(function for entry in ACTIVATIONS.values() for function in entry.functions)
 
-# In place, and the function that gives the same as a new tensor.
+# From a function that works in place to the one that returns a new tensor.
 OUT_OF_PLACE: dict[Function, Function] = {
-    Tensor.add_: torch.add,
-    Tensor.__iadd__: torch.add,
-    operator.iadd: torch.add,
-    Tensor.sub_: torch.sub,
-    Tensor.__isub__: torch.sub,
-    operator.isub: torch.sub,
-    Tensor.mul_: torch.mul,
-    Tensor.__imul__: torch.mul,
-    operator.imul: torch.mul,
-    Tensor.div_: torch.div,
-    Tensor.__itruediv__: torch.div,
-    operator.itruediv: torch.div,
-    Tensor.neg_: torch.neg,
-    torch.relu_: torch.relu,
-    Tensor.relu_: torch.relu,
-    torch.sigmoid_: torch.sigmoid,
-    Tensor.sigmoid_: torch.sigmoid,
-    torch.tanh_: torch.tanh,
-    Tensor.tanh_: torch.tanh,
+    **{getattr(Tensor, f"{name}_"): getattr(torch, name) for name in ("add", "sub", "mul", "div", "neg")},
+    **{
+        augmented: function
+        for name, function in (("add", torch.add), ("sub", torch.sub), ("mul", torch.mul), ("truediv", torch.div))
+        for augmented in (getattr(Tensor, f"__i{name}__"), getattr(operator, f"i{name}"))
+    },
+    **{
+        getattr(where, f"{function.__name__}_"): function
+        for entry in ACTIVATIONS.values()
+        for function in reversed(entry.functions)  # torch's own is the first
+        for where in (torch, Tensor)
+        if hasattr(where, f"{function.__name__}_")
+    },
 }
 
 
+def parse(
+    table: Mapping[Function, Function], function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return the call in the table's normal form, or None where the arguments are not those of a known form."""
+    try:
+        return table[function](*args, **kwargs)
+    except (KeyError, TypeError):
+        return None
+
+
 def start(a: Any, b: Any, is_linear: bool, like_a: Any, like_b: Any, dtype: torch.dtype) -> Product | str:
-    """The product as a chain's beginning; `dtype` is the result's, which autocast may have chosen."""
+    """Begin a chain; `dtype` is the result's, which autocast may have chosen."""
     shape = _product_shape(like_a.shape, like_b.shape, is_linear)
     if isinstance(shape, str):
         return shape
@@ -196,7 +172,7 @@ def _product_shape(rows: Sequence[Any], columns: Sequence[Any], is_linear: bool)
 
 
 def with_addend(product: Product, call: ProductCall, like: Any) -> Arguments | str:
-    """The product's own alpha, beta and c: a linear's bias, or what addmm takes."""
+    """Begin the arguments with the product's own alpha, beta and c: a linear's bias, or what addmm takes."""
     arguments: Arguments | str = {}
     if call.alpha != 1:
         arguments = scaled(product, {}, call.alpha, call.alpha)
@@ -210,12 +186,12 @@ def with_addend(product: Product, call: ProductCall, like: Any) -> Arguments | s
 
 
 def scaled(product: Product, arguments: Arguments, factor: Any, like: Any, *, divides: bool = False) -> Arguments | str:
-    """The chain times a scalar or a scale vector, or divided by a scalar."""
+    """Multiply the chain by a scalar or a scale vector, or divide it by a scalar."""
     if not _SCALES.issuperset(arguments):
         return "a factor comes after the sum"
     if isinstance(like, int | float):
         return _scaled_by_number(arguments, like, divides)
-    if not _is_operand(like):
+    if not hasattr(like, "shape"):
         return "the factor is neither a number nor a tensor"
     if divides:
         return "it is divided by a tensor"
@@ -227,17 +203,19 @@ def scaled(product: Product, arguments: Arguments, factor: Any, like: Any, *, di
         return "it has two scalar factors" if "alpha" in arguments else {**arguments, "alpha": factor}
     by_columns, by_rows, _ = _fit(like.shape, product.shape)
     if by_columns:
-        return _once(arguments, "col_scale", factor)
-    if by_rows:
-        return _once(arguments, "row_scale", factor)
-    return "the factor is neither a scalar, a row nor a column"
+        name = "col_scale"
+    elif by_rows:
+        name = "row_scale"
+    else:
+        return "the factor is neither a scalar, a row nor a column"
+    return f"it has two factors as {name}" if name in arguments else {**arguments, name: factor}
 
 
 def added(product: Product, arguments: Arguments, addend: Any, like: Any, scale: Any = 1) -> Arguments | str:
-    """The chain plus `scale` times a bias, a column bias or a tensor of its own shape."""
-    if not _is_operand(like):
+    """Add `scale` times a bias, a column bias or a tensor of the chain's shape."""
+    if not hasattr(like, "shape"):
         return "a number is added"
-    if (type(scale) is not int or scale != 1) and not _is_factor(scale):
+    if not isinstance(scale, int | float) or isinstance(scale, bool) or not _is_moderate(scale):
         return f"the addend's factor is {scale!r}"
     if reason := _unlike(product, like):
         return f"the addend {reason}"
@@ -257,29 +235,60 @@ def added(product: Product, arguments: Arguments, addend: Any, like: Any, scale:
     return {**arguments, "residual": addend}
 
 
-def added_to_scaled(
-    product: Product, arguments: Arguments, scale: Any, addend: Any, like: Any, addend_scale: Any
-) -> Arguments | str:
-    """scale * chain + addend_scale * addend."""
-    longer = arguments if scale == 1 else scaled(product, arguments, scale, scale)
-    return longer if isinstance(longer, str) else added(product, longer, addend, like, addend_scale)
+def extended(
+    product: Product,
+    arguments: Arguments,
+    function: Function,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    value: Any,
+    look: Callable[[Any], Any],
+) -> Arguments | str | None:
+    """Take in a call that has the chain's `value` among its arguments; None where it is no step of an epilogue.
+
+    `look` gives an operand's shape, dtype and device; a number stands for itself.
+    """
+    if (call := parse(SUMS, function, args, kwargs)) is not None:
+        own, addend, scale = call.left_scale, call.right, call.right_scale
+        if call.left is not value:
+            own, addend, scale = scale, call.left, own
+        longer = arguments if own == 1 else scaled(product, arguments, own, own)
+        return longer if isinstance(longer, str) else added(product, longer, addend, look(addend), scale)
+    if (call := parse(FACTORS, function, args, kwargs)) is not None:
+        if call.divides and call.left is not value:
+            return "something is divided by it"
+        factor = call.right if call.left is value else call.left
+        return scaled(product, arguments, factor, look(factor), divides=call.divides)
+    if not args or args[0] is not value:
+        return None
+    if found := recognise(function, args, kwargs):
+        return activated(arguments, *found)
+    if function in SQUARES:
+        exponents = (2,) if function in (torch.square, Tensor.square) else tuple(args[1:])
+        return squared(arguments) if exponents == (2,) and not kwargs else None
+    p = parse(DROPOUTS, function, args, kwargs)
+    if p is None:
+        return None
+    return dropped(arguments, p) if p else arguments
 
 
-def activated(product: Product, arguments: Arguments, name: str, values: Mapping[str, float]) -> Arguments | str:
+def activated(arguments: Arguments, name: str, values: Mapping[str, float]) -> Arguments | str:
     if not _AFTER_SUM.isdisjoint(arguments):
         return f"{name} comes after the activation or the residual"
+    if not all(isinstance(value, int | float) for value in values.values()):
+        return f"{name} has options that are not fused"
     return {**arguments, "activation": name, "activation_args": values} if values else {**arguments, "activation": name}
 
 
 def squared(arguments: Arguments) -> Arguments | str:
-    """relu(z) ** 2."""
+    """Square the chain, which must be a relu."""
     if arguments.get("activation") == "relu" and not arguments.keys() & {"dropout_p", "residual"}:
         return {**arguments, "activation": "relu2"}
     return "it is squared, and is not a relu"
 
 
 def dropped(arguments: Arguments, p: float) -> Arguments | str:
-    if not 0 <= p <= 1:
+    if not isinstance(p, int | float) or not 0 <= p <= 1:
         return f"the probability of dropout is {p}"
     if "dropout_p" in arguments or "residual" in arguments:
         return "dropout comes after dropout or the residual"
@@ -287,7 +296,7 @@ def dropped(arguments: Arguments, p: float) -> Arguments | str:
 
 
 def gated(gate: Product, gate_arguments: Arguments, up: Product, up_arguments: Arguments) -> Arguments | str:
-    """act(x @ gate) * (x @ up), as arguments of the gate's chain; the gate's b and weight_up are to be [N, K]."""
+    """Compute act(x @ gate) * (x @ up) in the gate's chain; the gate's b and weight_up must be [N, K]."""
     name = GATED.get(gate_arguments.get("activation", ""))
     if name is None or gate_arguments.keys() - {"activation", "bias"} or up_arguments.keys() - {"bias"}:
         return f"of two products only a gate ({', '.join(GATED)}) and a plain one are fused"
@@ -301,28 +310,42 @@ def gated(gate: Product, gate_arguments: Arguments, up: Product, up_arguments: A
 
 @functools.lru_cache
 def _fit(shape: Sequence[Any], of: Sequence[Any]) -> tuple[bool, bool, bool]:
-    """Whether it is a row ([N], or [1, ..., N]), a column ([..., M, 1]), and of the very shape."""
+    """Whether a shape is a row ([N] or [1, ..., N]), a column ([..., M, 1]), the same shape."""
     is_row = 0 < len(shape) <= len(of) and shape[-1] == of[-1] and all(size == 1 for size in shape[:-1])
     return is_row, tuple(shape) == (*of[:-1], 1), tuple(shape) == tuple(of)
 
 
 def steps(arguments: Arguments) -> tuple[str, ...]:
-    """The chain's steps by name, in the order of the computation."""
-    found: list[str] = [name for name in ("alpha", "row_scale", "col_scale") if name in arguments]
-    if "bias" in arguments:
-        found.append("bias" if arguments.get("bias_dim", -1) == -1 else "column bias")
-    found += [name for name in ("bias_up", "c") if name in arguments]
-    found += [arguments["activation"]] if "activation" in arguments else []
-    found += ["dropout"] if "dropout_p" in arguments else []
-    return (*found, "residual") if "residual" in arguments else tuple(found)
+    """Name the chain's steps, in the order of the computation."""
+    shown = {"bias": "column bias" if "bias_dim" in arguments else "bias", "dropout_p": "dropout"}
+    shown["activation"] = arguments.get("activation", "")
+    order = ("alpha", "row_scale", "col_scale", "bias", "bias_up", "c", "activation", "dropout_p", "residual")
+    return tuple(shown.get(name, name) for name in order if name in arguments)
 
 
 def final(arguments: Arguments) -> Arguments:
-    """What the fused function is called with: c where nothing follows it is a residual."""
+    """Return the fused function's arguments: an addend c that nothing follows is a residual."""
     if arguments.get("beta") == 1 and _AFTER_SUM.isdisjoint(arguments):
         rest = {name: value for name, value in arguments.items() if name not in ("beta", "c")}
         return {**rest, "residual": arguments["c"]}
     return arguments
+
+
+def is_by_rows(product: Product, arguments: Arguments) -> bool:
+    """Whether isogemm.linear computes the chain, with weights [N, K]; else isogemm.matmul_fused does."""
+    return "weight_up" in arguments or (product.is_linear and "bias_dim" not in arguments)
+
+
+def view(name: str, ndim: int, arguments: Arguments, *, flat: bool = False) -> tuple[Any, ...] | None:
+    """Return the tensor method, with arguments, that gives an operand the shape the fused function takes.
+
+    None where it has that shape. flat: the product is [B T, N], and the operand has the shape of its view [B, T, N].
+    """
+    if name == "row_scale" or (name == "bias" and "bias_dim" in arguments):  # [..., M, 1]
+        return ("flatten",) if flat else ("squeeze", -1)
+    if name in ("bias", "bias_up", "col_scale"):  # [1, ..., N]
+        return ("flatten",) if ndim > 1 else None
+    return ("flatten", 0, -2) if flat and name in ("c", "residual") and ndim > 2 else None
 
 
 def describe(is_linear: bool, like_a: Any, like_b: Any) -> str:
@@ -339,6 +362,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def _scaled_by_number(arguments: Arguments, factor: float, divides: bool) -> Arguments | str:
+    """Fold a number into alpha."""
     before = arguments.get("alpha", 1.0)
     if isinstance(factor, bool) or not _is_moderate(factor):
         return f"the factor is {factor!r}"
@@ -352,19 +376,7 @@ def _is_moderate(factor: float) -> bool:
     return math.isfinite(factor) and _LEAST <= abs(factor) <= _MOST
 
 
-def _is_factor(scale: Any) -> bool:
-    return isinstance(scale, int | float) and not isinstance(scale, bool) and _is_moderate(scale)
-
-
-def _is_operand(like: Any) -> bool:
-    return hasattr(like, "shape")
-
-
 def _unlike(product: Product, like: Any, also: torch.dtype | None = None) -> str:
     if like.dtype not in (product.dtype, also):
         return f"is {name_of(like.dtype)} and the product {name_of(product.dtype)}"
     return "is on another device" if like.device != product.device else ""
-
-
-def _once(arguments: Arguments, name: str, value: Any) -> Arguments | str:
-    return f"it has two factors as {name}" if name in arguments else {**arguments, name: value}

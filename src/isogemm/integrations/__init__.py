@@ -1,1 +1,1 @@
-"""What isogemm knows of other libraries' models. None of them is imported."""
+"""What isogemm knows about models of other libraries, none of which is imported."""

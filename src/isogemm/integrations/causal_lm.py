@@ -1,8 +1,8 @@
-"""Which parts of a Hugging Face causal LM give a sequence other bits in a batch, padded or in chunks than alone.
+"""`invariance_report`: which parts of a causal LM give a sequence other bits in a batch, padded or chunked than alone.
 
-Every part is judged on its own. The sequence runs alone once, and what enters and leaves each module is recorded. When
-it runs in another way, its rows are compared at the same places and then replaced by the recorded ones: no part is
-handed the difference that another made.
+Every part is judged on its own. The sequence runs alone once, and the inputs and outputs of each module are recorded.
+When it runs in another way, its rows are compared at the same places and then replaced by the recorded ones, so that no
+part gets a difference that another made.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from isogemm.nn.linear import Linear
 from isogemm.nn.mlp import MLP
 from isogemm.nn.swap import summarize, without_indices
 
-# What computed a tensor: a module without submodules, or an MLP, as a whole; a module with some, besides them; or the
-# caller of a module, on the way to it.
+# What computed a tensor: a module without submodules (or an MLP), a module with submodules, or a module's caller.
 Part = Literal["module", "ops inside", "ops before"]
 
 _COVERED = (Linear, MLP)
@@ -155,7 +154,7 @@ _Index = tuple[int | slice, ...]
 
 
 class _Place(NamedTuple):
-    """Of a tensor that enters or leaves a module."""
+    """Where a tensor enters or leaves a module."""
 
     module: str
     side: Literal["input", "output"]
@@ -175,7 +174,7 @@ class _Call:
     attention_mask: torch.Tensor | None = None
 
     def align(self, shape: torch.Size, alone: torch.Size) -> tuple[_Index, _Index] | None:
-        """Where the sequence's part of a tensor is, and what it matches of the tensor alone; None if it cannot be told.
+        """Return the index of the sequence's part of a tensor, and that in the tensor alone; None if unknown.
 
         Known are [B, ...] with the tokens on any later axis, the same shared by the batch, and [B * T, ...].
         """
@@ -202,7 +201,7 @@ _See = Callable[[_Call, _Place, torch.Tensor], torch.Tensor]
 
 
 def _parts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """The modules that are called: an MLP reads the weights of its layers past them, and refuses their hooks."""
+    """Return the modules that are called: an MLP does not call its layers, and refuses hooks on them."""
     within = {id(layer) for mlp in model.modules() if isinstance(mlp, MLP) for layer in mlp.children()}
     return [(name, module) for name, module in model.named_modules() if id(module) not in within]
 
@@ -215,7 +214,7 @@ def _judge(
 
     def heal(call: _Call, place: _Place, tensor: torch.Tensor) -> torch.Tensor:
         key = place.module, place.side
-        total[key] += 0  # it was there
+        total[key] += 0  # listed even if nothing can be compared
         alone = recorded.get(place)
         aligned = call.align(tensor.shape, alone.shape) if alone is not None else None
         if alone is None or aligned is None or tensor.dtype != alone.dtype:
@@ -225,7 +224,7 @@ def _judge(
         count = _count_differing(mine, theirs)
         if count:
             differing[key] += count
-            tensor = tensor.clone()  # what came may be another's too
+            tensor = tensor.clone()  # something else may read what came
             tensor[aligned[0]] = theirs
         return tensor
 
@@ -241,7 +240,7 @@ def _judge(
 
 
 def _logits(model: torch.nn.Module, calls: Sequence[_Call], see: _See | None = None) -> torch.Tensor:
-    """The sequence's logits [L, V]. `see` gets every tensor that enters or leaves a module, and gives what goes on."""
+    """Return the sequence's logits [L, V]. `see` may replace every tensor that enters or leaves a module."""
     rows = []
     arguments: dict[str, Any] = {"use_cache": len(calls) > 1}
     for call in calls:
@@ -288,7 +287,7 @@ def _watched(model: torch.nn.Module, call: _Call, see: _See | None) -> Iterator[
 def _map_tensors(
     function: Callable[[tuple[object, ...], torch.Tensor], torch.Tensor], value: object, path: tuple[object, ...] = ()
 ) -> object:
-    """The value with its tensors mapped, through tuples, lists and mappings; caches and the like stay as they are."""
+    """Map the tensors in tuples, lists and mappings; other values, such as caches, stay as they are."""
     if isinstance(value, torch.Tensor):
         return function(path, value)
     if isinstance(value, tuple | list) and type(value) in (tuple, list):
@@ -323,7 +322,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _weight(model: torch.nn.Module) -> torch.Tensor:
-    """One of a causal LM's, that it is on the device and in the dtype of."""
+    """Return a weight, for its device and dtype, of what must be a causal LM."""
     require_module("model", model)
     weight = next(model.parameters(), None)
     try:
@@ -354,7 +353,7 @@ def _sequence(input_ids: torch.Tensor) -> torch.Tensor:
 def _calls(
     ids: torch.Tensor, batch: int | None, pad: int | None, chunks: int | Sequence[int] | None
 ) -> dict[str, tuple[str, list[_Call]]]:
-    """Each way in words and in forwards."""
+    """Return each way as words and as calls of the model."""
     length = len(ids)
     ways: dict[str, tuple[str, list[_Call]]] = {}
     if batch is not None:

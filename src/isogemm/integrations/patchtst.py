@@ -1,8 +1,7 @@
-"""`accelerate`: the encoder layers of a PatchTST through `isogemm.encoder_layer`, in place and for as long as wanted.
+"""`accelerate`: runs the encoder layers of a PatchTST through `isogemm.encoder_layer`, until `restore`.
 
-A layer stays the module it is and changes its class alone, to one with the class it had as a base: names, state_dict,
-hooks and references to it hold, what isogemm does not compute goes through the forward it had, and `restore` gives the
-class back.
+A layer stays the same module and changes its class, to one with its own class as a base: names, state_dict, hooks and
+references stay valid, what isogemm does not compute goes through the forward it had, and `restore` resets the class.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from isogemm.epilogues import spec
 from isogemm.gemm.describe import dtype_name
 from isogemm.gemm.op import SERVED
 from isogemm.integrations.patchtst_layers import (
-    HUGGING_FACE,
-    OFFICIAL,
     UNUSUAL_SCALE,
     Family,
+    HuggingFace,
+    Official,
     Parts,
     encoder_arguments,
+    inspect_layer,
     is_usual_now,
-    looked_at,
     name_in,
 )
 from isogemm.nn.encoder_layer import activation_name, slower_than_torch
@@ -49,7 +48,7 @@ from isogemm.nn.swap import Kept, Note, grouped, summarize
 
 @dataclass(frozen=True)
 class AccelerateReport:
-    """What `accelerate` did, by the modules' names in the model; a module under two names is listed under both."""
+    """What `accelerate` did, by the names of the modules; a module under two names is listed under both."""
 
     swapped: tuple[str, ...]
     kept: tuple[Kept, ...]
@@ -72,18 +71,18 @@ class AccelerateReport:
 
 
 def accelerate(model: torch.nn.Module, *, precision: str | None = None) -> AccelerateReport:
-    """Let a PatchTST's encoder layers compute through `isogemm.encoder_layer`.
+    """Run a PatchTST's encoder layers through `isogemm.encoder_layer`.
 
     Args:
         model: Hugging Face's, the official one, or any module with their layers, changed in place. Parameters, buffers,
-            modules and state_dict stay what they are. What an earlier call did is undone first.
+            modules and state_dict stay as they are. What an earlier call did is undone first.
         precision: of float32 products, see isogemm.encoder_layer.
 
     Returns:
         Which layers were swapped, which not, and why.
 
-    A layer is known by its modules' names and types, and swapped if its forward computes what they say: it is tried
-    once on the CPU, in both modes, with random weights and no dropout. A call that isogemm cannot serve
+    A layer is recognised by its modules' names and types. It is swapped if its forward computes what they say, which is
+    tried once on the CPU, in both modes, with random weights and no dropout. A call that isogemm cannot serve
     (output_attentions, an attn_mask, hooks that inner modules got later, norms of which one alone is in training mode
     or in another dtype than the input) goes through the forward that the layer had; `isogemm.dispatch_log` has it as
     integrations.patchtst, and why.
@@ -106,7 +105,7 @@ def accelerate(model: torch.nn.Module, *, precision: str | None = None) -> Accel
                     reasons[layer] = reason
                 else:
                     swapped[layer] = kind
-    stacks = _handing_on_scores(names, [layer for layer, kind in swapped.items() if kind is _OfficialLayer])
+    stacks = _stacks_passing_scores(names, [layer for layer, kind in swapped.items() if kind is _OfficialLayer])
     unread = {layers[-1] for layers in stacks} - {None}
     alike = [layers for layers in stacks if None not in layers and len(layers) <= MOST_FACTORS + 1]
     by_factors = {layer for layers in alike for layer in layers}
@@ -143,27 +142,25 @@ class _Choices(NamedTuple):
     types: tuple[type, ...]  # of the modules that are known by type
     activation_options: tuple[tuple[str, object], ...]  # attributes of its module, by which it was told
     scores_read: bool
-    by_factors: bool = (
-        False  # whether its stack does nothing with scores but hand them on, and is no longer than it may
-    )
-    usual_scale: bool = True  # what a state_dict last gave: torch.compile sees that, and no tensor's value
+    by_factors: bool = False  # its stack only hands scores on, and is short enough to do so by factors
+    usual_scale: bool = True  # of the state_dict that was loaded last: torch.compile cannot read a tensor's value
 
 
 class _Accelerated(PastForwards):
-    """The first base of a layer's class, before the one it had."""
+    """The first base of an accelerated layer's class; the second is the class it had."""
 
     family: ClassVar[Family]
     isogemm_choices: _Choices
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle would not find the class by its name."""
+        """Pickle by the bases, since pickle would not find the class by its name."""
         return _unfilled, type(self).__bases__, self.__getstate__()  # type: ignore[no-untyped-call]
 
     def _isogemm_parts(self, x: Tensor, reason: str) -> Parts | None:
-        """What isogemm computes this call with; None, and recorded, if it does not, for `reason` or another."""
+        """Return the modules to compute this call with; None, with a record of why, if torch computes it."""
         parts = None
         if not reason:
-            parts, reason = looked_at(self.family, self)
+            parts, reason = inspect_layer(self.family, self)
         if parts and not reason:
             if tuple(map(type, parts.known_by_type)) != self.isogemm_choices.types:
                 reason = "a module in it was replaced by one of another type"
@@ -185,7 +182,7 @@ class _Accelerated(PastForwards):
         return None
 
     def _isogemm_computed(self, x: Tensor, parts: Parts, **options: Any) -> Any:
-        """x [S, T, D]."""
+        """Compute the layer of x [S, T, D]."""
         parameters, told = encoder_arguments(parts)
         precision = self.isogemm_choices.precision if x.dtype is torch.float32 else None
         begins = options.get("return_scores") == "factors" and options["scores"] is None
@@ -196,7 +193,7 @@ class _Accelerated(PastForwards):
 
 
 class _HuggingFaceLayer(_Accelerated):
-    family = HUGGING_FACE
+    family = HuggingFace()
 
     def forward(self, hidden_state: Tensor, output_attentions: bool | None = None) -> tuple[Tensor, ...]:
         parts = self._isogemm_parts(hidden_state, "output_attentions is True" if output_attentions else "")
@@ -208,7 +205,7 @@ class _HuggingFaceLayer(_Accelerated):
 
 
 class _OfficialLayer(_Accelerated):
-    family = OFFICIAL
+    family = Official()
 
     def forward(
         self,
@@ -271,7 +268,7 @@ def _class(kind: type[_Accelerated], original: type[torch.nn.Module]) -> type[to
 
 
 def _unfilled(kind: type[_Accelerated], original: type[torch.nn.Module]) -> torch.nn.Module:
-    """For copy and pickle, which set its attributes."""
+    """Make an empty layer, whose attributes copy and pickle set."""
     made = _class(kind, original)
     return made.__new__(made)
 
@@ -292,12 +289,12 @@ def _change_class(
 
 
 def _obstacle(kind: type[_Accelerated], layer: torch.nn.Module) -> str:
-    """Why isogemm.encoder_layer with the layer's parameters would not do what the layer does; empty if it would."""
+    """Say why isogemm.encoder_layer would not compute what the layer does; empty if it would."""
     if sum("forward" in vars(cls) for cls in type(layer).__mro__ if cls is not torch.nn.Module) > 1:
         return f"{type(layer).__name__} has a forward of its own"
     if reason := module_obstacle(layer):
         return reason
-    parts, reason = looked_at(kind.family, layer)
+    parts, reason = inspect_layer(kind.family, layer)
     if reason or parts is None:
         return reason
     if not _activation(parts):
@@ -312,11 +309,11 @@ def _obstacle(kind: type[_Accelerated], layer: torch.nn.Module) -> str:
     for each in layer.parameters():
         if each.dtype not in SERVED:
             return f"{each.dtype} has no contract; those with one: {', '.join(map(dtype_name, SERVED))}"
-    return _otherwise(kind, layer)
+    return _difference(kind, layer)
 
 
 def _other_dtype(parts: Parts, x: Tensor) -> str:
-    """Of norms that a 16-bit model keeps in float32: torch's take the input, without autocast isogemm's do not."""
+    """Say that the norms have another dtype than the input, which isogemm takes under autocast alone; else empty."""
     for norm in (parts.norm1, parts.norm2):
         scale = parameter(norm, "weight")
         if scale is not None and scale.dtype is not x.dtype and autocast_dtype(x) is None:
@@ -325,7 +322,7 @@ def _other_dtype(parts: Parts, x: Tensor) -> str:
 
 
 def _note(parts: Parts) -> str:
-    """What `accelerate` says of a layer that it swaps."""
+    """Return the report's note on a layer that is swapped."""
     weight = parameter(parts.q, "weight")
     if weight.device.type == "cpu":
         return "slower than torch's on the CPU, where isogemm gives reproducible bits and no speed"
@@ -333,7 +330,7 @@ def _note(parts: Parts) -> str:
 
 
 def _activation_options(parts: Parts) -> tuple[tuple[str, object], ...]:
-    """The attributes that an activation's function depends on, and their values."""
+    """Return the attributes on which an activation depends, and their values."""
     if parts.folded:
         return (("activation", parts.linear1.activation),)
     options = (each for each in vars(parts.activation).items() if each[0] not in _OF_ANY_MODULE)
@@ -350,7 +347,7 @@ def _is_other_activation(parts: Parts, options: tuple[tuple[str, object], ...]) 
 
 
 def _is_same(value: object, before: object) -> bool:
-    if isinstance(before, partial):  # of which torch.compile sees another one
+    if isinstance(before, partial):  # torch.compile sees another object
         return isinstance(value, partial) and (value.func, value.args, value.keywords) == (
             before.func, before.args, before.keywords
         )  # fmt: skip
@@ -358,7 +355,7 @@ def _is_same(value: object, before: object) -> bool:
 
 
 def _activation(parts: Parts) -> str:
-    """isogemm.encoder_layer's name, told by its values where it is no module of torch's; empty if it has none."""
+    """Return isogemm.encoder_layer's name of the activation, found by its values if it is not torch's; else empty."""
     module = parts.activation
     if parts.folded:
         folded = parts.linear1.activation
@@ -375,8 +372,8 @@ def _activation(parts: Parts) -> str:
         return next((name for name in ACTIVATIONS if _close(spec.activation(name).torch(z), values, 1e-6)), "")
 
 
-def _otherwise(kind: type[_Accelerated], layer: torch.nn.Module) -> str:
-    """What the layer's forward does that isogemm.encoder_layer does not, tried without dropout; empty if nothing."""
+def _difference(kind: type[_Accelerated], layer: torch.nn.Module) -> str:
+    """Try the layer without dropout, and say what isogemm.encoder_layer computes otherwise; empty if nothing."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -423,11 +420,13 @@ def _close(ours: Tensor, theirs: object, tolerance: float = 1e-4) -> bool:
     )
 
 
-def _handing_on_scores(
+def _stacks_passing_scores(
     names: Sequence[tuple[str, torch.nn.Module]], layers: Container[torch.nn.Module]
 ) -> list[list[torch.nn.Module | None]]:
-    """Of stacks with residual attention that hand scores on and do no more with them: the layers; None for one that is
-    none of `layers`, or whose scores others may see."""
+    """Find the stacks with residual attention that only hand scores on, and return their layers.
+
+    None stands for a layer that is none of `layers`, or whose scores something else may see.
+    """
     times = Counter(module for _, module in names)
 
     def known(layer: torch.nn.Module) -> bool:
@@ -436,15 +435,15 @@ def _handing_on_scores(
     found = []
     for encoder in times:
         stack = encoder._modules.get("layers")
-        if isinstance(stack, torch.nn.ModuleList) and any(map(known, stack)) and _hands_scores_on(encoder):
+        if isinstance(stack, torch.nn.ModuleList) and any(map(known, stack)) and _only_passes_scores_on(encoder):
             found.append([layer if known(layer) else None for layer in stack])
     return found
 
 
-def _hands_scores_on(encoder: torch.nn.Module) -> bool:
-    """Told by what its forward makes of layers that give things with which nothing can be computed.
+def _only_passes_scores_on(encoder: torch.nn.Module) -> bool:
+    """Whether an encoder only hands scores on: its forward is run with layers that return bare objects.
 
-    Not if it calls them without gradients, as a reentrant checkpoint does, which finds no tensor inside a tuple.
+    False if it calls them without gradients, as a reentrant checkpoint does, which finds no tensor inside a tuple.
     """
     if "forward" in encoder.__dict__:
         return False

@@ -1,17 +1,17 @@
-"""The encoder layers of a PatchTST, Hugging Face's and the official implementation's, by the names of their modules."""
+"""The encoder layers of a PatchTST, Hugging Face's and the official ones: their modules by what they compute."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from isogemm.encoder.parameters import EncoderDropout, EncoderParameters
-from isogemm.nn.encoder_layer import probability, running_statistics
+from isogemm.nn.encoder_layer import encoder_parameters, probability, running_statistics
 from isogemm.nn.linear import read_past_forward
 from isogemm.nn.sharing import needs_its_forward, parameter
 from isogemm.nn.swap import FoldedActivation
@@ -39,8 +39,8 @@ class Parts(NamedTuple):
     projection_dropouts: tuple[Any, ...]
     activation_dropout: Any
     output_dropout: Any
-    others: tuple[Any, ...]  # all that are called besides
-    attention_dropout: float  # in the mode it is in
+    others: tuple[Any, ...]  # all other modules that are called
+    attention_dropout: float  # in its present mode
     nhead: int
 
     @property
@@ -58,27 +58,19 @@ class Parts(NamedTuple):
 
     @property
     def known_by_type(self) -> tuple[Any, ...]:
-        """Those that are no torch.nn.Linear, norm or dropout."""
+        """The modules that are no torch.nn.Linear, norm or dropout."""
         return (self.activation, *self.others)
 
 
-class Family(Protocol):
-    """One implementation's layers."""
-
-    def resembles(self, layer: torch.nn.Module) -> bool:
-        """Whether it has the modules that tell such a layer from others."""
-
-    def parts(self, layer: torch.nn.Module) -> Parts:
-        """KeyError or AttributeError where one is missing."""
-
-    def obstacle(self, layer: Any, parts: Parts) -> str:
-        """What of the layer's options isogemm.encoder_layer would not compute; empty if nothing."""
-
-    def trial(self, layer: Any, random: Callable[..., Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """Arguments to try a copy of the layer with, which it makes ready."""
-
-
 class HuggingFace:
+    """Hugging Face's layers.
+
+    resembles: whether a module has the submodules that tell such a layer from others.
+    parts: its modules; KeyError or AttributeError where one is missing.
+    obstacle: which of its options isogemm.encoder_layer would not compute; empty if none.
+    trial: prepares a copy of a layer to be tried, and returns the arguments to call it with.
+    """
+
     def resembles(self, layer: torch.nn.Module) -> bool:
         names = ("norm_sublayer1", "norm_sublayer3", "ff")
         return _has(layer, *names) and _has(layer._modules.get("self_attn"), "q_proj", "k_proj", "v_proj", "out_proj")
@@ -129,6 +121,8 @@ class HuggingFace:
 
 
 class Official:
+    """The official implementation's layers, with the methods of HuggingFace."""
+
     def resembles(self, layer: torch.nn.Module) -> bool:
         names = ("norm_attn", "norm_ffn", "ff")
         return _has(layer, *names) and _has(layer._modules.get("self_attn"), "W_Q", "W_K", "W_V", "to_out")
@@ -186,11 +180,11 @@ class Official:
         return (random(2, 3, attention.W_Q.in_features),), {"prev": random(2, attention.n_heads, 3, 3)}
 
 
-HUGGING_FACE, OFFICIAL = HuggingFace(), Official()
+Family = HuggingFace | Official
 
 
-def looked_at(family: Family, layer: torch.nn.Module) -> tuple[Parts | None, str]:
-    """A layer's modules, and what in them and its options isogemm.encoder_layer would not compute as it is now."""
+def inspect_layer(family: Family, layer: torch.nn.Module) -> tuple[Parts | None, str]:
+    """Return a layer's modules, and what in them and its options isogemm.encoder_layer would not compute now."""
     try:
         parts = family.parts(layer)
         return parts, family.obstacle(layer, parts) or _unlike(layer, parts)
@@ -199,26 +193,18 @@ def looked_at(family: Family, layer: torch.nn.Module) -> tuple[Parts | None, str
 
 
 def name_in(layer: torch.nn.Module, module: torch.nn.Module) -> str:
+    """Return a module's name in the layer."""
     names: dict[torch.nn.Module, str] = {each: name for name, each in layer.named_modules()}
     return names[module]
 
 
 def encoder_arguments(parts: Parts) -> tuple[EncoderParameters, dict[str, Any]]:
-    """Of isogemm.encoder_layer, as far as the modules tell."""
-    norm1, norm2, out_proj = parts.norm1, parts.norm2, parts.out_proj
-    parameters = EncoderParameters(
-        in_proj_weight=(parameter(parts.q, "weight"), parameter(parts.k, "weight"), parameter(parts.v, "weight")),
-        out_proj_weight=parameter(out_proj, "weight"),
-        linear1_weight=parameter(parts.linear1, "weight"),
-        linear2_weight=parameter(parts.linear2, "weight"),
-        norm1_weight=parameter(norm1, "weight"),
-        norm2_weight=parameter(norm2, "weight"),
-        in_proj_bias=(parameter(parts.q, "bias"), parameter(parts.k, "bias"), parameter(parts.v, "bias")),
-        out_proj_bias=parameter(out_proj, "bias"),
-        linear1_bias=parameter(parts.linear1, "bias"),
-        linear2_bias=parameter(parts.linear2, "bias"),
-        norm1_bias=parameter(norm1, "bias"),
-        norm2_bias=parameter(norm2, "bias"),
+    """Return the arguments of isogemm.encoder_layer that the modules determine."""
+    norm1, norm2 = parts.norm1, parts.norm2
+    parameters = encoder_parameters(
+        (parameter(parts.q, "weight"), parameter(parts.k, "weight"), parameter(parts.v, "weight")),
+        (parameter(parts.q, "bias"), parameter(parts.k, "bias"), parameter(parts.v, "bias")),
+        *parts.with_parameters[3:],
     )
     options: dict[str, Any] = {
         "nhead": parts.nhead,
@@ -235,8 +221,12 @@ def _has(module: torch.nn.Module | None, *names: str) -> bool:
 
 
 def _unlike(layer: torch.nn.Module, parts: Parts) -> str:
+    """Say what in the modules isogemm.encoder_layer would not compute; empty if nothing."""
     for module in parts.with_parameters[:6]:
-        if reason := _unlike_linear(module, parts.folded and module is parts.linear1):
+        folded = parts.folded and module is parts.linear1  # it computes the activation after it too
+        if folded and getattr(module, "activation", None) is None:
+            return f"{name_in(layer, module)} lacks the activation that was folded into it"
+        if reason := read_past_forward(module, activated=folded):
             return f"{name_in(layer, module)} {reason}"
     for forwards, modules in (
         (_NORM, parts.with_parameters[6:]),
@@ -259,13 +249,6 @@ def _unlike(layer: torch.nn.Module, parts: Parts) -> str:
     return ""
 
 
-def _unlike_linear(module: torch.nn.Module, folded: bool) -> str:
-    """folded: it is to compute the activation after it too."""
-    if folded and getattr(module, "activation", None) is None:
-        return "lacks the activation that was folded into it"
-    return read_past_forward(module, activated=folded)
-
-
 def _dropout(parts: Parts) -> EncoderDropout:
     projection = 0.0
     for each in parts.projection_dropouts:  # one after the other: the first or, of the rest, the second
@@ -279,16 +262,16 @@ def _dropout(parts: Parts) -> EncoderDropout:
 
 
 def _from_batch(norm: torch.nn.BatchNorm1d) -> bool:
-    """Whether it normalizes with the batch's statistics."""
+    """Whether a norm uses the batch's statistics."""
     return norm.training or (norm.running_mean is None and norm.running_var is None)
 
 
-# By their ids: in which memory, and at which version of its value.
+# Scales known to be usual, by id: the tensor, its address and its version.
 _usual_scales: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
 
 
 def _is_usual(scale: Tensor, head: int) -> bool:
-    """Whether it is 1 / sqrt(head). It is read only where torch counted a change: that waits for the device."""
+    """Whether a scale is 1 / sqrt(head). Its value, which waits for the device, is read only if its version changed."""
     if is_compiling() or scale.is_meta:
         return is_usual_now(scale, head)
     try:
@@ -306,7 +289,10 @@ def _is_usual(scale: Tensor, head: int) -> bool:
 
 
 def is_usual_now(scale: Tensor, head: int) -> bool:
-    """The same, read; True where there is no value, as in torch.export. torch.compile reads it as it makes a graph."""
+    """Read whether a scale is 1 / sqrt(head); True where it has no value, as in torch.export.
+
+    torch.compile calls this once, when it makes a graph.
+    """
     try:
         return torch.equal(scale.detach().cpu(), torch.tensor(head**-0.5, dtype=scale.dtype, device="cpu"))
     except RuntimeError:

@@ -13,19 +13,12 @@ from isogemm.core.errors import require_precision
 from isogemm.encoder.api import encoder_layer
 from isogemm.encoder.configs import WIDEST, unserved
 from isogemm.encoder.parameters import ACTIVATIONS, NORMS, EncoderDropout, EncoderParameters, RunningStatistics
-from isogemm.epilogues import of_module, recognise
+from isogemm.epilogues import of_module, recognise, spec
 from isogemm.nn.sharing import module_obstacle, needs_its_forward, parameter, parameter_obstacle, shared, shown_name
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
-_FUNCTIONS: dict[str, Activation] = {
-    "relu": functional.relu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "silu": functional.silu,
-}
-
-# What the submodules compute in torch's forward.
+# The forwards of the submodules that isogemm.encoder_layer computes.
 _LINEAR = (torch.nn.Linear.forward,)
 _NORM = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward, torch.nn.BatchNorm1d.forward)
 _DROPOUT = (torch.nn.Dropout.forward, torch.nn.Identity.forward)
@@ -53,20 +46,20 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
     """torch.nn.TransformerEncoderLayer in one call each way, a sequence's bits independent of the others in the batch.
 
     Args:
-        d_model .. dtype: as of torch.nn.TransformerEncoderLayer, in its order; so is the state_dict.
+        d_model .. dtype: those of torch.nn.TransformerEncoderLayer, in its order. The state_dict is torch's.
         activation: "relu", "gelu", "gelu_tanh" or "silu", or torch's function or module for it.
-        batch_first: True alone.
+        batch_first: must be True.
         norm: "layer_norm"; "rms_norm": two torch.nn.RMSNorm, which have no bias; or "batch_norm": two
             torch.nn.BatchNorm1d, over all sequences and tokens.
         precision: of float32 inputs, see isogemm.encoder_layer.
 
-    The submodules hold the parameters, which are read past their forwards, parametrized or tied. What would need these
-    to run (hooks, another module in their place) raises RuntimeError.
+    The submodules hold the parameters, which may be parametrized or tied, but their forwards do not run. Where these
+    would be needed (hooks, another module in their place) the layer raises RuntimeError.
     """
 
     precision: str | None
-    is_swapped: bool = False  # `isogemm.nn.swap` put it in a torch.nn.TransformerEncoderLayer's place
-    _activation: str  # isogemm.encoder_layer's name of `activation`, where that is no module, whose options may change
+    is_swapped: bool = False  # `isogemm.nn.swap` put it in the place of a torch.nn.TransformerEncoderLayer
+    _activation: str  # the name of `activation` where that is a function: a module's options may change
 
     def __init__(
         self,
@@ -90,9 +83,9 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
         if norm not in NORMS:
             raise ValueError(f"norm is {norm!r}; accepted: {', '.join(NORMS)}")
         if isinstance(activation, str):
-            if activation not in _FUNCTIONS:
+            if activation not in ACTIVATIONS:
                 raise _unknown(activation)
-            activation = _FUNCTIONS[activation]
+            activation = _function(activation)
         super().__init__(
             d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias,
             device, dtype,
@@ -105,7 +98,7 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
 
     @classmethod
     def from_torch(cls, layer: torch.nn.TransformerEncoderLayer, *, precision: str | None = None) -> Self:
-        """An EncoderLayer that shares the layer's submodules and their parameters, hooks and other attributes.
+        """Make an EncoderLayer that shares the layer's submodules, parameters, hooks and other attributes.
 
         In a torch.nn.TransformerEncoder that was made with torch's layers, set its use_nested_tensor to False as well.
         """
@@ -133,10 +126,10 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
         src_key_padding_mask: torch.Tensor | None = None,
         is_causal: bool = False,
     ) -> torch.Tensor:
-        """src [sequences, tokens, d_model] or [tokens, d_model] -> the same.
+        """Compute the layer: src [sequences, tokens, d_model] or [tokens, d_model], and a result of that shape.
 
         Args:
-            src_mask: None, or a causal one, which is_causal=True says it is: its values are not read.
+            src_mask: None, or a causal mask together with is_causal=True; its values are not read.
             src_key_padding_mask: [sequences, tokens] or [tokens], see isogemm.encoder_layer.
             is_causal: attend to no later token.
         """
@@ -153,19 +146,14 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
         attention, norm1 = modules["self_attn"], modules["norm1"]
         return encoder_layer(
             src,
-            EncoderParameters(
-                in_proj_weight=parameter(attention, "in_proj_weight"),
-                out_proj_weight=parameter(attention._modules["out_proj"], "weight"),
-                linear1_weight=parameter(modules["linear1"], "weight"),
-                linear2_weight=parameter(modules["linear2"], "weight"),
-                norm1_weight=parameter(norm1, "weight"),
-                norm2_weight=parameter(modules["norm2"], "weight"),
-                in_proj_bias=parameter(attention, "in_proj_bias"),
-                out_proj_bias=parameter(attention._modules["out_proj"], "bias"),
-                linear1_bias=parameter(modules["linear1"], "bias"),
-                linear2_bias=parameter(modules["linear2"], "bias"),
-                norm1_bias=parameter(norm1, "bias"),
-                norm2_bias=parameter(modules["norm2"], "bias"),
+            encoder_parameters(
+                parameter(attention, "in_proj_weight"),
+                parameter(attention, "in_proj_bias"),
+                attention._modules["out_proj"],
+                modules["linear1"],
+                modules["linear2"],
+                norm1,
+                modules["norm2"],
             ),
             nhead=attention.num_heads,
             norm_first=self.norm_first,
@@ -193,7 +181,26 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
         require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
         self.precision = precision
         self.is_swapped = False
-        self.activation_relu_or_gelu = 0  # by which a torch.nn.TransformerEncoder knows that it may not pack the batch
+        self.activation_relu_or_gelu = 0  # tells a torch.nn.TransformerEncoder not to pack the batch
+
+
+def encoder_parameters(
+    in_proj_weight: Any, in_proj_bias: Any, out_proj: Any, linear1: Any, linear2: Any, norm1: Any, norm2: Any
+) -> EncoderParameters:
+    """Collect the parameters of a layer's modules."""
+    return EncoderParameters(
+        in_proj_weight, parameter(out_proj, "weight"), parameter(linear1, "weight"), parameter(linear2, "weight"),
+        parameter(norm1, "weight"), parameter(norm2, "weight"),
+        in_proj_bias, parameter(out_proj, "bias"), parameter(linear1, "bias"), parameter(linear2, "bias"),
+        parameter(norm1, "bias"), parameter(norm2, "bias"),
+    )  # fmt: skip
+
+
+def _function(name: str) -> Activation:
+    """Return torch's function for an activation, with its options where they are not the default."""
+    entry = spec.ACTIVATIONS[name]
+    function = entry.functions[-1]
+    return function if activation_name(function) == name else partial(function, **entry.options)
 
 
 def _activation_now(layer: EncoderLayer) -> str:
@@ -213,22 +220,20 @@ def _unknown(activation: object) -> ValueError:
 
 
 def as_torch(layer: EncoderLayer) -> torch.nn.TransformerEncoderLayer:
-    """The torch.nn.TransformerEncoderLayer of the same submodules, hooks and other attributes."""
-    made = shared(torch.nn.TransformerEncoderLayer, layer)
-    for name in ("precision", "is_swapped", "_activation"):
-        made.__dict__.pop(name, None)
+    """Make a torch.nn.TransformerEncoderLayer of the same submodules, hooks and other attributes."""
+    made = shared(torch.nn.TransformerEncoderLayer, layer, ("precision", "is_swapped", "_activation"))
     activation = made.activation
     relu = activation is functional.relu or isinstance(activation, torch.nn.ReLU)
     gelu = activation is functional.gelu or isinstance(activation, torch.nn.GELU)
-    made.activation_relu_or_gelu = 1 if relu else 2 if gelu else 0  # as torch's constructor has it
+    made.activation_relu_or_gelu = 1 if relu else 2 if gelu else 0  # as in torch's constructor
     return made
 
 
 def slower_than_torch(d_model: int, nhead: int, dtype: torch.dtype) -> str:
-    """What to tell the user of a layer that is known to be slower on a GPU than torch's; empty for others.
+    """Say that a layer is known to be slower on a GPU than torch's; empty for others.
 
-    Measured of composed layers (H200, TF32 and bf16): in a CUDA graph 1.4 to 1.6 of torch.compile's speed at d_model
-    96, 0.75 to 0.98 at 384 and 768; launched one by one 0.68 to 0.78 of eager torch's.
+    Composed layers (H200, TF32 and bf16): in a CUDA graph 1.4 to 1.6 of torch.compile's speed at d_model 96, 0.75 to
+    0.98 at 384 and 768; launched one by one 0.68 to 0.78 of eager torch's.
     """
     reason = unserved(1, d_model, nhead, str(dtype).removeprefix("torch."))
     if not reason:
@@ -238,7 +243,7 @@ def slower_than_torch(d_model: int, nhead: int, dtype: torch.dtype) -> str:
 
 
 def obstacle(layer: torch.nn.TransformerEncoderLayer) -> str:
-    """Why an isogemm.nn.EncoderLayer of the same parameters would not do what the layer does; empty if it would."""
+    """Say why an isogemm.nn.EncoderLayer of the same parameters would compute something else; empty if it would not."""
     for method in ("forward", "_sa_block", "_ff_block"):
         ours = (getattr(torch.nn.TransformerEncoderLayer, method), getattr(EncoderLayer, method))
         if getattr(type(layer), method) not in ours:
@@ -257,7 +262,7 @@ def obstacle(layer: torch.nn.TransformerEncoderLayer) -> str:
 
 
 def _dropout(modules: dict[str, Any]) -> EncoderDropout:
-    """What its next call drops."""
+    """Return the probabilities of the next call."""
     attention = modules["self_attn"]
     return EncoderDropout(
         attention.dropout if attention.training else 0.0,
@@ -266,22 +271,19 @@ def _dropout(modules: dict[str, Any]) -> EncoderDropout:
 
 
 def probability(module: torch.nn.Module) -> float:
-    """With which a torch.nn.Dropout drops now; 0 for a torch.nn.Identity."""
+    """Return the probability of a torch.nn.Dropout in its present mode; 0 for a torch.nn.Identity."""
     return float(module.p) if module.training and isinstance(module, torch.nn.Dropout) else 0.0
 
 
 def running_statistics(*norms: torch.nn.Module) -> tuple[RunningStatistics, RunningStatistics] | None:
-    """Of two torch.nn.BatchNorm1d; None for other norms."""
-    if not isinstance(norms[0], torch.nn.BatchNorm1d):
-        return None
-    first, second = (_running(each) for each in norms if isinstance(each, torch.nn.BatchNorm1d))
-    return first, second
+    """Return the running statistics of two torch.nn.BatchNorm1d; None for other norms."""
+    return (_running(norms[0]), _running(norms[1])) if isinstance(norms[0], torch.nn.BatchNorm1d) else None
 
 
-def _running(norm: torch.nn.BatchNorm1d) -> RunningStatistics:
+def _running(norm: Any) -> RunningStatistics:
     if norm.training and not norm.track_running_stats:
         return RunningStatistics()
-    buffers = norm._buffers  # where they are found in a tenth of the time
+    buffers = norm._buffers  # ten times faster than attributes
     mean, var, batches = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
     return RunningStatistics(mean, var, batches, norm.momentum, not norm.training)
 
@@ -293,7 +295,7 @@ def _kind(norm: torch.nn.Module) -> str:
 
 
 def _unlike(layer: torch.nn.TransformerEncoderLayer) -> str:
-    """What in the layer's submodules isogemm.encoder_layer would not compute; empty if nothing."""
+    """Say what in the layer's submodules isogemm.encoder_layer would not compute; empty if nothing."""
     modules: dict[str, Any] = layer._modules
     for name, forwards in _FORWARDS.items():
         if reason := needs_its_forward(modules[name], forwards):
@@ -313,15 +315,10 @@ def _unlike(layer: torch.nn.TransformerEncoderLayer) -> str:
         return "norm1 and norm2 are not of one kind and eps"
     if norm1.eps is None:
         return "norm1 has no eps"
-    if isinstance(norm1, torch.nn.BatchNorm1d):
-        return _unlike_batch_norms(norm1, norm2, attention.embed_dim)
-    if not norm1.normalized_shape == norm2.normalized_shape == (attention.embed_dim,):
-        return "norm1 or norm2 normalizes other dimensions than the last"
-    return ""
-
-
-def _unlike_batch_norms(norm1: torch.nn.BatchNorm1d, norm2: torch.nn.BatchNorm1d, d_model: int) -> str:
-    if not norm1.num_features == norm2.num_features == d_model:
+    if not isinstance(norm1, torch.nn.BatchNorm1d):
+        of_features = norm1.normalized_shape == norm2.normalized_shape == (attention.embed_dim,)
+        return "" if of_features else "norm1 or norm2 normalizes other dimensions than the last"
+    if not norm1.num_features == norm2.num_features == attention.embed_dim:
         return "norm1 or norm2 is not of d_model features"
     if (norm1.training, norm1.running_mean is None) != (norm2.training, norm2.running_mean is None):
         return "norm1 and norm2 do not both take the batch's statistics, or both the running ones"
@@ -329,7 +326,7 @@ def _unlike_batch_norms(norm1: torch.nn.BatchNorm1d, norm2: torch.nn.BatchNorm1d
 
 
 def activation_name(activation: object) -> str:
-    """Of one that isogemm.encoder_layer has; empty for others."""
+    """Return isogemm.encoder_layer's name of an activation; empty if it has none."""
     if isinstance(activation, torch.nn.Module):
         found = of_module(activation)
     elif isinstance(activation, partial):

@@ -18,8 +18,8 @@ class Linear(torch.nn.Linear):
     """torch.nn.Linear whose output rows depend, bit for bit, on the input row and the weights alone.
 
     Args:
-        in_features, out_features, bias, device, dtype: as of torch.nn.Linear; so is the state_dict.
-        activation, activation_args: what follows in the same launch, see isogemm.matmul_fused; not gated (see MLP).
+        in_features, out_features, bias, device, dtype: those of torch.nn.Linear. The state_dict is torch's.
+        activation, activation_args: applied in the same launch, see isogemm.matmul_fused; not gated (see MLP).
         precision: of float32 inputs, see isogemm.linear.
         out_dtype: of the output, see isogemm.linear.
     """
@@ -28,7 +28,7 @@ class Linear(torch.nn.Linear):
     activation_args: dict[str, float]
     precision: str | None
     out_dtype: torch.dtype | None
-    is_swapped: bool = False  # `isogemm.nn.swap` put it in a torch.nn.Linear's place
+    is_swapped: bool = False  # `isogemm.nn.swap` put it in the place of a torch.nn.Linear
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Linear(torch.nn.Linear):
         precision: str | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Self:
-        """A Linear that shares the module's parameters, hooks and other attributes."""
+        """Make a Linear that shares the module's parameters, hooks and other attributes."""
         if not isinstance(module, torch.nn.Linear):
             raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Linear")
         if reason := obstacle(module):
@@ -110,23 +110,20 @@ class Linear(torch.nn.Linear):
 
 
 def in_words(activation: str, arguments: Mapping[str, float]) -> str:
-    """relu, leaky_relu(negative_slope=0.2)."""
+    """Format an activation: relu, leaky_relu(negative_slope=0.2)."""
     listed = ", ".join(f"{name}={value}" for name, value in arguments.items())
     return f"{activation}({listed})" if listed else activation
 
 
 def as_torch(module: Linear) -> torch.nn.Linear:
-    """The torch.nn.Linear of the same parameters, hooks and other attributes, which computes no activation."""
-    made = shared(torch.nn.Linear, module)
-    for name in ("activation", "activation_args", "precision", "out_dtype", "is_swapped"):
-        made.__dict__.pop(name, None)
-    return made
+    """Make a torch.nn.Linear of the same parameters, hooks and other attributes, without the activation."""
+    return shared(torch.nn.Linear, module, ("activation", "activation_args", "precision", "out_dtype", "is_swapped"))
 
 
 def read_past_forward(module: torch.nn.Module, activated: bool = False) -> str:
-    """What is lost if another reads the weight and bias of a linear and does not call it; empty if nothing.
+    """Say what is lost if a caller reads a linear's weight and bias and does not call it; empty if nothing.
 
-    activated: the other computes its activation too.
+    activated: the caller computes the activation too.
     """
     if isinstance(module, Linear) and module.out_dtype is not None:
         return f"has an out_dtype, {module.out_dtype}"
@@ -139,7 +136,7 @@ _FORWARDS = (Linear.forward, torch.nn.Linear.forward)
 
 
 def obstacle(module: torch.nn.Linear) -> str:
-    """Why an isogemm.nn.Linear of the same parameters would not do what the module does; empty if it would."""
+    """Say why an isogemm.nn.Linear of the same parameters would compute something else; empty if it would not."""
     if type(module).forward not in (torch.nn.Linear.forward, Linear.forward):
         return f"{type(module).__name__} has a forward of its own"
     if isinstance(module, Linear) and module.activation is not None:

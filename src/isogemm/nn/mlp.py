@@ -16,19 +16,19 @@ from isogemm.nn.sharing import shown_name
 
 
 class MLP(torch.nn.Module):
-    """down(act(up(x))), or down(act(gate(x)) * up(x)) with a gated activation: two launches, trained fused.
+    """down(act(up(x))), or down(act(gate(x)) * up(x)) with a gated activation: two launches, with a fused backward.
 
     Args:
-        in_features, hidden_features: of x, and between the layers.
-        out_features: None: in_features.
+        in_features, hidden_features: sizes of x, and between the layers.
+        out_features: in_features where None.
         activation, activation_args: see isogemm.matmul_fused; gated: "swiglu", "geglu", "reglu".
         bias: of every layer.
         hidden_dropout_p, dropout_p: after the activation and after `down`, in training mode.
         precision, out_dtype: see isogemm.linear.
         device, dtype: of the parameters, which are initialised as torch.nn.Linear's.
 
-    `gate`, `up` and `down` hold the parameters; their weights, parametrized or tied, are read past their forwards. What
-    would need these to run (hooks, another module in their place) raises RuntimeError.
+    `gate`, `up` and `down` hold the parameters, which may be parametrized or tied, but their forwards do not run. Where
+    these would be needed (hooks, another module in their place) the call raises RuntimeError.
     """
 
     gate: Linear | None
@@ -73,9 +73,9 @@ class MLP(torch.nn.Module):
         precision: str | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Self:
-        """An MLP that shares the parameters of linears that are there, each taken by `Linear.from_torch`.
+        """Make an MLP that shares the parameters of linears, each taken by `Linear.from_torch`.
 
-        A Llama block's, for one: MLP.from_linears(up_proj, down_proj, gate_proj, activation="swiglu").
+        For a Llama block: MLP.from_linears(up_proj, down_proj, gate_proj, activation="swiglu").
         """
         made = cls.__new__(cls)
         torch.nn.Module.__init__(made)
@@ -97,7 +97,7 @@ class MLP(torch.nn.Module):
         return made
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., in_features] -> [..., out_features], to which `residual` is added in the same launch."""
+        """Compute x [..., in_features] -> [..., out_features]; `residual` is added in the same launch."""
         gate, up, down = self.gate, self.up, self.down
         for name, layer in (("gate", gate), ("up", up), ("down", down)):
             if layer is not None and (reason := read_past_forward(layer)):

@@ -1,4 +1,4 @@
-"""`isogemm.nn.restore`: what `isogemm.nn.swap` replaced, in torch's modules again."""
+"""`isogemm.nn.restore`: undoes `isogemm.nn.swap`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     """Undo `isogemm.nn.swap`.
 
     Args:
-        model: changed in place. Parameters stay the very same objects, with the values they have now, under the same
-            names: optimizers and state_dicts hold. Hooks that the modules had or got since stay on them.
+        model: changed in place. Parameters stay the same objects under the same names, with their present values, so
+            optimizers and state_dicts stay valid. Hooks that the modules had or got since stay on them.
 
     Returns:
         The names of the modules that are torch's again; none if nothing was swapped. Modules of isogemm.nn that `swap`
         did not make stay.
 
-    The linears and encoder layers are new modules: references to the swapped ones, or to those from before, do not
-    follow. Folded activations come back as the modules they were. Restore before compiling or sharding, or after
-    undoing it: what cannot be restored raises RuntimeError, and nothing is changed.
+    The linears and encoder layers are new modules: references to the swapped ones, or to those from before, are stale.
+    Folded activations come back as the modules they were. Restore before compiling or sharding, or after undoing it.
+    What cannot be restored raises RuntimeError, and nothing is changed.
     """
     require_module("model", model)
     if _is_swapped(model):

@@ -1,4 +1,4 @@
-"""`isogemm.nn.swap`: an existing model's linears and encoder layers through isogemm, in place."""
+"""`isogemm.nn.swap`: replaces the linears and encoder layers of an existing model, in place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from isogemm.nn.sharing import PastForwards, shared
 
 Predicate = Callable[[str, torch.nn.Module], bool]
 
-_NOT_SELECTED = "not selected by only"
 _KINDS = (torch.nn.Linear, torch.nn.TransformerEncoderLayer)
 
 # Modules that hold matrices but compute no matrix products with them.
@@ -62,7 +61,7 @@ class Note(NamedTuple):
 
 
 class FoldedActivation(torch.nn.Identity):
-    """In the place of an activation that the isogemm.nn.Linear before it computes, until `isogemm.nn.restore`."""
+    """An identity in the place of an activation that the isogemm.nn.Linear before it computes."""
 
     activation: torch.nn.Module
 
@@ -73,12 +72,12 @@ class FoldedActivation(torch.nn.Identity):
         return made
 
     def unfolded(self) -> torch.nn.Module:
-        """The activation, with the mode, hooks and other attributes that this one has."""
+        """Return the activation, with the mode, hooks and other attributes of this module."""
         self.activation.__dict__.update({name: each for name, each in self.__dict__.items() if name != "activation"})
         return self.activation
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse another value of what the activation computes with: the linear before it has that since `swap`."""
+        """Refuse to change an option of the activation: the linear before it got its value at `swap`."""
         activation: Any = self.__dict__.get("activation")
         if activation is not None and name in options_of(type(activation)) and value != getattr(activation, name):
             raise AttributeError(
@@ -93,7 +92,7 @@ class FoldedActivation(torch.nn.Identity):
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What `swap` did, by the modules' names in the model; a module under two names is listed under both."""
+    """What `swap` did, by the names of the modules; a module under two names is listed under both."""
 
     swapped: tuple[str, ...]
     kept: tuple[Kept, ...]  # linears and encoder layers that stay, and others with matrices that torch multiplies
@@ -129,11 +128,11 @@ def swap(
     """Replace a model's torch.nn.Linear by isogemm.nn.Linear, its torch.nn.TransformerEncoderLayer by EncoderLayer.
 
     Args:
-        model: changed in place. Parameters stay the very same objects: tied weights stay tied, optimizers valid.
+        model: changed in place. Parameters stay the same objects: tied weights stay tied, optimizers valid.
         only: the linears and encoder layers to replace: a name or glob pattern as in model.named_modules(), several of
             them, or a predicate (name, module) -> bool; None for all.
-        fold: in a torch.nn.Sequential, let a linear compute the activation after it too, whose place an identity
-            takes: names and state_dict stay. Code that calls the two by themselves, or hooks that come later, see the
+        fold: in a torch.nn.Sequential, let a linear compute the activation after it too; an identity takes its place,
+            so names and state_dict stay. Code that calls the two by themselves, and hooks added later, see the
             linear's output activated.
         precision: of the new modules, see isogemm.linear.
         out_dtype: of the new linears, see isogemm.linear.
@@ -142,8 +141,8 @@ def swap(
         What was swapped and folded, what was not, and why.
 
     `isogemm.nn.restore` undoes it. Swap before compiling, sharding or parametrizing. Code that reads a linear's weight
-    past its forward is not reached. A torch.nn.TransformerEncoder with new layers no longer packs padded batches into
-    nested tensors for inference, which also set its result at padded tokens to 0.
+    and does not call it is not affected. A torch.nn.TransformerEncoder with new layers no longer packs padded batches
+    into nested tensors for inference, which also set its result at padded tokens to 0.
     """
     require_module("model", model)
     require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
@@ -158,9 +157,9 @@ def swap(
     selected = {
         place.module for place in places if isinstance(place.module, _KINDS) and selects(place.name, place.module)
     }  # under any of its names
-    kept_layers = _layers_to_keep(places, selected)
-    places = _outside(places, kept_layers)
-    reasons = kept_layers | _others_to_keep(places, selected)
+    layers = [place for place in places if isinstance(place.module, torch.nn.TransformerEncoderLayer)]
+    places = _outside(places, _reasons_to_keep(layers, selected))
+    reasons = _reasons_to_keep(places, selected)
     new = [module for module in dict.fromkeys(place.module for place in places) if module not in reasons]
     linears = [module for module in new if isinstance(module, torch.nn.Linear)]
     pairs = _pairs(places, linears) if fold else []
@@ -179,7 +178,8 @@ def swap(
                 module, activation=activation, activation_args=arguments, precision=precision, out_dtype=out_dtype
             )
         except ValueError as error:
-            raise ValueError(f"{_name_of(module, places)}: {error}") from None
+            name = next(place.name for place in places if place.module is module)
+            raise ValueError(f"{name}: {error}") from None
     for place in places:
         if place.module in made:
             made[place.module].is_swapped = True
@@ -251,19 +251,22 @@ def _selector(only: str | Sequence[str] | Predicate | None, places: list[Place])
     return lambda name, module: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _layers_to_keep(places: list[Place], selected: Container[torch.nn.Module]) -> dict[torch.nn.Module, str]:
-    reasons: dict[torch.nn.Module, str] = {}
-    for place in places:
-        layer = place.module
-        if isinstance(layer, torch.nn.TransformerEncoderLayer):
-            reason = _unfit_layer(place, layer) if layer in selected else _NOT_SELECTED
-            if reason:
-                reasons[layer] = reason
-    return reasons
+def _reasons_to_keep(places: list[Place], selected: Container[torch.nn.Module]) -> dict[torch.nn.Module, str]:
+    """Return why modules that compute matrix products are not replaced."""
+    return {place.module: reason for place in places if (reason := _reason_to_keep(place, selected))}
+
+
+def _reason_to_keep(place: Place, selected: Container[torch.nn.Module]) -> str:
+    module = place.module
+    if not isinstance(module, _KINDS):
+        return _multiplied_by_torch(module)
+    if module not in selected:
+        return "not selected by only"
+    return _unfit_linear(place, module) if isinstance(module, torch.nn.Linear) else _unfit_layer(place, module)
 
 
 def _outside(places: list[Place], kept_layers: Container[torch.nn.Module]) -> list[Place]:
-    """The places that are not inside of a layer, made or to be made, which reads their parameters."""
+    """Return the places that are not inside of a layer that reads, or will read, their parameters itself."""
     inside = tuple(
         f"{name}."
         for name, _, _, module in places
@@ -271,18 +274,6 @@ def _outside(places: list[Place], kept_layers: Container[torch.nn.Module]) -> li
         or (isinstance(module, torch.nn.TransformerEncoderLayer) and module not in kept_layers)
     )
     return [place for place in places if not place.name.startswith(inside)]
-
-
-def _others_to_keep(places: list[Place], selected: Container[torch.nn.Module]) -> dict[torch.nn.Module, str]:
-    reasons = {}
-    for place in places:
-        if isinstance(place.module, torch.nn.Linear):
-            reason = _unfit_linear(place, place.module) if place.module in selected else _NOT_SELECTED
-        else:
-            reason = _multiplied_by_torch(place.module)
-        if reason:
-            reasons[place.module] = reason
-    return reasons
 
 
 def _unfit_layer(place: Place, layer: torch.nn.TransformerEncoderLayer) -> str:
@@ -324,12 +315,8 @@ def _multiplied_by_torch(module: torch.nn.Module) -> str:
     return f"is no Linear: torch computes products with its {', '.join(matrices)}" if matrices else ""
 
 
-def _name_of(module: torch.nn.Module, places: Iterable[Place]) -> str:
-    return next(place.name for place in places if place.module is module)
-
-
 def _note(module: torch.nn.Module) -> str:
-    """What `swap` says of a module that it replaces."""
+    """Return the report's note on a module that is replaced."""
     if isinstance(module, torch.nn.TransformerEncoderLayer):
         attention = module.self_attn
         return slower_than_torch(attention.embed_dim, attention.num_heads, module.linear1.weight.dtype)
@@ -337,7 +324,7 @@ def _note(module: torch.nn.Module) -> str:
 
 
 def _unnest(model: torch.nn.Module) -> tuple[str, ...]:
-    """Keep the encoders that hold an EncoderLayer from handing it nested tensors; `restore` finds those marked."""
+    """Keep encoders from giving nested tensors to an EncoderLayer; mark them for `restore`."""
     encoders = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -352,7 +339,7 @@ def _unnest(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _pairs(places: list[Place], linears: Container[torch.nn.Module]) -> list[_Pair]:
-    """The linears that an activation follows in a Sequential."""
+    """Find the linears with an activation after them in a Sequential."""
     found = []
     for first, second in pairwise(places):  # a Linear has no children: what comes next is its neighbour, or elsewhere
         if first.module in linears and second.parent is first.parent and isinstance(first.parent, torch.nn.Sequential):
@@ -363,7 +350,7 @@ def _pairs(places: list[Place], linears: Container[torch.nn.Module]) -> list[_Pa
 
 
 def _reasons_not_to_fold(places: list[Place], pairs: list[_Pair]) -> dict[str, str]:
-    """By the linear's name."""
+    """Return why pairs are not folded, by the linear's name."""
     reasons = {pair.linear.name: reason for pair in pairs if (reason := _unfoldable(pair))}
     after = {pair.linear.name: pair.epilogue for pair in pairs if pair.linear.name not in reasons}
     names: defaultdict[torch.nn.Module, list[str]] = defaultdict(list)
@@ -399,7 +386,7 @@ _Key = TypeVar("_Key")
 
 
 def grouped(items: Iterable[tuple[_Key, str]]) -> Iterator[tuple[_Key, str]]:
-    """The names under each key, summarized."""
+    """Summarize the names under each key."""
     groups: defaultdict[_Key, list[str]] = defaultdict(list)
     for key, name in items:
         groups[key].append(name)
@@ -408,7 +395,7 @@ def grouped(items: Iterable[tuple[_Key, str]]) -> Iterator[tuple[_Key, str]]:
 
 
 def summarize(names: Iterable[str]) -> list[str]:
-    """The names without their indices, and how many have each: "layers.*.up x 2"."""
+    """Group names that differ in indices alone, with their count: "layers.*.up x 2"."""
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[without_indices(name)].append(name)
@@ -416,5 +403,5 @@ def summarize(names: Iterable[str]) -> list[str]:
 
 
 def without_indices(name: str) -> str:
-    """The glob pattern of a name's kind: "layers.0.up" is one of "layers.*.up"."""
+    """Return the glob pattern of a name: "layers.*.up" for "layers.0.up"."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,4 +1,7 @@
-"""What a call's result depends on beside its operands: read when a call is deferred, restored when it is computed."""
+"""The execution state of a call: what its result depends on besides its operands.
+
+It is read when a call is deferred and restored when the call is computed.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,26 @@ from isogemm.core.eager import is_tracing
 from isogemm.core.precision import of_cuda_products
 
 Hooks = tuple[Any, Any] | None
+Enclosure = tuple[Hooks, int, bool, bool]  # the first fields of an ExecutionState
 
 
-Enclosure = tuple[Hooks, int, bool, bool]  # the first fields of an Ambient
-
-
-class Ambient(NamedTuple):
-    # A deferred result may not get out of these, nor into them: a block defers where they are as at its entry.
-    hooks: Hooks  # of saved tensors, the innermost
+class ExecutionState(NamedTuple):
+    # Deferred results do not cross a change of these: a block defers only where they are as at its entry.
+    hooks: Hooks  # the innermost hooks of saved tensors
     backward: int  # number of the backward that is running
-    forward_ad: bool  # autograd turns it off in an autograd.Function's forward, and no_grad does not
+    forward_ad: bool  # autograd turns it off in an autograd.Function's forward; no_grad does not
     capturing: bool  # the stream's work goes into a CUDA graph
     # No result is deferred under these.
     dispatch_modes: int
     tracing: bool
-    level: int  # of forward-mode AD, or negative
+    level: int  # of forward-mode AD, negative outside of it
     interpreter: Any  # of a torch.func transform, or None
     inference: bool
     # A result is computed under these.
     grad: bool
     autocast: torch.dtype | None
-    stream: tuple[int, int, int] | None  # CUDA's: id, device and kind
-    device: int  # CUDA's, or a negative number: the CPU
+    stream: tuple[int, int, int] | None  # of CUDA: id, device and kind
+    device: int  # of CUDA, negative for the CPU
 
     @property
     def transform(self) -> bool:
@@ -42,11 +43,12 @@ class Ambient(NamedTuple):
 
 
 def read(device: int) -> tuple[Any, ...]:
-    """An Ambient as it is now, for a call on a device: the mere tuple, which is made at every call to be compared."""
+    """Return the fields of the state now, for a call on a device: a bare tuple, made and compared at every call."""
     capturing, stream = False, None
     if device >= 0:
         stream = _current_stream(device)
         capturing = stream[0] != 0 and _is_capturing()  # torch captures no default stream
+    kind = "cuda" if device >= 0 else "cpu"
     return (
         _top_hooks(True),
         _backward(),
@@ -58,15 +60,10 @@ def read(device: int) -> tuple[Any, ...]:
         _interpreter(),
         _is_inference(),
         _is_grad(),
-        _autocast(device),
+        _autocast_dtype(kind) if _is_autocast(kind) else None,
         stream,
         device,
     )
-
-
-def _autocast(device: int) -> torch.dtype | None:
-    kind = "cuda" if device >= 0 else "cpu"
-    return _autocast_dtype(kind) if _is_autocast(kind) else None
 
 
 def read_enclosure() -> Enclosure:
@@ -74,13 +71,13 @@ def read_enclosure() -> Enclosure:
     return _top_hooks(True), _backward(), is_forward_ad_enabled(), bool(is_capturing)
 
 
-def is_inside(entered: Enclosure, clear: Ambient) -> bool:
-    """Whether one that was no obstacle to some block is none to a block that was entered so."""
-    return clear[:3] == entered[:3] and (clear.stream is None or clear.capturing == entered[3])
+def is_inside(entered: Enclosure, state: ExecutionState) -> bool:
+    """Whether a state without obstacles of its own belongs to a block that was entered in this enclosure."""
+    return state[:3] == entered[:3] and (state.stream is None or state.capturing == entered[3])
 
 
-def obstacle(entered: Enclosure, now: Ambient) -> str:
-    """Why no call may be deferred now, whatever its operands, in a block that was entered so; else empty."""
+def obstacle(entered: Enclosure, now: ExecutionState) -> str:
+    """Say why no call may be deferred now in a block that was entered in this enclosure; empty if it may."""
     if now.dispatch_modes > 0 or now.tracing:
         return "a dispatch mode or a tracer listens"
     if now.transform:
@@ -99,16 +96,16 @@ def obstacle(entered: Enclosure, now: Ambient) -> str:
 
 
 @contextmanager
-def restored(then: Ambient, now: Ambient, precision: str) -> Iterator[None]:
-    """Compute as if at the time of `then`; `precision` is that of a float32 product on CUDA, else empty."""
+def restored(then: ExecutionState, now: ExecutionState, precision: str) -> Iterator[None]:
+    """Compute as at the time of `then`; `precision` is that of a float32 product on CUDA, else empty."""
     with ExitStack() as stack:
         if now.capturing != then.capturing:
             raise RuntimeError(
                 "a product was deferred on one side of a CUDA graph's capture and is read on the other; "
                 "enter and leave isogemm.autofuse() on one side"
             )
-        if now.stream is not None and now.stream != then.stream:
-            before, current = _stream(then), _stream(now)
+        if now.stream is not None and then.stream is not None and now.stream != then.stream:
+            before, current = _stream(*then.stream), _stream(*now.stream)
             stack.callback(current.wait_stream, before)  # the reader is on this one
             stack.enter_context(torch.cuda.stream(before))
         stack.enter_context(of_cuda_products(precision or None))
@@ -120,21 +117,15 @@ def restored(then: Ambient, now: Ambient, precision: str) -> Iterator[None]:
         if now.autocast != then.autocast:
             kind = "cpu" if then.stream is None else "cuda"
             stack.enter_context(torch.autocast(kind, then.autocast, enabled=then.autocast is not None))
-        _set_hooks_aside(stack, then.hooks)
+        # Hooks that were entered since, such as a checkpoint's, must not see what was called before.
+        while (top := _top_hooks(True)) is not None and top != then.hooks:
+            _pop_hooks()
+            stack.callback(_push_hooks, *top)
         yield
 
 
-def _stream(ambient: Ambient) -> Any:
-    assert ambient.stream is not None
-    number, index, kind = ambient.stream
+def _stream(number: int, index: int, kind: int) -> Any:
     return torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)  # type: ignore[no-untyped-call]
-
-
-def _set_hooks_aside(stack: ExitStack, outermost: Hooks) -> None:
-    """Those entered since: a checkpoint's are not to see what was called before it began."""
-    while (top := _top_hooks(True)) is not None and top != outermost:
-        _pop_hooks()
-        stack.callback(_push_hooks, *top)
 
 
 def _public_stream(device: int) -> tuple[int, int, int]:
@@ -142,7 +133,7 @@ def _public_stream(device: int) -> tuple[int, int, int]:
     return stream.stream_id, stream.device_index, stream.device_type
 
 
-# Looked up once: they are asked at every call.
+# Looked up once: they are called at every deferral.
 _top_hooks: Any = private.find("torch._C:_autograd._top_saved_tensors_default_hooks")
 _push_hooks: Any = private.find("torch._C:_autograd._push_saved_tensors_default_hooks")
 _pop_hooks: Any = private.find("torch._C:_autograd._pop_saved_tensors_default_hooks")

@@ -57,7 +57,7 @@ def test_backward_of_a_function_inside_the_block():
 
 
 class _Identity(torch.autograd.Function):
-    """As torch's own for distributed training: gives its argument back without a look at it."""
+    """Returns its argument without reading it, like those of torch for distributed training."""
 
     @staticmethod
     def forward(ctx, z):

@@ -208,10 +208,10 @@ def outcomes(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("groups"))
     program = f"""
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-import test_distributed
+import test_lazy_distributed
 
 distributed.destroy_process_group()
-test_distributed.work(rank, {path!r})
+test_lazy_distributed.work(rank, {path!r})
 """
     run_ranks(program, Path(path), timeout=MOST_SECONDS)
     return [json.loads(Path(path, f"{rank}.json").read_text()) for rank in range(2)]
