@@ -8,7 +8,8 @@ import torch
 from isogemm.bench import runner, store, timer
 from isogemm.core import device as devices
 from isogemm.families import gemm, gemm_checks, trials
-from isogemm.gemm import op, tables
+from isogemm.gemm import op
+from isogemm.gemm.tables.sm_90 import TABLE
 from isogemm.testing import compare_bits
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -236,7 +237,7 @@ def test_what_is_compiled_ahead():
 
 
 def test_other_weights_are_not_the_tuned_ones():
-    tuned = {sizes for sizes, _ in tables.TABLES["half", "nt"]}
+    tuned = {(n, k) for number, kind, n, k in TABLE if (number, kind) == ("half", "nt")}
     assert not tuned & set(gemm.OTHER_WEIGHTS)
     cases = [case for case in gemm.cases(CUDA, False) if case.op == "linear other"]
     assert len(cases) == 25 * 8

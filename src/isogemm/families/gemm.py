@@ -14,6 +14,7 @@ from isogemm.bench.cases import Case, CaseRun, Thunk
 from isogemm.bench.demo import DemoResult
 from isogemm.bench.views import FamilyView, number_type
 from isogemm.core import device as devices
+from isogemm.core import tables
 from isogemm.core.dispatch import dispatch_log
 from isogemm.families import demos
 from isogemm.families.ahead import run_ahead
@@ -56,8 +57,9 @@ def usability(device: torch.device) -> Sequence[Usability]:
     if not reason and importlib.util.find_spec("triton") is None:
         reason = "Triton is not installed"
     tiles = f"tiles measured on {arch}"
-    if arch != configs.MEASURED_ARCH:
-        tiles = f"safe default tiles: nothing was measured on {arch}, only on {configs.MEASURED_ARCH}"
+    if not tables.measured("gemm", arch):
+        known = ", ".join(tables.architectures("gemm"))
+        tiles = f"safe default tiles: nothing was measured on {arch}, only on {known}"
     plain = Problem(4096, 4096, 4096, "bfloat16", "bfloat16", "ieee", (4096, 1), (1, 4096), (4096, 1), arch=arch)
     absent = "" if any(config.kernel == "tma" for config in configs.candidates(plain)) else f"{arch} has no TMA"
     return [

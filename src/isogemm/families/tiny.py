@@ -14,6 +14,7 @@ from isogemm.bench.cases import Case, CaseRun, Thunk
 from isogemm.bench.demo import Bits, DemoResult
 from isogemm.bench.views import FamilyView
 from isogemm.core import device as devices
+from isogemm.core import tables
 from isogemm.core.dispatch import dispatch_log
 from isogemm.core.precision import of_cuda_products
 from isogemm.families import demos
@@ -42,7 +43,9 @@ def usability(device: torch.device) -> Sequence[Usability]:
     reason = "not on a GPU: torch.bmm serves" if device.type != "cuda" else configs.usable(arch)
     if not reason and importlib.util.find_spec("triton") is None:
         reason = "Triton is not installed"
-    served = f"compiled for {arch}" + ("" if arch == configs.MEASURED_ARCH else "; gate measured on sm_90")
+    served = f"compiled for {arch}"
+    if not tables.measured("tiny", arch):
+        served += f"; gate measured on {', '.join(tables.architectures('tiny'))}"
     return [Usability(not reason, f"tiny/{kernel}", reason or served) for kernel in configs.KERNELS]
 
 
@@ -146,7 +149,7 @@ def _check_configs(device: torch.device, trials: int) -> CheckResult:
             others = [config for config in configurations if not configs.illegal(problem, config)]
             for config in rng.sample(others, min(2, len(others))):
                 yield compare_bits(_product(a, b, problem, config), canonical[kernel])
-        if precision == "ieee" and problem.arch == configs.MEASURED_ARCH:  # there the gate may change kernels
+        if precision == "ieee" and tables.measured("tiny", problem.arch):  # there the gate may change kernels
             yield compare_bits(canonical["registers"], canonical["dot"])
 
     return _on_gpu(name, device) or run_trials(

@@ -11,10 +11,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from isogemm.core import tables
 from isogemm.epilogues.spec import NOTHING, Epilogue, levels_off
-from isogemm.gemm.tables import TABLES
-
-MEASURED_ARCH = "sm_90"  # whose figures the tables are
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 DTYPES = tuple(ITEMSIZE)
@@ -72,7 +70,7 @@ class Problem:
     up_first: bool = False  # of two weights the second lies before the first in memory
     up_near: bool = True  # and one TMA map reaches both
     tma: bool = True  # whether it can be launched here, where the architecture has it
-    arch: str = MEASURED_ARCH
+    arch: str = "sm_90"
     sm_count: int = 132
 
     def __str__(self) -> str:
@@ -199,7 +197,7 @@ class BiasGradProblem:
     accumulate: bool = False
     aligned: bool = True  # its address is a multiple of 16 bytes
     out_aligned: bool = True
-    arch: str = MEASURED_ARCH
+    arch: str = "sm_90"
 
     def __str__(self) -> str:
         return f"[{self.t},{self.n}] {self.dtype} chunk {self.chunk}" + " accumulated" * self.accumulate
@@ -240,7 +238,7 @@ class ActivationGradProblem:
     stride: int
     sums: bool = False
     aligned: bool = True  # the gradient's address is a multiple of 16 bytes
-    arch: str = MEASURED_ARCH
+    arch: str = "sm_90"
 
     def __str__(self) -> str:
         return f"[{self.t},{self.n}] {self.dtype} {self.epilogue.activation or 'dropout'}" + " + sums" * self.sums
@@ -518,16 +516,18 @@ Entries = tuple[tuple[tuple[int, int], tuple[tuple[int, Config], ...]], ...]
 
 def _table(problem: Problem) -> Entries:
     """Measured configurations: ((the weight's sizes), ((tokens up to, config), ...)), ...; empty where none are."""
-    if problem.arch != MEASURED_ARCH or problem.batch > 1:
+    if not tables.measured("gemm", problem.arch) or problem.batch > 1:
         return ()
-    return _entries(problem.number, problem.kind) or _entries(problem.number, problem.layout)
+    of = problem.arch, problem.number
+    return _entries(*of, problem.kind) or _entries(*of, problem.layout)
 
 
 @functools.cache
-def _entries(number: str, kind: str) -> Entries:
+def _entries(arch: str, number: str, kind: str) -> Entries:
     return tuple(
-        (sizes, tuple((tokens, Config(*values)) for tokens, values in by_tokens))
-        for sizes, by_tokens in TABLES.get((number, kind), ())
+        ((n, k), tuple((tokens, Config(*values)) for tokens, values in by_tokens))
+        for (*of, n, k), by_tokens in tables.load("gemm", arch).items()
+        if of == [number, kind]
     )
 
 
@@ -536,7 +536,7 @@ def _anchored(problem: Problem, entries: Entries) -> Config:
 
     Two weights without a table of their own take that of one twice as wide.
     """
-    own = entries == _entries(problem.number, problem.kind)
+    own = entries == _entries(problem.arch, problem.number, problem.kind)
     tokens, sizes = (
         (problem.k, (problem.m, problem.n))
         if problem.layout == "tn"
@@ -547,7 +547,7 @@ def _anchored(problem: Problem, entries: Entries) -> Config:
         return sum(abs(math.log(max(size, 1) / other)) for size, other in zip(sizes, anchor, strict=True))
 
     by_tokens = min(entries, key=lambda entry: distance(entry[0]))[1]
-    return next((config for most, config in by_tokens if tokens <= most), by_tokens[-1][1])
+    return tables.at(by_tokens, min(tokens, by_tokens[-1][0]))
 
 
 def _default(problem: Problem) -> Config:

@@ -11,12 +11,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from isogemm.tiny.gate import EDGES, TABLES
+from isogemm.core import tables
 
 MAX_SIZE = 64
 KERNELS = ("registers", "dot")
-
-MEASURED_ARCH = "sm_90"  # whose figures the gate is
+EDGES = (8, 16, 32, 48, 64)  # largest m, n and k of the table's cells
 
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 DTYPES = tuple(_ITEMSIZE)
@@ -37,7 +36,7 @@ class Problem:
     b_strides: tuple[int, int, int]  # batch, k, n
     a_alignment: int = 16  # bytes, of the address; 16 counts as aligned
     b_alignment: int = 16
-    arch: str = MEASURED_ARCH
+    arch: str = "sm_90"
     sm_count: int = 132
 
     def __str__(self) -> str:
@@ -116,18 +115,19 @@ def gate(problem: Problem) -> str:
 
     Both kernels give ieee float32 the same bits, so there the batch may choose between them.
     """
-    m, n, k = (next(i for i, edge in enumerate(EDGES) if size <= edge) for size in (problem.m, problem.n, problem.k))
+    m, n = (next(edge for edge in EDGES if size <= edge) for size in (problem.m, problem.n))
     number = problem.precision if problem.dtype == "float32" else "half"
-    letters = {TABLES[number, layout][m][n][k] for layout in _measured_layouts(problem.layout)}
-    if "." in letters:
+    table = tables.load("tiny", problem.arch)
+    winners = {tables.at(table[number, layout, m, n], problem.k) for layout in _measured_layouts(problem.layout)}
+    if "torch" in winners:
         return ""
-    letter = letters.pop() if len(letters) == 1 else "r"
-    if letter == "b":
+    winner: str = winners.pop() if len(winners) == 1 else "registers"
+    if winner == "by batch":
         rows, cols, vec = _registers_tile(problem)
         # dot pads k to 16: at 4, registers win in every batch.
         small = problem.k > 4 and not _fills(problem, rows, cols * vec, warps=32)
-        return "dot" if small and problem.arch == MEASURED_ARCH else "registers"
-    return {"r": "registers", "d": "dot"}[letter]
+        return "dot" if small and tables.measured("tiny", problem.arch) else "registers"
+    return winner
 
 
 def choose(problem: Problem, kernel: str) -> Config:
