@@ -1,6 +1,7 @@
 """Times a family's configurations on this GPU and writes its table, src/isogemm/<family>/tables/<arch>.py.
 
     python benchmarks/tune.py gemm --kinds linear dx dw     # measure, then write the table
+    python benchmarks/tune.py encoder --dry-run             # list what would be timed; needs no GPU
     python benchmarks/tune.py tiny --only write             # the table again, from what is recorded; needs no GPU
 
 Times are appended to benchmarks/tuning/<gpu>/<family>.jsonl. A table is made from all files of that folder whose names
@@ -18,9 +19,9 @@ import torch
 
 from isogemm.bench import store
 from isogemm.core import device as devices
-from tuners import common, gemm, tiny
+from tuners import common, encoder, gemm, tiny
 
-TUNERS = {"gemm": gemm, "tiny": tiny}
+TUNERS = {"gemm": gemm, "tiny": tiny, "encoder": encoder}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--dry-run", action="store_true", help="list what would be timed")
         command.add_argument("--gpu", default=facts.name if facts else "h200", help="whose folder the times are in")
         command.add_argument("--arch", default=facts.arch if facts else "sm_90", help="whose table is written")
+        command.set_defaults(sm_count=facts.sm_count if facts else 132)
         command.add_argument("--workers", type=int, default=max(1, multiprocessing.cpu_count() - 1))
         tuner.add_arguments(command)
     return parser

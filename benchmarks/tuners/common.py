@@ -71,9 +71,14 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def compile_ahead(compile_one: Callable[[Any], str], jobs: list[Any], workers: int) -> list[str]:
     """Fill Triton's cache in parallel processes; `compile_one` returns why a job failed, or nothing."""
-    begun = time.perf_counter()
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    begun, spawn = time.perf_counter(), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         results = list(pool.map(compile_one, jobs, chunksize=4))
+    # After an illegal access nothing works in a process any more: what failed is tried again, each in a new one.
+    again = [index for index, failure in enumerate(results) if failure]
+    with ProcessPoolExecutor(workers, mp_context=spawn, max_tasks_per_child=1) as pool:
+        for index, failure in zip(again, pool.map(compile_one, [jobs[index] for index in again]), strict=True):
+            results[index] = failure
     failures = [failure for failure in results if failure]
     print(f"compiled {len(jobs)} kernels in {time.perf_counter() - begun:.0f} s, {len(failures)} failed", flush=True)
     for failure in failures[:5]:

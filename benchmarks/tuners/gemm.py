@@ -48,6 +48,8 @@ class Point:
     tokens: int
     n: int
     k: int
+    arch: str = "sm_90"
+    sm_count: int = 132
 
     def __str__(self) -> str:
         return f"{self.kind} {self.number} {self.tokens} tokens, weight {self.n} x {self.k}"
@@ -56,19 +58,16 @@ class Point:
     def problem(self) -> Problem:
         dtype, precision = NUMBERS[self.number]
         t, n, k = self.tokens, self.n, self.k
-        epilogue = EPILOGUES.get(self.kind, Epilogue())
-        if self.kind in ("linear", "activated", "gated"):
-            return Problem(
-                t, n, k, dtype, dtype, precision, (k, 1), (1, k), (n, 1), chunk=configs.walk_chunk(k, dtype, dtype),
-                epilogue=epilogue,
-            )  # fmt: skip
-        if self.kind != "dw":
-            return Problem(
-                t, k, n, dtype, dtype, precision, (n, 1), (k, 1), (k, 1), chunk=configs.walk_chunk(n, dtype, dtype),
-                epilogue=epilogue,
-            )  # fmt: skip
-        chunk = configs.token_chunk(n, k, dtype)
-        return Problem(n, k, t, dtype, dtype, precision, (1, n), (k, 1), (k, 1), chunk=chunk)
+        if self.kind == "dw":
+            sizes, strides, chunk = (n, k, t), ((1, n), (k, 1), (k, 1)), configs.token_chunk(n, k, dtype)
+        elif self.kind in ("linear", "activated", "gated"):
+            sizes, strides, chunk = (t, n, k), ((k, 1), (1, k), (n, 1)), configs.walk_chunk(k, dtype, dtype)
+        else:
+            sizes, strides, chunk = (t, k, n), ((n, 1), (k, 1), (k, 1)), configs.walk_chunk(n, dtype, dtype)
+        return Problem(
+            *sizes, dtype, dtype, precision, *strides, chunk=chunk, epilogue=EPILOGUES.get(self.kind, Epilogue()),
+            arch=self.arch, sm_count=self.sm_count,
+        )  # fmt: skip
 
 
 def candidates(point: Point) -> list[Config]:
@@ -320,7 +319,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def points(options: argparse.Namespace) -> list[Point]:
     weights = WEIGHTS if options.weights is None else [WEIGHTS[index] for index in options.weights]
     return [
-        Point(kind, number, tokens, n, k)
+        Point(kind, number, tokens, n, k, options.arch, options.sm_count)
         for number in options.numbers
         for kind in options.kinds
         for n, k in weights
@@ -355,7 +354,7 @@ def sweep(options: argparse.Namespace, raw: Path) -> None:
             print("failed:", point, type(error).__name__, str(error)[-300:], flush=True)
             continue
         row = {"kind": point.kind, "number": point.number, "tokens": point.tokens, "n": point.n, "k": point.k}
-        common.append(raw, row | result)
+        common.append(raw, row | {"sm_count": point.sm_count} | result)
 
 
 NEAR = 1.015  # configurations this close to the best share a point: fewer kernels to compile
@@ -365,7 +364,8 @@ def tables(rows: list[dict[str, Any]], arch: str) -> dict[str, Table]:
     """By arithmetic, kind of problem, weight and tokens: a configuration near the best, of as few as will do."""
     measured: dict[Point, dict[str, list[float]]] = {}
     for row in rows:
-        point = Point(row["kind"], row["number"], row["tokens"], row["n"], row["k"])
+        sizes = row["tokens"], row["n"], row["k"]
+        point = Point(row["kind"], row["number"], *sizes, arch, row.get("sm_count", 132))
         known = set(map(str, candidates(point)))  # of an older file, only what still is one counts
         for name in known & row["us"].keys():
             measured.setdefault(point, {}).setdefault(name, []).append(row["us"][name] / row["us"]["torch"])

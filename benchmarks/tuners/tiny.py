@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from isogemm.bench import timer
-from isogemm.core import device as devices
 from isogemm.core.tables import Table
 from isogemm.tiny import configs, kernels, op
 from isogemm.tiny.configs import EDGES, Problem
@@ -141,8 +140,7 @@ def points(options: argparse.Namespace) -> list[tuple[str, str, int, int, int, i
 
 
 def sweep(options: argparse.Namespace, raw: Path) -> None:
-    facts = devices.facts(torch.device("cuda"))
-    places = [(*point, facts.arch, facts.sm_count) for point in points(options)]
+    places = [(*point, options.arch, options.sm_count) for point in points(options)]
     jobs = [(*place, kernel) for place in places for kernel in candidates(place[0], *place[3:6])]
     common.compile_ahead(precompile, jobs, options.workers)
     for place in places:
