@@ -285,6 +285,9 @@ class Configs:
         return min(self.feedforward_backward.rows, self.input_grad.rows)
 
 
+_ROW_LAUNCHES = ("project", "feedforward", "feedforward_backward", "input_grad")
+
+
 def choose_warpgroup(layer: Layer) -> WarpgroupConfigs:
     """Which of the row kernels are by warpgroups, both of the backward's or none; no bit follows how they are cut."""
     number = _number(layer)
@@ -294,29 +297,19 @@ def choose_warpgroup(layer: Layer) -> WarpgroupConfigs:
     if not (layer.wgmma and features and numbers):
         return WarpgroupConfigs()
     table = tables.load("encoder", layer.arch)
-
-    def group(launch: str) -> WarpgroupConfig | None:
-        values = dict(table.get((number, f"{launch} warpgroup"), ())).get(layer.d_model)
-        return WarpgroupConfig(*values) if values else None
-
-    project = dict(table.get((number, "project warpgroup"), ())).get(layer.d_model)
-    return WarpgroupConfigs(
-        WalkConfig(*project) if project else None,
-        group("feedforward"),
-        group("feedforward_backward"),
-        group("input_grad"),
+    project, *others = (
+        dict(table.get((number, f"{launch} warpgroup"), ())).get(layer.d_model) for launch in _ROW_LAUNCHES
     )
+    groups = (None if values is None else WarpgroupConfig(*values) for values in others)
+    return WarpgroupConfigs(None if project is None else WalkConfig(*project), *groups)
 
 
 def choose(layer: Layer) -> Configs:
     """The tiles of the row kernels and of the weights' gradients."""
     table, number = tables.load("encoder", layer.arch), _number(layer)
-
-    def rows(launch: str) -> RowConfig:
-        return RowConfig(*tables.at(table[number, launch], layer.padded))
-
-    weight_grads = WeightConfig(*tables.at(table[number, "weight_grads"], layer.padded))
-    return Configs(rows("project"), rows("feedforward"), rows("feedforward_backward"), rows("input_grad"), weight_grads)
+    *rows, weights = (tables.at(table[number, launch], layer.padded) for launch in (*_ROW_LAUNCHES, "weight_grads"))
+    project, feedforward, feedforward_backward, input_grad = (RowConfig(*values) for values in rows)
+    return Configs(project, feedforward, feedforward_backward, input_grad, WeightConfig(*weights))
 
 
 def _number(layer: Layer) -> str:

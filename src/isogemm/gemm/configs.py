@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from isogemm.core import tables
+from isogemm.core.problems import ITEMSIZE as ITEMSIZE
+from isogemm.core.problems import layout_letter, power_of_two, sm
+from isogemm.core.problems import unit as unit
+from isogemm.core.problems import usable as usable
 from isogemm.epilogues.spec import NOTHING, Epilogue, levels_off
 
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 DTYPES = tuple(ITEMSIZE)
 
 WORKSPACE = 64 << 20  # bytes, the most that finished chunks may take
@@ -97,7 +100,7 @@ class Problem:
     @property
     def layout(self) -> str:
         """n or t for each operand as BLAS has it; x where no axis is contiguous."""
-        return _letter(self.a_strides[1], self.a_strides[0]) + _letter(self.b_strides[1], self.b_strides[0])
+        return layout_letter(self.a_strides[1], self.a_strides[0]) + layout_letter(self.b_strides[1], self.b_strides[0])
 
     @property
     def chunks(self) -> int:
@@ -282,11 +285,6 @@ def walk_chunk(k: int, dtype: str, out_dtype: str) -> int:
     return _CUT_WALK if k > LONGEST_WALK else 0
 
 
-def usable(arch: str) -> str:
-    """Empty where the kernels compile: sm_80 and later, and gfx942; else the reason why not."""
-    return "" if _sm(arch) >= 80 or arch == "gfx942" else f"the kernels need sm_80 or later, or gfx942; this is {arch}"
-
-
 def choose(problem: Problem) -> Config:
     """The configuration that serves a problem."""
     entries = _table(problem)
@@ -329,7 +327,7 @@ def canonical(problem: Problem) -> Config:
 
 def illegal(problem: Problem, config: Config) -> str:
     """Empty where `config` computes `problem`; else the rule it breaks. The one statement of legality."""
-    if not _power_of_two(config.block_m, config.block_n, config.block_k, config.num_warps):
+    if not power_of_two(config.block_m, config.block_n, config.block_k, config.num_warps):
         return "blocks and num_warps are powers of two"
     if config.block_m < 16 or config.block_n < 8 or config.block_k < 16:
         return "blocks are at least 16 x 8 x 16"
@@ -343,7 +341,7 @@ def illegal(problem: Problem, config: Config) -> str:
         return "no operand can be read by TMA"
     if config.kernel == "stream" and not (reads_a_by_tma(problem, config) and reads_b_by_tma(problem, config)):
         return "an operand cannot be read by TMA"
-    if config.rest_n and (config.kernel != "tma" or not _power_of_two(config.rest_n) or config.rest_n > config.block_n):
+    if config.rest_n and (config.kernel != "tma" or not power_of_two(config.rest_n) or config.rest_n > config.block_n):
         return "rest_n is a power of two up to block_n, and read by TMA"
     if config.rest_n and not (reads_a_by_tma(problem, config) and reads_b_by_tma(problem, config)):
         return "a tile with a rest has operands that TMA reads"
@@ -418,7 +416,7 @@ def warpgroups(config: Config) -> bool:
 
 def _turns(problem: Problem) -> bool:
     """Whether warpgroups would have to turn an operand first: in TF32 they read them along k alone. Warps do not."""
-    return problem.number == "tf32" and problem.layout != "nt" and _sm(problem.arch) >= 90
+    return problem.number == "tf32" and problem.layout != "nt" and sm(problem.arch) >= 90
 
 
 def reads_a_by_tma(problem: Problem, config: Config) -> bool:
@@ -459,11 +457,6 @@ def shared_memory(problem: Problem, config: Config) -> int:
     return (operands + out) * config.residents
 
 
-def unit(size: int) -> int:
-    """The largest power of two up to 16 that divides a size: what the compiler may assume of it."""
-    return math.gcd(size, 16)
-
-
 _SHARED_MEMORY = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "sm_103": 232_448, "gfx942": 65_536}
 _LEAST_SHARED_MEMORY = 101_376  # sm_86, sm_89, sm_120
 
@@ -474,7 +467,7 @@ def fitted(problem: Problem, config: Config) -> Config:
     if config.kernel != "pointer" and not all(by_tma):
         kernel: Literal["tma", "pointer"] = "tma" if any(by_tma) else "pointer"
         config = replace(config, kernel=kernel, rest_n=0, residents=1)
-        if problem.tma and problem.batch == 1 and not problem.k_inner and _sm(problem.arch) >= 90:
+        if problem.tma and problem.batch == 1 and not problem.k_inner and sm(problem.arch) >= 90:
             # Rows that TMA cannot read are read in pieces, each with an address in a register: smaller tiles.
             block_k = min(config.block_k, 128 // ITEMSIZE[problem.dtype])
             warps = 2 if _turns(problem) else 4
@@ -567,24 +560,9 @@ def _default(problem: Problem) -> Config:
 
 def _by_tma(problem: Problem, config: Config, strides: tuple[int, int], aligned: bool) -> bool:
     """TMA reads rows of 16-byte multiples from an aligned address."""
-    if config.kernel == "pointer" or not (problem.tma and _sm(problem.arch) >= 90):
+    if config.kernel == "pointer" or not (problem.tma and sm(problem.arch) >= 90):
         return False
     if not aligned or problem.batch > 1 or problem.k_inner:
         return False
     row = max(strides) * ITEMSIZE[problem.dtype]
     return min(strides) == 1 and row % 16 == 0 and row < 2**40
-
-
-def _letter(inner: int, outer: int) -> str:
-    if inner == 1:
-        return "n"
-    return "t" if outer == 1 else "x"
-
-
-def _sm(arch: str) -> int:
-    """90 of sm_90; 0 of another maker's."""
-    return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0
-
-
-def _power_of_two(*sizes: int) -> bool:
-    return all(size > 0 and size & (size - 1) == 0 for size in sizes)
