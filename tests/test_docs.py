@@ -1,8 +1,6 @@
 """The documents' tables are those of the recorded measurements, and configurations are those of the recorded tuning."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from statistics import median
 
@@ -10,8 +8,6 @@ import pytest
 
 from isogemm.bench import headline, store, swapped_models, tables
 from isogemm.cli.families import FAMILIES
-from isogemm.gemm import tables as gemm_tables
-from isogemm.tiny import gate
 from isogemm.training import report, results
 
 ROOT = Path(__file__).parents[1]
@@ -45,16 +41,15 @@ def test_headline_figures_in_the_package_are_the_measured_ones(rows, runs):
     assert headline.shipped() == made
 
 
-def test_gate_is_the_measured_one(monkeypatch):
-    tune, (rows,) = _tuning("tiny", "tiny.jsonl", monkeypatch)
-    assert tune.gate_source(tune.decide(rows)) == Path(gate.__file__).read_text(encoding="utf-8")
+@pytest.mark.parametrize("family", ["gemm", "tiny"])
+def test_tables_are_the_measured_ones(family):
+    pytest.importorskip("triton")  # the tuners'
+    from tuners import common, gemm, tiny
 
-
-def test_gemm_tables_are_the_measured_ones(monkeypatch):
-    pytest.importorskip("triton")  # the tuning script's
-    tune, files = _tuning("gemm", "gemm_*.jsonl", monkeypatch)
-    rows = [row for file in files for row in file]
-    assert tune.source(tune.decide(rows)) == Path(gemm_tables.__file__).read_text(encoding="utf-8")
+    rows = common.read(common.raw_files(family, "h200"))
+    made = {"gemm": gemm, "tiny": tiny}[family].tables(rows, "sm_90")
+    text = common.table_path(family, "sm_90").read_text(encoding="utf-8")
+    assert common.source(family, "sm_90", made[family]) == text
 
 
 def test_the_encoder_s_launches_are_the_measured_ones():
@@ -62,7 +57,7 @@ def test_the_encoder_s_launches_are_the_measured_ones():
     ceilings = store.newest(store.read(ROOT / "benchmarks" / "results" / "h200" / "ceilings.jsonl"))
     copy = next(row for row in ceilings if row.op == "copy")
     bandwidth = copy.bytes / median(copy.times_us["torch"])  # bytes a us
-    path = ROOT / "benchmarks" / "tuning" / "h200" / "encoder_launches.jsonl"
+    path = ROOT / "benchmarks" / "tuning" / "h200" / "trials" / "encoder_launches.jsonl"
     third, fourth = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     of_a_layer = {
         name: round(each["per_step"] * each["us"] / 3) for name, each in third["launches"].items()
@@ -81,13 +76,3 @@ def test_the_encoder_s_launches_are_the_measured_ones():
         f"attention {of_a_layer['attention_mma']},", f"sum_chunks {of_a_layer['sum_chunks']}.",
     ):  # fmt: skip
         assert said in text
-
-
-def _tuning(family, pattern, monkeypatch):
-    """A family's tuning script as a module, and the rows of each of its recorded files."""
-    spec = importlib.util.spec_from_file_location(f"tune_{family}", ROOT / "benchmarks" / f"tune_{family}.py")
-    tune = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, tune)  # where dataclasses look for their annotations
-    spec.loader.exec_module(tune)
-    files = sorted((ROOT / "benchmarks" / "tuning" / "h200").glob(pattern))
-    return tune, [[json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in files]

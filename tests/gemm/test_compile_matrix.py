@@ -19,7 +19,7 @@ from isogemm.gemm import configs
 from isogemm.gemm.configs import BIAS_BLOCKS, BIAS_CHUNK, ActivationGradProblem, BiasGradProblem, Config, Problem
 from isogemm.gemm.kernels import SLOTS, describe_add_partials, describe_gemm
 from isogemm.gemm.kernels_gradients import describe_activation_grad, describe_bias_grad, describe_chunk_sums
-from isogemm.gemm.tables import TABLES
+from isogemm.gemm.tables.sm_90 import TABLE
 
 NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 FEW_WORDS = 48  # bytes, kept across the loop over k where a tile has all the registers
@@ -53,20 +53,19 @@ def _problem(m, n, k, layout="nt", dtype="bfloat16", precision="ieee", out_dtype
 def _measured():
     """The problems of the tables, one for each configuration of each."""
     found = {}
-    for (number, kind), entries in TABLES.items():
+    for (number, kind, *sizes), by_tokens in TABLE.items():
         dtype = NUMBERS[number][0]
         layout, _, followed = kind.partition(" ")
         epilogue = KINDS.get(followed, Epilogue())
-        for sizes, by_tokens in entries:
-            for tokens, _ in by_tokens:
-                if layout == "tn":
-                    chunk = configs.token_chunk(*sizes, dtype)
-                    problem = _problem(*sizes, tokens, layout, *NUMBERS[number], chunk=chunk)
-                else:
-                    chunk = configs.walk_chunk(sizes[1], dtype, dtype)
-                    problem = _problem(tokens, *sizes, layout, *NUMBERS[number], chunk=chunk, epilogue=epilogue)
-                config = configs.choose(problem)
-                found.setdefault((number, kind, config, configs.walk(problem, config)), (problem, config))
+        for tokens, _ in by_tokens:
+            if layout == "tn":
+                chunk = configs.token_chunk(*sizes, dtype)
+                problem = _problem(*sizes, tokens, layout, *NUMBERS[number], chunk=chunk)
+            else:
+                chunk = configs.walk_chunk(sizes[1], dtype, dtype)
+                problem = _problem(tokens, *sizes, layout, *NUMBERS[number], chunk=chunk, epilogue=epilogue)
+            config = configs.choose(problem)
+            found.setdefault((number, kind, config, configs.walk(problem, config)), (problem, config))
     return found.values()
 
 

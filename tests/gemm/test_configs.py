@@ -32,7 +32,7 @@ from isogemm.gemm.configs import (
     walk_chunk,
     workspace,
 )
-from isogemm.gemm.tables import TABLES
+from isogemm.gemm.tables.sm_90 import TABLE
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 NUMBERS = [("bfloat16", "ieee"), ("float16", "ieee"), *(("float32", name) for name in ("ieee", "tf32", "tf32x3"))]
@@ -400,5 +400,5 @@ def test_names():
 
 
 def test_names_of_the_tables_are_their_own():
-    values = {values for entries in TABLES.values() for _, by_tokens in entries for _, values in by_tokens}
+    values = {values for by_tokens in TABLE.values() for _, values in by_tokens}
     assert len({str(Config(*value)) for value in values}) == len(values)

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from isogemm.core import tables
 from isogemm.encoder.configs_attention import fragments_hold
 from isogemm.encoder.parameters import NOTHING_DROPPED, EncoderDropout
 
@@ -52,6 +53,7 @@ class Layer:
     scores: bool = False  # whether the scores are a result
     factors: int = 0  # earlier layers whose queries and keys are given for their scores
     own_factors: bool = False  # whether its queries and keys are a result
+    arch: str = "sm_90"  # whose table has its tiles
 
     @cached_property
     def head(self) -> int:
@@ -283,84 +285,7 @@ class Configs:
         return min(self.feedforward_backward.rows, self.input_grad.rows)
 
 
-# By number type and padded d_model, from measurements on an H200 (benchmarks/tuning). Those of 256 were not measured,
-# and spill up to 144 bytes with Triton 3.6.
-_TABLE = {
-    ("tf32", 16): Configs(
-        RowConfig(64, 16, 4, 1), RowConfig(64, 64, 4, 1), RowConfig(32, 32, 4, 2), RowConfig(64, 16, 4, 2),
-        WeightConfig(16, 16, 64, 1, 3),
-    ),
-    ("tf32", 32): Configs(
-        RowConfig(64, 32, 4, 2), RowConfig(64, 64, 4, 1), RowConfig(64, 64, 4, 1), RowConfig(32, 32, 4, 2),
-        WeightConfig(32, 32, 64, 1, 3),
-    ),
-    ("tf32", 64): Configs(
-        RowConfig(64, 64, 4, 1), RowConfig(32, 64, 4, 2), RowConfig(32, 64, 4, 1), RowConfig(32, 32, 4, 2),
-        WeightConfig(64, 64, 64, 4, 3),
-    ),
-    ("tf32", 128): Configs(
-        RowConfig(64, 128, 8, 1), RowConfig(64, 64, 4, 1), RowConfig(64, 64, 4, 1), RowConfig(32, 32, 4, 3),
-        WeightConfig(64, 128, 32, 4, 4),
-    ),
-    ("tf32", 256): Configs(
-        RowConfig(32, 64, 4, 1), RowConfig(32, 64, 4, 1), RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 1),
-        WeightConfig(64, 128, 32, 4, 4),
-    ),
-    ("half", 16): Configs(
-        RowConfig(64, 16, 4, 2), RowConfig(64, 64, 4, 1), RowConfig(32, 32, 4, 2), RowConfig(64, 16, 4, 2),
-        WeightConfig(64, 64, 64, 4, 3),
-    ),
-    ("half", 32): Configs(
-        RowConfig(64, 32, 4, 2), RowConfig(64, 64, 4, 2), RowConfig(64, 64, 4, 1), RowConfig(64, 32, 4, 2),
-        WeightConfig(64, 64, 64, 4, 3),
-    ),
-    ("half", 64): Configs(
-        RowConfig(64, 64, 4, 2), RowConfig(32, 64, 4, 1), RowConfig(32, 64, 4, 1), RowConfig(64, 64, 4, 2),
-        WeightConfig(64, 64, 64, 4, 3),
-    ),
-    ("half", 128): Configs(
-        RowConfig(64, 128, 8, 1), RowConfig(32, 64, 4, 1), RowConfig(32, 64, 4, 1), RowConfig(64, 64, 4, 2),
-        WeightConfig(64, 128, 64, 4, 3),
-    ),
-    ("half", 256): Configs(
-        RowConfig(64, 64, 4, 2), RowConfig(32, 64, 4, 1), RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 2),
-        WeightConfig(64, 128, 64, 4, 3),
-    ),
-    ("ieee", 16): Configs(
-        RowConfig(32, 16, 4, 1), RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 1), RowConfig(32, 16, 4, 1),
-        WeightConfig(32, 32, 32, 4, 1),
-    ),
-    ("ieee", 32): Configs(
-        RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 1), RowConfig(32, 32, 4, 1),
-        WeightConfig(32, 32, 32, 4, 1),
-    ),
-    ("ieee", 64): Configs(
-        RowConfig(32, 32, 4, 1), RowConfig(16, 16, 4, 1), RowConfig(16, 16, 4, 1), RowConfig(32, 32, 4, 1),
-        WeightConfig(32, 64, 32, 4, 1),
-    ),
-    ("ieee", 128): Configs(
-        RowConfig(16, 32, 8, 1), RowConfig(16, 16, 8, 1), RowConfig(16, 16, 8, 1), RowConfig(32, 32, 8, 1),
-        WeightConfig(64, 64, 32, 8, 1),
-    ),
-    ("ieee", 256): Configs(
-        RowConfig(16, 16, 8, 1), RowConfig(16, 16, 8, 1), RowConfig(16, 16, 8, 1), RowConfig(16, 16, 8, 1),
-        WeightConfig(64, 64, 32, 8, 1),
-    ),
-}  # fmt: skip
-
-
-# By number type and d_model, from the same measurements (16-bit feedforward as it is now was not timed): in 16 bits,
-# smaller tiles do better in the backward.
-_WARPGROUPS = {
-    ("tf32", 64): WarpgroupConfigs(
-        WalkConfig(4, 2), WarpgroupConfig(4, 64), WarpgroupConfig(4, 32), WarpgroupConfig(4, 32, 4)
-    ),
-    ("tf32", 128): WarpgroupConfigs(
-        WalkConfig(4, 2), WarpgroupConfig(4, 32), WarpgroupConfig(4, 32), WarpgroupConfig(4, 32, 4)
-    ),
-    ("half", 64): WarpgroupConfigs(WalkConfig(4, 3)),
-    ("half", 128): WarpgroupConfigs(WalkConfig(4, 3), WarpgroupConfig(4, 32, 2)),
-}
+_ROW_LAUNCHES = ("project", "feedforward", "feedforward_backward", "input_grad")
 
 
 def choose_warpgroup(layer: Layer) -> WarpgroupConfigs:
@@ -371,11 +296,20 @@ def choose_warpgroup(layer: Layer) -> WarpgroupConfigs:
     numbers = number != "tf32" or layer.dtype == "float32"
     if not (layer.wgmma and features and numbers):
         return WarpgroupConfigs()
-    return _WARPGROUPS.get((number, layer.d_model), WarpgroupConfigs())
+    table = tables.load("encoder", layer.arch)
+    project, *others = (
+        dict(table.get((number, f"{launch} warpgroup"), ())).get(layer.d_model) for launch in _ROW_LAUNCHES
+    )
+    groups = (None if values is None else WarpgroupConfig(*values) for values in others)
+    return WarpgroupConfigs(None if project is None else WalkConfig(*project), *groups)
 
 
 def choose(layer: Layer) -> Configs:
-    return _TABLE[_number(layer), layer.padded]
+    """The tiles of the row kernels and of the weights' gradients."""
+    table, number = tables.load("encoder", layer.arch), _number(layer)
+    *rows, weights = (tables.at(table[number, launch], layer.padded) for launch in (*_ROW_LAUNCHES, "weight_grads"))
+    project, feedforward, feedforward_backward, input_grad = (RowConfig(*values) for values in rows)
+    return Configs(project, feedforward, feedforward_backward, input_grad, WeightConfig(*weights))
 
 
 def _number(layer: Layer) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from isogemm.core import tables
 from isogemm.epilogues import random
 
 CACHED = 16 << 20  # bytes of q, k and v that are read fast enough without being fetched first (H200)
@@ -43,6 +44,7 @@ class Attention:
     scores: bool = False  # whether the scores are written; in the backward, whether their gradient comes in
     factors: int = 0  # earlier layers whose q k^T are added
     added: bool = False  # in the backward: whether gradients of q and k come in, of later layers that took them in
+    arch: str = "sm_90"  # whose table has its blocks
 
     def __post_init__(self) -> None:
         if (self.factors or self.added) and (not self.by_head or self.residual or not fits_mma(self)):
@@ -116,48 +118,18 @@ class DotConfig:
         return f"dot {self.block_q}x{self.block_k}x{self.block_d}/{self.chunk_d} w{self.num_warps} s{self.num_stages}"
 
 
-# By number type and padded head. Large blocks that spill nothing on sm_90 and fit 99 KB of shared memory.
-_FORWARD = {
-    ("half", 32): DotConfig(64, 64, 32, 32, num_warps=4, num_stages=2),
-    ("half", 64): DotConfig(64, 64, 64, 64, num_warps=4, num_stages=2),
-    ("half", 128): DotConfig(64, 64, 128, 128, num_warps=4, num_stages=2),
-    ("half", 256): DotConfig(64, 32, 256, 256, num_warps=8, num_stages=2),
-    ("tf32", 32): DotConfig(64, 64, 32, 32, num_warps=4, num_stages=2),
-    ("tf32", 64): DotConfig(64, 32, 64, 64, num_warps=4, num_stages=2),
-    ("tf32", 128): DotConfig(32, 32, 128, 128, num_warps=4, num_stages=2),
-    ("tf32", 256): DotConfig(32, 32, 256, 256, num_warps=8, num_stages=1),
-    ("ieee", 32): DotConfig(32, 32, 32, 16, num_warps=4, num_stages=2),
-    ("ieee", 64): DotConfig(32, 32, 64, 16, num_warps=4, num_stages=2),
-    ("ieee", 128): DotConfig(32, 32, 128, 16, num_warps=4, num_stages=2),
-    ("ieee", 256): DotConfig(32, 32, 256, 16, num_warps=4, num_stages=2),
-}
-# One stage: Triton 3.6 refills the buffer of a tile that is also read into registers (do, q) while wgmma reads it.
-_BACKWARD = {
-    ("half", 32): DotConfig(64, 64, 32, 32, num_warps=4, num_stages=1),
-    ("half", 64): DotConfig(32, 64, 64, 64, num_warps=4, num_stages=1),
-    ("half", 128): DotConfig(32, 64, 128, 128, num_warps=8, num_stages=1),
-    ("half", 256): DotConfig(32, 32, 256, 256, num_warps=8, num_stages=1),
-    ("tf32", 32): DotConfig(64, 64, 32, 16, num_warps=8, num_stages=1),
-    ("tf32", 64): DotConfig(32, 32, 64, 64, num_warps=4, num_stages=1),
-    ("tf32", 128): DotConfig(32, 32, 128, 64, num_warps=8, num_stages=1),
-    ("tf32", 256): DotConfig(32, 32, 256, 32, num_warps=8, num_stages=1),
-    ("ieee", 32): DotConfig(32, 32, 32, 32, num_warps=4, num_stages=1),
-    ("ieee", 64): DotConfig(32, 16, 64, 64, num_warps=4, num_stages=1),
-    ("ieee", 128): DotConfig(16, 16, 128, 32, num_warps=4, num_stages=1),
-    ("ieee", 256): DotConfig(16, 16, 256, 16, num_warps=8, num_stages=1),
-}
-LONGEST_HEAD = max(block_d for _, block_d in _FORWARD)
-
-
 def choose(problem: Attention) -> DotConfig:
-    """The forward blocks, for a head of at most LONGEST_HEAD."""
-    config = _FORWARD[_number(problem), _padded(problem.head)]
+    """The forward blocks: large ones that spill nothing and fit 99 KB of shared memory."""
+    config = _measured(problem, "forward")
     return replace(config, block_k=config.block_k // _too_many(problem, config))
 
 
 def choose_backward(problem: Attention) -> DotConfig:
-    """The backward blocks."""
-    config = _BACKWARD[_number(problem), _padded(problem.head)]
+    """The backward blocks.
+
+    One stage: Triton 3.6 refills the buffer of a tile that is also read into registers (do, q) while wgmma reads it.
+    """
+    config = _measured(problem, "backward")
     return replace(config, block_q=config.block_q // _too_many(problem, config))
 
 
@@ -239,11 +211,6 @@ def threads(problem: Attention, own: int) -> int:
     return -(-pairs // (own // 2))
 
 
-def _number(problem: Attention) -> str:
-    if problem.dtype != "float32":
-        return "half"
-    return "tf32" if problem.precision == "tf32" else "ieee"
-
-
-def _padded(head: int) -> int:
-    return max(32, 1 << (head - 1).bit_length())
+def _measured(problem: Attention, launch: str) -> DotConfig:
+    number = "half" if problem.dtype != "float32" else "tf32" if problem.precision == "tf32" else "ieee"
+    return DotConfig(*tables.at(tables.load("attention", problem.arch)[number, launch], problem.head))

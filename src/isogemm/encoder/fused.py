@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, cast
@@ -314,6 +315,7 @@ def _plan(
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
         layer = _layer(x, given, parameters, stacked, options, _arch(x.device))
+        layer = replace(layer, arch=devices.facts(x.device).arch)
         biases = parameters[(STACKED if stacked else SEPARATE).index("bq")] is not None
         plan = _plans[key] = Plan(layer, x.device, options.eps, biases)
     return plan

@@ -11,13 +11,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from isogemm.core import tables
+from isogemm.core.problems import ITEMSIZE as ITEMSIZE
+from isogemm.core.problems import layout_letter, power_of_two, sm
+from isogemm.core.problems import unit as unit
+from isogemm.core.problems import usable as usable
 from isogemm.epilogues.operands import MATRICES, NOTHING, Epilogue
 from isogemm.epilogues.spec import levels_off
-from isogemm.gemm.tables import TABLES
 
-MEASURED_ARCH = "sm_90"  # whose figures the tables are
-
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 DTYPES = tuple(ITEMSIZE)
 
 WORKSPACE = 64 << 20  # bytes, the most that finished chunks may take
@@ -73,7 +74,7 @@ class Problem:
     up_first: bool = False  # of two weights the second lies before the first in memory
     up_near: bool = True  # and one TMA map reaches both
     tma: bool = True  # whether it can be launched here, where the architecture has it
-    arch: str = MEASURED_ARCH
+    arch: str = "sm_90"
     sm_count: int = 132
 
     def __str__(self) -> str:
@@ -100,7 +101,7 @@ class Problem:
     @property
     def layout(self) -> str:
         """n or t for each operand as BLAS has it; x where no axis is contiguous."""
-        return _letter(self.a_strides[1], self.a_strides[0]) + _letter(self.b_strides[1], self.b_strides[0])
+        return layout_letter(self.a_strides[1], self.a_strides[0]) + layout_letter(self.b_strides[1], self.b_strides[0])
 
     @property
     def chunks(self) -> int:
@@ -200,7 +201,7 @@ class BiasGradProblem:
     accumulate: bool = False
     aligned: bool = True  # its address is a multiple of 16 bytes
     out_aligned: bool = True
-    arch: str = MEASURED_ARCH
+    arch: str = "sm_90"
 
     def __str__(self) -> str:
         return f"[{self.t},{self.n}] {self.dtype} chunk {self.chunk}" + " accumulated" * self.accumulate
@@ -241,7 +242,7 @@ class ActivationGradProblem:
     stride: int
     sums: bool = False
     aligned: bool = True  # the gradient's address is a multiple of 16 bytes
-    arch: str = MEASURED_ARCH
+    arch: str = "sm_90"
 
     def __str__(self) -> str:
         return f"[{self.t},{self.n}] {self.dtype} {self.epilogue.activation or 'dropout'}" + " + sums" * self.sums
@@ -283,11 +284,6 @@ def walk_chunk(k: int, dtype: str, out_dtype: str) -> int:
     if dtype != out_dtype:
         return _WIDE_WALK if k > _WIDE_WALK else 0
     return _CUT_WALK if k > LONGEST_WALK else 0
-
-
-def usable(arch: str) -> str:
-    """Empty where the kernels compile: sm_80 and later, and gfx942; else the reason why not."""
-    return "" if _sm(arch) >= 80 or arch == "gfx942" else f"the kernels need sm_80 or later, or gfx942; this is {arch}"
 
 
 def choose(problem: Problem) -> Config:
@@ -332,7 +328,7 @@ def canonical(problem: Problem) -> Config:
 
 def illegal(problem: Problem, config: Config) -> str:
     """Empty where `config` computes `problem`; else the rule it breaks. The one statement of legality."""
-    if not _power_of_two(config.block_m, config.block_n, config.block_k, config.num_warps):
+    if not power_of_two(config.block_m, config.block_n, config.block_k, config.num_warps):
         return "blocks and num_warps are powers of two"
     if config.block_m < 16 or config.block_n < 8 or config.block_k < 16:
         return "blocks are at least 16 x 8 x 16"
@@ -346,7 +342,7 @@ def illegal(problem: Problem, config: Config) -> str:
         return "no operand can be read by TMA"
     if config.kernel == "stream" and not (reads_a_by_tma(problem, config) and reads_b_by_tma(problem, config)):
         return "an operand cannot be read by TMA"
-    if config.rest_n and (config.kernel != "tma" or not _power_of_two(config.rest_n) or config.rest_n > config.block_n):
+    if config.rest_n and (config.kernel != "tma" or not power_of_two(config.rest_n) or config.rest_n > config.block_n):
         return "rest_n is a power of two up to block_n, and read by TMA"
     if config.rest_n and not (reads_a_by_tma(problem, config) and reads_b_by_tma(problem, config)):
         return "a tile with a rest has operands that TMA reads"
@@ -421,7 +417,7 @@ def warpgroups(config: Config) -> bool:
 
 def _turns(problem: Problem) -> bool:
     """Whether warpgroups would have to turn an operand first: in TF32 they read them along k alone. Warps do not."""
-    return problem.number == "tf32" and problem.layout != "nt" and _sm(problem.arch) >= 90
+    return problem.number == "tf32" and problem.layout != "nt" and sm(problem.arch) >= 90
 
 
 def reads_a_by_tma(problem: Problem, config: Config) -> bool:
@@ -462,11 +458,6 @@ def shared_memory(problem: Problem, config: Config) -> int:
     return (operands + out) * config.residents
 
 
-def unit(size: int) -> int:
-    """The largest power of two up to 16 that divides a size: what the compiler may assume of it."""
-    return math.gcd(size, 16)
-
-
 _SHARED_MEMORY = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "sm_103": 232_448, "gfx942": 65_536}
 _LEAST_SHARED_MEMORY = 101_376  # sm_86, sm_89, sm_120
 
@@ -477,7 +468,7 @@ def fitted(problem: Problem, config: Config) -> Config:
     if config.kernel != "pointer" and not all(by_tma):
         kernel: Literal["tma", "pointer"] = "tma" if any(by_tma) else "pointer"
         config = replace(config, kernel=kernel, rest_n=0, residents=1)
-        if problem.tma and problem.batch == 1 and not problem.k_inner and _sm(problem.arch) >= 90:
+        if problem.tma and problem.batch == 1 and not problem.k_inner and sm(problem.arch) >= 90:
             # Rows that TMA cannot read are read in pieces, each with an address in a register: smaller tiles.
             block_k = min(config.block_k, 128 // ITEMSIZE[problem.dtype])
             warps = 2 if _turns(problem) else 4
@@ -519,16 +510,18 @@ Entries = tuple[tuple[tuple[int, int], tuple[tuple[int, Config], ...]], ...]
 
 def _table(problem: Problem) -> Entries:
     """Measured configurations: ((the weight's sizes), ((tokens up to, config), ...)), ...; empty where none are."""
-    if problem.arch != MEASURED_ARCH or problem.batch > 1:
+    if not tables.measured("gemm", problem.arch) or problem.batch > 1:
         return ()
-    return _entries(problem.number, problem.kind) or _entries(problem.number, problem.layout)
+    of = problem.arch, problem.number
+    return _entries(*of, problem.kind) or _entries(*of, problem.layout)
 
 
 @functools.cache
-def _entries(number: str, kind: str) -> Entries:
+def _entries(arch: str, number: str, kind: str) -> Entries:
     return tuple(
-        (sizes, tuple((tokens, Config(*values)) for tokens, values in by_tokens))
-        for sizes, by_tokens in TABLES.get((number, kind), ())
+        ((n, k), tuple((tokens, Config(*values)) for tokens, values in by_tokens))
+        for (*of, n, k), by_tokens in tables.load("gemm", arch).items()
+        if of == [number, kind]
     )
 
 
@@ -537,7 +530,7 @@ def _anchored(problem: Problem, entries: Entries) -> Config:
 
     Two weights without a table of their own take that of one twice as wide.
     """
-    own = entries == _entries(problem.number, problem.kind)
+    own = entries == _entries(problem.arch, problem.number, problem.kind)
     tokens, sizes = (
         (problem.k, (problem.m, problem.n))
         if problem.layout == "tn"
@@ -548,7 +541,7 @@ def _anchored(problem: Problem, entries: Entries) -> Config:
         return sum(abs(math.log(max(size, 1) / other)) for size, other in zip(sizes, anchor, strict=True))
 
     by_tokens = min(entries, key=lambda entry: distance(entry[0]))[1]
-    return next((config for most, config in by_tokens if tokens <= most), by_tokens[-1][1])
+    return tables.at(by_tokens, min(tokens, by_tokens[-1][0]))
 
 
 def _default(problem: Problem) -> Config:
@@ -568,24 +561,9 @@ def _default(problem: Problem) -> Config:
 
 def _by_tma(problem: Problem, config: Config, strides: tuple[int, int], aligned: bool) -> bool:
     """TMA reads rows of 16-byte multiples from an aligned address."""
-    if config.kernel == "pointer" or not (problem.tma and _sm(problem.arch) >= 90):
+    if config.kernel == "pointer" or not (problem.tma and sm(problem.arch) >= 90):
         return False
     if not aligned or problem.batch > 1 or problem.k_inner:
         return False
     row = max(strides) * ITEMSIZE[problem.dtype]
     return min(strides) == 1 and row % 16 == 0 and row < 2**40
-
-
-def _letter(inner: int, outer: int) -> str:
-    if inner == 1:
-        return "n"
-    return "t" if outer == 1 else "x"
-
-
-def _sm(arch: str) -> int:
-    """90 of sm_90; 0 of another maker's."""
-    return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0
-
-
-def _power_of_two(*sizes: int) -> bool:
-    return all(size > 0 and size & (size - 1) == 0 for size in sizes)

@@ -11,15 +11,16 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from isogemm.tiny.gate import EDGES, TABLES
+from isogemm.core import tables
+from isogemm.core.problems import ITEMSIZE, layout_letter, power_of_two, sm
+from isogemm.core.problems import unit as unit
+from isogemm.core.problems import usable as usable
 
 MAX_SIZE = 64
 KERNELS = ("registers", "dot")
+EDGES = (8, 16, 32, 48, 64)  # largest m, n and k of the table's cells
 
-MEASURED_ARCH = "sm_90"  # whose figures the gate is
-
-_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
-DTYPES = tuple(_ITEMSIZE)
+DTYPES = tuple(ITEMSIZE)
 _MASKED_K_STEP = 16  # the least K of tl.dot
 
 
@@ -37,7 +38,7 @@ class Problem:
     b_strides: tuple[int, int, int]  # batch, k, n
     a_alignment: int = 16  # bytes, of the address; 16 counts as aligned
     b_alignment: int = 16
-    arch: str = MEASURED_ARCH
+    arch: str = "sm_90"
     sm_count: int = 132
 
     def __str__(self) -> str:
@@ -47,7 +48,7 @@ class Problem:
     @property
     def layout(self) -> str:
         """n or t for each operand as BLAS has it; x where no axis is contiguous."""
-        return _letter(self.a_strides[2], self.a_strides[1]) + _letter(self.b_strides[2], self.b_strides[1])
+        return layout_letter(self.a_strides[2], self.a_strides[1]) + layout_letter(self.b_strides[2], self.b_strides[1])
 
 
 @dataclass(frozen=True)
@@ -106,28 +107,24 @@ def eligible(problem: Problem) -> str:
     return usable(problem.arch)
 
 
-def usable(arch: str) -> str:
-    """Empty where the kernels compile: sm_80 and later, and gfx942; else the reason why not."""
-    return "" if _sm(arch) >= 80 or arch == "gfx942" else f"the kernels need sm_80 or later, or gfx942; this is {arch}"
-
-
 def gate(problem: Problem) -> str:
     """The kernel that serves this problem, or empty where torch.bmm was measured faster.
 
     Both kernels give ieee float32 the same bits, so there the batch may choose between them.
     """
-    m, n, k = (next(i for i, edge in enumerate(EDGES) if size <= edge) for size in (problem.m, problem.n, problem.k))
+    m, n = (next(edge for edge in EDGES if size <= edge) for size in (problem.m, problem.n))
     number = problem.precision if problem.dtype == "float32" else "half"
-    letters = {TABLES[number, layout][m][n][k] for layout in _measured_layouts(problem.layout)}
-    if "." in letters:
+    table = tables.load("tiny", problem.arch)
+    winners = {tables.at(table[number, layout, m, n], problem.k) for layout in _measured_layouts(problem.layout)}
+    if "torch" in winners:
         return ""
-    letter = letters.pop() if len(letters) == 1 else "r"
-    if letter == "b":
+    winner: str = winners.pop() if len(winners) == 1 else "registers"
+    if winner == "by batch":
         rows, cols, vec = _registers_tile(problem)
         # dot pads k to 16: at 4, registers win in every batch.
         small = problem.k > 4 and not _fills(problem, rows, cols * vec, warps=32)
-        return "dot" if small and problem.arch == MEASURED_ARCH else "registers"
-    return {"r": "registers", "d": "dot"}[letter]
+        return "dot" if small and tables.measured("tiny", problem.arch) else "registers"
+    return winner
 
 
 def choose(problem: Problem, kernel: str) -> Config:
@@ -151,12 +148,12 @@ def illegal(problem: Problem, config: Config) -> str:
     if config.num_warps not in (1, 2, 4, 8):
         return "num_warps is not 1, 2, 4 or 8"
     if isinstance(config, DotConfig):
-        if config.block_k < _MASKED_K_STEP or not _power_of_two(config.block_m, config.block_n, config.block_k):
+        if config.block_k < _MASKED_K_STEP or not power_of_two(config.block_m, config.block_n, config.block_k):
             return f"blocks are powers of two, block_k at least {_MASKED_K_STEP}"
         if problem.k % _MASKED_K_STEP == 0 and problem.k % config.block_k:
             return "block_k pads a k that needs no padding: a zero's sign could follow it"
         return ""
-    if not _power_of_two(config.vec, config.a_vec, config.b_vec) or max(config.a_vec, config.b_vec) > 4:
+    if not power_of_two(config.vec, config.a_vec, config.b_vec) or max(config.a_vec, config.b_vec) > 4:
         return "vector widths are 1, 2 or 4"
     if problem.k % config.a_vec or problem.k % config.b_vec or config.unroll % _k_step(config):
         return "k and unroll are multiples of the vector widths"
@@ -183,11 +180,6 @@ def n_vector(problem: Problem) -> int:
     """The widest load of B along n; C, contiguous, can be stored as wide."""
     batch, k, n = problem.b_strides
     return _vector(problem.n, n, (batch, k), problem.b_alignment, problem.dtype)
-
-
-def unit(stride: int) -> int:
-    """The largest power of two up to 16 that divides a stride: what the compiler may assume of it."""
-    return math.gcd(stride, 16)
 
 
 def _registers(problem: Problem) -> RegistersConfig:
@@ -259,7 +251,7 @@ def _dot(problem: Problem) -> DotConfig:
 
 def _launches_early(problem: Problem, config: Config) -> bool:
     """Worth 0.5 us of a chain of small grids; in large ones waiting programs take the place of working ones."""
-    return _sm(problem.arch) >= 90 and programs(problem, config) <= 16 * problem.sm_count
+    return sm(problem.arch) >= 90 and programs(problem, config) <= 16 * problem.sm_count
 
 
 def _measured_layouts(layout: str) -> tuple[str, ...]:
@@ -267,19 +259,8 @@ def _measured_layouts(layout: str) -> tuple[str, ...]:
     return (layout,) if layout in ("nn", "nt", "tn") else ("nt", "tn")
 
 
-def _sm(arch: str) -> int:
-    """90 of sm_90; 0 of another maker's."""
-    return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0
-
-
-def _letter(inner: int, outer: int) -> str:
-    if inner == 1:
-        return "n"
-    return "t" if outer == 1 else "x"
-
-
 def _vector(size: int, stride: int, others: tuple[int, ...], alignment: int, dtype: str) -> int:
-    aligned = alignment // _ITEMSIZE[dtype]
+    aligned = alignment // ITEMSIZE[dtype]
     return min(4, math.gcd(size, *others, aligned)) if stride == 1 and aligned else 1
 
 
@@ -295,10 +276,6 @@ def _at_most(tile: int, size: int) -> int:
 
 def _next_power_of_two(size: int, least: int) -> int:
     return max(least, 1 << (size - 1).bit_length())
-
-
-def _power_of_two(*sizes: int) -> bool:
-    return all(size > 0 and size & (size - 1) == 0 for size in sizes)
 
 
 def _ceil(size: int, block: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from isogemm.core import device as devices
+from isogemm.core import tables
 from isogemm.gemm import configs
 from isogemm.tiny import configs as tiny_configs
 
@@ -28,8 +29,9 @@ def gemm(device: torch.device) -> Sequence[Usability]:
     arch = devices.facts(device).arch
     obstacle = configs.usable(arch) or _missing_triton()
     tiles = f"tiles measured on {arch}"
-    if arch != configs.MEASURED_ARCH:
-        tiles = f"safe default tiles: nothing was measured on {arch}, only on {configs.MEASURED_ARCH}"
+    if not tables.measured("gemm", arch):
+        known = ", ".join(tables.architectures("gemm"))
+        tiles = f"safe default tiles: nothing was measured on {arch}, only on {known}"
     plain = configs.Problem(
         4096, 4096, 4096, "bfloat16", "bfloat16", "ieee", (4096, 1), (1, 4096), (4096, 1), arch=arch
     )  # fmt: skip
@@ -51,7 +53,7 @@ def tiny(device: torch.device) -> Sequence[Usability]:
     obstacle = "not on a GPU: torch.bmm serves"
     if device.type == "cuda":
         obstacle = tiny_configs.usable(arch) or _missing_triton()
-    detail = "" if arch == tiny_configs.MEASURED_ARCH else "gate measured on sm_90"
+    detail = "" if tables.measured("tiny", arch) else f"gate measured on {', '.join(tables.architectures('tiny'))}"
     return [_kernel(f"tiny/{kernel}", obstacle, arch, detail) for kernel in tiny_configs.KERNELS]
 
 

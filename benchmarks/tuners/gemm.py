@@ -1,35 +1,29 @@
-"""Measure the GEMM family's configurations on this GPU, and write its tables from the measurements.
-
-    python benchmarks/tune_gemm.py --raw times.jsonl --kinds linear dx dw     # on a GPU
-    python benchmarks/tune_gemm.py --raw times.jsonl ... --decide             # anywhere
-
-A configuration counts only where its result is bit for bit the canonical one's.
-"""
+"""Times the GEMM family's configurations. One counts only where its result is bit for bit the canonical one's."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import multiprocessing
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from isogemm.epilogues.operands import Epilogue
+from isogemm.bench import timer
+from isogemm.core.tables import Table
+from isogemm.epilogues.operands import PLACES, TENSORS, Epilogue
 from isogemm.gemm import configs, kernels
 from isogemm.gemm.configs import Config, Problem
 from isogemm.gemm.plan import Plan, gemm_plan
-
-TABLES = Path(__file__).resolve().parents[1] / "src/isogemm/gemm/tables.py"
+from tuners import common
+from tuners.common import NUMBERS
 
 WEIGHTS = (  # n, k
     (12288, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (32000, 4096), (128256, 4096), (1024, 4096),
@@ -38,12 +32,6 @@ WEIGHTS = (  # n, k
     (768, 768), (384, 384), (384, 96), (96, 384),
 )  # fmt: skip
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-NUMBERS = {  # dtype, precision
-    "half": ("bfloat16", "ieee"),
-    "tf32": ("float32", "tf32"),
-    "tf32x3": ("float32", "tf32x3"),
-    "ieee": ("float32", "ieee"),
-}
 EPILOGUES = {  # what stands for a kind of epilogue: its kind of problem
     "activated": Epilogue(bias="n", activation="gelu_tanh"),
     "gated": Epilogue(activation="swiglu"),
@@ -60,24 +48,26 @@ class Point:
     tokens: int
     n: int
     k: int
+    arch: str = "sm_90"
+    sm_count: int = 132
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.number} {self.tokens} tokens, weight {self.n} x {self.k}"
 
     @property
     def problem(self) -> Problem:
         dtype, precision = NUMBERS[self.number]
         t, n, k = self.tokens, self.n, self.k
-        epilogue = EPILOGUES.get(self.kind, Epilogue())
-        if self.kind in ("linear", "activated", "gated"):
-            return Problem(
-                t, n, k, dtype, dtype, precision, (k, 1), (1, k), (n, 1), chunk=configs.walk_chunk(k, dtype, dtype),
-                epilogue=epilogue,
-            )  # fmt: skip
-        if self.kind != "dw":
-            return Problem(
-                t, k, n, dtype, dtype, precision, (n, 1), (k, 1), (k, 1), chunk=configs.walk_chunk(n, dtype, dtype),
-                epilogue=epilogue,
-            )  # fmt: skip
-        chunk = configs.token_chunk(n, k, dtype)
-        return Problem(n, k, t, dtype, dtype, precision, (1, n), (k, 1), (k, 1), chunk=chunk)
+        if self.kind == "dw":
+            sizes, strides, chunk = (n, k, t), ((1, n), (k, 1), (k, 1)), configs.token_chunk(n, k, dtype)
+        elif self.kind in ("linear", "activated", "gated"):
+            sizes, strides, chunk = (t, n, k), ((k, 1), (1, k), (n, 1)), configs.walk_chunk(k, dtype, dtype)
+        else:
+            sizes, strides, chunk = (t, k, n), ((n, 1), (k, 1), (k, 1)), configs.walk_chunk(n, dtype, dtype)
+        return Problem(
+            *sizes, dtype, dtype, precision, *strides, chunk=chunk, epilogue=EPILOGUES.get(self.kind, Epilogue()),
+            arch=self.arch, sm_count=self.sm_count,
+        )  # fmt: skip
 
 
 def candidates(point: Point) -> list[Config]:
@@ -223,11 +213,11 @@ def _split(problem: Problem) -> Iterator[Config]:
 
 def plan(problem: Problem, config: Config) -> Plan:
     dtype, device = getattr(torch, problem.dtype), torch.device("cuda", 0)
-    read: list[tuple[torch.dtype, bool] | None] = [None] * len(kernels.READ)
+    read: list[tuple[torch.dtype, bool] | None] = [None] * len(TENSORS)
     names = {"bias": problem.epilogue.bias, "saved": problem.epilogue.gradient}
     names["second"] = problem.epilogue.gated and problem.epilogue.gradient
     for name, is_read in names.items():
-        read[kernels.READ.index(name)] = (dtype, name != "bias") if is_read else None
+        read[PLACES[name]] = (dtype, name != "bias") if is_read else None
     return gemm_plan("tuned", (problem.m, problem.n), dtype, device, problem, config, read)
 
 
@@ -262,7 +252,7 @@ class Operands:
             pairs = [(x, weight.mT, None) for weight in self.weights]
         else:
             pairs = [(grad, weight, None) for weight in self.weights]
-        read: list[torch.Tensor | None] = [None] * len(kernels.READ)
+        read: list[torch.Tensor | None] = [None] * len(TENSORS)
         shape, gradient = (problem.m, problem.n), problem.epilogue.gradient
         if problem.epilogue.bias:
             read[kernels.READ.index("bias")] = torch.randn(self.n, device="cuda", dtype=self.dtype)
@@ -292,7 +282,7 @@ class Call:
             torch.mm(self.a, self.b_up, out=self.out)
 
 
-def measure(point: Point, operands: Operands, chosen: list[Config], repeats: int) -> dict[str, object]:
+def measure(point: Point, operands: Operands, chosen: list[Config]) -> dict[str, Any]:
     """Microseconds per call of torch and of every configuration with the canonical one's bits."""
     calls = operands.calls(point)
     problem = point.problem
@@ -300,17 +290,8 @@ def measure(point: Point, operands: Operands, chosen: list[Config], repeats: int
     first = calls[0]
     first.run(plan(problem, configs.fitted(problem, configs.canonical(problem))))
     wanted = first.out.clone()
-    bits = torch.int16 if wanted.dtype.itemsize == 2 else torch.int32
-    runs: dict[str, Callable[[], None]] = {}
+    variants = {"torch": [call.run_torch for call in calls]}
     differing = []
-
-    def walk(run: Callable[[Call], None]) -> Callable[[], None]:
-        def walked() -> None:
-            for call in calls:
-                run(call)
-
-        return walked
-
     for config in chosen:
         try:
             planned = plan(problem, config)
@@ -319,87 +300,72 @@ def measure(point: Point, operands: Operands, chosen: list[Config], repeats: int
             continue
         first.out.fill_(float("nan"))
         first.run(planned)
-        if torch.equal(first.out.view(bits), wanted.view(bits)):
-            runs[str(config)] = walk(lambda call, planned=planned: call.run(planned))
+        if common.same_bits(first.out, wanted):
+            variants[str(config)] = [partial(call.run, planned) for call in calls]
         else:
             differing.append(str(config))
-    runs["torch"] = walk(Call.run_torch)
-    times = interleaved(runs, len(calls), repeats)
-    return {"us": times, "differing": differing}
+    times = timer.measure(variants, first.out.device, repeats=7, warmup=1)
+    return {"us": {name: round(statistics.median(raw), 3) for name, raw in times.items()}, "differing": differing}
 
 
-def interleaved(runs: dict[str, Callable[[], None]], calls: int, repeats: int) -> dict[str, float]:
-    stream = torch.cuda.Stream()
-    graphs = {}
-    with torch.cuda.stream(stream):
-        for name, run in runs.items():
-            run()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin()
-            run()
-            graph.capture_end()
-            graphs[name] = graph
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        for turn in range(repeats + 1):
-            for name, graph in graphs.items():
-                graph.replay()
-                start.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                if turn:
-                    times[name].append(start.elapsed_time(end) * 1e3 / calls)
-    return {name: round(statistics.median(values), 3) for name, values in times.items()}
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--numbers", nargs="+", choices=list(NUMBERS), default=["half"])
+    parser.add_argument("--tokens", nargs="+", type=int, help="of gradients by default 256 and more")
+    parser.add_argument("--weights", nargs="+", type=int, help="indices into WEIGHTS")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long")
 
 
-def sweep(points: list[Point], raw: Path, workers: int, seconds: float) -> None:
+def points(options: argparse.Namespace) -> list[Point]:
+    weights = WEIGHTS if options.weights is None else [WEIGHTS[index] for index in options.weights]
+    return [
+        Point(kind, number, tokens, n, k, options.arch, options.sm_count)
+        for number in options.numbers
+        for kind in options.kinds
+        for n, k in weights
+        for tokens in options.tokens or TOKENS
+        if options.tokens or kind in ("linear", "activated", "gated") or tokens >= 256
+    ]
+
+
+def sweep(options: argparse.Namespace, raw: Path) -> None:
     begun = time.perf_counter()
-    chosen = {point: candidates(point) for point in points}
-    jobs = {}
+    chosen = {point: candidates(point) for point in points(options)}
+    jobs: dict[Any, tuple[Problem, Config]] = {}
     for point, made in chosen.items():
         problem = point.problem
         for config in (*made, configs.fitted(problem, configs.canonical(problem))):
             launch = kernels.describe_gemm(problem, config)
-            key = (*launch.constants.values(), *launch.options.values())
-            jobs.setdefault(key, (problem, config))
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        failures = list(filter(None, pool.map(precompile, jobs.values(), chunksize=2)))
-    print(f"compiled {len(jobs)} kernels in {time.perf_counter() - begun:.0f} s, {len(failures)} failed", flush=True)
-    for failure in failures[:5]:
-        print("failed:", failure, flush=True)
+            jobs.setdefault((*launch.constants.values(), *launch.options.values()), (problem, config))
+    common.compile_ahead(precompile, list(jobs.values()), options.workers)
     operands = None
-    with raw.open("a", encoding="utf-8") as file:
-        for point in points:
-            if time.perf_counter() - begun > seconds:
-                print(f"stopped before {point}", flush=True)
-                return
-            dtype = getattr(torch, NUMBERS[point.number][0])
-            if operands is None or (operands.n, operands.k, operands.dtype) != (point.n, point.k, dtype):
-                operands = None
-                torch.cuda.empty_cache()
-                operands = Operands(point.n, point.k, dtype)
-            flops = 2.0 * point.tokens * point.n * point.k
-            repeats = 3 if flops > 1e12 else 5 if flops > 1e11 else 7
-            try:
-                result = measure(point, operands, chosen[point], repeats)
-            except Exception as error:
-                print("failed:", point, type(error).__name__, str(error)[-300:], flush=True)
-                continue
-            row = {"kind": point.kind, "number": point.number, "tokens": point.tokens, "n": point.n, "k": point.k}
-            file.write(json.dumps({**row, **result}) + "\n")
-    print(f"measured {len(points)} points in {time.perf_counter() - begun:.0f} s", flush=True)
+    for point, made in chosen.items():
+        if time.perf_counter() - begun > options.seconds:
+            print(f"stopped before {point}", flush=True)
+            return
+        dtype = getattr(torch, NUMBERS[point.number][0])
+        if operands is None or (operands.n, operands.k, operands.dtype) != (point.n, point.k, dtype):
+            operands = None
+            torch.cuda.empty_cache()
+            operands = Operands(point.n, point.k, dtype)
+        try:
+            result = measure(point, operands, made)
+        except Exception as error:
+            print("failed:", point, type(error).__name__, str(error)[-300:], flush=True)
+            continue
+        row = {"kind": point.kind, "number": point.number, "tokens": point.tokens, "n": point.n, "k": point.k}
+        common.append(raw, row | {"sm_count": point.sm_count} | result)
 
 
 NEAR = 1.015  # configurations this close to the best share a point: fewer kernels to compile
 
 
-def decide(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[tuple[int, int], dict[int, Config]]]:
-    """By kind of problem, weight and number of tokens: a configuration near the best, of as few as will do."""
+def tables(rows: list[dict[str, Any]], arch: str) -> dict[str, Table]:
+    """By arithmetic, kind of problem, weight and tokens: a configuration near the best, of as few as will do."""
     measured: dict[Point, dict[str, list[float]]] = {}
     for row in rows:
-        point = Point(row["kind"], row["number"], row["tokens"], row["n"], row["k"])
+        sizes = row["tokens"], row["n"], row["k"]
+        point = Point(row["kind"], row["number"], *sizes, arch, row.get("sm_count", 132))
         known = set(map(str, candidates(point)))  # of an older file, only what still is one counts
         for name in known & row["us"].keys():
             measured.setdefault(point, {}).setdefault(name, []).append(row["us"][name] / row["us"]["torch"])
@@ -414,66 +380,11 @@ def decide(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[tuple[int, 
             counts = Counter(name for point in open_points for name in near[point])
             name = max(sorted(counts), key=counts.__getitem__)
             chosen.update((point, name) for point in open_points if name in near[point])
-    tables: dict[tuple[str, str], dict[tuple[int, int], dict[int, Config]]] = {}
+    table: dict[tuple[Any, ...], list[tuple[int, Any]]] = {}
     for point in sorted(chosen, key=lambda point: (point.number, point.kind, point.n, point.k, point.tokens)):
         problem = point.problem
         named = {str(config): config for config in candidates(point)}
         sizes = (problem.m, problem.n) if point.kind == "dw" else (problem.n, problem.k)
-        tables.setdefault((problem.number, problem.kind), {}).setdefault(sizes, {})[point.tokens] = named[chosen[point]]
-    return tables
-
-
-def source(tables: dict[tuple[str, str], dict[tuple[int, int], dict[int, Config]]]) -> str:
-    lines = [
-        '"""Measured configurations for sm_90, written by benchmarks/tune_gemm.py.',
-        "",
-        "By (number, kind): ((the weight's sizes), ((tokens up to, configuration), ...)), ...",
-        '"""',
-        "",
-        "# fmt: off",
-    ]
-    configurations = list(dict.fromkeys(c for table in tables.values() for by in table.values() for c in by.values()))
-    names = {config: f"C{index}" for index, config in enumerate(configurations)}
-    lines += [f"{names[config]} = {astuple(config)!r}" for config in configurations]
-    lines += ["", "TABLES: dict[tuple[str, str], tuple[Any, ...]] = {"]
-    for key, table in tables.items():
-        lines.append(f"    {key!r}: (")
-        for sizes, by_tokens in table.items():
-            steps = ", ".join(f"({tokens}, {names[config]})" for tokens, config in by_tokens.items())
-            lines.append(f"        ({sizes!r}, ({steps},)),")
-        lines.append("    ),")
-    lines += ["}", ""]
-    lines.insert(5, "from typing import Any")
-    lines.insert(6, "")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--raw", type=Path, nargs="+", required=True, help="times, JSONL; the first is added to")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--numbers", nargs="+", choices=list(NUMBERS), default=["half"])
-    parser.add_argument("--tokens", nargs="+", type=int, help="of gradients by default 256 and more")
-    parser.add_argument("--weights", nargs="+", type=int, help="indices into WEIGHTS")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long")
-    parser.add_argument("--workers", type=int, default=max(1, multiprocessing.cpu_count() - 1))
-    parser.add_argument("--decide", action="store_true", help="write the tables from the raw files")
-    options = parser.parse_args()
-    if options.decide:
-        rows = [json.loads(line) for path in options.raw for line in path.read_text(encoding="utf-8").splitlines()]
-        TABLES.write_text(source(decide(rows)), encoding="utf-8")
-        return
-    weights = WEIGHTS if options.weights is None else [WEIGHTS[index] for index in options.weights]
-    points = [
-        Point(kind, number, tokens, n, k)
-        for number in options.numbers
-        for kind in options.kinds
-        for n, k in weights
-        for tokens in options.tokens or TOKENS
-        if options.tokens or kind in ("linear", "activated", "gated") or tokens >= 256
-    ]
-    sweep(points, options.raw[0], options.workers, options.seconds)
-
-
-if __name__ == "__main__":
-    main()
+        step = point.tokens, astuple(named[chosen[point]])
+        table.setdefault((problem.number, problem.kind, *sizes), []).append(step)
+    return {"gemm": {key: tuple(steps) for key, steps in table.items()}}

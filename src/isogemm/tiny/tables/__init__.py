@@ -1,0 +1,1 @@
+"""Measured configurations, one module per architecture; `isogemm.core.tables` states their format and loads them."""
