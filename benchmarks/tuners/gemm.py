@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from isogemm.bench import timer
+from isogemm.core.plan import Plan
 from isogemm.core.tables import Table
 from isogemm.epilogues.operands import PLACES, TENSORS, Epilogue
 from isogemm.gemm import configs, kernels
 from isogemm.gemm.configs import Config, Problem
-from isogemm.gemm.plan import Plan, gemm_plan
+from isogemm.gemm.plan import gemm_plan
 from tuners import common
 from tuners.common import NUMBERS
 
@@ -255,12 +256,12 @@ class Operands:
         read: list[torch.Tensor | None] = [None] * len(TENSORS)
         shape, gradient = (problem.m, problem.n), problem.epilogue.gradient
         if problem.epilogue.bias:
-            read[kernels.READ.index("bias")] = torch.randn(self.n, device="cuda", dtype=self.dtype)
+            read[PLACES["bias"]] = torch.randn(self.n, device="cuda", dtype=self.dtype)
         if gradient:
             both = (2, *shape) if problem.epilogue.gated else shape
-            read[kernels.READ.index("saved")] = torch.randn(both, device="cuda", dtype=self.dtype)
+            read[PLACES["saved"]] = torch.randn(both, device="cuda", dtype=self.dtype)
         if gradient and problem.epilogue.gated:
-            read[kernels.READ.index("second")] = torch.empty(shape, device="cuda", dtype=self.dtype)
+            read[PLACES["second"]] = torch.empty(shape, device="cuda", dtype=self.dtype)
         return [Call(*pair, read, torch.empty(shape, device="cuda", dtype=self.dtype)) for pair in pairs]
 
 
@@ -273,7 +274,7 @@ class Call:
     out: torch.Tensor
 
     def run(self, plan: Plan) -> None:
-        plan.run(self.a, self.b, self.read, self.out, self.b_up)
+        plan.run((self.a, self.b, self.b_up, *self.read), self.out)
 
     def run_torch(self) -> None:
         """The bare product: what every epilogue is compared with."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from isogemm.bench import timer
+from isogemm.core.precision import of_cuda_products
 from isogemm.core.tables import Table
 from isogemm.tiny import configs, kernels, op
 from isogemm.tiny.configs import EDGES, Problem
@@ -75,19 +76,17 @@ def measure(target: Problem, names: list[str]) -> dict[str, float]:
     variants = {"torch": [lambda x=x, y=y, z=z: torch.bmm(x, y, out=z) for x, y, z in operands]}
     exact = torch.matmul(operands[0][0][:64].double(), operands[0][1][:64].double())
     for name in names:
-        launch = kernels.describe_bmm(target, configs.choose(target, name))
-        bound = kernels.bind_bmm(out[0], operands[0][0], operands[0][1], launch)
+        plan = op.tiny_plan(target, configs.choose(target, name), device)
 
-        def call(x, y, z, bound=bound, launch=launch):
-            bound(0, launch.programs, x.data_ptr(), y.data_ptr(), z.data_ptr(), *launch.scalars)
-            return z
+        def call(x, y, z, plan=plan):
+            return plan.run((x, y), z)
 
         out[0].fill_(torch.nan)
         error = (call(*operands[0])[:64].double() - exact).abs().max().item()
         if not error <= 0.05 * math.sqrt(k):
             raise AssertionError(f"{name} {target}: error {error}")
         variants[name] = [lambda o=o, call=call: call(*o) for o in operands]
-    with op.torch_precision(target.precision if target.dtype == "float32" else None):
+    with of_cuda_products(target.precision if target.dtype == "float32" else None):
         times = timer.measure(variants, device, repeats=4, warmup=1)
     return {name: median(raw) for name, raw in times.items()}
 
