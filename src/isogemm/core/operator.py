@@ -8,6 +8,7 @@ subclasses the call goes through the dispatcher, as `torch.ops.isogemm.<name>`. 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -24,7 +25,7 @@ Result = TypeVar("Result")
 class Operator(Generic[Result]):
     """An operator of the namespace isogemm."""
 
-    __slots__ = ("_apply", "_refused", "_tensors", "name", "op", "run")
+    __slots__ = ("_apply", "_optional", "_pick", "_refused", "name", "op", "run")
 
     def __init__(
         self,
@@ -49,7 +50,10 @@ class Operator(Generic[Result]):
         self.name, arguments = schema.partition("(")[0], schema.partition("(")[2].partition(") ->")[0]
         self.run, self._refused = run, refused
         self._apply: Any = None
-        self._tensors = [place for place, each in enumerate(arguments.split(", ")) if each.startswith("Tensor")]
+        kinds = [each.partition(" ")[0] for each in arguments.split(", ")]
+        places = [place for place, kind in enumerate(kinds) if kind in ("Tensor", "Tensor?", "Tensor(a!)")]
+        self._pick: Any = itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+        self._optional = "Tensor?" in kinds
         _library.define(schema)
         for key in ("CPU", "CUDA"):
             _library.impl(self.name, run, key)
@@ -62,13 +66,21 @@ class Operator(Generic[Result]):
 
     def __call__(self, *args: Any) -> Result:
         """Run on all of the schema's arguments, given by position."""
-        tensors = [each for place in self._tensors if (each := args[place]) is not None]
+        tensors = self._pick(args)
+        if self._optional:
+            tensors = [each for each in tensors if each is not None]
         if through_dispatcher(*tensors):
             if self._refused:
                 refuse_transforms(self._refused, *tensors)
             return cast(Result, self.op(*args))
-        if self._apply is not None and torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]:
-            return cast(Result, self._apply(*args))
+        return self.differentiable(*args) if torch.is_grad_enabled() else self.run(*args)
+
+    def differentiable(self, *args: Any) -> Result:
+        """The same in eager mode, for plain tensors."""
+        if self._apply is not None and torch.is_grad_enabled():
+            for each in self._pick(args):
+                if each is not None and each.requires_grad:
+                    return cast(Result, self._apply(*args))
         return self.run(*args)
 
 
