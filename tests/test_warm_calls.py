@@ -1,7 +1,7 @@
 """The way of a warm call: which of isogemm's functions run between the public function and Triton's launcher.
 
-At most five functions in four files for every operation. A GPU without TMA is simulated: CPU tensors say that they are on
-it, and kernels are bound to a launcher that does nothing.
+At most five functions in four files for every operation. A GPU without TMA is simulated: CPU tensors say that they are
+on it, and kernels are bound to a launcher that does nothing.
 """
 
 import sys
