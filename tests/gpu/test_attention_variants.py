@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from isogemm.encoder import op
-from isogemm.encoder.configs_attention import MOST_FACTORS, MmaConfig
+from isogemm.attention import op
+from isogemm.attention.configs import MOST_FACTORS, MmaConfig
 from isogemm.testing import (
     AttentionInputs,
     AttentionResults,

@@ -5,11 +5,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from isogemm.encoder import plan
-from isogemm.encoder.configs_attention import Attention, DotConfig, MmaConfig, choose, choose_backward, choose_mma
-from isogemm.encoder.kernels_attention_dot import describe_attention_dot, describe_attention_dot_backward
-from isogemm.encoder.kernels_attention_mma_backward import describe_attention_mma_backward
-from isogemm.encoder.kernels_attention_mma_forward import describe_attention_mma
+from isogemm.attention import kernels
+from isogemm.attention.configs import Attention, DotConfig, MmaConfig, choose, choose_backward, choose_mma
+from isogemm.attention.kernels import dot, mma
 from isogemm.testing import (
     AttentionInputs,
     AttentionResults,
@@ -81,10 +79,10 @@ def _launch(inputs, precision="ieee", mask=None, causal=False, config=None):
     gradients = torch.full_like(packed, torch.nan)
     dq, dk, dv = gradients.split(width, dim=1)
     problem = _problem(inputs, precision, mask, causal, (3 * width,) * 3)
-    describe = describe_attention_mma if isinstance(config, MmaConfig) else describe_attention_dot
+    describe = mma.describe_attention if isinstance(config, MmaConfig) else dot.describe_attention
     describe(problem, config or choose(problem)).run(q, k, v, mask, None, None, o, lse, None)
     problem = _problem(inputs, precision, mask, causal, (3 * width,) * 6)
-    describe = describe_attention_mma_backward if isinstance(config, MmaConfig) else describe_attention_dot_backward
+    describe = mma.describe_attention_backward if isinstance(config, MmaConfig) else dot.describe_attention_backward
     describe(problem, config or choose_backward(problem)).run(
         q, k, v, mask, None, None, o, lse, do, None, dq, dk, dv, None
     )
@@ -279,10 +277,10 @@ def test_wide_offsets():
     o, dq, dk, dv = torch.full((4, tokens, head), torch.nan, dtype=torch.float16)
     lse = torch.full((tokens, 1), torch.nan)
     problem = _problem(inputs, "ieee", None, False, (stride,) * 3)
-    describe_attention_dot(problem, choose(problem)).run(q, k, v, None, None, None, o, lse, None)
+    dot.describe_attention(problem, choose(problem)).run(q, k, v, None, None, None, o, lse, None)
     problem = _problem(inputs, "ieee", None, False, (stride,) * 3 + (head,) * 3)
     do = inputs.do.reshape(tokens, head)
-    describe_attention_dot_backward(problem, choose_backward(problem)).run(
+    dot.describe_attention_backward(problem, choose_backward(problem)).run(
         q, k, v, None, None, None, o, lse, do, None, dq, dk, dv, None
     )
     results = Results(*(x.reshape(1, tokens, 1, -1) for x in (o, lse, dq, dk, dv)))
@@ -321,8 +319,8 @@ def _launch_variant(inputs, precision="ieee"):
     lse = torch.full((sequences, tokens, inputs.nhead), torch.nan)
     scores, d_previous = (None if x is None else torch.full_like(x, torch.nan) for x in (inputs.of_scores, previous))
     given = (q, k, v, mask, previous, inputs.seed, o, lse)
-    plan.describe_attention(problem(3)).run(*given, scores)
-    plan.describe_attention_backward(problem(6)).run(*given, do, inputs.of_scores, dq, dk, dv, d_previous)
+    kernels.describe_attention(problem(3)).run(*given, scores)
+    kernels.describe_attention_backward(problem(6)).run(*given, do, inputs.of_scores, dq, dk, dv, d_previous)
     return AttentionResults(o, scores, dq, dk, dv, d_previous)
 
 

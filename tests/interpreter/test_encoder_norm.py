@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from isogemm.encoder import configs_norm
-from isogemm.encoder.configs_norm import NormConfig
-from isogemm.encoder.kernels_norm import launch_norm, launch_norm_backward
+from isogemm.norm import configs
+from isogemm.norm.configs import NormConfig
+from isogemm.norm.kernels.row_norm import describe_norm, describe_norm_backward
 from isogemm.testing import assert_bitwise_equal, assert_no_worse_than_torch, make_data
 
 EPS = 1e-5
@@ -26,17 +26,19 @@ def _torch(kind, x, weight, bias):
 
 def _norm(kind, x, weight, bias, config=None, dtype=None):
     out = torch.full(x.shape, math.nan, dtype=dtype or x.dtype)
-    launch_norm(x, weight, bias, out, kind, EPS, config or configs_norm.choose(x.shape[1]))
+    config = config or configs.choose(x.shape[1])
+    describe_norm(*x.shape, kind, EPS, config).run(x, weight, bias, out)
     return out
 
 
 def _backward(kind, grad, x, weight, *, bias=True, config=None):
     rows, width = x.shape
     dx = torch.full(x.shape, math.nan, dtype=x.dtype)
-    sums = torch.full((2, -(-rows // configs_norm.ROWS), width), math.nan)
-    config = config or configs_norm.choose(width)
+    sums = torch.full((2, -(-rows // configs.SUM_ROWS), width), math.nan)
+    config = config or configs.choose(width)
     of_weight = None if weight is None else sums[0]
-    launch_norm_backward(grad, x, weight, dx, of_weight, sums[1] if bias else None, kind, EPS, config)
+    launch = describe_norm_backward(rows, width, kind, EPS, config)
+    launch.run(grad, x, weight, dx, of_weight, sums[1] if bias else None)
     return dx, *sums
 
 
@@ -99,11 +101,11 @@ def test_sums_are_of_blocks_of_rows_and_survive_rows_without_gradient():
         assert not sums[3].any()
 
 
-@pytest.mark.parametrize("width", [1, 3, 16, 100, 2048, 5000, configs_norm.MOST_COLUMNS])
+@pytest.mark.parametrize("width", [1, 3, 16, 100, 2048, 5000, configs.MOST_COLUMNS])
 def test_config_holds_whole_rows_and_divides_a_block(width):
-    config = configs_norm.choose(width)
+    config = configs.choose(width)
     assert width <= config.columns < 2 * width
-    assert configs_norm.ROWS % config.rows == 0
+    assert configs.SUM_ROWS % config.rows == 0
 
 
 def test_another_tile_takes_the_same_rows():
@@ -120,4 +122,4 @@ def test_another_tile_takes_the_same_rows():
 
 def test_too_wide_a_row_is_refused():
     with pytest.raises(ValueError, match="the norm's kernels take 1 to 65536"):
-        configs_norm.choose(configs_norm.MOST_COLUMNS + 1)
+        configs.choose(configs.MOST_COLUMNS + 1)

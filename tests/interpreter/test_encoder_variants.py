@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from isogemm.encoder import fused, plan, reference
+from isogemm.encoder import buffers, fused, reference
 from isogemm.encoder.parameters import EncoderDropout, Options, RunningStatistics
 from isogemm.epilogues import random
 from isogemm.testing import EncoderShape, encoder_parameters, encoder_tensors, make_data, poisoned_allocations
@@ -57,7 +57,7 @@ def _assert_close(shape, bound=3e-6, dtype=torch.float32, previous=False, mask=N
 
     def ours(x, scores=None, **parameters):
         of_norms = dict(zip(("mean1", "var1", "mean2", "var2"), running or (), strict=False))
-        given = plan.Given(mask, SEED if any(options.dropout) else None, scores, **of_norms)
+        given = buffers.ExtraInputs(mask, SEED if any(options.dropout) else None, scores, **of_norms)
         results = fused.encoder_layer(x, encoder_parameters(parameters), given, options)
         statistics.append(results.statistics)
         return results.y, results.scores
@@ -188,7 +188,7 @@ def test_scores_by_factors(stack):
     def ours(x, **parameters):
         factors = ()
         for layer in range(3):
-            given = plan.Given(mask, None, None, *factors)
+            given = buffers.ExtraInputs(mask, None, None, *factors)
             results = fused.encoder_layer(
                 x, encoder_parameters(parameters), given, options._replace(return_factors=layer < 2)
             )

@@ -16,7 +16,6 @@ from isogemm.core.dispatch import Dispatch
 from isogemm.core.eager import autocast_dtype, is_intercepted, likeness, through_dispatcher
 from isogemm.core.errors import require_precision, require_same
 from isogemm.encoder import composed
-from isogemm.encoder.batch_norm import update_running
 from isogemm.encoder.parameters import (
     ACTIVATIONS,
     NORMS,
@@ -31,10 +30,11 @@ from isogemm.gemm.autograd import refuse_transforms
 from isogemm.gemm.fused import new_seed
 from isogemm.gemm.op import SERVED
 from isogemm.gemm.problem import dtype_name, resolve_precision
+from isogemm.norm.op import update_running
 
 if TYPE_CHECKING:
+    from isogemm.encoder.buffers import ExtraInputs
     from isogemm.encoder.fused import Kind
-    from isogemm.encoder.plan import Given
 
 
 class _Named(TypedDict, total=False):
@@ -259,12 +259,12 @@ def _encoder_layer(
     return results.y, results.scores, results.own
 
 
-def _given(x: Tensor, tensors: _Tensors, options: Options) -> Given:
+def _given(x: Tensor, tensors: _Tensors, options: Options) -> ExtraInputs:
     """As the fused layer takes them."""
-    from isogemm.encoder.plan import Given
+    from isogemm.encoder.buffers import ExtraInputs
 
     seed = new_seed(x.device) if any(options.dropout) else None
-    given = Given(tensors.mask, seed, tensors.scores, *tensors.factors)
+    given = ExtraInputs(tensors.mask, seed, tensors.scores, *tensors.factors)
     if tensors.running is None or options.from_batch or options.norm != "batch_norm":
         return given
     (mean1, var1, *_), (mean2, var2, *_) = tensors.running
@@ -298,9 +298,9 @@ def _decided(x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int
     if alike is None:
         return decision
     if not decision.obstacle:
-        from isogemm.encoder import fused, plan
+        from isogemm.encoder import buffers, fused
 
-        given_tensors = plan.Given(None, None, tensors.scores, *tensors.factors)
+        given_tensors = buffers.ExtraInputs(None, None, tensors.scores, *tensors.factors)
         decision = decision._replace(kind=fused.kind_of(x, params, given_tensors, decision.options))
     if len(_decisions) >= _MOST_DECISIONS or len(found) >= _MOST_ALIKE:
         _decisions.clear()

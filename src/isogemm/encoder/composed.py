@@ -8,13 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from isogemm.encoder import op
-from isogemm.encoder.batch_norm import batch_norm
-from isogemm.encoder.op import AttentionCall
+from isogemm.attention.op import AttentionCall, attention
 from isogemm.encoder.parameters import EncoderParameters, Options, RunningStatistics
 from isogemm.gemm import configs
 from isogemm.gemm.api import linear, mlp
 from isogemm.gemm.fused import new_seed
+from isogemm.norm.op import batch_norm, encoder_norm
 
 
 def encoder_layer(
@@ -38,11 +37,11 @@ def encoder_layer(
         if options.norm == "batch_norm":
             its_running = None if running is None else running[number - 1]
             return batch_norm(x, weight, bias, its_running, options.from_batch, options.eps, dtype)
-        return op.encoder_norm(x, weight, bias, options.norm, options.eps, dtype)
+        return encoder_norm(x, weight, bias, options.norm, options.eps, dtype)
 
     def attended(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         call = _operands(x, params, mask, scores, options)
-        o, of_layer = op.attention(call)
+        o, of_layer = attention(call)
         own = _factors(call) if options.return_factors else None
         added, wide = _residual(residual, options)
         out = linear(
@@ -79,7 +78,7 @@ def scores_of(factors: Sequence[Tensor], precision: str | None) -> Tensor:
     for factor in factors:
         q, k = (each.permute(1, 2, 0, 3).flatten(2) for each in factor)
         call = AttentionCall(q, k, k, None, factor.shape[1], False, precision, scores, scores=True)
-        _, scores = op.attention(call)
+        _, scores = attention(call)
     assert scores is not None
     return scores
 

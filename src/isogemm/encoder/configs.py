@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from isogemm.encoder.configs_attention import fragments_hold
+from isogemm.attention.configs import LONGEST_HALF_HEAD, fragments_hold
 from isogemm.encoder.parameters import NOTHING_DROPPED, EncoderDropout
+from isogemm.norm.configs import TILE_ROWS  # every tile's rows divide it
 
 WIDEST = 256  # d_model of a row that a program keeps
 _WIDEST_FRAGMENTS = 32  # d_model of rows that lanes hold: wider ones leave no registers for weights on their way
 FRAGMENT_ROWS = 16  # of a warp
 GROUP_ROWS = 64  # of a warpgroup
-TILE_ROWS = 64  # every tile's rows divide it
 _CHUNK_ROWS = 512  # of one sum in the parameters' gradients, at least
 _MOST_CHUNK_ROWS = 8192  # tokens that no shorter chunk divides would make the sums long and few
 
@@ -166,8 +167,6 @@ class Layer:
 _SMALL = 1 << 20  # elements of x
 _MOST_PARTS = 7
 _TURNED = 64  # padded d_model from which transposes pay
-SHORT_HEAD = 16  # up to which attention is computed in registers
-LONGEST_HALF_HEAD = 64  # up to which it is computed from 16-bit operands; longer ones are widened, which is exact
 
 
 def projected_parts(layer: Layer, backward: bool) -> range:
@@ -219,6 +218,9 @@ class RowConfig:
     num_warps: int
     num_stages: int
 
+    def programs(self, layer: Layer) -> int:
+        return -(-layer.rows // self.rows)
+
     def __str__(self) -> str:
         return f"{self.rows}x{self.block} w{self.num_warps} s{self.num_stages}"
 
@@ -263,6 +265,18 @@ class WeightConfig:
     block_k: int
     num_warps: int
     num_stages: int
+
+    def tiles(self, m: int, n: int) -> int:
+        return -(-m // self.block_m) * -(-n // self.block_n)
+
+
+class WeightSums(NamedTuple):
+    """Two weights' gradients that one launch computes, and where a chunk's partial sums lie."""
+
+    shapes: tuple[int, int, int, int]  # M, N, M, N of left^T right
+    offsets: tuple[int, ...]  # of the first weight, its bias, the second weight, and the tiles' sums
+    size: int  # elements of a chunk's partial sums
+    added: tuple[int, ...]  # which of the tiles' six sums are added up
 
 
 @dataclass(frozen=True)
@@ -372,6 +386,13 @@ def choose_warpgroup(layer: Layer) -> WarpgroupConfigs:
     if not (layer.wgmma and features and numbers):
         return WarpgroupConfigs()
     return _WARPGROUPS.get((number, layer.d_model), WarpgroupConfigs())
+
+
+def tile_rows(layer: Layer) -> int:
+    """Rows of the smallest tile that leaves its part of the norms' and biases' gradients."""
+    if layer.fragments:
+        return FRAGMENT_ROWS
+    return GROUP_ROWS if choose_warpgroup(layer).feedforward_backward else choose(layer).tile_rows
 
 
 def choose(layer: Layer) -> Configs:

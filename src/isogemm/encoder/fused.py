@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from isogemm.attention.configs import MOST_FACTORS
 from isogemm.core import device as devices
 from isogemm.core.eager import through_dispatcher
+from isogemm.core.run import placed, refuse_second_derivative
 from isogemm.encoder import configs
+from isogemm.encoder.buffers import ADDED, EXTRA, SEPARATE, STACKED, ExtraInputs, kept_size
 from isogemm.encoder.configs import Layer
-from isogemm.encoder.configs_attention import MOST_FACTORS
 from isogemm.encoder.gradients import Gradients
-from isogemm.encoder.op import placed, refuse_second_derivative
 from isogemm.encoder.parameters import EncoderDropout, EncoderParameters, Options
-from isogemm.encoder.plan import ADDED, GIVEN, SEPARATE, STACKED, Above, Forward, Given, Left, Plan, kept_size
+from isogemm.encoder.plan import Forward, IncomingGrads, Plan, SavedForBackward
 from isogemm.encoder.schedule import addresses_of
 from isogemm.gemm.autograd import accumulated, given_or_accumulated, main_grad_of, parameter
 from isogemm.gemm.op import is_added, require_total
@@ -73,7 +74,7 @@ def unserved_factors(
     return configs.unserved(x.shape[-2], d_model, nhead, number)
 
 
-def encoder_layer(x: Tensor, params: EncoderParameters, given: Given, options: Options) -> Results:
+def encoder_layer(x: Tensor, params: EncoderParameters, given: ExtraInputs, options: Options) -> Results:
     """Of x [S, T, D], contiguous; differentiable once."""
     parameters, stacked = params.flat(), _is_stacked(params)
     if through_dispatcher(x, *[each for each in (*given, *parameters) if each is not None]):
@@ -81,7 +82,7 @@ def encoder_layer(x: Tensor, params: EncoderParameters, given: Given, options: O
     return Kind(x, parameters, given, stacked, options).launched(x, parameters, given)
 
 
-def kind_of(x: Tensor, params: EncoderParameters, given: Given, options: Options) -> Kind:
+def kind_of(x: Tensor, params: EncoderParameters, given: ExtraInputs, options: Options) -> Kind:
     return Kind(x, params.flat(), given, _is_stacked(params), options)
 
 
@@ -90,7 +91,7 @@ class Kind:
 
     __slots__ = ("differentiable", "lasting", "names", "options", "plans", "stacked")
 
-    def __init__(self, x: Tensor, parameters: _Parameters, given: Given, stacked: bool, options: Options) -> None:
+    def __init__(self, x: Tensor, parameters: _Parameters, given: ExtraInputs, stacked: bool, options: Options) -> None:
         self.stacked, self.options = stacked, options
         tensors = (x, *given.added, *parameters)
         self.differentiable = any(each is not None and each.requires_grad for each in tensors)
@@ -104,7 +105,7 @@ class Kind:
             *["own"] * options.return_factors,
         ]
 
-    def launched(self, x: Tensor, parameters: _Parameters, given: Given) -> Results:
+    def launched(self, x: Tensor, parameters: _Parameters, given: ExtraInputs) -> Results:
         """encoder_layer of tensors of this kind to which torch has nothing to say but autograd."""
         if not (self.differentiable and torch.is_grad_enabled()):
             results = _Call(x, given, parameters, self).forward(keep=False)
@@ -120,7 +121,7 @@ _FIRST = 3 + len(ADDED)  # of the parameters among the Function's arguments
 
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kind: Kind, given: Given, x: Tensor, *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, kind: Kind, given: ExtraInputs, x: Tensor, *tensors: Tensor | None) -> Any:
         parameters = tensors[len(ADDED) :]
         call = _Call(x, given, parameters, kind)
         results = call.forward(keep=True)
@@ -140,13 +141,13 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("encoder_layer")
         x, *saved = ctx.saved_tensors
-        left, saved = Left(*saved[: len(Left._fields)]), saved[len(Left._fields) :]
-        again = len(GIVEN) - len(ctx.running)
+        left, saved = SavedForBackward(*saved[: len(SavedForBackward._fields)]), saved[len(SavedForBackward._fields) :]
+        again = len(EXTRA) - len(ctx.running)
         needed = ctx.needs_input_grad
         kind, of_forward = ctx.call
-        call = _Call(x, Given(*saved[:again], *ctx.running), saved[again:], kind, of_forward)
+        call = _Call(x, ExtraInputs(*saved[:again], *ctx.running), saved[again:], kind, of_forward)
         coming = dict(zip(kind.names, more, strict=True))
-        above = Above(torch.zeros_like(x) if dy is None else dy, coming.get("scores"), coming.get("own"))
+        above = IncomingGrads(torch.zeros_like(x) if dy is None else dy, coming.get("scores"), coming.get("own"))
         if [each for each in ctx.owners if getattr(each, "main_grad", None) is not None]:
             dx, of_added, gradients = _accumulate(ctx, call, above, left)
         else:
@@ -164,7 +165,9 @@ _apply: Any = super(torch.autograd.Function, _Layer).apply
 _OfTensors = Sequence[Tensor | None]  # gradients
 
 
-def _accumulate(ctx: Any, call: _Call, above: Above, left: Left) -> tuple[Tensor, _OfTensors, _OfTensors]:
+def _accumulate(
+    ctx: Any, call: _Call, above: IncomingGrads, left: SavedForBackward
+) -> tuple[Tensor, _OfTensors, _OfTensors]:
     """Into the main_grads of the parameters whose gradients this backward is to accumulate."""
     needed = ctx.needs_input_grad[_FIRST:]
     totals = [accumulated(owner, need)[1] for owner, need in zip(ctx.owners, needed, strict=True)]
@@ -181,7 +184,7 @@ class _Call:
     __slots__ = ("addresses", "given", "parameters", "plan", "x")
 
     def __init__(
-        self, x: Tensor, given: Given, parameters: _Parameters, kind: Kind,
+        self, x: Tensor, given: ExtraInputs, parameters: _Parameters, kind: Kind,
         forward: tuple[Plan, tuple[int, ...]] | None = None,
     ) -> None:  # fmt: skip
         """forward: in a backward, the plan of its forward, and the addresses that it was made for."""
@@ -201,7 +204,7 @@ class _Call:
         moved = not dense or any(address % 16 for address in self.addresses[1:])
         if moved:
             tensors = [None if each is None else placed(each) for each in tensors]
-            self.given, self.parameters = Given(mask, *tensors[: len(others)]), tensors[len(others) :]
+            self.given, self.parameters = ExtraInputs(mask, *tensors[: len(others)]), tensors[len(others) :]
             self.addresses = addresses_of((*self.given, *self.parameters))
         plan = _plan(self.x, self.given, self.parameters, self.addresses, kind.stacked, kind.options)
         if keep and not moved:
@@ -214,14 +217,16 @@ class _Call:
         """keep: with what a backward needs."""
         return self.plan.forward(self.x, (*self.given, *self.parameters), self.addresses, keep)
 
-    def backward(self, above: Above, left: Left, gradients: Gradients) -> tuple[Tensor, _OfTensors]:
+    def backward(self, above: IncomingGrads, left: SavedForBackward, gradients: Gradients) -> tuple[Tensor, _OfTensors]:
         """dx, and those of what is added to the scores; the parameters' are written or added to `gradients`."""
         others = [None if each is None else placed(each) for each in above[1:]]
         given = (*self.given, *self.parameters)
-        return self.plan.backward(Above(placed(above.dy), *others), left, self.x, given, self.addresses, gradients)
+        return self.plan.backward(
+            IncomingGrads(placed(above.dy), *others), left, self.x, given, self.addresses, gradients
+        )
 
     def accumulate(
-        self, above: Above, left: Left, totals: Sequence[Tensor | None], wanted: Sequence[bool]
+        self, above: IncomingGrads, left: SavedForBackward, totals: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> tuple[Tensor, _OfTensors, list[Tensor | None]]:
         """dx, those of what is added to the scores, and those wanted of the parameters, each in memory of its own: None
         where one is added to its total."""
@@ -263,7 +268,9 @@ def _is_stacked(params: EncoderParameters) -> bool:
     return not isinstance(params.in_proj_weight, tuple)
 
 
-def _layer(x: Tensor, given: Given, parameters: _Parameters, stacked: bool, options: Options, arch: int = 0) -> Layer:
+def _layer(
+    x: Tensor, given: ExtraInputs, parameters: _Parameters, stacked: bool, options: Options, arch: int = 0
+) -> Layer:
     sequences, tokens, d_model = x.shape
     wo, w1 = _of_products(parameters, stacked)
     mask = given.mask
@@ -298,7 +305,7 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 
 
 def _plan(
-    x: Tensor, given: Given, parameters: _Parameters, addresses: tuple[int, ...], stacked: bool, options: Options
+    x: Tensor, given: ExtraInputs, parameters: _Parameters, addresses: tuple[int, ...], stacked: bool, options: Options
 ) -> Plan:
     """By all that the launches depend on, Triton's specialisation of the arguments included."""
     wo, w1 = _of_products(parameters, stacked)
@@ -322,7 +329,7 @@ def _plan(
 # registration with torch.library, for torch.compile, fake tensors and dispatch modes
 
 
-def _dispatched(x: Tensor, parameters: _Parameters, given: Given, stacked: bool, options: Options) -> Results:
+def _dispatched(x: Tensor, parameters: _Parameters, given: ExtraInputs, stacked: bool, options: Options) -> Results:
     places = [place for place, each in enumerate(parameters) if each is not None]
     present = [cast(Tensor, parameters[place]) for place in places]
     if not is_compiling():  # what torch has only noted down, a negation, it does not resolve in lists
@@ -362,14 +369,14 @@ def _encoder_layer(
     places: Sequence[int],
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    given, (_, _, _, stacked, *options) = Given(*rest[: len(GIVEN)]), rest[len(GIVEN) :]
+    given, (_, _, _, stacked, *options) = ExtraInputs(*rest[: len(EXTRA)]), rest[len(EXTRA) :]
     parameters = _placed_in(places, stacked, params)
     call = _Call(x, given, parameters, Kind(x, parameters, given, stacked, _options(options)))
     return tuple(x.new_empty(0) if each is None else each for each in call.forward(keep=True))
 
 
 def _encoder_layer_fake(x: Tensor, params: Sequence[Tensor], places: Sequence[int], *rest: Any) -> tuple[Tensor, ...]:
-    given, (_, _, _, stacked, *raw) = Given(*rest[: len(GIVEN)]), rest[len(GIVEN) :]
+    given, (_, _, _, stacked, *raw) = ExtraInputs(*rest[: len(EXTRA)]), rest[len(EXTRA) :]
     options = _options(raw)
     layer = _layer(x, given, _placed_in(places, stacked, params), stacked, options)
     sequences, tokens, d_model = x.shape
@@ -427,22 +434,25 @@ def _encoder_layer_backward_into(
 class _BackwardCall(NamedTuple):
     """The arguments of the backward's operators."""
 
-    above: Above
-    left: Left  # empty tensors where the layer has none
+    above: IncomingGrads
+    left: SavedForBackward  # empty tensors where the layer has none
     x: Tensor
     params: Sequence[Tensor]
     places: Sequence[int]
-    given: Given
+    given: ExtraInputs
     stacked: bool
     options: Options
 
     @classmethod
     def of(cls, *arguments: Any) -> _BackwardCall:
         rest = iter(arguments)
-        above, left = Above(*islice(rest, len(Above._fields))), Left(*islice(rest, len(Left._fields)))
+        above, left = (
+            IncomingGrads(*islice(rest, len(IncomingGrads._fields))),
+            SavedForBackward(*islice(rest, len(SavedForBackward._fields))),
+        )
         x, params, places, *more = rest
         *given, stacked = more[: len(_READ_AGAIN) + 1]
-        return cls(above, left, x, params, places, Given(*given), stacked, _options(more[len(_READ_AGAIN) + 1 :]))
+        return cls(above, left, x, params, places, ExtraInputs(*given), stacked, _options(more[len(_READ_AGAIN) + 1 :]))
 
 
 def _backward(call: _BackwardCall, totals: Sequence[Tensor | None]) -> tuple[Tensor, _OfTensors, list[Tensor | None]]:
@@ -450,7 +460,7 @@ def _backward(call: _BackwardCall, totals: Sequence[Tensor | None]) -> tuple[Ten
     parameters = _placed_in(call.places, call.stacked, call.params)
     of_layer = _Call(call.x, given, parameters, Kind(call.x, parameters, given, call.stacked, options))
     wanted = [each is not None for each in parameters]
-    left = Left(
+    left = SavedForBackward(
         call.left.kept,
         call.left.statistics if options.norm == "batch_norm" else None,
         call.left.own if options.return_factors else None,
@@ -464,8 +474,8 @@ _OPTIONS = (
     "int nhead, bool norm_first, bool residual_normed, str activation, str norm, float eps, bool is_causal, "
     "str? precision, ScalarType operand, float[] dropout, bool from_batch, bool return_scores, bool return_factors"
 )
-_GIVEN = ", ".join(f"Tensor? {name}" for name in GIVEN)
-_READ_AGAIN = GIVEN[: len(Given().read_again)]
+_GIVEN = ", ".join(f"Tensor? {name}" for name in EXTRA)
+_READ_AGAIN = EXTRA[: len(ExtraInputs().read_again)]
 _KEPT = (
     "Tensor dy, Tensor? d_scores, Tensor? d_own, Tensor kept, Tensor statistics, Tensor own, Tensor x, "
     f"Tensor[] params, int[] places, {', '.join(f'Tensor? {name}' for name in _READ_AGAIN)}, bool stacked"
@@ -500,9 +510,9 @@ for _schema, _function, _fake in (
 def _register_autograd() -> None:
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, params, ctx.places, *rest = inputs
-        given, (owners, totals, of_params, ctx.stacked, *ctx.options) = rest[: len(GIVEN)], rest[len(GIVEN) :]
+        given, (owners, totals, of_params, ctx.stacked, *ctx.options) = rest[: len(EXTRA)], rest[len(EXTRA) :]
         _, kept, _, statistics, own = output
-        ctx.save_for_backward(kept, statistics, own, x, *Given(*given).read_again, *params)
+        ctx.save_for_backward(kept, statistics, own, x, *ExtraInputs(*given).read_again, *params)
         # Not saved tensors: another micro-batch's backward may change a total before this one's does.
         ctx.owners, ctx.totals = owners, dict(zip(of_params, totals, strict=True))
         ctx.mark_non_differentiable(kept, statistics)
@@ -512,14 +522,14 @@ def _register_autograd() -> None:
         refuse_second_derivative("encoder_layer")
         kept, statistics, own, x, *saved = ctx.saved_tensors
         again, params = saved[: len(_READ_AGAIN)], saved[len(_READ_AGAIN) :]
-        given, options = Given(*again), Options(*ctx.options)
+        given, options = ExtraInputs(*again), Options(*ctx.options)
         _, d_scores, _, d_own = more
-        above = Above(
+        above = IncomingGrads(
             torch.zeros_like(x) if dy is None else dy,
             d_scores if options.return_scores else None,
             d_own if options.return_factors else None,
         )
-        left = Left(kept, statistics, own)
+        left = SavedForBackward(kept, statistics, own)
         arguments = (*above, *left, x, params, ctx.places, *again, ctx.stacked, *ctx.options)
         added = [each for each in given.added if each is not None]
         totals = {
@@ -542,7 +552,7 @@ def _register_autograd() -> None:
         of_given = {name: next(present) for name in ADDED if getattr(given, name) is not None}
         nothing = [None] * len(ctx.owners)  # torch wants a list for a list of tensors, and takes an empty one for that
         accumulated: tuple[Any, ...] = (nothing, nothing, None if nothing else [])
-        of_each = [of_given.get(name) for name in GIVEN]
+        of_each = [of_given.get(name) for name in EXTRA]
         return dx, found, None, *of_each, *accumulated, None, *(None,) * len(ctx.options)
 
     register: Any = torch.library.register_autograd

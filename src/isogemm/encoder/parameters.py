@@ -8,6 +8,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from isogemm.norm.op import RunningStatistics as RunningStatistics
+
 NORMS = ("layer_norm", "rms_norm", "batch_norm")
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
@@ -65,16 +67,6 @@ class EncoderDropout(NamedTuple):
 
 
 NOTHING_DROPPED = EncoderDropout()
-
-
-class RunningStatistics(NamedTuple):
-    """What one batch norm of an encoder layer keeps from call to call, as torch.nn.BatchNorm1d does."""
-
-    mean: Tensor | None = None  # [D]
-    var: Tensor | None = None  # [D], the unbiased estimate
-    batches: Tensor | None = None  # how many there were, int64 []
-    momentum: float | None = 0.1  # None: the mean of all batches
-    frozen: bool = False  # whether they are what normalises in training too, and stay as they are
 
 
 class Options(NamedTuple):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isogemm.encoder.configs_attention import MOST_FACTORS, Attention, MmaConfig, choose_mma
+from isogemm.attention.configs import MOST_FACTORS, Attention, MmaConfig, choose_mma
 from isogemm.epilogues import random
 from isogemm.gemm.reference import round_to_tf32
 from isogemm.testing.poison import poisoned_allocations
@@ -92,8 +92,7 @@ def attention_by_head(
     inputs: AttentionInputs, precision: str, *, turned: bool = False, config: MmaConfig | None = None
 ) -> AttentionResults:
     """By the kernels of short heads, with q, k, v and do head by head; turned: dq, dk and dv are written transposed."""
-    from isogemm.encoder.kernels_attention_mma_backward import describe_attention_mma_backward
-    from isogemm.encoder.kernels_attention_mma_forward import describe_attention_mma
+    from isogemm.attention.kernels.mma import describe_attention, describe_attention_backward
 
     sequences, tokens, width = inputs.q.shape
     rows, nhead = sequences * tokens, inputs.nhead
@@ -130,9 +129,9 @@ def attention_by_head(
     if mask is not None and mask.dtype is torch.bool:
         mask = mask.view(torch.uint8)
     given = (q, k, v, mask, None, inputs.seed, o, lse)
-    launch = describe_attention_mma(forward, config or choose_mma(forward))
+    launch = describe_attention(forward, config or choose_mma(forward))
     launch.run(*given, None, *(all_layers(earlier) if factors else ()))
-    launch = describe_attention_mma_backward(backward, config or choose_mma(backward))
+    launch = describe_attention_backward(backward, config or choose_mma(backward))
     more = (*all_layers(earlier), *all_layers(d_earlier), *of_own) if factors or backward.added else ()
     launch.run(*given, do, None, dq, dk, dv, None, *more)
     if turned:

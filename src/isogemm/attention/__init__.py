@@ -1,0 +1,1 @@
+"""Softmax attention, forward and backward: used by the encoder layer."""

@@ -1,0 +1,168 @@
+"""What the fused layer's kernels share in all formulations."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from isogemm.encoder.configs import Layer, WeightSums, projected_parts, tile_rows
+from isogemm.encoder.parameters import EncoderDropout
+from isogemm.epilogues import device, random
+from isogemm.gemm.kernels import round_by_instruction
+
+TYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
+# Offsets of dropout's seed at its places.
+PROJECTION = tl.constexpr(EncoderDropout._fields.index("projection"))
+ACTIVATION = tl.constexpr(EncoderDropout._fields.index("activation"))
+OUTPUT = tl.constexpr(EncoderDropout._fields.index("output"))
+
+_LEVELS = tl.constexpr(random.LEVELS)
+
+
+@triton.jit
+def scale_of_kept(DROPPED: tl.constexpr):
+    """As `epilogues.random.scale` of the probability whose threshold is DROPPED."""
+    return _LEVELS / (_LEVELS - DROPPED) if DROPPED < _LEVELS else 0.0
+
+
+@triton.jit
+def operand(x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """x as a product's operand: in its type, and TF32 rounded to nearest, where the tensor core would truncate."""
+    if PRECISION == "tf32":
+        return round_by_instruction(x.to(OPERAND))
+    else:
+        return x.to(OPERAND)
+
+
+@triton.jit
+def prepare(
+    item, wq, wk, wv, wo, w1, w2, ready, TILE: tl.constexpr, D: tl.constexpr, F: tl.constexpr, SIDE: tl.constexpr,
+    STACKED: tl.constexpr, PROJECTED: tl.constexpr, TURN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of the weights as operands: rounded or cast; with TURN also transposed, as the backward's products want.
+
+    `ready`: out_proj, linear1, linear2, in_proj; and with TURN their transposes in the order of the products:
+    linear2's, linear1's, out_proj's, in_proj's. Unless PROJECTED, in_proj and out_proj's transpose are left out, which
+    projections want alone that do not read the weights as they are. TILE writes the tile at (r, c) of a weight [ROWS,
+    COLS], and its transpose from column `first` on in one that is LD wide.
+    """
+    ACROSS: tl.constexpr = (D + SIDE - 1) // SIDE
+    DOWN: tl.constexpr = (F + SIDE - 1) // SIDE
+    SQUARE: tl.constexpr = ACROSS * ACROSS
+    turned = ready + (4 * D * D + 2 * D * F)
+    if item < SQUARE:
+        TILE(
+            wo, ready, turned + 2 * D * F, item // ACROSS * SIDE, item % ACROSS * SIDE, 0,
+            D, D, D, SIDE, True, TURN and PROJECTED, OPERAND, PRECISION,
+        )  # fmt: skip
+    elif item < SQUARE + ACROSS * DOWN:
+        item -= SQUARE
+        TILE(
+            w1, ready + D * D, turned + D * F, item // ACROSS * SIDE, item % ACROSS * SIDE, 0,
+            F, D, F, SIDE, True, TURN, OPERAND, PRECISION,
+        )  # fmt: skip
+    elif item < SQUARE + 2 * ACROSS * DOWN:
+        item -= SQUARE + ACROSS * DOWN
+        TILE(
+            w2, ready + (D * D + D * F), turned, item // DOWN * SIDE, item % DOWN * SIDE, 0,
+            D, F, D, SIDE, True, TURN, OPERAND, PRECISION,
+        )  # fmt: skip
+    elif TURN:
+        item -= SQUARE + 2 * ACROSS * DOWN
+        part = item // SQUARE
+        item -= part * SQUARE
+        TILE(
+            in_proj(wq, wk, wv, part, D * D, STACKED), ready + (D * D + 2 * D * F) + part * (D * D),
+            turned + (2 * D * F + D * D), item // ACROSS * SIDE, item % ACROSS * SIDE, part * D,
+            D, D, 3 * D, SIDE, PROJECTED, TURN, OPERAND, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def in_proj(q, k, v, part, size, STACKED: tl.constexpr):
+    """The part of the stacked in_proj, or the one of three."""
+    if STACKED:
+        return q + part * size
+    else:
+        at = q
+        if part == 1:
+            at = k
+        elif part == 2:
+            at = v
+        return at
+
+
+@triton.jit
+def projected_at(qkv_ptr, v_ptr, part, size, FIRST: tl.constexpr):
+    """Where a part of so many elements goes: to its place among q, k and v, or v elsewhere, FIRST where it is alone."""
+    if v_ptr is None:
+        return qkv_ptr + part * size
+    elif FIRST == 2:
+        return v_ptr
+    else:
+        at = qkv_ptr + part * size
+        if part == 2:
+            at = v_ptr
+        return at
+
+
+# the launches' constants
+
+
+def project_constants(layer: Layer, biases: bool, backward: bool) -> dict[str, object]:
+    return {
+        "F": layer.dim_feedforward,
+        "HEAD": layer.head,
+        "BY_HEAD": layer.by_head,
+        "NORM": layer.row_norm,
+        "STACKED": layer.stacked,
+        "BIASES": biases,
+        "FIRST": projected_parts(layer, backward)[0],
+        "BACKWARD": backward,
+    }
+
+
+def packing_programs(layer: Layer, side: int, turn: bool) -> int:
+    """Programs that `prepare` the weights, a tile of side x side each."""
+    across, down = -(-layer.d_model // side), -(-layer.dim_feedforward // side)
+    return across * across * (4 if turn else 1) + 2 * across * down
+
+
+def activation_constants(layer: Layer, backward: bool) -> dict[str, object]:
+    of_forward = {"ACT": getattr(device, layer.activation)}
+    return of_forward | {"ACT_GRAD": getattr(device, f"{layer.activation}_derivative")} if backward else of_forward
+
+
+def weight_grads_constants(layer: Layer, sums: WeightSums) -> dict[str, object]:
+    tiles = layer.chunk // tile_rows(layer)
+    return {
+        "D": layer.d_model,
+        "SIZE": sums.size,
+        "CHUNK": layer.chunk,
+        "TILES": tiles,
+        "TILES_P": 1 << (tiles - 1).bit_length(),
+        "ADDED": sums.added,
+    }
+
+
+def feedforward_sizes(layer: Layer) -> dict[str, object]:
+    return {
+        "D": layer.d_model,
+        "F": layer.dim_feedforward,
+        "NORM": layer.norm,
+        "NORM_LAST": layer.norm_last,
+        "RESIDUAL_NORMED": layer.residual_normed or not layer.norm_first,
+        "HIDDEN_DROPPED": random.threshold(layer.dropout.activation),
+        "DROPPED": random.threshold(layer.dropout.output),
+    }
+
+
+def residual_of(layer: Layer) -> str:
+    """Where the residual's gradient meets dx: "around" the norm, "through" it, or, of a batch norm, elsewhere."""
+    if not layer.norm_first or layer.residual_normed:
+        return "through"
+    return "" if layer.batch_norm else "around"
+
+
+def index_type(layer: Layer) -> object:
+    return tl.int64 if layer.wide else tl.int32
