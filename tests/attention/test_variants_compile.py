@@ -32,9 +32,11 @@ def _variant(head, dtype, precision, backward, residual, tokens):
 
 def _factored(head, dtype, precision):
     """The backward, with two earlier layers, and later ones."""
-    turned = dtype == "float32"
-    strides = (head,) * 3 + (896 * 42 if turned else 3 * 16 * head,) * 3
-    return Attention(896, 42, 16, head, dtype, precision, strides, by_head=True, turned=turned, factors=2, added=True)
+    transposed = dtype == "float32"
+    strides = (head,) * 3 + (896 * 42 if transposed else 3 * 16 * head,) * 3
+    return Attention(
+        896, 42, 16, head, dtype, precision, strides, by_head=True, transposed=transposed, factors=2, added=True
+    )
 
 
 def _job(problem):

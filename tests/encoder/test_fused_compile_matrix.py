@@ -44,8 +44,8 @@ def _pointer(plan, argument):
 
 
 def _variant(layer):
-    of_norm = f" {layer.norm}, parted" if layer.parted else ""
-    return of_norm + (" by factors" if layer.own_factors else "")
+    of_norm = f" {layer.norm}, parted" if layer.split_at_norm else ""
+    return of_norm + (" by factors" if layer.returns_qk else "")
 
 
 LAYERS = [_layer(128, 16, 256, "tf32", wgmma=True), _layer(16, 2, 128, "tf32")]
@@ -69,7 +69,7 @@ CASES += [
     for job in _jobs(layer)
     if any(part in job.name for part in ("feedforward", "attention", "out_project", "input_grad"))
 ]
-BY_FACTORS = {"factors": 1, "own_factors": True}
+BY_FACTORS = {"factors": 1, "returns_qk": True}
 CASES += [
     (job, "sm_90")
     for layer in (

@@ -31,8 +31,8 @@ PARTED = {
     "batch norms": BATCH_NORM,
     "batch norms last": replace(BATCH_NORM, norm_first=False, dropout=DROPPED),
     "normed residuals": replace(BATCH_NORM, residual_normed=True, dropout=DROPPED),
-    "turned": replace(BATCH_NORM, mma=True),  # ds is where dx will be
-    "turned, dropped": replace(BATCH_NORM, mma=True, dropout=DROPPED),
+    "transposed": replace(BATCH_NORM, mma=True),  # ds is where dx will be
+    "transposed, dropped": replace(BATCH_NORM, mma=True, dropout=DROPPED),
 }
 EVERY = LAYERS | PARTED
 

@@ -196,7 +196,7 @@ def test_a_known_kind_within_a_transform(layer):
 @pytest.mark.parametrize("norm", ["layer_norm", "batch_norm"])
 @pytest.mark.parametrize("operand", [torch.float32, torch.bfloat16])
 def test_operators_without_memory_make_what_those_with_it_do(launched, norm, operand):
-    """In shape, dtype and strides; the scores given are turned."""
+    """In shape, dtype and strides; the scores given are transposed."""
     tensors, scores = encoder_tensors(SHAPE), torch.zeros(6, 4, 5, 5, dtype=operand).mT
     x, params = tensors["x"], list(_parameters(tensors))
     precision = "ieee" if operand is torch.float32 else None

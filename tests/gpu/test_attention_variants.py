@@ -181,7 +181,7 @@ def test_earlier_layers(family, factors, tokens):
     precision = FAMILIES[family][2] or "ieee"
     for dropout in (0.0, 0.2):
         inputs = _factored(family, tokens, factors, dropout, mask, causal)
-        found = attention_by_head(inputs, precision, turned=precision == "tf32")
+        found = attention_by_head(inputs, precision, transposed=precision == "tf32")
         _assert_results_close(found, inputs, precision)
 
 

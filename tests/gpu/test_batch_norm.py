@@ -198,23 +198,23 @@ def test_overlapping_launches_wait_for_each_other(rows):
     x, grad, width, groups = _normal(rows, 128), _normal(rows, 128, seed=1), 128, configs.groups(rows)
     height = configs.GROUP_ROWS if groups else configs.TILE_ROWS
 
-    def chain(early):
+    def chain(pdl):
         def empty(*shape):
             return torch.full(shape, torch.nan, device="cuda")
 
         tiles, parts = empty(-(-rows // configs.TILE_ROWS), 3, width), empty(groups, 3, width)
         sums, part_sums = empty(len(tiles), 2, width), empty(groups, 2, width)
         statistics, coefficients, y, dx = empty(4, width), empty(2, width), empty(*x.shape), empty(*x.shape)
-        kernels.describe_moments(rows, width, early).run(x, tiles)
-        kernels.describe_group_moments(rows, width, early=early).run(tiles, parts)  # of none: no launch
-        launch = kernels.describe_statistics(rows, width, EPS, height, early)
+        kernels.describe_moments(rows, width, pdl).run(x, tiles)
+        kernels.describe_group_moments(rows, width, pdl=pdl).run(tiles, parts)  # of none: no launch
+        launch = kernels.describe_statistics(rows, width, EPS, height, pdl)
         launch.run(parts if groups else tiles, None, None, None, statistics)
-        kernels.describe_normalise(rows, width, early).run(x, statistics, None, y)
-        kernels.describe_gradient_sums(rows, width, early=early).run(grad, x, statistics, sums)
-        kernels.describe_group_sums(rows, width, early=early).run(sums, part_sums)
-        launch = kernels.describe_coefficients(rows, width, height=height, early=early)
+        kernels.describe_normalise(rows, width, pdl).run(x, statistics, None, y)
+        kernels.describe_gradient_sums(rows, width, pdl=pdl).run(grad, x, statistics, sums)
+        kernels.describe_group_sums(rows, width, pdl=pdl).run(sums, part_sums)
+        launch = kernels.describe_coefficients(rows, width, height=height, pdl=pdl)
         launch.run(part_sums if groups else sums, statistics, coefficients, None, None)
-        launch = kernels.describe_batch_norm_backward(rows, width, early=early)
+        launch = kernels.describe_batch_norm_backward(rows, width, pdl=pdl)
         launch.run(grad, x, statistics, coefficients, None, dx, None, None)
         return y, dx
 

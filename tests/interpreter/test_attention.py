@@ -349,7 +349,7 @@ VARIANTS = {  # of tokens, mask, causal, residual, dropout
 
 
 def _spread(numbers):
-    """Every variant, each number in turn."""
+    """Every variant, each number in transpose."""
     return [(variant, *numbers[place % len(numbers)]) for place, variant in enumerate(VARIANTS)]
 
 
@@ -381,7 +381,7 @@ def _factored(tokens, nhead, head, dtype, factors, of_own, mask="", causal=False
 
 
 FACTORED = {  # of tokens, heads, head, dtype, factors, of_own, mask, causal, dropout
-    "turned": (21, 1, 8, torch.float32, 1, True),
+    "transposed": (21, 1, 8, torch.float32, 1, True),
     "causal": (18, 1, 16, torch.float32, 2, False, "additive", True),
     "dropped": (17, 1, 8, torch.float16, 2, True, "bool", False, 0.2),
     "most": (5, 2, 6, torch.bfloat16, 4, True),
@@ -393,7 +393,7 @@ FACTORED = {  # of tokens, heads, head, dtype, factors, of_own, mask, causal, dr
 def test_earlier_layers(case):
     inputs = _factored(*FACTORED[case])
     precision = "tf32" if inputs.q.dtype == torch.float32 else "ieee"
-    found = attention_by_head(inputs, precision, turned=case == "turned")
+    found = attention_by_head(inputs, precision, transposed=case == "transposed")
     _assert_results_close(found, inputs, precision)
 
 

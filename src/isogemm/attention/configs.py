@@ -37,9 +37,9 @@ class Attention:
     mask: str = ""  # none, "bool" (True leaves a key out) or "additive"
     mask_strides: tuple[int, int] = (0, 0)  # sequence, token
     backend: str = "cuda"
-    early: bool = False  # whether the launch overlaps with its neighbours
+    pdl: bool = False  # whether the launch overlaps with its neighbours
     by_head: bool = False  # whether q, k, v, do and the log-sums lie head by head, [heads, rows, ...]
-    turned: bool = False  # whether dq, dk and dv are written transposed, rounded to TF32
+    transposed: bool = False  # whether dq, dk and dv are written transposed, rounded to TF32
     dropout: float = 0.0  # the probability that a weight is left out
     previous: bool = False  # whether scores of the layer before are added
     scores: bool = False  # whether the scores are written; in the backward, whether their gradient comes in

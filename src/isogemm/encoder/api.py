@@ -134,13 +134,13 @@ def encoder_layer(
     if running is not None and not training:
         given = given._replace(running=(running[0]._replace(frozen=True), running[1]._replace(frozen=True)))
     if x.ndim == 2:
-        y, of_layer, own = _encoder_layer(x[None], params, given.of_one_more_dimension(), decision)
+        y, of_layer, qk = _encoder_layer(x[None], params, given.of_one_more_dimension(), decision)
         y = y[0]
-        of_layer, own = None if of_layer is None else of_layer[0], None if own is None else own[:, :, 0]
+        of_layer, qk = None if of_layer is None else of_layer[0], None if qk is None else qk[:, :, 0]
     else:
-        y, of_layer, own = _encoder_layer(x, params, given, decision)
-    if own is not None:
-        return y, (*given.factors, own)
+        y, of_layer, qk = _encoder_layer(x, params, given, decision)
+    if qk is not None:
+        return y, (*given.factors, qk)
     return y if of_layer is None else (y, of_layer)
 
 
@@ -256,7 +256,7 @@ def _encoder_layer(
         results = fused.encoder_layer(x, params, given, options)
     if results.statistics is not None and tensors.running is not None and options.from_batch:
         update_running(results.statistics, *tensors.running)
-    return results.y, results.scores, results.own
+    return results.y, results.scores, results.qk
 
 
 def _given(x: Tensor, tensors: _Tensors, options: Options) -> ExtraInputs:

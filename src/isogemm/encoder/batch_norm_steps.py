@@ -82,5 +82,5 @@ class BatchNormSteps:
         from isogemm.norm.kernels import batch_norm
 
         describe = getattr(batch_norm, name)
-        launch: Launch = describe(self._layer.rows, self._layer.d_model, *args, early=self._layer.early, **options)
+        launch: Launch = describe(self._layer.rows, self._layer.d_model, *args, pdl=self._layer.pdl, **options)
         return launch

@@ -77,9 +77,9 @@ class Kept(NamedTuple):
         return cls(
             Buffer("o", operand, rows * layer.d_model),
             Buffer("lse", torch.float32, rows * layer.nhead),
-            Buffer("s", of_x, rows * layer.d_model) if layer.parted else None,
+            Buffer("s", of_x, rows * layer.d_model) if layer.split_at_norm else None,
             None if layer.norm_first else Buffer("total", of_x, rows * layer.d_model),
-            Buffer("packed", operand, _packed_size(layer)) if layer.ready or layer.narrow else None,
+            Buffer("packed", operand, _packed_size(layer)) if layer.packed_weights or layer.narrow else None,
         )
 
     def offsets(self) -> tuple[dict[Buffer, int], int]:
@@ -134,7 +134,7 @@ class Buffers:
         d, f, rows = layer.d_model, layer.dim_feedforward, layer.rows
         of_x, operand = getattr(torch, layer.dtype), getattr(torch, layer.operand)
         weights: torch.dtype = getattr(torch, layer.weights)
-        padded = layer.ld if layer.turned else rows  # rows of what may be transposed
+        padded = layer.ld if layer.transposed else rows  # rows of what may be transposed
         of_tile_sums = -(-rows // TILE_ROWS) * (TILE_ROWS // configs.tile_rows(layer)) * len(TILE_SUMS) * d
 
         # given tensors
@@ -169,7 +169,7 @@ class Buffers:
         # kept for the backward
         self.kept = Kept.of(layer)
         self.operands = Operands(self.wo, self.w1, self.w2, of["wq"], self.w2, self.w1, self.wo, of["wq"])
-        if layer.ready:
+        if layer.packed_weights:
             square, long = d * d, d * f
             sizes = (square, long, long, 3 * square, long, long, square, 3 * square)
             offsets, size = laid_out(dict(zip(Operands._fields, sizes, strict=True)))
@@ -184,7 +184,7 @@ class Buffers:
         self.coefficients = Buffer("coefficients", torch.float32, 2 * d)
         next_part = rows * d if layer.by_head else d  # from q to k, and to v
         self.q, self.k, self.v = _views(Buffer("qkv", operand, rows * 3 * d), next_part)
-        if layer.own_factors:
+        if layer.returns_qk:
             self.q, self.k, self.v = self.qk.queries, self.qk.keys, Buffer("v", operand, rows * d)
 
         # scratch of the backward
@@ -197,13 +197,13 @@ class Buffers:
         self.attention_sums = Buffer("attention sums", torch.float32, of_tile_sums)
         self.do = Buffer("do", operand, rows * d)
         self.dqkv = Buffer("dqkv", operand, padded * 3 * d)
-        self.dq, self.dk, self.dv = _views(self.dqkv, (layer.ld if layer.turned else 1) * d)
+        self.dq, self.dk, self.dv = _views(self.dqkv, (layer.ld if layer.transposed else 1) * d)
         self.n = Buffer("n", operand, padded * d)
         self.ds_operand = Buffer("ds operand", operand, padded * d)
         self.o_t = Buffer("o_t", operand, padded * d)
         self.dx = Buffer("dx", of_x, rows * d)
         # Transposed, the last reader of ds writes dx row by row, in its place.
-        self.ds = Buffer("ds", of_x, rows * d, self.dx if layer.turned else None)
+        self.ds = Buffer("ds", of_x, rows * d, self.dx if layer.transposed else None)
         self.ds_dropped = Buffer("ds dropped", of_x, rows * d)
         self.d_normed = Buffer("d_normed", of_x, rows * d)
         done = 2 if layer.norm_first else 0  # norm1's sums are complete only with the attention's

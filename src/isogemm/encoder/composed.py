@@ -42,13 +42,13 @@ def encoder_layer(
     def attended(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         call = _operands(x, params, mask, scores, options)
         o, of_layer = attention(call)
-        own = _factors(call) if options.return_factors else None
+        qk = _factors(call) if options.return_factors else None
         added, wide = _residual(residual, options)
         out = linear(
             o, params.out_proj_weight, params.out_proj_bias, residual=added, dropout_p=dropout.projection,
             out_dtype=wide, precision=options.precision,
         )  # fmt: skip
-        return out.to(residual.dtype), of_layer, own
+        return out.to(residual.dtype), of_layer, qk
 
     def fed_forward(x: Tensor, residual: Tensor) -> Tensor:
         added, wide = _residual(residual, options)
@@ -60,16 +60,16 @@ def encoder_layer(
         return out.to(residual.dtype)
 
     if not options.norm_first:
-        s, of_layer, own = attended(x, x)
+        s, of_layer, qk = attended(x, x)
         u = normed(s, 1, x.dtype)
-        return normed(fed_forward(u, u), 2, x.dtype), of_layer, own
+        return normed(fed_forward(u, u), 2, x.dtype), of_layer, qk
     if options.residual_normed:
         n = normed(x, 1, x.dtype)
-        s, of_layer, own = attended(n, n)
+        s, of_layer, qk = attended(n, n)
         u = normed(s, 2, x.dtype)
-        return fed_forward(u, u), of_layer, own
-    s, of_layer, own = attended(normed(x, 1, options.operand), x)
-    return fed_forward(normed(s, 2, options.operand), s), of_layer, own
+        return fed_forward(u, u), of_layer, qk
+    s, of_layer, qk = attended(normed(x, 1, options.operand), x)
+    return fed_forward(normed(s, 2, options.operand), s), of_layer, qk
 
 
 def scores_of(factors: Sequence[Tensor], precision: str | None) -> Tensor:

@@ -43,7 +43,7 @@ class Layer:
     mask: str  # none, "bool" (True leaves a key out) or "additive"
     mask_strides: tuple[int, int]
     stacked: bool  # whether in_proj is one weight
-    overlaps: bool = False  # whether the device lets a launch begin before the last one ends (sm_90 and later)
+    supports_pdl: bool = False  # whether the device lets a launch begin before the last one ends (sm_90 and later)
     mma: bool = False  # whether it has the instructions that fragments are made for (NVIDIA's from sm_80 on)
     wgmma: bool = False  # whether it has those of warpgroups (sm_90 alone)
     residual_normed: bool = False  # with norm_first: the residual sums begin with what is normed
@@ -52,7 +52,7 @@ class Layer:
     previous: bool = False  # whether another layer's scores are added
     scores: bool = False  # whether the scores are a result
     factors: int = 0  # earlier layers whose queries and keys are given for their scores
-    own_factors: bool = False  # whether its queries and keys are a result
+    returns_qk: bool = False  # whether its queries and keys are a result
 
     @cached_property
     def head(self) -> int:
@@ -63,7 +63,7 @@ class Layer:
         return self.norm == "batch_norm"
 
     @cached_property
-    def parted(self) -> bool:
+    def split_at_norm(self) -> bool:
         """Whether s is in memory: what comes of it needs all rows first, or other launches need it again."""
         return self.batch_norm or self.residual_normed or any(self.dropout[1:])
 
@@ -104,7 +104,7 @@ class Layer:
     @cached_property
     def by_head(self) -> bool:
         """Whether q, k, v and do are passed on head by head: a head's tokens are then next to each other."""
-        if self.factors or self.own_factors:
+        if self.factors or self.returns_qk:
             sizes = self.d_model, self.nhead, self.dim_feedforward
             return self.mma and takes_factors(*sizes, self.operand, self.precision)
         return self.mma and not self.fragments and fragments_hold(self.head, self.operand, self.precision)
@@ -114,14 +114,14 @@ class Layer:
         return (2, self.nhead, self.sequences, self.tokens, self.head)
 
     @cached_property
-    def ready(self) -> bool:
+    def packed_weights(self) -> bool:
         """Whether the products read prepared weights: rounded, cast, three made one, or in fragments."""
         return self.fragments or self.precision == "tf32" or self.weights != self.operand or not self.stacked
 
     @cached_property
-    def turned(self) -> bool:
+    def transposed(self) -> bool:
         """Whether the weights' gradients read transposes: TF32 tensor cores want both operands along the sum."""
-        return self.precision == "tf32" and self.by_head and self.padded >= _TURNED
+        return self.precision == "tf32" and self.by_head and self.padded >= _TRANSPOSED_FROM
 
     @cached_property
     def cast(self) -> bool:
@@ -129,9 +129,9 @@ class Layer:
         return self.dtype != self.operand and not self.fragments
 
     @cached_property
-    def early(self) -> bool:
-        """Whether launches overlap: set-up time of small ones; programs of large ones would wait in others' places."""
-        return self.overlaps and self.rows * self.d_model <= _SMALL
+    def pdl(self) -> bool:
+        """Whether launches overlap (programmatic dependent launch). It pays for small ones; large ones would wait."""
+        return self.supports_pdl and self.rows * self.d_model <= _SMALL
 
     @cached_property
     def exact(self) -> bool:
@@ -166,12 +166,12 @@ class Layer:
 
 _SMALL = 1 << 20  # elements of x
 _MOST_PARTS = 7
-_TURNED = 64  # padded d_model from which transposes pay
+_TRANSPOSED_FROM = 64  # padded d_model from which transposes pay
 
 
 def projected_parts(layer: Layer, backward: bool) -> range:
     """Of q, k, v and do, numbered: those that a projection computes. A backward has q and k that are a result."""
-    return range(2 if backward and layer.own_factors else 0, 4 if backward else 3)
+    return range(2 if backward and layer.returns_qk else 0, 4 if backward else 3)
 
 
 def chunk_of(tokens: int) -> int:

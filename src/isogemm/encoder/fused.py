@@ -42,7 +42,7 @@ class Results(NamedTuple):
     y: Tensor
     scores: Tensor | None = None
     statistics: Tensor | None = None
-    own: Tensor | None = None
+    qk: Tensor | None = None
 
 
 def unserved(x: Tensor, params: EncoderParameters, options: Options, factors: int = 0) -> str:
@@ -102,14 +102,14 @@ class Kind:
         self.names = [
             *["scores"] * options.return_scores,
             *["statistics"] * (options.norm == "batch_norm"),
-            *["own"] * options.return_factors,
+            *["qk"] * options.return_factors,
         ]
 
     def launched(self, x: Tensor, parameters: _Parameters, given: ExtraInputs) -> Results:
         """encoder_layer of tensors of this kind to which torch has nothing to say but autograd."""
         if not (self.differentiable and torch.is_grad_enabled()):
             results = _Call(x, given, parameters, self).forward(keep=False)
-            return Results(results.y, results.scores, results.statistics, results.own)
+            return Results(results.y, results.scores, results.statistics, results.qk)
         if not self.names:
             return Results(_apply(self, given, x, *given.added, *parameters))
         y, *more = _apply(self, given, x, *given.added, *parameters)
@@ -125,8 +125,8 @@ class _Layer(torch.autograd.Function):
         parameters = tensors[len(ADDED) :]
         call = _Call(x, given, parameters, kind)
         results = call.forward(keep=True)
-        left = results.kept, results.statistics, results.own
-        ctx.save_for_backward(x, *left, *given.read_again, *parameters)
+        saved = results.kept, results.statistics, results.qk
+        ctx.save_for_backward(x, *saved, *given.read_again, *parameters)
         ctx.call = kind, (call.plan, call.addresses)
         ctx.running = given[len(given.read_again) :]
         ctx.owners = parameters if kind.lasting else [parameter(each) for each in parameters]
@@ -140,19 +140,19 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("encoder_layer")
-        x, *saved = ctx.saved_tensors
-        left, saved = SavedForBackward(*saved[: len(SavedForBackward._fields)]), saved[len(SavedForBackward._fields) :]
+        x, kept, statistics, qk, *tensors = ctx.saved_tensors
+        saved = SavedForBackward(kept, statistics, qk)
         again = len(EXTRA) - len(ctx.running)
         needed = ctx.needs_input_grad
         kind, of_forward = ctx.call
-        call = _Call(x, ExtraInputs(*saved[:again], *ctx.running), saved[again:], kind, of_forward)
+        call = _Call(x, ExtraInputs(*tensors[:again], *ctx.running), tensors[again:], kind, of_forward)
         coming = dict(zip(kind.names, more, strict=True))
-        above = IncomingGrads(torch.zeros_like(x) if dy is None else dy, coming.get("scores"), coming.get("own"))
+        incoming = IncomingGrads(torch.zeros_like(x) if dy is None else dy, coming.get("scores"), coming.get("qk"))
         if [each for each in ctx.owners if getattr(each, "main_grad", None) is not None]:
-            dx, of_added, gradients = _accumulate(ctx, call, above, left)
+            dx, of_added, gradients = _accumulate(ctx, call, incoming, saved)
         else:
             into = call.plan.gradients(needed[_FIRST:])
-            dx, of_added = call.backward(above, left, into)
+            dx, of_added = call.backward(incoming, saved, into)
             gradients = into.tensors
         found = [each if need else None for each, need in zip((dx, *of_added), needed[2:_FIRST], strict=True)]
         return None, None, *found, *gradients
@@ -166,12 +166,12 @@ _OfTensors = Sequence[Tensor | None]  # gradients
 
 
 def _accumulate(
-    ctx: Any, call: _Call, above: IncomingGrads, left: SavedForBackward
+    ctx: Any, call: _Call, incoming: IncomingGrads, saved: SavedForBackward
 ) -> tuple[Tensor, _OfTensors, _OfTensors]:
     """Into the main_grads of the parameters whose gradients this backward is to accumulate."""
     needed = ctx.needs_input_grad[_FIRST:]
     totals = [accumulated(owner, need)[1] for owner, need in zip(ctx.owners, needed, strict=True)]
-    dx, of_added, gradients = call.accumulate(above, left, totals, needed)
+    dx, of_added, gradients = call.accumulate(incoming, saved, totals, needed)
     for owner, total in zip(ctx.owners, totals, strict=True):
         if total is not None:
             owner.grad_added_to_main_grad = True
@@ -217,21 +217,23 @@ class _Call:
         """keep: with what a backward needs."""
         return self.plan.forward(self.x, (*self.given, *self.parameters), self.addresses, keep)
 
-    def backward(self, above: IncomingGrads, left: SavedForBackward, gradients: Gradients) -> tuple[Tensor, _OfTensors]:
+    def backward(
+        self, incoming: IncomingGrads, saved: SavedForBackward, gradients: Gradients
+    ) -> tuple[Tensor, _OfTensors]:
         """dx, and those of what is added to the scores; the parameters' are written or added to `gradients`."""
-        others = [None if each is None else placed(each) for each in above[1:]]
+        others = [None if each is None else placed(each) for each in incoming[1:]]
         given = (*self.given, *self.parameters)
         return self.plan.backward(
-            IncomingGrads(placed(above.dy), *others), left, self.x, given, self.addresses, gradients
+            IncomingGrads(placed(incoming.dy), *others), saved, self.x, given, self.addresses, gradients
         )
 
     def accumulate(
-        self, above: IncomingGrads, left: SavedForBackward, totals: Sequence[Tensor | None], wanted: Sequence[bool]
+        self, incoming: IncomingGrads, saved: SavedForBackward, totals: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> tuple[Tensor, _OfTensors, list[Tensor | None]]:
         """dx, those of what is added to the scores, and those wanted of the parameters, each in memory of its own: None
         where one is added to its total."""
         into, added, later = self._into(totals, wanted)
-        dx, of_added = self.backward(above, left, Gradients.of(into, added))
+        dx, of_added = self.backward(incoming, saved, Gradients.of(into, added))
         for finish in later:
             finish()
         gradients = [None if total is not None else each for total, each in zip(totals, into, strict=True)]
@@ -341,12 +343,12 @@ def _dispatched(x: Tensor, parameters: _Parameters, given: ExtraInputs, stacked:
     ]
     accumulated = [each for _, each in totals], [main_grad_of(each) for _, each in totals], [i for i, _ in totals]
     arguments = (present, places, *given, *accumulated, stacked, *options)
-    y, _, scores, statistics, own = torch.ops.isogemm.encoder_layer(x, *arguments)
+    y, _, scores, statistics, qk = torch.ops.isogemm.encoder_layer(x, *arguments)
     return Results(
         y,
         scores if options.return_scores else None,
         statistics if options.norm == "batch_norm" else None,
-        own if options.return_factors else None,
+        qk if options.return_factors else None,
     )
 
 
@@ -382,13 +384,13 @@ def _encoder_layer_fake(x: Tensor, params: Sequence[Tensor], places: Sequence[in
     sequences, tokens, d_model = x.shape
     scores = (sequences, options.nhead, tokens, tokens) if layer.scores else (0,)
     statistics = (2, 4, d_model) if layer.batch_norm else (0,)
-    own = layer.shape_of_factor if layer.own_factors else (0,)
+    qk = layer.shape_of_factor if layer.returns_qk else (0,)
     return (
         x.new_empty(x.shape),
         x.new_empty(kept_size(layer), dtype=torch.uint8),
         x.new_empty(scores, dtype=options.operand if layer.scores else None),
         x.new_empty(statistics, dtype=torch.float32 if layer.batch_norm else None),
-        x.new_empty(own, dtype=options.operand if layer.own_factors else None),
+        x.new_empty(qk, dtype=options.operand if layer.returns_qk else None),
     )
 
 
@@ -434,8 +436,8 @@ def _encoder_layer_backward_into(
 class _BackwardCall(NamedTuple):
     """The arguments of the backward's operators."""
 
-    above: IncomingGrads
-    left: SavedForBackward  # empty tensors where the layer has none
+    incoming: IncomingGrads
+    saved: SavedForBackward  # empty tensors where the layer has none
     x: Tensor
     params: Sequence[Tensor]
     places: Sequence[int]
@@ -446,13 +448,15 @@ class _BackwardCall(NamedTuple):
     @classmethod
     def of(cls, *arguments: Any) -> _BackwardCall:
         rest = iter(arguments)
-        above, left = (
+        incoming, saved = (
             IncomingGrads(*islice(rest, len(IncomingGrads._fields))),
             SavedForBackward(*islice(rest, len(SavedForBackward._fields))),
         )
         x, params, places, *more = rest
         *given, stacked = more[: len(_READ_AGAIN) + 1]
-        return cls(above, left, x, params, places, ExtraInputs(*given), stacked, _options(more[len(_READ_AGAIN) + 1 :]))
+        return cls(
+            incoming, saved, x, params, places, ExtraInputs(*given), stacked, _options(more[len(_READ_AGAIN) + 1 :])
+        )
 
 
 def _backward(call: _BackwardCall, totals: Sequence[Tensor | None]) -> tuple[Tensor, _OfTensors, list[Tensor | None]]:
@@ -460,13 +464,13 @@ def _backward(call: _BackwardCall, totals: Sequence[Tensor | None]) -> tuple[Ten
     parameters = _placed_in(call.places, call.stacked, call.params)
     of_layer = _Call(call.x, given, parameters, Kind(call.x, parameters, given, call.stacked, options))
     wanted = [each is not None for each in parameters]
-    left = SavedForBackward(
-        call.left.kept,
-        call.left.statistics if options.norm == "batch_norm" else None,
-        call.left.own if options.return_factors else None,
+    saved = SavedForBackward(
+        call.saved.kept,
+        call.saved.statistics if options.norm == "batch_norm" else None,
+        call.saved.qk if options.return_factors else None,
     )
     into = _placed_in(call.places, call.stacked, totals)
-    dx, of_added, gradients = of_layer.accumulate(call.above, left, into, wanted)
+    dx, of_added, gradients = of_layer.accumulate(call.incoming, saved, into, wanted)
     return dx, of_added, [gradients[place] for place in call.places]
 
 
@@ -477,7 +481,7 @@ _OPTIONS = (
 _GIVEN = ", ".join(f"Tensor? {name}" for name in EXTRA)
 _READ_AGAIN = EXTRA[: len(ExtraInputs().read_again)]
 _KEPT = (
-    "Tensor dy, Tensor? d_scores, Tensor? d_own, Tensor kept, Tensor statistics, Tensor own, Tensor x, "
+    "Tensor dy, Tensor? d_scores, Tensor? d_qk, Tensor kept, Tensor statistics, Tensor qk, Tensor x, "
     f"Tensor[] params, int[] places, {', '.join(f'Tensor? {name}' for name in _READ_AGAIN)}, bool stacked"
 )
 # torch.library is not typed.
@@ -511,8 +515,8 @@ def _register_autograd() -> None:
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, params, ctx.places, *rest = inputs
         given, (owners, totals, of_params, ctx.stacked, *ctx.options) = rest[: len(EXTRA)], rest[len(EXTRA) :]
-        _, kept, _, statistics, own = output
-        ctx.save_for_backward(kept, statistics, own, x, *ExtraInputs(*given).read_again, *params)
+        _, kept, _, statistics, qk = output
+        ctx.save_for_backward(kept, statistics, qk, x, *ExtraInputs(*given).read_again, *params)
         # Not saved tensors: another micro-batch's backward may change a total before this one's does.
         ctx.owners, ctx.totals = owners, dict(zip(of_params, totals, strict=True))
         ctx.mark_non_differentiable(kept, statistics)
@@ -520,17 +524,17 @@ def _register_autograd() -> None:
 
     def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Any, ...]:
         refuse_second_derivative("encoder_layer")
-        kept, statistics, own, x, *saved = ctx.saved_tensors
+        kept, statistics, qk, x, *saved = ctx.saved_tensors
         again, params = saved[: len(_READ_AGAIN)], saved[len(_READ_AGAIN) :]
         given, options = ExtraInputs(*again), Options(*ctx.options)
-        _, d_scores, _, d_own = more
-        above = IncomingGrads(
+        _, d_scores, _, d_qk = more
+        incoming = IncomingGrads(
             torch.zeros_like(x) if dy is None else dy,
             d_scores if options.return_scores else None,
-            d_own if options.return_factors else None,
+            d_qk if options.return_factors else None,
         )
-        left = SavedForBackward(kept, statistics, own)
-        arguments = (*above, *left, x, params, ctx.places, *again, ctx.stacked, *ctx.options)
+        saved = SavedForBackward(kept, statistics, qk)
+        arguments = (*incoming, *saved, x, params, ctx.places, *again, ctx.stacked, *ctx.options)
         added = [each for each in given.added if each is not None]
         totals = {
             index: (owner, total)

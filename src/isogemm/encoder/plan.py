@@ -46,7 +46,7 @@ class Forward(NamedTuple):
     kept: Tensor | None
     scores: Tensor | None  # [S, H, T, T]
     statistics: Tensor | None  # of both batch norms [2, 4, D]
-    own: Tensor | None  # its queries and keys [2, H, S, T, d]
+    qk: Tensor | None  # its queries and keys [2, H, S, T, d]
 
 
 class IncomingGrads(NamedTuple):
@@ -54,7 +54,7 @@ class IncomingGrads(NamedTuple):
 
     dy: Tensor
     d_scores: Tensor | None
-    d_own: Tensor | None
+    d_qk: Tensor | None
 
 
 class SavedForBackward(NamedTuple):
@@ -62,7 +62,7 @@ class SavedForBackward(NamedTuple):
 
     kept: Tensor
     statistics: Tensor | None
-    own: Tensor | None
+    qk: Tensor | None
 
 
 def choose_formulation(layer: Layer, kernel: str, sm_count: int) -> tuple[str, Any]:
@@ -100,33 +100,33 @@ class Plan:
         kept = torch.empty(self._kept_size, dtype=torch.uint8, device=self.device) if keep else None
         work = torch.empty(size, dtype=torch.uint8, device=self.device)
         operand: torch.dtype = getattr(torch, layer.operand)
-        scores = statistics = own = None
+        scores = statistics = qk = None
         if layer.scores:
             shape = (layer.sequences, layer.nhead, layer.tokens, layer.tokens)
             scores = torch.empty(shape, dtype=operand, device=self.device)
-        if layer.own_factors:
-            own = torch.empty(layer.shape_of_factor, dtype=operand, device=self.device)
+        if layer.returns_qk:
+            qk = torch.empty(layer.shape_of_factor, dtype=operand, device=self.device)
         if layer.batch_norm:
             statistics = torch.empty((2, 4, layer.d_model), dtype=torch.float32, device=self.device)
-        rest = (x, y, kept, work, scores, statistics, own)
+        rest = (x, y, kept, work, scores, statistics, qk)
         schedule.run(addresses + addresses_of(rest), given, rest)
-        return Forward(y, kept, scores, statistics, own)
+        return Forward(y, kept, scores, statistics, qk)
 
     def backward(
-        self, above: IncomingGrads, left: SavedForBackward, x: Tensor, given: Sequence[Tensor | None],
+        self, incoming: IncomingGrads, saved: SavedForBackward, x: Tensor, given: Sequence[Tensor | None],
         addresses: tuple[int, ...], gradients: Gradients,
     ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
         """dx, and those of what `ADDED` names; the parameters' gradients are written or added to `gradients`."""
-        scores, own = above.d_scores is not None, above.d_own is not None
-        key = scores, own, gradients.kind
+        scores, qk = incoming.d_scores is not None, incoming.d_qk is not None
+        key = scores, qk, gradients.kind
         found = self._backwards.get(key)
         if found is None:
-            found = self._backwards[key] = self._backward_schedule(gradients, scores, own)
+            found = self._backwards[key] = self._backward_schedule(gradients, scores, qk)
         schedule, size = found
         dx = torch.empty_like(x)
         work = torch.empty(size, dtype=torch.uint8, device=self.device)
         of_added = [None if each is None else torch.empty_like(each) for each in given[ADDED_INPUTS]]
-        rest = (*above, x, *left, dx, work, *of_added, *gradients.memory)
+        rest = (*incoming, x, *saved, dx, work, *of_added, *gradients.memory)
         schedule.run(addresses + addresses_of(rest), given, rest)
         return dx, of_added
 
@@ -158,7 +158,7 @@ class Plan:
         steps: list[Step] = []
         if self._attended is b.normed:
             steps += [*self._norms.statistics(1, b.x), self._norms.normalise(1, b.x, b.normed)]
-        packed = b.kept.packed if layer.ready else None
+        packed = b.kept.packed if layer.packed_weights else None
         steps += [
             Step(
                 ("project", keep), partial(self._describe_project, False, keep),
@@ -172,7 +172,7 @@ class Plan:
                  *(self._factors(b.factors) if layer.factors else ())),
             ),
         ]  # fmt: skip
-        if layer.parted:
+        if layer.split_at_norm:
             residual, norm = (self._attended, self._row_norm) if layer.residual_normed else (b.x, (None, None))
             # What is packed for warpgroups is in their order.
             weight = b.wo if configs.choose_warpgroup(layer).project else b.operands.wo
@@ -202,13 +202,13 @@ class Plan:
         return [*before, step, *after]
 
     def _backward_schedule(
-        self, gradients: Gradients, d_scores: bool = False, d_own: bool = False
+        self, gradients: Gradients, d_scores: bool = False, d_qk: bool = False
     ) -> tuple[Schedule, int]:
         b = self.buffers
         memory, into = gradients.buffers(self.names)
         steps = [
             *self._feedforward_backward(),
-            *self._attention_backward(d_scores, d_own),
+            *self._attention_backward(d_scores, d_qk),
             self._sum_chunks(gradients, into),
         ]
         if not any(into):
@@ -233,8 +233,8 @@ class Plan:
             middle.statistics if layer.batch_norm else middle.weight, middle.bias,
             b.norms[2].weight if layer.norm_last else None,
         )  # fmt: skip
-        dlast, dlast_t = b.dlast if layer.norm_last else None, b.dlast_t if layer.turned else None
-        dlast_dropped = b.dlast_dropped if (dropout.output or layer.cast) and not layer.turned else None
+        dlast, dlast_t = b.dlast if layer.norm_last else None, b.dlast_t if layer.transposed else None
+        dlast_dropped = b.dlast_dropped if (dropout.output or layer.cast) and not layer.transposed else None
         above = b.dy
         steps: list[Step] = []
         if layer.batch_norm and not layer.norm_first:
@@ -260,20 +260,20 @@ class Plan:
         steps.append(self._weight_grads("feedforward weights", (f, d, d, f), products, b.feedforward_partials))
         return steps
 
-    def _attention_backward(self, d_scores: bool, d_own: bool) -> list[Step]:
+    def _attention_backward(self, d_scores: bool, d_qk: bool) -> list[Step]:
         """From ds to dx; and the projections' gradients."""
         layer, b, attended = self.layer, self.buffers, self._attended
         ds = b.ds_dropped if layer.dropout.projection else b.ds  # the gradient of out_proj's result
-        again = (b.operands.wqkv,) * 3 if layer.ready else b.wqkv
+        again = (b.operands.wqkv,) * 3 if layer.packed_weights else b.wqkv
         wo_t = b.operands.wo_t
         if configs.choose_warpgroup(layer).project:  # which takes the weights as they are
             again, wo_t = b.wqkv, b.wo
-        n = b.n if layer.row_norm or layer.turned or layer.cast else None
-        ds_operand = b.ds_operand if layer.turned or layer.cast else None
-        o_t = b.o_t if layer.turned else None
+        n = b.n if layer.row_norm or layer.transposed or layer.cast else None
+        ds_operand = b.ds_operand if layer.transposed or layer.cast else None
+        o_t = b.o_t if layer.transposed else None
         factors: tuple[Argument, ...] = ()
-        if layer.factors or d_own:
-            coming = (b.d_qk.queries, b.d_qk.keys) if d_own else (None, None)
+        if layer.factors or d_qk:
+            coming = (b.d_qk.queries, b.d_qk.keys) if d_qk else (None, None)
             factors = (*self._factors(b.factors), *self._factors(b.d_factors), *coming)
         steps: list[Step] = []
         if attended is b.normed:
@@ -281,11 +281,11 @@ class Plan:
         steps += [
             Step(
                 "project again", partial(self._describe_project, True, True),
-                (attended, *self._row_norm, *again, *b.bqkv, None if layer.own_factors else b.q, ds, wo_t, b.do,
+                (attended, *self._row_norm, *again, *b.bqkv, None if layer.returns_qk else b.q, ds, wo_t, b.do,
                  None, None, None, self._apart_v),
             ),
             Step(
-                ("attention_backward", d_scores, d_own), partial(self._describe_attention_backward, d_scores, d_own),
+                ("attention_backward", d_scores, d_qk), partial(self._describe_attention_backward, d_scores, d_qk),
                 (b.q, b.k, b.v, b.mask, b.previous if layer.previous else None,
                  b.seed if layer.dropout.attention else None, b.kept.o, b.kept.lse, b.do,
                  b.d_scores if d_scores else None, b.dq, b.dk, b.dv, b.d_previous if layer.previous else None,
@@ -355,7 +355,7 @@ class Plan:
     def _sum(self) -> tuple[Argument, ...]:
         """What the feed-forward's launches make s of: s itself, or x, o and out_proj."""
         b = self.buffers
-        return (b.kept.s, None, None, None) if self.layer.parted else (b.x, b.kept.o, b.operands.wo, b.bo)
+        return (b.kept.s, None, None, None) if self.layer.split_at_norm else (b.x, b.kept.o, b.operands.wo, b.bo)
 
     @property
     def _seed(self) -> Argument:
@@ -370,7 +370,7 @@ class Plan:
     @property
     def _apart_v(self) -> Argument:
         """v where it does not lie behind k."""
-        return self.buffers.v if self.layer.own_factors else None
+        return self.buffers.v if self.layer.returns_qk else None
 
     def _factors(self, pairs: Sequence[Pair]) -> tuple[Argument, ...]:
         """Queries and keys of the layer's factors, up to as many as attention takes."""
@@ -385,8 +385,8 @@ class Plan:
         launch: Launch = getattr(module, f"describe_{kernel}")(self.layer, config, *arguments)
         return launch
 
-    def _describe_project(self, backward: bool, turn: bool) -> Launch:
-        return self._describe("project", self.eps, self._sm_count, self.biases, backward, turn)
+    def _describe_project(self, backward: bool, transpose: bool) -> Launch:
+        return self._describe("project", self.eps, self._sm_count, self.biases, backward, transpose)
 
     @property
     def _sm_count(self) -> int:
@@ -402,10 +402,10 @@ class Plan:
 
         return kernels.describe_attention(self._attention(backward=False, scores=self.layer.scores))
 
-    def _describe_attention_backward(self, d_scores: bool, d_own: bool) -> Launch:
+    def _describe_attention_backward(self, d_scores: bool, d_qk: bool) -> Launch:
         from isogemm.attention import kernels
 
-        return kernels.describe_attention_backward(self._attention(backward=True, scores=d_scores, added=d_own))
+        return kernels.describe_attention_backward(self._attention(backward=True, scores=d_scores, added=d_qk))
 
     def _attention(self, backward: bool, scores: bool, added: bool = False) -> Attention:
         from isogemm.attention.kernels import backend
@@ -413,10 +413,10 @@ class Plan:
         layer = self.layer
         width = 3 * layer.d_model
         read = (layer.head if layer.by_head else width,) * 3
-        written = (layer.ld if layer.turned else width,) * 3 if backward else ()
+        written = (layer.ld if layer.transposed else width,) * 3 if backward else ()
         return Attention(
             layer.sequences, layer.tokens, layer.nhead, layer.head, layer.operand, layer.precision or "ieee",
             read + written, layer.causal, layer.mask, layer.mask_strides,
-            backend(), layer.early, layer.by_head, backward and layer.turned,
+            backend(), layer.pdl, layer.by_head, backward and layer.transposed,
             layer.dropout.attention, layer.previous, scores, layer.factors, added,
         )  # fmt: skip

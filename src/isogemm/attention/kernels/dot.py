@@ -124,10 +124,10 @@ def _write_scores(at, query, key, tokens, x, INDEX: tl.constexpr, LINE: tl.const
 
 
 @triton.jit
-def _kept(x, dropout, query, key, matrix, TURNED: tl.constexpr):
+def _kept(x, dropout, query, key, matrix, TRANSPOSED: tl.constexpr):
     """x, of a tile of weights, where dropout (seed, threshold) keeps them, as in `epilogues.random`; else 0.
 
-    The tile begins at (query, key), multiples of sixteen; TURNED: rows are keys.
+    The tile begins at (query, key), multiples of sixteen; TRANSPOSED: rows are keys.
     """
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
@@ -135,7 +135,7 @@ def _kept(x, dropout, query, key, matrix, TURNED: tl.constexpr):
     zero = tl.zeros([ROWS // 2, COLUMNS // 2], dtype=tl.int32)
     row = tl.arange(0, ROWS // 2)[:, None] + zero
     column = tl.arange(0, COLUMNS // 2)[None, :] + zero
-    if TURNED:
+    if TRANSPOSED:
         w0, w2, w1, w3 = philox(seed, row + key // 2, column + query // 2, matrix + zero)
     else:
         w0, w1, w2, w3 = philox(seed, column + key // 2, row + query // 2, matrix + zero)

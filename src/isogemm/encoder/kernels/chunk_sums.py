@@ -60,11 +60,11 @@ def _sum_segment(
 @triton.jit(do_not_specialize=["chunks"])
 def _sum_chunks_kernel(
     partials0, partials1, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15, chunks,
-    SEGMENTS: tl.constexpr, SIZES: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    SEGMENTS: tl.constexpr, SIZES: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # SEGMENTS: for each gradient the first of its programs, which partials it is the sum of, its offset there, its
     # size, and whether it is added to. SIZES: of a chunk's partials.
-    start_launch(EARLY)
+    start_launch(PDL)
     outs = (p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15)
     program = tl.program_id(0)
     for i in tl.static_range(16):
@@ -90,6 +90,6 @@ def describe_sum_chunks(
         placed.append((programs, group, offset, length, added))
         programs += -(-length // _BLOCK)
     constants: dict[str, object] = {"SEGMENTS": tuple(placed), "SIZES": tuple(sizes), "PARTS": layer.parts}
-    constants |= {"BLOCK": _BLOCK, "EARLY": layer.early}
-    options = {"num_warps": 4, "enable_fp_fusion": False} | pdl_option(layer.early)
+    constants |= {"BLOCK": _BLOCK, "PDL": layer.pdl}
+    options = {"num_warps": 4, "enable_fp_fusion": False} | pdl_option(layer.pdl)
     return Launch(_sum_chunks_kernel, programs, (layer.chunks,), constants, options)

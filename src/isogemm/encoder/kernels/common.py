@@ -36,45 +36,45 @@ def operand(x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def prepare(
-    item, wq, wk, wv, wo, w1, w2, ready, TILE: tl.constexpr, D: tl.constexpr, F: tl.constexpr, SIDE: tl.constexpr,
-    STACKED: tl.constexpr, PROJECTED: tl.constexpr, TURN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    item, wq, wk, wv, wo, w1, w2, packed, TILE: tl.constexpr, D: tl.constexpr, F: tl.constexpr, SIDE: tl.constexpr,
+    STACKED: tl.constexpr, PROJECTED: tl.constexpr, TRANSPOSE: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the weights as operands: rounded or cast; with TURN also transposed, as the backward's products want.
+    """Write one tile of the weights as operands: rounded or cast, and with TRANSPOSE also its transpose.
 
-    `ready`: out_proj, linear1, linear2, in_proj; and with TURN their transposes in the order of the products:
-    linear2's, linear1's, out_proj's, in_proj's. Unless PROJECTED, in_proj and out_proj's transpose are left out, which
-    projections want alone that do not read the weights as they are. TILE writes the tile at (r, c) of a weight [ROWS,
-    COLS], and its transpose from column `first` on in one that is LD wide.
+    `packed` holds out_proj, linear1, linear2, in_proj; then the transposes of linear2, linear1, out_proj, in_proj. Unless PROJECTED, in_proj and out_proj's transpose are left out: only projections that do not read the
+    weights as they are need them. TILE writes the tile at (r, c) of a weight [ROWS, COLS], and its transpose from
+    column `first` on in one that is LD wide.
     """
     ACROSS: tl.constexpr = (D + SIDE - 1) // SIDE
     DOWN: tl.constexpr = (F + SIDE - 1) // SIDE
     SQUARE: tl.constexpr = ACROSS * ACROSS
-    turned = ready + (4 * D * D + 2 * D * F)
+    transposed = packed + (4 * D * D + 2 * D * F)
     if item < SQUARE:
         TILE(
-            wo, ready, turned + 2 * D * F, item // ACROSS * SIDE, item % ACROSS * SIDE, 0,
-            D, D, D, SIDE, True, TURN and PROJECTED, OPERAND, PRECISION,
+            wo, packed, transposed + 2 * D * F, item // ACROSS * SIDE, item % ACROSS * SIDE, 0,
+            D, D, D, SIDE, True, TRANSPOSE and PROJECTED, OPERAND, PRECISION,
         )  # fmt: skip
     elif item < SQUARE + ACROSS * DOWN:
         item -= SQUARE
         TILE(
-            w1, ready + D * D, turned + D * F, item // ACROSS * SIDE, item % ACROSS * SIDE, 0,
-            F, D, F, SIDE, True, TURN, OPERAND, PRECISION,
+            w1, packed + D * D, transposed + D * F, item // ACROSS * SIDE, item % ACROSS * SIDE, 0,
+            F, D, F, SIDE, True, TRANSPOSE, OPERAND, PRECISION,
         )  # fmt: skip
     elif item < SQUARE + 2 * ACROSS * DOWN:
         item -= SQUARE + ACROSS * DOWN
         TILE(
-            w2, ready + (D * D + D * F), turned, item // DOWN * SIDE, item % DOWN * SIDE, 0,
-            D, F, D, SIDE, True, TURN, OPERAND, PRECISION,
+            w2, packed + (D * D + D * F), transposed, item // DOWN * SIDE, item % DOWN * SIDE, 0,
+            D, F, D, SIDE, True, TRANSPOSE, OPERAND, PRECISION,
         )  # fmt: skip
-    elif TURN:
+    elif TRANSPOSE:
         item -= SQUARE + 2 * ACROSS * DOWN
         part = item // SQUARE
         item -= part * SQUARE
         TILE(
-            in_proj(wq, wk, wv, part, D * D, STACKED), ready + (D * D + 2 * D * F) + part * (D * D),
-            turned + (2 * D * F + D * D), item // ACROSS * SIDE, item % ACROSS * SIDE, part * D,
-            D, D, 3 * D, SIDE, PROJECTED, TURN, OPERAND, PRECISION,
+            in_proj(wq, wk, wv, part, D * D, STACKED), packed + (D * D + 2 * D * F) + part * (D * D),
+            transposed + (2 * D * F + D * D), item // ACROSS * SIDE, item % ACROSS * SIDE, part * D,
+            D, D, 3 * D, SIDE, PROJECTED, TRANSPOSE, OPERAND, PRECISION,
         )  # fmt: skip
 
 
@@ -122,10 +122,10 @@ def project_constants(layer: Layer, biases: bool, backward: bool) -> dict[str, o
     }
 
 
-def packing_programs(layer: Layer, side: int, turn: bool) -> int:
+def packing_programs(layer: Layer, side: int, transpose: bool) -> int:
     """Programs that `prepare` the weights, a tile of side x side each."""
     across, down = -(-layer.d_model // side), -(-layer.dim_feedforward // side)
-    return across * across * (4 if turn else 1) + 2 * across * down
+    return across * across * (4 if transpose else 1) + 2 * across * down
 
 
 def activation_constants(layer: Layer, backward: bool) -> dict[str, object]:

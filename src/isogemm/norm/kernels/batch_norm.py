@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-from isogemm.core.kernels import start_launch
+from isogemm.core.kernels import pdl_option, start_launch
 from isogemm.core.launch import Launch
 from isogemm.epilogues import random
 from isogemm.gemm.kernels_epilogue import is_kept
@@ -27,10 +27,10 @@ _AT_ONCE = 512  # tiles on their way
 @triton.jit(do_not_specialize=["rows"])
 def _moments_kernel(
     x_ptr, moments, rows,
-    D: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The deviations from a first mean tell what its rounding took.
-    start_launch(EARLY)
+    start_launch(PDL)
     tile, _, col, live, at = _place(rows, D, INDEX, BM, BC)
     x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)  # [BM, BC]
     count = tl.minimum(rows - tile * BM, BM).to(tl.float32)
@@ -106,9 +106,9 @@ def _columns(D: tl.constexpr, BC: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _group_moments_kernel(
     moments, groups, rows,
-    D: tl.constexpr, HEIGHT: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, HEIGHT: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    start_launch(EARLY)
+    start_launch(PDL)
     group, first, end, col = _group(rows, D, HEIGHT, GROUP, BC)
     mean, squares = _combined(moments, first, end, col, rows, D, HEIGHT, GROUP, BC)
     to = groups + (group.to(tl.int64) * (3 * D) + col)[None, :]
@@ -120,9 +120,9 @@ def _group_moments_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _statistics_kernel(
     moments, running_mean, running_var, weight, statistics, rows, eps,
-    D: tl.constexpr, HEIGHT: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, HEIGHT: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    start_launch(EARLY)
+    start_launch(PDL)
     col = _columns(D, BC)
     live = (col < D)[None, :]
     if moments is not None:
@@ -149,9 +149,9 @@ def _statistics_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _normalise_kernel(
     x_ptr, statistics, bias, y_ptr, rows,
-    D: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    start_launch(EARLY)
+    start_launch(PDL)
     _, _, col, live, at = _place(rows, D, INDEX, BM, BC)
     x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)  # [BM, BC]
     y = (x - _vector(statistics, col, col < D)) * _vector(statistics + 2 * D, col, col < D)
@@ -164,9 +164,9 @@ def _normalise_kernel(
 def _gradient_sums_kernel(
     grad_ptr, x_ptr, statistics, sums, rows,
     D: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, WHICH: tl.constexpr, INDEX: tl.constexpr,
-    BM: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
+    BM: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    start_launch(EARLY)
+    start_launch(PDL)
     tile, _, col, live, at = _place(rows, D, INDEX, BM, BC)
     grad = tl.load(grad_ptr + at, mask=live, other=0.0).to(tl.float32)  # [BM, BC]
     x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
@@ -204,9 +204,9 @@ def _summed(
 def _group_sums_kernel(
     sums, groups, rows,
     D: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, WHICH: tl.constexpr, HEIGHT: tl.constexpr,
-    GROUP: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    start_launch(EARLY)
+    start_launch(PDL)
     group, first, end, col = _group(rows, D, HEIGHT, GROUP, BC)
     of_product, of_grad = _summed(sums, first, end, col, D, SLOTS, WIDTH, WHICH, GROUP, BC)
     to = groups + (group.to(tl.int64) * (2 * D) + col)[None, :]
@@ -218,9 +218,9 @@ def _group_sums_kernel(
 def _coefficients_kernel(
     sums, statistics, coefficients, weight_grad, bias_grad, rows,
     D: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, WHICH: tl.constexpr, HEIGHT: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    start_launch(EARLY)
+    start_launch(PDL)
     col = _columns(D, BC)
     live = (col < D)[None, :]
     parts = tl.cdiv(rows, HEIGHT)
@@ -249,9 +249,9 @@ def _dropped(
 @triton.jit(do_not_specialize=["rows", "threshold"])
 def _batch_norm_backward_kernel(
     grad_ptr, x_ptr, statistics, coefficients, residual_ptr, dx_ptr, dropped_ptr, seed, rows, threshold, kept_scale,
-    D: tl.constexpr, PLACE: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, PLACE: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    start_launch(EARLY)
+    start_launch(PDL)
     _, row, col, live, at = _place(rows, D, INDEX, BM, BC)
     dx = tl.load(grad_ptr + at, mask=live, other=0.0).to(tl.float32)  # [BM, BC]
     if coefficients is not None:
@@ -270,9 +270,9 @@ def _batch_norm_backward_kernel(
 @triton.jit(do_not_specialize=["rows", "threshold"])
 def _dropped_kernel(
     x_ptr, seed, out_ptr, rows, threshold, kept_scale,
-    D: tl.constexpr, PLACE: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, PLACE: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    start_launch(EARLY)
+    start_launch(PDL)
     _, row, col, live, at = _place(rows, D, INDEX, BM, BC)
     x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
     dropped = _dropped(x, seed, row, col, threshold, kept_scale, D, PLACE, BM, BC)
@@ -310,41 +310,41 @@ def _update_running(
 @triton.jit
 def _running_kernel(
     statistics0, mean0, var0, batches0, statistics1, mean1, var1, batches1, momentum0, momentum1,
-    D: tl.constexpr, CUMULATIVE0: tl.constexpr, CUMULATIVE1: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, CUMULATIVE0: tl.constexpr, CUMULATIVE1: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    start_launch(EARLY)
+    start_launch(PDL)
     if tl.program_id(0) == 0:
         _update_running(statistics0, mean0, var0, batches0, momentum0, D, CUMULATIVE0, BLOCK)
     else:
         _update_running(statistics1, mean1, var1, batches1, momentum1, D, CUMULATIVE1, BLOCK)
 
 
-def describe_moments(rows: int, d: int, early: bool = False) -> Launch:
+def describe_moments(rows: int, d: int, pdl: bool = False) -> Launch:
     """Of x; to moments [tiles, 3, D]: each tile's mean, what its rounding took, the sum of squared deviations."""
-    return _by_tile(_moments_kernel, rows, d, TILE_ROWS, (rows,), {}, early)
+    return _by_tile(_moments_kernel, rows, d, TILE_ROWS, (rows,), {}, pdl)
 
 
-def describe_group_moments(rows: int, d: int, height: int = TILE_ROWS, early: bool = False) -> Launch:
+def describe_group_moments(rows: int, d: int, height: int = TILE_ROWS, pdl: bool = False) -> Launch:
     """Of moments, of `height` rows each; to those of groups [groups(rows, height), 3, D]."""
-    return _by_group(_group_moments_kernel, rows, d, {}, height, early)
+    return _by_group(_group_moments_kernel, rows, d, {}, height, pdl)
 
 
-def describe_statistics(rows: int, d: int, eps: float, height: int = TILE_ROWS, early: bool = False) -> Launch:
+def describe_statistics(rows: int, d: int, eps: float, height: int = TILE_ROWS, pdl: bool = False) -> Launch:
     """Of moments, running_mean, running_var, weight; to statistics.
 
     Those are [4, D]: mean, 1 / deviation, that times weight (None: 1), unbiased variance. Of the batch, by moments of
     `height` rows each, or where those are None the running ones.
     """
-    return _by_columns(_statistics_kernel, d, (rows, eps), {}, height, early)
+    return _by_columns(_statistics_kernel, d, (rows, eps), {}, height, pdl)
 
 
-def describe_normalise(rows: int, d: int, early: bool = False) -> Launch:
+def describe_normalise(rows: int, d: int, pdl: bool = False) -> Launch:
     """Of x, statistics, bias; to y."""
-    return _by_tile(_normalise_kernel, rows, d, _height(d), (rows,), {}, early)
+    return _by_tile(_normalise_kernel, rows, d, _height(d), (rows,), {}, pdl)
 
 
 def describe_gradient_sums(
-    rows: int, d: int, slots: int = 1, width: int = 2, which: int = 0, early: bool = False
+    rows: int, d: int, slots: int = 1, width: int = 2, which: int = 0, pdl: bool = False
 ) -> Launch:
     """Of grad, x, statistics; to sums [tiles * slots, width, D].
 
@@ -352,19 +352,19 @@ def describe_gradient_sums(
     other slots zeros.
     """
     constants = {"SLOTS": slots, "WIDTH": width, "WHICH": which}
-    return _by_tile(_gradient_sums_kernel, rows, d, TILE_ROWS, (rows,), constants, early)
+    return _by_tile(_gradient_sums_kernel, rows, d, TILE_ROWS, (rows,), constants, pdl)
 
 
 def describe_group_sums(
-    rows: int, d: int, slots: int = 1, width: int = 2, which: int = 0, height: int = TILE_ROWS, early: bool = False
+    rows: int, d: int, slots: int = 1, width: int = 2, which: int = 0, height: int = TILE_ROWS, pdl: bool = False
 ) -> Launch:
     """Of sums as above, of `height` rows each; to those of groups [groups(rows, height), 2, D]."""
     constants = {"SLOTS": slots, "WIDTH": width, "WHICH": which}
-    return _by_group(_group_sums_kernel, rows, d, constants, height, early)
+    return _by_group(_group_sums_kernel, rows, d, constants, height, pdl)
 
 
 def describe_coefficients(
-    rows: int, d: int, slots: int = 1, width: int = 2, which: int = 0, height: int = TILE_ROWS, early: bool = False
+    rows: int, d: int, slots: int = 1, width: int = 2, which: int = 0, height: int = TILE_ROWS, pdl: bool = False
 ) -> Launch:
     """Of sums, statistics; to coefficients [2, D], and to the gradients of weight and bias; None what is not wanted.
 
@@ -372,10 +372,10 @@ def describe_coefficients(
     `height` rows each.
     """
     constants = {"SLOTS": slots, "WIDTH": width, "WHICH": which}
-    return _by_columns(_coefficients_kernel, d, (rows,), constants, height, early)
+    return _by_columns(_coefficients_kernel, d, (rows,), constants, height, pdl)
 
 
-def describe_batch_norm_backward(rows: int, d: int, p: float = 0.0, place: int = 0, early: bool = False) -> Launch:
+def describe_batch_norm_backward(rows: int, d: int, p: float = 0.0, place: int = 0, pdl: bool = False) -> Launch:
     """Of grad, x, statistics, coefficients, residual; to dx and dropped; of seed.
 
     dx = scale * (grad - c0 - (x - mean) * c1) + residual. Without coefficients, of running statistics, scale * grad +
@@ -383,24 +383,24 @@ def describe_batch_norm_backward(rows: int, d: int, p: float = 0.0, place: int =
     EncoderDropout's by number. coefficients, residual, and dropped with seed may be None.
     """
     scalars = (rows, random.threshold(p), random.scale(p))
-    return _by_tile(_batch_norm_backward_kernel, rows, d, _height(d), scalars, {"PLACE": place}, early)
+    return _by_tile(_batch_norm_backward_kernel, rows, d, _height(d), scalars, {"PLACE": place}, pdl)
 
 
-def describe_dropped(rows: int, d: int, p: float, place: int, early: bool = False) -> Launch:
+def describe_dropped(rows: int, d: int, p: float, place: int, pdl: bool = False) -> Launch:
     """Of x and seed; to what dropout with probability p makes of x at this place."""
     scalars = (rows, random.threshold(p), random.scale(p))
-    return _by_tile(_dropped_kernel, rows, d, _height(d), scalars, {"PLACE": place}, early)
+    return _by_tile(_dropped_kernel, rows, d, _height(d), scalars, {"PLACE": place}, pdl)
 
 
-def describe_running(d: int, momenta: Sequence[float | None], early: bool = False) -> Launch:
+def describe_running(d: int, momenta: Sequence[float | None], pdl: bool = False) -> Launch:
     """Of statistics, mean, var, batches, and the four of a second norm or None; momenta: of one or both.
 
     Each of mean, var and batches may be None.
     """
     first, second = momenta[0], momenta[-1]
-    constants = {"D": d, "CUMULATIVE0": first is None, "CUMULATIVE1": second is None, "BLOCK": 128, "EARLY": early}
+    constants = {"D": d, "CUMULATIVE0": first is None, "CUMULATIVE1": second is None, "BLOCK": 128, "PDL": pdl}
     scalars = (first or 0.0, second or 0.0)
-    return Launch(_running_kernel, len(momenta), scalars, constants, _options(1, early))
+    return Launch(_running_kernel, len(momenta), scalars, constants, _options(1, pdl))
 
 
 def _height(d: int) -> int:
@@ -410,33 +410,32 @@ def _height(d: int) -> int:
 
 def _by_tile(
     kernel: object, rows: int, d: int, height: int, scalars: tuple[object, ...], constants: dict[str, object],
-    early: bool,
+    pdl: bool,
 ) -> Launch:  # fmt: skip
     columns = min(_padded(d), _COLUMNS)
     sizes = {"INDEX": tl.int64 if (rows + height) * d >= 2**31 else tl.int32, "BM": height, "BC": columns}
     programs = -(-rows // height) * -(-d // columns)
     num_warps = max(1, min(4, height * columns // 256))
-    constants = {"D": d} | constants | sizes | {"EARLY": early}
-    return Launch(kernel, programs, scalars, constants, _options(num_warps, early))
+    constants = {"D": d} | constants | sizes | {"PDL": pdl}
+    return Launch(kernel, programs, scalars, constants, _options(num_warps, pdl))
 
 
-def _by_group(kernel: object, rows: int, d: int, constants: dict[str, object], height: int, early: bool) -> Launch:
-    sizes = {"HEIGHT": height, "GROUP": GROUP, "BC": _GROUP_COLUMNS, "EARLY": early}
+def _by_group(kernel: object, rows: int, d: int, constants: dict[str, object], height: int, pdl: bool) -> Launch:
+    sizes = {"HEIGHT": height, "GROUP": GROUP, "BC": _GROUP_COLUMNS, "PDL": pdl}
     programs = groups(rows, height) * -(-d // _GROUP_COLUMNS)
-    return Launch(kernel, programs, (rows,), {"D": d} | constants | sizes, _options(4, early))
+    return Launch(kernel, programs, (rows,), {"D": d} | constants | sizes, _options(4, pdl))
 
 
 def _by_columns(
-    kernel: object, d: int, scalars: tuple[object, ...], constants: dict[str, object], height: int, early: bool
+    kernel: object, d: int, scalars: tuple[object, ...], constants: dict[str, object], height: int, pdl: bool
 ) -> Launch:
-    sizes = {"HEIGHT": height, "BT": _AT_ONCE, "BC": _LAST_COLUMNS, "EARLY": early}
-    return Launch(kernel, -(-d // _LAST_COLUMNS), scalars, {"D": d} | constants | sizes, _options(16, early))
+    sizes = {"HEIGHT": height, "BT": _AT_ONCE, "BC": _LAST_COLUMNS, "PDL": pdl}
+    return Launch(kernel, -(-d // _LAST_COLUMNS), scalars, {"D": d} | constants | sizes, _options(16, pdl))
 
 
 def _padded(d: int) -> int:
     return 1 << (d - 1).bit_length()
 
 
-def _options(num_warps: int, early: bool) -> dict[str, object]:
-    options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False}
-    return options | ({"launch_pdl": True} if early else {})
+def _options(num_warps: int, pdl: bool) -> dict[str, object]:
+    return {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False} | pdl_option(pdl)

@@ -14,10 +14,10 @@ from isogemm.gemm.kernels import round_by_instruction
 
 
 @triton.jit
-def _delta(do, o, READY: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def _delta(do, o, ROUNDED: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
     """The sum of do o over all columns, of every row of which a lane holds pairs."""
     totals = ()
-    operands = ops.as_operands(do, READY, KIND, NATIVE)
+    operands = ops.as_operands(do, ROUNDED, KIND, NATIVE)
     for j in tl.static_range(len(do)):
         left = floats(operands[j], KIND, NATIVE)  # as the products have it: what a key gives and takes is then the same
         right = floats(o[j], KIND, NATIVE)
@@ -35,11 +35,11 @@ def _delta(do, o, READY: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr)
 @triton.jit
 def _write_grad(
     ptr, values, FIRST: tl.constexpr, factor, more, row, token, tokens, ld, head, c, live, D: tl.constexpr,
-    KIND: tl.constexpr, NATIVE: tl.constexpr, TURNED: tl.constexpr,
+    KIND: tl.constexpr, NATIVE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """A result [16, D], values from FIRST on, times a factor, and more, to rows token and token + 8 of a head.
 
-    TURNED: of a transpose, as TF32.
+    TRANSPOSED: of a transpose, as TF32.
     """
     for i in tl.static_range(2):
         at = token + 8 * i
@@ -50,7 +50,7 @@ def _write_grad(
                 even += more[j // 8][2 * i]
                 odd += more[j // 8][2 * i + 1]
             column = j + 2 * c
-            if TURNED:
+            if TRANSPOSED:
                 to = ptr + ((head * D + column).to(row.dtype) * ld + (row + at))
                 tl.store(to, round_by_instruction(even), mask=written & (column < D))
                 tl.store(to + ld, round_by_instruction(odd), mask=written & (column < D))
@@ -62,7 +62,7 @@ def _write_grad(
 @triton.jit
 def _write_grads(
     ptrs, values, factor, coming_ptr, row, all_rows, token, tokens, ld, head, c, live, D: tl.constexpr,
-    KIND: tl.constexpr, NATIVE: tl.constexpr, TURNED: tl.constexpr,
+    KIND: tl.constexpr, NATIVE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Results of all layers: the earlier ones' by head; this one's as `_write_grad` does, with what comes in for it."""
     BLOCKS: tl.constexpr = (D + 7) // 8
@@ -80,7 +80,22 @@ def _write_grads(
         for j in tl.static_range(BLOCKS):
             more = more + (floats(raw[j], KIND, NATIVE),)
     _write_grad(
-        ptrs[OWN], values, OWN * BLOCKS, factor, more, row, token, tokens, ld, head, c, live, D, KIND, NATIVE, TURNED
+        ptrs[OWN],
+        values,
+        OWN * BLOCKS,
+        factor,
+        more,
+        row,
+        token,
+        tokens,
+        ld,
+        head,
+        c,
+        live,
+        D,
+        KIND,
+        NATIVE,
+        TRANSPOSED,
     )
 
 
@@ -104,7 +119,7 @@ def _grads_of_queries(
     dropped, kept_scale,
     H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr,
-    TURNED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     all_rows, r, c, first, sequence, head, live, row = ops.place(tokens, sequences, H, TILES, WIDE, BLOCK, program)
     q_at = ops.layers_at(q_ptrs, row, head, ld_q, all_rows, D, BY_HEAD)
@@ -212,7 +227,7 @@ def _grads_of_queries(
         token = first + 16 * n + r
         _write_grads(
             dq_ptrs, dq[n], 1.0 / root, dq_in_ptr, row, all_rows, token, tokens, ld_dq, head, c, live,
-            D, KIND, NATIVE, TURNED,
+            D, KIND, NATIVE, TRANSPOSED,
         )  # fmt: skip
 
 
@@ -222,7 +237,7 @@ def _grads_of_keys(
     dv_ptr, dk_in_ptr, sequences, tokens, scale, root, ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_stride, mask_step,
     dropped, kept_scale,
     H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr, TURNED: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr, TRANSPOSED: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     all_rows, r, c, first, sequence, head, live, row = ops.place(tokens, sequences, H, TILES, WIDE, BLOCK, program)
@@ -342,11 +357,11 @@ def _grads_of_keys(
         token = first + 16 * n + r
         _write_grads(
             dk_ptrs, dk[n], 1.0 / root, dk_in_ptr, row, all_rows, token, tokens, ld_dk, head, c, live,
-            D, KIND, NATIVE, TURNED,
+            D, KIND, NATIVE, TRANSPOSED,
         )  # fmt: skip
         _write_grad(
             dv_ptr, dv[n], 0, 1.0 if dropout is None else kept_scale, None, row, token, tokens, ld_dv, head, c, live,
-            D, KIND, NATIVE, TURNED,
+            D, KIND, NATIVE, TRANSPOSED,
         )  # fmt: skip
 
 
@@ -359,12 +374,12 @@ def _attention_mma_backward_kernel(
     ld_q, ld_k, ld_v, ld_do, ld_dq, ld_dk, ld_dv, mask_stride, mask_step, dropped, kept_scale,
     H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr,
-    TURNED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # By turns programs' warps own queries and write dq, or own keys and write dk and dv: what both read is near.
-    start_launch(EARLY)
+    start_launch(PDL)
     program = tl.program_id(0)
-    if TURNED:
+    if TRANSPOSED:
         if program == 0:
             _clear_beyond(dq_ptr, dk_ptr, dv_ptr, sequences * tokens, ld_dq, H * D, BLOCK)
     q_ptrs = ops.all_layers(q0_ptr, q1_ptr, q2_ptr, q3_ptr, q_ptr)
@@ -375,7 +390,7 @@ def _attention_mma_backward_kernel(
             ops.all_layers(dq0_ptr, dq1_ptr, dq2_ptr, dq3_ptr, dq_ptr), d_previous_ptr, dq_in_ptr,
             sequences, tokens, scale, root,
             ld_q, ld_k, ld_v, ld_do, ld_dq, mask_stride, mask_step, dropped, kept_scale,
-            H, D, KIND, NATIVE, MASK, CAUSAL, WIDE, EVEN, FETCH, BY_HEAD, TURNED, TILES, BLOCK,
+            H, D, KIND, NATIVE, MASK, CAUSAL, WIDE, EVEN, FETCH, BY_HEAD, TRANSPOSED, TILES, BLOCK,
         )  # fmt: skip
     else:
         _grads_of_keys(
@@ -383,7 +398,7 @@ def _attention_mma_backward_kernel(
             d_scores_ptr, ops.all_layers(dk0_ptr, dk1_ptr, dk2_ptr, dk3_ptr, dk_ptr), dv_ptr, dk_in_ptr,
             sequences, tokens, scale, root,
             ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_stride, mask_step, dropped, kept_scale,
-            H, D, KIND, NATIVE, MASK, CAUSAL, WIDE, FETCH, BY_HEAD, TURNED, TILES, BLOCK,
+            H, D, KIND, NATIVE, MASK, CAUSAL, WIDE, FETCH, BY_HEAD, TRANSPOSED, TILES, BLOCK,
         )  # fmt: skip
 
 
@@ -398,5 +413,8 @@ def describe_attention_backward(problem: Attention, config: MmaConfig) -> Launch
     scalars = () if problem.factors or problem.added else (None,) * (4 * MOST_FACTORS + 2)
     scalars += (problem.sequences, problem.tokens, *ops.scales(problem), *strides)
     scalars += (*problem.masking, *problem.dropping)
-    constants, options = ops.constants_of(problem, config, {"TURNED": problem.turned}), ops.options_of(problem, config)
+    constants, options = (
+        ops.constants_of(problem, config, {"TRANSPOSED": problem.transposed}),
+        ops.options_of(problem, config),
+    )
     return Launch(_attention_mma_backward_kernel, 2 * programs, scalars, constants, options)

@@ -19,9 +19,9 @@ def _attention_mma_kernel(
     ld_q, ld_k, ld_v, mask_stride, mask_step, dropped, kept_scale,
     H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr,
-    TILES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    start_launch(EARLY)
+    start_launch(PDL)
     all_rows, r, c, first, sequence, head, live, row = ops.place(
         tokens, sequences, H, TILES, WIDE, BLOCK, tl.program_id(0)
     )

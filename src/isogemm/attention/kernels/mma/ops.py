@@ -24,6 +24,7 @@ import triton.language as tl
 
 from isogemm.attention.configs import CACHED, Attention, MmaConfig
 from isogemm.attention.kernels.lanes import floats, instruction, loaded_operand, packed
+from isogemm.core.kernels import pdl_option
 from isogemm.epilogues.device import philox
 
 _KINDS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
@@ -65,11 +66,11 @@ def _half_product(even, odd, a0, a1, b):
 
 
 @triton.jit
-def as_operands(raw, READY: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
-    """What was read, for every eight columns, as operands; READY: it is rounded."""
+def as_operands(raw, ROUNDED: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """What was read, for every eight columns, as operands; ROUNDED: it is rounded."""
     made = ()
     for j in tl.static_range(len(raw)):
-        if READY and NATIVE:
+        if ROUNDED and NATIVE:
             made = made + (raw[j],)
         else:
             made = made + (loaded_operand(raw[j], KIND, KIND, NATIVE),)
@@ -233,14 +234,14 @@ def load_column(
 
 @triton.jit
 def load_operands(
-    ats, ld, token, tokens, lane, READ: tl.constexpr, READY: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr,
+    ats, ld, token, tokens, lane, READ: tl.constexpr, ROUNDED: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr,
     NATIVE: tl.constexpr, BOUNDED: tl.constexpr = True,
 ):  # fmt: skip
-    """What READ, one of the three above, finds of every layer, as operands; READY: of the last it is rounded."""
+    """What READ, one of the three above, finds of every layer, as operands; ROUNDED: of the last it is rounded."""
     made = ()
     for layer in tl.static_range(len(ats)):
         raw = READ(ats[layer], ld, token, tokens, lane, D, KIND, NATIVE, BOUNDED)
-        made = made + as_operands(raw, READY and layer == len(ats) - 1, KIND, NATIVE)
+        made = made + as_operands(raw, ROUNDED and layer == len(ats) - 1, KIND, NATIVE)
     return made
 
 
@@ -467,8 +468,8 @@ def constants_of(problem: Attention, config: MmaConfig, more: dict[str, object] 
     itemsize = 4 if problem.dtype == "float32" else 2
     width = problem.heads * problem.head
     read = (3 + 2 * problem.factors) * problem.sequences * problem.tokens * width * itemsize
-    farthest = width * problem.row_strides[3] if problem.turned else 0
-    written = () if problem.turned else problem.row_strides[3:]
+    farthest = width * problem.row_strides[3] if problem.transposed else 0
+    written = () if problem.transposed else problem.row_strides[3:]
     farthest = max(farthest, problem.sequences * problem.tokens * max(*problem.row_strides[:3], *written, width))
     if problem.residual:
         farthest = max(farthest, problem.sequences * problem.heads * problem.tokens**2)
@@ -486,10 +487,9 @@ def constants_of(problem: Attention, config: MmaConfig, more: dict[str, object] 
         **(more or {}),
         "TILES": config.tiles,
         "BLOCK": 32 * config.num_warps,
-        "EARLY": problem.early,
+        "PDL": problem.pdl,
     }
 
 
 def options_of(problem: Attention, config: MmaConfig) -> dict[str, object]:
-    early = {"launch_pdl": True} if problem.early else {}
-    return {"num_warps": config.num_warps, "num_stages": 1, "enable_fp_fusion": False} | early
+    return {"num_warps": config.num_warps, "num_stages": 1, "enable_fp_fusion": False} | pdl_option(problem.pdl)

@@ -230,10 +230,10 @@ def _attention_backward_kernel(
     H: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     WIDE: tl.constexpr, FETCH: tl.constexpr, UNIT: tl.constexpr, VEC: tl.constexpr,
     OWN_Q: tl.constexpr, OWN_K: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # The first programs' threads own queries and write dq, the others' own keys and write dk and dv.
-    start_launch(EARLY)
+    start_launch(PDL)
     program = tl.program_id(0)
     ld_q = multiple(ld_q, UNIT)
     ld_k = multiple(ld_k, UNIT)
@@ -303,7 +303,7 @@ def describe_attention_backward(problem: Attention, config: RegistersBackwardCon
         "KEYS": config.keys,
         "QUERIES": config.queries,
         "BLOCK": 32 * config.num_warps,
-        "EARLY": problem.early,
+        "PDL": problem.pdl,
     }
     return Launch(
         _attention_backward_kernel,

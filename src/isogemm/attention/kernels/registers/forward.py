@@ -68,9 +68,9 @@ def _attention_kernel(
     ld_q, ld_k, ld_v, mask_stride, mask_step, dropped, kept_scale,
     H: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     WIDE: tl.constexpr, FETCH: tl.constexpr, UNIT: tl.constexpr, VEC: tl.constexpr,
-    OWN: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    OWN: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    start_launch(EARLY)
+    start_launch(PDL)
     ld_q = multiple(ld_q, UNIT)
     ld_k = multiple(ld_k, UNIT)
     ld_v = multiple(ld_v, UNIT)
@@ -164,7 +164,7 @@ def describe_attention(problem: Attention, config: RegistersConfig) -> Launch:
     """Of q, k, v, mask, previous, seed, o, lse, scores; None where absent."""
     scalars = (problem.sequences, problem.tokens, math.log2(math.e) * problem.head**-0.5, *problem.row_strides)
     constants = ops.constants_of(problem) | {"OWN": config.own, "KEYS": config.block, "BLOCK": 32 * config.num_warps}
-    constants["EARLY"] = problem.early
+    constants["PDL"] = problem.pdl
     return Launch(
         _attention_kernel,
         ops.programs_of(problem, config.own, config.num_warps),

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from isogemm.attention.configs import CACHED, Attention, threads
+from isogemm.core.kernels import pdl_option
 from isogemm.epilogues.device import philox
 
 
@@ -263,5 +264,4 @@ def constants_of(problem: Attention) -> dict[str, object]:
 
 
 def options_of(problem: Attention, num_warps: int) -> dict[str, object]:
-    early = {"launch_pdl": True} if problem.early else {}
-    return {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False} | early
+    return {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False} | pdl_option(problem.pdl)

@@ -80,16 +80,16 @@ def _norm_backward(
 
 @triton.jit(do_not_specialize=["rows"])
 def _feedforward_backward_rows_kernel(
-    x_ptr, o_ptr, wo, bo, w1, b1, w1_turned, w2_turned, norm_w, norm_b, last_w, dy_ptr, sum_ptr,
+    x_ptr, o_ptr, wo, bo, w1, b1, w1_t, w2_t, norm_w, norm_b, last_w, dy_ptr, sum_ptr,
     u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, seed_ptr, left_ptr, rows, eps,
     D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr, RESIDUAL_NORMED: tl.constexpr,
     HIDDEN_DROPPED: tl.constexpr, DROPPED: tl.constexpr, ACT: tl.constexpr, ACT_GRAD: tl.constexpr,
     EXACT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # From dy to ds, the gradient of s = x + o Wo + bo, or without o, of x; where the norm is a batch norm, to the
     # gradient of its result u. u = norm(s), act(z), dz and what dropout leaves of dlast are for the weights' gradients.
-    start_launch(EARLY)
+    start_launch(PDL)
     r, c, at, live, inside = ops.place_rows(tl.program_id(0), rows, INDEX, BLOCK)
     lane = 4 * r + c
     sums, leads = _place_of_sums(norm_sums, r, c, live, D, BLOCK)
@@ -129,7 +129,7 @@ def _feedforward_backward_rows_kernel(
             else:
                 words = later
         z = ops.times_block(u, w1, lane, f, D, BLOCK, KIND, NATIVE)
-        dz = ops.times_block(d_operand, w2_turned, lane, f, D, BLOCK, KIND, NATIVE)
+        dz = ops.times_block(d_operand, w2_t, lane, f, D, BLOCK, KIND, NATIVE)
         if b1 is not None:
             z = ops.block_sum(z, ops.columns_of(b1, c, 16 * f, NATIVE))
         active = ()
@@ -143,7 +143,7 @@ def _feedforward_backward_rows_kernel(
             slope = ops.block_product(slope, kept)
         ops.store_block(act_ptr, active, at, live, c, 16 * f, F, NATIVE)
         ops.store_block(dz_ptr, slope, at, live, c, 16 * f, F, NATIVE)
-        du = ops.with_block(du, operand(slope, KIND, NATIVE), w1_turned, lane, f, F, KIND, NATIVE)
+        du = ops.with_block(du, operand(slope, KIND, NATIVE), w1_t, lane, f, F, KIND, NATIVE)
     if NORM == "batch_norm":
         ds = du
         if RESIDUAL_NORMED:
@@ -166,14 +166,14 @@ def _feedforward_backward_rows_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _input_grad_rows_kernel(
-    x_ptr, norm_w, norm_b, in_proj_turned, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, residual_ptr, rows, eps,
+    x_ptr, norm_w, norm_b, in_proj_t, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, residual_ptr, rows, eps,
     D: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
-    INDEX: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    INDEX: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients. Where ds is
     # what dropout left, the residual's gradient is another; RESIDUAL: whether it goes "around" the norm, "through" it,
     # or is added elsewhere.
-    start_launch(EARLY)
+    start_launch(PDL)
     r, c, at, live, inside = ops.place_rows(tl.program_id(0), rows, INDEX, BLOCK)
     lane = 4 * r + c
     sums, leads = _place_of_sums(norm_sums, r, c, live, D, BLOCK)
@@ -185,7 +185,7 @@ def _input_grad_rows_kernel(
         tl.debug_barrier()  # warps that stay together find the weights in the cache
         above = loaded_operand(load_four(upper + 16 * k, NATIVE), FROM, KIND, NATIVE)
         grad = above + loaded_operand(load_four(lower + 16 * k, NATIVE), FROM, KIND, NATIVE)
-        dn = ops.with_block(dn, grad, in_proj_turned, lane, k, 3 * D, KIND, NATIVE)
+        dn = ops.with_block(dn, grad, in_proj_t, lane, k, 3 * D, KIND, NATIVE)
     dn = ops.only_live(dn, live)
     if NORM != "":
         x = ops.load_rows(x_ptr, inside, c, D, D, NATIVE)

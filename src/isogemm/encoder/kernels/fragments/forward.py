@@ -67,8 +67,8 @@ def _store_heads(
 
 @triton.jit
 def _prepare_tile(
-    w, straight, turned, r, c, first, ROWS: tl.constexpr, COLS: tl.constexpr, LD: tl.constexpr, SIDE: tl.constexpr,
-    STRAIGHT: tl.constexpr, TURN: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    w, straight, transposed, r, c, first, ROWS: tl.constexpr, COLS: tl.constexpr, LD: tl.constexpr, SIDE: tl.constexpr,
+    STRAIGHT: tl.constexpr, TRANSPOSE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n = r + tl.arange(0, SIDE)[:, None]
     k = c + tl.arange(0, SIDE)[None, :]
@@ -76,22 +76,22 @@ def _prepare_tile(
     tile = as_operand(tl.load(w + (n * COLS + k), mask=live, other=0.0), KIND, PRECISION)
     if STRAIGHT:
         tl.store(straight + prepared_place(n, k, COLS, KIND), tile, mask=live)
-    if TURN:
-        tl.store(turned + prepared_place(k, first + n, LD, KIND), tile, mask=live)
+    if TRANSPOSE:
+        tl.store(transposed + prepared_place(k, first + n, LD, KIND), tile, mask=live)
 
 
 @triton.jit(do_not_specialize=["rows", "row_programs"])
 def _project_rows_kernel(
-    x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, ready, v_ptr,
+    x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, packed, v_ptr,
     rows, eps, row_programs,
     D: tl.constexpr, F: tl.constexpr, HEAD: tl.constexpr, BY_HEAD: tl.constexpr, NORM: tl.constexpr,
-    STACKED: tl.constexpr, BIASES: tl.constexpr, FIRST: tl.constexpr, BACKWARD: tl.constexpr, TURN: tl.constexpr,
+    STACKED: tl.constexpr, BIASES: tl.constexpr, FIRST: tl.constexpr, BACKWARD: tl.constexpr, TRANSPOSE: tl.constexpr,
     SPLIT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr, SIDE: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # q, k and v of a program's rows, from FIRST on, or with SPLIT one of them; in the backward others compute
     # do = ds Wo. In the forward the last programs prepare the weights for the other launches.
-    start_launch(EARLY)
+    start_launch(PDL)
     program = tl.program_id(0)
     PARTS: tl.constexpr = 3 - FIRST if SPLIT else 1
     if program < row_programs * PARTS:
@@ -109,7 +109,7 @@ def _project_rows_kernel(
                 _store_heads(do_ptr, acc, at, live, c, 16 * j, rows.to(INDEX), D, HEAD, BY_HEAD, D, NATIVE)
         else:
             prepare(
-                program, wq, wk, wv, wo, w1, w2, ready, _prepare_tile, D, F, SIDE, STACKED, True, TURN, KIND,
+                program, wq, wk, wv, wo, w1, w2, packed, _prepare_tile, D, F, SIDE, STACKED, True, TRANSPOSE, KIND,
                 "tf32" if KIND == tl.float32 else "",
             )  # fmt: skip
 
@@ -152,10 +152,10 @@ def _project(
 def _out_project_rows_kernel(
     x_ptr, o_ptr, wo, bo, norm_w, norm_b, seed_ptr, s_ptr, rows, eps,
     D: tl.constexpr, NORM: tl.constexpr, DROPPED: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
-    INDEX: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    INDEX: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # s = x + dropout(o Wo + bo), or norm(x) + ...
-    start_launch(EARLY)
+    start_launch(PDL)
     r, c, at, live, inside = ops.place_rows(tl.program_id(0), rows, INDEX, BLOCK)
     s = ops.projected_rows(o_ptr, wo, bo, inside, c, 4 * r + c, D, KIND, BLOCK, NATIVE)
     if DROPPED > 0:
@@ -172,11 +172,11 @@ def _feedforward_rows_kernel(
     x_ptr, o_ptr, wo, bo, w1, b1, w2, b2, norm_w, norm_b, last_w, last_b, y_ptr, sum_ptr, seed_ptr, rows, eps,
     D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr, RESIDUAL_NORMED: tl.constexpr,
     HIDDEN_DROPPED: tl.constexpr, DROPPED: tl.constexpr, ACT: tl.constexpr, EXACT: tl.constexpr, KIND: tl.constexpr,
-    NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # s = x + o Wo + bo, or without o, x; u = norm(s); y = s + dropout(act(u W1 + b1)) W2 + b2, with RESIDUAL_NORMED
     # y = u + ..., and with NORM_LAST the norm of that.
-    start_launch(EARLY)
+    start_launch(PDL)
     r, c, at, live, inside = ops.place_rows(tl.program_id(0), rows, INDEX, BLOCK)
     lane = 4 * r + c
     y = ops.attended_rows(x_ptr, o_ptr, wo, bo, inside, c, lane, D, KIND, BLOCK, NATIVE)
@@ -225,16 +225,16 @@ def _feedforward_rows_kernel(
 
 
 def describe_project(
-    layer: Layer, warps: int, eps: float, sm_count: int, biases: bool, backward: bool, turn: bool
+    layer: Layer, warps: int, eps: float, sm_count: int, biases: bool, backward: bool, transpose: bool
 ) -> Launch:
     split = warps == 1  # programs compute one of q, k and v each
     row_programs = ops.row_programs_of(layer, warps)
     programs = row_programs * (3 - projected_parts(layer, backward)[0] if split else 1)
-    programs += row_programs if backward else packing_programs(layer, _SIDE, turn)
+    programs += row_programs if backward else packing_programs(layer, _SIDE, transpose)
     constants = {
         "D": layer.d_model,
         **project_constants(layer, biases, backward),
-        "TURN": turn,
+        "TRANSPOSE": transpose,
         "SPLIT": split,
         **ops.numbers_of(layer),
         "SIDE": _SIDE,

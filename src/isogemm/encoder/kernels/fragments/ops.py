@@ -338,8 +338,8 @@ def numbers_of(layer: Layer) -> dict[str, object]:
 
 
 def launch_of(layer: Layer, warps: int) -> dict[str, object]:
-    return {"BLOCK": 32 * warps, "EARLY": layer.early}
+    return {"BLOCK": 32 * warps, "PDL": layer.pdl}
 
 
 def options_of(layer: Layer, warps: int) -> dict[str, object]:
-    return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False} | pdl_option(layer.early)
+    return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False} | pdl_option(layer.pdl)

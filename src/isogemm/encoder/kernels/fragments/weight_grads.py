@@ -141,11 +141,11 @@ def _weight_grads_rows_kernel(
     M0: tl.constexpr, N0: tl.constexpr, M1: tl.constexpr, N1: tl.constexpr, PROGRAMS0: tl.constexpr,
     PROGRAMS1: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
     TILES_P: tl.constexpr, ADDED: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # A program's warps add up tiles of left0^T right0 or of left1^T right1 over one chunk of rows, and left0's columns;
     # one program of a chunk adds up its TILES tiles' parts in the norms' gradients.
-    start_launch(EARLY)
+    start_launch(PDL)
     PER: tl.constexpr = PROGRAMS0 + PROGRAMS1 + 1
     program = tl.program_id(0)
     chunk = program // PER
@@ -176,12 +176,12 @@ def describe_weight_grads(layer: Layer, config: None, sums: WeightSums) -> Launc
         "INDEX": index_type(layer),
         "BLOCK": 32 * _WARPS,
         "NATIVE": not triton.knobs.runtime.interpret,
-        "EARLY": layer.early,
+        "PDL": layer.pdl,
     }  # fmt: skip
     options: dict[str, object] = {"num_warps": _WARPS, "num_stages": 1, "enable_fp_fusion": False}
     programs = (programs0 + programs1 + 1) * layer.chunks
     scalars = (layer.rows, *sums.offsets)
-    return Launch(_weight_grads_rows_kernel, programs, scalars, constants, options | pdl_option(layer.early))
+    return Launch(_weight_grads_rows_kernel, programs, scalars, constants, options | pdl_option(layer.pdl))
 
 
 def _programs(m: int, n: int) -> int:

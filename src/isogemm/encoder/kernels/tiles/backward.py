@@ -83,24 +83,24 @@ def _norm_backward(
 
 @triton.jit(do_not_specialize=["rows"])
 def _feedforward_backward_kernel(
-    x_ptr, o_ptr, wo, bo, w1, b1, w1_turned, w2_turned, norm_w, norm_b, last_w, dy_ptr, sum_ptr,
-    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, dlast_turned, seed_ptr, left_ptr, rows, eps, ld,
+    x_ptr, o_ptr, wo, bo, w1, b1, w1_t, w2_t, norm_w, norm_b, last_w, dy_ptr, sum_ptr,
+    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, dlast_t, seed_ptr, left_ptr, rows, eps, ld,
     D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr,
     RESIDUAL_NORMED: tl.constexpr, HIDDEN_DROPPED: tl.constexpr, DROPPED: tl.constexpr,
-    READY: tl.constexpr, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, TRANSPOSED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     ACT: tl.constexpr, ACT_GRAD: tl.constexpr, EXACT: tl.constexpr, INDEX: tl.constexpr,
-    BM: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
+    BM: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # From dy to ds, the gradient of s = x + o Wo + bo, or without o, of x; where the norm is a batch norm, to the
     # gradient of its result u. u = norm(s), act(z), dz and what dropout leaves of dlast are for the weights' gradients.
-    start_launch(EARLY)
+    start_launch(PDL)
     tile = tl.program_id(0)
     row = (tile * BM).to(INDEX)
     slot = _first_slot(norm_sums, tile, SLOTS, 0 if NORM_LAST else 4 if NORM == "batch_norm" else 2, 5, D, DP)
     if o_ptr is None:
         s = ops.row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
     else:
-        s = ops.attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, READY, OPERAND, PRECISION, BM, BK)
+        s = ops.attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, PACKED, OPERAND, PRECISION, BM, BK)
     if NORM == "batch_norm":
         u = ops.batch_normed(s, norm_w, norm_b, D, DP)
     else:
@@ -108,7 +108,7 @@ def _feedforward_backward_kernel(
         if o_ptr is not None:
             ops.store_tile(ds_ptr, s, row, rows, 0, D, BM, DP, D)  # parked there until the norm's gradient
         u = ops.normed(s, mean, deviation, norm_w, norm_b, D, DP, NORM)
-    ops.store_grad_operand(u_ptr, u.T, row, rows, 0, ld, D, BM, DP, TURNED)
+    ops.store_grad_operand(u_ptr, u.T, row, rows, 0, ld, D, BM, DP, TRANSPOSED)
     u = ops.operand(u, OPERAND, PRECISION).T
     dlast = ops.row_tile(dy_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
     if NORM_LAST:
@@ -121,25 +121,25 @@ def _feedforward_backward_kernel(
     if left_ptr is not None:
         ops.store_tile(left_ptr, dlast, row, rows, 0, D, BM, DP, D)
     _store_sum(norm_sums, slot, 4, dlast, D, DP)  # linear2's bias, here and exactly: torch rounds nothing of it
-    if TURNED:
-        ops.store_grad_operand(dlast_turned, dlast.T, row, rows, 0, ld, D, BM, DP, True)
+    if TRANSPOSED:
+        ops.store_grad_operand(dlast_t, dlast.T, row, rows, 0, ld, D, BM, DP, True)
     dlast = ops.operand(dlast, OPERAND, PRECISION).T
     tl.debug_barrier()
     acc = tl.zeros((DP, BM), tl.float32)
     for f in tl.range(0, F, BF):
-        z = ops.hidden(u, w1, b1, f, F, D, DP, READY, OPERAND, PRECISION, BM, BF)
+        z = ops.hidden(u, w1, b1, f, F, D, DP, PACKED, OPERAND, PRECISION, BM, BF)
         act = ACT(z, EXACT)
         if HIDDEN_DROPPED > 0:
-            kept = ops.is_kept_turned(seed_ptr, ACTIVATION, row, f, HIDDEN_DROPPED, BM, BF)
+            kept = ops.is_kept_transposed(seed_ptr, ACTIVATION, row, f, HIDDEN_DROPPED, BM, BF)
             keeping = tl.where(kept, scale_of_kept(HIDDEN_DROPPED), 0.0)
             act = act * keeping
-        ops.store_grad_operand(act_ptr, act, row, rows, f, ld, F, BM, BF, TURNED)
-        w = ops.backward_weight(w2_turned, f, 0, F, D, BF, DP, READY, OPERAND, PRECISION)  # [BF, DP]
+        ops.store_grad_operand(act_ptr, act, row, rows, f, ld, F, BM, BF, TRANSPOSED)
+        w = ops.backward_weight(w2_t, f, 0, F, D, BF, DP, PACKED, OPERAND, PRECISION)  # [BF, DP]
         dz = ops.product(w, dlast, tl.zeros((BF, BM), tl.float32), PRECISION) * ACT_GRAD(z, EXACT)
         if HIDDEN_DROPPED > 0:
             dz = dz * keeping
-        ops.store_grad_operand(dz_ptr, dz, row, rows, f, ld, F, BM, BF, TURNED)
-        w = ops.backward_weight(w1_turned, 0, f, D, F, DP, BF, READY, OPERAND, PRECISION)  # [DP, BF]
+        ops.store_grad_operand(dz_ptr, dz, row, rows, f, ld, F, BM, BF, TRANSPOSED)
+        w = ops.backward_weight(w1_t, 0, f, D, F, DP, BF, PACKED, OPERAND, PRECISION)  # [DP, BF]
         acc = ops.product(w, ops.operand(dz, OPERAND, PRECISION), acc, PRECISION)
     ds = acc.T
     if NORM_LAST:
@@ -160,16 +160,16 @@ def _feedforward_backward_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _input_grad_kernel(
-    x_ptr, norm_w, norm_b, in_proj_weight, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, o_ptr, ds_operand, o_turned,
+    x_ptr, norm_w, norm_b, in_proj_weight, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, o_ptr, ds_operand, o_t,
     residual_ptr, rows, eps, ld,
-    D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, READY: tl.constexpr,
-    TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, PACKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients. Where ds is
     # what dropout left, the residual's gradient is another; RESIDUAL: whether it goes "around" the norm, "through" it,
     # or is added elsewhere.
-    start_launch(EARLY)
+    start_launch(PDL)
     tile = tl.program_id(0)
     row = (tile * BM).to(INDEX)
     if NORM != "":
@@ -178,19 +178,19 @@ def _input_grad_kernel(
     ds = ops.row_tile(ds_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
     _store_sum(norm_sums, slot, 5, ds, D, DP)  # out_proj's bias, here and exactly
     if ds_operand is not None:
-        ops.store_grad_operand(ds_operand, ds.T, row, rows, 0, ld, D, BM, DP, TURNED)
-    if TURNED:
+        ops.store_grad_operand(ds_operand, ds.T, row, rows, 0, ld, D, BM, DP, TRANSPOSED)
+    if TRANSPOSED:
         o = ops.row_tile(o_ptr, row, rows, 0, D, BM, DP, D)
-        ops.store_grad_operand(o_turned, o.T, row, rows, 0, ld, D, BM, DP, True)
+        ops.store_grad_operand(o_t, o.T, row, rows, 0, ld, D, BM, DP, True)
     n = ops.row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
     if NORM != "":
         mean, deviation = _live_statistics(n, row, rows, eps, BM, D, DP, NORM)
         n = ops.normed(n, mean, deviation, norm_w, norm_b, D, DP, NORM)
     if n_ptr is not None:
-        ops.store_grad_operand(n_ptr, n.T, row, rows, 0, ld, D, BM, DP, TURNED)
+        ops.store_grad_operand(n_ptr, n.T, row, rows, 0, ld, D, BM, DP, TRANSPOSED)
     acc = tl.zeros((DP, BM), tl.float32)
     for k in tl.range(0, 3 * D, BK):
-        if TURNED:
+        if TRANSPOSED:
             r = row + tl.arange(0, BM)
             c = (k + tl.arange(0, BK)).to(INDEX)
             at = dqkv_ptr + (c[:, None] * ld + r[None, :])
@@ -200,7 +200,7 @@ def _input_grad_kernel(
             grad = tl.load(at, mask=live, other=0.0)
         else:
             grad = ops.operand(ops.row_tile(dqkv_ptr, row, rows, k, 3 * D, BM, BK, 3 * D), OPERAND, PRECISION).T
-        w = ops.backward_weight(in_proj_weight, 0, k, D, 3 * D, DP, BK, READY, OPERAND, PRECISION)  # [DP, BK]
+        w = ops.backward_weight(in_proj_weight, 0, k, D, 3 * D, DP, BK, PACKED, OPERAND, PRECISION)  # [DP, BK]
         acc = ops.product(w, grad, acc, PRECISION)
     dx = acc.T
     if residual_ptr is None:
@@ -219,13 +219,13 @@ def _input_grad_kernel(
 def _weight_grads_kernel(
     left0, right0, left1, right1, norm_sums, partials, rows, ld, weight0, bias0, weight1, norms,
     M0: tl.constexpr, N0: tl.constexpr, M1: tl.constexpr, N1: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, TILES: tl.constexpr, TILES_P: tl.constexpr, ADDED: tl.constexpr, TURNED: tl.constexpr,
+    CHUNK: tl.constexpr, TILES: tl.constexpr, TILES_P: tl.constexpr, ADDED: tl.constexpr, TRANSPOSED: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, EARLY: tl.constexpr,
+    BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # A program adds up one tile of left0^T right0 or left1^T right1 over one chunk of rows, and left0's columns;
     # one program of a chunk adds up its TILES tiles' parts in the norms' gradients.
-    start_launch(EARLY)
+    start_launch(PDL)
     COLS0: tl.constexpr = (N0 + BN - 1) // BN
     COLS1: tl.constexpr = (N1 + BN - 1) // BN
     TILES0: tl.constexpr = (M0 + BM - 1) // BM * COLS0
@@ -238,13 +238,13 @@ def _weight_grads_kernel(
     if item < TILES0:
         _chunk_product(
             left0, right0, to + weight0, to + bias0, chunk, item // COLS0 * BM, item % COLS0 * BN, rows, ld,
-            M0, N0, CHUNK, TURNED, OPERAND, PRECISION, INDEX, True, BM, BN, BK,
+            M0, N0, CHUNK, TRANSPOSED, OPERAND, PRECISION, INDEX, True, BM, BN, BK,
         )  # fmt: skip
     elif item < TILES0 + TILES1:
         item -= TILES0
         _chunk_product(
             left1, right1, to + weight1, to, chunk, item // COLS1 * BM, item % COLS1 * BN, rows, ld,
-            M1, N1, CHUNK, TURNED, OPERAND, PRECISION, INDEX, False, BM, BN, BK,
+            M1, N1, CHUNK, TRANSPOSED, OPERAND, PRECISION, INDEX, False, BM, BN, BK,
         )  # fmt: skip
     else:
         add_tiles(norm_sums, to + norms, chunk, rows, D, CHUNK, TILES, TILES_P, ADDED)
@@ -253,16 +253,16 @@ def _weight_grads_kernel(
 @triton.jit
 def _chunk_product(
     left, right, weight, bias, chunk, m, n, rows, ld, M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
-    TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
+    TRANSPOSED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
     SUMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's left^T right at (m, n), and the sums of left's columns; TURNED: from the transposes of both."""
+    """A chunk's left^T right at (m, n), and the sums of left's columns; TRANSPOSED: from the transposes of both."""
     start = (chunk * CHUNK).to(INDEX)
     end = tl.minimum(start + CHUNK, rows)
     row = m + tl.arange(0, BM)
     col = n + tl.arange(0, BN)
     # wgmma reads `a` while the loop goes on, and Triton 3.6 would refill the buffer of an `a` that is also read into
-    # registers too early: there the columns are summed by the tensor cores, in two parts where `a` is rounded here.
+    # registers too pdl: there the columns are summed by the tensor cores, in two parts where `a` is rounded here.
     ASYNC: tl.constexpr = BM >= 64
     ones = tl.full((BK, 16), 1.0, OPERAND)
     acc = tl.zeros((BM, BN), tl.float32)
@@ -270,12 +270,12 @@ def _chunk_product(
         sums = tl.zeros((BM, 16), tl.float32)
     else:
         sums = tl.zeros((BM, BK), tl.float32)
-    if TURNED:
+    if TRANSPOSED:
         end = tl.minimum(start + CHUNK, ld)  # zeros beyond the last row
     for k in tl.range(start, end, BK):
-        if TURNED:
-            a = _turned_tile(left, row.to(INDEX), k, end, ld, M, BM, BK)
-            b = _turned_tile(right, col.to(INDEX), k, end, ld, N, BN, BK).T
+        if TRANSPOSED:
+            a = _transposed_tile(left, row.to(INDEX), k, end, ld, M, BM, BK)
+            b = _transposed_tile(right, col.to(INDEX), k, end, ld, N, BN, BK).T
             exact = a
         else:
             exact = ops.row_tile(left, k, end, m, M, BK, BM, M).T
@@ -285,7 +285,7 @@ def _chunk_product(
         if SUMS:
             if ASYNC:
                 sums = ops.product(a, ones, sums, PRECISION)
-                if PRECISION == "tf32" and not TURNED:
+                if PRECISION == "tf32" and not TRANSPOSED:
                     sums = ops.product(ops.operand(exact - a, OPERAND, PRECISION), ones, sums, PRECISION)
             else:
                 sums += exact.to(tl.float32)
@@ -300,7 +300,7 @@ def _chunk_product(
 
 
 @triton.jit
-def _turned_tile(ptr, col, k, end, ld, COLS: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr):
+def _transposed_tile(ptr, col, k, end, ld, COLS: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr):
     """[BC, BK] of a transpose: columns `col`, rows k .. k + BK - 1 of the matrix."""
     r = k + tl.arange(0, BK)
     live = (r < end)[None, :]
@@ -314,8 +314,8 @@ def describe_feedforward_backward(layer: Layer, config: RowConfig, eps: float) -
         ops.sizes(layer)
         | feedforward_sizes(layer)
         | {
-            "READY": layer.ready,
-            "TURNED": layer.turned,
+            "PACKED": layer.packed_weights,
+            "TRANSPOSED": layer.transposed,
             "OPERAND": TYPES[layer.operand],
             "PRECISION": layer.precision,
             **activation_constants(layer, backward=True),
@@ -323,7 +323,7 @@ def describe_feedforward_backward(layer: Layer, config: RowConfig, eps: float) -
             "INDEX": index_type(layer),
             **ops.blocks(layer, config),
             "SLOTS": config.rows // tile_rows(layer),
-            "EARLY": layer.early,
+            "PDL": layer.pdl,
         }
     )
     scalars = (layer.rows, eps, layer.ld)
@@ -335,13 +335,13 @@ def describe_input_grad(layer: Layer, config: RowConfig, eps: float) -> Launch:
     constants = ops.sizes(layer) | {
         "NORM": layer.row_norm,
         "RESIDUAL": residual_of(layer),
-        "READY": layer.ready,
-        "TURNED": layer.turned,
+        "PACKED": layer.packed_weights,
+        "TRANSPOSED": layer.transposed,
         **ops.numbers(layer),
         "BM": config.rows,
         "BK": min(config.block, layer.padded),
         "SLOTS": config.rows // tile_rows(layer),
-        "EARLY": layer.early,
+        "PDL": layer.pdl,
     }
     scalars = (layer.rows, eps, layer.ld)
     return Launch(_input_grad_kernel, config.programs(layer), scalars, constants, ops.options(layer, config))
@@ -352,12 +352,12 @@ def describe_weight_grads(layer: Layer, config: WeightConfig, sums: WeightSums) 
     constants = {
         "M0": m0, "N0": n0, "M1": m1, "N1": n1,
         **weight_grads_constants(layer, sums),
-        "TURNED": layer.turned,
+        "TRANSPOSED": layer.transposed,
         **ops.numbers(layer),
         "BM": config.block_m,
         "BN": config.block_n,
         "BK": config.block_k,
-        "EARLY": layer.early,
+        "PDL": layer.pdl,
     }  # fmt: skip
     programs = (config.tiles(m0, n0) + config.tiles(m1, n1) + 1) * layer.chunks
     scalars = (layer.rows, layer.ld, *sums.offsets)

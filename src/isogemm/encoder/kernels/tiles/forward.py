@@ -1,8 +1,8 @@
-"""The layer's forward around attention: norm and projections; output projection, norm and feed-forward.
+"""The forward by tiles: norm and projections; output projection, norm and feed-forward.
 
-A program owns BM rows (tokens) and keeps them on the chip from one product to the next. Products are turned, weights
-[features, k] times rows [k, BM]: both operands lie in shared memory. Rows do not meet: where a row stands changes
-nothing, and the tile is a function of the layer's sizes alone, so neither does the batch.
+A program owns BM rows (tokens) and keeps them on the chip from one product to the next. Products are transposed,
+weights [features, k] times rows [k, BM], so that both operands lie in shared memory. Rows are independent and the tile
+depends on the layer's sizes alone, so a row's bits depend neither on its place nor on the batch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _TILES_AT_ONCE = 2  # programs of a projection per multiprocessor
 
 @triton.jit
 def _prepare_tile(
-    w, straight, turned, r, c, first, ROWS: tl.constexpr, COLS: tl.constexpr, LD: tl.constexpr, SIDE: tl.constexpr,
-    STRAIGHT: tl.constexpr, TURN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    w, straight, transposed, r, c, first, ROWS: tl.constexpr, COLS: tl.constexpr, LD: tl.constexpr, SIDE: tl.constexpr,
+    STRAIGHT: tl.constexpr, TRANSPOSE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = ops.operand(ops.weight_tile(w, r, c, ROWS, COLS, SIDE, SIDE), OPERAND, PRECISION)
     row = (r + tl.arange(0, SIDE))[:, None]
@@ -46,23 +46,23 @@ def _prepare_tile(
     live = (row < ROWS) & (col < COLS)
     if STRAIGHT:
         tl.store(straight + (row * COLS + col), tile, mask=live)
-    if TURN:
-        tl.store(turned + (col * LD + (first + row)), tile, mask=live)
+    if TRANSPOSE:
+        tl.store(transposed + (col * LD + (first + row)), tile, mask=live)
 
 
 @triton.jit(do_not_specialize=["rows", "per_part"])
 def _project_kernel(
-    x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, ready, v_ptr,
+    x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, packed, v_ptr,
     rows, eps, per_part,
     D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, HEAD: tl.constexpr, BY_HEAD: tl.constexpr,
     NORM: tl.constexpr, STACKED: tl.constexpr, BIASES: tl.constexpr, FIRST: tl.constexpr, BACKWARD: tl.constexpr,
-    READY: tl.constexpr, TURN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr, EARLY: tl.constexpr,
+    PACKED: tl.constexpr, TRANSPOSE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Programs keep one part of the weight, BN columns of q, k or v, and walk over rows. In the backward there is a
     # fourth part, do = ds Wo, and FIRST is v's where q and k were kept. In a forward that reads prepared weights, the
     # last programs prepare them for the others.
-    start_launch(EARLY)
+    start_launch(PDL)
     PARTS: tl.constexpr = (4 if BACKWARD else 3) - FIRST
     BLOCKS: tl.constexpr = (D + BN - 1) // BN
     program = tl.program_id(0)
@@ -71,19 +71,20 @@ def _project_kernel(
     first = program // (PARTS * BLOCKS)
     tiles = (rows + BM - 1) // BM
     if first >= per_part:
-        if READY and not BACKWARD:
+        if PACKED and not BACKWARD:
             item = program - per_part * (PARTS * BLOCKS)
             prepare(
-                item, wq, wk, wv, wo, w1, w2, ready, _prepare_tile, D, F, SIDE, STACKED, True, TURN, OPERAND, PRECISION
+                item, wq, wk, wv, wo, w1, w2, packed, _prepare_tile,
+                D, F, SIDE, STACKED, True, TRANSPOSE, OPERAND, PRECISION,
             )  # fmt: skip
     elif part < 3:
-        w_ptr = in_proj(wq, wk, wv, part, D * D, STACKED or (READY and BACKWARD))
-        if READY and not BACKWARD:  # by way of its place among the prepared: loaded operands need no registers
+        w_ptr = in_proj(wq, wk, wv, part, D * D, STACKED or (PACKED and BACKWARD))
+        if PACKED and not BACKWARD:  # by way of its place among the prepared: loaded operands need no registers
             w = ops.forward_weight(w_ptr, n, 0, D, D, BN, DP, False, OPERAND, PRECISION)
-            w_ptr = ready + (D * D + 2 * D * F) + part * (D * D)
+            w_ptr = packed + (D * D + 2 * D * F) + part * (D * D)
             ops.store_tile(w_ptr, w, n, D, 0, D, BN, DP, D)
             tl.debug_barrier()
-        w = ops.forward_weight(w_ptr, n, 0, D, D, BN, DP, READY, OPERAND, PRECISION)  # [BN, DP]
+        w = ops.forward_weight(w_ptr, n, 0, D, D, BN, DP, PACKED, OPERAND, PRECISION)  # [BN, DP]
         bias = tl.zeros((BN, 1), tl.float32)
         if BIASES:
             col = n + tl.arange(0, BN)
@@ -103,7 +104,7 @@ def _project_kernel(
             else:
                 ops.store_tile(qkv_ptr + part * D, acc.T, row, rows, n, D, BM, BN, 3 * D)
     elif BACKWARD:
-        w = ops.backward_weight(wo, n, 0, D, D, BN, DP, READY, OPERAND, PRECISION)  # [BN, DP]
+        w = ops.backward_weight(wo, n, 0, D, D, BN, DP, PACKED, OPERAND, PRECISION)  # [BN, DP]
         for tile in tl.range(first, tiles, per_part):
             row = tile * BM + tl.zeros((), INDEX)
             ds = ops.operand(ops.row_tile(ds_ptr, row, rows, 0, D, BM, DP, D), OPERAND, PRECISION)
@@ -117,14 +118,14 @@ def _project_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _out_project_kernel(
     x_ptr, o_ptr, wo, bo, norm_w, norm_b, seed_ptr, s_ptr, rows, eps,
-    D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, DROPPED: tl.constexpr, READY: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr, DROPPED: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # s = x + ops.dropout(o Wo + bo), or norm(x) + ...
-    start_launch(EARLY)
+    start_launch(PDL)
     row = (tl.program_id(0) * BM).to(INDEX)
-    s = ops.projected(o_ptr, wo, bo, row, rows, D, DP, READY, OPERAND, PRECISION, BM, BK)
+    s = ops.projected(o_ptr, wo, bo, row, rows, D, DP, PACKED, OPERAND, PRECISION, BM, BK)
     if DROPPED > 0:
         s = ops.dropout(s, seed_ptr, PROJECTION, row, 0, DROPPED, BM, DP)
     x = ops.row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
@@ -142,7 +143,7 @@ def activated(
     """dropout(act(z)) of features from f on, [BF, BM]."""
     value = ACT(z, EXACT)
     if DROPPED > 0:
-        kept = ops.is_kept_turned(seed_ptr, ACTIVATION, row, f, DROPPED, BM, BF)
+        kept = ops.is_kept_transposed(seed_ptr, ACTIVATION, row, f, DROPPED, BM, BF)
         value = tl.where(kept, value * scale_of_kept(DROPPED), 0.0)
     return value
 
@@ -152,18 +153,18 @@ def _feedforward_kernel(
     x_ptr, o_ptr, wo, bo, w1, b1, w2, b2, norm_w, norm_b, last_w, last_b, y_ptr, sum_ptr, seed_ptr, rows, eps,
     D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr,
     RESIDUAL_NORMED: tl.constexpr, HIDDEN_DROPPED: tl.constexpr, DROPPED: tl.constexpr,
-    READY: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ACT: tl.constexpr, EXACT: tl.constexpr,
+    PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, ACT: tl.constexpr, EXACT: tl.constexpr,
     INDEX: tl.constexpr, PARKED: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # s = x + o Wo + bo, or without o, x; u = norm(s); y = s + ops.dropout(act(u W1 + b1)) W2 + b2, with RESIDUAL_NORMED
     # y = u + ..., and with NORM_LAST the norm of that.
-    start_launch(EARLY)
+    start_launch(PDL)
     row = (tl.program_id(0) * BM).to(INDEX)
     if o_ptr is None:
         s = ops.row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
     else:
-        s = ops.attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, READY, OPERAND, PRECISION, BM, BK)
+        s = ops.attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, PACKED, OPERAND, PRECISION, BM, BK)
     if NORM == "batch_norm":
         u = ops.batch_normed(s, norm_w, norm_b, D, DP)
     else:
@@ -182,9 +183,9 @@ def _feedforward_kernel(
     u = ops.operand(u, OPERAND, PRECISION).T
     acc = tl.zeros((DP, BM), tl.float32)
     for f in tl.range(0, F, BF):
-        z = ops.hidden(u, w1, b1, f, F, D, DP, READY, OPERAND, PRECISION, BM, BF)
+        z = ops.hidden(u, w1, b1, f, F, D, DP, PACKED, OPERAND, PRECISION, BM, BF)
         act = activated(z, seed_ptr, row, f, ACT, EXACT, HIDDEN_DROPPED, BM, BF)
-        w = ops.forward_weight(w2, 0, f, D, F, DP, BF, READY, OPERAND, PRECISION)  # [DP, BF]
+        w = ops.forward_weight(w2, 0, f, D, F, DP, BF, PACKED, OPERAND, PRECISION)  # [DP, BF]
         acc = ops.product(w, ops.operand(act, OPERAND, PRECISION), acc, PRECISION)
     if PARKED:
         y = ops.row_tile(y_ptr, row, rows, 0, D, BM, DP, D)
@@ -204,25 +205,25 @@ def _feedforward_kernel(
 
 
 def describe_project(
-    layer: Layer, config: RowConfig, eps: float, sm_count: int, biases: bool, backward: bool, turn: bool
+    layer: Layer, config: RowConfig, eps: float, sm_count: int, biases: bool, backward: bool, transpose: bool
 ) -> Launch:
     block = min(config.block, layer.padded)
     blocks = len(projected_parts(layer, backward)) * -(-layer.d_model // block)
     per_part = walkers(layer, config.rows, blocks, _TILES_AT_ONCE * sm_count)
     programs = per_part * blocks
-    if layer.ready and not backward:
-        programs += packing_programs(layer, _SIDE, turn)
+    if layer.packed_weights and not backward:
+        programs += packing_programs(layer, _SIDE, transpose)
     constants = (
         ops.sizes(layer)
         | project_constants(layer, biases, backward)
         | {
-            "READY": layer.ready,
-            "TURN": turn,
+            "PACKED": layer.packed_weights,
+            "TRANSPOSE": transpose,
             **ops.numbers(layer),
             "BM": config.rows,
             "BN": block,
             "SIDE": _SIDE,
-            "EARLY": layer.early,
+            "PDL": layer.pdl,
         }
     )
     return Launch(_project_kernel, programs, (layer.rows, eps, per_part), constants, ops.options(layer, config))
@@ -232,11 +233,11 @@ def describe_out_project(layer: Layer, config: RowConfig, eps: float) -> Launch:
     constants = ops.sizes(layer) | {
         "NORM": layer.row_norm if layer.residual_normed else "",
         "DROPPED": random.threshold(layer.dropout.projection),
-        "READY": layer.ready and not choose_warpgroup(layer).project,
+        "PACKED": layer.packed_weights and not choose_warpgroup(layer).project,
         **ops.numbers(layer),
         "BM": config.rows,
         "BK": min(config.block, layer.padded),
-        "EARLY": layer.early,
+        "PDL": layer.pdl,
     }
     programs = config.programs(layer)
     return Launch(_out_project_kernel, programs, (layer.rows, eps), constants, ops.options(layer, config))
@@ -247,7 +248,7 @@ def describe_feedforward(layer: Layer, config: RowConfig, eps: float) -> Launch:
         ops.sizes(layer)
         | feedforward_sizes(layer)
         | {
-            "READY": layer.ready,
+            "PACKED": layer.packed_weights,
             "OPERAND": TYPES[layer.operand],
             "PRECISION": layer.precision,
             **activation_constants(layer, backward=False),
@@ -255,7 +256,7 @@ def describe_feedforward(layer: Layer, config: RowConfig, eps: float) -> Launch:
             "INDEX": index_type(layer),
             "PARKED": layer.dtype == "float32",
             **ops.blocks(layer, config),
-            "EARLY": layer.early,
+            "PDL": layer.pdl,
         }
     )
     programs = config.programs(layer)

@@ -40,11 +40,11 @@ def weight_tile(ptr, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, BR: tl.co
 @triton.jit
 def forward_weight(
     ptr, n, k, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    READY: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[BN, BK] of a weight W [N, K], or of what `prepare` made of it."""
     tile = weight_tile(ptr, n, k, N, K, BN, BK)
-    if READY:
+    if PACKED:
         return tile
     else:
         return operand(tile, OPERAND, PRECISION)
@@ -53,10 +53,10 @@ def forward_weight(
 @triton.jit
 def backward_weight(
     ptr, n, k, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    READY: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[BN, BK] of W^T for a weight W [K, N], or of its prepared transpose."""
-    if READY:
+    if PACKED:
         return weight_tile(ptr, n, k, N, K, BN, BK)
     else:
         return operand(weight_tile(ptr, k, n, K, N, BK, BN), OPERAND, PRECISION).T
@@ -141,7 +141,9 @@ def dropout(value, seed_ptr, PLACE: tl.constexpr, row, col, DROPPED: tl.constexp
 
 
 @triton.jit
-def is_kept_turned(seed_ptr, PLACE: tl.constexpr, row, col, DROPPED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+def is_kept_transposed(
+    seed_ptr, PLACE: tl.constexpr, row, col, DROPPED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
+):
     """Where `dropout` keeps an element, as a tile [BC, BM]."""
     seed = tl.load(seed_ptr) + PLACE
     r = (row + tl.arange(0, BM)).to(tl.int32)[None, :]
@@ -167,11 +169,12 @@ def product(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def store_grad_operand(
-    ptr, value, row, rows, col, ld, COLS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, TURNED: tl.constexpr,
+    ptr, value, row, rows, col, ld, COLS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """A tile [BC, BM] of the transpose of [rows, COLS], for the weights' gradients; TURNED: stored as it is, ld apart,
-    rounded to TF32."""
-    if TURNED:
+    """Store a tile [BC, BM] of the transpose of [rows, COLS], for the weights' gradients.
+
+    TRANSPOSED: as it is, rounded to TF32, with rows ld apart."""
+    if TRANSPOSED:
         r = row + tl.arange(0, BM)
         c = (col + tl.arange(0, BC)).to(r.dtype)
         live = (r < ld)[None, :]  # zeros beyond the last row
@@ -185,14 +188,14 @@ def store_grad_operand(
 
 @triton.jit
 def projected(
-    o_ptr, wo, bo, row, rows, D: tl.constexpr, DP: tl.constexpr, READY: tl.constexpr, OPERAND: tl.constexpr,
+    o_ptr, wo, bo, row, rows, D: tl.constexpr, DP: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """o Wo + bo, [BM, DP]."""
     acc = tl.zeros((DP, BM), tl.float32)
     for k in tl.range(0, D, BK):
         o = operand(row_tile(o_ptr, row, rows, k, D, BM, BK, D), OPERAND, PRECISION)
-        acc = product(forward_weight(wo, 0, k, D, D, DP, BK, READY, OPERAND, PRECISION), o.T, acc, PRECISION)
+        acc = product(forward_weight(wo, 0, k, D, D, DP, BK, PACKED, OPERAND, PRECISION), o.T, acc, PRECISION)
     s = acc.T
     if bo is not None:
         s += columns_of(bo, D, DP)
@@ -201,21 +204,21 @@ def projected(
 
 @triton.jit
 def attended(
-    x_ptr, o_ptr, wo, bo, row, rows, D: tl.constexpr, DP: tl.constexpr, READY: tl.constexpr, OPERAND: tl.constexpr,
+    x_ptr, o_ptr, wo, bo, row, rows, D: tl.constexpr, DP: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """x + o Wo + bo, [BM, DP]."""
-    s = projected(o_ptr, wo, bo, row, rows, D, DP, READY, OPERAND, PRECISION, BM, BK)
+    s = projected(o_ptr, wo, bo, row, rows, D, DP, PACKED, OPERAND, PRECISION, BM, BK)
     return s + row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
 
 
 @triton.jit
 def hidden(
-    u, w1, b1, f, F: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, READY: tl.constexpr, OPERAND: tl.constexpr,
+    u, w1, b1, f, F: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """Rows f .. f + BF - 1 of W1 u + b1, of rows' columns u [DP, BM]."""
-    w = forward_weight(w1, f, 0, F, D, BF, DP, READY, OPERAND, PRECISION)  # [BF, DP]
+    w = forward_weight(w1, f, 0, F, D, BF, DP, PACKED, OPERAND, PRECISION)  # [BF, DP]
     z = product(w, u, tl.zeros((BF, BM), tl.float32), PRECISION)
     if b1 is not None:
         col = f + tl.arange(0, BF)
@@ -240,4 +243,4 @@ def blocks(layer: Layer, config: RowConfig) -> dict[str, object]:
 
 def options(layer: Layer, config: RowConfig | WeightConfig) -> dict[str, object]:
     made = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
-    return made | pdl_option(layer.early)
+    return made | pdl_option(layer.pdl)

@@ -23,7 +23,7 @@ from isogemm.encoder.kernels.warpgroups import ops
 _GROUP = gl.constexpr(GROUP_ROWS)
 # Of blocks of dqkv: 32 columns of rows, and of its transpose. No banks conflict.
 _NARROW_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
-_TURNED_TILE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+_TRANSPOSED_TILE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 
 
 @gluon.jit
@@ -34,10 +34,19 @@ def _anew(ld):
 
 @gluon.jit
 def _store_grad_operand(
-    ptr, value, row, rows, column, ld, LD: gl.constexpr, TURNED: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr
+    ptr,
+    value,
+    row,
+    rows,
+    column,
+    ld,
+    LD: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    WARPS: gl.constexpr,
+    KIND: gl.constexpr,
 ):
-    """For the weights' gradients, the transpose where TURNED: rounded, ld apart, zeros beyond the last row."""
-    if TURNED:
+    """For the weights' gradients, the transpose where TRANSPOSED: rounded, ld apart, zeros beyond the last row."""
+    if TRANSPOSED:
         c = (column + ops.column_numbers(value.shape[1], WARPS, KIND)).to(row.dtype)
         value = gl.where((row < rows)[:, None], ops.rounded(value), 0.0)
         gl.store(ptr + (c[None, :] * ld + row[:, None]), value, mask=(row < ld)[:, None])
@@ -76,27 +85,27 @@ def _norm_backward(
 
 @gluon.jit
 def _fetch_hidden(
-    w1_place, w2_turned_place, place, w1, w2_turned, f, D: gl.constexpr, there, WARPS: gl.constexpr, KIND: gl.constexpr
+    w1_place, w2_t_place, place, w1, w2_t, f, D: gl.constexpr, there, WARPS: gl.constexpr, KIND: gl.constexpr
 ):  # fmt: skip
     """Rows f .. f + BF - 1 of linear1 and of linear2's transpose, if they are there."""
     if there:
         ops.fetch(w1_place.index(place), w1, f, 0, D, WARPS, KIND)
-        ops.fetch(w2_turned_place.index(place), w2_turned, f, 0, D, WARPS, KIND)
+        ops.fetch(w2_t_place.index(place), w2_t, f, 0, D, WARPS, KIND)
     async_copy.commit_group()
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def _feedforward_backward_warpgroup_kernel(
-    x_ptr, o_ptr, wo, bo, w1, b1, w1_turned, w2_turned, norm_w, norm_b, last_w, dy_ptr, sum_ptr,
-    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, dlast_turned, seed_ptr, left_ptr, rows, eps, ld,
+    x_ptr, o_ptr, wo, bo, w1, b1, w1_t, w2_t, norm_w, norm_b, last_w, dy_ptr, sum_ptr,
+    u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, dlast_t, seed_ptr, left_ptr, rows, eps, ld,
     D: gl.constexpr, F: gl.constexpr, NORM: gl.constexpr, NORM_LAST: gl.constexpr, RESIDUAL_NORMED: gl.constexpr,
-    HIDDEN_DROPPED: gl.constexpr, DROPPED: gl.constexpr, TURNED: gl.constexpr, ACT: gl.constexpr,
-    ACT_GRAD: gl.constexpr, INDEX: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
+    HIDDEN_DROPPED: gl.constexpr, DROPPED: gl.constexpr, TRANSPOSED: gl.constexpr, ACT: gl.constexpr,
+    ACT_GRAD: gl.constexpr, INDEX: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # From dy to ds, the gradient of s = x + o Wo + bo, or without o, of x; where the norm is a batch norm, to the
     # gradient of its result u. u = norm(s), act(z), dz and what dropout leaves of dlast are for the weights' gradients.
     # A weight's next block is copied while the others' are multiplied.
-    start_launch(EARLY)
+    start_launch(PDL)
     BM: gl.constexpr = 16 * WARPS
     KIND: gl.constexpr = gl.float32
     first = gl.program_id(0) * BM
@@ -110,10 +119,10 @@ def _feedforward_backward_warpgroup_kernel(
         s += ops.rows_in(tile, row < rows, WARPS)
         tl.debug_barrier()  # before the tile's place is another's
         ops.store_rows(ds_ptr, s, row, rows, 0, D, WARPS, KIND)  # until the norm's gradient
-    w1_place, w2_turned_place = ops.places_for(BF, D, KIND), ops.places_for(BF, D, KIND)
-    w1_turned_place = ops.places_for(D, BF, KIND)
-    _fetch_hidden(w1_place, w2_turned_place, 0, w1, w2_turned, 0, D, True, WARPS, KIND)
-    ops.fetch_block(w1_turned_place, 0, w1_turned, 0, 0, F, True, WARPS, KIND)
+    w1_place, w2_t_place = ops.places_for(BF, D, KIND), ops.places_for(BF, D, KIND)
+    w1_t_place = ops.places_for(D, BF, KIND)
+    _fetch_hidden(w1_place, w2_t_place, 0, w1, w2_t, 0, D, True, WARPS, KIND)
+    ops.fetch_block(w1_t_place, 0, w1_t, 0, 0, F, True, WARPS, KIND)
     if o_ptr is None:
         ops.arrived(2)
         s = ops.rows_in(tile, row < rows, WARPS)
@@ -122,7 +131,7 @@ def _feedforward_backward_warpgroup_kernel(
     else:
         mean, deviation = ops.statistics(s, row < rows, eps, D, NORM)
         normed = ops.scaled(ops.normalized(s, mean, deviation, NORM), norm_w, norm_b, D, WARPS, KIND)
-    _store_grad_operand(u_ptr, normed, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
+    _store_grad_operand(u_ptr, normed, row, rows, 0, _anew(ld), D, TRANSPOSED, WARPS, KIND)
     u = ops.operand(normed, BF, WARPS, KIND)
     dlast = ops.load_rows(dy_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
     if NORM_LAST:
@@ -136,8 +145,8 @@ def _feedforward_backward_warpgroup_kernel(
     if left_ptr is not None:
         ops.store_rows(left_ptr, dlast, row, rows, 0, D, WARPS, KIND)
     _store_sum(norm_sums, 4, dlast, rows, D, WARPS)  # linear2's bias, here and exactly: torch rounds nothing of it
-    if TURNED:
-        _store_grad_operand(dlast_turned, dlast, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
+    if TRANSPOSED:
+        _store_grad_operand(dlast_t, dlast, row, rows, 0, _anew(ld), D, TRANSPOSED, WARPS, KIND)
     d = ops.places_for(BM, D, KIND)  # the registers are wanted
     d.index(0).store(ops.in_order(dlast, KIND))
     if HIDDEN_DROPPED > 0:
@@ -149,7 +158,7 @@ def _feedforward_backward_warpgroup_kernel(
         z = gl.zeros([BM, BF], gl.float32, ops.rows_layout(BF, WARPS, KIND))
         dz = gl.zeros([BM, BF], gl.float32, ops.rows_layout(BF, WARPS, KIND))
         z = warpgroup_mma(u, w1_place.index(place).permute((1, 0)), z, use_acc=False, is_async=True)
-        block = w2_turned_place.index(place).permute((1, 0))
+        block = w2_t_place.index(place).permute((1, 0))
         dz = warpgroup_mma(d.index(place), block, dz, use_acc=False, is_async=True)
         z = warpgroup_mma_wait(1, deps=[z])
         if b1 is not None:
@@ -160,17 +169,17 @@ def _feedforward_backward_warpgroup_kernel(
             kept = ops.keeping(seed, row_k, f, BF, HIDDEN_DROPPED, WARPS, KIND)
             act = act * kept
             slope = slope * kept
-        _store_grad_operand(act_ptr, act, row_k, rows, f, _anew(ld), F, TURNED, WARPS, KIND)
+        _store_grad_operand(act_ptr, act, row_k, rows, f, _anew(ld), F, TRANSPOSED, WARPS, KIND)
         dz = warpgroup_mma_wait(0, deps=[dz])
         ops.arrived(0)
-        _fetch_hidden(w1_place, w2_turned_place, place, w1, w2_turned, f + BF, D, f + BF < F, WARPS, KIND)
+        _fetch_hidden(w1_place, w2_t_place, place, w1, w2_t, f + BF, D, f + BF < F, WARPS, KIND)
         dz = dz * slope
-        block = w1_turned_place.index(place).permute((1, 0))
+        block = w1_t_place.index(place).permute((1, 0))
         du = warpgroup_mma(ops.operand(dz, D, WARPS, KIND), block, du, is_async=True)
-        _store_grad_operand(dz_ptr, dz, row_k, rows, f, _anew(ld), F, TURNED, WARPS, KIND)
+        _store_grad_operand(dz_ptr, dz, row_k, rows, f, _anew(ld), F, TRANSPOSED, WARPS, KIND)
         du = warpgroup_mma_wait(0, deps=[du])
         ops.arrived(0)
-        ops.fetch_block(w1_turned_place, place, w1_turned, 0, f + BF, F, f + BF < F, WARPS, KIND)
+        ops.fetch_block(w1_t_place, place, w1_t, 0, f + BF, F, f + BF < F, WARPS, KIND)
     if NORM_LAST:
         du += ops.load_rows(dlast_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
     elif RESIDUAL_NORMED:
@@ -187,14 +196,14 @@ def _feedforward_backward_warpgroup_kernel(
 
 @gluon.jit
 def _fetch_input_grad(
-    slot, tile, w_turned, dqkv_ptr, first, rows, k, ld,
-    D: gl.constexpr, BF: gl.constexpr, TURNED: gl.constexpr, WARPS: gl.constexpr, INDEX: gl.constexpr,
+    slot, tile, w_t, dqkv_ptr, first, rows, k, ld,
+    D: gl.constexpr, BF: gl.constexpr, TRANSPOSED: gl.constexpr, WARPS: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """Columns k .. k + BF - 1 of in_proj's transpose, and of the gradients of q, k and v; if there are so many."""
     layout: gl.constexpr = ops.copy_layout(WARPS, gl.float32)
     if k < 3 * D:
-        ops.fetch(slot, w_turned, 0, k, 3 * D, WARPS, gl.float32)
-        if TURNED:
+        ops.fetch(slot, w_t, 0, k, 3 * D, WARPS, gl.float32)
+        if TRANSPOSED:
             c = (k + gl.arange(0, BF, gl.SliceLayout(1, layout))).to(INDEX)[:, None]
             r = (first + gl.arange(0, 16 * WARPS, gl.SliceLayout(0, layout))).to(INDEX)[None, :]
             ops.async_load(tile, dqkv_ptr + (c * ld + r), mask=r < ld)
@@ -207,29 +216,29 @@ def _fetch_input_grad(
 
 @gluon.jit(do_not_specialize=["rows"])
 def _input_grad_warpgroup_kernel(
-    x_ptr, norm_w, norm_b, in_proj_turned, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, o_ptr, ds_operand, o_turned,
+    x_ptr, norm_w, norm_b, in_proj_t, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, o_ptr, ds_operand, o_t,
     residual_ptr, rows, eps, ld,
-    D: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, TURNED: gl.constexpr, INDEX: gl.constexpr,
-    STAGES: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
+    D: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, TRANSPOSED: gl.constexpr, INDEX: gl.constexpr,
+    STAGES: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients. Where ds is
     # what dropout left, the residual's gradient is another; RESIDUAL: whether it goes "around" the norm, "through" it,
     # or is added elsewhere.
-    start_launch(EARLY)
+    start_launch(PDL)
     BM: gl.constexpr = 16 * WARPS
     KIND: gl.constexpr = gl.float32
     first = gl.program_id(0) * BM
     row = ops.row_numbers(first, D, WARPS, KIND, INDEX)
     live = row < rows
     slots = gl.allocate_shared_memory(KIND, [STAGES, D, BF], ops.shared_layout(D, BF, KIND))
-    if TURNED:
-        grads = gl.allocate_shared_memory(KIND, [STAGES, BF, BM], _TURNED_TILE)
+    if TRANSPOSED:
+        grads = gl.allocate_shared_memory(KIND, [STAGES, BF, BM], _TRANSPOSED_TILE)
     else:
         grads = gl.allocate_shared_memory(KIND, [STAGES, BM, BF], _NARROW_TILE)
     for i in gl.static_range(STAGES - 1):
         _fetch_input_grad(
-            slots.index(i), grads.index(i), in_proj_turned, dqkv_ptr, first, rows, i * BF, ld,
-            D, BF, TURNED, WARPS, INDEX,
+            slots.index(i), grads.index(i), in_proj_t, dqkv_ptr, first, rows, i * BF, ld,
+            D, BF, TRANSPOSED, WARPS, INDEX,
         )  # fmt: skip
     dx = gl.zeros([BM, D], gl.float32, ops.rows_layout(D, WARPS, KIND))
     for block in range(3 * D // BF):
@@ -237,11 +246,11 @@ def _input_grad_warpgroup_kernel(
         ahead = block + STAGES - 1
         stage = ahead % STAGES
         _fetch_input_grad(
-            slots.index(stage), grads.index(stage), in_proj_turned, dqkv_ptr, first, rows, ahead * BF, ld,
-            D, BF, TURNED, WARPS, INDEX,
+            slots.index(stage), grads.index(stage), in_proj_t, dqkv_ptr, first, rows, ahead * BF, ld,
+            D, BF, TRANSPOSED, WARPS, INDEX,
         )  # fmt: skip
         grad = grads.index(block % STAGES)
-        if TURNED:
+        if TRANSPOSED:
             grad = grad.permute((1, 0))
         weight = slots.index(block % STAGES)
         left = ops.operand(grad.load(ops.rows_layout(BF, WARPS, KIND)), D, WARPS, KIND)
@@ -254,10 +263,10 @@ def _input_grad_warpgroup_kernel(
     tiles = ops.reinterpret(slots, KIND, [2, BM, D], ops.TILE)
     ops.fetch_rows(tiles.index(0), x_ptr, first, rows, D, WARPS, INDEX)
     ops.fetch_rows(tiles.index(1), ds_ptr, first, rows, D, WARPS, INDEX)
-    if TURNED:
+    if TRANSPOSED:
         last = ops.reinterpret(grads, KIND, [BM, D], ops.TILE)
         ops.fetch_rows(last, o_ptr, first, rows, D, WARPS, INDEX)
-    ops.arrived(2 if TURNED else 1)
+    ops.arrived(2 if TRANSPOSED else 1)
     n = ops.rows_in(tiles.index(0), live, WARPS)
     if NORM != "":
         mean, deviation = ops.statistics(n, live, eps, D, NORM)
@@ -270,7 +279,7 @@ def _input_grad_warpgroup_kernel(
         dx = _norm_backward(dx, n, deviation, norm_w, norm_sums, 0, rows, D, NORM, WARPS, KIND)
         n = ops.scaled(n, norm_w, norm_b, D, WARPS, KIND)
     if n_ptr is not None:
-        _store_grad_operand(n_ptr, n, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
+        _store_grad_operand(n_ptr, n, row, rows, 0, _anew(ld), D, TRANSPOSED, WARPS, KIND)
     ops.arrived(0)
     ds = ops.rows_in(tiles.index(1), live, WARPS)
     _store_sum(norm_sums, 5, ds, rows, D, WARPS)  # out_proj's bias, here and exactly
@@ -280,15 +289,15 @@ def _input_grad_warpgroup_kernel(
         else:
             dx += ops.load_rows(residual_ptr, row, rows, 0, D, D, WARPS, KIND)
     ops.store_rows(dx_ptr, dx, row, rows, 0, D, WARPS, KIND)
-    if TURNED:
-        _store_grad_operand(ds_operand, ds, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
+    if TRANSPOSED:
+        _store_grad_operand(ds_operand, ds, row, rows, 0, _anew(ld), D, TRANSPOSED, WARPS, KIND)
         o = ops.rows_in(last, live, WARPS)
-        _store_grad_operand(o_turned, o, row, rows, 0, _anew(ld), D, TURNED, WARPS, KIND)
+        _store_grad_operand(o_t, o, row, rows, 0, _anew(ld), D, TRANSPOSED, WARPS, KIND)
 
 
 def describe_feedforward_backward(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:
     constants = feedforward_sizes(layer) | {
-        "TURNED": layer.turned,
+        "TRANSPOSED": layer.transposed,
         **activation_constants(layer, backward=True),
         "INDEX": index_type(layer),
         **ops.blocks(layer, config),
@@ -302,7 +311,7 @@ def describe_input_grad(layer: Layer, config: WarpgroupConfig, eps: float) -> La
         "D": layer.d_model,
         "NORM": layer.row_norm,
         "RESIDUAL": residual_of(layer),
-        "TURNED": layer.turned,
+        "TRANSPOSED": layer.transposed,
         "INDEX": index_type(layer),
         "STAGES": config.stages,
         **ops.blocks(layer, config),

@@ -58,8 +58,8 @@ def _normed(
 
 @gluon.jit
 def _prepare_tile(
-    w, straight, turned, r, c, first, ROWS: gl.constexpr, COLS: gl.constexpr, LD: gl.constexpr, SIDE: gl.constexpr,
-    STRAIGHT: gl.constexpr, TURN: gl.constexpr, KIND: gl.constexpr, PRECISION: gl.constexpr,
+    w, straight, transposed, r, c, first, ROWS: gl.constexpr, COLS: gl.constexpr, LD: gl.constexpr, SIDE: gl.constexpr,
+    STRAIGHT: gl.constexpr, TRANSPOSE: gl.constexpr, KIND: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     row = (r + gl.arange(0, SIDE, gl.SliceLayout(1, layout)))[:, None]
@@ -68,8 +68,8 @@ def _prepare_tile(
     tile = ops.as_number(gl.load(w + (row * COLS + col), mask=live, other=0.0), KIND)
     if STRAIGHT:
         gl.store(straight + (row * COLS + _place(col, KIND)), tile, mask=live)
-    if TURN:
-        gl.store(turned + (col * LD + _place(first + row, KIND)), tile, mask=live)
+    if TRANSPOSE:
+        gl.store(transposed + (col * LD + _place(first + row, KIND)), tile, mask=live)
 
 
 @gluon.jit
@@ -85,17 +85,17 @@ def _kept_vector(slot, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr)
 
 
 @gluon.jit
-def _keep_weight(slot, w, D: gl.constexpr, TURNED: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+def _keep_weight(slot, w, D: gl.constexpr, TRANSPOSED: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
     """All of a weight [D, D], or of its transpose, as the right operand; some rows of it at a time."""
     ROWS: gl.constexpr = 32
     layout: gl.constexpr = (
-        gl.BlockedLayout([4, 1], [8, 4], [1, WARPS], [0, 1]) if TURNED
+        gl.BlockedLayout([4, 1], [8, 4], [1, WARPS], [0, 1]) if TRANSPOSED
         else gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
     )  # fmt: skip
     k = _column_at(gl.arange(0, D, gl.SliceLayout(0, layout)), KIND)[None, :]
     for first in gl.static_range(0, D, ROWS):
         n = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
-        if TURNED:
+        if TRANSPOSED:
             at = w + (k * D + n)
         else:
             at = w + (n * D + k)
@@ -145,26 +145,26 @@ def _next_tile(
 
 @gluon.jit(do_not_specialize=["rows", "per_part"])
 def _project_warpgroup_kernel(
-    x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, ready, v_ptr,
+    x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, packed, v_ptr,
     rows, eps, per_part,
     D: gl.constexpr, F: gl.constexpr, HEAD: gl.constexpr, BY_HEAD: gl.constexpr, NORM: gl.constexpr,
-    STACKED: gl.constexpr, BIASES: gl.constexpr, FIRST: gl.constexpr, BACKWARD: gl.constexpr, TURN: gl.constexpr,
-    KIND: gl.constexpr, INDEX: gl.constexpr, SIDE: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
+    STACKED: gl.constexpr, BIASES: gl.constexpr, FIRST: gl.constexpr, BACKWARD: gl.constexpr, TRANSPOSE: gl.constexpr,
+    KIND: gl.constexpr, INDEX: gl.constexpr, SIDE: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # Programs keep one of the weights of q, k and v and walk over rows. In the backward there is a fourth, for
     # do = ds Wo, and FIRST is v's where q and k were kept. In a forward the last programs prepare the weights for other
     # launches, where these want that.
-    start_launch(EARLY)
+    start_launch(PDL)
     PARTS: gl.constexpr = (4 if BACKWARD else 3) - FIRST
     BM: gl.constexpr = 16 * WARPS
     program = gl.program_id(0)
     part = FIRST + program % PARTS
     first = program // PARTS
     if first >= per_part:
-        if ready is not None:
+        if packed is not None:
             prepare(
-                program - per_part * PARTS, wq, wk, wv, wo, w1, w2, ready, _prepare_tile,
-                D, F, SIDE, STACKED, False, TURN, KIND, "tf32" if KIND == gl.float32 else "",
+                program - per_part * PARTS, wq, wk, wv, wo, w1, w2, packed, _prepare_tile,
+                D, F, SIDE, STACKED, False, TRANSPOSE, KIND, "tf32" if KIND == gl.float32 else "",
             )  # fmt: skip
     else:
         slot = gl.allocate_shared_memory(KIND, [D, D], ops.shared_layout(D, D, KIND))
@@ -229,11 +229,11 @@ def _feedforward_warpgroup_kernel(
     x_ptr, o_ptr, wo, bo, w1, b1, w2, b2, norm_w, norm_b, last_w, last_b, y_ptr, sum_ptr, seed_ptr, rows, eps,
     D: gl.constexpr, F: gl.constexpr, NORM: gl.constexpr, NORM_LAST: gl.constexpr, RESIDUAL_NORMED: gl.constexpr,
     HIDDEN_DROPPED: gl.constexpr, DROPPED: gl.constexpr, ACT: gl.constexpr, KIND: gl.constexpr, INDEX: gl.constexpr,
-    STAGES: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # s = x + o Wo + bo, or without o, x; u = norm(s); y = s + dropout(act(u W1 + b1)) W2 + b2, with RESIDUAL_NORMED
     # y = u + ..., and with NORM_LAST the norm of that. A weight's next block is copied while the other's is multiplied.
-    start_launch(EARLY)
+    start_launch(PDL)
     BM: gl.constexpr = 16 * WARPS
     # Tensor cores round sums toward zero: a y among them would shrink with every few features.
     PARKED: gl.constexpr = KIND == gl.float32 or DROPPED > 0
@@ -312,21 +312,21 @@ def _feedforward_warpgroup_kernel(
 
 
 def describe_project(
-    layer: Layer, config: WalkConfig, eps: float, sm_count: int, biases: bool, backward: bool, turn: bool
+    layer: Layer, config: WalkConfig, eps: float, sm_count: int, biases: bool, backward: bool, transpose: bool
 ) -> Launch:
     parts = len(projected_parts(layer, backward))
     per_part = walkers(layer, FRAGMENT_ROWS * config.warps, parts, config.at_once * sm_count)
     programs = per_part * parts
-    if layer.ready and not backward:
-        programs += packing_programs(layer, _SIDE, turn)
+    if layer.packed_weights and not backward:
+        programs += packing_programs(layer, _SIDE, transpose)
     constants = {
         "D": layer.d_model,
         **project_constants(layer, biases, backward),
-        "TURN": turn,
+        "TRANSPOSE": transpose,
         **ops.numbers(layer),
         "SIDE": _SIDE,
         "WARPS": config.warps,
-        "EARLY": layer.early,
+        "PDL": layer.pdl,
     }
     scalars = (layer.rows, eps, per_part)
     return Launch(_project_warpgroup_kernel, programs, scalars, constants, ops.options(layer, config))

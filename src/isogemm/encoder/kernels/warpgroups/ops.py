@@ -289,8 +289,8 @@ def numbers(layer: Layer) -> dict[str, object]:
 
 
 def blocks(layer: Layer, config: WarpgroupConfig) -> dict[str, object]:
-    return {"BF": config.block, "WARPS": config.warps, "EARLY": layer.early}
+    return {"BF": config.block, "WARPS": config.warps, "PDL": layer.pdl}
 
 
 def options(layer: Layer, config: WalkConfig | WarpgroupConfig) -> dict[str, object]:
-    return {"num_warps": config.warps, "enable_fp_fusion": False} | pdl_option(layer.early)
+    return {"num_warps": config.warps, "enable_fp_fusion": False} | pdl_option(layer.pdl)
