@@ -1,4 +1,4 @@
-"""Parted layers through their own plan and autograd: batch norms, placements of the norms, dropout, residual scores."""
+"""Layers that are split at a norm, through their own plan and autograd: batch norms, placements of the norms, dropout, residual scores."""
 
 import pytest
 import torch
@@ -192,7 +192,7 @@ def test_scores_by_factors(stack):
             results = fused.encoder_layer(
                 x, encoder_parameters(parameters), given, options._replace(return_factors=layer < 2)
             )
-            x, factors = results.y, (*factors, results.own)
+            x, factors = results.y, (*factors, results.qk)
         assert factors[2] is None
         return x, factors[0], factors[1]
 

@@ -23,7 +23,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def _operand(x, DTYPE, PRECISION):
     """x as a dot takes it: in the type of q, k and v, rounded to nearest."""
     x = x.to(DTYPE)
     if PRECISION == "tf32":
@@ -32,7 +32,7 @@ def _operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _multiply(a, b, acc, PRECISION: tl.constexpr):
+def _multiply(a, b, acc, PRECISION):
     """acc + a b, one chain through all the blocks of a walk."""
     if PRECISION == "":
         return tl.dot(a, b, acc)
@@ -41,7 +41,7 @@ def _multiply(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _places(rows, first, D: tl.constexpr, WIDTH: tl.constexpr, INDEX: tl.constexpr):
+def _places(rows, first, D, WIDTH, INDEX):
     """Addresses of columns first .. first + WIDTH - 1 of a head's rows, and which there are: [ROWS, WIDTH] each."""
     base, row, live, ld = rows
     column = first + tl.arange(0, WIDTH)
@@ -52,24 +52,21 @@ def _places(rows, first, D: tl.constexpr, WIDTH: tl.constexpr, INDEX: tl.constex
 
 
 @triton.jit
-def _read(rows, D: tl.constexpr, BD: tl.constexpr, INDEX: tl.constexpr):
+def _read(rows, D, BD, INDEX):
     """A head's rows (base, numbers, which there are, distance), zero where there is none: [ROWS, BD]."""
     at, inside = _places(rows, 0, D, BD, INDEX)
     return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
-def _write(rows, x, D: tl.constexpr, BD: tl.constexpr, INDEX: tl.constexpr):
+def _write(rows, x, D, BD, INDEX):
     """x [ROWS, BD] to a head's rows, rounded once."""
     at, inside = _places(rows, 0, D, BD, INDEX)
     tl.store(at, x.to(rows[0].dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _over_head(
-    x, x_rows, y, y_rows, D: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-    INDEX: tl.constexpr,
-):  # fmt: skip
+def _over_head(x, x_rows, y, y_rows, D, BD, CHUNK, PRECISION, INDEX):
     """x y^T of tiles [ROWS, BD], whole; or read again by CHUNK columns, which is all that ieee has registers for."""
     product = tl.zeros([x.shape[0], y.shape[0]], dtype=tl.float32)
     if CHUNK == BD:
@@ -85,7 +82,7 @@ def _over_head(
 
 
 @triton.jit
-def _keys(mask_at, key, tokens, mask_step, MASK: tl.constexpr):
+def _keys(mask_at, key, tokens, mask_step, MASK):
     """Which keys take part, and what the mask adds to their scores (in powers of two): [BK] each."""
     kept = key < tokens
     added = tl.zeros(key.shape, dtype=tl.float32)
@@ -100,31 +97,31 @@ def _keys(mask_at, key, tokens, mask_step, MASK: tl.constexpr):
 
 
 @triton.jit
-def _matrix_at(ptr, matrix, tokens, LINE: tl.constexpr):
+def _matrix_at(ptr, matrix, tokens, LINE):
     """The first of a matrix's scores."""
     return ptr + matrix.to(tl.int64) * multiple(tokens, LINE) * tokens
 
 
 @triton.jit
-def _score_places(at, query, key, tokens, INDEX: tl.constexpr, LINE: tl.constexpr):
+def _score_places(at, query, key, tokens, INDEX, LINE):
     """Addresses of scores by query and key, which are numbers of rows and columns, and which there are."""
     return at + (query.to(INDEX) * multiple(tokens, LINE) + key), (query < tokens) & (key < multiple(tokens, LINE))
 
 
 @triton.jit
-def _read_scores(at, query, key, tokens, INDEX: tl.constexpr, LINE: tl.constexpr):
+def _read_scores(at, query, key, tokens, INDEX, LINE):
     at, inside = _score_places(at, query, key, tokens, INDEX, LINE)
     return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _write_scores(at, query, key, tokens, x, INDEX: tl.constexpr, LINE: tl.constexpr):
+def _write_scores(at, query, key, tokens, x, INDEX, LINE):
     at, inside = _score_places(at, query, key, tokens, INDEX, LINE)
     tl.store(at, x.to(at.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _kept(x, dropout, query, key, matrix, TRANSPOSED: tl.constexpr):
+def _kept(x, dropout, query, key, matrix, TRANSPOSED):
     """x, of a tile of weights, where dropout (seed, threshold) keeps them, as in `epilogues.random`; else 0.
 
     The tile begins at (query, key), multiples of sixteen; TRANSPOSED: rows are keys.
@@ -225,10 +222,7 @@ def _attention_dot_kernel(
 
 
 @triton.jit
-def _upstream(
-    o_at, lse_at, do_rows, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
-    INDEX: tl.constexpr,
-):  # fmt: skip
+def _upstream(o_at, lse_at, do_rows, H, D, BD, PRECISION, INDEX):
     """do [ROWS, BD] of some queries as a dot takes it, their lse, and delta = sum(do o), the sum of P dP over keys."""
     base, row, live, ld = do_rows
     o = _read((o_at, row, live, ld), D, BD, INDEX)
@@ -244,7 +238,7 @@ def _score_gradient(p, dp, delta):
 
 
 @triton.jit
-def _with_gradient(ds, s, at, query, key, tokens, INDEX: tl.constexpr, LINE: tl.constexpr):
+def _with_gradient(ds, s, at, query, key, tokens, INDEX, LINE):
     """ds and what comes in for the scores themselves, but for those that are -inf."""
     above = _read_scores(at, query, key, tokens, INDEX, LINE)
     return ds + tl.where(s == float("-inf"), 0.0, above)
@@ -252,11 +246,9 @@ def _with_gradient(ds, s, at, query, key, tokens, INDEX: tl.constexpr, LINE: tl.
 
 @triton.jit
 def _query_gradients(
-    q_at, k_at, v_at, mask_at, previous_at, o_at, lse_at, do_at, d_scores_at, dq_at, d_previous_at,
-    first, matrix, tokens, ld_q, ld_k, ld_v, ld_dq, mask_step, dropout, kept_scale,
-    H: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, INDEX: tl.constexpr, LINE: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr,
+    q_at, k_at, v_at, mask_at, previous_at, o_at, lse_at, do_at, d_scores_at, dq_at, d_previous_at, first, matrix,
+    tokens, ld_q, ld_k, ld_v, ld_dq, mask_step, dropout, kept_scale, H, D, SCALE, MASK, CAUSAL, PRECISION, INDEX, LINE,
+    BQ, BK, BD, CHUNK,
 ):  # fmt: skip
     """dq of queries first .. first + BQ - 1, over blocks of keys."""
     DTYPE: tl.constexpr = q_at.dtype.element_ty
@@ -301,11 +293,9 @@ def _query_gradients(
 
 @triton.jit
 def _key_gradients(
-    q_at, k_at, v_at, mask_at, previous_at, o_at, lse_at, do_at, d_scores_at, dk_at, dv_at, first, matrix, tokens,
-    ld_q, ld_k, ld_v, ld_dk, ld_dv, mask_step, dropout, kept_scale,
-    H: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, INDEX: tl.constexpr, LINE: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr,
+    q_at, k_at, v_at, mask_at, previous_at, o_at, lse_at, do_at, d_scores_at, dk_at, dv_at, first, matrix, tokens, ld_q,
+    ld_k, ld_v, ld_dk, ld_dv, mask_step, dropout, kept_scale, H, D, SCALE, MASK, CAUSAL, PRECISION, INDEX, LINE, BQ, BK,
+    BD, CHUNK,
 ):  # fmt: skip
     """dk and dv of keys first .. first + BK - 1, over blocks of queries."""
     DTYPE: tl.constexpr = q_at.dtype.element_ty

@@ -23,7 +23,7 @@ from isogemm.gemm.kernels import round_by_instruction
 
 
 @triton.jit
-def load_four(at, NATIVE: tl.constexpr):
+def load_four(at, NATIVE):
     """Four float32 as they are, or 16-bit ones packed in two.
 
     Not pure: what is read again later, the compiler shall not keep in registers until then.
@@ -56,7 +56,7 @@ def _load_constant(at):
 
 
 @triton.jit
-def store_four(at, values, live, NATIVE: tl.constexpr):
+def store_four(at, values, live, NATIVE):
     """Four floats, as the type at `at`."""
     KIND: tl.constexpr = at.dtype.element_ty
     if not NATIVE:
@@ -81,7 +81,7 @@ def store_four(at, values, live, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def packed(low, high, KIND: tl.constexpr):
+def packed(low, high, KIND):
     """Two floats as 16-bit values in one register."""
     NAME: tl.constexpr = "bf16x2" if KIND == tl.bfloat16 else "f16x2"
     return tl.inline_asm_elementwise(
@@ -90,7 +90,7 @@ def packed(low, high, KIND: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def rounded(x, KIND, NATIVE):
     """One value of an operand that is not packed, to nearest."""
     if NATIVE:
         return round_by_instruction(x).to(tl.int32, bitcast=True)
@@ -101,7 +101,7 @@ def rounded(x, KIND: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def operand(values, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def operand(values, KIND, NATIVE):
     """Floats, an even number, as operands: TF32 for float32, or packed pairs."""
     made = ()
     if KIND == tl.float32 or not NATIVE:
@@ -114,7 +114,7 @@ def operand(values, KIND: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def floats(raw, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def floats(raw, KIND, NATIVE):
     """What was loaded from memory of type KIND, as floats."""
     made = ()
     if not NATIVE:
@@ -131,7 +131,7 @@ def floats(raw, KIND: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def loaded_operand(raw, FROM: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def loaded_operand(raw, FROM, KIND, NATIVE):
     """What was loaded from memory of type FROM, as an operand."""
     if NATIVE and FROM == KIND and KIND != tl.float32:
         return raw
@@ -143,7 +143,7 @@ def loaded_operand(raw, FROM: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.const
 
 
 @triton.jit
-def instruction(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1, KIND: tl.constexpr):
+def instruction(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1, KIND):
     """c [16, 8] + a b: TF32 with k of 8, or 16-bit pairs with k of 16."""
     SHAPE: tl.constexpr = (
         "m16n8k8.row.col.f32.tf32.tf32.f32" if KIND == tl.float32
@@ -173,7 +173,7 @@ def _pairs(x):
 
 
 @triton.jit
-def _eight_columns(c0, c1, c2, c3, a, b, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def _eight_columns(c0, c1, c2, c3, a, b, KIND, NATIVE):
     """Two columns of each row, of eight in n, with a block's product taken in."""
     if not NATIVE:
         right = tl.permute(_sixteen(b[0], b[1], b[2], b[3]), [0, 2, 1])
@@ -188,7 +188,7 @@ def _eight_columns(c0, c1, c2, c3, a, b, KIND: tl.constexpr, NATIVE: tl.constexp
 
 
 @triton.jit
-def multiply(acc, a, b, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def multiply(acc, a, b, KIND, NATIVE):
     """acc + a b^T: blocks acc and a; b: sixteen columns of the two rows of a weight that `weight_rows` gives."""
     x0, x1, y0, y1 = _eight_columns(acc[0], acc[1], acc[4], acc[5], a, b[0], KIND, NATIVE)
     x2, x3, y2, y3 = _eight_columns(acc[2], acc[3], acc[6], acc[7], a, b[1], KIND, NATIVE)
@@ -202,7 +202,7 @@ def weight_row(r):
 
 
 @triton.jit
-def load_weights(at, LD: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def load_weights(at, LD, KIND, NATIVE):
     """Four columns of two rows of a weight, LD apart, as operands."""
     FROM: tl.constexpr = at.dtype.element_ty
     return (
@@ -212,7 +212,7 @@ def load_weights(at, LD: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr)
 
 
 @triton.jit
-def prepared_place(n, k, K: tl.constexpr, KIND: tl.constexpr):
+def prepared_place(n, k, K, KIND):
     """Where the element (n, k) of a weight [N, K] lies among the prepared: in its block's 256, as lanes read them."""
     lane = (n % 16 // 4 * 2 + n % 2) * 4 + k % 16 // 4
     second = n % 4 // 2
@@ -224,7 +224,7 @@ def prepared_place(n, k, K: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_prepared(at, lane, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def load_prepared(at, lane, KIND, NATIVE):
     """A block of a prepared weight, the 256 elements at `at`, as operands."""
     if not NATIVE:
         SECOND: tl.constexpr = 128 if KIND == tl.float32 else 4
@@ -238,13 +238,13 @@ def load_prepared(at, lane, KIND: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def zero_block(BLOCK: tl.constexpr):
+def zero_block(BLOCK):
     zero = tl.zeros([BLOCK], tl.float32)
     return zero, zero, zero, zero, zero, zero, zero, zero
 
 
 @triton.jit
-def zero_blocks(N: tl.constexpr, BLOCK: tl.constexpr):
+def zero_blocks(N, BLOCK):
     made = ()
     for _ in tl.static_range(N):
         made = made + (zero_block(BLOCK),)
@@ -255,7 +255,7 @@ def zero_blocks(N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _partner(x, DISTANCE: tl.constexpr):
+def _partner(x, DISTANCE):
     """x of the lane whose number differs in one bit."""
     return tl.inline_asm_elementwise(
         "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, tl.full(x.shape, DISTANCE, tl.int32)],
@@ -264,7 +264,7 @@ def _partner(x, DISTANCE: tl.constexpr):
 
 
 @triton.jit
-def row_sum(x, NATIVE: tl.constexpr):
+def row_sum(x, NATIVE):
     """The sum over a row's four lanes, in each of them."""
     if NATIVE:
         x += _partner(x, 1)
@@ -276,7 +276,7 @@ def row_sum(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def row_max(x, NATIVE: tl.constexpr):
+def row_max(x, NATIVE):
     if NATIVE:
         x = tl.maximum(x, _partner(x, 1))
         return tl.maximum(x, _partner(x, 2))
@@ -287,7 +287,7 @@ def row_max(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def column_sum(x, NATIVE: tl.constexpr):
+def column_sum(x, NATIVE):
     """The sum over a column's eight lanes, in each of them."""
     if NATIVE:
         x += _partner(x, 4)
@@ -300,7 +300,7 @@ def column_sum(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def across(x, NATIVE: tl.constexpr):
+def across(x, NATIVE):
     """x, words, of the lane two columns on or back in the row."""
     if NATIVE:
         return _partner(x.to(tl.float32, bitcast=True), 2).to(x.dtype, bitcast=True)

@@ -16,10 +16,7 @@ _BLOCK = 128  # elements of a gradient per program
 
 
 @triton.jit
-def add_tiles(
-    norm_sums, to, chunk, rows, D: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, TILES_P: tl.constexpr,
-    ADDED: tl.constexpr,
-):  # fmt: skip
+def add_tiles(norm_sums, to, chunk, rows, D, CHUNK, TILES, TILES_P, ADDED):
     """A chunk's sums of those of its tiles, [6, D] each; ADDED: which of the six."""
     tile = tl.arange(0, TILES_P)
     tiles = tl.minimum((rows - chunk * CHUNK + (CHUNK // TILES) - 1) // (CHUNK // TILES), TILES)
@@ -32,10 +29,7 @@ def add_tiles(
 
 
 @triton.jit
-def _sum_segment(
-    partials, to, chunks, first, size: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def _sum_segment(partials, to, chunks, first, size: tl.constexpr, SIZE, PARTS, ADD, BLOCK):
     """The chunks one after another, each of PARTS in order, added to zero or to what is there."""
     at = first + tl.arange(0, BLOCK)
     live = at < size

@@ -20,13 +20,13 @@ _LEVELS = tl.constexpr(random.LEVELS)
 
 
 @triton.jit
-def scale_of_kept(DROPPED: tl.constexpr):
+def scale_of_kept(DROPPED):
     """As `epilogues.random.scale` of the probability whose threshold is DROPPED."""
     return _LEVELS / (_LEVELS - DROPPED) if DROPPED < _LEVELS else 0.0
 
 
 @triton.jit
-def operand(x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def operand(x, OPERAND, PRECISION):
     """x as a product's operand: in its type, and TF32 rounded to nearest, where the tensor core would truncate."""
     if PRECISION == "tf32":
         return round_by_instruction(x.to(OPERAND))
@@ -35,16 +35,13 @@ def operand(x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def prepare(
-    item, wq, wk, wv, wo, w1, w2, packed, TILE: tl.constexpr, D: tl.constexpr, F: tl.constexpr, SIDE: tl.constexpr,
-    STACKED: tl.constexpr, PROJECTED: tl.constexpr, TRANSPOSE: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def prepare(item, wq, wk, wv, wo, w1, w2, packed, TILE, D, F, SIDE, STACKED, PROJECTED, TRANSPOSE, OPERAND, PRECISION):
     """Write one tile of the weights as operands: rounded or cast, and with TRANSPOSE also its transpose.
 
-    `packed` holds out_proj, linear1, linear2, in_proj; then the transposes of linear2, linear1, out_proj, in_proj. Unless PROJECTED, in_proj and out_proj's transpose are left out: only projections that do not read the
-    weights as they are need them. TILE writes the tile at (r, c) of a weight [ROWS, COLS], and its transpose from
-    column `first` on in one that is LD wide.
+    `packed` holds out_proj, linear1, linear2, in_proj; then the transposes of linear2, linear1, out_proj, in_proj.
+    Unless PROJECTED, in_proj and out_proj's transpose are left out: only projections that do not read the weights as
+    they are need them. TILE writes the tile at (r, c) of a weight [ROWS, COLS], and its transpose from column `first`
+    on in one that is LD wide.
     """
     ACROSS: tl.constexpr = (D + SIDE - 1) // SIDE
     DOWN: tl.constexpr = (F + SIDE - 1) // SIDE
@@ -79,7 +76,7 @@ def prepare(
 
 
 @triton.jit
-def in_proj(q, k, v, part, size, STACKED: tl.constexpr):
+def in_proj(q, k, v, part, size, STACKED):
     """The part of the stacked in_proj, or the one of three."""
     if STACKED:
         return q + part * size
@@ -93,7 +90,7 @@ def in_proj(q, k, v, part, size, STACKED: tl.constexpr):
 
 
 @triton.jit
-def projected_at(qkv_ptr, v_ptr, part, size, FIRST: tl.constexpr):
+def projected_at(qkv_ptr, v_ptr, part, size, FIRST):
     """Where a part of so many elements goes: to its place among q, k and v, or v elsewhere, FIRST where it is alone."""
     if v_ptr is None:
         return qkv_ptr + part * size

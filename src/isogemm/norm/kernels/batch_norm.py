@@ -50,7 +50,7 @@ def _vector(at, col, live):
 
 
 @triton.jit
-def _place(rows, D: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+def _place(rows, D, INDEX, BM, BC):
     """A program's tile, its rows [BM, 1] and columns [BC], which of its elements there are, and where [BM, BC]."""
     ACROSS: tl.constexpr = (D + BC - 1) // BC
     tile = tl.program_id(0) // ACROSS
@@ -63,9 +63,7 @@ def _place(rows, D: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BC: tl.
 
 
 @triton.jit
-def _combined(
-    moments, first, end, col, rows, D: tl.constexpr, HEIGHT: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
-):
+def _combined(moments, first, end, col, rows, D, HEIGHT, BT, BC):
     """The mean and the sum of squared deviations [1, BC], in fp64, of parts first .. end - 1, HEIGHT rows each."""
     sums = tl.zeros((BT, BC), tl.float64)
     squares = tl.zeros((BT, BC), tl.float64)
@@ -90,7 +88,7 @@ def _combined(
 
 
 @triton.jit
-def _group(rows, D: tl.constexpr, HEIGHT: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr):
+def _group(rows, D, HEIGHT, GROUP, BC):
     """A program's group of parts, the first of them and the one behind the last, and its columns [BC]."""
     ACROSS: tl.constexpr = (D + BC - 1) // BC
     group = tl.program_id(0) // ACROSS
@@ -99,7 +97,7 @@ def _group(rows, D: tl.constexpr, HEIGHT: tl.constexpr, GROUP: tl.constexpr, BC:
 
 
 @triton.jit
-def _columns(D: tl.constexpr, BC: tl.constexpr):
+def _columns(D, BC):
     return tl.program_id(0) % ((D + BC - 1) // BC) * BC + tl.arange(0, BC)
 
 
@@ -180,10 +178,7 @@ def _gradient_sums_kernel(
 
 
 @triton.jit
-def _summed(
-    sums, first, end, col, D: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, WHICH: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+def _summed(sums, first, end, col, D, SLOTS, WIDTH, WHICH, BT, BC):
     """The two sums [1, BC] of parts first .. end - 1, in fp64."""
     of_product = tl.zeros((BT, BC), tl.float64)
     of_grad = tl.zeros((BT, BC), tl.float64)
@@ -237,10 +232,7 @@ def _coefficients_kernel(
 
 
 @triton.jit
-def _dropped(
-    x, seed, row, col, threshold, kept_scale,
-    D: tl.constexpr, PLACE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+def _dropped(x, seed, row, col, threshold, kept_scale, D, PLACE, BM, BC):
     first = tl.program_id(0) % ((D + BC - 1) // BC) * BC
     kept = is_kept(tl.load(seed) + PLACE, 0, first, row, col[None, :], threshold, BM, BC, False)
     return tl.where(kept, x * kept_scale, 0.0)
@@ -280,7 +272,7 @@ def _dropped_kernel(
 
 
 @triton.jit
-def _move(running, new, factor, D: tl.constexpr, BLOCK: tl.constexpr):
+def _move(running, new, factor, D, BLOCK):
     for first in tl.range(0, D, BLOCK):
         col = first + tl.arange(0, BLOCK)
         before = tl.load(running + col, mask=col < D, other=0.0).to(tl.float32)
@@ -289,9 +281,7 @@ def _move(running, new, factor, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _update_running(
-    statistics, mean, var, batches, momentum, D: tl.constexpr, CUMULATIVE: tl.constexpr, BLOCK: tl.constexpr
-):
+def _update_running(statistics, mean, var, batches, momentum, D, CUMULATIVE, BLOCK):
     """As torch does: a cumulative average of uncounted batches stays as it is."""
     factor = momentum
     if batches is not None:

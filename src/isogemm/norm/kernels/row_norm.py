@@ -14,13 +14,13 @@ from isogemm.norm.configs import SUM_ROWS, NormConfig
 
 
 @triton.jit
-def _row_mean(x, D: tl.constexpr):
+def _row_mean(x, D):
     """[rows, columns] -> [rows, 1]"""
     return tl.div_rn(tl.sum(x, axis=1), D * 1.0)[:, None]
 
 
 @triton.jit
-def _normed(x, live, eps, D: tl.constexpr, CENTRED: tl.constexpr):
+def _normed(x, live, eps, D, CENTRED):
     """x, zero where not live, without its mean and spread; and the spread's inverse [rows, 1]."""
     if CENTRED:
         x = tl.where(live, x - _row_mean(x, D), 0.0)

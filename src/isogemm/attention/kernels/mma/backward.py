@@ -14,7 +14,7 @@ from isogemm.gemm.kernels import round_by_instruction
 
 
 @triton.jit
-def _delta(do, o, ROUNDED: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def _delta(do, o, ROUNDED, KIND, NATIVE):
     """The sum of do o over all columns, of every row of which a lane holds pairs."""
     totals = ()
     operands = ops.as_operands(do, ROUNDED, KIND, NATIVE)
@@ -33,10 +33,7 @@ def _delta(do, o, ROUNDED: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexp
 
 
 @triton.jit
-def _write_grad(
-    ptr, values, FIRST: tl.constexpr, factor, more, row, token, tokens, ld, head, c, live, D: tl.constexpr,
-    KIND: tl.constexpr, NATIVE: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
+def _write_grad(ptr, values, FIRST, factor, more, row, token, tokens, ld, head, c, live, D, KIND, NATIVE, TRANSPOSED):
     """A result [16, D], values from FIRST on, times a factor, and more, to rows token and token + 8 of a head.
 
     TRANSPOSED: of a transpose, as TF32.
@@ -61,9 +58,8 @@ def _write_grad(
 
 @triton.jit
 def _write_grads(
-    ptrs, values, factor, coming_ptr, row, all_rows, token, tokens, ld, head, c, live, D: tl.constexpr,
-    KIND: tl.constexpr, NATIVE: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
+    ptrs, values, factor, coming_ptr, row, all_rows, token, tokens, ld, head, c, live, D, KIND, NATIVE, TRANSPOSED
+):
     """Results of all layers: the earlier ones' by head; this one's as `_write_grad` does, with what comes in for it."""
     BLOCKS: tl.constexpr = (D + 7) // 8
     OWN: tl.constexpr = len(ptrs) - 1
@@ -100,7 +96,7 @@ def _write_grads(
 
 
 @triton.jit
-def _clear_beyond(dq_ptr, dk_ptr, dv_ptr, end, ld, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def _clear_beyond(dq_ptr, dk_ptr, dv_ptr, end, ld, COLUMNS, BLOCK):
     """Zeros in the columns of transposes that lie beyond the last token."""
     column = tl.arange(0, BLOCK)
     for token in tl.range(end, ld):
@@ -116,10 +112,7 @@ def _clear_beyond(dq_ptr, dk_ptr, dv_ptr, end, ld, COLUMNS: tl.constexpr, BLOCK:
 def _grads_of_queries(
     program, q_ptrs, k_ptrs, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dq_ptrs,
     d_previous_ptr, dq_in_ptr, sequences, tokens, scale, root, ld_q, ld_k, ld_v, ld_do, ld_dq, mask_stride, mask_step,
-    dropped, kept_scale,
-    H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr,
-    TRANSPOSED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    dropped, kept_scale, H, D, KIND, NATIVE, MASK, CAUSAL, WIDE, EVEN, FETCH, BY_HEAD, TRANSPOSED, TILES, BLOCK,
 ):  # fmt: skip
     all_rows, r, c, first, sequence, head, live, row = ops.place(tokens, sequences, H, TILES, WIDE, BLOCK, program)
     q_at = ops.layers_at(q_ptrs, row, head, ld_q, all_rows, D, BY_HEAD)
@@ -235,10 +228,7 @@ def _grads_of_queries(
 def _grads_of_keys(
     program, q_ptrs, k_ptrs, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dk_ptrs,
     dv_ptr, dk_in_ptr, sequences, tokens, scale, root, ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_stride, mask_step,
-    dropped, kept_scale,
-    H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr, TRANSPOSED: tl.constexpr,
-    TILES: tl.constexpr, BLOCK: tl.constexpr,
+    dropped, kept_scale, H, D, KIND, NATIVE, MASK, CAUSAL, WIDE, FETCH, BY_HEAD, TRANSPOSED, TILES, BLOCK,
 ):  # fmt: skip
     all_rows, r, c, first, sequence, head, live, row = ops.place(tokens, sequences, H, TILES, WIDE, BLOCK, program)
     q_at = ops.layers_at(q_ptrs, row, head, ld_q, all_rows, D, BY_HEAD)

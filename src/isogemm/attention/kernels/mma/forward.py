@@ -85,11 +85,8 @@ def _attention_mma_kernel(
 
 @triton.jit
 def _attend(
-    state, q, k_at, v_at, mask_at, previous_at, scores_at, dropout, ld_k, ld_v, mask_step, key, first, r, c,
-    live, tokens, scale, root,
-    D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    WIDE: tl.constexpr, EVEN: tl.constexpr, BY_HEAD: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    state, q, k_at, v_at, mask_at, previous_at, scores_at, dropout, ld_k, ld_v, mask_step, key, first, r, c, live,
+    tokens, scale, root, D, KIND, NATIVE, MASK, CAUSAL, WIDE, EVEN, BY_HEAD, TILES, BLOCK, BOUNDED,
 ):  # fmt: skip
     """The rows' (largest score, sum, o) with keys key .. key + 15 taken in; sums are a lane's own until the end."""
     k = ()
@@ -163,7 +160,7 @@ def _attend(
 
 
 @triton.jit
-def _attend_row(top, total, s0, s1, s2, s3, scale, NATIVE: tl.constexpr, EMPTY: tl.constexpr):
+def _attend_row(top, total, s0, s1, s2, s3, scale, NATIVE, EMPTY):
     """A row's largest score and sum with four scores taken in; what earlier ones shrink by; the four's exponentials."""
     above = tl.maximum(top, row_max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), NATIVE))
     base = above

@@ -34,7 +34,7 @@ _KINDS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
 
 @triton.jit
-def _product(acc, a, b, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def _product(acc, a, b, KIND, NATIVE):
     """acc [16, 8] + a [16, 8] b^T, b [8, 8] by rows."""
     if not NATIVE:
         c0, c1 = _half_product(acc[0], acc[1], a[0], a[1], b)
@@ -66,7 +66,7 @@ def _half_product(even, odd, a0, a1, b):
 
 
 @triton.jit
-def as_operands(raw, ROUNDED: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def as_operands(raw, ROUNDED, KIND, NATIVE):
     """What was read, for every eight columns, as operands; ROUNDED: it is rounded."""
     made = ()
     for j in tl.static_range(len(raw)):
@@ -78,7 +78,7 @@ def as_operands(raw, ROUNDED: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.const
 
 
 @triton.jit
-def of_columns(x, c, NATIVE: tl.constexpr):
+def of_columns(x, c, NATIVE):
     """From a value for each row r, known to its lanes: those of rows 2 c and 2 c + 1, which are a result's columns."""
     if NATIVE:
         even = tl.inline_asm_elementwise(
@@ -103,7 +103,7 @@ def of_columns(x, c, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def fetch(at, ld, tokens, FETCH: tl.constexpr, BLOCK: tl.constexpr):
+def fetch(at, ld, tokens, FETCH, BLOCK):
     """Ask for all of the head's lines at once: the walk over them then waits for the cache, not for memory."""
     if FETCH:
         lane = tl.arange(0, BLOCK) % 32
@@ -115,13 +115,13 @@ def fetch(at, ld, tokens, FETCH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def fetch_layers(ats, ld, tokens, FETCH: tl.constexpr, BLOCK: tl.constexpr):
+def fetch_layers(ats, ld, tokens, FETCH, BLOCK):
     for layer in tl.static_range(len(ats)):
         fetch(ats[layer], ld, tokens, FETCH, BLOCK)
 
 
 @triton.jit
-def _pair(at, first, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def _pair(at, first, D, KIND, NATIVE):
     """Columns first and first + 1 of the rows at `at`, zeros beyond D: two values, or a packed pair."""
     if D % 8 != 0:
         return _load_pair(at + first, first < D, KIND, NATIVE)
@@ -139,7 +139,7 @@ def _pair(at, first, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _load_pair(at, inside, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def _load_pair(at, inside, KIND, NATIVE):
     if not NATIVE:
         return _load(at, inside, 0.0).to(tl.float32), _load(at + 1, inside, 0.0).to(tl.float32)
     elif KIND == tl.float32:
@@ -160,7 +160,7 @@ def _load(at, inside, other: tl.constexpr):
 
 
 @triton.jit
-def store_pair(at, even, odd, live, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def store_pair(at, even, odd, live, KIND, NATIVE):
     if not NATIVE:
         tl.store(at, even.to(KIND), mask=live)
         tl.store(at + 1, odd.to(KIND), mask=live)
@@ -174,7 +174,7 @@ def store_pair(at, even, odd, live, KIND: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def at_most_last(token, tokens, BOUNDED: tl.constexpr):
+def at_most_last(token, tokens, BOUNDED):
     """The last token for any beyond, of which there are none where not BOUNDED."""
     if BOUNDED:
         return tl.minimum(token, tokens - 1)
@@ -183,9 +183,7 @@ def at_most_last(token, tokens, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
-    at, ld, token, tokens, c, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, BOUNDED: tl.constexpr = True
-):
+def load_rows(at, ld, token, tokens, c, D, KIND, NATIVE, BOUNDED=True):
     """For every eight columns: rows token and token + 8 at columns 2 c and 2 c + 1; the last row for any beyond."""
     upper = at + at_most_last(token, tokens, BOUNDED) * ld
     lower = at + at_most_last(token + 8, tokens, BOUNDED) * ld
@@ -196,9 +194,7 @@ def load_rows(
 
 
 @triton.jit
-def load_row(
-    at, ld, token, tokens, c, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, BOUNDED: tl.constexpr
-):
+def load_row(at, ld, token, tokens, c, D, KIND, NATIVE, BOUNDED):
     """The same of row token alone."""
     at += at_most_last(token, tokens, BOUNDED) * ld
     found = ()
@@ -208,9 +204,7 @@ def load_row(
 
 
 @triton.jit
-def load_column(
-    at, ld, token, tokens, r, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, BOUNDED: tl.constexpr
-):
+def load_column(at, ld, token, tokens, r, D, KIND, NATIVE, BOUNDED):
     """For every eight columns: column r at rows token and token + 1; the last row for any beyond."""
     upper = at + (at_most_last(token, tokens, BOUNDED) * ld + r)
     lower = at + (at_most_last(token + 1, tokens, BOUNDED) * ld + r)
@@ -233,10 +227,7 @@ def load_column(
 
 
 @triton.jit
-def load_operands(
-    ats, ld, token, tokens, lane, READ: tl.constexpr, ROUNDED: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr,
-    NATIVE: tl.constexpr, BOUNDED: tl.constexpr = True,
-):  # fmt: skip
+def load_operands(ats, ld, token, tokens, lane, READ, ROUNDED, D, KIND, NATIVE, BOUNDED=True):
     """What READ, one of the three above, finds of every layer, as operands; ROUNDED: of the last it is rounded."""
     made = ()
     for layer in tl.static_range(len(ats)):
@@ -246,7 +237,7 @@ def load_operands(
 
 
 @triton.jit
-def matrix_at(ptr, matrix, tokens, WIDE: tl.constexpr):
+def matrix_at(ptr, matrix, tokens, WIDE):
     """The first of a matrix's scores."""
     if WIDE:
         return ptr + matrix.to(tl.int64) * tokens * tokens
@@ -255,21 +246,21 @@ def matrix_at(ptr, matrix, tokens, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _score_at(at, query, key, tokens, WIDE: tl.constexpr):
+def _score_at(at, query, key, tokens, WIDE):
     if WIDE:
         query = query.to(tl.int64)
     return at + (query * tokens + key)
 
 
 @triton.jit
-def _score(at, query, key, tokens, WIDE: tl.constexpr):
+def _score(at, query, key, tokens, WIDE):
     """One score as it is, 0 beyond the end."""
     inside = (query < tokens) & (key < tokens)
     return tl.load(_score_at(at, query, key, tokens, WIDE), mask=inside, other=0.0)
 
 
 @triton.jit
-def scores_of_rows(at, query, key, tokens, EVEN: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr):
+def scores_of_rows(at, query, key, tokens, EVEN, WIDE, NATIVE):
     """[16, 8] of the scores in memory from (query, key) on, 0 beyond the end; EVEN: so are the tokens, pairs are."""
     found = ()
     for i in tl.static_range(2):
@@ -284,7 +275,7 @@ def scores_of_rows(at, query, key, tokens, EVEN: tl.constexpr, WIDE: tl.constexp
 
 
 @triton.jit
-def scores_of_columns(at, query, key, tokens, WIDE: tl.constexpr):
+def scores_of_columns(at, query, key, tokens, WIDE):
     """The same of the transpose: [16, 8] by key and query."""
     found = ()
     for i in tl.static_range(4):
@@ -293,7 +284,7 @@ def scores_of_columns(at, query, key, tokens, WIDE: tl.constexpr):
 
 
 @triton.jit
-def score_values(raw, PAIRS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def score_values(raw, PAIRS, KIND, NATIVE):
     """Scores that were loaded, in pairs or one by one, as floats."""
     made = ()
     if PAIRS:
@@ -305,7 +296,7 @@ def score_values(raw, PAIRS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.conste
 
 
 @triton.jit
-def with_scores(s, raw, root, PAIRS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def with_scores(s, raw, root, PAIRS, KIND, NATIVE):
     """Products with scores of the layer before, in the products' units."""
     values = score_values(raw, PAIRS, KIND, NATIVE)
     made = ()
@@ -315,7 +306,7 @@ def with_scores(s, raw, root, PAIRS: tl.constexpr, KIND: tl.constexpr, NATIVE: t
 
 
 @triton.jit
-def write_scores(at, query, key, even, odd, tokens, live, EVEN: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr):
+def write_scores(at, query, key, even, odd, tokens, live, EVEN, WIDE, NATIVE):
     """Those of keys key and key + 1."""
     KIND: tl.constexpr = at.dtype.element_ty
     live = live & (query < tokens)
@@ -328,7 +319,7 @@ def write_scores(at, query, key, even, odd, tokens, live, EVEN: tl.constexpr, WI
 
 
 @triton.jit
-def random_words(dropout, keys, queries, ALONG_KEYS: tl.constexpr):
+def random_words(dropout, keys, queries, ALONG_KEYS):
     """As in `epilogues.random`, of two neighbours in groups of keys or of queries: the four words of each.
 
     dropout: the seed, the threshold and the matrix.
@@ -347,7 +338,7 @@ def kept(x, word, dropout):
 
 
 @triton.jit
-def zero_results(N: tl.constexpr, BLOCK: tl.constexpr):
+def zero_results(N, BLOCK):
     """N results."""
     made = ()
     for _ in tl.static_range(N):
@@ -357,7 +348,7 @@ def zero_results(N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def score_products(a, b, BLOCK: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def score_products(a, b, BLOCK, KIND, NATIVE):
     """[16, 8] of a b^T over all columns."""
     zero = tl.zeros([BLOCK], tl.float32)
     acc = (zero, zero, zero, zero)
@@ -367,7 +358,7 @@ def score_products(a, b, BLOCK: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.con
 
 
 @triton.jit
-def with_products(acc, a, b, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def with_products(acc, a, b, KIND, NATIVE):
     """acc + a b for every eight columns of b."""
     made = ()
     for j in tl.static_range(len(acc)):
@@ -376,7 +367,7 @@ def with_products(acc, a, b, KIND: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def score_of_key(mask_at, mask_step, key, tokens, root, MASK: tl.constexpr):
+def score_of_key(mask_at, mask_step, key, tokens, root, MASK):
     """What is added to every score of a key, in their units: 0, or the mask; -inf for one beyond the end.
 
     Not asked for where there is no mask and no key beyond.
@@ -393,7 +384,7 @@ def score_of_key(mask_at, mask_step, key, tokens, root, MASK: tl.constexpr):
 
 
 @triton.jit
-def if_seen(score, key, query, CAUSAL: tl.constexpr):
+def if_seen(score, key, query, CAUSAL):
     if CAUSAL:
         return tl.where(key <= query, score, float("-inf"))
     else:
@@ -401,7 +392,7 @@ def if_seen(score, key, query, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def head_at(ptr, row, head, ld, all_rows, D: tl.constexpr, BY_HEAD: tl.constexpr):
+def head_at(ptr, row, head, ld, all_rows, D, BY_HEAD):
     """A head's first row in its sequence."""
     if BY_HEAD:
         return ptr + (row + head * all_rows) * D
@@ -425,7 +416,7 @@ def all_layers(earlier0, earlier1, earlier2, earlier3, own):
 
 
 @triton.jit
-def layers_at(ptrs, row, head, ld, all_rows, D: tl.constexpr, BY_HEAD: tl.constexpr):
+def layers_at(ptrs, row, head, ld, all_rows, D, BY_HEAD):
     found = ()
     for layer in tl.static_range(len(ptrs)):
         found = found + (head_at(ptrs[layer], row, head, ld, all_rows, D, BY_HEAD),)
@@ -433,7 +424,7 @@ def layers_at(ptrs, row, head, ld, all_rows, D: tl.constexpr, BY_HEAD: tl.conste
 
 
 @triton.jit
-def place(tokens, sequences, H: tl.constexpr, TILES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, program):
+def place(tokens, sequences, H, TILES, WIDE, BLOCK, program):
     """All rows; a lane's row and column in fragments; its warp's first token, sequence, head, if any, its row."""
     index = tl.arange(0, BLOCK)
     blocks = (tokens + 16 * TILES - 1) // (16 * TILES)

@@ -15,9 +15,7 @@ from isogemm.gemm.kernels import multiple
 @triton.jit
 def _query_grads(
     dq, q, do, lse, delta, held, key, t, first, groups, pair, tokens, live, previous_at, d_scores_at, d_previous_at,
-    dropout, kept_scale,
-    D: tl.constexpr, OWN: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, WIDE: tl.constexpr,
+    dropout, kept_scale, D, OWN, KEYS, LAST, MASK, CAUSAL, WIDE,
 ):  # fmt: skip
     """dq with the held keys taken in."""
     DROPOUT: tl.constexpr = dropout is not None
@@ -53,11 +51,7 @@ def _query_grads(
 
 
 @triton.jit
-def _load_queries(
-    query, tokens, q_at, do_at, o_at, lse_at, ld_q, ld_do,
-    H: tl.constexpr, D: tl.constexpr, VEC: tl.constexpr, QUERIES: tl.constexpr, DROPOUT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def _load_queries(query, tokens, q_at, do_at, o_at, lse_at, ld_q, ld_do, H, D, VEC, QUERIES, DROPOUT, BLOCK):
     """QUERIES queries from `query` on and what belongs to them; beyond the end, queries that see nothing."""
     qs = ()
     dos = ()
@@ -75,9 +69,8 @@ def _load_queries(
 
 @triton.jit
 def _key_grads(
-    state, k, v, seen, held, query, t, first, groups, pair, tokens, previous_at, d_scores_at, dropout, kept_scale,
-    D: tl.constexpr, OWN: tl.constexpr, QUERIES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    WIDE: tl.constexpr,
+    state, k, v, seen, held, query, t, first, groups, pair, tokens, previous_at, d_scores_at, dropout, kept_scale, D,
+    OWN, QUERIES, MASK, CAUSAL, WIDE,
 ):  # fmt: skip
     """(dk, dv) with the held queries taken in."""
     DROPOUT: tl.constexpr = dropout is not None
@@ -120,9 +113,8 @@ def _key_grads(
 @triton.jit
 def _grads_of_queries(
     first, groups, row, head, live, tokens, scale, q_at, k_at, v_at, mask_at, previous_at, o_at, lse_at, do_at,
-    d_scores_at, dq_ptr, d_previous_at, ld_q, ld_k, ld_v, ld_do, ld_dq, mask_step, dropout, kept_scale,
-    H: tl.constexpr, D: tl.constexpr, VEC: tl.constexpr, OWN: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BLOCK: tl.constexpr,
+    d_scores_at, dq_ptr, d_previous_at, ld_q, ld_k, ld_v, ld_do, ld_dq, mask_step, dropout, kept_scale, H, D, VEC, OWN,
+    KEYS, MASK, CAUSAL, WIDE, FETCH, BLOCK,
 ):  # fmt: skip
     DROPOUT: tl.constexpr = dropout is not None
     t = ()
@@ -179,9 +171,8 @@ def _grads_of_queries(
 @triton.jit
 def _grads_of_keys(
     first, groups, row, head, live, tokens, scale, q_at, k_at, v_at, mask_at, previous_at, o_at, lse_at, do_at,
-    d_scores_at, dk_ptr, dv_ptr, ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_step, dropout, kept_scale,
-    H: tl.constexpr, D: tl.constexpr, VEC: tl.constexpr, OWN: tl.constexpr, QUERIES: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, WIDE: tl.constexpr, FETCH: tl.constexpr, BLOCK: tl.constexpr,
+    d_scores_at, dk_ptr, dv_ptr, ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_step, dropout, kept_scale, H, D, VEC, OWN,
+    QUERIES, MASK, CAUSAL, WIDE, FETCH, BLOCK,
 ):  # fmt: skip
     DROPOUT: tl.constexpr = dropout is not None
     t = ()

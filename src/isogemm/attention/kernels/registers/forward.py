@@ -16,9 +16,8 @@ from isogemm.gemm.kernels import multiple
 
 @triton.jit
 def _attend(
-    state, q, held, key, t, first, groups, pair, tokens, live, previous_at, scores_at, dropout,
-    D: tl.constexpr, OWN: tl.constexpr, KEYS: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, WIDE: tl.constexpr,
+    state, q, held, key, t, first, groups, pair, tokens, live, previous_at, scores_at, dropout, D, OWN, KEYS, LAST,
+    MASK, CAUSAL, WIDE,
 ):  # fmt: skip
     """The queries' (largest score, sum, o) with the held keys taken in; LAST: some may lie beyond the end."""
     DROPOUT: tl.constexpr = dropout is not None

@@ -20,7 +20,7 @@ from isogemm.epilogues.device import philox
 
 
 @triton.jit
-def _columns(x, BLOCK: tl.constexpr, VEC: tl.constexpr):
+def _columns(x, BLOCK, VEC):
     """The VEC columns of x [BLOCK, VEC], each [BLOCK], in order."""
     if VEC == 1:
         return (tl.reshape(x, [BLOCK]),)
@@ -37,7 +37,7 @@ def _columns(x, BLOCK: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def read_head(at, D: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr):
+def read_head(at, D, VEC, BLOCK):
     """The D floats at each address, as D tensors [BLOCK]."""
     values = ()
     for c in tl.static_range(0, D, VEC):
@@ -49,7 +49,7 @@ def read_head(at, D: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def fetch_head(at, FETCH: tl.constexpr):
+def fetch_head(at, FETCH):
     """Bring the line at each address into the cache: every token is some thread's own, and read by all of its head."""
     if FETCH:
         tl.inline_asm_elementwise(
@@ -58,7 +58,7 @@ def fetch_head(at, FETCH: tl.constexpr):
 
 
 @triton.jit
-def write_head(at, values, live, D: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr):
+def write_head(at, values, live, D, VEC, BLOCK):
     """D tensors [BLOCK] to the D places at each address."""
     for c in tl.static_range(0, D, VEC):
         block = _joined(values[c : c + VEC], BLOCK, VEC)
@@ -66,7 +66,7 @@ def write_head(at, values, live, D: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _joined(values, BLOCK: tl.constexpr, VEC: tl.constexpr):
+def _joined(values, BLOCK, VEC):
     """VEC tensors [BLOCK] as the columns of one [BLOCK, VEC]."""
     if VEC == 1:
         return tl.reshape(values[0], [BLOCK, 1])
@@ -84,7 +84,7 @@ def _joined(values, BLOCK: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def dot_of(a, b, D: tl.constexpr):
+def dot_of(a, b, D):
     """sum_c a[c] b[c], ascending."""
     total = a[0] * b[0]
     for c in tl.static_range(1, D):
@@ -93,7 +93,7 @@ def dot_of(a, b, D: tl.constexpr):
 
 
 @triton.jit
-def zero_head(D: tl.constexpr, BLOCK: tl.constexpr):
+def zero_head(D, BLOCK):
     result = ()
     for _ in tl.static_range(D):
         result = result + (tl.zeros([BLOCK], tl.float32),)
@@ -101,7 +101,7 @@ def zero_head(D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def scaled_head(a, factor, D: tl.constexpr):
+def scaled_head(a, factor, D):
     """a times a number."""
     result = ()
     for c in tl.static_range(D):
@@ -110,7 +110,7 @@ def scaled_head(a, factor, D: tl.constexpr):
 
 
 @triton.jit
-def plus_scaled(a, factor, b, D: tl.constexpr):
+def plus_scaled(a, factor, b, D):
     """a + factor b."""
     result = ()
     for c in tl.static_range(D):
@@ -130,7 +130,7 @@ def first_of_pair(pair):
 
 
 @triton.jit
-def taken_in(first, i: tl.constexpr, COUNT: tl.constexpr, DROPOUT: tl.constexpr):
+def taken_in(first, i: tl.constexpr, COUNT, DROPOUT):
     """The i-th of COUNT tokens that are taken in at a time."""
     if DROPOUT:
         return first + (i % (COUNT // 2) + i // (COUNT // 2) * 8)
@@ -139,7 +139,7 @@ def taken_in(first, i: tl.constexpr, COUNT: tl.constexpr, DROPOUT: tl.constexpr)
 
 
 @triton.jit
-def owned_token(first, groups, n: tl.constexpr, DROPOUT: tl.constexpr):
+def owned_token(first, groups, n: tl.constexpr, DROPOUT):
     """A thread's n-th token; it may lie beyond the end."""
     if DROPOUT:
         return first_of_pair(first + n // 2 * groups) + n % 2 * 8
@@ -148,7 +148,7 @@ def owned_token(first, groups, n: tl.constexpr, DROPOUT: tl.constexpr):
 
 
 @triton.jit
-def groups_of(tokens, own, DROPOUT: tl.constexpr):
+def groups_of(tokens, own, DROPOUT):
     """Threads of a head."""
     if DROPOUT:
         return (pairs_of(tokens) + own // 2 - 1) // (own // 2)
@@ -157,7 +157,7 @@ def groups_of(tokens, own, DROPOUT: tl.constexpr):
 
 
 @triton.jit
-def matrix_at(ptr, matrix, tokens, WIDE: tl.constexpr):
+def matrix_at(ptr, matrix, tokens, WIDE):
     """The first of a matrix's scores."""
     if WIDE:
         matrix = matrix.to(tl.int64)
@@ -165,7 +165,7 @@ def matrix_at(ptr, matrix, tokens, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _score_at(at, query, key, tokens, WIDE: tl.constexpr):
+def _score_at(at, query, key, tokens, WIDE):
     """Of the last query or key for any beyond."""
     query = tl.minimum(query, tokens - 1)
     if WIDE:
@@ -174,21 +174,21 @@ def _score_at(at, query, key, tokens, WIDE: tl.constexpr):
 
 
 @triton.jit
-def with_score(s, at, query, key, tokens, WIDE: tl.constexpr):
+def with_score(s, at, query, key, tokens, WIDE):
     """s, in units of log 2, and a score in memory."""
     before = tl.load(_score_at(at, query, key, tokens, WIDE)).to(tl.float32)
     return tl.fma(before, 1.4426950408889634, s)
 
 
 @triton.jit
-def with_gradient(ds, s, at, query, key, tokens, WIDE: tl.constexpr):
+def with_gradient(ds, s, at, query, key, tokens, WIDE):
     """ds and what comes in for the score itself, unless that is -inf, or none."""
     above = tl.load(_score_at(at, query, key, tokens, WIDE)).to(tl.float32)
     return ds + tl.where((s == float("-inf")) | (query >= tokens), 0.0, above)
 
 
 @triton.jit
-def write_score(at, query, key, x, tokens, live, WIDE: tl.constexpr):
+def write_score(at, query, key, x, tokens, live, WIDE):
     written = live & (query < tokens) & (key < tokens)
     tl.store(_score_at(at, query, key, tokens, WIDE), x.to(at.dtype.element_ty), mask=written)
 
@@ -206,9 +206,7 @@ def kept(x, word, dropout):
 
 
 @triton.jit
-def masked_score(
-    s, seen, i: tl.constexpr, key, query, tokens, LAST: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr
-):
+def masked_score(s, seen, i: tl.constexpr, key, query, tokens, LAST, MASK, CAUSAL):
     """The score s, in units of log 2, or -inf where the query does not see the key."""
     if MASK == "additive":
         s += seen[i].to(tl.float32) * 1.4426950408889634
@@ -222,11 +220,7 @@ def masked_score(
 
 
 @triton.jit
-def load_keys(
-    key, tokens, k_at, v_at, mask_at, ld_k, ld_v, mask_step,
-    D: tl.constexpr, VEC: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def load_keys(key, tokens, k_at, v_at, mask_at, ld_k, ld_v, mask_step, D, VEC, KEYS, MASK, DROPOUT, BLOCK):
     """KEYS keys from `key` on, their values and what the mask says of them; the last one's for any beyond."""
     ks = ()
     vs = ()

@@ -24,14 +24,14 @@ _MOST_REGISTERS = 128  # with which a multiprocessor holds two programs of eight
 
 
 @triton.jit
-def _place_of_sums(norm_sums, r, c, live, D: tl.constexpr, BLOCK: tl.constexpr):
+def _place_of_sums(norm_sums, r, c, live, D, BLOCK):
     """Where a warp's sums [6, D] go, at a lane's columns; and whether the lane is one that writes them."""
     tile = tl.program_id(0) * (BLOCK // 32) + tl.arange(0, BLOCK) // 32
     return norm_sums + (tile.to(tl.int64) * (6 * D) + 4 * c), (r == 0) & live[0]
 
 
 @triton.jit
-def _store_sum(at, block, column, leads, NATIVE: tl.constexpr):
+def _store_sum(at, block, column, leads, NATIVE):
     """The warp's sum of a block's columns, to its place in one of the [6, D] sums; leads: whether this lane writes."""
     sums = ()
     for e in tl.static_range(4):
@@ -40,10 +40,7 @@ def _store_sum(at, block, column, leads, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _norm_backward(
-    dn, x, mean, deviation, g_ptr, sums, which: tl.constexpr, leads, c,
-    D: tl.constexpr, NORM: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
+def _norm_backward(dn, x, mean, deviation, g_ptr, sums, which: tl.constexpr, leads, c, D, NORM, NATIVE):
     """The gradient of a norm's input x; the warp's part in those of its scale and shift: sums which, which + 1."""
     upper_along = tl.zeros_like(mean[0])
     lower_along = tl.zeros_like(mean[0])

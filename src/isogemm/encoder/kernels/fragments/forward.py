@@ -47,10 +47,7 @@ def _rounded(values):
 
 
 @triton.jit
-def _store_heads(
-    ptr, block, at, live, c, column, rows, D: tl.constexpr, HEAD: tl.constexpr, BY_HEAD: tl.constexpr,
-    LD: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
+def _store_heads(ptr, block, at, live, c, column, rows, D, HEAD, BY_HEAD, LD, NATIVE):
     """Of [rows, D] to [D / HEAD, rows, HEAD] where BY_HEAD, as attention's operands, or to rows LD apart."""
     if BY_HEAD:
         if ptr.dtype.element_ty == tl.float32:
@@ -66,10 +63,7 @@ def _store_heads(
 
 
 @triton.jit
-def _prepare_tile(
-    w, straight, transposed, r, c, first, ROWS: tl.constexpr, COLS: tl.constexpr, LD: tl.constexpr, SIDE: tl.constexpr,
-    STRAIGHT: tl.constexpr, TRANSPOSE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _prepare_tile(w, straight, transposed, r, c, first, ROWS, COLS, LD, SIDE, STRAIGHT, TRANSPOSE, KIND, PRECISION):
     n = r + tl.arange(0, SIDE)[:, None]
     k = c + tl.arange(0, SIDE)[None, :]
     live = (n < ROWS) & (k < COLS)
@@ -116,10 +110,8 @@ def _project_rows_kernel(
 
 @triton.jit
 def _project(
-    program, first_part, x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, v_ptr, rows, eps,
-    D: tl.constexpr, HEAD: tl.constexpr, BY_HEAD: tl.constexpr, NORM: tl.constexpr, STACKED: tl.constexpr,
-    BIASES: tl.constexpr, FIRST: tl.constexpr, BACKWARD: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr,
-    NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
+    program, first_part, x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, v_ptr, rows, eps, D, HEAD, BY_HEAD,
+    NORM, STACKED, BIASES, FIRST, BACKWARD, SPLIT, KIND, NATIVE, INDEX, BLOCK,
 ):  # fmt: skip
     r, c, at, live, inside = ops.place_rows(program, rows, INDEX, BLOCK)
     x = ops.load_rows(x_ptr, inside, c, D, D, NATIVE)

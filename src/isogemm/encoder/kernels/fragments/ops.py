@@ -29,7 +29,7 @@ from isogemm.encoder.kernels.common import TYPES, index_type, scale_of_kept
 
 
 @triton.jit
-def place_rows(first_program, rows, INDEX: tl.constexpr, BLOCK: tl.constexpr):
+def place_rows(first_program, rows, INDEX, BLOCK):
     """A lane's row and column in fragments; its two rows; whether they are there; the same, the last for any beyond."""
     index = tl.arange(0, BLOCK)
     r = index % 32 // 4
@@ -40,7 +40,7 @@ def place_rows(first_program, rows, INDEX: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_rows(ptr, at, c, LD: tl.constexpr, COLUMNS: tl.constexpr, NATIVE: tl.constexpr):
+def load_rows(ptr, at, c, LD, COLUMNS, NATIVE):
     """Both rows as blocks of floats."""
     KIND: tl.constexpr = ptr.dtype.element_ty
     upper = ptr + (at[0] * LD + 4 * c)
@@ -53,7 +53,7 @@ def load_rows(ptr, at, c, LD: tl.constexpr, COLUMNS: tl.constexpr, NATIVE: tl.co
 
 
 @triton.jit
-def load_operands(ptr, at, c, LD: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def load_operands(ptr, at, c, LD, COLUMNS, KIND, NATIVE):
     """Both rows as operands."""
     FROM: tl.constexpr = ptr.dtype.element_ty
     upper = ptr + (at[0] * LD + 4 * c)
@@ -66,19 +66,19 @@ def load_operands(ptr, at, c, LD: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.
 
 
 @triton.jit
-def store_block(ptr, block, at, live, c, column, LD: tl.constexpr, NATIVE: tl.constexpr):
+def store_block(ptr, block, at, live, c, column, LD, NATIVE):
     store_four(ptr + (at[0] * LD + column + 4 * c), block[0:4], live[0], NATIVE)
     store_four(ptr + (at[1] * LD + column + 4 * c), block[4:8], live[1], NATIVE)
 
 
 @triton.jit
-def store_rows(ptr, blocks, at, live, c, LD: tl.constexpr, NATIVE: tl.constexpr):
+def store_rows(ptr, blocks, at, live, c, LD, NATIVE):
     for i in tl.static_range(len(blocks)):
         store_block(ptr, blocks[i], at, live, c, 16 * i, LD, NATIVE)
 
 
 @triton.jit
-def columns_of(ptr, c, column, NATIVE: tl.constexpr):
+def columns_of(ptr, c, column, NATIVE):
     """Four elements of a vector, for each of both rows."""
     four = floats(load_four(ptr + (column + 4 * c), NATIVE), ptr.dtype.element_ty, NATIVE)
     return four + four
@@ -109,7 +109,7 @@ def block_product(a, b):
 
 
 @triton.jit
-def as_operands(blocks, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def as_operands(blocks, KIND, NATIVE):
     made = ()
     for i in tl.static_range(len(blocks)):
         made = made + (operand(blocks[i], KIND, NATIVE),)
@@ -117,7 +117,7 @@ def as_operands(blocks, KIND: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def plus_vector(blocks, ptr, c, NATIVE: tl.constexpr):
+def plus_vector(blocks, ptr, c, NATIVE):
     made = ()
     for i in tl.static_range(len(blocks)):
         made = made + (block_sum(blocks[i], columns_of(ptr, c, 16 * i, NATIVE)),)
@@ -142,7 +142,7 @@ def four_sum(block, first: tl.constexpr):
 
 
 @triton.jit
-def row_sums(blocks, NATIVE: tl.constexpr):
+def row_sums(blocks, NATIVE):
     """Of each of both rows, over all columns."""
     upper = four_sum(blocks[0], 0)
     lower = four_sum(blocks[0], 4)
@@ -156,7 +156,7 @@ def row_sums(blocks, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def row_statistics(x, eps, D: tl.constexpr, NORM: tl.constexpr, NATIVE: tl.constexpr):
+def row_statistics(x, eps, D, NORM, NATIVE):
     """Each row's mean (0 for RMSNorm) and 1 / deviation."""
     if NORM == "layer_norm":
         upper, lower = row_sums(x, NATIVE)
@@ -183,7 +183,7 @@ def normalized_block(block, mean, deviation):
 
 
 @triton.jit
-def normed_block(block, mean, deviation, g_ptr, b_ptr, c, column, NATIVE: tl.constexpr):
+def normed_block(block, mean, deviation, g_ptr, b_ptr, c, column, NATIVE):
     block = normalized_block(block, mean, deviation)
     if g_ptr is not None:
         block = block_product(block, columns_of(g_ptr, c, column, NATIVE))
@@ -193,7 +193,7 @@ def normed_block(block, mean, deviation, g_ptr, b_ptr, c, column, NATIVE: tl.con
 
 
 @triton.jit
-def normed_rows(x, mean, deviation, g_ptr, b_ptr, c, NATIVE: tl.constexpr):
+def normed_rows(x, mean, deviation, g_ptr, b_ptr, c, NATIVE):
     """The norm of rows x with these statistics."""
     made = ()
     for i in tl.static_range(len(x)):
@@ -202,7 +202,7 @@ def normed_rows(x, mean, deviation, g_ptr, b_ptr, c, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def batch_normed_rows(x, statistics, b_ptr, c, D: tl.constexpr, NATIVE: tl.constexpr):
+def batch_normed_rows(x, statistics, b_ptr, c, D, NATIVE):
     """The batch norm of rows x, of its statistics [4, D]: of which the mean and the scale are read."""
     made = ()
     for i in tl.static_range(len(x)):
@@ -221,7 +221,7 @@ def batch_normed_rows(x, statistics, b_ptr, c, D: tl.constexpr, NATIVE: tl.const
 
 
 @triton.jit
-def _random_words(seed, row, group, c, NATIVE: tl.constexpr):
+def _random_words(seed, row, group, c, NATIVE):
     """Of 32 columns of a row, the generator's words for a lane's four in the first sixteen, and for its four in the
     others: two words each, for two columns each.
 
@@ -240,7 +240,7 @@ def _random_words(seed, row, group, c, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def words_of_rows(seed, at, group, c, NATIVE: tl.constexpr):
+def words_of_rows(seed, at, group, c, NATIVE):
     """Of 32 columns, a block's words and the next one's."""
     upper = _random_words(seed, at[0], group, c, NATIVE)
     lower = _random_words(seed, at[1], group, c, NATIVE)
@@ -248,13 +248,13 @@ def words_of_rows(seed, at, group, c, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def no_words(BLOCK: tl.constexpr):
+def no_words(BLOCK):
     zero = tl.zeros([BLOCK], tl.uint32)
     return zero, zero, zero, zero
 
 
 @triton.jit
-def keeping_of(words, DROPPED: tl.constexpr):
+def keeping_of(words, DROPPED):
     """What dropout multiplies a block with, as `epilogues.random` has it."""
     made = ()
     for e in tl.static_range(8):
@@ -264,7 +264,7 @@ def keeping_of(words, DROPPED: tl.constexpr):
 
 
 @triton.jit
-def dropped_rows(blocks, seed_ptr, PLACE: tl.constexpr, at, c, DROPPED: tl.constexpr, NATIVE: tl.constexpr):
+def dropped_rows(blocks, seed_ptr, PLACE, at, c, DROPPED, NATIVE):
     """Of whole rows, at most 32 columns."""
     words = words_of_rows(tl.load(seed_ptr) + PLACE, at, 0, c, NATIVE)
     made = ()
@@ -277,7 +277,7 @@ def dropped_rows(blocks, seed_ptr, PLACE: tl.constexpr, at, c, DROPPED: tl.const
 
 
 @triton.jit
-def times_block(a, w, lane, first, K: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def times_block(a, w, lane, first, K, BLOCK, KIND, NATIVE):
     """One block of columns of a W^T; first: the block's place among the weight's, K columns deep."""
     acc = zero_block(BLOCK)
     for i in tl.static_range(len(a)):
@@ -286,7 +286,7 @@ def times_block(a, w, lane, first, K: tl.constexpr, BLOCK: tl.constexpr, KIND: t
 
 
 @triton.jit
-def with_block(acc, a, w, lane, k, K: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def with_block(acc, a, w, lane, k, K, KIND, NATIVE):
     """acc + a W^T for a block a of k, all columns of the result."""
     made = ()
     for j in tl.static_range(len(acc)):
@@ -297,9 +297,7 @@ def with_block(acc, a, w, lane, k, K: tl.constexpr, KIND: tl.constexpr, NATIVE: 
 
 
 @triton.jit
-def projected_rows(
-    o_ptr, wo, bo, at, c, lane, D: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr
-):
+def projected_rows(o_ptr, wo, bo, at, c, lane, D, KIND, BLOCK, NATIVE):
     """o Wo + bo."""
     o = load_operands(o_ptr, at, c, D, D, KIND, NATIVE)
     s = ()
@@ -311,9 +309,7 @@ def projected_rows(
 
 
 @triton.jit
-def attended_rows(
-    x_ptr, o_ptr, wo, bo, at, c, lane, D: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr
-):
+def attended_rows(x_ptr, o_ptr, wo, bo, at, c, lane, D, KIND, BLOCK, NATIVE):
     """x + o Wo + bo, or without o, x."""
     if o_ptr is None:
         return load_rows(x_ptr, at, c, D, D, NATIVE)

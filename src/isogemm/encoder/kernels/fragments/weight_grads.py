@@ -22,7 +22,7 @@ _WARPS = 2
 
 
 @triton.jit
-def _load(ptr, row, end, column, COLUMNS: tl.constexpr, LAST: tl.constexpr, NATIVE: tl.constexpr):
+def _load(ptr, row, end, column, COLUMNS, LAST, NATIVE):
     """Four columns of row `row`, and of the fourth after it, as floats; zeros beyond the columns, and LAST the end."""
     inside = column < COLUMNS
     at = ptr + tl.minimum(column, COLUMNS - 4)
@@ -37,7 +37,7 @@ def _load(ptr, row, end, column, COLUMNS: tl.constexpr, LAST: tl.constexpr, NATI
 
 
 @triton.jit
-def _multiplied(acc, left, right, NATIVE: tl.constexpr):
+def _multiplied(acc, left, right, NATIVE):
     """acc + left^T right of eight rows. acc: four products [16, 8] for even and odd pairs of left's columns each."""
     a = operand(left, tl.float32, NATIVE)
     b = operand(right, tl.float32, NATIVE)
@@ -51,7 +51,7 @@ def _multiplied(acc, left, right, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _sixteen_by_eight(c, upper, lower, right, NATIVE: tl.constexpr):
+def _sixteen_by_eight(c, upper, lower, right, NATIVE):
     """c with the products of rows k = c and k = c + 4 added; upper and lower: rows r and r + 8 of the result."""
     if NATIVE:
         return instruction(
@@ -82,10 +82,7 @@ def _added_columns(sums, left):
 
 
 @triton.jit
-def _chunk_product(
-    left_ptr, right_ptr, weight, bias, item, start, rows, M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
-    SUMS: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
+def _chunk_product(left_ptr, right_ptr, weight, bias, item, start, rows, M, N, CHUNK, SUMS, BLOCK, NATIVE):
     """Tile `item` (a lane's own) of a chunk's left^T right, and the sums of left's columns."""
     COLS: tl.constexpr = (N + _SIDE - 1) // _SIDE
     TILES: tl.constexpr = (M + _SIDE - 1) // _SIDE * COLS

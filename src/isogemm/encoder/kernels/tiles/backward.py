@@ -28,7 +28,7 @@ from isogemm.encoder.kernels.tiles import ops
 
 
 @triton.jit
-def _store_sum(norm_sums, slot, which: tl.constexpr, rows_of, D: tl.constexpr, DP: tl.constexpr):
+def _store_sum(norm_sums, slot, which: tl.constexpr, rows_of, D, DP):
     """A tile's part in row `which` of [6, D]: the sum of its rows."""
     col = tl.arange(0, DP)
     at = norm_sums + (slot.to(tl.int64) * (6 * D) + which * D + col)
@@ -36,16 +36,14 @@ def _store_sum(norm_sums, slot, which: tl.constexpr, rows_of, D: tl.constexpr, D
 
 
 @triton.jit
-def _live_statistics(x, row, rows, eps, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr):
+def _live_statistics(x, row, rows, eps, BM, D, DP, NORM):
     """`statistics`, with 0 for the deviation's inverse beyond the last row: without eps it would be infinite."""
     mean, deviation = ops.statistics(x, eps, D, DP, NORM)
     return mean, tl.where((row + tl.arange(0, BM) < rows)[:, None], deviation, 0.0)
 
 
 @triton.jit
-def _first_slot(
-    norm_sums, tile, SLOTS: tl.constexpr, first: tl.constexpr, end: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
-):
+def _first_slot(norm_sums, tile, SLOTS, first: tl.constexpr, end: tl.constexpr, D, DP):
     """Where a tile's sums go; the rest of the SLOTS that it has, one for each smallest tile, are zeros."""
     col = tl.arange(0, DP)
     for slot in tl.static_range(1, SLOTS):
@@ -56,10 +54,7 @@ def _first_slot(
 
 
 @triton.jit
-def _norm_backward(
-    dn, x, mean, deviation, g_ptr, norm_sums, slot, which: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+def _norm_backward(dn, x, mean, deviation, g_ptr, norm_sums, slot, which: tl.constexpr, D, DP, NORM):
     """The gradient of a norm's input x; the tile's part in those of its scale and shift: sums which, which + 1."""
     _store_sum(norm_sums, slot, which + 1, dn, D, DP)
     if NORM == "layer_norm":
@@ -252,9 +247,8 @@ def _weight_grads_kernel(
 
 @triton.jit
 def _chunk_product(
-    left, right, weight, bias, chunk, m, n, rows, ld, M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
-    TRANSPOSED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
-    SUMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    left, right, weight, bias, chunk, m, n, rows, ld, M, N, CHUNK, TRANSPOSED, OPERAND, PRECISION, INDEX, SUMS, BM, BN,
+    BK,
 ):  # fmt: skip
     """A chunk's left^T right at (m, n), and the sums of left's columns; TRANSPOSED: from the transposes of both."""
     start = (chunk * CHUNK).to(INDEX)
@@ -300,7 +294,7 @@ def _chunk_product(
 
 
 @triton.jit
-def _transposed_tile(ptr, col, k, end, ld, COLS: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr):
+def _transposed_tile(ptr, col, k, end, ld, COLS, BC, BK):
     """[BC, BK] of a transpose: columns `col`, rows k .. k + BK - 1 of the matrix."""
     r = k + tl.arange(0, BK)
     live = (r < end)[None, :]

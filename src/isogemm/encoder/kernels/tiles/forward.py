@@ -36,10 +36,7 @@ _TILES_AT_ONCE = 2  # programs of a projection per multiprocessor
 
 
 @triton.jit
-def _prepare_tile(
-    w, straight, transposed, r, c, first, ROWS: tl.constexpr, COLS: tl.constexpr, LD: tl.constexpr, SIDE: tl.constexpr,
-    STRAIGHT: tl.constexpr, TRANSPOSE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _prepare_tile(w, straight, transposed, r, c, first, ROWS, COLS, LD, SIDE, STRAIGHT, TRANSPOSE, OPERAND, PRECISION):
     tile = ops.operand(ops.weight_tile(w, r, c, ROWS, COLS, SIDE, SIDE), OPERAND, PRECISION)
     row = (r + tl.arange(0, SIDE))[:, None]
     col = (c + tl.arange(0, SIDE))[None, :]
@@ -136,10 +133,7 @@ def _out_project_kernel(
 
 
 @triton.jit
-def activated(
-    z, seed_ptr, row, f, ACT: tl.constexpr, EXACT: tl.constexpr, DROPPED: tl.constexpr, BM: tl.constexpr,
-    BF: tl.constexpr,
-):  # fmt: skip
+def activated(z, seed_ptr, row, f, ACT, EXACT, DROPPED, BM, BF):
     """dropout(act(z)) of features from f on, [BF, BM]."""
     value = ACT(z, EXACT)
     if DROPPED > 0:

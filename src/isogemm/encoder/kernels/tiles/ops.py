@@ -13,7 +13,7 @@ from isogemm.gemm.kernels_epilogue import is_kept
 
 
 @triton.jit
-def columns_of(ptr, D: tl.constexpr, DP: tl.constexpr):
+def columns_of(ptr, D, DP):
     """A vector [D] as fp32 [1, DP], zeros beyond D."""
     col = tl.arange(0, DP)
     if DP == D:
@@ -23,7 +23,7 @@ def columns_of(ptr, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def weight_tile(ptr, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def weight_tile(ptr, row, col, ROWS, COLS, BR, BC):
     """Rows row .. row + BR - 1 and columns col .. col + BC - 1 of a weight [ROWS, COLS], zeros beyond."""
     r = row + tl.arange(0, BR)
     c = col + tl.arange(0, BC)
@@ -38,10 +38,7 @@ def weight_tile(ptr, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, BR: tl.co
 
 
 @triton.jit
-def forward_weight(
-    ptr, n, k, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def forward_weight(ptr, n, k, N, K, BN, BK, PACKED, OPERAND, PRECISION):
     """[BN, BK] of a weight W [N, K], or of what `prepare` made of it."""
     tile = weight_tile(ptr, n, k, N, K, BN, BK)
     if PACKED:
@@ -51,10 +48,7 @@ def forward_weight(
 
 
 @triton.jit
-def backward_weight(
-    ptr, n, k, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def backward_weight(ptr, n, k, N, K, BN, BK, PACKED, OPERAND, PRECISION):
     """[BN, BK] of W^T for a weight W [K, N], or of its prepared transpose."""
     if PACKED:
         return weight_tile(ptr, n, k, N, K, BN, BK)
@@ -63,7 +57,7 @@ def backward_weight(
 
 
 @triton.jit
-def row_tile(ptr, row, rows, col, COLS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, LD: tl.constexpr):
+def row_tile(ptr, row, rows, col, COLS, BM, BC, LD):
     """Rows row .. row + BM - 1 and columns col .. col + BC - 1 of [rows, COLS], rows LD apart, zeros beyond."""
     r = row + tl.arange(0, BM)
     c = col + tl.arange(0, BC)
@@ -74,7 +68,7 @@ def row_tile(ptr, row, rows, col, COLS: tl.constexpr, BM: tl.constexpr, BC: tl.c
 
 
 @triton.jit
-def store_tile(ptr, value, row, rows, col, COLS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, LD: tl.constexpr):
+def store_tile(ptr, value, row, rows, col, COLS, BM, BC, LD):
     r = row + tl.arange(0, BM)
     c = col + tl.arange(0, BC)
     live = (r < rows)[:, None]
@@ -84,7 +78,7 @@ def store_tile(ptr, value, row, rows, col, COLS: tl.constexpr, BM: tl.constexpr,
 
 
 @triton.jit
-def store_heads(ptr, value, row, rows, col, D: tl.constexpr, HEAD: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+def store_heads(ptr, value, row, rows, col, D, HEAD, BM, BC):
     """A tile of [rows, D] to [D / HEAD, rows, HEAD]."""
     r = row + tl.arange(0, BM)
     c = col + tl.arange(0, BC)
@@ -94,7 +88,7 @@ def store_heads(ptr, value, row, rows, col, D: tl.constexpr, HEAD: tl.constexpr,
 
 
 @triton.jit
-def statistics(x, eps, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr):
+def statistics(x, eps, D, DP, NORM):
     """Each row's mean (0 for RMSNorm) and 1 / deviation, [BM, 1] each."""
     if NORM == "layer_norm":
         mean = tl.sum(x, axis=1, keep_dims=True) * (1.0 / D)
@@ -107,7 +101,7 @@ def statistics(x, eps, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def scaled_and_shifted(xhat, g_ptr, b_ptr, D: tl.constexpr, DP: tl.constexpr):
+def scaled_and_shifted(xhat, g_ptr, b_ptr, D, DP):
     if g_ptr is not None:
         xhat = xhat * columns_of(g_ptr, D, DP)
     if b_ptr is not None:
@@ -116,7 +110,7 @@ def scaled_and_shifted(xhat, g_ptr, b_ptr, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def normed(x, mean, deviation, g_ptr, b_ptr, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr):
+def normed(x, mean, deviation, g_ptr, b_ptr, D, DP, NORM):
     """The norm of rows x [BM, DP] with these statistics, zeros beyond D."""
     xhat = (x - mean) * deviation if NORM == "layer_norm" else x * deviation
     if DP != D:
@@ -125,14 +119,14 @@ def normed(x, mean, deviation, g_ptr, b_ptr, D: tl.constexpr, DP: tl.constexpr, 
 
 
 @triton.jit
-def batch_normed(x, statistics_ptr, b_ptr, D: tl.constexpr, DP: tl.constexpr):
+def batch_normed(x, statistics_ptr, b_ptr, D, DP):
     """The batch norm of rows x [BM, DP], of its statistics [4, D]: of which the mean and the scale are read."""
     xhat = (x - columns_of(statistics_ptr, D, DP)) * columns_of(statistics_ptr + 2 * D, D, DP)
     return scaled_and_shifted(xhat, None, b_ptr, D, DP)
 
 
 @triton.jit
-def dropout(value, seed_ptr, PLACE: tl.constexpr, row, col, DROPPED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+def dropout(value, seed_ptr, PLACE, row, col, DROPPED, BM, BC):
     """Of a tile [BM, BC] whose first element is (row, col)."""
     r = (row + tl.arange(0, BM)).to(tl.int32)[:, None]
     c = (col + tl.arange(0, BC))[None, :]
@@ -141,9 +135,7 @@ def dropout(value, seed_ptr, PLACE: tl.constexpr, row, col, DROPPED: tl.constexp
 
 
 @triton.jit
-def is_kept_transposed(
-    seed_ptr, PLACE: tl.constexpr, row, col, DROPPED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
-):
+def is_kept_transposed(seed_ptr, PLACE, row, col, DROPPED, BM, BC):
     """Where `dropout` keeps an element, as a tile [BC, BM]."""
     seed = tl.load(seed_ptr) + PLACE
     r = (row + tl.arange(0, BM)).to(tl.int32)[None, :]
@@ -162,15 +154,13 @@ def is_kept_transposed(
 
 
 @triton.jit
-def product(a, b, acc, PRECISION: tl.constexpr):
+def product(a, b, acc, PRECISION):
     """acc + a b, of operands."""
     return multiply(a, b, acc, PRECISION, True, True)
 
 
 @triton.jit
-def store_grad_operand(
-    ptr, value, row, rows, col, ld, COLS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
+def store_grad_operand(ptr, value, row, rows, col, ld, COLS, BM, BC, TRANSPOSED):
     """Store a tile [BC, BM] of the transpose of [rows, COLS], for the weights' gradients.
 
     TRANSPOSED: as it is, rounded to TF32, with rows ld apart."""
@@ -187,10 +177,7 @@ def store_grad_operand(
 
 
 @triton.jit
-def projected(
-    o_ptr, wo, bo, row, rows, D: tl.constexpr, DP: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+def projected(o_ptr, wo, bo, row, rows, D, DP, PACKED, OPERAND, PRECISION, BM, BK):
     """o Wo + bo, [BM, DP]."""
     acc = tl.zeros((DP, BM), tl.float32)
     for k in tl.range(0, D, BK):
@@ -203,20 +190,14 @@ def projected(
 
 
 @triton.jit
-def attended(
-    x_ptr, o_ptr, wo, bo, row, rows, D: tl.constexpr, DP: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+def attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, PACKED, OPERAND, PRECISION, BM, BK):
     """x + o Wo + bo, [BM, DP]."""
     s = projected(o_ptr, wo, bo, row, rows, D, DP, PACKED, OPERAND, PRECISION, BM, BK)
     return s + row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
 
 
 @triton.jit
-def hidden(
-    u, w1, b1, f, F: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr,
-):  # fmt: skip
+def hidden(u, w1, b1, f, F, D, DP, PACKED, OPERAND, PRECISION, BM, BF):
     """Rows f .. f + BF - 1 of W1 u + b1, of rows' columns u [DP, BM]."""
     w = forward_weight(w1, f, 0, F, D, BF, DP, PACKED, OPERAND, PRECISION)  # [BF, DP]
     z = product(w, u, tl.zeros((BF, BM), tl.float32), PRECISION)

@@ -33,18 +33,7 @@ def _anew(ld):
 
 
 @gluon.jit
-def _store_grad_operand(
-    ptr,
-    value,
-    row,
-    rows,
-    column,
-    ld,
-    LD: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
-    WARPS: gl.constexpr,
-    KIND: gl.constexpr,
-):
+def _store_grad_operand(ptr, value, row, rows, column, ld, LD, TRANSPOSED, WARPS, KIND):
     """For the weights' gradients, the transpose where TRANSPOSED: rounded, ld apart, zeros beyond the last row."""
     if TRANSPOSED:
         c = (column + ops.column_numbers(value.shape[1], WARPS, KIND)).to(row.dtype)
@@ -55,7 +44,7 @@ def _store_grad_operand(
 
 
 @gluon.jit
-def _store_sum(norm_sums, which: gl.constexpr, value, rows, D: gl.constexpr, WARPS: gl.constexpr):
+def _store_sum(norm_sums, which: gl.constexpr, value, rows, D, WARPS):
     """The sums over 64 rows each, to row `which` of [6, D]."""
     GROUPS: gl.constexpr = WARPS // 4
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
@@ -67,10 +56,7 @@ def _store_sum(norm_sums, which: gl.constexpr, value, rows, D: gl.constexpr, WAR
 
 
 @gluon.jit
-def _norm_backward(
-    dn, xhat, deviation, g_ptr, norm_sums, which: gl.constexpr, rows,
-    D: gl.constexpr, NORM: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr,
-):  # fmt: skip
+def _norm_backward(dn, xhat, deviation, g_ptr, norm_sums, which: gl.constexpr, rows, D, NORM, WARPS, KIND):
     """The gradient of a norm's input, xhat normalized; the sums for those of its scale and shift: which, which + 1."""
     _store_sum(norm_sums, which + 1, dn, rows, D, WARPS)
     _store_sum(norm_sums, which, dn * xhat, rows, D, WARPS)
@@ -84,9 +70,7 @@ def _norm_backward(
 
 
 @gluon.jit
-def _fetch_hidden(
-    w1_place, w2_t_place, place, w1, w2_t, f, D: gl.constexpr, there, WARPS: gl.constexpr, KIND: gl.constexpr
-):  # fmt: skip
+def _fetch_hidden(w1_place, w2_t_place, place, w1, w2_t, f, D, there, WARPS, KIND):
     """Rows f .. f + BF - 1 of linear1 and of linear2's transpose, if they are there."""
     if there:
         ops.fetch(w1_place.index(place), w1, f, 0, D, WARPS, KIND)
@@ -195,10 +179,7 @@ def _feedforward_backward_warpgroup_kernel(
 
 
 @gluon.jit
-def _fetch_input_grad(
-    slot, tile, w_t, dqkv_ptr, first, rows, k, ld,
-    D: gl.constexpr, BF: gl.constexpr, TRANSPOSED: gl.constexpr, WARPS: gl.constexpr, INDEX: gl.constexpr,
-):  # fmt: skip
+def _fetch_input_grad(slot, tile, w_t, dqkv_ptr, first, rows, k, ld, D, BF, TRANSPOSED, WARPS, INDEX):
     """Columns k .. k + BF - 1 of in_proj's transpose, and of the gradients of q, k and v; if there are so many."""
     layout: gl.constexpr = ops.copy_layout(WARPS, gl.float32)
     if k < 3 * D:

@@ -31,7 +31,7 @@ _SIDE = 64  # of a tile of weights that one program prepares
 
 
 @gluon.jit
-def _place(column, KIND: gl.constexpr):
+def _place(column, KIND):
     """Of a weight's column among the prepared."""
     if KIND == gl.float32:
         return column // 8 * 8 + column % 2 * 4 + column % 8 // 2
@@ -40,7 +40,7 @@ def _place(column, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _column_at(place, KIND: gl.constexpr):
+def _column_at(place, KIND):
     """Which column of a weight is prepared there."""
     if KIND == gl.float32:
         return place // 8 * 8 + place % 4 * 2 + place % 8 // 4
@@ -49,18 +49,13 @@ def _column_at(place, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _normed(
-    x, live, eps, g_ptr, b_ptr, D: gl.constexpr, NORM: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr
-):  # fmt: skip
+def _normed(x, live, eps, g_ptr, b_ptr, D, NORM, WARPS, KIND):
     mean, deviation = ops.statistics(x, live, eps, D, NORM)
     return ops.scaled(ops.normalized(x, mean, deviation, NORM), g_ptr, b_ptr, D, WARPS, KIND)
 
 
 @gluon.jit
-def _prepare_tile(
-    w, straight, transposed, r, c, first, ROWS: gl.constexpr, COLS: gl.constexpr, LD: gl.constexpr, SIDE: gl.constexpr,
-    STRAIGHT: gl.constexpr, TRANSPOSE: gl.constexpr, KIND: gl.constexpr, PRECISION: gl.constexpr,
-):  # fmt: skip
+def _prepare_tile(w, straight, transposed, r, c, first, ROWS, COLS, LD, SIDE, STRAIGHT, TRANSPOSE, KIND, PRECISION):
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     row = (r + gl.arange(0, SIDE, gl.SliceLayout(1, layout)))[:, None]
     col = (c + gl.arange(0, SIDE, gl.SliceLayout(0, layout)))[None, :]
@@ -73,19 +68,19 @@ def _prepare_tile(
 
 
 @gluon.jit
-def _keep_vector(slot, ptr, D: gl.constexpr, WARPS: gl.constexpr):
+def _keep_vector(slot, ptr, D, WARPS):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     slot.store(gl.load(ptr + gl.arange(0, D, layout)).to(gl.float32))
 
 
 @gluon.jit
-def _kept_vector(slot, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+def _kept_vector(slot, D, WARPS, KIND):
     """Of `_keep_vector`, for every row."""
     return slot.load(gl.SliceLayout(0, ops.rows_layout(D, WARPS, KIND)))[None, :]
 
 
 @gluon.jit
-def _keep_weight(slot, w, D: gl.constexpr, TRANSPOSED: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+def _keep_weight(slot, w, D, TRANSPOSED, WARPS, KIND):
     """All of a weight [D, D], or of its transpose, as the right operand; some rows of it at a time."""
     ROWS: gl.constexpr = 32
     layout: gl.constexpr = (
@@ -103,10 +98,7 @@ def _keep_weight(slot, w, D: gl.constexpr, TRANSPOSED: gl.constexpr, WARPS: gl.c
 
 
 @gluon.jit
-def _store_heads(
-    ptr, value, row, rows, HEAD: gl.constexpr, BY_HEAD: gl.constexpr, LD: gl.constexpr,
-    WARPS: gl.constexpr, KIND: gl.constexpr,
-):  # fmt: skip
+def _store_heads(ptr, value, row, rows, HEAD, BY_HEAD, LD, WARPS, KIND):
     """[rows, D] to [D / HEAD, rows, HEAD] where BY_HEAD, as attention's operands, or to rows LD apart."""
     if BY_HEAD:
         c = ops.column_numbers(value.shape[1], WARPS, KIND)
@@ -118,7 +110,7 @@ def _store_heads(
 
 
 @gluon.jit
-def _ask_for_tile(rows_place, ptr, tile, rows, D: gl.constexpr, WARPS: gl.constexpr, INDEX: gl.constexpr):
+def _ask_for_tile(rows_place, ptr, tile, rows, D, WARPS, INDEX):
     """Have a tile's rows copied to their place in shared memory; without one (in 16 bits), to the second cache."""
     BM: gl.constexpr = 16 * WARPS
     if rows_place is None:
@@ -128,10 +120,7 @@ def _ask_for_tile(rows_place, ptr, tile, rows, D: gl.constexpr, WARPS: gl.conste
 
 
 @gluon.jit
-def _next_tile(
-    rows_place, ptr, tile, step, row, rows, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr,
-    INDEX: gl.constexpr,
-):  # fmt: skip
+def _next_tile(rows_place, ptr, tile, step, row, rows, D, WARPS, KIND, INDEX):
     """A tile's rows, asked for before; those of the one after it are then asked for."""
     if rows_place is None:
         value = ops.load_rows(ptr, row, rows, 0, D, D, WARPS, KIND)

@@ -70,7 +70,7 @@ def rounded(x):
 
 
 @gluon.jit
-def as_number(x, KIND: gl.constexpr):
+def as_number(x, KIND):
     """x as an operand's number: TF32 rounded to nearest, or 16 bits."""
     if KIND == gl.float32:
         return rounded(x.to(gl.float32))
@@ -79,7 +79,7 @@ def as_number(x, KIND: gl.constexpr):
 
 
 @gluon.jit
-def in_order(x, KIND: gl.constexpr):
+def in_order(x, KIND):
     """Rows x as numbers of a left operand, in the order of the prepared weights' columns."""
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
@@ -91,7 +91,7 @@ def in_order(x, KIND: gl.constexpr):
 
 
 @gluon.jit
-def operand(x, N: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+def operand(x, N, WARPS, KIND):
     """Rows x, as a product leaves them, as the left operand of one with N columns: where they lie."""
     return gl.convert_layout(in_order(x, KIND), operand_layout(N, WARPS, KIND), assert_trivial=True)
 
@@ -100,33 +100,33 @@ def operand(x, N: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
 
 
 @gluon.jit
-def row_numbers(first, COLUMNS: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr, INDEX: gl.constexpr):
+def row_numbers(first, COLUMNS, WARPS, KIND, INDEX):
     """Of a program's rows, for tiles of so many columns."""
     layout: gl.constexpr = gl.SliceLayout(1, rows_layout(COLUMNS, WARPS, KIND))
     return (first + gl.arange(0, 16 * WARPS, layout)).to(INDEX)
 
 
 @gluon.jit
-def column_numbers(COLUMNS: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+def column_numbers(COLUMNS, WARPS, KIND):
     return gl.arange(0, COLUMNS, gl.SliceLayout(0, rows_layout(COLUMNS, WARPS, KIND)))
 
 
 @gluon.jit
-def load_rows(ptr, row, rows, column, COLUMNS: gl.constexpr, LD: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+def load_rows(ptr, row, rows, column, COLUMNS, LD, WARPS, KIND):
     """Columns column .. column + COLUMNS - 1 of rows LD apart, zeros beyond the last."""
     c = column + column_numbers(COLUMNS, WARPS, KIND)
     return gl.load(ptr + (row[:, None] * LD + c[None, :]), mask=(row < rows)[:, None], other=0.0)
 
 
 @gluon.jit
-def store_rows(ptr, value, row, rows, column, LD: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+def store_rows(ptr, value, row, rows, column, LD, WARPS, KIND):
     c = column + column_numbers(value.shape[1], WARPS, KIND)
     at = ptr + (row[:, None] * LD + c[None, :])
     gl.store(at, value.to(ptr.dtype.element_ty), mask=(row < rows)[:, None])
 
 
 @gluon.jit
-def ask_for_rows(ptr, first, rows, LD: gl.constexpr, WARPS: gl.constexpr, INDEX: gl.constexpr):
+def ask_for_rows(ptr, first, rows, LD, WARPS, INDEX):
     """Have a program's rows brought nearer, to the second cache, while others are worked on."""
     LINE: gl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth  # 128 bytes
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -139,7 +139,7 @@ def ask_for_rows(ptr, first, rows, LD: gl.constexpr, WARPS: gl.constexpr, INDEX:
 
 
 @gluon.jit
-def vector(ptr, first, COLUMNS: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+def vector(ptr, first, COLUMNS, WARPS, KIND):
     """Elements first .. first + COLUMNS - 1, for every row."""
     return gl.load(ptr + (first + column_numbers(COLUMNS, WARPS, KIND))).to(gl.float32)[None, :]
 
@@ -148,7 +148,7 @@ def vector(ptr, first, COLUMNS: gl.constexpr, WARPS: gl.constexpr, KIND: gl.cons
 
 
 @gluon.jit
-def statistics(x, live, eps, D: gl.constexpr, NORM: gl.constexpr):
+def statistics(x, live, eps, D, NORM):
     """Each row's mean (0 for RMSNorm) and 1 / deviation, [rows, 1] each; 0 for the latter beyond the last row."""
     if NORM == "layer_norm":
         mean = gl.sum(x, axis=1)[:, None] * (1.0 / D)
@@ -160,14 +160,14 @@ def statistics(x, live, eps, D: gl.constexpr, NORM: gl.constexpr):
 
 
 @gluon.jit
-def normalized(x, mean, deviation, NORM: gl.constexpr):
+def normalized(x, mean, deviation, NORM):
     if NORM == "layer_norm":
         x = x - mean
     return x * deviation
 
 
 @gluon.jit
-def scaled(xhat, g_ptr, b_ptr, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+def scaled(xhat, g_ptr, b_ptr, D, WARPS, KIND):
     """A norm of normalized rows."""
     if g_ptr is not None:
         xhat = xhat * vector(g_ptr, 0, D, WARPS, KIND)
@@ -177,7 +177,7 @@ def scaled(xhat, g_ptr, b_ptr, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.co
 
 
 @gluon.jit
-def batch_normed(x, statistics_ptr, b_ptr, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+def batch_normed(x, statistics_ptr, b_ptr, D, WARPS, KIND):
     """The batch norm of rows, of its statistics [4, D]: of which the mean and the scale are read."""
     xhat = (x - vector(statistics_ptr, 0, D, WARPS, KIND)) * vector(statistics_ptr, 2 * D, D, WARPS, KIND)
     return scaled(xhat, None, b_ptr, D, WARPS, KIND)
@@ -187,9 +187,7 @@ def batch_normed(x, statistics_ptr, b_ptr, D: gl.constexpr, WARPS: gl.constexpr,
 
 
 @gluon.jit
-def keeping(
-    seed, row, column, COLUMNS: gl.constexpr, DROPPED: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr
-):  # fmt: skip
+def keeping(seed, row, column, COLUMNS, DROPPED, WARPS, KIND):
     """What dropout multiplies with, as `kernels_forward.dropout` does: of columns from `column` on, a multiple of 16.
 
     A lane holds the columns of one call of the generator, which compilers see.
@@ -207,20 +205,20 @@ def keeping(
 
 
 @gluon.jit
-def places_for(ROWS: gl.constexpr, COLUMNS: gl.constexpr, KIND: gl.constexpr, STAGES: gl.constexpr = 1):
+def places_for(ROWS, COLUMNS, KIND, STAGES=1):
     """For so many blocks of a product's operand."""
     return gl.allocate_shared_memory(KIND, [STAGES, ROWS, COLUMNS], shared_layout(ROWS, COLUMNS, KIND))
 
 
 @gluon.jit
-def place_of(f, rows, BF: gl.constexpr, STAGES: gl.constexpr = 1):
+def place_of(f, rows, BF, STAGES=1):
     """Of the block of features from f on. Compilers shall not see that it is often 0: they would keep all addresses in
     registers, from block to block."""
     return f // BF % STAGES + ((f + rows) >> 31)
 
 
 @gluon.jit
-def fetch(slot, ptr, row, column, LD: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+def fetch(slot, ptr, row, column, LD, WARPS, KIND):
     """The weight's block at (row, column), of the slot's shape."""
     layout: gl.constexpr = copy_layout(WARPS, KIND)
     r = row + gl.arange(0, slot.shape[0], gl.SliceLayout(1, layout))
@@ -229,9 +227,7 @@ def fetch(slot, ptr, row, column, LD: gl.constexpr, WARPS: gl.constexpr, KIND: g
 
 
 @gluon.jit
-def fetch_block(
-    places, place, ptr, row, column, LD: gl.constexpr, there, WARPS: gl.constexpr, KIND: gl.constexpr
-):  # fmt: skip
+def fetch_block(places, place, ptr, row, column, LD, there, WARPS, KIND):
     """The weight's block at (row, column), if there is one."""
     if there:
         fetch(places.index(place), ptr, row, column, LD, WARPS, KIND)
@@ -239,7 +235,7 @@ def fetch_block(
 
 
 @gluon.jit
-def fetch_rows(tile, ptr, first, rows, LD: gl.constexpr, WARPS: gl.constexpr, INDEX: gl.constexpr):
+def fetch_rows(tile, ptr, first, rows, LD, WARPS, INDEX):
     """A program's rows of float32."""
     layout: gl.constexpr = copy_layout(WARPS, gl.float32)
     r = (first + gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))).to(INDEX)
@@ -250,14 +246,14 @@ def fetch_rows(tile, ptr, first, rows, LD: gl.constexpr, WARPS: gl.constexpr, IN
 
 
 @gluon.jit
-def rows_in(tile, live, WARPS: gl.constexpr):
+def rows_in(tile, live, WARPS):
     """Of `fetch_rows`, zeros where not live."""
     value = tile.load(rows_layout(tile.shape[1], WARPS, gl.float32))
     return gl.where(live[:, None], value, 0.0)
 
 
 @gluon.jit
-def arrived(LATER: gl.constexpr):
+def arrived(LATER):
     """Wait for all that was asked for but the last LATER groups, and for all warps."""
     async_copy.wait_group(LATER)
     fence_async_shared()
@@ -265,7 +261,7 @@ def arrived(LATER: gl.constexpr):
 
 
 @gluon.jit
-def attended(o_ptr, wo, bo, row, rows, D: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+def attended(o_ptr, wo, bo, row, rows, D, WARPS, KIND):
     """o Wo + bo, when all that was asked for is there."""
     weight = gl.allocate_shared_memory(KIND, [D, D], shared_layout(D, D, KIND))
     fetch(weight, wo, 0, 0, D, WARPS, KIND)
