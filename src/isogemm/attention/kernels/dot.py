@@ -150,9 +150,7 @@ def _attention_dot_kernel(
     PRECISION: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr, LINE: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    ld_q = multiple(ld_q, UNIT)
-    ld_k = multiple(ld_k, UNIT)
-    ld_v = multiple(ld_v, UNIT)
+    ld_q, ld_k, ld_v = multiple(ld_q, UNIT), multiple(ld_k, UNIT), multiple(ld_v, UNIT)
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     blocks = tl.cdiv(tokens, BQ)
     program = tl.program_id(0)
@@ -162,19 +160,11 @@ def _attention_dot_kernel(
     start = sequence * tokens
     k_at = k_ptr + (start * ld_k + head * D)
     v_at = v_ptr + (start * ld_v + head * D)
-    mask_at = None
-    if MASK != "":
-        mask_at = mask_ptr + sequence * mask_stride
+    mask_at = mask_ptr + sequence * mask_stride if MASK != "" else None
     matrix = program // blocks
-    previous_at = None
-    if previous_ptr is not None:
-        previous_at = _matrix_at(previous_ptr, matrix, tokens, LINE)
-    scores_at = None
-    if scores_ptr is not None:
-        scores_at = _matrix_at(scores_ptr, matrix, tokens, LINE)
-    dropout = None
-    if seed_ptr is not None:
-        dropout = (tl.load(seed_ptr), dropped)
+    previous_at = _matrix_at(previous_ptr, matrix, tokens, LINE) if previous_ptr is not None else None
+    scores_at = _matrix_at(scores_ptr, matrix, tokens, LINE) if scores_ptr is not None else None
+    dropout = (tl.load(seed_ptr), dropped) if seed_ptr is not None else None
     row = first + tl.arange(0, BQ)
     live = row < tokens
     q_rows = (q_ptr + (start * ld_q + head * D), row, live, ld_q)
@@ -353,12 +343,8 @@ def _attention_dot_backward_kernel(
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Two kinds of programs, for blocks of keys and of queries: each makes P again, and no sum is shared."""
-    ld_q = multiple(ld_q, UNIT)
-    ld_k = multiple(ld_k, UNIT)
-    ld_v = multiple(ld_v, UNIT)
-    ld_dq = multiple(ld_dq, UNIT)
-    ld_dk = multiple(ld_dk, UNIT)
-    ld_dv = multiple(ld_dv, UNIT)
+    ld_q, ld_k, ld_v = multiple(ld_q, UNIT), multiple(ld_k, UNIT), multiple(ld_v, UNIT)
+    ld_dq, ld_dk, ld_dv = multiple(ld_dq, UNIT), multiple(ld_dk, UNIT), multiple(ld_dv, UNIT)
     key_blocks = tl.cdiv(tokens, BK)
     blocks = key_blocks + tl.cdiv(tokens, BQ)
     program = tl.program_id(0)
@@ -372,22 +358,12 @@ def _attention_dot_backward_kernel(
     o_at = o_ptr + (start * (H * D) + head * D)
     do_at = do_ptr + (start * (H * D) + head * D)
     lse_at = lse_ptr + (start * H + head)
-    mask_at = None
-    if MASK != "":
-        mask_at = mask_ptr + sequence * mask_stride
+    mask_at = mask_ptr + sequence * mask_stride if MASK != "" else None
     matrix = program // blocks
-    previous_at = None
-    if previous_ptr is not None:
-        previous_at = _matrix_at(previous_ptr, matrix, tokens, LINE)
-    d_scores_at = None
-    if d_scores_ptr is not None:
-        d_scores_at = _matrix_at(d_scores_ptr, matrix, tokens, LINE)
-    d_previous_at = None
-    if d_previous_ptr is not None:
-        d_previous_at = _matrix_at(d_previous_ptr, matrix, tokens, LINE)
-    dropout = None
-    if seed_ptr is not None:
-        dropout = (tl.load(seed_ptr), dropped)
+    previous_at = _matrix_at(previous_ptr, matrix, tokens, LINE) if previous_ptr is not None else None
+    d_scores_at = _matrix_at(d_scores_ptr, matrix, tokens, LINE) if d_scores_ptr is not None else None
+    d_previous_at = _matrix_at(d_previous_ptr, matrix, tokens, LINE) if d_previous_ptr is not None else None
+    dropout = (tl.load(seed_ptr), dropped) if seed_ptr is not None else None
     if block < key_blocks:
         _key_gradients(
             q_at, k_at, v_at, mask_at, previous_at, o_at, lse_at, do_at, d_scores_at,

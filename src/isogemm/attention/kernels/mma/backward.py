@@ -123,14 +123,8 @@ def _grads_of_queries(
     ops.fetch(v_at, ld_v, tokens, FETCH, BLOCK)
     if dq_in_ptr is not None:
         ops.fetch(ops.head_at(dq_in_ptr, row, head, D, all_rows, D, True), D, tokens, FETCH, BLOCK)
-    mask_at = None
-    if MASK != "":
-        mask_at = mask_ptr + sequence.to(tl.int64) * mask_stride
-    q = ()
-    do = ()
-    lse = ()
-    delta = ()
-    dq = ()
+    mask_at = mask_ptr + sequence.to(tl.int64) * mask_stride if MASK != "" else None
+    q, do, lse, delta, dq = (), (), (), (), ()
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
         q = q + (ops.load_operands(q_at, ld_q, token, tokens, c, ops.load_rows, BY_HEAD, D, KIND, NATIVE),)
@@ -144,18 +138,10 @@ def _grads_of_queries(
         lse = lse + ((upper, lower),)
         dq = dq + (ops.zero_results(len(q_at) * ((D + 7) // 8), BLOCK),)
     matrix = sequence * H + head
-    previous_at = None
-    if previous_ptr is not None:
-        previous_at = ops.matrix_at(previous_ptr, matrix, tokens, WIDE)
-    d_scores_at = None
-    if d_scores_ptr is not None:
-        d_scores_at = ops.matrix_at(d_scores_ptr, matrix, tokens, WIDE)
-    d_previous_at = None
-    if d_previous_ptr is not None:
-        d_previous_at = ops.matrix_at(d_previous_ptr, matrix, tokens, WIDE)
-    dropout = None
-    if seed_ptr is not None:
-        dropout = (tl.load(seed_ptr), dropped, matrix)
+    previous_at = ops.matrix_at(previous_ptr, matrix, tokens, WIDE) if previous_ptr is not None else None
+    d_scores_at = ops.matrix_at(d_scores_ptr, matrix, tokens, WIDE) if d_scores_ptr is not None else None
+    d_previous_at = ops.matrix_at(d_previous_ptr, matrix, tokens, WIDE) if d_previous_ptr is not None else None
+    dropout = (tl.load(seed_ptr), dropped, matrix) if seed_ptr is not None else None
     PARTS: tl.constexpr = 1 if seed_ptr is None else 2  # of eight keys each: a call's words are for both
     STEP: tl.constexpr = 8 * PARTS
     WHOLE: tl.constexpr = previous_ptr is None and d_scores_ptr is None  # scores leave no registers for two loops
@@ -177,8 +163,7 @@ def _grads_of_queries(
                 if BOUNDED or MASK != "":
                     for j in tl.static_range(2):
                         added = added + (ops.score_of_key(mask_at, mask_step, keys[j], tokens, root, MASK),)
-                before = ()
-                above = ()
+                before, above = (), ()
                 for n in tl.static_range(TILES):
                     query = first + 16 * n + r
                     if previous_at is not None:
@@ -243,14 +228,8 @@ def _grads_of_keys(
     ops.fetch(lse_at, 1 if BY_HEAD else H, tokens, FETCH, BLOCK)
     if dk_in_ptr is not None:
         ops.fetch(ops.head_at(dk_in_ptr, row, head, D, all_rows, D, True), D, tokens, FETCH, BLOCK)
-    mask_at = None
-    if MASK != "":
-        mask_at = mask_ptr + sequence.to(tl.int64) * mask_stride
-    k = ()
-    v = ()
-    added = ()
-    dk = ()
-    dv = ()
+    mask_at = mask_ptr + sequence.to(tl.int64) * mask_stride if MASK != "" else None
+    k, v, added, dk, dv = (), (), (), (), ()
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
         k = k + (ops.load_operands(k_at, ld_k, token, tokens, c, ops.load_rows, BY_HEAD, D, KIND, NATIVE),)
@@ -265,15 +244,9 @@ def _grads_of_keys(
         dk = dk + (ops.zero_results(len(k_at) * ((D + 7) // 8), BLOCK),)
         dv = dv + (ops.zero_results((D + 7) // 8, BLOCK),)
     matrix = sequence * H + head
-    previous_at = None
-    if previous_ptr is not None:
-        previous_at = ops.matrix_at(previous_ptr, matrix, tokens, WIDE)
-    d_scores_at = None
-    if d_scores_ptr is not None:
-        d_scores_at = ops.matrix_at(d_scores_ptr, matrix, tokens, WIDE)
-    dropout = None
-    if seed_ptr is not None:
-        dropout = (tl.load(seed_ptr), dropped, matrix)
+    previous_at = ops.matrix_at(previous_ptr, matrix, tokens, WIDE) if previous_ptr is not None else None
+    d_scores_at = ops.matrix_at(d_scores_ptr, matrix, tokens, WIDE) if d_scores_ptr is not None else None
+    dropout = (tl.load(seed_ptr), dropped, matrix) if seed_ptr is not None else None
     PARTS: tl.constexpr = 1 if seed_ptr is None else 2  # of eight queries each: a call's words are for both
     STEP: tl.constexpr = 8 * PARTS
     WHOLE: tl.constexpr = previous_ptr is None and d_scores_ptr is None  # scores leave no registers for two loops
@@ -301,16 +274,14 @@ def _grads_of_keys(
                     if BOUNDED:
                         lse = tl.where(token < tokens, lse, float("inf"))
                     lses = lses + (lse,)
-                before = ()
-                above = ()
+                before, above = (), ()
                 for n in tl.static_range(TILES):
                     key = first + 16 * n + r
                     if previous_at is not None:
                         before = before + (ops.scores_of_columns(previous_at, query + 2 * c, key, tokens, WIDE),)
                     if d_scores_at is not None:
                         above = above + (ops.scores_of_columns(d_scores_at, query + 2 * c, key, tokens, WIDE),)
-                dks = ()
-                dvs = ()
+                dks, dvs = (), ()
                 for n in tl.static_range(TILES):
                     if dropout is not None and part == 0:
                         words = words + (
@@ -320,8 +291,7 @@ def _grads_of_keys(
                     dp = ops.score_products(v[n], do, BLOCK, KIND, NATIVE)
                     if previous_at is not None:
                         s = ops.with_scores(s, before[n], root, False, KIND, NATIVE)
-                    shares = ()
-                    ds = ()
+                    shares, ds = (), ()
                     for i in tl.static_range(4):
                         key = first + (16 * n + 8 * (i // 2)) + r
                         score = s[i]

@@ -20,8 +20,7 @@ def _query_grads(
     """dq with the held keys taken in."""
     DROPOUT: tl.constexpr = dropout is not None
     ks, vs, seen = held
-    after = ()
-    words = ()
+    after, words = (), ()
     for n in tl.static_range(OWN):
         total = dq[n]
         if DROPOUT and n % 2 == 0:
@@ -53,10 +52,7 @@ def _query_grads(
 @triton.jit
 def _load_queries(query, tokens, q_at, do_at, o_at, lse_at, ld_q, ld_do, H, D, VEC, QUERIES, DROPOUT, BLOCK):
     """QUERIES queries from `query` on and what belongs to them; beyond the end, queries that see nothing."""
-    qs = ()
-    dos = ()
-    outs = ()
-    lses = ()
+    qs, dos, outs, lses = (), (), (), ()
     for i in tl.static_range(QUERIES):
         token = ops.taken_in(query, i, QUERIES, DROPOUT)
         j = tl.minimum(token, tokens - 1)
@@ -78,9 +74,7 @@ def _key_grads(
     deltas = ()
     for i in tl.static_range(QUERIES):
         deltas = deltas + (ops.dot_of(dos[i], outs[i], D),)
-    dks = ()
-    dvs = ()
-    words = ()
+    dks, dvs, words = (), (), ()
     for n in tl.static_range(OWN):
         dk = state[0][n]
         dv = state[1][n]
@@ -117,12 +111,7 @@ def _grads_of_queries(
     KEYS, MASK, CAUSAL, WIDE, FETCH, BLOCK,
 ):  # fmt: skip
     DROPOUT: tl.constexpr = dropout is not None
-    t = ()
-    q = ()
-    do = ()
-    lse = ()
-    delta = ()
-    dq = ()
+    t, q, do, lse, delta, dq = (), (), (), (), (), ()
     for n in tl.static_range(OWN):
         t = t + (ops.owned_token(first, groups, n, DROPOUT),)
         at = tl.minimum(t[n], tokens - 1)
@@ -175,12 +164,7 @@ def _grads_of_keys(
     QUERIES, MASK, CAUSAL, WIDE, FETCH, BLOCK,
 ):  # fmt: skip
     DROPOUT: tl.constexpr = dropout is not None
-    t = ()
-    k = ()
-    v = ()
-    seen = ()
-    dks = ()
-    dvs = ()
+    t, k, v, seen, dks, dvs = (), (), (), (), (), ()
     for n in tl.static_range(OWN):
         t = t + (ops.owned_token(first, groups, n, DROPOUT),)
         at = tl.minimum(t[n], tokens - 1)
@@ -226,12 +210,8 @@ def _attention_backward_kernel(
     # The first programs' threads own queries and write dq, the others' own keys and write dk and dv.
     start_launch(PDL)
     program = tl.program_id(0)
-    ld_q = multiple(ld_q, UNIT)
-    ld_k = multiple(ld_k, UNIT)
-    ld_v = multiple(ld_v, UNIT)
-    ld_do = multiple(ld_do, UNIT)
-    ld_dq = multiple(ld_dq, UNIT)
-    ld_dk = multiple(ld_dk, UNIT)
+    ld_q, ld_k, ld_v = multiple(ld_q, UNIT), multiple(ld_k, UNIT), multiple(ld_v, UNIT)
+    ld_do, ld_dq, ld_dk = multiple(ld_do, UNIT), multiple(ld_dq, UNIT), multiple(ld_dk, UNIT)
     ld_dv = multiple(ld_dv, UNIT)
     of_queries = program < query_programs
     own = tl.where(of_queries, OWN_Q, OWN_K)
@@ -246,9 +226,7 @@ def _attention_backward_kernel(
     row = sequence * tokens
     if WIDE:
         row = row.to(tl.int64)
-    mask_at = None
-    if MASK != "":
-        mask_at = mask_ptr + sequence.to(tl.int64) * mask_stride
+    mask_at = mask_ptr + sequence.to(tl.int64) * mask_stride if MASK != "" else None
     q_at = q_ptr + (row * ld_q + head * D)
     k_at = k_ptr + (row * ld_k + head * D)
     v_at = v_ptr + (row * ld_v + head * D)
@@ -256,18 +234,10 @@ def _attention_backward_kernel(
     do_at = do_ptr + (row * ld_do + head * D)
     lse_at = lse_ptr + (row * H + head)
     matrix = sequence * H + head
-    previous_at = None
-    if previous_ptr is not None:
-        previous_at = ops.matrix_at(previous_ptr, matrix, tokens, WIDE)
-    d_scores_at = None
-    if d_scores_ptr is not None:
-        d_scores_at = ops.matrix_at(d_scores_ptr, matrix, tokens, WIDE)
-    d_previous_at = None
-    if d_previous_ptr is not None:
-        d_previous_at = ops.matrix_at(d_previous_ptr, matrix, tokens, WIDE)
-    dropout = None
-    if seed_ptr is not None:
-        dropout = (tl.load(seed_ptr), dropped, matrix)
+    previous_at = ops.matrix_at(previous_ptr, matrix, tokens, WIDE) if previous_ptr is not None else None
+    d_scores_at = ops.matrix_at(d_scores_ptr, matrix, tokens, WIDE) if d_scores_ptr is not None else None
+    d_previous_at = ops.matrix_at(d_previous_ptr, matrix, tokens, WIDE) if d_previous_ptr is not None else None
+    dropout = (tl.load(seed_ptr), dropped, matrix) if seed_ptr is not None else None
     if of_queries:
         _grads_of_queries(
             first, groups, row, head, live, tokens, scale, q_at, k_at, v_at, mask_at, previous_at, o_at, lse_at, do_at,

@@ -22,10 +22,7 @@ def _attend(
     """The queries' (largest score, sum, o) with the held keys taken in; LAST: some may lie beyond the end."""
     DROPOUT: tl.constexpr = dropout is not None
     ks, vs, seen = held
-    tops = ()
-    totals = ()
-    outs = ()
-    words = ()
+    tops, totals, outs, words = (), (), (), ()
     for n in tl.static_range(OWN):
         scores = ()
         top = state[0][n]
@@ -70,9 +67,7 @@ def _attention_kernel(
     OWN: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_launch(PDL)
-    ld_q = multiple(ld_q, UNIT)
-    ld_k = multiple(ld_k, UNIT)
-    ld_v = multiple(ld_v, UNIT)
+    ld_q, ld_k, ld_v = multiple(ld_q, UNIT), multiple(ld_k, UNIT), multiple(ld_v, UNIT)
     DROPOUT: tl.constexpr = seed_ptr is not None
     groups = ops.groups_of(tokens, OWN, DROPOUT)
     thread = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -87,24 +82,14 @@ def _attention_kernel(
         row = row.to(tl.int64)
     k_at = k_ptr + (row * ld_k + head * D)
     v_at = v_ptr + (row * ld_v + head * D)
-    mask_at = None
-    if MASK != "":
-        mask_at = mask_ptr + sequence.to(tl.int64) * mask_stride
+    mask_at = mask_ptr + sequence.to(tl.int64) * mask_stride if MASK != "" else None
     matrix = sequence * H + head
-    previous_at = None
-    if previous_ptr is not None:
-        previous_at = ops.matrix_at(previous_ptr, matrix, tokens, WIDE)
-    scores_at = None
-    if scores_ptr is not None:
-        scores_at = ops.matrix_at(scores_ptr, matrix, tokens, WIDE)
+    previous_at = ops.matrix_at(previous_ptr, matrix, tokens, WIDE) if previous_ptr is not None else None
+    scores_at = ops.matrix_at(scores_ptr, matrix, tokens, WIDE) if scores_ptr is not None else None
     dropout = None
     if DROPOUT:
         dropout = (tl.load(seed_ptr), dropped, matrix)
-    t = ()
-    q = ()
-    tops = ()
-    totals = ()
-    outs = ()
+    t, q, tops, totals, outs = (), (), (), (), ()
     for n in tl.static_range(OWN):
         token = ops.owned_token(first, groups, n, DROPOUT)
         t = t + (token,)

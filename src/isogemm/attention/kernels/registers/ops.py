@@ -73,8 +73,7 @@ def _joined(values, BLOCK, VEC):
     elif VEC == 2:
         return tl.join(values[0], values[1])
     else:
-        evens = ()
-        odds = ()
+        evens, odds = (), ()
         for c in tl.static_range(0, VEC, 2):
             evens = evens + (values[c],)
             odds = odds + (values[c + 1],)
@@ -222,9 +221,7 @@ def masked_score(s, seen, i: tl.constexpr, key, query, tokens, LAST, MASK, CAUSA
 @triton.jit
 def load_keys(key, tokens, k_at, v_at, mask_at, ld_k, ld_v, mask_step, D, VEC, KEYS, MASK, DROPOUT, BLOCK):
     """KEYS keys from `key` on, their values and what the mask says of them; the last one's for any beyond."""
-    ks = ()
-    vs = ()
-    seen = ()
+    ks, vs, seen = (), (), ()
     for i in tl.static_range(KEYS):
         j = tl.minimum(taken_in(key, i, KEYS, DROPOUT), tokens - 1)
         ks = ks + (read_head(k_at + j * ld_k, D, VEC, BLOCK),)

@@ -46,8 +46,7 @@ def _norm_backward(dn, x, mean, deviation, g_ptr, sums, which: tl.constexpr, lea
     lower_along = tl.zeros_like(mean[0])
     upper_away = tl.zeros_like(mean[0])
     lower_away = tl.zeros_like(mean[0])
-    xhat = ()
-    scaled = ()
+    xhat, scaled = (), ()
     for i in tl.static_range(len(x)):  # block by block: the registers are wanted
         normal = ops.normalized_block(x[i], mean, deviation)
         _store_sum(sums + (which + 1) * D, dn[i], 16 * i, leads, NATIVE)
@@ -129,8 +128,7 @@ def _feedforward_backward_rows_kernel(
         dz = ops.times_block(d_operand, w2_t, lane, f, D, BLOCK, KIND, NATIVE)
         if b1 is not None:
             z = ops.block_sum(z, ops.columns_of(b1, c, 16 * f, NATIVE))
-        active = ()
-        slope = ()
+        active, slope = (), ()
         for e in tl.static_range(8):
             active = active + (ACT(z[e], EXACT),)
             slope = slope + (dz[e] * ACT_GRAD(z[e], EXACT),)
