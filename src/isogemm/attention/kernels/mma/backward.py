@@ -76,23 +76,9 @@ def _write_grads(
         for j in tl.static_range(BLOCKS):
             more = more + (floats(raw[j], KIND, NATIVE),)
     _write_grad(
-        ptrs[OWN],
-        values,
-        OWN * BLOCKS,
-        factor,
-        more,
-        row,
-        token,
-        tokens,
-        ld,
-        head,
-        c,
-        live,
-        D,
-        KIND,
-        NATIVE,
-        TRANSPOSED,
-    )
+        ptrs[OWN], values, OWN * BLOCKS, factor, more, row, token, tokens, ld, head, c, live,
+        D, KIND, NATIVE, TRANSPOSED,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -253,23 +253,14 @@ def _attention_backward_kernel(
 
 
 def describe_attention_backward(problem: Attention, config: RegistersBackwardConfig) -> Launch:
-    """Of q, k, v, mask, previous, seed, o, lse, do, d_scores, dq, dk, dv, d_previous; None where absent."""
     of_queries = ops.programs_of(problem, config.own_queries, config.num_warps)
+    programs = of_queries + ops.programs_of(problem, config.own_keys, config.num_warps)
     strides = (*problem.row_strides[:3], problem.heads * problem.head, *problem.row_strides[3:])
     scalars = (problem.sequences, problem.tokens, problem.head**-0.5, *strides, *problem.masking)
     scalars += (of_queries, *problem.dropping)
     constants = ops.constants_of(problem) | {
-        "OWN_Q": config.own_queries,
-        "OWN_K": config.own_keys,
-        "KEYS": config.keys,
-        "QUERIES": config.queries,
-        "BLOCK": 32 * config.num_warps,
-        "PDL": problem.pdl,
-    }
-    return Launch(
-        _attention_backward_kernel,
-        of_queries + ops.programs_of(problem, config.own_keys, config.num_warps),
-        scalars,
-        constants,
-        ops.options_of(problem, config.num_warps),
-    )
+        "OWN_Q": config.own_queries, "OWN_K": config.own_keys, "KEYS": config.keys, "QUERIES": config.queries,
+        "BLOCK": 32 * config.num_warps, "PDL": problem.pdl,
+    }  # fmt: skip
+    options = ops.options_of(problem, config.num_warps)
+    return Launch(_attention_backward_kernel, programs, scalars, constants, options)

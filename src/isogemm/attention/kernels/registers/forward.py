@@ -86,9 +86,7 @@ def _attention_kernel(
     matrix = sequence * H + head
     previous_at = ops.matrix_at(previous_ptr, matrix, tokens, WIDE) if previous_ptr is not None else None
     scores_at = ops.matrix_at(scores_ptr, matrix, tokens, WIDE) if scores_ptr is not None else None
-    dropout = None
-    if DROPOUT:
-        dropout = (tl.load(seed_ptr), dropped, matrix)
+    dropout = (tl.load(seed_ptr), dropped, matrix) if DROPOUT else None
     t, q, tops, totals, outs = (), (), (), (), ()
     for n in tl.static_range(OWN):
         token = ops.owned_token(first, groups, n, DROPOUT)
@@ -145,14 +143,10 @@ def _attention_kernel(
 
 
 def describe_attention(problem: Attention, config: RegistersConfig) -> Launch:
-    """Of q, k, v, mask, previous, seed, o, lse, scores; None where absent."""
     scalars = (problem.sequences, problem.tokens, math.log2(math.e) * problem.head**-0.5, *problem.row_strides)
-    constants = ops.constants_of(problem) | {"OWN": config.own, "KEYS": config.block, "BLOCK": 32 * config.num_warps}
-    constants["PDL"] = problem.pdl
-    return Launch(
-        _attention_kernel,
-        ops.programs_of(problem, config.own, config.num_warps),
-        (*scalars, *problem.masking, *problem.dropping),
-        constants,
-        ops.options_of(problem, config.num_warps),
-    )
+    constants = ops.constants_of(problem) | {
+        "OWN": config.own, "KEYS": config.block, "BLOCK": 32 * config.num_warps, "PDL": problem.pdl,
+    }  # fmt: skip
+    programs = ops.programs_of(problem, config.own, config.num_warps)
+    scalars += (*problem.masking, *problem.dropping)
+    return Launch(_attention_kernel, programs, scalars, constants, ops.options_of(problem, config.num_warps))
