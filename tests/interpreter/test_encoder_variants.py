@@ -1,4 +1,4 @@
-"""Layers that are split at a norm, through their own plan and autograd: batch norms, placements of the norms, dropout, residual scores."""
+"""Layers split at a norm, through their plan and autograd: batch norms, places of norms, dropout, residual scores."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""How attention is cut into programs. Pure: no device, no tensors.
+"""Attention problems and the tiles of its kernels. Pure: no device, no tensors.
 
 What may change a sequence's bits is a function of the head's size and number type alone: never of the sequences or the
 tokens.
@@ -86,7 +86,7 @@ class RegistersConfig:
 
 @dataclass(frozen=True)
 class RegistersBackwardConfig:
-    """The same for threads that own queries, and for those that own keys. Changes no bit."""
+    """The same for threads that own queries and for those that own keys. Does not affect the result."""
 
     own_queries: int
     own_keys: int
@@ -97,7 +97,7 @@ class RegistersBackwardConfig:
 
 @dataclass(frozen=True)
 class MmaConfig:
-    """A warp owns 16 `tiles` tokens of one head. Changes no bit."""
+    """A warp owns 16 `tiles` tokens of one head. Does not affect the result."""
 
     tiles: int
     num_warps: int = 4
@@ -164,7 +164,7 @@ def choose_backward(problem: Attention) -> DotConfig:
 
 
 def _too_many(problem: Attention, config: DotConfig) -> int:
-    """How many times the scores of a block: those in memory take registers of their own."""
+    """Factor by which blocks shrink with scores in memory, which take registers of their own."""
     most = 512 * config.num_warps
     return max(1, config.block_q * config.block_k // most) if problem.residual else 1
 
@@ -234,7 +234,7 @@ def _own(problem: Attention, most: int) -> int:
 
 
 def threads(problem: Attention, own: int) -> int:
-    """Of a head, where a thread owns so many tokens: with dropout, pairs of tokens that are eight apart."""
+    """Threads per head where each owns so many tokens; with dropout, pairs of tokens that are eight apart."""
     if not problem.dropout:
         return -(-problem.tokens // own)
     pairs = problem.tokens // 16 * 8 + min(problem.tokens % 16, 8)

@@ -19,7 +19,7 @@ _TILE = 2**19  # scores computed at a time
 
 
 class Extras(NamedTuple):
-    """What attention may have besides q, k, v and masks."""
+    """Optional inputs of attention besides masks."""
 
     previous: Tensor | None = None  # scores [S, H, T, T] that are added
     dropout: float = 0.0
@@ -34,7 +34,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, nhead: int, is_causal: bool, o: Tensor, lse: Tensor,
     scores: Tensor | None = None, extras: Extras = _PLAIN,
 ) -> None:  # fmt: skip
-    """Of q, k and v [S, T, H * d]; see `isogemm.encoder.op.attention`."""
+    """Attention of q, k and v [S, T, H * d], written to o and lse; see `isogemm.attention.op.attention`."""
     queries, keys, values = (_by_head(each, nhead) for each in (q, k, v))
     of_keys = None if mask is None else _by_key(mask, nhead)
     result, logs = torch.empty_like(queries), torch.empty_like(queries[:, :1])
@@ -111,13 +111,13 @@ def _by_key(mask: Tensor, nhead: int) -> Tensor:
 
 
 def _bounded(x: Tensor) -> Tensor:
-    """In fp32; a number whose product with log2(e) overflows leaves a key out, as on a GPU."""
+    """x in fp32; a number whose product with log2(e) overflows becomes -inf, as on a GPU."""
     x = x.float()
     return x.masked_fill(x < torch.finfo(torch.float32).min / math.log2(math.e), -math.inf)
 
 
 def _of_matrices(x: Tensor, part: slice) -> Tensor:
-    """Of scores [S, H, T, T], those of a part [T, T, n], in fp32."""
+    """A part [T, T, n] of scores [S, H, T, T], in fp32."""
     return x.flatten(0, 1)[part].float().permute(1, 2, 0)
 
 
@@ -132,7 +132,7 @@ def _dropped(weights: Tensor, extras: Extras, part: slice) -> Tensor:
 
 
 def _parts(queries: Tensor) -> Iterator[slice]:
-    """Of N: as many at a time as make a tile of scores."""
+    """Slices of N whose scores make one tile each."""
     tokens, _, count = queries.shape
     step = max(1, _TILE // tokens**2)
     return (slice(first, first + step) for first in range(0, count, step))
@@ -141,7 +141,7 @@ def _parts(queries: Tensor) -> Iterator[slice]:
 def _scores(
     queries: Tensor, keys: Tensor, mask: Tensor | None, is_causal: bool, previous: Tensor | None, part: slice
 ) -> Tensor:
-    """Those of a part [T, T, n], by query and key."""
+    """Scores of a part [T, T, n], by query and key."""
     scores = _products(queries[..., part], keys[..., part]).div_(math.sqrt(queries.shape[1]))
     if previous is not None:
         scores += _bounded(_of_matrices(previous, part))

@@ -93,7 +93,7 @@ def _keep_attention(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, Tens
 def _attention_gradients(
     ctx: Any, grad: Tensor | None, of_scores: Tensor | None, backward: Any
 ) -> tuple[Tensor | None, ...]:
-    """Of an AttentionCall's fields."""
+    """Gradients of an AttentionCall's fields."""
     o, lse, *tensors = ctx.saved_tensors
     call = AttentionCall(**dict(zip(_TENSORS, tensors, strict=True)), **ctx.rest)
     needed = dict(zip(call._fields, ctx.needs_input_grad, strict=True))
@@ -187,7 +187,7 @@ def _attention_on_gpu(call: AttentionCall, direction: str, *tensors: Tensor | No
 
 
 def _row_stride(x: Tensor | None) -> int:
-    """Of [S, T, width] whose rows lie one after another."""
+    """Row stride of [S, T, width] whose rows lie one after another."""
     assert x is not None
     return x.stride(1)
 

@@ -221,7 +221,7 @@ class _Tensors(NamedTuple):
 
     @property
     def frozen(self) -> bool | tuple[bool, bool]:
-        """Which of the running statistics are."""
+        """Whether each norm's running statistics are frozen."""
         return False if self.running is None else (self.running[0].frozen, self.running[1].frozen)
 
 
@@ -234,7 +234,7 @@ class _Decision(NamedTuple):
 def _encoder_layer(
     x: Tensor, params: EncoderParameters, tensors: _Tensors, decision: _Decision
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of x [S, T, D], the scores, and their factors of this layer."""
+    """Run the layer on x [S, T, D]; also its scores and their factors."""
     options, obstacle, kind = decision
     x = x.contiguous()
     straight = kind is not None and not through_dispatcher()
@@ -260,7 +260,7 @@ def _encoder_layer(
 
 
 def _given(x: Tensor, tensors: _Tensors, options: Options) -> ExtraInputs:
-    """As the fused layer takes them."""
+    """The tensors as the fused layer takes them."""
     from isogemm.encoder.buffers import ExtraInputs
 
     seed = new_seed(x.device) if any(options.dropout) else None
@@ -342,7 +342,7 @@ def _options(
     return_scores: object,
     precision: str | None,
 ) -> Options:
-    """Of valid arguments; raises where one is not."""
+    """Validate the arguments."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}; expected a torch.Tensor [S, T, D] or [T, D]")
     if x.ndim not in (2, 3):

@@ -24,7 +24,7 @@ def encoder_layer(
     running: tuple[RunningStatistics, RunningStatistics] | None,
     options: Options,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of x [S, T, D], mask [S, T] and scores [S, H, T, T], valid and differentiable; the layer's scores; its factors.
+    """Run the layer on valid x [S, T, D], mask [S, T] and scores [S, H, T, T]; also its scores and factors.
 
     The products apply autocast themselves.
     """
@@ -115,7 +115,7 @@ def _operands(
 
 
 def _residual(x: Tensor, options: Options) -> tuple[Tensor, torch.dtype | None]:
-    """As a product adds it, and the dtype of that sum: float32 where autocast's products are in another than x."""
+    """The residual as a product adds it, and that sum's dtype: float32 where autocast's products are not in x's."""
     if x.dtype is options.operand:
         return x, None
     return x.float(), torch.float32

@@ -1,4 +1,4 @@
-"""What the fused encoder layer serves, and with which tiles. Pure: no device, no tensors.
+"""Which layers the fused kernels serve, and with which tiles. Pure: no device, no tensors.
 
 A row's norms are summed in an order that follows the tile, so the tiles are a function of the layer's sizes and number
 types alone, never of the batch. How many programs share the rows changes no bit, and may follow it.
@@ -145,7 +145,7 @@ class Layer:
 
     @cached_property
     def parts(self) -> int:
-        """Of a chunk that are summed for themselves: small weights leave few programs, and their sums cost little."""
+        """Number of partial sums per chunk. More than one for small weights, which leave few programs."""
         rows, most = self.tokens * chunk_of(self.tokens), _MOST_PARTS if self.fragments else 1
         return max(parts for parts in range(1, most + 1) if rows % (FRAGMENT_ROWS * parts) == 0)
 
@@ -170,7 +170,7 @@ _TRANSPOSED_FROM = 64  # padded d_model from which transposes pay
 
 
 def projected_parts(layer: Layer, backward: bool) -> range:
-    """Of q, k, v and do, numbered: those that a projection computes. A backward has q and k that are a result."""
+    """Numbers of those of q, k, v and do that a projection computes. A backward has q and k that are a result."""
     return range(2 if backward and layer.returns_qk else 0, 4 if backward else 3)
 
 
@@ -227,7 +227,7 @@ class RowConfig:
 
 @dataclass(frozen=True)
 class WalkConfig:
-    """Of programs that keep weights and walk over rows, sixteen a warp: how many a multiprocessor holds."""
+    """Programs that keep weights and walk over rows, sixteen per warp; `at_once` of them per multiprocessor."""
 
     warps: int
     at_once: int
@@ -378,7 +378,7 @@ _WARPGROUPS = {
 
 
 def choose_warpgroup(layer: Layer) -> WarpgroupConfigs:
-    """Which of the row kernels are by warpgroups, both of the backward's or none; no bit follows how they are cut."""
+    """Configurations of the row kernels by warpgroups, both of the backward's or none. Do not affect the result."""
     number = _number(layer)
     # Of a single block of features Triton compiles the copies ahead, which do not happen, as unaligned ones.
     features = layer.dim_feedforward % 64 == 0 and layer.dim_feedforward >= 128
@@ -406,7 +406,7 @@ def _number(layer: Layer) -> str:
 
 
 def row_warps(layer: Layer, sm_count: int) -> int:
-    """Of a program, where a warp owns sixteen rows: as many as leave every multiprocessor two. No bit follows."""
+    """Warps per program by fragments: as many as leave two programs per multiprocessor. Does not affect the result."""
     tiles = -(-layer.rows // FRAGMENT_ROWS)
     return max(warps for warps in (1, 2, 4, 8) if warps == 1 or tiles >= 2 * max(1, sm_count) * warps)
 

@@ -66,7 +66,7 @@ def unserved(x: Tensor, params: EncoderParameters, options: Options, factors: in
 def unserved_factors(
     x: Tensor, params: EncoderParameters, nhead: int, operand: torch.dtype, precision: str | None
 ) -> str:
-    """The same by the sizes alone, of a layer that takes scores by factors or gives them."""
+    """Why the fused kernels cannot take or return scores by factors, by the layer's sizes; empty where they can."""
     d_model, number = x.shape[-1], dtype_name(operand)
     sizes = d_model, nhead, params.linear1_weight.shape[0]
     if _arch(x.device) < 80 or not configs.takes_factors(*sizes, number, precision or ""):
@@ -75,7 +75,7 @@ def unserved_factors(
 
 
 def encoder_layer(x: Tensor, params: EncoderParameters, given: ExtraInputs, options: Options) -> Results:
-    """Of x [S, T, D], contiguous; differentiable once."""
+    """Run the fused layer on x [S, T, D], contiguous; differentiable once."""
     parameters, stacked = params.flat(), _is_stacked(params)
     if through_dispatcher(x, *[each for each in (*given, *parameters) if each is not None]):
         return _dispatched(x, parameters, given, stacked, options)
@@ -87,7 +87,7 @@ def kind_of(x: Tensor, params: EncoderParameters, given: ExtraInputs, options: O
 
 
 class Kind:
-    """What calls whose tensors differ in nothing but memory have in common."""
+    """What is common to calls whose tensors differ in their addresses alone."""
 
     __slots__ = ("differentiable", "lasting", "names", "options", "plans", "stacked")
 
@@ -106,7 +106,7 @@ class Kind:
         ]
 
     def launched(self, x: Tensor, parameters: _Parameters, given: ExtraInputs) -> Results:
-        """encoder_layer of tensors of this kind to which torch has nothing to say but autograd."""
+        """Fast path of encoder_layer: plain tensors of this kind, no dispatch mode."""
         if not (self.differentiable and torch.is_grad_enabled()):
             results = _Call(x, given, parameters, self).forward(keep=False)
             return Results(results.y, results.scores, results.statistics, results.qk)
@@ -168,7 +168,7 @@ _OfTensors = Sequence[Tensor | None]  # gradients
 def _accumulate(
     ctx: Any, call: _Call, incoming: IncomingGrads, saved: SavedForBackward
 ) -> tuple[Tensor, _OfTensors, _OfTensors]:
-    """Into the main_grads of the parameters whose gradients this backward is to accumulate."""
+    """Run the backward and accumulate into the parameters' main_grads."""
     needed = ctx.needs_input_grad[_FIRST:]
     totals = [accumulated(owner, need)[1] for owner, need in zip(ctx.owners, needed, strict=True)]
     dx, of_added, gradients = call.accumulate(incoming, saved, totals, needed)
@@ -197,7 +197,7 @@ class _Call:
         self.plan = self._find(kind, keep=forward is None) if plan is None else plan
 
     def _find(self, kind: Kind, keep: bool) -> Plan:
-        """Moves what is not dense and aligned; else the plan is kept for these addresses."""
+        """Copy what is not dense and aligned, and find the plan; cached by address where nothing was copied."""
         mask, *others = self.given
         tensors = [*others, *self.parameters]
         dense = all(each is None or each.is_contiguous() for each in tensors)
@@ -242,7 +242,7 @@ class _Call:
     def _into(
         self, totals: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> tuple[list[Tensor | None], tuple[bool, ...], list[Callable[[], object]]]:
-        """What the launches write to or add to, which of them, and what is then left to do with the totals."""
+        """Gradients that the launches write, which of them are added to, and what to do afterwards."""
         into: list[Tensor | None] = [None] * len(totals)
         added = [False] * len(totals)
         later: list[Callable[[], object]] = []
@@ -293,7 +293,7 @@ def _of_products(parameters: _Parameters, stacked: bool) -> tuple[Tensor, Tensor
 
 
 def _arch(device: torch.device) -> int:
-    """NVIDIA's number; 0 for others, and 80 where kernels are interpreted."""
+    """NVIDIA's architecture number; 0 for other GPUs, 80 where kernels are interpreted."""
     if device.type != "cuda":
         return 80
     arch = devices.facts(device).arch
@@ -309,7 +309,7 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 def _plan(
     x: Tensor, given: ExtraInputs, parameters: _Parameters, addresses: tuple[int, ...], stacked: bool, options: Options
 ) -> Plan:
-    """By all that the launches depend on, Triton's specialisation of the arguments included."""
+    """The plan for all that the launches depend on, including Triton's specialisation of the arguments."""
     wo, w1 = _of_products(parameters, stacked)
     mask = given.mask
     key = (
@@ -360,7 +360,7 @@ def _placed_in(places: Sequence[int], stacked: bool, present: Sequence[Tensor | 
 
 
 def _options(options: Sequence[Any]) -> Options:
-    """As an operator takes them."""
+    """Options as an operator received them."""
     raw = Options(*options)
     return raw._replace(dropout=EncoderDropout(*raw.dropout))
 

@@ -1,4 +1,4 @@
-"""What an encoder layer is made of."""
+"""Parameters and options of an encoder layer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EncoderParameters(NamedTuple):
                 yield name, value
 
     def flat(self) -> tuple[Tensor | None, ...]:
-        """In the same order: twelve, or sixteen where q, k and v have weights of their own."""
+        """The tensors in the same order: twelve, or sixteen where q, k and v have weights of their own."""
         weight, bias = self.in_proj_weight, self.in_proj_bias
         if not isinstance(weight, tuple):
             return cast("tuple[Tensor | None, ...]", self)

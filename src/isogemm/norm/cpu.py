@@ -15,7 +15,7 @@ from isogemm.gemm import cpu
 
 @torch.no_grad()
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float) -> Tensor:
-    """Of the rows x [R, D], in fp32."""
+    """The norm of rows x [R, D], in fp32."""
     normed, _ = _normed(x, kind, eps)
     if weight is not None:
         normed *= weight
@@ -63,7 +63,7 @@ def _over_columns(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def batch_statistics(x: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor | None, eps: float) -> Tensor:
-    """As the kernels' [4, D]: mean, 1 / deviation, that times weight, unbiased variance; as given, or of x [R, D]."""
+    """The kernels' statistics [4, D]: mean, 1 / deviation, that times weight, unbiased variance. Given, or x's."""
     if mean is None or var is None:
         rows = len(x)
         mean = _over_rows(x.to(torch.float64, copy=True)) / rows
@@ -78,7 +78,7 @@ def batch_statistics(x: Tensor, mean: Tensor | None, var: Tensor | None, weight:
 
 @torch.no_grad()
 def batch_norm(x: Tensor, statistics: Tensor, bias: Tensor | None) -> Tensor:
-    """Of the rows x [R, D], in fp32."""
+    """The batch norm of rows x [R, D], in fp32."""
     y = (x.float() - statistics[0]).mul_(statistics[2])
     return y if bias is None else y.add_(bias)
 

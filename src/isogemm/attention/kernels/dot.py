@@ -381,13 +381,11 @@ def _attention_dot_backward_kernel(
 
 
 def describe_attention(problem: Attention, config: DotConfig) -> Launch:
-    """Of q, k, v, mask, previous, seed, o, lse, scores; None where absent."""
     programs = problem.sequences * problem.heads * triton.cdiv(problem.tokens, config.block_q)
     return _describe(_attention_dot_kernel, programs, problem, config)
 
 
 def describe_attention_backward(problem: Attention, config: DotConfig) -> Launch:
-    """Of q, k, v, mask, previous, seed, o, lse, do, d_scores, dq, dk, dv, d_previous; None where absent."""
     blocks = triton.cdiv(problem.tokens, config.block_q) + triton.cdiv(problem.tokens, config.block_k)
     return _describe(_attention_dot_backward_kernel, problem.sequences * problem.heads * blocks, problem, config)
 

@@ -115,7 +115,7 @@ def operand(values, KIND, NATIVE):
 
 @triton.jit
 def floats(raw, KIND, NATIVE):
-    """What was loaded from memory of type KIND, as floats."""
+    """Values loaded from memory of type KIND, as floats."""
     made = ()
     if not NATIVE:
         made = raw
@@ -132,7 +132,7 @@ def floats(raw, KIND, NATIVE):
 
 @triton.jit
 def loaded_operand(raw, FROM, KIND, NATIVE):
-    """What was loaded from memory of type FROM, as an operand."""
+    """Values loaded from memory of type FROM, as an operand."""
     if NATIVE and FROM == KIND and KIND != tl.float32:
         return raw
     else:
@@ -197,7 +197,7 @@ def multiply(acc, a, b, KIND, NATIVE):
 
 @triton.jit
 def weight_row(r):
-    """Of sixteen rows of a weight, the first that lane r reads for `multiply`; the second is two further."""
+    """First of the two rows, of a weight's sixteen, that lane r reads for `multiply`; the second is two further."""
     return r // 2 * 4 + r % 2
 
 
@@ -213,7 +213,7 @@ def load_weights(at, LD, KIND, NATIVE):
 
 @triton.jit
 def prepared_place(n, k, K, KIND):
-    """Where the element (n, k) of a weight [N, K] lies among the prepared: in its block's 256, as lanes read them."""
+    """Offset of element (n, k) of a weight [N, K] in the packed weight: blocks of 256, in the order that lanes read."""
     lane = (n % 16 // 4 * 2 + n % 2) * 4 + k % 16 // 4
     second = n % 4 // 2
     block = (n // 16 * (K // 16) + k // 16) * 256

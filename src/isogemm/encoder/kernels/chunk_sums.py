@@ -74,7 +74,7 @@ def _sum_chunks_kernel(
 def describe_sum_chunks(
     layer: Layer, segments: Sequence[tuple[int, int, int, bool] | None], sizes: Sequence[int]
 ) -> Launch:
-    """Of the partials of both weight_grads and sixteen gradients. sizes: of a chunk's partials.
+    """Launch on the partial sums of both weight_grads and sixteen gradients. sizes: of a chunk's partial sums.
 
     segments: for each gradient which partials it is the sum of, its offset there, its size, whether it is added to.
     """

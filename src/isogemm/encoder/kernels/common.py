@@ -21,7 +21,7 @@ _LEVELS = tl.constexpr(random.LEVELS)
 
 @triton.jit
 def scale_of_kept(DROPPED):
-    """As `epilogues.random.scale` of the probability whose threshold is DROPPED."""
+    """`epilogues.random.scale` of the probability whose threshold is DROPPED."""
     return _LEVELS / (_LEVELS - DROPPED) if DROPPED < _LEVELS else 0.0
 
 
@@ -91,7 +91,7 @@ def in_proj(q, k, v, part, size, STACKED):
 
 @triton.jit
 def projected_at(qkv_ptr, v_ptr, part, size, FIRST):
-    """Where a part of so many elements goes: to its place among q, k and v, or v elsewhere, FIRST where it is alone."""
+    """Address of a part of `size` elements: its place among q, k and v, or v's own. FIRST == 2: v alone is computed."""
     if v_ptr is None:
         return qkv_ptr + part * size
     elif FIRST == 2:

@@ -282,7 +282,7 @@ def _move(running, new, factor, D, BLOCK):
 
 @triton.jit
 def _update_running(statistics, mean, var, batches, momentum, D, CUMULATIVE, BLOCK):
-    """As torch does: a cumulative average of uncounted batches stays as it is."""
+    """Update as torch does: a cumulative average of uncounted batches stays as it is."""
     factor = momentum
     if batches is not None:
         count = tl.load(batches) + 1
@@ -310,17 +310,17 @@ def _running_kernel(
 
 
 def describe_moments(rows: int, d: int, pdl: bool = False) -> Launch:
-    """Of x; to moments [tiles, 3, D]: each tile's mean, what its rounding took, the sum of squared deviations."""
+    """Launch on x and moments [tiles, 3, D] (out): each tile's mean, its rounding error, the sum of squared deviations."""
     return _by_tile(_moments_kernel, rows, d, TILE_ROWS, (rows,), {}, pdl)
 
 
 def describe_group_moments(rows: int, d: int, height: int = TILE_ROWS, pdl: bool = False) -> Launch:
-    """Of moments, of `height` rows each; to those of groups [groups(rows, height), 3, D]."""
+    """Launch on moments of `height` rows each and moments of groups [groups(rows, height), 3, D] (out)."""
     return _by_group(_group_moments_kernel, rows, d, {}, height, pdl)
 
 
 def describe_statistics(rows: int, d: int, eps: float, height: int = TILE_ROWS, pdl: bool = False) -> Launch:
-    """Of moments, running_mean, running_var, weight; to statistics.
+    """Launch on moments, running_mean, running_var, weight and statistics (out).
 
     Those are [4, D]: mean, 1 / deviation, that times weight (None: 1), unbiased variance. Of the batch, by moments of
     `height` rows each, or where those are None the running ones.
@@ -329,14 +329,14 @@ def describe_statistics(rows: int, d: int, eps: float, height: int = TILE_ROWS, 
 
 
 def describe_normalise(rows: int, d: int, pdl: bool = False) -> Launch:
-    """Of x, statistics, bias; to y."""
+    """Launch on x, statistics, bias and y (out)."""
     return _by_tile(_normalise_kernel, rows, d, _height(d), (rows,), {}, pdl)
 
 
 def describe_gradient_sums(
     rows: int, d: int, slots: int = 1, width: int = 2, which: int = 0, pdl: bool = False
 ) -> Launch:
-    """Of grad, x, statistics; to sums [tiles * slots, width, D].
+    """Launch on grad, x, statistics and sums [tiles * slots, width, D] (out).
 
     There, in the first of a tile's slots, the sums of grad * xhat and of grad are rows which and which + 1; in its
     other slots zeros.
@@ -348,7 +348,7 @@ def describe_gradient_sums(
 def describe_group_sums(
     rows: int, d: int, slots: int = 1, width: int = 2, which: int = 0, height: int = TILE_ROWS, pdl: bool = False
 ) -> Launch:
-    """Of sums as above, of `height` rows each; to those of groups [groups(rows, height), 2, D]."""
+    """Launch on such sums of `height` rows each and sums of groups [groups(rows, height), 2, D] (out)."""
     constants = {"SLOTS": slots, "WIDTH": width, "WHICH": which}
     return _by_group(_group_sums_kernel, rows, d, constants, height, pdl)
 
@@ -356,7 +356,7 @@ def describe_group_sums(
 def describe_coefficients(
     rows: int, d: int, slots: int = 1, width: int = 2, which: int = 0, height: int = TILE_ROWS, pdl: bool = False
 ) -> Launch:
-    """Of sums, statistics; to coefficients [2, D], and to the gradients of weight and bias; None what is not wanted.
+    """Launch on sums, statistics, coefficients [2, D] and weight's and bias' gradients (out; None if not wanted).
 
     The coefficients are the means over all rows of grad, and of grad * xhat times 1 / deviation. sums: as above, of
     `height` rows each.
@@ -366,7 +366,7 @@ def describe_coefficients(
 
 
 def describe_batch_norm_backward(rows: int, d: int, p: float = 0.0, place: int = 0, pdl: bool = False) -> Launch:
-    """Of grad, x, statistics, coefficients, residual; to dx and dropped; of seed.
+    """Launch on grad, x, statistics, coefficients, residual, dx and dropped (out), and seed.
 
     dx = scale * (grad - c0 - (x - mean) * c1) + residual. Without coefficients, of running statistics, scale * grad +
     residual: x is not read. dropped: what dropout with probability p makes of dx at this place, a field of
@@ -377,13 +377,13 @@ def describe_batch_norm_backward(rows: int, d: int, p: float = 0.0, place: int =
 
 
 def describe_dropped(rows: int, d: int, p: float, place: int, pdl: bool = False) -> Launch:
-    """Of x and seed; to what dropout with probability p makes of x at this place."""
+    """Launch on x, seed, and x after dropout with probability p at this place (out)."""
     scalars = (rows, random.threshold(p), random.scale(p))
     return _by_tile(_dropped_kernel, rows, d, _height(d), scalars, {"PLACE": place}, pdl)
 
 
 def describe_running(d: int, momenta: Sequence[float | None], pdl: bool = False) -> Launch:
-    """Of statistics, mean, var, batches, and the four of a second norm or None; momenta: of one or both.
+    """Launch on statistics, mean, var, batches, and the four of a second norm or None; momenta: of one or both.
 
     Each of mean, var and batches may be None.
     """
@@ -394,7 +394,7 @@ def describe_running(d: int, momenta: Sequence[float | None], pdl: bool = False)
 
 
 def _height(d: int) -> int:
-    """Of a tile whose rows do not meet."""
+    """Rows of a tile in the kernels whose rows are independent."""
     return _ELEMENTS // min(_padded(d), _COLUMNS)
 
 

@@ -84,12 +84,12 @@ def _norm_backward_kernel(
 
 
 def describe_norm(rows: int, d: int, kind: str, eps: float, config: NormConfig) -> Launch:
-    """Of x, weight, bias, out."""
+    """Launch on x, weight, bias and out."""
     return Launch(_norm_kernel, -(-rows // config.rows), (rows, eps), _constants(d, kind, config), _options(config))
 
 
 def describe_norm_backward(rows: int, d: int, kind: str, eps: float, config: NormConfig) -> Launch:
-    """Of grad, x, weight; to dx and the sums for weight and bias."""
+    """Launch on grad, x, weight; dx and the sums for weight and bias (out)."""
     constants = _constants(d, kind, config) | {"BLOCK": SUM_ROWS, "STAGES": config.num_stages}
     return Launch(_norm_backward_kernel, -(-rows // SUM_ROWS), (rows, eps), constants, _options(config))
 

@@ -349,10 +349,6 @@ def _attention_mma_backward_kernel(
 
 
 def describe_attention_backward(problem: Attention, config: MmaConfig) -> Launch:
-    """Of q, k, v, mask, previous, seed, o, lse, do, d_scores, dq, dk, dv, d_previous; None where absent.
-
-    With factors or gradients that come in, then q0, k0, .. q3, k3, dq0, dk0, .. dq3, dk3, dq_in, dk_in.
-    """
     programs = ops.programs_of(problem, config)
     of_do = problem.head if problem.by_head else problem.heads * problem.head
     strides = (*problem.row_strides[:3], of_do, *problem.row_strides[3:])

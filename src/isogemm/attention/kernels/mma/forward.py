@@ -159,7 +159,6 @@ def _attend_row(top, total, s0, s1, s2, s3, scale, NATIVE, EMPTY):
 
 
 def describe_attention(problem: Attention, config: MmaConfig) -> Launch:
-    """Of q, k, v, mask, previous, seed, o, lse, scores; None where absent. With factors, then q0, k0, .. q3, k3."""
     scalars = () if problem.factors else (None,) * (2 * MOST_FACTORS)
     scalars += (problem.sequences, problem.tokens, *ops.scales(problem), *problem.row_strides)
     scalars += (*problem.masking, *problem.dropping)

@@ -67,7 +67,7 @@ def _half_product(even, odd, a0, a1, b):
 
 @triton.jit
 def as_operands(raw, ROUNDED, KIND, NATIVE):
-    """What was read, for every eight columns, as operands; ROUNDED: it is rounded."""
+    """Loaded values as operands, for every eight columns; ROUNDED: they are rounded already."""
     made = ()
     for j in tl.static_range(len(raw)):
         if ROUNDED and NATIVE:
@@ -195,7 +195,7 @@ def load_rows(at, ld, token, tokens, c, D, KIND, NATIVE, BOUNDED=True):
 
 @triton.jit
 def load_row(at, ld, token, tokens, c, D, KIND, NATIVE, BOUNDED):
-    """The same of row token alone."""
+    """`load_rows` of row token alone."""
     at += at_most_last(token, tokens, BOUNDED) * ld
     found = ()
     for j in tl.static_range(0, D, 8):
@@ -228,7 +228,7 @@ def load_column(at, ld, token, tokens, r, D, KIND, NATIVE, BOUNDED):
 
 @triton.jit
 def load_operands(ats, ld, token, tokens, lane, READ, ROUNDED, D, KIND, NATIVE, BOUNDED=True):
-    """What READ, one of the three above, finds of every layer, as operands; ROUNDED: of the last it is rounded."""
+    """What READ, one of the three above, loads of every layer, as operands; ROUNDED: the last one's is rounded."""
     made = ()
     for layer in tl.static_range(len(ats)):
         raw = READ(ats[layer], ld, token, tokens, lane, D, KIND, NATIVE, BOUNDED)
@@ -276,7 +276,7 @@ def scores_of_rows(at, query, key, tokens, EVEN, WIDE, NATIVE):
 
 @triton.jit
 def scores_of_columns(at, query, key, tokens, WIDE):
-    """The same of the transpose: [16, 8] by key and query."""
+    """`scores_of_rows` of the transpose: [16, 8] by key and query."""
     found = ()
     for i in tl.static_range(4):
         found = found + (_score(at, query + i % 2, key + 8 * (i // 2), tokens, WIDE),)
@@ -307,7 +307,7 @@ def with_scores(s, raw, root, PAIRS, KIND, NATIVE):
 
 @triton.jit
 def write_scores(at, query, key, even, odd, tokens, live, EVEN, WIDE, NATIVE):
-    """Those of keys key and key + 1."""
+    """Store a query's scores of keys key and key + 1."""
     KIND: tl.constexpr = at.dtype.element_ty
     live = live & (query < tokens)
     to = _score_at(at, query, key, tokens, WIDE)
@@ -320,7 +320,7 @@ def write_scores(at, query, key, even, odd, tokens, live, EVEN, WIDE, NATIVE):
 
 @triton.jit
 def random_words(dropout, keys, queries, ALONG_KEYS):
-    """As in `epilogues.random`, of two neighbours in groups of keys or of queries: the four words of each.
+    """Random words as in `epilogues.random`: four for each of two neighbours in groups of keys or of queries.
 
     dropout: the seed, the threshold and the matrix.
     """
@@ -368,7 +368,7 @@ def with_products(acc, a, b, KIND, NATIVE):
 
 @triton.jit
 def score_of_key(mask_at, mask_step, key, tokens, root, MASK):
-    """What is added to every score of a key, in their units: 0, or the mask; -inf for one beyond the end.
+    """The term that is added to every score of a key: 0, or the mask; -inf for one beyond the end.
 
     Not asked for where there is no mask and no key beyond.
     """

@@ -119,7 +119,7 @@ def plus_scaled(a, factor, b, D):
 
 @triton.jit
 def pairs_of(tokens):
-    """How many pairs there are."""
+    """Number of pairs."""
     return (tokens >> 4 << 3) + tl.minimum(tokens & 15, 8)
 
 
@@ -165,7 +165,7 @@ def matrix_at(ptr, matrix, tokens, WIDE):
 
 @triton.jit
 def _score_at(at, query, key, tokens, WIDE):
-    """Of the last query or key for any beyond."""
+    """Address of a score; the last query's or key's for any beyond."""
     query = tl.minimum(query, tokens - 1)
     if WIDE:
         query = query.to(tl.int64)
@@ -194,7 +194,7 @@ def write_score(at, query, key, x, tokens, live, WIDE):
 
 @triton.jit
 def random_words(dropout, keys, queries):
-    """As in `epilogues.random`, of a pair of keys and one of queries; dropout: the seed, the threshold, the matrix."""
+    """Random words as in `epilogues.random`, of a pair of keys and one of queries; dropout: seed, threshold, matrix."""
     zero = tl.zeros(dropout[2].shape, tl.int32)
     return philox(dropout[0], keys + zero, queries + zero, dropout[2])
 

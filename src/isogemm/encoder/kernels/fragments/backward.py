@@ -25,7 +25,7 @@ _MOST_REGISTERS = 128  # with which a multiprocessor holds two programs of eight
 
 @triton.jit
 def _place_of_sums(norm_sums, r, c, live, D, BLOCK):
-    """Where a warp's sums [6, D] go, at a lane's columns; and whether the lane is one that writes them."""
+    """Address of a warp's sums [6, D] at a lane's columns; and whether the lane writes them."""
     tile = tl.program_id(0) * (BLOCK // 32) + tl.arange(0, BLOCK) // 32
     return norm_sums + (tile.to(tl.int64) * (6 * D) + 4 * c), (r == 0) & live[0]
 

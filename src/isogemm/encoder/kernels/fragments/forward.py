@@ -48,7 +48,7 @@ def _rounded(values):
 
 @triton.jit
 def _store_heads(ptr, block, at, live, c, column, rows, D, HEAD, BY_HEAD, LD, NATIVE):
-    """Of [rows, D] to [D / HEAD, rows, HEAD] where BY_HEAD, as attention's operands, or to rows LD apart."""
+    """Store a block of [rows, D] as attention's operands [D / HEAD, rows, HEAD] where BY_HEAD, or to rows LD apart."""
     if BY_HEAD:
         if ptr.dtype.element_ty == tl.float32:
             block = _rounded(block)

@@ -143,7 +143,7 @@ def four_sum(block, first: tl.constexpr):
 
 @triton.jit
 def row_sums(blocks, NATIVE):
-    """Of each of both rows, over all columns."""
+    """Sums of both rows over all columns."""
     upper = four_sum(blocks[0], 0)
     lower = four_sum(blocks[0], 4)
     for i in tl.static_range(1, len(blocks)):
@@ -222,7 +222,7 @@ def batch_normed_rows(x, statistics, b_ptr, c, D, NATIVE):
 
 @triton.jit
 def _random_words(seed, row, group, c, NATIVE):
-    """Of 32 columns of a row, the generator's words for a lane's four in the first sixteen, and for its four in the
+    """The generator's words of a row's 32 columns: for a lane's four in the first sixteen, and for its four in the
     others: two words each, for two columns each.
 
     Two calls have the words of this lane and of the lane across, which make one each.
@@ -241,7 +241,7 @@ def _random_words(seed, row, group, c, NATIVE):
 
 @triton.jit
 def words_of_rows(seed, at, group, c, NATIVE):
-    """Of 32 columns, a block's words and the next one's."""
+    """The generator's words of a block and of the next one."""
     upper = _random_words(seed, at[0], group, c, NATIVE)
     lower = _random_words(seed, at[1], group, c, NATIVE)
     return upper[0] + lower[0], upper[1] + lower[1]
@@ -255,7 +255,7 @@ def no_words(BLOCK):
 
 @triton.jit
 def keeping_of(words, DROPPED):
-    """What dropout multiplies a block with, as `epilogues.random` has it."""
+    """Dropout's factors of a block, as in `epilogues.random`."""
     made = ()
     for e in tl.static_range(8):
         bits = words[e // 2] >> 16 if e % 2 else words[e // 2] & 0xFFFF
@@ -265,7 +265,7 @@ def keeping_of(words, DROPPED):
 
 @triton.jit
 def dropped_rows(blocks, seed_ptr, PLACE, at, c, DROPPED, NATIVE):
-    """Of whole rows, at most 32 columns."""
+    """Dropout of whole rows, at most 32 columns."""
     words = words_of_rows(tl.load(seed_ptr) + PLACE, at, 0, c, NATIVE)
     made = ()
     for i in tl.static_range(len(blocks)):

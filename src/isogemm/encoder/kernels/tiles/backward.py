@@ -44,7 +44,7 @@ def _live_statistics(x, row, rows, eps, BM, D, DP, NORM):
 
 @triton.jit
 def _first_slot(norm_sums, tile, SLOTS, first: tl.constexpr, end: tl.constexpr, D, DP):
-    """Where a tile's sums go; the rest of the SLOTS that it has, one for each smallest tile, are zeros."""
+    """First of the tile's SLOTS for sums, one per smallest tile; zeros are written to the others."""
     col = tl.arange(0, DP)
     for slot in tl.static_range(1, SLOTS):
         at = norm_sums + ((tile * SLOTS + slot).to(tl.int64) * (6 * D) + col)

@@ -127,7 +127,7 @@ def batch_normed(x, statistics_ptr, b_ptr, D, DP):
 
 @triton.jit
 def dropout(value, seed_ptr, PLACE, row, col, DROPPED, BM, BC):
-    """Of a tile [BM, BC] whose first element is (row, col)."""
+    """Dropout of a tile [BM, BC] whose first element is (row, col)."""
     r = (row + tl.arange(0, BM)).to(tl.int32)[:, None]
     c = (col + tl.arange(0, BC))[None, :]
     kept = is_kept(tl.load(seed_ptr) + PLACE, row, col, r, c, DROPPED, BM, BC, False)
@@ -136,7 +136,7 @@ def dropout(value, seed_ptr, PLACE, row, col, DROPPED, BM, BC):
 
 @triton.jit
 def is_kept_transposed(seed_ptr, PLACE, row, col, DROPPED, BM, BC):
-    """Where `dropout` keeps an element, as a tile [BC, BM]."""
+    """Mask of the elements that `dropout` keeps, as a tile [BC, BM]."""
     seed = tl.load(seed_ptr) + PLACE
     r = (row + tl.arange(0, BM)).to(tl.int32)[None, :]
     if BC < 32:

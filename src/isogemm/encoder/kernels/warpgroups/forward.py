@@ -32,7 +32,7 @@ _SIDE = 64  # of a tile of weights that one program prepares
 
 @gluon.jit
 def _place(column, KIND):
-    """Of a weight's column among the prepared."""
+    """Place of a weight's column in the packed weight."""
     if KIND == gl.float32:
         return column // 8 * 8 + column % 2 * 4 + column % 8 // 2
     else:
@@ -41,7 +41,7 @@ def _place(column, KIND):
 
 @gluon.jit
 def _column_at(place, KIND):
-    """Which column of a weight is prepared there."""
+    """Column of a weight that is packed at this place."""
     if KIND == gl.float32:
         return place // 8 * 8 + place % 4 * 2 + place % 8 // 4
     else:
@@ -75,7 +75,7 @@ def _keep_vector(slot, ptr, D, WARPS):
 
 @gluon.jit
 def _kept_vector(slot, D, WARPS, KIND):
-    """Of `_keep_vector`, for every row."""
+    """The vector that `_keep_vector` stored, for every row."""
     return slot.load(gl.SliceLayout(0, ops.rows_layout(D, WARPS, KIND)))[None, :]
 
 

@@ -34,14 +34,14 @@ reinterpret = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
 
 @gluon.constexpr_function
 def rows_layout(columns, warps, kind):
-    """Of [16 * warps, columns], as a product of operands of this kind leaves it."""
+    """Layout of a product's result [16 * warps, columns]."""
     depth = 8 if kind == gl.float32 else 16
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, depth])
 
 
 @gluon.constexpr_function
 def operand_layout(columns, warps, kind):
-    """Of the left operand of a product with so many columns."""
+    """Layout of the left operand of a product with so many columns."""
     return gl.DotOperandLayout(0, rows_layout(columns, warps, kind), 1 if kind == gl.float32 else 2)
 
 
@@ -101,7 +101,7 @@ def operand(x, N, WARPS, KIND):
 
 @gluon.jit
 def row_numbers(first, COLUMNS, WARPS, KIND, INDEX):
-    """Of a program's rows, for tiles of so many columns."""
+    """Numbers of a program's rows, for tiles of so many columns."""
     layout: gl.constexpr = gl.SliceLayout(1, rows_layout(COLUMNS, WARPS, KIND))
     return (first + gl.arange(0, 16 * WARPS, layout)).to(INDEX)
 
@@ -188,7 +188,7 @@ def batch_normed(x, statistics_ptr, b_ptr, D, WARPS, KIND):
 
 @gluon.jit
 def keeping(seed, row, column, COLUMNS, DROPPED, WARPS, KIND):
-    """What dropout multiplies with, as `kernels_forward.dropout` does: of columns from `column` on, a multiple of 16.
+    """Dropout's factors of columns from `column`, a multiple of 16, on; the same as `tiles.ops.dropout`'s.
 
     A lane holds the columns of one call of the generator, which compilers see.
     """
@@ -212,8 +212,9 @@ def places_for(ROWS, COLUMNS, KIND, STAGES=1):
 
 @gluon.jit
 def place_of(f, rows, BF, STAGES=1):
-    """Of the block of features from f on. Compilers shall not see that it is often 0: they would keep all addresses in
-    registers, from block to block."""
+    """Slot of the block of features from f on.
+
+    Hides from the compiler that it is often 0: it would keep all addresses in registers, from block to block."""
     return f // BF % STAGES + ((f + rows) >> 31)
 
 
@@ -247,7 +248,7 @@ def fetch_rows(tile, ptr, first, rows, LD, WARPS, INDEX):
 
 @gluon.jit
 def rows_in(tile, live, WARPS):
-    """Of `fetch_rows`, zeros where not live."""
+    """The rows that `fetch_rows` fetched, zeros where not live."""
     value = tile.load(rows_layout(tile.shape[1], WARPS, gl.float32))
     return gl.where(live[:, None], value, 0.0)
 
