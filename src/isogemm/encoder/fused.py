@@ -365,12 +365,7 @@ def _options(options: Sequence[Any]) -> Options:
     return raw._replace(dropout=EncoderDropout(*raw.dropout))
 
 
-def _encoder_layer(
-    x: Tensor,
-    params: Sequence[Tensor],
-    places: Sequence[int],
-    *rest: Any,
-) -> tuple[Tensor, ...]:
+def _encoder_layer(x: Tensor, params: Sequence[Tensor], places: Sequence[int], *rest: Any) -> tuple[Tensor, ...]:
     given, (_, _, _, stacked, *options) = ExtraInputs(*rest[: len(EXTRA)]), rest[len(EXTRA) :]
     parameters = _placed_in(places, stacked, params)
     call = _Call(x, given, parameters, Kind(x, parameters, given, stacked, _options(options)))
@@ -493,11 +488,7 @@ for _schema, _function, _fake in (
         _encoder_layer,
         _encoder_layer_fake,
     ),
-    (
-        f"encoder_layer_backward({_KEPT}, {_OPTIONS}) -> Tensor[]",
-        _encoder_layer_backward,
-        _encoder_layer_backward_fake,
-    ),
+    (f"encoder_layer_backward({_KEPT}, {_OPTIONS}) -> Tensor[]", _encoder_layer_backward, _encoder_layer_backward_fake),
     (
         "encoder_layer_backward_into(Tensor(a!) dx, Tensor(b!)[] of_added, Tensor(c!)[] into, Tensor[] owners, "
         f"int[] of_params, {_KEPT}, {_OPTIONS}) -> ()",

@@ -19,16 +19,7 @@ from isogemm.attention.configs import MOST_FACTORS, Attention
 from isogemm.core import device as devices
 from isogemm.encoder import configs, layout
 from isogemm.encoder.batch_norm_steps import BatchNormSteps
-from isogemm.encoder.buffers import (
-    ADDED_INPUTS,
-    SEPARATE,
-    STACKED,
-    TILE_SUMS,
-    Buffers,
-    Pair,
-    Partials,
-    parameter_shape,
-)
+from isogemm.encoder.buffers import ADDED_INPUTS, SEPARATE, STACKED, TILE_SUMS, Buffers, Pair, Partials, parameter_shape
 from isogemm.encoder.configs import Layer, WeightSums
 from isogemm.encoder.gradients import Division, Gradients
 from isogemm.encoder.schedule import Argument, Bound, Buffer, Schedule, Step, addresses_of, spans

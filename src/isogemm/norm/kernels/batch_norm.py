@@ -310,7 +310,7 @@ def _running_kernel(
 
 
 def describe_moments(rows: int, d: int, pdl: bool = False) -> Launch:
-    """Launch on x and moments [tiles, 3, D] (out): each tile's mean, its rounding error, the sum of squared deviations."""
+    """Launch on x and moments [tiles, 3, D] (out): mean, its rounding error, sum of squared deviations."""
     return _by_tile(_moments_kernel, rows, d, TILE_ROWS, (rows,), {}, pdl)
 
 

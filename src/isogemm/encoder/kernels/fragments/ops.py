@@ -326,11 +326,7 @@ def row_programs_of(layer: Layer, warps: int) -> int:
 
 
 def numbers_of(layer: Layer) -> dict[str, object]:
-    return {
-        "KIND": TYPES[layer.operand],
-        "NATIVE": not triton.knobs.runtime.interpret,
-        "INDEX": index_type(layer),
-    }
+    return {"KIND": TYPES[layer.operand], "NATIVE": not triton.knobs.runtime.interpret, "INDEX": index_type(layer)}
 
 
 def launch_of(layer: Layer, warps: int) -> dict[str, object]:

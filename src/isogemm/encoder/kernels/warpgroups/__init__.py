@@ -3,9 +3,4 @@
 from isogemm.encoder.kernels.warpgroups.backward import describe_feedforward_backward, describe_input_grad
 from isogemm.encoder.kernels.warpgroups.forward import describe_feedforward, describe_project
 
-__all__ = [
-    "describe_feedforward",
-    "describe_feedforward_backward",
-    "describe_input_grad",
-    "describe_project",
-]
+__all__ = ["describe_feedforward", "describe_feedforward_backward", "describe_input_grad", "describe_project"]
