@@ -1,5 +1,16 @@
 """The fused layer's kernels in three formulations, whose functions have the same names.
 
+    project               n = norm(x); q, k, v = n Wqkv + bqkv; in a backward also do = ds Wo
+    out_project           s = x + dropout(o Wo + bo), or norm(x) + ...
+    feedforward           s = x + o Wo + bo, or s = x without o; u = norm(s); y = s + dropout(act(u W1 + b1)) W2 + b2;
+                          with RESIDUAL_NORMED y = u + ...; with NORM_LAST the norm of that
+    feedforward_backward  from dy to ds; for a batch norm to du. Writes u, act(z), dz and dlast after dropout, which the
+                          weights' gradients need
+    input_grad            dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, and that norm for the weights'
+                          gradients. RESIDUAL: whether the residual's gradient goes "around" the norm, "through" it, or
+                          is added by another launch
+    weight_grads          a chunk's left^T right of two weights, the sums of left's columns, and the tiles' sums
+
 The `describe_` functions give a launch on these arguments, None for absent ones:
 
 - project: x, the norm's weight and bias; in_proj's weights and biases of q, k and v; qkv (out); ds, out_proj's weight

@@ -83,8 +83,6 @@ def _feedforward_backward_rows_kernel(
     EXACT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    # From dy to ds, the gradient of s = x + o Wo + bo, or without o, of x; where the norm is a batch norm, to the
-    # gradient of its result u. u = norm(s), act(z), dz and what dropout leaves of dlast are for the weights' gradients.
     start_launch(PDL)
     r, c, at, live, inside = ops.place_rows(tl.program_id(0), rows, INDEX, BLOCK)
     lane = 4 * r + c
@@ -165,9 +163,6 @@ def _input_grad_rows_kernel(
     D: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
     INDEX: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients. Where ds is
-    # what dropout left, the residual's gradient is another; RESIDUAL: whether it goes "around" the norm, "through" it,
-    # or is added elsewhere.
     start_launch(PDL)
     r, c, at, live, inside = ops.place_rows(tl.program_id(0), rows, INDEX, BLOCK)
     lane = 4 * r + c

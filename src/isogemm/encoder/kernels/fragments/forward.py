@@ -146,7 +146,6 @@ def _out_project_rows_kernel(
     D: tl.constexpr, NORM: tl.constexpr, DROPPED: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
     INDEX: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # s = x + dropout(o Wo + bo), or norm(x) + ...
     start_launch(PDL)
     r, c, at, live, inside = ops.place_rows(tl.program_id(0), rows, INDEX, BLOCK)
     s = ops.projected_rows(o_ptr, wo, bo, inside, c, 4 * r + c, D, KIND, BLOCK, NATIVE)
@@ -166,8 +165,6 @@ def _feedforward_rows_kernel(
     HIDDEN_DROPPED: tl.constexpr, DROPPED: tl.constexpr, ACT: tl.constexpr, EXACT: tl.constexpr, KIND: tl.constexpr,
     NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # s = x + o Wo + bo, or without o, x; u = norm(s); y = s + dropout(act(u W1 + b1)) W2 + b2, with RESIDUAL_NORMED
-    # y = u + ..., and with NORM_LAST the norm of that.
     start_launch(PDL)
     r, c, at, live, inside = ops.place_rows(tl.program_id(0), rows, INDEX, BLOCK)
     lane = 4 * r + c

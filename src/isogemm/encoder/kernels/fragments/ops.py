@@ -42,27 +42,27 @@ def place_rows(first_program, rows, INDEX, BLOCK):
 @triton.jit
 def load_rows(ptr, at, c, LD, COLUMNS, NATIVE):
     """Both rows as blocks of floats."""
-    KIND: tl.constexpr = ptr.dtype.element_ty
-    upper = ptr + (at[0] * LD + 4 * c)
-    lower = ptr + (at[1] * LD + 4 * c)
-    made = ()
-    for i in tl.static_range(0, COLUMNS, 16):
-        above = floats(load_four(upper + i, NATIVE), KIND, NATIVE)
-        made = made + (above + floats(load_four(lower + i, NATIVE), KIND, NATIVE),)
-    return made
+    return load_operands(ptr, at, c, LD, COLUMNS, None, NATIVE)
 
 
 @triton.jit
 def load_operands(ptr, at, c, LD, COLUMNS, KIND, NATIVE):
-    """Both rows as operands."""
-    FROM: tl.constexpr = ptr.dtype.element_ty
+    """Both rows as operands of type KIND; as floats where that is None."""
     upper = ptr + (at[0] * LD + 4 * c)
     lower = ptr + (at[1] * LD + 4 * c)
     made = ()
     for i in tl.static_range(0, COLUMNS, 16):
-        above = loaded_operand(load_four(upper + i, NATIVE), FROM, KIND, NATIVE)
-        made = made + (above + loaded_operand(load_four(lower + i, NATIVE), FROM, KIND, NATIVE),)
+        made = made + (_four(upper + i, KIND, NATIVE) + _four(lower + i, KIND, NATIVE),)
     return made
+
+
+@triton.jit
+def _four(at, KIND, NATIVE):
+    raw = load_four(at, NATIVE)
+    if KIND is None:
+        return floats(raw, at.dtype.element_ty, NATIVE)
+    else:
+        return loaded_operand(raw, at.dtype.element_ty, KIND, NATIVE)
 
 
 @triton.jit

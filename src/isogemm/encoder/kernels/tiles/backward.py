@@ -86,16 +86,11 @@ def _feedforward_backward_kernel(
     ACT: tl.constexpr, ACT_GRAD: tl.constexpr, EXACT: tl.constexpr, INDEX: tl.constexpr,
     BM: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # From dy to ds, the gradient of s = x + o Wo + bo, or without o, of x; where the norm is a batch norm, to the
-    # gradient of its result u. u = norm(s), act(z), dz and what dropout leaves of dlast are for the weights' gradients.
     start_launch(PDL)
     tile = tl.program_id(0)
     row = (tile * BM).to(INDEX)
     slot = _first_slot(norm_sums, tile, SLOTS, 0 if NORM_LAST else 4 if NORM == "batch_norm" else 2, 5, D, DP)
-    if o_ptr is None:
-        s = ops.row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
-    else:
-        s = ops.attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, PACKED, OPERAND, PRECISION, BM, BK)
+    s = ops.attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, PACKED, OPERAND, PRECISION, BM, BK)
     if NORM == "batch_norm":
         u = ops.batch_normed(s, norm_w, norm_b, D, DP)
     else:
@@ -142,10 +137,7 @@ def _feedforward_backward_kernel(
     elif RESIDUAL_NORMED:
         ds += ops.row_tile(dy_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
     if NORM != "batch_norm":
-        if o_ptr is None:
-            s = ops.row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
-        else:
-            s = ops.row_tile(ds_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+        s = ops.row_tile(x_ptr if o_ptr is None else ds_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
         ds = _norm_backward(ds, s, mean, deviation, norm_w, norm_sums, slot, 0 if NORM_LAST else 2, D, DP, NORM)
         if not RESIDUAL_NORMED:
             ds += ops.row_tile(dy_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
@@ -161,9 +153,6 @@ def _input_grad_kernel(
     TRANSPOSED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients. Where ds is
-    # what dropout left, the residual's gradient is another; RESIDUAL: whether it goes "around" the norm, "through" it,
-    # or is added elsewhere.
     start_launch(PDL)
     tile = tl.program_id(0)
     row = (tile * BM).to(INDEX)
@@ -256,7 +245,7 @@ def _chunk_product(
     row = m + tl.arange(0, BM)
     col = n + tl.arange(0, BN)
     # wgmma reads `a` while the loop goes on, and Triton 3.6 would refill the buffer of an `a` that is also read into
-    # registers too pdl: there the columns are summed by the tensor cores, in two parts where `a` is rounded here.
+    # registers too early: there the columns are summed by the tensor cores, in two parts where `a` is rounded here.
     ASYNC: tl.constexpr = BM >= 64
     ones = tl.full((BK, 16), 1.0, OPERAND)
     acc = tl.zeros((BM, BN), tl.float32)

@@ -119,7 +119,6 @@ def _out_project_kernel(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    # s = x + ops.dropout(o Wo + bo), or norm(x) + ...
     start_launch(PDL)
     row = (tl.program_id(0) * BM).to(INDEX)
     s = ops.projected(o_ptr, wo, bo, row, rows, D, DP, PACKED, OPERAND, PRECISION, BM, BK)
@@ -151,14 +150,9 @@ def _feedforward_kernel(
     INDEX: tl.constexpr, PARKED: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    # s = x + o Wo + bo, or without o, x; u = norm(s); y = s + ops.dropout(act(u W1 + b1)) W2 + b2, with RESIDUAL_NORMED
-    # y = u + ..., and with NORM_LAST the norm of that.
     start_launch(PDL)
     row = (tl.program_id(0) * BM).to(INDEX)
-    if o_ptr is None:
-        s = ops.row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
-    else:
-        s = ops.attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, PACKED, OPERAND, PRECISION, BM, BK)
+    s = ops.attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, PACKED, OPERAND, PRECISION, BM, BK)
     if NORM == "batch_norm":
         u = ops.batch_normed(s, norm_w, norm_b, D, DP)
     else:

@@ -191,9 +191,12 @@ def projected(o_ptr, wo, bo, row, rows, D, DP, PACKED, OPERAND, PRECISION, BM, B
 
 @triton.jit
 def attended(x_ptr, o_ptr, wo, bo, row, rows, D, DP, PACKED, OPERAND, PRECISION, BM, BK):
-    """x + o Wo + bo, [BM, DP]."""
-    s = projected(o_ptr, wo, bo, row, rows, D, DP, PACKED, OPERAND, PRECISION, BM, BK)
-    return s + row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+    """x + o Wo + bo, or x without o, [BM, DP]."""
+    if o_ptr is None:
+        return row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
+    else:
+        s = projected(o_ptr, wo, bo, row, rows, D, DP, PACKED, OPERAND, PRECISION, BM, BK)
+        return s + row_tile(x_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
 
 
 @triton.jit

@@ -86,8 +86,6 @@ def _feedforward_backward_warpgroup_kernel(
     HIDDEN_DROPPED: gl.constexpr, DROPPED: gl.constexpr, TRANSPOSED: gl.constexpr, ACT: gl.constexpr,
     ACT_GRAD: gl.constexpr, INDEX: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    # From dy to ds, the gradient of s = x + o Wo + bo, or without o, of x; where the norm is a batch norm, to the
-    # gradient of its result u. u = norm(s), act(z), dz and what dropout leaves of dlast are for the weights' gradients.
     # A weight's next block is copied while the others' are multiplied.
     start_launch(PDL)
     BM: gl.constexpr = 16 * WARPS
@@ -202,9 +200,6 @@ def _input_grad_warpgroup_kernel(
     D: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, TRANSPOSED: gl.constexpr, INDEX: gl.constexpr,
     STAGES: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    # dx = ds + (dq Wq + dk Wk + dv Wv) through the norm of x, which is written for the weights' gradients. Where ds is
-    # what dropout left, the residual's gradient is another; RESIDUAL: whether it goes "around" the norm, "through" it,
-    # or is added elsewhere.
     start_launch(PDL)
     BM: gl.constexpr = 16 * WARPS
     KIND: gl.constexpr = gl.float32

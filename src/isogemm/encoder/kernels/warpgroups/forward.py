@@ -216,8 +216,7 @@ def _feedforward_warpgroup_kernel(
     HIDDEN_DROPPED: gl.constexpr, DROPPED: gl.constexpr, ACT: gl.constexpr, KIND: gl.constexpr, INDEX: gl.constexpr,
     STAGES: gl.constexpr, BF: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    # s = x + o Wo + bo, or without o, x; u = norm(s); y = s + dropout(act(u W1 + b1)) W2 + b2, with RESIDUAL_NORMED
-    # y = u + ..., and with NORM_LAST the norm of that. A weight's next block is copied while the other's is multiplied.
+    # A weight's next block is copied while the other's is multiplied.
     start_launch(PDL)
     BM: gl.constexpr = 16 * WARPS
     # Tensor cores round sums toward zero: a y among them would shrink with every few features.
