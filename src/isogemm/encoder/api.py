@@ -126,7 +126,8 @@ def encoder_layer(
     """
     if is_intercepted():
         return cast(Tensor, handle_torch_function(cast(Any, encoder_layer), (), **locals()))
-    given = _Tensors.of(key_padding_mask, scores, running)
+    plain, factors = (None, scores) if isinstance(scores, tuple) else (scores, ())
+    given = _Tensors(key_padding_mask, plain, factors, running)
     decision = _decided(
         x, params, given, nhead, norm_first, residual_normed, activation, norm, eps, is_causal, dropout, training,
         return_scores, precision,
@@ -188,23 +189,12 @@ def encoder_chunk(
 
 
 class _Tensors(NamedTuple):
-    """A call's, besides x and the parameters."""
+    """A call's tensors besides x and the parameters."""
 
     mask: Tensor | None  # [S, T]
     scores: Tensor | None  # [S, H, T, T]
     factors: tuple[Tensor, ...]  # [2, H, S, T, d] each
     running: tuple[RunningStatistics, RunningStatistics] | None
-
-    @classmethod
-    def of(
-        cls,
-        mask: Tensor | None,
-        scores: Tensor | tuple[Tensor, ...] | None,
-        running: tuple[RunningStatistics, RunningStatistics] | None,
-    ) -> _Tensors:
-        if isinstance(scores, tuple):
-            return cls(mask, None, scores, running)
-        return cls(mask, scores, (), running)
 
     def of_one_more_dimension(self) -> _Tensors:
         return self._replace(
@@ -320,28 +310,16 @@ def _decide(x: Tensor, params: EncoderParameters, tensors: _Tensors, *rest: Any)
 def _record(x: Tensor, params: EncoderParameters, options: Options, path: str, reason: str) -> None:
     if dispatch.active and not is_compiling():
         sizes = [*x.shape, options.nhead, params.linear1_weight.shape[0]]
-        number = (
-            f"{dtype_name(options.operand)}/{options.precision}" if options.precision else dtype_name(options.operand)
-        )
-        dispatch.record(Dispatch("encoder_layer", path, f"{sizes} {number}", "", reason))
+        precision = f"/{options.precision}" if options.precision else ""
+        problem = f"{sizes} {dtype_name(options.operand)}{precision}"
+        dispatch.record(Dispatch("encoder_layer", path, problem, "", reason))
 
 
 def _options(
-    x: Tensor,
-    params: EncoderParameters,
-    tensors: _Tensors,
-    nhead: int,
-    norm_first: bool,
-    residual_normed: bool,
-    activation: str,
-    norm: str,
-    eps: float,
-    is_causal: bool,
-    dropout: float | EncoderDropout,
-    training: bool,
-    return_scores: object,
-    precision: str | None,
-) -> Options:
+    x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int, norm_first: bool, residual_normed: bool,
+    activation: str, norm: str, eps: float, is_causal: bool, dropout: float | EncoderDropout, training: bool,
+    return_scores: object, precision: str | None,
+) -> Options:  # fmt: skip
     """Validate the arguments."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}; expected a torch.Tensor [S, T, D] or [T, D]")

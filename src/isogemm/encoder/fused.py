@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,7 +19,7 @@ from isogemm.encoder.buffers import ADDED, EXTRA, SEPARATE, STACKED, ExtraInputs
 from isogemm.encoder.configs import Layer
 from isogemm.encoder.gradients import Gradients
 from isogemm.encoder.parameters import EncoderDropout, EncoderParameters, Options
-from isogemm.encoder.plan import Forward, IncomingGrads, Plan, SavedForBackward
+from isogemm.encoder.plan import IncomingGrads, Plan, Results, SavedForBackward
 from isogemm.encoder.schedule import addresses_of
 from isogemm.gemm.autograd import accumulated, given_or_accumulated, main_grad_of, parameter
 from isogemm.gemm.op import is_added, require_total
@@ -34,15 +33,6 @@ _NAMES = {
     "b1": "linear1_bias", "b2": "linear2_bias", "s1": "norm1_bias", "s2": "norm2_bias",
 }  # fmt: skip
 _Parameters = Sequence[Tensor | None]  # in the order of plan.STACKED or SEPARATE
-
-
-class Results(NamedTuple):
-    """y; where the layer has them, its scores, the statistics of its batch norms [2, 4, D], its queries and keys."""
-
-    y: Tensor
-    scores: Tensor | None = None
-    statistics: Tensor | None = None
-    qk: Tensor | None = None
 
 
 def unserved(x: Tensor, params: EncoderParameters, options: Options, factors: int = 0) -> str:
@@ -108,8 +98,7 @@ class Kind:
     def launched(self, x: Tensor, parameters: _Parameters, given: ExtraInputs) -> Results:
         """Fast path of encoder_layer: plain tensors of this kind, no dispatch mode."""
         if not (self.differentiable and torch.is_grad_enabled()):
-            results = _Call(x, given, parameters, self).forward(keep=False)
-            return Results(results.y, results.scores, results.statistics, results.qk)
+            return _Call(x, given, parameters, self).forward(keep=False)
         if not self.names:
             return Results(_apply(self, given, x, *given.added, *parameters))
         y, *more = _apply(self, given, x, *given.added, *parameters)
@@ -213,7 +202,7 @@ class _Call:
             kind.plans[self.addresses] = plan
         return plan
 
-    def forward(self, keep: bool) -> Forward:
+    def forward(self, keep: bool) -> Results:
         """keep: with what a backward needs."""
         return self.plan.forward(self.x, (*self.given, *self.parameters), self.addresses, keep)
 
@@ -345,11 +334,9 @@ def _dispatched(x: Tensor, parameters: _Parameters, given: ExtraInputs, stacked:
     arguments = (present, places, *given, *accumulated, stacked, *options)
     y, _, scores, statistics, qk = torch.ops.isogemm.encoder_layer(x, *arguments)
     return Results(
-        y,
-        scores if options.return_scores else None,
-        statistics if options.norm == "batch_norm" else None,
+        y, None, scores if options.return_scores else None, statistics if options.norm == "batch_norm" else None,
         qk if options.return_factors else None,
-    )
+    )  # fmt: skip
 
 
 def _placed_in(places: Sequence[int], stacked: bool, present: Sequence[Tensor | None]) -> _Parameters:
@@ -405,14 +392,9 @@ def _encoder_layer_backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
 
 
 def _encoder_layer_backward_into(
-    dx: Tensor,
-    of_added: Sequence[Tensor],
-    into: Sequence[Tensor],
-    owners: Sequence[Tensor],
-    of_params: Sequence[int],
-    dy: Tensor,
-    *rest: Any,
-) -> None:
+    dx: Tensor, of_added: Sequence[Tensor], into: Sequence[Tensor], owners: Sequence[Tensor], of_params: Sequence[int],
+    dy: Tensor, *rest: Any,
+) -> None:  # fmt: skip
     """The same, written to `dx`, `of_added` and `into`; added to what is there for parameters that have an owner."""
     call = _BackwardCall.of(dy, *rest)
     added = {index: owner for index, owner in zip(of_params, owners, strict=True) if is_added("a parameter", owner)}
@@ -442,16 +424,12 @@ class _BackwardCall(NamedTuple):
 
     @classmethod
     def of(cls, *arguments: Any) -> _BackwardCall:
-        rest = iter(arguments)
-        incoming, saved = (
-            IncomingGrads(*islice(rest, len(IncomingGrads._fields))),
-            SavedForBackward(*islice(rest, len(SavedForBackward._fields))),
-        )
-        x, params, places, *more = rest
-        *given, stacked = more[: len(_READ_AGAIN) + 1]
+        given_end = 9 + len(_READ_AGAIN)
+        x, params, places = arguments[6:9]
         return cls(
-            incoming, saved, x, params, places, ExtraInputs(*given), stacked, _options(more[len(_READ_AGAIN) + 1 :])
-        )
+            IncomingGrads(*arguments[:3]), SavedForBackward(*arguments[3:6]), x, params, places,
+            ExtraInputs(*arguments[9:given_end]), arguments[given_end], _options(arguments[given_end + 1 :]),
+        )  # fmt: skip
 
 
 def _backward(call: _BackwardCall, totals: Sequence[Tensor | None]) -> tuple[Tensor, _OfTensors, list[Tensor | None]]:

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 _MOST_GRADIENTS = 16  # that one launch adds up
 
 
-class Forward(NamedTuple):
-    """y [S, T, D]; what a backward needs of the rest, where it was asked for; and other results of the layer."""
+class Results(NamedTuple):
+    """A forward's results; None for those that a layer does not have."""
 
-    y: Tensor
-    kept: Tensor | None
-    scores: Tensor | None  # [S, H, T, T]
-    statistics: Tensor | None  # of both batch norms [2, 4, D]
-    qk: Tensor | None  # its queries and keys [2, H, S, T, d]
+    y: Tensor  # [S, T, D]
+    kept: Tensor | None = None  # for the backward, where it was asked for
+    scores: Tensor | None = None  # [S, H, T, T]
+    statistics: Tensor | None = None  # of both batch norms [2, 4, D]
+    qk: Tensor | None = None  # the layer's queries and keys [2, H, S, T, d]
 
 
 class IncomingGrads(NamedTuple):
@@ -83,7 +83,7 @@ class Plan:
         self._forwards = {keep: self._forward_schedule(keep) for keep in (True, False)}
         self._backwards: dict[object, tuple[Schedule, int]] = {}
 
-    def forward(self, x: Tensor, given: Sequence[Tensor | None], addresses: tuple[int, ...], keep: bool) -> Forward:
+    def forward(self, x: Tensor, given: Sequence[Tensor | None], addresses: tuple[int, ...], keep: bool) -> Results:
         """given: what `EXTRA` names, and the parameters."""
         schedule, size = self._forwards[keep]
         layer = self.layer
@@ -101,7 +101,7 @@ class Plan:
             statistics = torch.empty((2, 4, layer.d_model), dtype=torch.float32, device=self.device)
         rest = (x, y, kept, work, scores, statistics, qk)
         schedule.run(addresses + addresses_of(rest), given, rest)
-        return Forward(y, kept, scores, statistics, qk)
+        return Results(y, kept, scores, statistics, qk)
 
     def backward(
         self, incoming: IncomingGrads, saved: SavedForBackward, x: Tensor, given: Sequence[Tensor | None],
