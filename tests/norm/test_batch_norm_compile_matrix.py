@@ -16,18 +16,18 @@ ROWS = 3000 * configs.TILE_ROWS
 KINDS = {"seed": "*i64", "batches0": "*i64", "batches1": "*i64"}
 
 
-def jobs(d=128, dtype="*fp32", early=True):
+def jobs(d=128, dtype="*fp32", pdl=True):
     launches = [
-        kernels.describe_moments(ROWS, d, early),
-        kernels.describe_group_moments(ROWS, d, early=early),
-        kernels.describe_statistics(ROWS, d, 1e-5, early=early),
-        kernels.describe_normalise(ROWS, d, early),
-        kernels.describe_gradient_sums(ROWS, d, 4, 6, 2, early),
-        kernels.describe_group_sums(ROWS, d, 4, 6, 2, early=early),
-        kernels.describe_coefficients(ROWS, d, 4, 6, 2, early=early),
-        kernels.describe_batch_norm_backward(ROWS, d, 0.2, 1, early),
-        kernels.describe_dropped(ROWS, d, 0.2, 1, early),
-        kernels.describe_running(d, (0.1, None), early),
+        kernels.describe_moments(ROWS, d, pdl),
+        kernels.describe_group_moments(ROWS, d, pdl=pdl),
+        kernels.describe_statistics(ROWS, d, 1e-5, pdl=pdl),
+        kernels.describe_normalise(ROWS, d, pdl),
+        kernels.describe_gradient_sums(ROWS, d, 4, 6, 2, pdl),
+        kernels.describe_group_sums(ROWS, d, 4, 6, 2, pdl=pdl),
+        kernels.describe_coefficients(ROWS, d, 4, 6, 2, pdl=pdl),
+        kernels.describe_batch_norm_backward(ROWS, d, 0.2, 1, pdl),
+        kernels.describe_dropped(ROWS, d, 0.2, 1, pdl),
+        kernels.describe_running(d, (0.1, None), pdl),
     ]
     return [_job(launch, d, dtype) for launch in launches]
 
@@ -45,7 +45,7 @@ def _cases():
         yield job, "sm_90"
     for target in TARGETS:
         if target != "sm_90":
-            yield jobs(48, "*bf16", early=False)[7], target
+            yield jobs(48, "*bf16", pdl=False)[7], target
 
 
 CASES = list(_cases())

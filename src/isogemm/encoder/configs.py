@@ -88,7 +88,7 @@ class Layer:
 
     @cached_property
     def ld(self) -> int:
-        """Between the rows of a transpose."""
+        """Distance between the rows of a transpose."""
         return -(-self.rows // 16) * 16
 
     @cached_property
@@ -115,7 +115,7 @@ class Layer:
 
     @cached_property
     def packed_weights(self) -> bool:
-        """Whether the products read prepared weights: rounded, cast, three made one, or in fragments."""
+        """Whether the products read packed weights: rounded, cast, three made one, or in fragments."""
         return self.fragments or self.precision == "tf32" or self.weights != self.operand or not self.stacked
 
     @cached_property

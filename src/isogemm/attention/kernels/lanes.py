@@ -48,7 +48,7 @@ def load_four(at, NATIVE):
 
 @triton.jit
 def _load_constant(at):
-    """Sixteen bytes of what no launch that may still run has written: weights prepared two launches ago."""
+    """Sixteen bytes of what no launch that may still run has written: weights packed two launches ago."""
     return tl.inline_asm_elementwise(
         "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [at],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
@@ -212,7 +212,7 @@ def load_weights(at, LD, KIND, NATIVE):
 
 
 @triton.jit
-def prepared_place(n, k, K, KIND):
+def packed_place(n, k, K, KIND):
     """Offset of element (n, k) of a weight [N, K] in the packed weight: blocks of 256, in the order that lanes read."""
     lane = (n % 16 // 4 * 2 + n % 2) * 4 + k % 16 // 4
     second = n % 4 // 2
@@ -224,8 +224,8 @@ def prepared_place(n, k, K, KIND):
 
 
 @triton.jit
-def load_prepared(at, lane, KIND, NATIVE):
-    """A block of a prepared weight, the 256 elements at `at`, as operands."""
+def load_packed(at, lane, KIND, NATIVE):
+    """A block of a packed weight, the 256 elements at `at`, as operands."""
     if not NATIVE:
         SECOND: tl.constexpr = 128 if KIND == tl.float32 else 4
         lane *= 4 if KIND == tl.float32 else 8

@@ -35,7 +35,9 @@ def operand(x, OPERAND, PRECISION):
 
 
 @triton.jit
-def prepare(item, wq, wk, wv, wo, w1, w2, packed, TILE, D, F, SIDE, STACKED, PROJECTED, TRANSPOSE, OPERAND, PRECISION):
+def pack_weights(
+    item, wq, wk, wv, wo, w1, w2, packed, TILE, D, F, SIDE, STACKED, PROJECTED, TRANSPOSE, OPERAND, PRECISION
+):
     """Write one tile of the weights as operands: rounded or cast, and with TRANSPOSE also its transpose.
 
     `packed` holds out_proj, linear1, linear2, in_proj; then the transposes of linear2, linear1, out_proj, in_proj.
@@ -120,7 +122,7 @@ def project_constants(layer: Layer, biases: bool, backward: bool) -> dict[str, o
 
 
 def packing_programs(layer: Layer, side: int, transpose: bool) -> int:
-    """Programs that `prepare` the weights, a tile of side x side each."""
+    """Programs that `pack_weights` the weights, a tile of side x side each."""
     across, down = -(-layer.d_model // side), -(-layer.dim_feedforward // side)
     return across * across * (4 if transpose else 1) + 2 * across * down
 

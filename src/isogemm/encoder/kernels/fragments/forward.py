@@ -9,7 +9,7 @@ from isogemm.attention.kernels.lanes import (
     load_weights,
     multiply,
     operand,
-    prepared_place,
+    packed_place,
     store_four,
     weight_row,
     zero_block,
@@ -25,8 +25,8 @@ from isogemm.encoder.kernels.common import (
     activation_constants,
     feedforward_sizes,
     in_proj,
+    pack_weights,
     packing_programs,
-    prepare,
     project_constants,
     projected_at,
 )
@@ -35,7 +35,7 @@ from isogemm.encoder.kernels.fragments import ops
 from isogemm.epilogues import random
 from isogemm.gemm.kernels import round_by_instruction
 
-_SIDE = 32  # of a tile of weights that one program prepares
+_SIDE = 32  # of a tile of weights that one program packs
 
 
 @triton.jit
@@ -63,15 +63,15 @@ def _store_heads(ptr, block, at, live, c, column, rows, D, HEAD, BY_HEAD, LD, NA
 
 
 @triton.jit
-def _prepare_tile(w, straight, transposed, r, c, first, ROWS, COLS, LD, SIDE, STRAIGHT, TRANSPOSE, KIND, PRECISION):
+def _pack_tile(w, straight, transposed, r, c, first, ROWS, COLS, LD, SIDE, STRAIGHT, TRANSPOSE, KIND, PRECISION):
     n = r + tl.arange(0, SIDE)[:, None]
     k = c + tl.arange(0, SIDE)[None, :]
     live = (n < ROWS) & (k < COLS)
     tile = as_operand(tl.load(w + (n * COLS + k), mask=live, other=0.0), KIND, PRECISION)
     if STRAIGHT:
-        tl.store(straight + prepared_place(n, k, COLS, KIND), tile, mask=live)
+        tl.store(straight + packed_place(n, k, COLS, KIND), tile, mask=live)
     if TRANSPOSE:
-        tl.store(transposed + prepared_place(k, first + n, LD, KIND), tile, mask=live)
+        tl.store(transposed + packed_place(k, first + n, LD, KIND), tile, mask=live)
 
 
 @triton.jit(do_not_specialize=["rows", "row_programs"])
@@ -84,7 +84,7 @@ def _project_rows_kernel(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # q, k and v of a program's rows, from FIRST on, or with SPLIT one of them; in the backward others compute
-    # do = ds Wo. In the forward the last programs prepare the weights for the other launches.
+    # do = ds Wo. In the forward the last programs pack the weights for the other launches.
     start_launch(PDL)
     program = tl.program_id(0)
     PARTS: tl.constexpr = 3 - FIRST if SPLIT else 1
@@ -102,8 +102,8 @@ def _project_rows_kernel(
                 acc = ops.times_block(ds, wo, 4 * r + c, j, D, BLOCK, KIND, NATIVE)
                 _store_heads(do_ptr, acc, at, live, c, 16 * j, rows.to(INDEX), D, HEAD, BY_HEAD, D, NATIVE)
         else:
-            prepare(
-                program, wq, wk, wv, wo, w1, w2, packed, _prepare_tile, D, F, SIDE, STACKED, True, TRANSPOSE, KIND,
+            pack_weights(
+                program, wq, wk, wv, wo, w1, w2, packed, _pack_tile, D, F, SIDE, STACKED, True, TRANSPOSE, KIND,
                 "tf32" if KIND == tl.float32 else "",
             )  # fmt: skip
 

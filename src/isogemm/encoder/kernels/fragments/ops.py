@@ -1,7 +1,7 @@
 """The row kernels of layers that fragments hold: a warp owns sixteen rows from the first product to the last.
 
 What a warp does depends on its own rows alone, in an order that no tile and no launch changes. The weights come
-prepared (`prepare`): rounded or cast, and each block of 16 x 16 in the order in which lanes read it.
+packed (`pack_weights`): rounded or cast, and each block of 16 x 16 in the order in which lanes read it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from isogemm.attention.kernels.lanes import (
     across,
     floats,
     load_four,
-    load_prepared,
+    load_packed,
     loaded_operand,
     multiply,
     operand,
@@ -273,7 +273,7 @@ def dropped_rows(blocks, seed_ptr, PLACE, at, c, DROPPED, NATIVE):
     return made
 
 
-# products with prepared weights
+# products with packed weights
 
 
 @triton.jit
@@ -281,7 +281,7 @@ def times_block(a, w, lane, first, K, BLOCK, KIND, NATIVE):
     """One block of columns of a W^T; first: the block's place among the weight's, K columns deep."""
     acc = zero_block(BLOCK)
     for i in tl.static_range(len(a)):
-        acc = multiply(acc, a[i], load_prepared(w + (first * (K // 16) + i) * 256, lane, KIND, NATIVE), KIND, NATIVE)
+        acc = multiply(acc, a[i], load_packed(w + (first * (K // 16) + i) * 256, lane, KIND, NATIVE), KIND, NATIVE)
     return acc
 
 
@@ -291,7 +291,7 @@ def with_block(acc, a, w, lane, k, K, KIND, NATIVE):
     made = ()
     for j in tl.static_range(len(acc)):
         made = made + (
-            multiply(acc[j], a, load_prepared(w + (j * (K // 16) + k) * 256, lane, KIND, NATIVE), KIND, NATIVE),
+            multiply(acc[j], a, load_packed(w + (j * (K // 16) + k) * 256, lane, KIND, NATIVE), KIND, NATIVE),
         )
     return made
 

@@ -22,8 +22,8 @@ from isogemm.encoder.kernels.common import (
     feedforward_sizes,
     in_proj,
     index_type,
+    pack_weights,
     packing_programs,
-    prepare,
     project_constants,
     projected_at,
     scale_of_kept,
@@ -31,12 +31,12 @@ from isogemm.encoder.kernels.common import (
 from isogemm.encoder.kernels.tiles import ops
 from isogemm.epilogues import random
 
-_SIDE = 64  # of a tile of weights that one program prepares
+_SIDE = 64  # of a tile of weights that one program packs
 _TILES_AT_ONCE = 2  # programs of a projection per multiprocessor
 
 
 @triton.jit
-def _prepare_tile(w, straight, transposed, r, c, first, ROWS, COLS, LD, SIDE, STRAIGHT, TRANSPOSE, OPERAND, PRECISION):
+def _pack_tile(w, straight, transposed, r, c, first, ROWS, COLS, LD, SIDE, STRAIGHT, TRANSPOSE, OPERAND, PRECISION):
     tile = ops.operand(ops.weight_tile(w, r, c, ROWS, COLS, SIDE, SIDE), OPERAND, PRECISION)
     row = (r + tl.arange(0, SIDE))[:, None]
     col = (c + tl.arange(0, SIDE))[None, :]
@@ -57,8 +57,8 @@ def _project_kernel(
     BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Programs keep one part of the weight, BN columns of q, k or v, and walk over rows. In the backward there is a
-    # fourth part, do = ds Wo, and FIRST is v's where q and k were kept. In a forward that reads prepared weights, the
-    # last programs prepare them for the others.
+    # fourth part, do = ds Wo, and FIRST is v's where q and k were kept. In a forward that reads packed weights, the
+    # last programs pack them for the others.
     start_launch(PDL)
     PARTS: tl.constexpr = (4 if BACKWARD else 3) - FIRST
     BLOCKS: tl.constexpr = (D + BN - 1) // BN
@@ -70,13 +70,13 @@ def _project_kernel(
     if first >= per_part:
         if PACKED and not BACKWARD:
             item = program - per_part * (PARTS * BLOCKS)
-            prepare(
-                item, wq, wk, wv, wo, w1, w2, packed, _prepare_tile,
+            pack_weights(
+                item, wq, wk, wv, wo, w1, w2, packed, _pack_tile,
                 D, F, SIDE, STACKED, True, TRANSPOSE, OPERAND, PRECISION,
             )  # fmt: skip
     elif part < 3:
         w_ptr = in_proj(wq, wk, wv, part, D * D, STACKED or (PACKED and BACKWARD))
-        if PACKED and not BACKWARD:  # by way of its place among the prepared: loaded operands need no registers
+        if PACKED and not BACKWARD:  # by way of its place among the packed: loaded operands need no registers
             w = ops.forward_weight(w_ptr, n, 0, D, D, BN, DP, False, OPERAND, PRECISION)
             w_ptr = packed + (D * D + 2 * D * F) + part * (D * D)
             ops.store_tile(w_ptr, w, n, D, 0, D, BN, DP, D)

@@ -39,7 +39,7 @@ def weight_tile(ptr, row, col, ROWS, COLS, BR, BC):
 
 @triton.jit
 def forward_weight(ptr, n, k, N, K, BN, BK, PACKED, OPERAND, PRECISION):
-    """[BN, BK] of a weight W [N, K], or of what `prepare` made of it."""
+    """[BN, BK] of a weight W [N, K], or of what `pack_weights` made of it."""
     tile = weight_tile(ptr, n, k, N, K, BN, BK)
     if PACKED:
         return tile
@@ -49,7 +49,7 @@ def forward_weight(ptr, n, k, N, K, BN, BK, PACKED, OPERAND, PRECISION):
 
 @triton.jit
 def backward_weight(ptr, n, k, N, K, BN, BK, PACKED, OPERAND, PRECISION):
-    """[BN, BK] of W^T for a weight W [K, N], or of its prepared transpose."""
+    """[BN, BK] of W^T for a weight W [K, N], or of its packed transpose."""
     if PACKED:
         return weight_tile(ptr, n, k, N, K, BN, BK)
     else:

@@ -21,7 +21,7 @@ from isogemm.encoder.kernels.common import (
 from isogemm.encoder.kernels.warpgroups import ops
 
 _GROUP = gl.constexpr(GROUP_ROWS)
-# Of blocks of dqkv: 32 columns of rows, and of its transpose. No banks conflict.
+# Layouts of blocks of dqkv, 32 columns of rows, and of its transpose: no bank conflicts.
 _NARROW_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 _TRANSPOSED_TILE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 

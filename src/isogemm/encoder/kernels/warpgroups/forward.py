@@ -16,14 +16,14 @@ from isogemm.encoder.kernels.common import (
     activation_constants,
     feedforward_sizes,
     in_proj,
+    pack_weights,
     packing_programs,
-    prepare,
     project_constants,
     projected_at,
 )
 from isogemm.encoder.kernels.warpgroups import ops
 
-_SIDE = 64  # of a tile of weights that one program prepares
+_SIDE = 64  # of a tile of weights that one program packs
 
 
 @gluon.jit
@@ -51,7 +51,7 @@ def _normed(x, live, eps, g_ptr, b_ptr, D, NORM, WARPS, KIND):
 
 
 @gluon.jit
-def _prepare_tile(w, straight, transposed, r, c, first, ROWS, COLS, LD, SIDE, STRAIGHT, TRANSPOSE, KIND, PRECISION):
+def _pack_tile(w, straight, transposed, r, c, first, ROWS, COLS, LD, SIDE, STRAIGHT, TRANSPOSE, KIND, PRECISION):
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     row = (r + gl.arange(0, SIDE, gl.SliceLayout(1, layout)))[:, None]
     col = (c + gl.arange(0, SIDE, gl.SliceLayout(0, layout)))[None, :]
@@ -137,7 +137,7 @@ def _project_warpgroup_kernel(
     KIND: gl.constexpr, INDEX: gl.constexpr, SIDE: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # Programs keep one of the weights of q, k and v and walk over rows. In the backward there is a fourth, for
-    # do = ds Wo, and FIRST is v's where q and k were kept. In a forward the last programs prepare the weights for other
+    # do = ds Wo, and FIRST is v's where q and k were kept. In a forward the last programs pack the weights for other
     # launches, where these want that.
     start_launch(PDL)
     PARTS: gl.constexpr = (4 if BACKWARD else 3) - FIRST
@@ -147,8 +147,8 @@ def _project_warpgroup_kernel(
     first = program // PARTS
     if first >= per_part:
         if packed is not None:
-            prepare(
-                program - per_part * PARTS, wq, wk, wv, wo, w1, w2, packed, _prepare_tile,
+            pack_weights(
+                program - per_part * PARTS, wq, wk, wv, wo, w1, w2, packed, _pack_tile,
                 D, F, SIDE, STACKED, False, TRANSPOSE, KIND, "tf32" if KIND == gl.float32 else "",
             )  # fmt: skip
     else:

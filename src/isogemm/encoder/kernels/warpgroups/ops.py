@@ -3,7 +3,7 @@
 A product's left operand is in registers, but for one that finds no room there; the weights come through shared memory,
 block after block, copied while others are multiplied. A lane holds columns 2 c and 2 c + 1 of every eight in a result.
 In 16 bits that is how the next product wants them; TF32 takes the same registers for columns c and c + 4, so of the
-weights' columns every eight are prepared in the order 0, 2, 4, 6, 1, 3, 5, 7, and nothing moves between lanes.
+weights' columns every eight are packed in the order 0, 2, 4, 6, 1, 3, 5, 7, and nothing moves between lanes.
 
 What a row's bits depend on is its own values alone, in an order that neither the rows of a program nor the launch
 changes; sums over rows are taken of 64.
@@ -80,7 +80,7 @@ def as_number(x, KIND):
 
 @gluon.jit
 def in_order(x, KIND):
-    """Rows x as numbers of a left operand, in the order of the prepared weights' columns."""
+    """Rows x as numbers of a left operand, in the order of the packed weights' columns."""
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     x = as_number(x, KIND)
