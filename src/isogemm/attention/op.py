@@ -171,7 +171,7 @@ def _attention_on_gpu(call: AttentionCall, direction: str, *tensors: Tensor | No
     sequences, tokens, _ = call.q.shape
     problem = Attention(
         sequences, tokens, call.nhead, call.width // call.nhead, dtype_name(call.q.dtype), call.precision or "ieee",
-        tuple(_row_stride(each) for each in (q, k, v, *grads)), call.is_causal,
+        tuple(cast(Tensor, each).stride(1) for each in (q, k, v, *grads)), call.is_causal,
         "" if mask is None else "bool" if mask.dtype is torch.bool else "additive",
         (0, 0) if mask is None else cast("tuple[int, int]", mask.stride()), kernels.backend(),
         dropout=call.dropout, previous=previous is not None, scores=last is not None,
@@ -184,12 +184,6 @@ def _attention_on_gpu(call: AttentionCall, direction: str, *tensors: Tensor | No
         rest[1] = placed(last)
     describe = kernels.describe_attention if forward else kernels.describe_attention_backward
     run(describe(problem), (q, k, v, mask, previous, seed if call.dropout else None, o, lse, *rest))
-
-
-def _row_stride(x: Tensor | None) -> int:
-    """Row stride of [S, T, width] whose rows lie one after another."""
-    assert x is not None
-    return x.stride(1)
 
 
 # registration with torch.library, for torch.compile, fake tensors and dispatch modes

@@ -157,7 +157,7 @@ class Plan:
                  self._apart_v),
             ),
             Step(
-                "attention", self._describe_attention,
+                "attention", partial(self._describe_attention, False, layer.scores),
                 (b.q, b.k, b.v, b.mask, b.previous if layer.previous else None,
                  b.seed if layer.dropout.attention else None, b.kept.o, b.kept.lse, b.scores if layer.scores else None,
                  *(self._factors(b.factors) if layer.factors else ())),
@@ -276,7 +276,7 @@ class Plan:
                  None, None, None, self._apart_v),
             ),
             Step(
-                ("attention_backward", d_scores, d_qk), partial(self._describe_attention_backward, d_scores, d_qk),
+                ("attention_backward", d_scores, d_qk), partial(self._describe_attention, True, d_scores, d_qk),
                 (b.q, b.k, b.v, b.mask, b.previous if layer.previous else None,
                  b.seed if layer.dropout.attention else None, b.kept.o, b.kept.lse, b.do,
                  b.d_scores if d_scores else None, b.dq, b.dk, b.dv, b.d_previous if layer.previous else None,
@@ -388,26 +388,18 @@ class Plan:
 
         return describe_sum_chunks(self.layer, segments, sizes)
 
-    def _describe_attention(self) -> Launch:
+    def _describe_attention(self, backward: bool, scores: bool, added: bool = False) -> Launch:
+        """scores: whether they, or in a backward their gradient, are in memory; added: whether d_qk comes in."""
         from isogemm.attention import kernels
-
-        return kernels.describe_attention(self._attention(backward=False, scores=self.layer.scores))
-
-    def _describe_attention_backward(self, d_scores: bool, d_qk: bool) -> Launch:
-        from isogemm.attention import kernels
-
-        return kernels.describe_attention_backward(self._attention(backward=True, scores=d_scores, added=d_qk))
-
-    def _attention(self, backward: bool, scores: bool, added: bool = False) -> Attention:
-        from isogemm.attention.kernels import backend
 
         layer = self.layer
         width = 3 * layer.d_model
         read = (layer.head if layer.by_head else width,) * 3
         written = (layer.ld if layer.transposed else width,) * 3 if backward else ()
-        return Attention(
+        problem = Attention(
             layer.sequences, layer.tokens, layer.nhead, layer.head, layer.operand, layer.precision or "ieee",
             read + written, layer.causal, layer.mask, layer.mask_strides,
-            backend(), layer.pdl, layer.by_head, backward and layer.transposed,
+            kernels.backend(), layer.pdl, layer.by_head, backward and layer.transposed,
             layer.dropout.attention, layer.previous, scores, layer.factors, added,
         )  # fmt: skip
+        return kernels.describe_attention_backward(problem) if backward else kernels.describe_attention(problem)
