@@ -17,7 +17,6 @@ from isogemm.core.dispatch import Dispatch
 from isogemm.core.eager import autocast_dtype, is_intercepted, likeness, refuse_transforms, through_dispatcher
 from isogemm.core.errors import require_precision, require_same
 from isogemm.encoder import composed
-from isogemm.encoder.batch_norm import update_running
 from isogemm.encoder.parameters import (
     ACTIVATIONS,
     NORMS,
@@ -31,10 +30,11 @@ from isogemm.epilogues import random
 from isogemm.gemm.describe import dtype_name
 from isogemm.gemm.fused import new_seed
 from isogemm.gemm.op import SERVED
+from isogemm.norm.op import update_running
 
 if TYPE_CHECKING:
+    from isogemm.encoder.buffers import ExtraInputs
     from isogemm.encoder.fused import Kind
-    from isogemm.encoder.plan import Given
 
 
 class _Named(TypedDict, total=False):
@@ -126,7 +126,8 @@ def encoder_layer(
     """
     if is_intercepted():
         return cast(Tensor, handle_torch_function(cast(Any, encoder_layer), (), **locals()))
-    given = _Tensors.of(key_padding_mask, scores, running)
+    plain, factors = (None, scores) if isinstance(scores, tuple) else (scores, ())
+    given = _Tensors(key_padding_mask, plain, factors, running)
     decision = _decided(
         x, params, given, nhead, norm_first, residual_normed, activation, norm, eps, is_causal, dropout, training,
         return_scores, precision,
@@ -134,13 +135,13 @@ def encoder_layer(
     if running is not None and not training:
         given = given._replace(running=(running[0]._replace(frozen=True), running[1]._replace(frozen=True)))
     if x.ndim == 2:
-        y, of_layer, own = _encoder_layer(x[None], params, given.of_one_more_dimension(), decision)
+        y, of_layer, qk = _encoder_layer(x[None], params, given.of_one_more_dimension(), decision)
         y = y[0]
-        of_layer, own = None if of_layer is None else of_layer[0], None if own is None else own[:, :, 0]
+        of_layer, qk = None if of_layer is None else of_layer[0], None if qk is None else qk[:, :, 0]
     else:
-        y, of_layer, own = _encoder_layer(x, params, given, decision)
-    if own is not None:
-        return y, (*given.factors, own)
+        y, of_layer, qk = _encoder_layer(x, params, given, decision)
+    if qk is not None:
+        return y, (*given.factors, qk)
     return y if of_layer is None else (y, of_layer)
 
 
@@ -188,23 +189,12 @@ def encoder_chunk(
 
 
 class _Tensors(NamedTuple):
-    """A call's, besides x and the parameters."""
+    """A call's tensors besides x and the parameters."""
 
     mask: Tensor | None  # [S, T]
     scores: Tensor | None  # [S, H, T, T]
     factors: tuple[Tensor, ...]  # [2, H, S, T, d] each
     running: tuple[RunningStatistics, RunningStatistics] | None
-
-    @classmethod
-    def of(
-        cls,
-        mask: Tensor | None,
-        scores: Tensor | tuple[Tensor, ...] | None,
-        running: tuple[RunningStatistics, RunningStatistics] | None,
-    ) -> _Tensors:
-        if isinstance(scores, tuple):
-            return cls(mask, None, scores, running)
-        return cls(mask, scores, (), running)
 
     def of_one_more_dimension(self) -> _Tensors:
         return self._replace(
@@ -221,7 +211,7 @@ class _Tensors(NamedTuple):
 
     @property
     def frozen(self) -> bool | tuple[bool, bool]:
-        """Which of the running statistics are."""
+        """Whether each norm's running statistics are frozen."""
         return False if self.running is None else (self.running[0].frozen, self.running[1].frozen)
 
 
@@ -234,7 +224,7 @@ class _Decision(NamedTuple):
 def _encoder_layer(
     x: Tensor, params: EncoderParameters, tensors: _Tensors, decision: _Decision
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of x [S, T, D], the scores, and their factors of this layer."""
+    """Run the layer on x [S, T, D]; also its scores and their factors."""
     options, obstacle, kind = decision
     x = x.contiguous()
     straight = kind is not None and not through_dispatcher()
@@ -256,15 +246,15 @@ def _encoder_layer(
         results = fused.encoder_layer(x, params, given, options)
     if results.statistics is not None and tensors.running is not None and options.from_batch:
         update_running(results.statistics, *tensors.running)
-    return results.y, results.scores, results.own
+    return results.y, results.scores, results.qk
 
 
-def _given(x: Tensor, tensors: _Tensors, options: Options) -> Given:
-    """As the fused layer takes them."""
-    from isogemm.encoder.plan import Given
+def _given(x: Tensor, tensors: _Tensors, options: Options) -> ExtraInputs:
+    """The tensors as the fused layer takes them."""
+    from isogemm.encoder.buffers import ExtraInputs
 
     seed = new_seed(x.device) if any(options.dropout) else None
-    given = Given(tensors.mask, seed, tensors.scores, *tensors.factors)
+    given = ExtraInputs(tensors.mask, seed, tensors.scores, *tensors.factors)
     if tensors.running is None or options.from_batch or options.norm != "batch_norm":
         return given
     (mean1, var1, *_), (mean2, var2, *_) = tensors.running
@@ -298,9 +288,9 @@ def _decided(x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int
     if alike is None:
         return decision
     if not decision.obstacle:
-        from isogemm.encoder import fused, plan
+        from isogemm.encoder import buffers, fused
 
-        given_tensors = plan.Given(None, None, tensors.scores, *tensors.factors)
+        given_tensors = buffers.ExtraInputs(None, None, tensors.scores, *tensors.factors)
         decision = decision._replace(kind=fused.kind_of(x, params, given_tensors, decision.options))
     if len(_decisions) >= _MOST_DECISIONS or len(found) >= _MOST_ALIKE:
         _decisions.clear()
@@ -320,29 +310,17 @@ def _decide(x: Tensor, params: EncoderParameters, tensors: _Tensors, *rest: Any)
 def _record(x: Tensor, params: EncoderParameters, options: Options, path: str, reason: str) -> None:
     if dispatch.active and not is_compiling():
         sizes = [*x.shape, options.nhead, params.linear1_weight.shape[0]]
-        number = (
-            f"{dtype_name(options.operand)}/{options.precision}" if options.precision else dtype_name(options.operand)
-        )
-        dispatch.record(Dispatch("encoder_layer", path, f"{sizes} {number}", "", reason))
+        precision = f"/{options.precision}" if options.precision else ""
+        problem = f"{sizes} {dtype_name(options.operand)}{precision}"
+        dispatch.record(Dispatch("encoder_layer", path, problem, "", reason))
 
 
 def _options(
-    x: Tensor,
-    params: EncoderParameters,
-    tensors: _Tensors,
-    nhead: int,
-    norm_first: bool,
-    residual_normed: bool,
-    activation: str,
-    norm: str,
-    eps: float,
-    is_causal: bool,
-    dropout: float | EncoderDropout,
-    training: bool,
-    return_scores: object,
-    precision: str | None,
-) -> Options:
-    """Of valid arguments; raises where one is not."""
+    x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int, norm_first: bool, residual_normed: bool,
+    activation: str, norm: str, eps: float, is_causal: bool, dropout: float | EncoderDropout, training: bool,
+    return_scores: object, precision: str | None,
+) -> Options:  # fmt: skip
+    """Validate the arguments."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}; expected a torch.Tensor [S, T, D] or [T, D]")
     if x.ndim not in (2, 3):
