@@ -94,7 +94,7 @@ class Point:
         sm = int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0
         return Layer(
             *self.shape, dtype, dtype, dtype, precision if dtype == "float32" else "", "layer_norm", False, "gelu",
-            False, "", (0, 0), True, overlaps=sm >= 90, mma=sm >= 80, wgmma=sm == 90, arch=arch,
+            False, "", (0, 0), True, supports_pdl=sm >= 90, mma=sm >= 80, wgmma=sm == 90, arch=arch,
         )  # fmt: skip
 
 
