@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 import isogemm
 from isogemm import EncoderParameters
 from isogemm.attention.op import AttentionCall, attention
-from isogemm.core import run
-from isogemm.core.launch import Launch
 from isogemm.encoder import composed, reference
 from isogemm.norm.op import encoder_norm
 from isogemm.verify.compare import assert_bitwise_equal
@@ -289,18 +286,6 @@ def test_opcheck_norm(norm, given):
         torch.ops.isogemm.encoder_norm_backward.default,
         (torch.ones_like(x), x.detach(), weight if weight is None else weight.detach(), norm, 1e-5, *wanted),
     )
-
-
-def test_kernels_are_kept_by_what_triton_compiles_for(monkeypatch):
-    """A stride of 1 is compiled in, one of 16 is known to divide: neither kernel does for the other."""
-    made = []
-    monkeypatch.setattr(run, "_bound", {})
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(Launch, "bind", lambda self, *tensors: made.append(self.scalars) or (lambda *args: None))
-    for stride in (1, 16, 32, 3, 5):
-        run.run(Launch("kernel", 1, (stride, None, 0.5), {}, {}), (torch.zeros(4),))
-    assert made == [(1, None, 0.5), (16, None, 0.5), (3, None, 0.5)]
 
 
 def test_packed_and_separate_attention_have_the_same_bits():

@@ -1,8 +1,4 @@
-"""`isogemm::attention`.
-
-In eager mode a call goes straight to its kernel; under torch.compile, fake tensors and dispatch modes it goes through
-the registered operators.
-"""
+"""`isogemm::attention` and its gradient."""
 
 from __future__ import annotations
 
@@ -13,8 +9,9 @@ from torch import Tensor
 
 from isogemm.attention import configs, cpu
 from isogemm.attention.configs import Attention
-from isogemm.core.eager import through_dispatcher
-from isogemm.core.run import placed, record, refuse_second_derivative, run
+from isogemm.core.dispatch import record_operator
+from isogemm.core.operator import Operator, refuse_second_derivative
+from isogemm.core.plan import placed, run_launch
 from isogemm.gemm.describe import dtype_name
 
 
@@ -60,45 +57,26 @@ def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 
     They are q k^T / sqrt(d) + previous + mask [S, H, T, T], -inf where a query does not see a key. Differentiable.
     """
-    tensors = [each for each in call if isinstance(each, Tensor)]
-    if through_dispatcher(*tensors):
-        o, _, scores = torch.ops.isogemm.attention(*call)
-    elif torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        o, scores = cast(Any, _Attention).apply(*call)
-    else:
-        o, _, scores = _attention(*call)
+    o, _, scores = attention_operator(*call)
     return o, scores if call.scores else None
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        o, lse, scores = _attention(*args)
-        _keep_attention(ctx, args, (o, lse))
-        return o, scores
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, of_scores: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("attention")
-        return _attention_gradients(ctx, grad, of_scores, _attention_backward)
-
-
-def _keep_attention(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:
-    given = AttentionCall(*args)._asdict()
-    ctx.save_for_backward(*results, *(given.pop(name) for name in _TENSORS))
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    given = AttentionCall(*inputs)._asdict()
+    ctx.save_for_backward(*output[:2], *(given.pop(name) for name in _TENSORS))
     ctx.rest = given
+    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _attention_gradients(
-    ctx: Any, grad: Tensor | None, of_scores: Tensor | None, backward: Any
-) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad: Tensor | None, of_lse: None, of_scores: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of an AttentionCall's fields."""
+    refuse_second_derivative("attention")
     o, lse, *tensors = ctx.saved_tensors
     call = AttentionCall(**dict(zip(_TENSORS, tensors, strict=True)), **ctx.rest)
     needed = dict(zip(call._fields, ctx.needs_input_grad, strict=True))
     grad = torch.zeros_like(o) if grad is None else grad
-    found = backward(grad, of_scores if call.scores else None, o, lse, needed["previous"], *call)
+    found = attention_backward(grad, of_scores if call.scores else None, o, lse, needed["previous"], *call)
     gradients = dict(zip(("q", "k", "v", "previous"), found, strict=True))
     return tuple(gradients.get(name) if needed[name] else None for name in call._fields)
 
@@ -118,7 +96,7 @@ def _attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         _attention_on_gpu(call, "forward", q, k, v, call.mask, call.previous, call.seed, o, lse, scores)
     else:
         cpu.attention(q, k, v, call.mask, call.nhead, call.is_causal, o, lse, scores, call.extras)
-    record("attention", call.q)
+    record_operator("attention", call.q)
     return o, lse, result
 
 
@@ -140,7 +118,7 @@ def _attention_backward(
         cpu.attention_backward(
             grad, q, k, v, call.mask, call.nhead, call.is_causal, dq, dk, dv, of_scores, d_previous, call.extras
         )
-    record("attention_backward", call.q)
+    record_operator("attention_backward", call.q)
     return found
 
 
@@ -183,10 +161,7 @@ def _attention_on_gpu(call: AttentionCall, direction: str, *tensors: Tensor | No
     if not forward and last is not None:
         rest[1] = placed(last)
     describe = kernels.describe_attention if forward else kernels.describe_attention_backward
-    run(describe(problem), (q, k, v, mask, previous, seed if call.dropout else None, o, lse, *rest))
-
-
-# registration with torch.library, for torch.compile, fake tensors and dispatch modes
+    run_launch(describe(problem), (q, k, v, mask, previous, seed if call.dropout else None, o, lse, *rest))
 
 
 def _attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,37 +183,12 @@ _OPERANDS = (
     "Tensor? seed, float dropout, bool scores"
 )
 
-# torch.library is not typed.
-_library: Any = torch.library.Library("isogemm", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _schema, _function, _fake in (
-    (f"attention({_OPERANDS}) -> (Tensor, Tensor, Tensor)", _attention, _attention_fake),
-    (
-        "attention_backward(Tensor grad, Tensor? of_scores, Tensor o, Tensor lse, bool of_previous, "
-        f"{_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
-        _attention_backward,
-        _attention_backward_fake,
-    ),
-):
-    _library.define(_schema)
-    _name = _schema.partition("(")[0]
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _function, _key)
-    torch.library.register_fake(f"isogemm::{_name}", _fake, lib=_library)
-
-
-def _register_autograd() -> None:
-    """Register the operator's gradient, computed through the backward operator."""
-
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        _keep_attention(ctx, inputs, output[:2])
-        ctx.mark_non_differentiable(output[1])
-
-    def backward(ctx: Any, grad: Tensor | None, of_lse: None, of_scores: Tensor | None) -> Any:
-        refuse_second_derivative("attention")
-        return _attention_gradients(ctx, grad, of_scores, torch.ops.isogemm.attention_backward)
-
-    register: Any = torch.library.register_autograd
-    register("isogemm::attention", backward, setup_context=keep)
-
-
-_register_autograd()
+attention_operator = Operator(
+    f"attention({_OPERANDS}) -> (Tensor, Tensor, Tensor)", _attention, _attention_fake, keep=_keep, backward=_gradients
+)
+attention_backward = Operator(
+    "attention_backward(Tensor grad, Tensor? of_scores, Tensor o, Tensor lse, bool of_previous, "
+    f"{_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _attention_backward,
+    _attention_backward_fake,
+)

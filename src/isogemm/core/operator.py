@@ -7,11 +7,12 @@ subclasses the call goes through the dispatcher, as `torch.ops.isogemm.<name>`. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, Generic, TypeVar, cast
 
 import torch
+from torch.compiler import is_compiling
 
 from isogemm.core.eager import refuse_transforms, through_dispatcher
 
@@ -20,6 +21,12 @@ _library: Any = torch.library.Library("isogemm", "FRAGMENT")  # type: ignore[no-
 
 
 Result = TypeVar("Result")
+
+
+def refuse_second_derivative(name: str) -> None:
+    """Raise in a backward under create_graph, whose gradients would be wrong."""
+    if torch.is_grad_enabled() and not is_compiling():
+        raise RuntimeError(f"isogemm::{name} has no second derivative")
 
 
 class Operator(Generic[Result]):
@@ -36,12 +43,13 @@ class Operator(Generic[Result]):
         keep: Callable[..., None] | None = None,
         backward: Callable[..., Any] | None = None,
         refused: str = "",
+        devices: Sequence[str] = ("CPU", "CUDA"),
     ) -> None:
         """Register the operator.
 
         Args:
             schema: "name(Tensor x, ...) -> Tensor", as torch.library takes it.
-            run: the implementation on the CPU and on CUDA, without autograd.
+            run: the implementation on these devices, without autograd.
             fake: the result's shapes and dtypes, for fake tensors.
             keep, backward: keep(ctx, inputs, output) and backward(ctx, *grads), as torch.library.register_autograd
                 takes them; none where the operator has no gradient.
@@ -55,7 +63,7 @@ class Operator(Generic[Result]):
         self._pick: Any = itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
         self._optional = "Tensor?" in kinds
         _library.define(schema)
-        for key in ("CPU", "CUDA"):
+        for key in devices:
             _library.impl(self.name, run, key)
         register: Any = torch.library
         register.register_fake(f"isogemm::{self.name}", fake, lib=_library)

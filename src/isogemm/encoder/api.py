@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Required, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.overrides import handle_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
-from isogemm.core import device as devices
 from isogemm.core import dispatch
 from isogemm.core.device import resolve_precision
 from isogemm.core.dispatch import Dispatch
-from isogemm.core.eager import autocast_dtype, is_intercepted, likeness, refuse_transforms, through_dispatcher
+from isogemm.core.eager import (
+    NO_TENSOR,
+    KnownCalls,
+    autocast_dtype,
+    likeness,
+    refuse_transforms,
+    through_dispatcher,
+)  # fmt: skip
 from isogemm.core.errors import require_precision, require_same
 from isogemm.encoder import composed
 from isogemm.encoder.parameters import (
@@ -35,6 +41,7 @@ from isogemm.norm.op import update_running
 if TYPE_CHECKING:
     from isogemm.encoder.buffers import ExtraInputs
     from isogemm.encoder.fused import Kind
+    from isogemm.encoder.plan import Plan
 
 
 class _Named(TypedDict, total=False):
@@ -124,8 +131,21 @@ def encoder_layer(
     `encoder_chunk` sequences at a time: micro-batches of multiples of that add up, through main_grad, to the bits of
     the whole batch. `isogemm.dispatch_log` shows whether the fused kernels served. Differentiable once.
     """
-    if is_intercepted():
+    if has_torch_function(NO_TENSOR) and not is_compiling():  # `is_intercepted`, without its frame
         return cast(Tensor, handle_torch_function(cast(Any, encoder_layer), (), **locals()))
+    key: tuple[Any, ...] | None = None
+    if scores is None and running is None and not return_scores and type(params) is EncoderParameters:
+        present: list[Any] = [each for each in (x, key_padding_mask, *params) if each is not None]
+        if not (isinstance(params[0], tuple) or isinstance(params.in_proj_bias, tuple) or dispatch.active):
+            absent = key_padding_mask is None, *[each is None for each in params]
+            key = (
+                getattr(x, "shape", None), absent, nhead, norm_first, residual_normed, activation, norm, eps, is_causal,
+                dropout, training, precision,
+            )  # fmt: skip
+            known = _known_layers.find(key, present)
+            if known is not None:
+                inputs = [place if place is None else present[place] for place in known.places]
+                return known.plan.forward(x, inputs).y
     plain, factors = (None, scores) if isinstance(scores, tuple) else (scores, ())
     given = _Tensors(key_padding_mask, plain, factors, running)
     decision = _decided(
@@ -140,6 +160,8 @@ def encoder_layer(
         of_layer, qk = None if of_layer is None else of_layer[0], None if qk is None else qk[:, :, 0]
     else:
         y, of_layer, qk = _encoder_layer(x, params, given, decision)
+        if key is not None and decision.kind is not None and not (y.requires_grad or through_dispatcher()):
+            _know(key, present, x, params, given, decision)
     if qk is not None:
         return y, (*given.factors, qk)
     return y if of_layer is None else (y, of_layer)
@@ -186,6 +208,32 @@ def encoder_chunk(
         if chunk:
             return chunk
     return composed.chunk(tokens, d_model, dim_feedforward, name)
+
+
+class _KnownLayer(NamedTuple):
+    """A call whose plan is known."""
+
+    plan: Plan
+    places: tuple[int | None, ...]  # of the plan's inputs among the call's tensors
+
+
+_known_layers: KnownCalls[_KnownLayer] = KnownCalls()
+
+
+def _know(
+    key: tuple[Any, ...], present: list[Tensor], x: Tensor, params: EncoderParameters, tensors: _Tensors,
+    decision: _Decision,
+) -> None:  # fmt: skip
+    """Remember the plan of calls like this one, which has no gradients, if it reads the tensors where they lie."""
+    if any(decision.options.dropout) or decision.options.norm == "batch_norm" or not x.is_contiguous():
+        return
+    inputs = (*_given(x, tensors, decision.options), *params.flat())
+    addresses = tuple(0 if each is None else each.data_ptr() for each in inputs)
+    plan = cast(Any, decision.kind).plans.get(addresses)
+    if plan is not None:
+        ids = list(map(id, present))
+        places = tuple(None if each is None else ids.index(id(each)) for each in inputs)
+        _known_layers.keep(key, present, _KnownLayer(plan, places))
 
 
 class _Tensors(NamedTuple):
@@ -261,9 +309,7 @@ def _given(x: Tensor, tensors: _Tensors, options: Options) -> ExtraInputs:
     return given._replace(mean1=mean1, var1=var1, mean2=mean2, var2=var2)
 
 
-_MOST_DECISIONS = 1024
-_MOST_ALIKE = 32  # of them for calls that their options and x's shape do not tell apart
-_decisions: dict[tuple[Any, ...], list[tuple[Callable[..., bool], _Decision]]] = {}
+_decisions: KnownCalls[_Decision] = KnownCalls(most_alike=32, is_plan=False)
 
 
 def _decided(x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int, *rest: Any) -> _Decision:
@@ -274,27 +320,19 @@ def _decided(x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int
         given = (x, *tensors.flat(), *params.flat())
         present = [each for each in given if each is not None]
         absent = len(present) < len(given) and tuple([each is None for each in given])
-        settings = autocast_dtype(x), devices.matmul_precision()
-        alike_in = len(given), len(tensors.factors), absent, tensors.frozen
-        key = (x.shape, *alike_in, type(nhead), nhead, *rest, *settings)
-        found = _decisions.get(key, ())
+        alike_in = len(given), len(tensors.factors), absent, tensors.frozen, autocast_dtype(x)
+        key = (x.shape, *alike_in, type(nhead), nhead, *rest)
+        decision = _decisions.find(key, present)
     except (AttributeError, TypeError, ValueError):  # no tensor, sizes that are symbols, what cannot be hashed
         return _decide(x, params, tensors, nhead, *rest)
-    for is_like, decision in found:
-        if is_like(*present):
-            return decision
-    decision = _decide(x, params, tensors, nhead, *rest)
-    alike = likeness(present)
-    if alike is None:
-        return decision
-    if not decision.obstacle:
-        from isogemm.encoder import buffers, fused
+    if decision is None:
+        decision = _decide(x, params, tensors, nhead, *rest)
+        if not decision.obstacle and likeness(present) is not None:
+            from isogemm.encoder import buffers, fused
 
-        given_tensors = buffers.ExtraInputs(None, None, tensors.scores, *tensors.factors)
-        decision = decision._replace(kind=fused.kind_of(x, params, given_tensors, decision.options))
-    if len(_decisions) >= _MOST_DECISIONS or len(found) >= _MOST_ALIKE:
-        _decisions.clear()
-    _decisions.setdefault(key, []).append((alike, decision))
+            given_tensors = buffers.ExtraInputs(None, None, tensors.scores, *tensors.factors)
+            decision = decision._replace(kind=fused.kind_of(x, params, given_tensors, decision.options))
+        _decisions.keep(key, present, decision)
     return decision
 
 

@@ -14,7 +14,8 @@ from torch.compiler import is_compiling
 from isogemm.attention.configs import MOST_FACTORS
 from isogemm.core import device as devices
 from isogemm.core.eager import through_dispatcher
-from isogemm.core.run import placed, refuse_second_derivative
+from isogemm.core.operator import Operator, refuse_second_derivative
+from isogemm.core.plan import Cache, placed
 from isogemm.encoder import configs
 from isogemm.encoder.buffers import ADDED, EXTRA, SEPARATE, STACKED, ExtraInputs, kept_size
 from isogemm.encoder.configs import Layer
@@ -26,7 +27,6 @@ from isogemm.gemm.autograd import accumulated, given_or_accumulated, main_grad_o
 from isogemm.gemm.describe import dtype_name
 from isogemm.gemm.op import is_added, require_total
 
-_MOST_PLANS = 1024
 _NAMES = {
     "wq": "in_proj_weight", "wk": "in_proj_weight[1]", "wv": "in_proj_weight[2]", "wo": "out_proj_weight",
     "w1": "linear1_weight", "w2": "linear2_weight", "g1": "norm1_weight", "g2": "norm2_weight",
@@ -88,7 +88,7 @@ class Kind:
         self.differentiable = any(each is not None and each.requires_grad for each in tensors)
         # No parameter is a passing tensor, of which a graph may keep alive no more than it saves.
         self.lasting = all(each is None or type(each) is torch.nn.Parameter for each in parameters)
-        self.plans: dict[tuple[int, ...], Plan] = {}  # by addresses from which nothing is to be moved
+        self.plans: Cache[Plan] = Cache(1024, listed=False)  # by addresses from which nothing is to be moved
         # of the results besides y
         self.names = [
             *["scores"] * options.return_scores,
@@ -198,14 +198,12 @@ class _Call:
             self.addresses = addresses_of((*self.given, *self.parameters))
         plan = _plan(self.x, self.given, self.parameters, self.addresses, kind.stacked, kind.options)
         if keep and not moved:
-            if len(kind.plans) >= _MOST_PLANS:
-                kind.plans.clear()
-            kind.plans[self.addresses] = plan
+            kind.plans.keep(self.addresses, plan)
         return plan
 
     def forward(self, keep: bool) -> Results:
         """keep: with what a backward needs."""
-        return self.plan.forward(self.x, (*self.given, *self.parameters), self.addresses, keep)
+        return self.plan.forward(self.x, (*self.given, *self.parameters), keep)
 
     def backward(
         self, incoming: IncomingGrads, saved: SavedForBackward, gradients: Gradients
@@ -213,9 +211,7 @@ class _Call:
         """dx, and those of what is added to the scores; the parameters' are written or added to `gradients`."""
         others = [None if each is None else placed(each) for each in incoming[1:]]
         given = (*self.given, *self.parameters)
-        return self.plan.backward(
-            IncomingGrads(placed(incoming.dy), *others), saved, self.x, given, self.addresses, gradients
-        )
+        return self.plan.backward(IncomingGrads(placed(incoming.dy), *others), saved, self.x, given, gradients)
 
     def accumulate(
         self, incoming: IncomingGrads, saved: SavedForBackward, totals: Sequence[Tensor | None], wanted: Sequence[bool]
@@ -291,7 +287,7 @@ def _arch(device: torch.device) -> int:
 _arch._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as core.device.matmul_precision
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
+_plans: Cache[Plan] = Cache(1024)
 
 
 def _plan(
@@ -308,16 +304,11 @@ def _plan(
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
         layer = _layer(x, given, parameters, stacked, options, _arch(x.device))
         layer = replace(layer, arch=devices.facts(x.device).arch)
         biases = parameters[(STACKED if stacked else SEPARATE).index("bq")] is not None
-        plan = _plans[key] = Plan(layer, x.device, options.eps, biases)
+        plan = _plans.keep(key, Plan(layer, x.device, options.eps, biases))
     return plan
-
-
-# registration with torch.library, for torch.compile, fake tensors and dispatch modes
 
 
 def _dispatched(x: Tensor, parameters: _Parameters, given: ExtraInputs, stacked: bool, options: Options) -> Results:
@@ -332,7 +323,7 @@ def _dispatched(x: Tensor, parameters: _Parameters, given: ExtraInputs, stacked:
     ]
     accumulated = [each for _, each in totals], [main_grad_of(each) for _, each in totals], [i for i, _ in totals]
     arguments = (present, places, *given, *accumulated, stacked, *options)
-    y, _, scores, statistics, qk = torch.ops.isogemm.encoder_layer(x, *arguments)
+    y, _, scores, statistics, qk = encoder_layer_operator.op(x, *arguments)
     return Results(
         y, None, scores if options.return_scores else None, statistics if options.norm == "batch_norm" else None,
         qk if options.return_factors else None,
@@ -457,79 +448,76 @@ _KEPT = (
     "Tensor dy, Tensor? d_scores, Tensor? d_qk, Tensor kept, Tensor statistics, Tensor qk, Tensor x, "
     f"Tensor[] params, int[] places, {', '.join(f'Tensor? {name}' for name in _READ_AGAIN)}, bool stacked"
 )
-# torch.library is not typed.
-_library: Any = torch.library.Library("isogemm", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _schema, _function, _fake in (
-    (
-        f"encoder_layer(Tensor x, Tensor[] params, int[] places, {_GIVEN}, Tensor[] owners, Tensor[] totals, "
-        f"int[] of_params, bool stacked, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-        _encoder_layer,
-        _encoder_layer_fake,
-    ),
-    (f"encoder_layer_backward({_KEPT}, {_OPTIONS}) -> Tensor[]", _encoder_layer_backward, _encoder_layer_backward_fake),
-    (
-        "encoder_layer_backward_into(Tensor(a!) dx, Tensor(b!)[] of_added, Tensor(c!)[] into, Tensor[] owners, "
-        f"int[] of_params, {_KEPT}, {_OPTIONS}) -> ()",
-        _encoder_layer_backward_into,
-        lambda *args: None,
-    ),
-):
-    _library.define(_schema)
-    _name = _schema.partition("(")[0]
-    _library.impl(_name, _function, "CUDA")
-    torch.library.register_fake(f"isogemm::{_name}", _fake, lib=_library)
 
 
-def _register_autograd() -> None:
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, params, ctx.places, *rest = inputs
-        given, (owners, totals, of_params, ctx.stacked, *ctx.options) = rest[: len(EXTRA)], rest[len(EXTRA) :]
-        _, kept, _, statistics, qk = output
-        ctx.save_for_backward(kept, statistics, qk, x, *ExtraInputs(*given).read_again, *params)
-        # Not saved tensors: another micro-batch's backward may change a total before this one's does.
-        ctx.owners, ctx.totals = owners, dict(zip(of_params, totals, strict=True))
-        ctx.mark_non_differentiable(kept, statistics)
-        ctx.set_materialize_grads(False)
-
-    def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Any, ...]:
-        refuse_second_derivative("encoder_layer")
-        kept, statistics, qk, x, *saved = ctx.saved_tensors
-        again, params = saved[: len(_READ_AGAIN)], saved[len(_READ_AGAIN) :]
-        given, options = ExtraInputs(*again), Options(*ctx.options)
-        _, d_scores, _, d_qk = more
-        incoming = IncomingGrads(
-            torch.zeros_like(x) if dy is None else dy,
-            d_scores if options.return_scores else None,
-            d_qk if options.return_factors else None,
-        )
-        saved = SavedForBackward(kept, statistics, qk)
-        arguments = (*incoming, *saved, x, params, ctx.places, *again, ctx.stacked, *ctx.options)
-        added = [each for each in given.added if each is not None]
-        totals = {
-            index: (owner, total)
-            for (index, given_total), owner in zip(ctx.totals.items(), ctx.owners, strict=True)
-            if (total := given_or_accumulated((owner, given_total), True)[1]) is not None
-        }
-        if totals:
-            dx, of_added = torch.empty_like(x), [torch.empty_like(each) for each in added]
-            into = [
-                totals[index][1] if index in totals else each.new_empty(each.shape) for index, each in enumerate(params)
-            ]
-            owners = [owner for owner, _ in totals.values()]
-            torch.ops.isogemm.encoder_layer_backward_into(dx, of_added, into, owners, list(totals), *arguments)
-            found = [None if index in totals else each for index, each in enumerate(into)]
-        else:
-            dx, *found = torch.ops.isogemm.encoder_layer_backward(*arguments)
-            of_added, found = found[: len(added)], found[len(added) :]
-        present = iter(of_added)
-        of_given = {name: next(present) for name in ADDED if getattr(given, name) is not None}
-        nothing = [None] * len(ctx.owners)  # torch wants a list for a list of tensors, and takes an empty one for that
-        accumulated: tuple[Any, ...] = (nothing, nothing, None if nothing else [])
-        of_each = [of_given.get(name) for name in EXTRA]
-        return dx, found, None, *of_each, *accumulated, None, *(None,) * len(ctx.options)
-
-    register: Any = torch.library.register_autograd
-    register("isogemm::encoder_layer", backward, setup_context=keep)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, params, ctx.places, *rest = inputs
+    given, (owners, totals, of_params, ctx.stacked, *ctx.options) = rest[: len(EXTRA)], rest[len(EXTRA) :]
+    _, kept, _, statistics, qk = output
+    ctx.save_for_backward(kept, statistics, qk, x, *ExtraInputs(*given).read_again, *params)
+    # Not saved tensors: another micro-batch's backward may change a total before this one's does.
+    ctx.owners, ctx.totals = owners, dict(zip(of_params, totals, strict=True))
+    ctx.mark_non_differentiable(kept, statistics)
+    ctx.set_materialize_grads(False)
 
 
-_register_autograd()
+def _gradients(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Any, ...]:
+    refuse_second_derivative("encoder_layer")
+    kept, statistics, qk, x, *saved = ctx.saved_tensors
+    again, params = saved[: len(_READ_AGAIN)], saved[len(_READ_AGAIN) :]
+    given, options = ExtraInputs(*again), Options(*ctx.options)
+    _, d_scores, _, d_qk = more
+    incoming = IncomingGrads(
+        torch.zeros_like(x) if dy is None else dy,
+        d_scores if options.return_scores else None,
+        d_qk if options.return_factors else None,
+    )
+    saved = SavedForBackward(kept, statistics, qk)
+    arguments = (*incoming, *saved, x, params, ctx.places, *again, ctx.stacked, *ctx.options)
+    added = [each for each in given.added if each is not None]
+    totals = {
+        index: (owner, total)
+        for (index, given_total), owner in zip(ctx.totals.items(), ctx.owners, strict=True)
+        if (total := given_or_accumulated((owner, given_total), True)[1]) is not None
+    }
+    if totals:
+        dx, of_added = torch.empty_like(x), [torch.empty_like(each) for each in added]
+        into = [
+            totals[index][1] if index in totals else each.new_empty(each.shape) for index, each in enumerate(params)
+        ]
+        owners = [owner for owner, _ in totals.values()]
+        encoder_layer_backward_into.op(dx, of_added, into, owners, list(totals), *arguments)
+        found = [None if index in totals else each for index, each in enumerate(into)]
+    else:
+        dx, *found = encoder_layer_backward.op(*arguments)
+        of_added, found = found[: len(added)], found[len(added) :]
+    present = iter(of_added)
+    of_given = {name: next(present) for name in ADDED if getattr(given, name) is not None}
+    nothing = [None] * len(ctx.owners)  # torch wants a list for a list of tensors, and takes an empty one for that
+    accumulated: tuple[Any, ...] = (nothing, nothing, None if nothing else [])
+    of_each = [of_given.get(name) for name in EXTRA]
+    return dx, found, None, *of_each, *accumulated, None, *(None,) * len(ctx.options)
+
+
+encoder_layer_operator = Operator(
+    f"encoder_layer(Tensor x, Tensor[] params, int[] places, {_GIVEN}, Tensor[] owners, Tensor[] totals, "
+    f"int[] of_params, bool stacked, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _encoder_layer,
+    _encoder_layer_fake,
+    keep=_keep,
+    backward=_gradients,
+    devices=("CUDA",),
+)
+encoder_layer_backward = Operator(
+    f"encoder_layer_backward({_KEPT}, {_OPTIONS}) -> Tensor[]",
+    _encoder_layer_backward,
+    _encoder_layer_backward_fake,
+    devices=("CUDA",),
+)
+encoder_layer_backward_into = Operator(
+    "encoder_layer_backward_into(Tensor(a!) dx, Tensor(b!)[] of_added, Tensor(c!)[] into, Tensor[] owners, "
+    f"int[] of_params, {_KEPT}, {_OPTIONS}) -> ()",
+    _encoder_layer_backward_into,
+    lambda *args: None,
+    devices=("CUDA",),
+)

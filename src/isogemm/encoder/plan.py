@@ -22,7 +22,7 @@ from isogemm.encoder.batch_norm_steps import BatchNormSteps
 from isogemm.encoder.buffers import ADDED_INPUTS, SEPARATE, STACKED, TILE_SUMS, Buffers, Pair, Partials, parameter_shape
 from isogemm.encoder.configs import Layer, WeightSums
 from isogemm.encoder.gradients import Division, Gradients
-from isogemm.encoder.schedule import Argument, Bound, Buffer, Schedule, Step, addresses_of, spans
+from isogemm.encoder.schedule import Argument, Buffer, Schedule, Step, spans
 
 if TYPE_CHECKING:
     from isogemm.core.launch import Launch
@@ -77,13 +77,12 @@ class Plan:
         self.names = STACKED if layer.stacked else SEPARATE
         self.buffers = Buffers(layer)
         self._norms = BatchNormSteps(layer, eps, self.buffers)
-        self._bound: Bound = {}
         self._kept, self._kept_size = self.buffers.kept.offsets()
         self._divisions: dict[tuple[bool, ...], Division] = {}
         self._forwards = {keep: self._forward_schedule(keep) for keep in (True, False)}
         self._backwards: dict[object, tuple[Schedule, int]] = {}
 
-    def forward(self, x: Tensor, given: Sequence[Tensor | None], addresses: tuple[int, ...], keep: bool) -> Results:
+    def forward(self, x: Tensor, given: Sequence[Tensor | None], keep: bool = False) -> Results:
         """given: what `EXTRA` names, and the parameters."""
         schedule, size = self._forwards[keep]
         layer = self.layer
@@ -100,12 +99,12 @@ class Plan:
         if layer.batch_norm:
             statistics = torch.empty((2, 4, layer.d_model), dtype=torch.float32, device=self.device)
         rest = (x, y, kept, work, scores, statistics, qk)
-        schedule.run(addresses + addresses_of(rest), given, rest)
+        schedule.run([*given, *rest])
         return Results(y, kept, scores, statistics, qk)
 
     def backward(
         self, incoming: IncomingGrads, saved: SavedForBackward, x: Tensor, given: Sequence[Tensor | None],
-        addresses: tuple[int, ...], gradients: Gradients,
+        gradients: Gradients,
     ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
         """dx, and those of what `ADDED` names; the parameters' gradients are written or added to `gradients`."""
         scores, qk = incoming.d_scores is not None, incoming.d_qk is not None
@@ -118,7 +117,7 @@ class Plan:
         work = torch.empty(size, dtype=torch.uint8, device=self.device)
         of_added = [None if each is None else torch.empty_like(each) for each in given[ADDED_INPUTS]]
         rest = (*incoming, x, *saved, dx, work, *of_added, *gradients.memory)
-        schedule.run(addresses + addresses_of(rest), given, rest)
+        schedule.run([*given, *rest])
         return dx, of_added
 
     def gradients(self, wanted: tuple[bool, ...]) -> Gradients:
@@ -329,7 +328,7 @@ class Plan:
         self, steps: Sequence[Step], given: Sequence[Buffer], placed: Mapping[Buffer, Mapping[Buffer, int]]
     ) -> Schedule:
         given = (*self.buffers.extra.values(), *self.buffers.parameters.values(), *given)
-        return Schedule(steps, given, placed, self.index, self._bound)
+        return Schedule(steps, given, placed, self.index)
 
     @property
     def _attended(self) -> Buffer:

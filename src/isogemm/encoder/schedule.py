@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from isogemm.core import device as devices
+from isogemm.core.plan import Cache, compiled_for, seen_of
 from isogemm.encoder.layout import Span
 
 if TYPE_CHECKING:
@@ -59,40 +60,40 @@ class Step(NamedTuple):
 
 _Kernel = tuple["BoundKernel", int, tuple[Any, ...]]  # compiled, its programs and scalars
 _Place = tuple[int, int] | None  # which of the given tensors, and the offset there in bytes
-Bound = dict[Hashable, _Kernel]  # by a step's name
 
 
 class Schedule:
-    """The launches of one call; `bound` holds the kernels that a plan's schedules have compiled."""
+    """The launches of one call."""
 
     def __init__(
-        self, steps: Sequence[Step], given: Sequence[Buffer], placed: Mapping[Buffer, Mapping[Buffer, int]], index: int,
-        bound: Bound,
-    ) -> None:  # fmt: skip
+        self, steps: Sequence[Step], given: Sequence[Buffer], placed: Mapping[Buffer, Mapping[Buffer, int]], index: int
+    ) -> None:
         """placed: by given tensor, the offsets of the buffers that lie in it."""
         from isogemm.core import launch
 
         self._launching = launch
-        self._steps, self._index, self._bound = steps, index, bound
+        self._steps, self._index = steps, index
         starts = {buffer: (tensor, at) for tensor, offsets in placed.items() for buffer, at in offsets.items()}
         self._places = [[_place(each, starts, given) for each in step.arguments] for step in steps]
         self._pointers = list(dict.fromkeys(place for places in self._places for place in places if place))
         numbers = {place: number for number, place in enumerate([*self._pointers, None])}
         self._pick = [itemgetter(*(numbers[place] for place in places)) for places in self._places]
         self._kernels: list[_Kernel] = []
-        self._kept: dict[tuple[int, tuple[int, ...]], list[Callable[[], None]]] = {}
+        self._kept: Cache[list[Callable[[], None]]] = Cache(_MOST_KEPT, listed=False)
 
-    def run(self, addresses: tuple[int, ...], *tensors: Sequence[Tensor | None]) -> None:
-        """Launch on the given tensors, in groups that follow on one another; `addresses_of` them all."""
-        launching = self._launching
+    def run(self, tensors: Sequence[Tensor | None]) -> None:
+        """Launch on the given tensors."""
         if devices.current_device() != self._index:
             with torch.cuda.device(self._index):
-                self.run(addresses, *tensors)
+                self.run(tensors)
             return
-        key = launching.current_stream(self._index), addresses
+        launching, index = self._launching, self._index
+        key = launching.current_stream(index), tuple([0 if each is None else each.data_ptr() for each in tensors])
         launches = self._kept.get(key)
-        if launches is None or launching.is_heard():
-            self._run_anew(key, [each for group in tensors for each in group])
+        runtime = launching.knobs.runtime  # `launching.is_heard`, without its frame
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if launches is None or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            self._run_anew(key, tensors)
             return
         for launch in launches:
             launch()
@@ -112,19 +113,13 @@ class Schedule:
                 launches.append(kernel.prepared(stream, programs, arguments))
                 launches[-1]()
         if not heard:
-            if len(self._kept) >= _MOST_KEPT:
-                self._kept.clear()
-            self._kept[key] = launches
+            self._kept.keep(key, launches)
 
     def _compiled(self, step: Step, places: Sequence[_Place], tensors: Sequence[Tensor | None]) -> _Kernel:
-        found = self._bound.get(step.name)
-        if found is None:
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("nothing can be compiled while a CUDA graph is captured: call the layer before")
-            launch = step.describe()
-            found = launch.bind(*self._arguments(step, places, tensors)), launch.programs, launch.scalars
-            self._bound[step.name] = found
-        return found
+        launch, device = step.describe(), next(each for each in tensors if each is not None).device
+        arguments = self._arguments(step, places, tensors)
+        seen = [None if each is None else seen_of(each) for each in arguments]
+        return compiled_for(launch, seen, device), launch.programs, launch.scalars
 
     def _arguments(self, step: Step, places: Sequence[_Place], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The arguments as tensors, whose types and alignment Triton specialises on."""

@@ -1,8 +1,4 @@
-"""`isogemm::encoder_norm`, `isogemm::batch_norm` and `isogemm::update_running`.
-
-In eager mode a call goes straight to its kernels; under torch.compile, fake tensors and dispatch modes it goes through
-the registered operators.
-"""
+"""`isogemm::encoder_norm`, `isogemm::batch_norm` and `isogemm::update_running`."""
 
 from __future__ import annotations
 
@@ -13,8 +9,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from isogemm.core.dispatch import record_operator
 from isogemm.core.eager import through_dispatcher
-from isogemm.core.run import dense, placed, record, refuse_second_derivative, run
+from isogemm.core.operator import Operator, refuse_second_derivative
+from isogemm.core.plan import dense, placed
+from isogemm.core.plan import run_launch as run
 from isogemm.gemm import autograd, fused_autograd
 from isogemm.gemm.autograd import Accumulated, parameter
 from isogemm.gemm.configs import BIAS_BLOCKS
@@ -73,7 +72,7 @@ def encoder_norm(
     tensors = [each for each in (x, weight, bias) if each is not None]
     if through_dispatcher(*tensors):
         owners = _owners(weight, bias)
-        return cast(Tensor, torch.ops.isogemm.encoder_norm(x, weight, bias, *owners, norm, eps, dtype))
+        return cast(Tensor, encoder_norm_operator.op(x, weight, bias, *owners, norm, eps, dtype))
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         owners = parameter(weight), parameter(bias)
         return cast(Tensor, cast(Any, _Norm).apply(x, weight, bias, owners, norm, eps, dtype))
@@ -90,7 +89,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         accumulated = list(map(autograd.accumulated, ctx.owners, ctx.needs_input_grad[1:3]))
-        return *_norm_gradients(ctx, grad, accumulated, _norm_backward), None, None, None, None
+        return *_norm_gradients(ctx, grad, accumulated), None, None, None, None
 
 
 def _keep_norm(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps: float, _: Any) -> None:
@@ -98,12 +97,12 @@ def _keep_norm(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, 
     ctx.norm, ctx.eps, ctx.dtypes = norm, eps, _dtypes(weight, bias)
 
 
-def _norm_gradients(ctx: Any, grad: Tensor, accumulated: Sequence[Accumulated], operator: Any) -> _Gradients:
+def _norm_gradients(ctx: Any, grad: Tensor, accumulated: Sequence[Accumulated]) -> _Gradients:
     refuse_second_derivative("encoder_norm")
     x, weight = ctx.saved_tensors
 
     def backward(of_weight: bool, of_bias: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
-        dx, partial = operator(grad, x, weight, ctx.norm, ctx.eps, of_weight, of_bias)
+        dx, partial = encoder_norm_backward(grad, x, weight, ctx.norm, ctx.eps, of_weight, of_bias)
         return dx, (partial[0] if of_weight else None, partial[-1] if of_bias else None)
 
     def deliver(sums: Tensor, dtype: torch.dtype, owner: Accumulated) -> Tensor | None:
@@ -116,7 +115,7 @@ def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps:
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not x.numel():
         return out
-    record("encoder_norm", x)
+    record_operator("encoder_norm", x)
     if not x.is_cuda:
         out.view(-1, x.shape[-1]).copy_(cpu.norm(flat(x), weight, bias, norm, eps))
         return out
@@ -139,7 +138,7 @@ def _norm_backward(
     partial = torch.empty((of_weight + of_bias, blocks, d), dtype=torch.float32, device=x.device)
     if not rows:
         return dx, partial
-    record("encoder_norm_backward", x)
+    record_operator("encoder_norm_backward", x)
     weight_sums, bias_sums = partial[0] if of_weight else None, partial[-1] if of_bias else None
     if not x.is_cuda:
         of_x, *sums = cpu.norm_backward(flat(grad), flat(x), weight, norm, eps, configs.SUM_ROWS)
@@ -175,7 +174,7 @@ def batch_norm(
     tensors = [each for each in (x, weight, bias, mean, var) if each is not None]
     if through_dispatcher(*tensors):
         owners = _owners(weight, bias)
-        y, statistics = torch.ops.isogemm.batch_norm(x, weight, bias, mean, var, *owners, eps, dtype)
+        y, statistics = batch_norm_operator.op(x, weight, bias, mean, var, *owners, eps, dtype)
     elif torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         owners = parameter(weight), parameter(bias)
         y, statistics = cast(Any, _BatchNorm).apply(x, weight, bias, mean, var, owners, eps, dtype)
@@ -200,7 +199,7 @@ def update_running(statistics: Tensor, *running: RunningStatistics) -> None:
     tensors = [each for one in running for each in one[:3] if each is not None]
     if not tensors or any(each.frozen for each in running):
         return
-    update = torch.ops.isogemm.update_running if through_dispatcher(statistics, *tensors) else _update_running
+    update = update_running_operator.op if through_dispatcher(statistics, *tensors) else _update_running
     update(statistics, *[value for one in running for value in one[:4]])
 
 
@@ -218,7 +217,7 @@ class _BatchNorm(torch.autograd.Function):
         if grad is None:
             return (None,) * 8
         accumulated = list(map(autograd.accumulated, ctx.owners, ctx.needs_input_grad[1:3]))
-        return *_batch_norm_gradients(ctx, grad, accumulated, _batch_norm_backward), *(None,) * 5
+        return *_batch_norm_gradients(ctx, grad, accumulated), *(None,) * 5
 
 
 def _keep_batch_norm(
@@ -229,12 +228,12 @@ def _keep_batch_norm(
     ctx.from_batch, ctx.dtypes = mean is None, _dtypes(weight, bias)
 
 
-def _batch_norm_gradients(ctx: Any, grad: Tensor, accumulated: Sequence[Accumulated], operator: Any) -> _Gradients:
+def _batch_norm_gradients(ctx: Any, grad: Tensor, accumulated: Sequence[Accumulated]) -> _Gradients:
     refuse_second_derivative("batch_norm")
     x, statistics = ctx.saved_tensors
 
     def backward(of_weight: bool, of_bias: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
-        dx, *found = operator(grad, x, statistics, ctx.from_batch, of_weight or of_bias)
+        dx, *found = batch_norm_backward(grad, x, statistics, ctx.from_batch, of_weight or of_bias)
         return dx, found
 
     def deliver(gradient: Tensor, dtype: torch.dtype, owner: Accumulated) -> Tensor | None:
@@ -254,7 +253,7 @@ def _batch_norm(
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not x.numel():
         return y, torch.zeros((4, d), dtype=torch.float32, device=x.device)
-    record("batch_norm", x)
+    record_operator("batch_norm", x)
     if not x.is_cuda:
         statistics = cpu.batch_statistics(flat(x), mean, var, weight, eps)
         y.view(-1, d).copy_(cpu.batch_norm(flat(x), statistics, bias))
@@ -285,7 +284,7 @@ def _batch_norm_backward(
     if not x.numel():
         zeros = torch.zeros((2, d if of_parameters else 0), dtype=torch.float32, device=x.device)
         return dx, zeros[0].clone(), zeros[1].clone()
-    record("batch_norm_backward", x)
+    record_operator("batch_norm_backward", x)
     if not x.is_cuda:
         of_x, *found = cpu.batch_norm_backward(flat(grad), flat(x), statistics, from_batch)
         dx.view(-1, d).copy_(of_x)
@@ -342,9 +341,6 @@ def _rows(x: Tensor) -> int:
     return math.prod(x.shape[:-1])
 
 
-# registration with torch.library, for torch.compile, fake tensors and dispatch modes
-
-
 def _encoder_norm_op(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> Tensor:
     return _norm(x, weight, bias, *rest[4:])
 
@@ -375,75 +371,56 @@ def _batch_norm_backward_fake(
 
 
 _OWNERS = "Tensor? owner, Tensor? main_grad, Tensor? bias_owner, Tensor? bias_main_grad"
-# torch.library is not typed.
-_library: Any = torch.library.Library("isogemm", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _schema, _function, _fake in (
-    (
-        f"encoder_norm(Tensor x, Tensor? weight, Tensor? bias, {_OWNERS}, str norm, float eps, ScalarType dtype) "
-        "-> Tensor",
-        _encoder_norm_op,
-        _encoder_norm_fake,
-    ),
-    (
-        "encoder_norm_backward(Tensor grad, Tensor x, Tensor? weight, str norm, float eps, bool of_weight, "
-        "bool of_bias) -> (Tensor, Tensor)",
-        _norm_backward,
-        _encoder_norm_backward_fake,
-    ),
-    (
-        f"batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, {_OWNERS}, float eps, "
-        "ScalarType dtype) -> (Tensor, Tensor)",
-        _batch_norm_op,
-        _batch_norm_fake,
-    ),
-    (
-        "batch_norm_backward(Tensor grad, Tensor x, Tensor statistics, bool from_batch, bool of_parameters) "
-        "-> (Tensor, Tensor, Tensor)",
-        _batch_norm_backward,
-        _batch_norm_backward_fake,
-    ),
-    (
-        "update_running(Tensor statistics, Tensor(a!)? mean, Tensor(b!)? var, Tensor(c!)? batches, float? momentum, "
-        "Tensor(d!)? mean2=None, Tensor(e!)? var2=None, Tensor(f!)? batches2=None, float? momentum2=None) -> ()",
-        _update_running,
-        lambda *args: None,
-    ),
-):
-    _library.define(_schema)
-    _name = _schema.partition("(")[0]
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _function, _key)
-    torch.library.register_fake(f"isogemm::{_name}", _fake, lib=_library)
+
+# owners and totals are not saved tensors: another micro-batch's backward may change a main_grad before this one's.
 
 
-def _register_autograd() -> None:
-    """Register the operators' gradients, computed through the backward operators."""
-
-    # owners and totals are not saved tensors: another micro-batch's backward may change a main_grad before this one's.
-
-    def keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, owner, main_grad, bias_owner, bias_main_grad, *rest = inputs
-        _keep_norm(ctx, x, weight, bias, *rest)
-        ctx.given = (owner, main_grad), (bias_owner, bias_main_grad)
-
-    def keep_batch_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, weight, bias, mean, _, owner, main_grad, bias_owner, bias_main_grad, _, _ = inputs
-        _keep_batch_norm(ctx, x, weight, bias, mean, output[1])
-        ctx.given = (owner, main_grad), (bias_owner, bias_main_grad)
-
-    def norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        accumulated = list(map(autograd.given_or_accumulated, ctx.given, ctx.needs_input_grad[1:3]))
-        found = _norm_gradients(ctx, grad, accumulated, torch.ops.isogemm.encoder_norm_backward)
-        return *found, *(None,) * 7
-
-    def batch_norm_backward(ctx: Any, grad: Tensor, of_statistics: Tensor | None) -> tuple[Tensor | None, ...]:
-        accumulated = list(map(autograd.given_or_accumulated, ctx.given, ctx.needs_input_grad[1:3]))
-        found = _batch_norm_gradients(ctx, grad, accumulated, torch.ops.isogemm.batch_norm_backward)
-        return *found, *(None,) * 8
-
-    register: Any = torch.library.register_autograd
-    register("isogemm::encoder_norm", norm_backward, setup_context=keep_norm)
-    register("isogemm::batch_norm", batch_norm_backward, setup_context=keep_batch_norm)
+def _keep_norm_call(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, owner, main_grad, bias_owner, bias_main_grad, *rest = inputs
+    _keep_norm(ctx, x, weight, bias, *rest)
+    ctx.given = (owner, main_grad), (bias_owner, bias_main_grad)
 
 
-_register_autograd()
+def _keep_batch_norm_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, mean, _, owner, main_grad, bias_owner, bias_main_grad, _, _ = inputs
+    _keep_batch_norm(ctx, x, weight, bias, mean, output[1])
+    ctx.given = (owner, main_grad), (bias_owner, bias_main_grad)
+
+
+def _given(ctx: Any) -> list[Accumulated]:
+    return list(map(autograd.given_or_accumulated, ctx.given, ctx.needs_input_grad[1:3]))
+
+
+encoder_norm_operator = Operator(
+    f"encoder_norm(Tensor x, Tensor? weight, Tensor? bias, {_OWNERS}, str norm, float eps, ScalarType dtype) -> Tensor",
+    _encoder_norm_op,
+    _encoder_norm_fake,
+    keep=_keep_norm_call,
+    backward=lambda ctx, grad: (*_norm_gradients(ctx, grad, _given(ctx)), *(None,) * 7),
+)
+encoder_norm_backward = Operator(
+    "encoder_norm_backward(Tensor grad, Tensor x, Tensor? weight, str norm, float eps, bool of_weight, "
+    "bool of_bias) -> (Tensor, Tensor)",
+    _norm_backward,
+    _encoder_norm_backward_fake,
+)
+batch_norm_operator = Operator(
+    f"batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, {_OWNERS}, float eps, "
+    "ScalarType dtype) -> (Tensor, Tensor)",
+    _batch_norm_op,
+    _batch_norm_fake,
+    keep=_keep_batch_norm_call,
+    backward=lambda ctx, grad, _: (*_batch_norm_gradients(ctx, grad, _given(ctx)), *(None,) * 8),
+)
+batch_norm_backward = Operator(
+    "batch_norm_backward(Tensor grad, Tensor x, Tensor statistics, bool from_batch, bool of_parameters) "
+    "-> (Tensor, Tensor, Tensor)",
+    _batch_norm_backward,
+    _batch_norm_backward_fake,
+)
+update_running_operator = Operator(
+    "update_running(Tensor statistics, Tensor(a!)? mean, Tensor(b!)? var, Tensor(c!)? batches, float? momentum, "
+    "Tensor(d!)? mean2=None, Tensor(e!)? var2=None, Tensor(f!)? batches2=None, float? momentum2=None) -> ()",
+    _update_running,
+    lambda *args: None,
+)
