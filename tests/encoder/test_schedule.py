@@ -1,6 +1,7 @@
 """What the fused layer's launches are given, and what autograd makes of its gradients: no kernel runs."""
 
 import contextlib
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -12,9 +13,11 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from isogemm.core import device as devices
-from isogemm.core import launch
+from isogemm.core import launch, plan
+from isogemm.core.eager import KnownCalls
 from isogemm.core.launch import BoundKernel, Launch
-from isogemm.encoder import api, buffers, fused, schedule
+from isogemm.core.plan import Cache
+from isogemm.encoder import api, buffers, fused
 from isogemm.encoder.gradients import Gradients
 from isogemm.encoder.parameters import EncoderDropout, Options
 from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
@@ -46,8 +49,11 @@ def launched(monkeypatch):
     monkeypatch.setattr(Launch, "bind", lambda self, *tensors: BoundKernel(Compiled(self.kernel.__name__, found), []))
     monkeypatch.setattr(launch, "current_stream", lambda index: 7)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda *_: nullcontext())
     monkeypatch.setattr(devices, "current_device", lambda: 0)
-    monkeypatch.setattr(fused, "_plans", {})
+    monkeypatch.setattr(devices, "index_of", lambda device: 0)
+    monkeypatch.setattr(plan, "_kernels", Cache())
+    monkeypatch.setattr(fused, "_plans", Cache())
     return found
 
 
@@ -99,11 +105,11 @@ def test_arguments_are_made_once_for_the_same_addresses(launched, monkeypatch):
     kind = fused.kind_of(leaves["x"], _parameters(leaves), given, _options(leaves))
     made, _ = fused._Call(leaves["x"], given, parameters, kind).plan._forwards[True]
     for _ in range(3):
-        made.run(schedule.addresses_of(tensors), tensors)
+        made.run(tensors)
     assert len(prepared) == 3
     assert launched[:3] == launched[3:6] == launched[6:]
     monkeypatch.setattr(launch, "current_stream", lambda index: 8)
-    made.run(schedule.addresses_of(tensors), tensors)
+    made.run(tensors)
     assert [stream for _, stream, _, _ in launched] == [7] * 9 + [8] * 3
 
 
@@ -143,13 +149,14 @@ def test_an_unaligned_parameter_is_copied(launched):
 @pytest.fixture
 def layer(launched, monkeypatch):
     """isogemm.encoder_layer, by the fused kernels."""
-    monkeypatch.setattr(api, "_decisions", {})
+    monkeypatch.setattr(api, "_decisions", KnownCalls(32, is_plan=False))
+    monkeypatch.setattr(api, "_known_layers", KnownCalls())
     monkeypatch.setattr(api, "_decide", lambda *arguments: api._Decision(api._options(*arguments), ""))
     return lambda leaves: api.encoder_layer(leaves["x"], _parameters(leaves), nhead=4, norm_first=True)
 
 
 def _kinds():
-    return [decision.kind for found in api._decisions.values() for _, decision in found]
+    return [decision.kind for found in api._decisions._cache.values() for _, _, decision in found]
 
 
 def test_calls_that_differ_in_memory_alone_are_of_one_kind(launched, layer):

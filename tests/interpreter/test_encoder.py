@@ -6,6 +6,7 @@ import pytest
 import torch
 from encoder_oracle import with_gradients
 
+from isogemm.core.plan import Cache
 from isogemm.encoder import buffers, configs, fused, layout
 from isogemm.encoder.parameters import Options
 from isogemm.verify.compare import assert_bitwise_equal
@@ -183,7 +184,7 @@ def test_shared_memory_changes_no_bit(monkeypatch, shape, norm_first, precision)
         return layout.in_a_row({name: span.size for name, span in spans.items()})
 
     monkeypatch.setattr(layout, "sharing", apart)
-    monkeypatch.setattr(fused, "_plans", {})
+    monkeypatch.setattr(fused, "_plans", Cache())
     with poisoned_allocations():
         found = with_gradients(run, tensors, _grad(tensors))
     for name, each in shared.items():

@@ -74,6 +74,8 @@ class Operator(Generic[Result]):
 
     def __call__(self, *args: Any) -> Result:
         """Run on all of the schema's arguments, given by position."""
+        if is_compiling():
+            return cast(Result, self.op(*args))
         tensors = self._pick(args)
         if self._optional:
             tensors = [each for each in tensors if each is not None]
