@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from isogemm.bench.cases import Case, CaseRun, make_params
 from isogemm.bench.store import Row
@@ -74,7 +75,7 @@ def _copy(size: int) -> Case:
         target = torch.full_like(source, torch.nan)
 
         # Not copy_: in a graph it is a memcpy node, 2.7 TB/s on an H200 where a kernel reaches 4.3.
-        def copy() -> torch.Tensor:
+        def copy() -> Tensor:
             return torch.mul(source, 1.0, out=target)
 
         def check() -> dict[str, float]:
@@ -96,7 +97,7 @@ def _mm(size: int, dtype: str, precision: str = "") -> Case:
         a, b = (torch.randn(size, size, device=device).to(element) for _ in range(2))
         out = torch.full((size, size), torch.nan, device=device, dtype=element)
 
-        def multiply() -> torch.Tensor:
+        def multiply() -> Tensor:
             with fp32_precision(precision):
                 return torch.mm(a, b, out=out)
 

@@ -9,6 +9,7 @@ from statistics import median
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from isogemm.bench import timer
 from isogemm.bench.cases import Thunk
@@ -73,7 +74,7 @@ class DemoResult:
 
 def count_changes(
     functions: Mapping[str, Function],
-    compute: Callable[[Function, slice], torch.Tensor],
+    compute: Callable[[Function, slice], Tensor],
     items: str,
     *,
     batch: int,
@@ -105,9 +106,7 @@ def count_changes(
     return Bits(how, elements, changed["torch"], changed["isogemm"])
 
 
-def result_and_gradient(
-    model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, grad: torch.Tensor
-) -> torch.Tensor:
+def result_and_gradient(model: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Tensor:
     """A model's result for x [sequences, tokens, width], and next to it the gradient of x."""
     leaf = x.detach().requires_grad_()
     out = model(leaf)

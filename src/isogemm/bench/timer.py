@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from isogemm.bench.cases import Thunk
 
@@ -142,7 +143,7 @@ class _Graph:
         self.graph = torch.cuda.CUDAGraph()
         # Every set keeps its own output through a walk: were it dropped at once, the next set would write to
         # the same memory, hot in the cache.
-        self.outputs: list[torch.Tensor | None] = [None] * len(thunks)
+        self.outputs: list[Tensor | None] = [None] * len(thunks)
         with torch.cuda.graph(self.graph):
             for _ in range(passes):
                 for index, thunk in enumerate(thunks):

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-Form = Callable[..., torch.Tensor]
+Form = Callable[..., Tensor]
 
 ACTIVATION_FORMS: dict[str, Form] = {
     "relu": torch.relu,

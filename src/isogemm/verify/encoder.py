@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from isogemm.encoder.api import encoder_chunk, encoder_layer
 from isogemm.encoder.parameters import ACTIVATIONS, EncoderParameters
@@ -67,7 +68,7 @@ class Setting(trials.Setting):
         heads, size = rng.choice((1, 2, 3, 4, 8, 16) if gpu else (1, 2, 3)), rng.choice((4, 8, 16, 20, 32))
         return EncoderShape(1, tokens, heads * size, heads, rng.randint(1, 8 * size))
 
-    def tensors(self, shape: EncoderShape) -> dict[str, torch.Tensor]:
+    def tensors(self, shape: EncoderShape) -> dict[str, Tensor]:
         """x and the parameters that are there, under their names."""
         norm = self.options["norm"]
         named = encoder_tensors(shape, self.dtype, device=self.device, seed=self.seed, norm=norm)
@@ -82,7 +83,7 @@ class Setting(trials.Setting):
             params = params._replace(in_proj_bias=(query, None, value))
         return with_tensors(params, (each.clone() for _, each in params.named()))
 
-    def rows(self, sequences: int) -> torch.Tensor:
+    def rows(self, sequences: int) -> Tensor:
         """x and the mask of each sequence in one row, so that sequences are cut, moved and padded with their masks."""
         shape = (sequences * self.shape.tokens, self.shape.d_model)
         x = make_data(self.kind, shape, seed=self.seed, dtype=self.dtype, device=self.device)
@@ -94,26 +95,26 @@ class Setting(trials.Setting):
             parts.append(left_out.to(self.dtype) if self.mask == "bool" else as_float)
         return torch.cat(parts, dim=1)
 
-    def sequences(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def sequences(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """x and the mask."""
         tokens, width = self.shape.tokens, self.shape.d_model
         x = with_layout(rows[:, : tokens * width].reshape(len(rows), tokens, width), self.layouts[0])
         mask = rows[:, tokens * width :][:, :tokens]
         return x, None if not self.mask else mask > 0 if self.mask == "bool" else mask
 
-    def layer(self, x: torch.Tensor, mask: torch.Tensor | None, params: EncoderParameters) -> torch.Tensor:
+    def layer(self, x: Tensor, mask: Tensor | None, params: EncoderParameters) -> Tensor:
         precision = self.precision or None
-        return cast(torch.Tensor, encoder_layer(x, params, key_padding_mask=mask, precision=precision, **self.options))
+        return cast(Tensor, encoder_layer(x, params, key_padding_mask=mask, precision=precision, **self.options))
 
     def gradient_of_x(
-        self, x: torch.Tensor, mask: torch.Tensor | None, grad: torch.Tensor, params: EncoderParameters
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: Tensor, mask: Tensor | None, grad: Tensor, params: EncoderParameters
+    ) -> tuple[Tensor, Tensor]:
         """The result, and dx."""
         x = x.detach().requires_grad_()
         out = self.layer(x, mask, params)
         return out.detach(), torch.autograd.grad(out, x, grad)[0]
 
-    def forward(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+    def forward(self, m: int) -> tuple[Tensor, list[Rows]]:
         params = self.parameters()
 
         def way(params: EncoderParameters) -> Rows:
@@ -121,12 +122,12 @@ class Setting(trials.Setting):
 
         return self.rows(m), [way(params), way(trainable(params))]
 
-    def input_gradient(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+    def input_gradient(self, m: int) -> tuple[Tensor, list[Rows]]:
         params = self.parameters()
         size = self.shape.tokens * self.shape.d_model
 
         def way(params: EncoderParameters) -> Rows:
-            def gradient(rows: torch.Tensor) -> torch.Tensor:
+            def gradient(rows: Tensor) -> Tensor:
                 x, mask = self.sequences(rows)
                 return self.gradient_of_x(x, mask, rows[:, -size:].reshape(x.shape), params)[1].flatten(1)
 
@@ -145,14 +146,14 @@ class Setting(trials.Setting):
     def trained(self, tokens: int) -> Sequence[Trained]:
         params = self.parameters()
 
-        def layer(rows: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        def layer(rows: Tensor, *tensors: Tensor) -> Tensor:
             return self.layer(*self.sequences(rows), with_tensors(params, tensors)).flatten(1)
 
         grad = self.normal(tokens, self.shape.tokens * self.shape.d_model, seed=9)
         return [Trained(layer, [each for _, each in params.named()], self.rows(tokens), grad)]
 
 
-def with_tensors(params: EncoderParameters, tensors: Iterable[torch.Tensor]) -> EncoderParameters:
+def with_tensors(params: EncoderParameters, tensors: Iterable[Tensor]) -> EncoderParameters:
     """These tensors in the places of those that are there, in the order of `named`."""
     following = iter(tensors)
 
@@ -214,11 +215,11 @@ class Measure(NamedTuple):
     """torch's results, and how many times their errors are allowed."""
 
     factor: float
-    results: Sequence[torch.Tensor]
+    results: Sequence[Tensor]
 
 
 def measures(
-    step: Callable[[], Sequence[torch.Tensor]], dtype: torch.dtype, precision: str, device: torch.device
+    step: Callable[[], Sequence[Tensor]], dtype: torch.dtype, precision: str, device: torch.device
 ) -> list[Measure]:
     """What a step of torch's gives at this precision; the errors of any of them are allowed.
 
@@ -236,12 +237,7 @@ def measures(
 
 
 def assert_accurate(
-    found: torch.Tensor,
-    torchs: Sequence[tuple[float, torch.Tensor]],
-    exact: torch.Tensor,
-    *,
-    ulps: float = 1,
-    what: str,
+    found: Tensor, torchs: Sequence[tuple[float, Tensor]], exact: Tensor, *, ulps: float = 1, what: str
 ) -> float:
     """By the largest element and by the norm: at most so many times torch's error, and some ulps of `exact`.
 
@@ -257,7 +253,7 @@ def assert_accurate(
     return errors[1] / norm if norm else 0.0
 
 
-def _sizes(x: torch.Tensor) -> tuple[float, float]:
+def _sizes(x: Tensor) -> tuple[float, float]:
     """The largest element, and the norm."""
     return float(x.abs().max()), float(x.norm())
 
@@ -277,15 +273,15 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
     options = {**each.options, "key_padding_mask": mask}
     names = list(tensors)
 
-    def named(function: Callable[..., torch.Tensor], **how: Any) -> Callable[..., torch.Tensor]:
-        def of_operands(*operands: torch.Tensor) -> torch.Tensor:
+    def named(function: Callable[..., Tensor], **how: Any) -> Callable[..., Tensor]:
+        def of_operands(*operands: Tensor) -> Tensor:
             return function(**dict(zip(names, operands, strict=True)), **options, **how)
 
         return of_operands
 
-    def isogemm(x: torch.Tensor, **given: Any) -> torch.Tensor:
+    def isogemm(x: Tensor, **given: Any) -> Tensor:
         params = {name: given.pop(name) for name in names[1:]}
-        return cast(torch.Tensor, encoder_layer(x, encoder_parameters(params, separate=each.separate), **given))
+        return cast(Tensor, encoder_layer(x, encoder_parameters(params, separate=each.separate), **given))
 
     operands, in_torch = list(tensors.values()), named(torch_encoder)
     grad = each.normal(*tensors["x"].shape, seed=9)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -83,7 +83,7 @@ def encoder_tensors(
     seed: int = 0,
     norm: str = "layer_norm",
     activation: str = "gelu",
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """x, and every parameter under its name in `EncoderParameters`, of the sizes they have in a network.
 
     For "relu" every hidden unit is far from 0, on or off: near it a rounding decides the gradient, torch's or ours.
@@ -108,7 +108,7 @@ def encoder_tensors(
     return made
 
 
-def encoder_parameters(tensors: Mapping[str, torch.Tensor], *, separate: bool = False) -> isogemm.EncoderParameters:
+def encoder_parameters(tensors: Mapping[str, Tensor], *, separate: bool = False) -> isogemm.EncoderParameters:
     """Take all tensors but x as parameters; `separate` gives q, k and v as views of the stacked input projection."""
     named: dict[str, Any] = {name: each for name, each in tensors.items() if name != "x"}
     if separate:
@@ -118,17 +118,17 @@ def encoder_parameters(tensors: Mapping[str, torch.Tensor], *, separate: bool = 
 
 
 def torch_encoder(
-    x: torch.Tensor,
+    x: Tensor,
     *,
     nhead: int,
     norm_first: bool = False,
     activation: str = "relu",
     norm: str = "layer_norm",
     eps: float = 1e-5,
-    key_padding_mask: torch.Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
     is_causal: bool = False,
-    **parameters: torch.Tensor,
-) -> torch.Tensor:
+    **parameters: Tensor,
+) -> Tensor:
     """nn.TransformerEncoderLayer in training mode without dropout, on named tensors; an absent bias is 0, a scale 1."""
     d, f = x.shape[-1], len(parameters["linear1_weight"])
     layer = nn.TransformerEncoderLayer(
@@ -149,10 +149,10 @@ def torch_encoder(
     if is_causal:
         later = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).triu(1)
         masks |= {"src_mask": _additive(later, x.dtype), "is_causal": True}
-    return cast(torch.Tensor, torch.func.functional_call(layer, absent | given, (x,), masks))
+    return cast(Tensor, torch.func.functional_call(layer, absent | given, (x,), masks))
 
 
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """What is added to the scores: both of torch's masks must be of one kind."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Comparison:
     torch: Errors
 
 
-def measure_errors(actual: torch.Tensor, reference: torch.Tensor, *, scale: torch.Tensor | None = None) -> Errors:
+def measure_errors(actual: Tensor, reference: Tensor, *, scale: Tensor | None = None) -> Errors:
     """Errors of `actual` against an fp64 `reference` of the same shape.
 
     `scale` is the natural size of an element's rounding error, for a GEMM |A| @ |B|, elementwise or
@@ -49,13 +50,13 @@ def measure_errors(actual: torch.Tensor, reference: torch.Tensor, *, scale: torc
 
 
 def assert_no_worse_than_torch(
-    actual: torch.Tensor,
-    torch_result: torch.Tensor,
-    reference: torch.Tensor,
+    actual: Tensor,
+    torch_result: Tensor,
+    reference: Tensor,
     *,
     factor: float = 2.0,
     ulps: float = 1,
-    scale: torch.Tensor | None = None,
+    scale: Tensor | None = None,
     match_nonfinite: bool = False,
     what: str = "",
 ) -> Comparison:
@@ -97,7 +98,7 @@ def assert_no_worse_than_torch(
     )
 
 
-def assert_same_nonfinite(actual: torch.Tensor, reference: torch.Tensor, what: str = "") -> None:
+def assert_same_nonfinite(actual: Tensor, reference: Tensor, what: str = "") -> None:
     """Assert that NaN, +Inf and -Inf stand where `reference`, rounded to `actual`'s dtype, has them."""
     __tracebackhide__ = True
     rounded = reference.to(actual.dtype)
@@ -112,32 +113,32 @@ def assert_same_nonfinite(actual: torch.Tensor, reference: torch.Tensor, what: s
             )
 
 
-def _require_reference(result: torch.Tensor, reference: torch.Tensor, name: str) -> None:
+def _require_reference(result: Tensor, reference: Tensor, name: str) -> None:
     if reference.dtype != torch.float64:
         raise TypeError(f"reference: got {reference.dtype}, expected torch.float64")
     if result.shape != reference.shape:
         raise AssertionError(f"{name}: shape {tuple(result.shape)}, reference {tuple(reference.shape)}")
 
 
-def _finite_in(reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _finite_in(reference: Tensor, dtype: torch.dtype) -> Tensor:
     return reference.to(dtype).isfinite()
 
 
-def _absolute_error(result: torch.Tensor, reference: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+def _absolute_error(result: Tensor, reference: Tensor, where: Tensor) -> Tensor:
     error = (result.detach().double() - reference).abs()
     return torch.where(where, error.nan_to_num(nan=torch.inf, posinf=torch.inf), 0)
 
 
-def _ratio(error: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+def _ratio(error: Tensor, size: Tensor) -> Tensor:
     """error / size with 0 / 0 = 0: an exact zero is no error, whatever the scale."""
     return torch.where(error == 0, 0, error / size)
 
 
-def _largest(values: torch.Tensor) -> float:
+def _largest(values: Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def _natural_scale(scale: torch.Tensor | None, magnitude: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
+def _natural_scale(scale: Tensor | None, magnitude: Tensor, finite: Tensor) -> Tensor:
     if scale is None:
         largest = magnitude.max() if magnitude.numel() else magnitude.sum()
         return largest.expand(magnitude.shape)
@@ -147,7 +148,7 @@ def _natural_scale(scale: torch.Tensor | None, magnitude: torch.Tensor, finite: 
     return natural
 
 
-def _ulp(magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     exponent = torch.frexp(magnitude.clamp_min(info.smallest_normal)).exponent.double()
     return torch.ldexp(torch.full_like(magnitude, info.eps), exponent - 1)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from isogemm.gemm import configs, op, reference
 from isogemm.gemm.api import linear
@@ -24,7 +25,7 @@ class Setting(trials.Setting):
         names = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, out_dtype or self.dtype)]
         return configs.walk_chunk(k, *names)
 
-    def forward(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+    def forward(self, m: int) -> tuple[Tensor, list[Rows]]:
         """x, and the ways to multiply it: with an fp32 result, and with one of its own dtype."""
         x, b = self.operands(m, self.k, self.n)
         weight, bias = with_layout(b.mT, self.layouts[1]), self.normal(self.n)
@@ -35,16 +36,16 @@ class Setting(trials.Setting):
 
         return x, [way(out) for out in dict.fromkeys((self.wide, None))]
 
-    def input_gradient(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+    def input_gradient(self, m: int) -> tuple[Tensor, list[Rows]]:
         """grad, and the ways to its dX: the product itself with an fp32 result, and autograd's."""
         grad, weight = self.operands(m, self.n, self.k)
         weight = with_layout(weight, self.layouts[1])
         precision = self.precision or None
 
-        def product(grad: torch.Tensor) -> torch.Tensor:
+        def product(grad: Tensor) -> Tensor:
             return op.product(with_layout(grad, self.layouts[0]), weight, None, self.wide, precision)
 
-        def backward(grad: torch.Tensor) -> torch.Tensor:
+        def backward(grad: Tensor) -> Tensor:
             x = torch.ones((len(grad), self.k), dtype=self.dtype, device=self.device, requires_grad=True)
             return torch.autograd.grad(linear(x, weight, precision=precision), x, with_layout(grad, self.layouts[0]))[0]
 
@@ -53,7 +54,7 @@ class Setting(trials.Setting):
     def trained(self, tokens: int) -> Sequence[Trained]:
         grad, x = self.weight_operands(tokens)
 
-        def layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             return linear(x, weight, bias, precision=self.precision or None)
 
         shapes = ((self.n, self.k), (self.n,))
@@ -87,8 +88,8 @@ def _any_tile(each: Setting) -> Iterator[BitDiff]:
 
 
 def assert_accurate(
-    found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str, *,
-    bias: torch.Tensor | None = None, torchs: torch.Tensor | None = None, what: str = "",
+    found: Tensor, a: Tensor, b: Tensor, precision: str, *,
+    bias: Tensor | None = None, torchs: Tensor | None = None, what: str = "",
 ) -> Errors:  # fmt: skip
     """`found` is a @ b (+ bias) to the family's bound; `torchs` is what torch gives, where it is known already.
 
@@ -99,7 +100,7 @@ def assert_accurate(
     signs = torch.randint(2, (64, a.shape[1]), device=a.device, generator=torch.Generator(a.device).manual_seed(0))
     more = (2 * signs - 1) * a[torch.arange(64, device=a.device) % len(a)]
 
-    def of_torch(rows: torch.Tensor) -> torch.Tensor:
+    def of_torch(rows: Tensor) -> Tensor:
         product = torch_product(rows, b, found.dtype, precision)
         return product if bias is None else product + bias
 

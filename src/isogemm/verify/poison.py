@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _ALLOCATORS: tuple[tuple[Any, str], ...] = (
     (torch, "empty"),
     (torch, "empty_like"),
     (torch, "empty_strided"),
-    (torch.Tensor, "new_empty"),
-    (torch.Tensor, "new_empty_strided"),
+    (Tensor, "new_empty"),
+    (Tensor, "new_empty_strided"),
 )
 
 
@@ -49,9 +50,9 @@ def poisoned_allocations() -> Iterator[None]:
                 setattr(owner, name, original)
 
 
-def _poisoning(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _poisoning(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(allocate)
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
         tensor = allocate(*args, **kwargs)
         if tensor.layout is torch.strided:
             with torch.no_grad():
@@ -61,7 +62,7 @@ def _poisoning(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return poisoned
 
 
-def _whole(tensor: torch.Tensor, owned: bool) -> torch.Tensor:
+def _whole(tensor: Tensor, owned: bool) -> Tensor:
     """All of a fresh tensor's storage, so that gaps are poisoned and overlapping strides can be filled."""
     if not owned or tensor.is_contiguous():
         return tensor

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from isogemm.core import device as devices
 from isogemm.core import tables
@@ -46,7 +47,7 @@ class Setting(NamedTuple):
         precision = rng.choice(("ieee", "tf32", "tf32x3")) if dtype is torch.float32 else ""
         return cls(rng, seed, device, m, n, k, dtype, precision, rng.choice(("nn", "nt", "tn", "tt")))
 
-    def operands(self, batch: int, kind: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    def operands(self, batch: int, kind: str = "") -> tuple[Tensor, Tensor]:
         """A [batch, m, k] and B [batch, k, n] of this kind of data, a random one by default."""
         kind = kind or self.rng.choice(DATA_KINDS)
         return operands(batch, self.m, self.n, self.k, self.dtype, self.layout, self.device, self.seed, kind)
@@ -55,17 +56,17 @@ class Setting(NamedTuple):
 def operands(
     batch: int, m: int, n: int, k: int, dtype: torch.dtype, layout: str, device: torch.device, seed: int,
     kind: str = "normal",
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A [batch, m, k] and B [batch, k, n]; t in `layout` for a transposed view."""
     a, b = make_operands(kind, (batch, m, k), (batch, k, n), seed=seed, dtype=dtype, device=device)
     return _laid_out(a, layout[0]), _laid_out(b, layout[1])
 
 
-def _laid_out(x: torch.Tensor, letter: str) -> torch.Tensor:
+def _laid_out(x: Tensor, letter: str) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2) if letter == "t" else x
 
 
-def _products(a: torch.Tensor, b: torch.Tensor, precision: str) -> dict[str, torch.Tensor]:
+def _products(a: Tensor, b: Tensor, precision: str) -> dict[str, Tensor]:
     """The results of each kernel, whatever the gate says, and of the public call if a tiny kernel serves it."""
     problem = op.problem_of(a, b, precision)
     with poisoned_allocations():
@@ -75,7 +76,7 @@ def _products(a: torch.Tensor, b: torch.Tensor, precision: str) -> dict[str, tor
     return products | {"bmm": public} if log[0].path == "tiny" else products
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, problem: Problem, config: Config) -> torch.Tensor:
+def _product(a: Tensor, b: Tensor, problem: Problem, config: Config) -> Tensor:
     from isogemm.tiny import kernels
 
     out = torch.empty((problem.batch, problem.m, problem.n), dtype=a.dtype, device=a.device)
@@ -142,7 +143,7 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
     yield from ()
 
 
-def largest_errors(a: torch.Tensor, b: torch.Tensor, precision: str) -> dict[str, float]:
+def largest_errors(a: Tensor, b: Tensor, precision: str) -> dict[str, float]:
     """The largest errors of "isogemm" and "torch" in units of |A| |B|; raises where isogemm's exceeds its bound.
 
     The product is of the whole batch, on poisoned memory; its first and last matrices are compared.

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from isogemm.core import device as devices
 from isogemm.gemm import configs, reference
@@ -25,8 +26,8 @@ NUMBERS = (("bfloat16", ""), ("float16", ""), ("float32", "ieee"), ("float32", "
 LAYOUTS = ("contiguous", "transposed", "sliced", "strided", "misaligned")
 THREADS = (1, 2, 3, 4, 8, 16)  # of the CPU, besides those it has; within 20 trials each is met by a float32 one
 
-Rows = Callable[[torch.Tensor], torch.Tensor]  # [rows, ...] -> [rows, ...], each row on its own
-Property = Callable[[Rows, torch.Tensor, random.Random], Iterator[BitDiff]]
+Rows = Callable[[Tensor], Tensor]  # [rows, ...] -> [rows, ...], each row on its own
+Property = Callable[[Rows, Tensor, random.Random], Iterator[BitDiff]]
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,10 @@ CPU = Sizes(
 class Trained:
     """A layer with the values of its parameters, and a batch of it."""
 
-    layer: Callable[..., torch.Tensor]  # (rows, *parameters)
-    parameters: Sequence[torch.Tensor]
-    rows: torch.Tensor
-    grad: torch.Tensor  # of the result
+    layer: Callable[..., Tensor]  # (rows, *parameters)
+    parameters: Sequence[Tensor]
+    rows: Tensor
+    grad: Tensor  # of the result
 
 
 class Setting(abc.ABC):
@@ -92,11 +93,11 @@ class Setting(abc.ABC):
             self.layouts = self.rng.choice(LAYOUTS), self.rng.choice(LAYOUTS)
 
     @abc.abstractmethod
-    def forward(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+    def forward(self, m: int) -> tuple[Tensor, list[Rows]]:
         """Rows, and functions of them."""
 
     @abc.abstractmethod
-    def input_gradient(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+    def input_gradient(self, m: int) -> tuple[Tensor, list[Rows]]:
         """Rows with their gradient, and functions that give the gradient of their input."""
 
     @abc.abstractmethod
@@ -107,10 +108,10 @@ class Setting(abc.ABC):
         """Every edge is met within four trials."""
         return [*self.sizes.edges[self.seed % 4 :: 4], *(self.rng.randint(1, self.sizes.most) for _ in range(2))]
 
-    def normal(self, *shape: int, seed: int = 0) -> torch.Tensor:
+    def normal(self, *shape: int, seed: int = 0) -> Tensor:
         return make_data("normal", shape, seed=self.seed + seed, dtype=self.dtype, device=self.device)
 
-    def operands(self, m: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def operands(self, m: int, k: int, n: int) -> tuple[Tensor, Tensor]:
         """[m, k] and [k, n]."""
         return make_operands(self.kind, (m, k), (k, n), seed=self.seed, dtype=self.dtype, device=self.device)
 
@@ -120,7 +121,7 @@ class Setting(abc.ABC):
         most = self.sizes.most_tokens // (chunk * max(self.n, self.k))
         return chunk * self.rng.randint(2, min(max(most, 2), 5)) + self.rng.randrange(chunk), chunk
 
-    def weight_operands(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def weight_operands(self, tokens: int) -> tuple[Tensor, Tensor]:
         """grad [tokens, n] and x [tokens, k]."""
         left, x = self.operands(self.n, tokens, self.k)
         return left.mT.contiguous(), x
@@ -129,7 +130,7 @@ class Setting(abc.ABC):
 # Properties of each row, whatever its batch.
 
 
-def needle(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
+def needle(way: Rows, rows: Tensor, rng: random.Random) -> Iterator[BitDiff]:
     """Place the first row at a random half of the positions, then at the others."""
     alone, others = way(rows[:1]), rows.flip(0)
     half = torch.tensor([rng.random() < 0.5 for _ in range(len(rows))], device=rows.device)
@@ -138,13 +139,13 @@ def needle(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDif
         yield compare_bits(found, alone.expand_as(found))
 
 
-def cut(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
+def cut(way: Rows, rows: Tensor, rng: random.Random) -> Iterator[BitDiff]:
     cuts = sorted(rng.randint(0, len(rows)) for _ in range(rng.randint(1, 6)))
     parts = [way(rows[start:end]) for start, end in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
     yield compare_bits(torch.cat(parts), way(rows))
 
 
-def padded(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
+def padded(way: Rows, rows: Tensor, rng: random.Random) -> Iterator[BitDiff]:
     expected, huge = way(rows), torch.finfo(rows.dtype).max
     for value in (*rng.sample((torch.nan, torch.inf, -torch.inf, huge, 0.0), 2), None):
         other = 3 * rows.flip(0) if value is None else torch.full_like(rows, value)
@@ -153,12 +154,12 @@ def padded(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDif
         yield compare_bits(found[len(before) : len(before) + len(rows)], expected)
 
 
-def permuted(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
+def permuted(way: Rows, rows: Tensor, rng: random.Random) -> Iterator[BitDiff]:
     order = torch.tensor(rng.sample(range(len(rows)), len(rows)), device=rows.device)
     yield compare_bits(way(rows[order]), way(rows)[order])
 
 
-def repeated(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
+def repeated(way: Rows, rows: Tensor, rng: random.Random) -> Iterator[BitDiff]:
     first = way(rows)
     with other_work(rows.device):
         for _ in range(3):
@@ -200,7 +201,7 @@ def input_gradient(each: Setting) -> Iterator[BitDiff]:
     return _every_property(each, each.input_gradient)
 
 
-def _every_property(each: Setting, make: Callable[[int], tuple[torch.Tensor, list[Rows]]]) -> Iterator[BitDiff]:
+def _every_property(each: Setting, make: Callable[[int], tuple[Tensor, list[Rows]]]) -> Iterator[BitDiff]:
     sizes = each.rng.sample(each.batch_sizes(), 2)
     rows, ways = make(max(sizes))
     for m in sizes:
@@ -229,9 +230,7 @@ def micro_batches(each: Setting) -> Iterator[BitDiff]:
             yield from same(gradients(each, trained, main_grad=False), alone)
 
 
-def gradients(
-    each: Setting, trained: Trained, cuts: Sequence[int] = (), *, main_grad: bool = True
-) -> list[torch.Tensor]:
+def gradients(each: Setting, trained: Trained, cuts: Sequence[int] = (), *, main_grad: bool = True) -> list[Tensor]:
     """The gradients of the parameters after micro-batches with these cuts: from main_grad, or from .grad."""
     parameters: list[Any] = [value.clone().requires_grad_() for value in trained.parameters]
     if main_grad:
@@ -243,11 +242,11 @@ def gradients(
     return [parameter.main_grad if main_grad else parameter.grad for parameter in parameters]
 
 
-def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Iterator[BitDiff]:
+def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Iterator[BitDiff]:
     return (compare_bits(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def torch_product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, precision: str) -> torch.Tensor:
+def torch_product(a: Tensor, b: Tensor, out_dtype: torch.dtype, precision: str) -> Tensor:
     """torch's product, by whose error ours is judged."""
     # cuBLAS takes TF32 or not as it likes; the exact product of rounded operands is TF32's own error.
     if precision == "tf32" and a.is_cuda:
@@ -260,7 +259,7 @@ def torch_product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, prec
     return a.to(out_dtype) @ b.to(out_dtype)  # torch has no such product there
 
 
-def sampled(size: int, most: int, rng: random.Random, device: torch.device) -> torch.Tensor:
+def sampled(size: int, most: int, rng: random.Random, device: torch.device) -> Tensor:
     """At most `most` indices below `size`, the first and the last among them."""
     chosen = range(size) if size <= most else sorted({0, size - 1, *rng.sample(range(size), most - 2)})
     return torch.tensor(list(chosen), device=device)

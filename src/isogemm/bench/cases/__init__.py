@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from isogemm.core.dispatch import dispatch_log
 from isogemm.verify.poison import poisoned_allocations
 
-Thunk = Callable[[], torch.Tensor]
+Thunk = Callable[[], Tensor]
 Params = Mapping[str, int | str]
 Result = TypeVar("Result")
 
@@ -61,7 +62,7 @@ def served_by(thunk: Callable[[], object]) -> dict[str, str]:
     return {"path": log[0].path, "config": log[0].config}
 
 
-def finite_results(thunks: Mapping[str, Thunk]) -> Iterator[tuple[str, torch.Tensor]]:
+def finite_results(thunks: Mapping[str, Thunk]) -> Iterator[tuple[str, Tensor]]:
     """The variants' results on poisoned memory; AssertionError unless every element is finite, and so written."""
     for name, thunk in thunks.items():
         result = on_poison(name, thunk).detach()

@@ -9,7 +9,7 @@ from functools import partial
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from isogemm.bench import demo as demos
 from isogemm.bench.cases import Case, CaseRun, Params, Thunk, make_params, served_by
@@ -32,7 +32,7 @@ COMPILED, CAPTURED = "compile + graph", "graph"
 _EXACT_ELEMENTS = 1 << 22  # of x in one pass of the fp64 model
 _ULPS = 16  # of fp32 sums over a hundred thousand rows, beside torch's
 
-Model = Callable[[torch.Tensor], torch.Tensor]
+Model = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -103,24 +103,24 @@ CPU_DEMO = Stack(1, 32, 5, 64, 4, 256)
 class Training:
     """A batch and the leaves of a model, of which every step writes the gradients anew."""
 
-    x: torch.Tensor
-    grad: torch.Tensor
-    parameters: Sequence[torch.Tensor]
+    x: Tensor
+    grad: Tensor
+    parameters: Sequence[Tensor]
 
     def clear(self) -> None:
         for leaf in (self.x, *self.parameters):
             leaf.grad = None
 
-    def step(self, model: Model) -> torch.Tensor:
+    def step(self, model: Model) -> Tensor:
         self.clear()
         out = model(self.x)
         out.backward(self.grad)  # type: ignore[no-untyped-call]
         return out.detach()
 
-    def results(self, model: Model) -> list[torch.Tensor]:
+    def results(self, model: Model) -> list[Tensor]:
         """The output and every gradient."""
         out = self.step(model)
-        gradients = [cast(torch.Tensor, leaf.grad) for leaf in (self.x, *self.parameters)]
+        gradients = [cast(Tensor, leaf.grad) for leaf in (self.x, *self.parameters)]
         self.clear()
         return [out, *gradients]
 
@@ -231,14 +231,14 @@ def _errors(training: Training, eager: nn.Sequential, models: Mapping[str, Model
     return errors
 
 
-def _results(name: str, model: Model, training: Training) -> list[torch.Tensor]:
+def _results(name: str, model: Model, training: Training) -> list[Tensor]:
     if name != "isogemm":  # torch's memory comes from elsewhere
         return training.results(model)
     with poisoned_allocations():
         return training.results(model)
 
 
-def _exact(training: Training, eager: nn.Sequential) -> list[torch.Tensor]:
+def _exact(training: Training, eager: nn.Sequential) -> list[Tensor]:
     """Compute the output and gradients in fp64, some sequences at a time."""
     model, x = copy.deepcopy(eager).double(), training.x
     parameters = list(model.parameters())
@@ -249,8 +249,8 @@ def _exact(training: Training, eager: nn.Sequential) -> list[torch.Tensor]:
         out = model(leaf)
         out.backward(grad.double())
         outs.append(out.detach())
-        gradients.append(cast(torch.Tensor, leaf.grad))
-    return [torch.cat(outs), torch.cat(gradients), *(cast(torch.Tensor, each.grad) for each in parameters)]
+        gradients.append(cast(Tensor, leaf.grad))
+    return [torch.cat(outs), torch.cat(gradients), *(cast(Tensor, each.grad) for each in parameters)]
 
 
 def demo(device: torch.device) -> DemoResult:

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from isogemm.bench import demo as demos
 from isogemm.bench import timer
@@ -37,7 +38,7 @@ CPU_SHAPES = ((512, 1024, 1024), (64, 4096, 1024), (1, 4096, 1024))
 COMPUTE_BOUND = 800  # FLOP per element moved: twice where an H200's measured ceilings meet, in 16 bits and in TF32
 TUNED = "max-autotune-no-cudagraphs"
 
-Forward = Callable[..., torch.Tensor]  # of x and what follows it
+Forward = Callable[..., Tensor]  # of x and what follows it
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,17 @@ class _Operation:
 def _biased(activation: str, *, on_gpu: bool) -> _Operation:
     act, addmm_activation = ACTIVATIONS[activation].torch, private.find("torch:_addmm_activation")
 
-    def isogemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def isogemm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return linear(x, weight, bias, activation=activation)
 
-    def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = addmm_activation(bias, x, weight.t(), use_gelu=activation != "relu")
+    def fused(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        result: Tensor = addmm_activation(bias, x, weight.t(), use_gelu=activation != "relu")
         return result
 
-    def eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return act(F.linear(x, weight, bias))
 
-    def three_ops(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def three_ops(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return act(x @ weight.t() + bias)
 
     operation = _Operation(_linear_shapes, isogemm, eager, f"{activation}(linear)", peers={"three ops": three_ops})
@@ -81,22 +82,22 @@ def _linear_shapes(m: int, n: int, k: int) -> Sequence[tuple[int, ...]]:
     return (m, k), (n, k), (n,)
 
 
-def _torch_swiglu(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _torch_swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(x @ gate.t()) * (x @ up.t())
 
 
-def _plain_code(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
+def _plain_code(x: Tensor, b: Tensor, bias: Tensor) -> list[Tensor]:
     """All alive until the end: a deferred tensor that nobody holds is never computed."""
     return [torch.relu(x @ b + bias) for _ in range(4)]
 
 
-def _deferred(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _deferred(x: Tensor, b: Tensor, bias: Tensor) -> Tensor:
     with autofuse():
         results = _plain_code(x, b, bias)
     return results[-1]
 
 
-def _fused_calls(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _fused_calls(x: Tensor, b: Tensor, bias: Tensor) -> Tensor:
     return [matmul_fused(x, b, bias=bias, activation="relu") for _ in range(4)][-1]
 
 
@@ -205,9 +206,7 @@ def _compile(device: str, job: tuple[str, dict[str, int | str]]) -> None:
         linear(*operands[:2])
 
 
-def _operands(
-    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, fan_in: int
-) -> list[torch.Tensor]:
+def _operands(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, fan_in: int) -> list[Tensor]:
     """x of variance 1, and weights that keep it: an activation that nothing saturates."""
     first, *others = (torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
     return [first, *(each * (fan_in**-0.5 if each.ndim > 1 else 1.0) for each in others)]
@@ -256,7 +255,7 @@ def _elements(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
 
 
-def _layer(name: str, operands: Sequence[torch.Tensor]) -> Layer:
+def _layer(name: str, operands: Sequence[Tensor]) -> Layer:
     _, weight, other = operands
     if name == "swiglu":
         return Layer(weight, weight_up=other, activation=name)
@@ -265,7 +264,7 @@ def _layer(name: str, operands: Sequence[torch.Tensor]) -> Layer:
     return Layer(weight, other, activation=name.split()[-1])
 
 
-def _errors(thunks: Mapping[str, Thunk], layer: Layer, x: torch.Tensor, precision: str) -> dict[str, float]:
+def _errors(thunks: Mapping[str, Thunk], layer: Layer, x: Tensor, precision: str) -> dict[str, float]:
     """The largest error of each variant in units of |x| |weight|; of 64 rows and 1024 columns at most.
 
     isogemm's is within its bound, and the others' within twice that: they compute the same.
@@ -317,13 +316,11 @@ def _block_case(
     )
 
 
-def _first(function: Forward, operands: Sequence[torch.Tensor], grad: torch.Tensor) -> Thunk:
+def _first(function: Forward, operands: Sequence[Tensor], grad: Tensor) -> Thunk:
     return lambda: training_step(function, operands, grad)[0]
 
 
-def _block_errors(
-    functions: Mapping[str, Forward], operands: Sequence[torch.Tensor], grad: torch.Tensor
-) -> dict[str, float]:
+def _block_errors(functions: Mapping[str, Forward], operands: Sequence[Tensor], grad: Tensor) -> dict[str, float]:
     """The largest error of the result and the gradients of each variant, relative to their norms.
 
     isogemm's is at most twice torch's, each, and so is the largest error of an element.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from isogemm.bench import demo as demos
 from isogemm.bench import timer
@@ -27,7 +28,7 @@ BATCHES = (256, 1024, 14336, 65536)
 NUMBERS = (("float32", "ieee"), ("float32", "tf32"), ("bfloat16", ""))
 RANDOM_SHAPES = 60  # besides the chosen ones: what the gate gives where nobody looked
 
-Function = Callable[..., torch.Tensor]
+Function = Callable[..., Tensor]
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
@@ -79,7 +80,7 @@ def _case(
 
 def _rotated(
     sets: int, batch: int, m: int, n: int, k: int, dtype: torch.dtype, layout: str, device: torch.device
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Operand pairs of their own memory, cut from one random buffer at 256-byte steps."""
     a_size, b_size = (-(-batch * size // 128) * 128 for size in (m * k, k * n))
     buffer = torch.randn(sets * (a_size + b_size), device=device, dtype=dtype)
@@ -88,7 +89,7 @@ def _rotated(
         yield _view(a, batch, m, k, layout[0]), _view(b, batch, k, n, layout[1])
 
 
-def _view(x: torch.Tensor, batch: int, rows: int, columns: int, letter: str) -> torch.Tensor:
+def _view(x: Tensor, batch: int, rows: int, columns: int, letter: str) -> Tensor:
     return x.view(batch, columns, rows).transpose(1, 2) if letter == "t" else x.view(batch, rows, columns)
 
 
