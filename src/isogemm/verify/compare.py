@@ -43,9 +43,9 @@ def compare_bits(actual: Tensor, expected: Tensor) -> BitDiff:
     Any dtype and strides. `expected` is brought to the device of `actual`.
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        mismatch = f"got {_kind(actual)}, expected {_kind(expected)}"
+        got, wanted = (f"{each.dtype} of shape {tuple(each.shape)}" for each in (actual, expected))
         total = max(actual.numel(), expected.numel())
-        return BitDiff(count=total, total=total, mismatch=mismatch)
+        return BitDiff(total, total, mismatch=f"got {got}, expected {wanted}")
     total = actual.numel()
     if total == 0:
         return BitDiff(count=0, total=0)
@@ -55,7 +55,8 @@ def compare_bits(actual: Tensor, expected: Tensor) -> BitDiff:
     count = int(differs.sum())
     if count == 0:
         return BitDiff(count=0, total=total)
-    coordinate = _unravel(int(differs.flatten().to(torch.uint8).argmax()), actual.shape)
+    first = differs.flatten().to(torch.uint8).argmax()
+    coordinate = tuple(int(at) for at in torch.unravel_index(first, actual.shape))
     return BitDiff(count, total, coordinate, _describe(actual[coordinate]), _describe(expected[coordinate]))
 
 
@@ -74,20 +75,8 @@ def _as_int(tensor: Tensor) -> Tensor:
     return tensor.view(_INT_OF_SIZE[tensor.element_size()])
 
 
-def _unravel(index: int, shape: torch.Size) -> tuple[int, ...]:
-    coordinate = []
-    for size in reversed(shape):
-        index, at = divmod(index, size)
-        coordinate.append(at)
-    return tuple(reversed(coordinate))
-
-
 def _describe(element: Tensor) -> str:
     words = _as_int(element).flatten().tolist()
     bits = 8 * element.element_size() // len(words)
     pattern = "".join(f"{word & ((1 << bits) - 1):0{bits // 4}x}" for word in words)
     return f"{element.item()!r} (0x{pattern})"
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from isogemm.encoder.api import encoder_chunk, encoder_layer
 from isogemm.encoder.parameters import ACTIVATIONS, EncoderParameters
+from isogemm.verify import encoder_reference as references
 from isogemm.verify import trials
 from isogemm.verify.compare import BitDiff, compare_bits
-from isogemm.verify.encoder_reference import (
-    ENCODER_SHAPES,
-    EncoderShape,
-    encoder_parameters,
-    encoder_tensors,
-    products_of_tf32,
-    torch_encoder,
-)
+from isogemm.verify.encoder_reference import ENCODER_SHAPES, EncoderShape, encoder_parameters
 from isogemm.verify.fused import training_step
 from isogemm.verify.inputs import make_data, with_layout
 from isogemm.verify.precision import fp32_precision
@@ -71,7 +65,7 @@ class Setting(trials.Setting):
     def tensors(self, shape: EncoderShape) -> dict[str, Tensor]:
         """x and the parameters that are there, under their names."""
         norm = self.options["norm"]
-        named = encoder_tensors(shape, self.dtype, device=self.device, seed=self.seed, norm=norm)
+        named = references.encoder_tensors(shape, self.dtype, device=self.device, seed=self.seed, norm=norm)
         optional = [name for name in named if name.endswith("_bias") or name.startswith("norm")]
         absent = {name for name in optional if self.rng.random() < self.absent}
         return {name: each for name, each in named.items() if name not in absent}
@@ -108,7 +102,7 @@ class Setting(trials.Setting):
 
     def gradient_of_x(
         self, x: Tensor, mask: Tensor | None, grad: Tensor, params: EncoderParameters
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Sequence[Tensor]:
         """The result, and dx."""
         x = x.detach().requires_grad_()
         out = self.layer(x, mask, params)
@@ -196,26 +190,16 @@ def _right_padding(each: Setting) -> Iterator[BitDiff]:
         if not 0 < more <= LONGEST - tokens:
             continue
         after = 3 * each.normal(sequences, more, each.shape.d_model, seed=longer)
-        if mask is None or mask.dtype == torch.bool:
-            known = torch.zeros_like(x[..., 0], dtype=torch.bool) if mask is None else mask
-            left_out = known.new_ones(sequences, more)
-        else:
-            known, left_out = mask, mask.new_full((sequences, more), -torch.inf)
-        found = each.gradient_of_x(
-            torch.cat([x, after], dim=1),
-            torch.cat([known, left_out], dim=1),
-            torch.cat([grad, torch.zeros_like(after)], dim=1),
-            params,
-        )
+        known = torch.zeros_like(x[..., 0], dtype=torch.bool) if mask is None else mask
+        left_out = known.new_full((sequences, more), True if known.dtype == torch.bool else -torch.inf)
+        pairs = (x, after), (known, left_out), (grad, torch.zeros_like(after))
+        longer_x, longer_mask, longer_grad = (torch.cat(pair, dim=1) for pair in pairs)
+        found = each.gradient_of_x(longer_x, longer_mask, longer_grad, params)
         for one, other in zip(found, expected, strict=True):
             yield compare_bits(one[:, :tokens], other)
 
 
-class Measure(NamedTuple):
-    """torch's results, and how many times their errors are allowed."""
-
-    factor: float
-    results: Sequence[Tensor]
+Measure = tuple[float, Sequence[Tensor]]  # how many times torch's errors are allowed, and torch's results
 
 
 def measures(
@@ -227,12 +211,12 @@ def measures(
     products of rounded operands are TF32's own error.
     """
     if dtype != torch.float32:
-        return [Measure(2, step())]
+        return [(2, step())]
     with fp32_precision("ieee" if device.type == "cuda" else ""):
-        found = [Measure(4, step())]
+        found: list[Measure] = [(4, step())]
         if precision == "tf32" and device.type == "cuda":
-            with products_of_tf32():
-                found.append(Measure(2, step()))
+            with references.products_of_tf32():
+                found.append((2, step()))
     return found
 
 
@@ -243,19 +227,18 @@ def assert_accurate(
 
     Gives the error's norm, relative to that of `exact`.
     """
-    (largest, norm), errors = _sizes(exact), _sizes(found.double() - exact)
-    torchs_errors = [(factor, _sizes(each.double() - exact)) for factor, each in torchs]
-    for place, (kind, whole) in enumerate((("error of an element", largest), ("norm of the errors", norm))):
+
+    def sizes(x: Tensor) -> tuple[float, float]:
+        return float(x.abs().max()), float(x.norm())
+
+    whole, errors = sizes(exact), sizes(found.double() - exact)
+    torchs_errors = [(factor, sizes(each.double() - exact)) for factor, each in torchs]
+    for place, kind in enumerate(("error of an element", "norm of the errors")):
         most = max(factor * theirs[place] for factor, theirs in torchs_errors)
-        most += ulps * torch.finfo(found.dtype).eps * whole
+        most += ulps * torch.finfo(found.dtype).eps * whole[place]
         if not errors[place] <= most:
             raise AssertionError(f"{what}: {kind} {errors[place]:.2e}, expected at most {most:.2e}, by torch's")
-    return errors[1] / norm if norm else 0.0
-
-
-def _sizes(x: Tensor) -> tuple[float, float]:
-    """The largest element, and the norm."""
-    return float(x.abs().max()), float(x.norm())
+    return errors[1] / whole[1] if whole[1] else 0.0
 
 
 def _accuracy(each: Setting) -> Iterator[BitDiff]:
@@ -270,26 +253,23 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
     mask = each.sequences(each.rows(sequences))[1]
     if mask is not None:
         mask[:, 0] = 0  # torch has NaN for a query without keys
-    options = {**each.options, "key_padding_mask": mask}
     names = list(tensors)
 
     def named(function: Callable[..., Tensor], **how: Any) -> Callable[..., Tensor]:
-        def of_operands(*operands: Tensor) -> Tensor:
-            return function(**dict(zip(names, operands, strict=True)), **options, **how)
-
-        return of_operands
+        how |= {**each.options, "key_padding_mask": mask}
+        return lambda *operands: function(**dict(zip(names, operands, strict=True)), **how)
 
     def isogemm(x: Tensor, **given: Any) -> Tensor:
         params = {name: given.pop(name) for name in names[1:]}
         return cast(Tensor, encoder_layer(x, encoder_parameters(params, separate=each.separate), **given))
 
-    operands, in_torch = list(tensors.values()), named(torch_encoder)
+    operands, in_torch = list(tensors.values()), named(references.torch_encoder)
     grad = each.normal(*tensors["x"].shape, seed=9)
     found = training_step(named(isogemm, precision=each.precision or None), operands, grad)
     torchs = measures(lambda: training_step(in_torch, operands, grad), each.dtype, each.precision, each.device)
     exact = training_step(in_torch, [operand.double() for operand in operands], grad.double())
     for place, name in enumerate(["result", *names]):
-        allowed = [(measure.factor, measure.results[place]) for measure in torchs]
+        allowed = [(factor, results[place]) for factor, results in torchs]
         assert_accurate(found[place], allowed, exact[place], what=name)
     yield from ()
 

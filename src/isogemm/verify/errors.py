@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,7 @@ class Errors:
     max_scaled: float
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """The library's errors beside torch's."""
 
     actual: Errors
@@ -37,29 +37,16 @@ def measure_errors(actual: Tensor, reference: Tensor, *, scale: Tensor | None = 
     broadcastable; without it, max|reference|.
     """
     _require_reference(actual, reference, "actual")
-    finite = _finite_in(reference, actual.dtype)
+    finite, magnitude, natural = _magnitudes(reference, actual.dtype, scale)
     error = _absolute_error(actual, reference, finite)
-    magnitude = torch.where(finite, reference, 0).abs()
-    natural = _natural_scale(scale, magnitude, finite)
     rms = magnitude.square().mean().sqrt() if magnitude.numel() else magnitude.sum()
-    return Errors(
-        max_abs=_largest(error),
-        max_rel=_largest(_ratio(error, magnitude.clamp_min(rms))),
-        max_scaled=_largest(_ratio(error, natural)),
-    )
+    return Errors(*map(_largest, (error, _ratio(error, magnitude.clamp_min(rms)), _ratio(error, natural))))
 
 
 def assert_no_worse_than_torch(
-    actual: Tensor,
-    torch_result: Tensor,
-    reference: Tensor,
-    *,
-    factor: float = 2.0,
-    ulps: float = 1,
-    scale: Tensor | None = None,
-    match_nonfinite: bool = False,
-    what: str = "",
-) -> Comparison:
+    actual: Tensor, torch_result: Tensor, reference: Tensor, *, factor: float = 2.0, ulps: float = 1,
+    scale: Tensor | None = None, match_nonfinite: bool = False, what: str = "",
+) -> Comparison:  # fmt: skip
     """Assert, for every element whose fp64 reference is finite in the result's dtype,
 
         |actual - reference| <= factor * E * scale + ulps * ulp(reference)
@@ -75,9 +62,7 @@ def assert_no_worse_than_torch(
         raise AssertionError(f"{_prefix(what)}dtype {actual.dtype}, but torch's result is {torch_result.dtype}")
     if match_nonfinite:
         assert_same_nonfinite(actual, reference, what)
-    finite = _finite_in(reference, actual.dtype)
-    magnitude = torch.where(finite, reference, 0).abs()
-    natural = _natural_scale(scale, magnitude, finite)
+    finite, magnitude, natural = _magnitudes(reference, actual.dtype, scale)
     torch_error = _absolute_error(torch_result, reference, finite & torch_result.isfinite())
     allowed = factor * _largest(_ratio(torch_error, natural)) * natural + ulps * _ulp(magnitude, actual.dtype)
     error = _absolute_error(actual, reference, finite)
@@ -92,10 +77,7 @@ def assert_no_worse_than_torch(
             f"reference {reference[coordinate].item()!r}, "
             f"error {error[coordinate].item():.3g}, allowed {allowed[coordinate].item():.3g}"
         )
-    return Comparison(
-        actual=measure_errors(actual, reference, scale=scale),
-        torch=measure_errors(torch_result, reference, scale=scale),
-    )
+    return Comparison(*(measure_errors(each, reference, scale=scale) for each in (actual, torch_result)))
 
 
 def assert_same_nonfinite(actual: Tensor, reference: Tensor, what: str = "") -> None:
@@ -120,10 +102,6 @@ def _require_reference(result: Tensor, reference: Tensor, name: str) -> None:
         raise AssertionError(f"{name}: shape {tuple(result.shape)}, reference {tuple(reference.shape)}")
 
 
-def _finite_in(reference: Tensor, dtype: torch.dtype) -> Tensor:
-    return reference.to(dtype).isfinite()
-
-
 def _absolute_error(result: Tensor, reference: Tensor, where: Tensor) -> Tensor:
     error = (result.detach().double() - reference).abs()
     return torch.where(where, error.nan_to_num(nan=torch.inf, posinf=torch.inf), 0)
@@ -138,14 +116,17 @@ def _largest(values: Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def _natural_scale(scale: Tensor | None, magnitude: Tensor, finite: Tensor) -> Tensor:
+def _magnitudes(reference: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the reference is finite in the dtype, its absolute values there, and the scale of an element's error."""
+    finite = reference.to(dtype).isfinite()
+    magnitude = torch.where(finite, reference, 0).abs()
     if scale is None:
         largest = magnitude.max() if magnitude.numel() else magnitude.sum()
-        return largest.expand(magnitude.shape)
+        return finite, magnitude, largest.expand(magnitude.shape)
     natural = torch.where(finite, scale.detach().double(), 1)
     if not bool(((natural >= 0) & natural.isfinite()).all()):
         raise ValueError("scale: got negative or non-finite values, expected sizes such as |A| @ |B|")
-    return natural
+    return finite, magnitude, natural
 
 
 def _ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:

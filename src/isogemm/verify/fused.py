@@ -104,12 +104,8 @@ class Layer:
 
     def before(self, product: Tensor, tokens: Tokens) -> Tensor:
         """The pre-activation."""
-        z = product
-        for scale in (
-            None if isinstance(self.alpha, float) and self.alpha == 1 else self.alpha,
-            None if tokens.row_scale is None else tokens.row_scale[:, None],
-            self.col_scale,
-        ):
+        z = product * self.alpha
+        for scale in (None if tokens.row_scale is None else tokens.row_scale[:, None], self.col_scale):
             z = z if scale is None else z * scale
         if tokens.c is not None:
             z = z + tokens.c.to(z.dtype) * self.beta
@@ -119,12 +115,10 @@ class Layer:
 
     def sizes(self, product: Tensor, up: Tensor | None, tokens: Tokens) -> Tensor:
         """The unit of an element's error, from |x| |weight|: no activation but relu2 grows faster than its argument."""
-        whole = replace(
-            self, bias=_size(self.bias), bias_up=_size(self.bias_up), col_scale=_size(self.col_scale),
-            gain=_size(self.gain), alpha=_absolute(self.alpha), beta=_absolute(self.beta),
-            activation="relu2" if self.activation == "relu2" else "",
-        )  # fmt: skip
-        return whole.after(product, up, tokens.map(lambda each: each.double().abs()))
+        named = {name: getattr(self, name) for name in ("bias", "bias_up", "col_scale", "gain", "alpha", "beta")}
+        absolute: Any = {name: None if each is None else abs(each) for name, each in named.items()}
+        activation = "relu2" if self.activation == "relu2" else ""
+        return replace(self, activation=activation, **absolute).after(product, up, tokens.map(torch.abs))
 
     def products(self, multiply: Multiply, x: Tensor) -> tuple[Tensor, Tensor | None]:
         b, b_up = self.columns
@@ -141,16 +135,6 @@ class Layer:
         )  # fmt: skip
 
     @property
-    def bare(self) -> Layer:
-        """As the first layer of an mlp is: without scales and addends."""
-        return replace(self, col_scale=None, alpha=1.0, beta=0.0)
-
-    def of_dtype(self, dtype: torch.dtype) -> Layer:
-        """The layer with all but its parameters in this dtype."""
-        col_scale, gain = (None if each is None else each.to(dtype) for each in (self.col_scale, self.gain))
-        return replace(self, col_scale=col_scale, gain=gain)
-
-    @property
     def parameters(self) -> dict[str, Tensor]:
         """What is trained, by name."""
         named = {name: getattr(self, name) for name in ("weight", "bias", "weight_up", "bias_up")}
@@ -164,14 +148,6 @@ class Layer:
     def columns(self) -> tuple[Tensor, Tensor | None]:
         """The weights as [K, N]."""
         return self.weight.mT, None if self.weight_up is None else self.weight_up.mT
-
-
-def _size(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.double().abs()
-
-
-def _absolute(number: float | Tensor) -> float | Tensor:
-    return number.abs() if isinstance(number, Tensor) else abs(number)
 
 
 def assert_accurate(
@@ -254,16 +230,14 @@ class Setting(trials.Setting):
         return torch.cat([x, *added, *more], dim=1)
 
     def tokens_of(self, rows: Tensor) -> Tokens:
-        widths = list(self.widths.values())
-        x, c, residual, row_scale, bias, shift = torch.split(rows[:, : sum(widths)], widths, dim=1)
-        return Tokens(
-            with_layout(x, self.layouts[0]),
-            c if self.widths["c"] else None,
-            residual if self.widths["residual"] else None,
-            row_scale[:, 0] if self.scaled else None,
-            bias[:, 0] if self.by_row else None,
-            shift if self.registered else None,
-        )
+        parts = torch.split(rows[:, : sum(self.widths.values())], list(self.widths.values()), dim=1)
+        found = {name: part for name, part in zip(self.widths, parts, strict=True) if part.shape[1]}
+        found |= {name: found[name][:, 0] for name in ("row_scale", "bias") if name in found}
+        return Tokens(**found | {"x": with_layout(found["x"], self.layouts[0])})
+
+    def layer_and_tokens(self, m: int) -> tuple[Layer, Tokens]:
+        x, b = self.operands(m, self.k, self.n)
+        return self.layer(b.mT), self.tokens_of(self.packed(x))
 
     def forward(self, m: int) -> tuple[Tensor, list[Rows]]:
         """Rows, and the ways: with an fp32 result, with one of its own dtype, rounding as torch does, and an mlp."""
@@ -328,9 +302,7 @@ class Setting(trials.Setting):
 
 
 def _any_tile(each: Setting) -> Iterator[BitDiff]:
-    m = each.rng.choice(each.sizes.edges)
-    x, b = each.operands(m, each.k, each.n)
-    layer, tokens = each.layer(b.mT), each.tokens_of(each.packed(x))
+    layer, tokens = each.layer_and_tokens(each.rng.choice(each.sizes.edges))
     p = each.rng.choice((0.0, 0.3))
     seed = torch.full((1,), each.seed, dtype=torch.int64, device=each.device) if p else None
     how: Any = {"out_dtype": each.wide if each.seed % 2 else None, "precision": each.precision or None}
@@ -345,8 +317,7 @@ def _any_tile(each: Setting) -> Iterator[BitDiff]:
 
 def _accuracy(each: Setting) -> Iterator[BitDiff]:
     """Raise where a result is not accurate; there are no bits to compare."""
-    x, b = each.operands(min(each.rng.choice(each.sizes.edges), 1000), each.k, each.n)
-    layer, tokens = each.layer(b.mT), each.tokens_of(each.packed(x))
+    layer, tokens = each.layer_and_tokens(min(each.rng.choice(each.sizes.edges), 1000))
     for out_dtype in dict.fromkeys((None, each.wide)):
         # Tensor cores sum an fp32 result of 16-bit operands, and tf32x3, less exactly: as in the gemm family.
         factor = 4 if out_dtype is not None or each.precision == "tf32x3" else 2
@@ -383,9 +354,7 @@ def _assert_trained_accurately(each: Setting) -> None:
     differentiable: Any = _TorchProduct
 
     def in_torch(a: Tensor, b: Tensor) -> Tensor:
-        if a.dtype == torch.float64:
-            return a @ b
-        return cast(Tensor, differentiable.apply(a, b, each.precision))
+        return a @ b if a.dtype == torch.float64 else cast(Tensor, differentiable.apply(a, b, each.precision))
 
     def one(x: Tensor, *parameters: Tensor) -> Tensor:
         mine = layer.with_parameters(parameters)
@@ -393,14 +362,13 @@ def _assert_trained_accurately(each: Setting) -> None:
 
     def one_in_torch(x: Tensor, *parameters: Tensor) -> Tensor:
         mine = layer.with_parameters(parameters)
-        rest = tokens.map(lambda part: part.to(x.dtype))._replace(x=x)
-        return mine.of_dtype(x.dtype).after(*mine.products(in_torch, x), rest)
+        return mine.after(*mine.products(in_torch, x), tokens._replace(x=x))
 
     def two(x: Tensor, *parameters: Tensor) -> Tensor:
         return each._mlp(layer.with_parameters(parameters[:-1]), parameters[-1], x)
 
     def two_in_torch(x: Tensor, *parameters: Tensor) -> Tensor:
-        mine = layer.with_parameters(parameters[:-1]).bare
+        mine = replace(layer.with_parameters(parameters[:-1]), col_scale=None, alpha=1.0, beta=0.0)
         return in_torch(mine.after(*mine.products(in_torch, x), Tokens(x)), parameters[-1].mT)
 
     operands = [tokens.x, *layer.parameters.values()]
@@ -425,13 +393,9 @@ def _smooth(each: Setting, m: int) -> tuple[Layer, Tokens, Tensor]:
 
 
 def _assert_as_torch(
-    ours: Callable[..., Tensor],
-    in_torch: Callable[..., Tensor],
-    names: Sequence[str],
-    operands: Sequence[Tensor],
-    grad: Tensor,
-    each: Setting,
-) -> None:
+    ours: Callable[..., Tensor], in_torch: Callable[..., Tensor], names: Sequence[str], operands: Sequence[Tensor],
+    grad: Tensor, each: Setting,
+) -> None:  # fmt: skip
     found, torchs = (training_step(way, operands, grad) for way in (ours, in_torch))
     exact = training_step(in_torch, [operand.double() for operand in operands], grad.double())
     factor = 4 if each.dtype == torch.float32 else 2  # the order of fp32 sums alone makes more than twice, at times
@@ -457,8 +421,7 @@ def assert_largest_error(found: Tensor, torchs: Tensor, exact: Tensor, *, factor
 
 
 def _eager(each: Setting) -> Iterator[BitDiff]:
-    x, b = each.operands(each.rng.choice(each.sizes.edges), each.k, each.n)
-    layer, tokens = each.layer(b.mT), each.tokens_of(each.packed(x))
+    layer, tokens = each.layer_and_tokens(each.rng.choice(each.sizes.edges))
     precision = each.precision or None
     found = layer.isogemm(tokens, rounding="eager", precision=precision)
     with torch.no_grad():
@@ -469,8 +432,8 @@ def _eager(each: Setting) -> Iterator[BitDiff]:
 
 def _dropout(each: Setting) -> Iterator[BitDiff]:
     m, p = each.rng.choice(each.sizes.edges), each.rng.choice((0.1, 0.5, 0.9))
-    x, b = each.operands(m, each.k, each.n)
-    layer, tokens = each.layer(b.mT), each.tokens_of(each.packed(x))._replace(residual=None)
+    layer, tokens = each.layer_and_tokens(m)
+    tokens = tokens._replace(residual=None)
     precision = each.precision or None
     with torch.random.fork_rng([each.device] if each.device.type == "cuda" else []):
 

@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 
 _ALLOCATORS: tuple[tuple[Any, str], ...] = (
-    (torch, "empty"),
-    (torch, "empty_like"),
-    (torch, "empty_strided"),
-    (Tensor, "new_empty"),
-    (Tensor, "new_empty_strided"),
+    *((torch, name) for name in ("empty", "empty_like", "empty_strided")),
+    *((Tensor, name) for name in ("new_empty", "new_empty_strided")),
 )
 
 
@@ -25,9 +22,7 @@ def poison_value(dtype: torch.dtype) -> complex | float | int | bool:
         return complex(float("nan"), float("nan"))
     if dtype.is_floating_point:
         return float("nan")
-    if dtype == torch.bool:
-        return True
-    return torch.iinfo(dtype).max
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 @contextmanager
@@ -56,15 +51,10 @@ def _poisoning(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensor = allocate(*args, **kwargs)
         if tensor.layout is torch.strided:
             with torch.no_grad():
-                _whole(tensor, owned=kwargs.get("out") is None).fill_(poison_value(tensor.dtype))
+                whole = tensor
+                if kwargs.get("out") is None and not tensor.is_contiguous():  # all of a fresh tensor's storage
+                    whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+                whole.fill_(poison_value(tensor.dtype))
         return tensor
 
     return poisoned
-
-
-def _whole(tensor: Tensor, owned: bool) -> Tensor:
-    """All of a fresh tensor's storage, so that gaps are poisoned and overlapping strides can be filled."""
-    if not owned or tensor.is_contiguous():
-        return tensor
-    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.as_strided((elements,), (1,), 0)

@@ -180,34 +180,25 @@ def other_work(device: torch.device) -> Iterator[None]:
     torch.cuda.synchronize(device)
 
 
-def of_rows(holds: Property) -> Callable[[Setting], Iterator[BitDiff]]:
-    """A trial of one property."""
+def of_rows(*properties: Property, gradient: bool = False) -> Callable[[Setting], Iterator[BitDiff]]:
+    """A trial of these properties, of the forward or of the input's gradient."""
 
     def trial(each: Setting) -> Iterator[BitDiff]:
-        sizes = each.batch_sizes() if holds is needle else [each.rng.randint(2, each.sizes.most)]
-        rows, ways = each.forward(max(sizes))
+        if len(properties) > 1:
+            sizes = each.rng.sample(each.batch_sizes(), 2)
+        else:
+            sizes = each.batch_sizes() if properties == (needle,) else [each.rng.randint(2, each.sizes.most)]
+        rows, ways = (each.input_gradient if gradient else each.forward)(max(sizes))
         for m in sizes:
             for way in ways:
-                yield from holds(way, rows[:m], each.rng)
+                for holds in properties:
+                    yield from holds(way, rows[:m], each.rng)
 
     return trial
 
 
-def forward(each: Setting) -> Iterator[BitDiff]:
-    return _every_property(each, each.forward)
-
-
-def input_gradient(each: Setting) -> Iterator[BitDiff]:
-    return _every_property(each, each.input_gradient)
-
-
-def _every_property(each: Setting, make: Callable[[int], tuple[Tensor, list[Rows]]]) -> Iterator[BitDiff]:
-    sizes = each.rng.sample(each.batch_sizes(), 2)
-    rows, ways = make(max(sizes))
-    for m in sizes:
-        for way in ways:
-            for holds in (needle, cut, padded, permuted, repeated):
-                yield from holds(way, rows[:m], each.rng)
+forward = of_rows(needle, cut, padded, permuted, repeated)
+input_gradient = of_rows(needle, cut, padded, permuted, repeated, gradient=True)
 
 
 # Gradients of parameters.

@@ -223,7 +223,7 @@ def _errors(training: Training, eager: nn.Sequential, models: Mapping[str, Model
     for name, model in models.items():
         found, times, largest = _results(name, model, training), 1 if name == "isogemm" else 2, 0.0
         for place, what in enumerate(names):
-            allowed = [(times * measure.factor, measure.results[place]) for measure in torchs]
+            allowed = [(times * factor, results[place]) for factor, results in torchs]
             ulps = _ULPS if dtype == torch.float32 else 1
             error = assert_accurate(found[place], allowed, exact[place], ulps=ulps, what=f"{name}, {what}")
             largest = max(largest, error)
