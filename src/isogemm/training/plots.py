@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from isogemm.bench import files
-from isogemm.bench.extras import need
-from isogemm.bench.files import AnyPath
+from isogemm.bench.files import AnyPath, need
 from isogemm.bench.plots import Palette
 from isogemm.training.results import Record, backend
 
