@@ -22,14 +22,8 @@ _P = ParamSpec("_P")
 SERIES = 6  # categorical colours the page defines
 
 # matplotlib wants real colours: these stand for CSS ones until the SVG is written.
-_INK, _MUTED, _LINE, _PAPER, _BAD = (f"#0a0b{i:02x}" for i in range(5))
-_STAND_INS = {
-    _INK: "var(--ink)",
-    _MUTED: "var(--muted)",
-    _LINE: "var(--line)",
-    _PAPER: "var(--paper)",
-    _BAD: "var(--bad)",
-}
+_STAND_INS = {f"#0a0b{i:02x}": f"var(--{name})" for i, name in enumerate(("ink", "muted", "line", "paper", "bad"))}
+_INK, _MUTED, _LINE, _PAPER, _BAD = _STAND_INS
 
 _WIDTH = 6.0  # inches
 _TICK_STEPS = ((10, (1, 1.5, 2, 3, 4, 6, 8)), (30, (1, 2, 3, 5)), (1000, (1, 3)), (math.inf, (1,)))
@@ -210,10 +204,8 @@ class _Canvas:
 
     def colour(self, css: str) -> str:
         """A colour to give to matplotlib for a CSS colour."""
-        for stand_in, known in self._css.items():
-            if known == css:
-                return stand_in
-        stand_in = f"#0a0c{len(self._css):02x}"
+        known = {name: stand_in for stand_in, name in self._css.items()}
+        stand_in = known.get(css, f"#0a0c{len(self._css):02x}")
         self._css[stand_in] = css
         return stand_in
 

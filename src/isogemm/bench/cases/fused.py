@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,18 @@ from torch import Tensor
 
 from isogemm.bench import demo as demos
 from isogemm.bench import timer
-from isogemm.bench.cases import Case, CaseRun, Thunk, finite_results, make_params, on_poison, served_by, use_precision
+from isogemm.bench.cases import (
+    Case,
+    CaseRun,
+    Thunk,
+    finite_results,
+    first,
+    make_params,
+    on_poison,
+    rotated,
+    served_by,
+    use_precision,
+)  # fmt: skip
 from isogemm.bench.demo import DemoResult
 from isogemm.bench.timer import peak_bytes
 from isogemm.bench.views import FamilyView, number_type
@@ -56,34 +68,25 @@ class _Operation:
 
 def _biased(activation: str, *, on_gpu: bool) -> _Operation:
     act, addmm_activation = ACTIVATIONS[activation].torch, private.find("torch:_addmm_activation")
-
-    def isogemm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return linear(x, weight, bias, activation=activation)
+    peers: dict[str, Forward] = {
+        "eager": lambda x, weight, bias: act(F.linear(x, weight, bias)),
+        "three ops": lambda x, weight, bias: act(x @ weight.t() + bias),
+    }
 
     def fused(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         result: Tensor = addmm_activation(bias, x, weight.t(), use_gelu=activation != "relu")
         return result
 
-    def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return act(F.linear(x, weight, bias))
-
-    def three_ops(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return act(x @ weight.t() + bias)
-
-    operation = _Operation(_linear_shapes, isogemm, eager, f"{activation}(linear)", peers={"three ops": three_ops})
     has_call = activation == "relu" or (activation == "gelu_tanh" and on_gpu)  # on a CPU torch's gelu is erf
     if has_call and addmm_activation is not None:
-        peers = {"eager": eager, "three ops": three_ops}
-        operation = replace(operation, torch=fused, torch_call="_addmm_activation", peers=peers)
-    return operation
-
-
-def _linear_shapes(m: int, n: int, k: int) -> Sequence[tuple[int, ...]]:
-    return (m, k), (n, k), (n,)
-
-
-def _torch_swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(x @ gate.t()) * (x @ up.t())
+        in_torch, call = fused, "_addmm_activation"
+    else:
+        in_torch, call = peers.pop("eager"), f"{activation}(linear)"
+    return _Operation(
+        lambda m, n, k: ((m, k), (n, k), (n,)),
+        lambda x, weight, bias: linear(x, weight, bias, activation=activation),
+        in_torch, call, peers=peers,
+    )  # fmt: skip
 
 
 def _plain_code(x: Tensor, b: Tensor, bias: Tensor) -> list[Tensor]:
@@ -97,16 +100,12 @@ def _deferred(x: Tensor, b: Tensor, bias: Tensor) -> Tensor:
     return results[-1]
 
 
-def _fused_calls(x: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-    return [matmul_fused(x, b, bias=bias, activation="relu") for _ in range(4)][-1]
-
-
 _DEFERRED_OPERATIONS = 4 * 3  # of _plain_code
 
 _SWIGLU = _Operation(
     lambda m, n, k: ((m, k), (n, k), (n, k)),
     lambda x, gate, up: linear(x, gate, weight_up=up, activation="swiglu"),
-    _torch_swiglu,
+    lambda x, gate, up: F.silu(x @ gate.t()) * (x @ up.t()),
     "silu(mm) * mm",
     products=2,
 )
@@ -133,7 +132,7 @@ _AUTOFUSE = _Operation(
     "4 x relu(x @ b + bias)",
     products=4,
     calls=4,
-    peers={"fused calls": _fused_calls},
+    peers={"fused calls": lambda x, b, bias: [matmul_fused(x, b, bias=bias, activation="relu") for _ in range(4)][-1]},
 )
 
 
@@ -217,7 +216,7 @@ def _case(name: str, shape: tuple[int, int, int], dtype: str, precision: str = "
     element = getattr(torch, dtype)
     on_any = operation(name, on_gpu=True)
     shapes, flops = on_any.shapes(m, n, k), 2.0 * m * n * k * on_any.products
-    moved = on_any.calls * (m * n + sum(map(_elements, shapes)))
+    moved = on_any.calls * (m * n + sum(map(math.prod, shapes)))
     size = float(element.itemsize * moved)
 
     def build(device: torch.device) -> CaseRun:
@@ -236,23 +235,14 @@ def _case(name: str, shape: tuple[int, int, int], dtype: str, precision: str = "
             functions = {"isogemm": chosen.isogemm, "torch": chosen.torch, "compiled": tuned}
             info["compiled mode"] = TUNED
         sets = [_operands(shapes, element, device, k) for _ in range(timer.rotations(size, device, most_sets))]
-        variants: dict[str, list[Thunk]] = {
-            each: [partial(function, *one) for one in sets] for each, function in functions.items()
-        }
+        variants = rotated(functions, sets)
         if "compiled" in variants:
             variants["compiled"][0]()  # compiles: not while allocations are poisoned
         layer = _layer(name, sets[0])
-
-        def check() -> dict[str, float]:
-            return _errors({each: thunks[0] for each, thunks in variants.items()}, layer, sets[0][0], precision)
-
-        return CaseRun(variants, check, info | served_by(variants["isogemm"][0]))
+        info |= served_by(variants["isogemm"][0])
+        return CaseRun(variants, lambda: _errors(first(variants), layer, sets[0][0], precision), info)
 
     return Case("fused", name, make_params(dtype, precision, m=m, n=n, k=k), flops, size, build)
-
-
-def _elements(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _layer(name: str, operands: Sequence[Tensor]) -> Layer:
@@ -289,7 +279,7 @@ def _block_case(
     m, n, k = shape
     chosen, element = BLOCKS[name], getattr(torch, dtype)
     shapes = chosen.shapes(m, n, k)
-    size = float(element.itemsize * (2 * sum(map(_elements, shapes)) + 2 * m * k))  # operands, gradients, out and dout
+    size = float(element.itemsize * (2 * sum(map(math.prod, shapes)) + 2 * m * k))  # operands, gradients, out and dout
 
     def build(device: torch.device) -> CaseRun:
         use_precision(precision, device)
@@ -306,10 +296,7 @@ def _block_case(
         if device.type == "cuda":
             info |= {f"{each} peak MiB": f"{peak_bytes(step[0], device) / 2**20:.0f}" for each, step in steps.items()}
 
-        def check() -> dict[str, float]:
-            return _block_errors(functions, sets[0], grad)
-
-        return CaseRun(steps, check, info)
+        return CaseRun(steps, lambda: _block_errors(functions, sets[0], grad), info)
 
     return Case(
         "fused", name, make_params(dtype, precision, m=m, n=n, k=k), 6.0 * m * n * k * chosen.products, size, build

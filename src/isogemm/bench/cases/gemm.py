@@ -12,7 +12,17 @@ from torch import Tensor
 
 from isogemm.bench import demo as demos
 from isogemm.bench import timer
-from isogemm.bench.cases import Case, CaseRun, Thunk, finite_results, make_params, served_by, use_precision
+from isogemm.bench.cases import (
+    Case,
+    CaseRun,
+    Thunk,
+    finite_results,
+    first,
+    make_params,
+    rotated,
+    served_by,
+    use_precision,
+)
 from isogemm.bench.demo import DemoResult
 from isogemm.bench.views import FamilyView, number_type
 from isogemm.gemm import op
@@ -137,21 +147,18 @@ def _case(name: str, m: int, n: int, k: int, dtype: str, precision: str = "", mo
         def operand(shape: tuple[int, int]) -> Tensor:
             return torch.randn(shape, dtype=element, device=device, requires_grad=operation.with_grad)
 
-        first, second = operation.shapes(m, n, k)
-        sets = [(operand(first), operand(second)) for _ in range(timer.rotations(size, device, most_sets))]
+        left, right = operation.shapes(m, n, k)
+        sets = [(operand(left), operand(right)) for _ in range(timer.rotations(size, device, most_sets))]
         products = [operation.product(*operands) for operands in sets]
-        variants: dict[str, list[Thunk]] = {
-            "isogemm": [partial(operation.isogemm, *operands) for operands in sets],
-            "torch": [partial(torch.mm, *views) for views in products],
-        }
+        variants = rotated({"isogemm": operation.isogemm}, sets) | rotated({"torch": torch.mm}, products)
         if name == "linear" and dtype == "bfloat16" and device.type == "cuda":
             from isogemm.bench import fixed_tile
 
-            variants["fixed tile"] = [partial(fixed_tile.mm, *views) for views in products]
+            variants |= rotated({"fixed tile": fixed_tile.mm}, products)
 
         def check() -> dict[str, float]:
             a, b = products[0]
-            return _errors({each: thunks[0] for each, thunks in variants.items()}, a.detach(), b.detach(), precision)
+            return _errors(first(variants), a.detach(), b.detach(), precision)
 
         info = served_by(variants["isogemm"][0])
         return CaseRun(variants, check, info, cpu_time=name != "linear other")  # "linear" has the same calls
