@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -184,21 +185,17 @@ def demo(device: torch.device) -> DemoResult:
 
     both = {name: steps[name] for name in ("isogemm", "torch")}
     encoders = {name: copy.deepcopy(cast(Forecaster, step.model).encoder).eval() for name, step in both.items()}
-    return demos.result(
-        f"PatchTST, {OP}, {config.batch} windows x {config.model.channels} channels, fp32 {config.precision}",
-        demos.count_changes(
-            encoders,
-            lambda encoder, some: demos.result_and_gradient(encoder, x[some], grad[some]),
-            "sequences through its encoder (result and gradient)",
-            batch=batch,
-            sizes=(1, 3),
-            compared=64,
-        ),
-        lambda: _errors(config, device),
-        "norm of each gradient",
-        {name: step.run for name, step in both.items()},
-        "the same model, eager",
-        device,
-        note="PatchTST's embedding and head stay torch's: their bits are not promised. With BatchNorm, a result in "
-        "training depends on its batch by definition.",
+    title = f"PatchTST, {OP}, {config.batch} windows x {config.model.channels} channels, fp32 {config.precision}"
+    items = "sequences through its encoder (result and gradient)"
+    note = (
+        "PatchTST's embedding and head stay torch's: their bits are not promised. With BatchNorm, a result in training "
+        "depends on its batch by definition."
     )
+
+    def compute(encoder: nn.Module, some: slice) -> Tensor:
+        return demos.result_and_gradient(encoder, x[some], grad[some])
+
+    bits = demos.count_changes(encoders, compute, items, batch=batch, sizes=(1, 3), compared=64)
+    thunks = {name: step.run for name, step in both.items()}
+    errors = partial(_errors, config, device)
+    return demos.result(title, bits, errors, "norm of each gradient", thunks, "the same model, eager", device, note)

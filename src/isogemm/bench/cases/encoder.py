@@ -255,19 +255,13 @@ def demo(device: torch.device) -> DemoResult:
     _set_precision(precision, device)
     training, eager, models = _models(stack, torch.float32, device, compiled=False)
     models = {name: models[name] for name in ("isogemm", "torch")}
-    return demos.result(
-        f"encoder layer, {OP} [{stack.sequences}, {stack.tokens}, {stack.d_model}], fp32 {precision}",
-        demos.count_changes(
-            models,
-            lambda model, some: demos.result_and_gradient(model, training.x[some], training.grad[some]),
-            "sequences (result and gradient)",
-            batch=stack.sequences,
-            sizes=(1, 3),
-            compared=32,
-        ),
-        lambda: _errors(training, eager, models, precision),
-        "norm of the result and of each gradient",
-        {name: partial(training.step, model) for name, model in models.items()},
-        "torch's layer, eager",
-        device,
-    )
+    title = f"encoder layer, {OP} [{stack.sequences}, {stack.tokens}, {stack.d_model}], fp32 {precision}"
+    items, unit = "sequences (result and gradient)", "norm of the result and of each gradient"
+
+    def compute(model: Model, some: slice) -> Tensor:
+        return demos.result_and_gradient(model, training.x[some], training.grad[some])
+
+    bits = demos.count_changes(models, compute, items, batch=stack.sequences, sizes=(1, 3), compared=32)
+    thunks = {name: partial(training.step, model) for name, model in models.items()}
+    errors = partial(_errors, training, eager, models, precision)
+    return demos.result(title, bits, errors, unit, thunks, "torch's layer, eager", device)

@@ -342,14 +342,9 @@ def demo(device: torch.device) -> DemoResult:
     layers = {"isogemm": chosen.isogemm, "torch": chosen.peers["three ops"]}
     x, *others = operands = _operands(chosen.shapes(m, n, k), getattr(torch, dtype), device, k)
     thunks: dict[str, Thunk] = {name: partial(layer, *operands) for name, layer in layers.items()}
-    return demos.result(
-        f"relu(x @ weight.T + bias) [{m}, {k}] x [{k}, {n}], {number_type(make_params(dtype, precision))}",
-        demos.count_changes(
-            layers, lambda layer, rows: layer(x[rows], *others), "rows", batch=m, sizes=(1, 3), compared=64
-        ),
-        lambda: _errors(thunks, _layer("bias relu", operands), x, precision),
-        "|x| |weight|",
-        thunks,
-        "three operations",
-        device,
+    title = f"relu(x @ weight.T + bias) [{m}, {k}] x [{k}, {n}], {number_type(make_params(dtype, precision))}"
+    bits = demos.count_changes(
+        layers, lambda layer, rows: layer(x[rows], *others), "rows", batch=m, sizes=(1, 3), compared=64
     )
+    errors = partial(_errors, thunks, _layer("bias relu", operands), x, precision)
+    return demos.result(title, bits, errors, "|x| |weight|", thunks, "three operations", device)

@@ -238,12 +238,7 @@ def demo(device: torch.device) -> DemoResult:
     x, weight = (torch.randn((rows, size), dtype=element, device=device, generator=generator) for rows in (64, size))
     layers: dict[str, Product] = {"isogemm": linear, "torch": torch.nn.functional.linear}
     thunks: dict[str, Thunk] = {name: partial(layer, x, weight) for name, layer in layers.items()}
-    return demos.result(
-        f"linear [64, {size}] x [{size}, {size}], {number_type(make_params(dtype, precision))}",
-        demos.count_changes(layers, lambda layer, rows: layer(x[rows], weight), "rows", batch=64, sizes=(1, 3)),
-        lambda: _errors(thunks, x, weight.t(), precision),
-        "|x| |weight|",
-        thunks,
-        "F.linear",
-        device,
-    )
+    title = f"linear [64, {size}] x [{size}, {size}], {number_type(make_params(dtype, precision))}"
+    bits = demos.count_changes(layers, lambda layer, rows: layer(x[rows], weight), "rows", batch=64, sizes=(1, 3))
+    errors = partial(_errors, thunks, x, weight.t(), precision)
+    return demos.result(title, bits, errors, "|x| |weight|", thunks, "F.linear", device)

@@ -104,12 +104,5 @@ def demo(device: torch.device) -> DemoResult:
         bits = demos.count_changes(
             functions, lambda call, at: call(a[at], b[at]), "matrices", batch=batch, sizes=(2, 7)
         )
-    return demos.result(
-        "bmm [1024, 12, 64] x [1024, 64, 12], fp32 ieee",
-        bits,
-        lambda: largest_errors(a, b, precision),
-        "|A| |B|",
-        thunks,
-        "torch.bmm",
-        device,
-    )
+    title, errors = "bmm [1024, 12, 64] x [1024, 64, 12], fp32 ieee", partial(largest_errors, a, b, precision)
+    return demos.result(title, bits, errors, "|A| |B|", thunks, "torch.bmm", device)
