@@ -6,7 +6,7 @@ A document says where: everything between `<!-- figures:NAME -->` and `<!-- /fig
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -102,8 +102,8 @@ def headline_cells(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceili
 
 def speedup(rows: Sequence[Row], view: FamilyView, variant: str = "isogemm") -> str:
     """One table per group: a line per shape, a column per column value, speed-up over torch in the cells."""
-    parts = []
-    for label, group in summary.by_group((row for row in rows if variant in row.times_us), view).items():
+
+    def table(group: Sequence[Row]) -> str:
         cells = {
             (view.shape_label(row.params), view.column_value(row.params)): f"{ratio:.2f}x"
             for row in group
@@ -114,21 +114,28 @@ def speedup(rows: Sequence[Row], view: FamilyView, variant: str = "isogemm") -> 
         body = [
             [shape, *(cells.get((shape, column), "") for column in columns)] for shape in summary.shapes(group, view)
         ]
-        parts.append(f"**{label}**\n\n{markdown(head, body)}")
-    return "\n".join(parts)
+        return markdown(head, body)
+
+    return _by_group((row for row in rows if variant in row.times_us), view, table)
+
+
+def _by_group(rows: Iterable[Row], view: FamilyView, table: Callable[[Sequence[Row]], str]) -> str:
+    """A table for each group, with its name above it."""
+    return "\n".join(f"**{label}**\n\n{table(group)}" for label, group in summary.by_group(rows, view).items())
 
 
 def against(rows: Sequence[Row], view: FamilyView) -> str:
     """One table per group: a line per shape, a column per rival, isogemm's speed-up over it in the cells."""
-    parts = []
-    for label, group in summary.by_group(rows, view).items():
+
+    def table(group: Sequence[Row]) -> str:
         rivals = [name for name in ("torch", *summary.peers(group)) if any(name in row.times_us for row in group)]
         body = []
         for row in group:
             cells = (ratio_cell(_in_torchs_place(row, rival).speedup).text for rival in rivals)
             body.append([view.shape_label(row.params), *cells])
-        parts.append(f"**{label}**\n\n{markdown([' x '.join(view.shape), *map(view.peer_label, rivals)], body)}")
-    return "\n".join(parts)
+        return markdown([" x ".join(view.shape), *map(view.peer_label, rivals)], body)
+
+    return _by_group(rows, view, table)
 
 
 def _peer_cell(rows: Iterable[Row], peer: str, view: FamilyView) -> Cell:
@@ -168,8 +175,8 @@ def deferred(rows: Iterable[Row]) -> str:
 
 def steps(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> str:
     """One table per group, a line per training step: times, speed-ups, memory, and the distance from its arithmetic."""
-    parts = []
-    for label, group in summary.by_group(rows, view).items():
+
+    def table(group: Sequence[Row]) -> str:
         call = group[0].info.get("torch call", "torch")
         ours = ("isogemm", "isogemm eager", "isogemm + compile")
         names = {name: name for name in ours} | {"torch": call, "torch eager": "torch eager"}
@@ -193,8 +200,9 @@ def steps(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> s
                     "" if floor is None else f"{row.best_us / floor:.1f}x",
                 ]
             )
-        parts.append(f"**{label}**\n\n{markdown(head, body)}")
-    return "\n".join(parts)
+        return markdown(head, body)
+
+    return _by_group(rows, view, table)
 
 
 def bandwidth(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> str:
@@ -215,12 +223,10 @@ def errors(rows: Sequence[Row], view: FamilyView) -> str:
     """One line per group: the largest error of each variant against fp64, as the family's check measures it."""
     groups = {label: summary.largest_errors(group) for label, group in summary.by_group(rows, view).items()}
     variants = list(dict.fromkeys(variant for found in groups.values() for variant in found))
-    body = (
-        [label, *(f"{found[variant]:.1e}" if variant in found else "" for variant in variants)]
-        for label, found in groups.items()
-        if found
+    cells = (
+        [label, *(cell(found.get(name), ".1e").text for name in variants)] for label, found in groups.items() if found
     )
-    return markdown(["", *variants], body)
+    return markdown(["", *variants], cells)
 
 
 def bandwidth_cell(rows: Iterable[Row], view: FamilyView, limits: ceilings.Ceilings) -> Cell:
