@@ -61,7 +61,6 @@ class DemoResult:
 
     @property
     def failures(self) -> list[str]:
-        """Descriptions of what went wrong."""
         found = [self.failure] if self.failure else []
         if self.bits is not None and self.bits.isogemm:
             found.insert(0, f"isogemm changed {self.bits.isogemm:,} of {self.bits.compared:,} elements, expected 0")
@@ -174,7 +173,7 @@ def time_text(us: float) -> str:
 
 
 def total(shown: Shown) -> Bits:
-    """The counts summed over all families."""
+    """Sum the counts of all families."""
     found = [result.bits for _, result in shown if result.bits is not None]
     sums = (sum(getattr(each, name) for each in found) for name in ("compared", "torch", "isogemm"))
     return Bits("in all", *sums)

@@ -163,12 +163,12 @@ def loads(text: str) -> list[Recorded]:
 
 
 def shipped() -> list[Recorded]:
-    """Those that came with the package."""
+    """Load the figures that came with the package."""
     return loads((resources.files("isogemm.bench") / FILE).read_text(encoding="utf-8"))
 
 
 def refresh(path: Path, measured: Sequence[Recorded]) -> bool:
-    """Rewrite the file; whether anything changed."""
+    """Rewrite the file; return whether anything changed."""
     text = dumps(measured)
     changed = not path.exists() or path.read_text(encoding="utf-8") != text
     if changed:

@@ -129,7 +129,11 @@ def steps(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
         times += [*points.values(), *([] if floor is None else [floor / 1e3])]
         sizes += memory.values()
     for axes, values, label in ((left, times, "time of a step, ms"), (right, sizes, "peak memory, MiB")):
-        _log_axis(axes, values or [1.0])
+        low, high = min(values, default=1.0) / 1.3, max(values, default=1.0) * 1.3
+        axes.set_xscale("log")
+        axes.set_xticks(ticks := _log_ticks(low, high), [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_xlim(low, high)
         axes.set_xlabel(label)
     return canvas.svg(f"steps {view.family} {rows[0].gpu} {view.group_label(rows[0].op, rows[0].params)}")
 
@@ -261,14 +265,6 @@ def _speedup_axis(axes: Any, low: float, high: float) -> None:
     axes.set_xlim(low, high)
     axes.axvspan(low, 1.0, color=_BAD, alpha=0.07, linewidth=0)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-
-
-def _log_axis(axes: Any, values: Sequence[float]) -> None:
-    low, high = min(values) / 1.3, max(values) * 1.3
-    axes.set_xscale("log")
-    axes.set_xticks(ticks := _log_ticks(low, high), [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.set_xlim(low, high)
 
 
 def _log_ticks(low: float, high: float) -> list[float]:

@@ -261,7 +261,7 @@ def markdown(head: Sequence[str], body: Iterable[Sequence[str]], *, texts: int =
 
 
 def rendered(text: str, tables: Mapping[str, str]) -> str:
-    """The document with every marked place filled in anew."""
+    """Return the document with every marked place filled in anew."""
 
     def fill(match: re.Match[str]) -> str:
         name, body = match["name"], match["body"]
@@ -279,7 +279,7 @@ def rendered(text: str, tables: Mapping[str, str]) -> str:
 
 
 def refresh(path: Path, tables: Mapping[str, str]) -> bool:
-    """Rewrite a document's tables; whether anything changed."""
+    """Rewrite a document's tables; return whether anything changed."""
     before = path.read_text(encoding="utf-8")
     after = rendered(before, tables)
     if after != before:

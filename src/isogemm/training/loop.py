@@ -80,8 +80,6 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run."""
-
     epochs: list[Epoch]
     best_epoch: int  # counted from 1; test figures and the forecast are of its weights
     test_mse: float
@@ -131,7 +129,7 @@ class Run:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that the bits of the weights depend on."""
+        """Everything that the bits of the weights depend on."""
         options = self.config.flat()
         del options["graph"], options["graph_steps"]
         data = {"data": self.series.fingerprint, "device": self.world.device.type, "processes": self.world.size}
@@ -233,7 +231,7 @@ class Run:
             self._save(plan)
 
     def _train(self, training: Training, plan: Plan, progress: Progress, stop: Callable[[], bool]) -> None:
-        """The epoch's steps that are left; the device is waited for at checkpoints and at the end alone."""
+        """Run the epoch's remaining steps; waits for the device at checkpoints and at the end only."""
         done, before = len(self._losses), len(self.epochs)
         text = f"epoch {before + 1}/{plan.epochs}{f', {self.epochs[-1]}' if before else ''}"
         due = plan.checkpoint_steps or self.steps
@@ -256,7 +254,7 @@ class Run:
                 begun = time.perf_counter()
 
     def _batches(self, epoch: int) -> Tensor:
-        """[steps, batch]: where its windows begin, in an order that follows from the seed and the epoch alone."""
+        """[steps, batch]: where its windows begin, in an order that depends on the seed and the epoch only."""
         of_epoch = torch.randint(2**32, (epoch,), generator=torch.Generator().manual_seed(self.config.seed))[-1]
         generator = torch.Generator().manual_seed(int(of_epoch))
         part = self.windows.train

@@ -25,7 +25,7 @@ COLUMNS = (
 
 
 def record(run: Run, outcome: Outcome, env: Mapping[str, str], preset: str) -> Record:
-    """All of a run but its weights."""
+    """Everything about a run but its weights."""
     return {
         "schema": SCHEMA,
         "env": dict(env),
@@ -41,7 +41,7 @@ def record(run: Run, outcome: Outcome, env: Mapping[str, str], preset: str) -> R
 
 
 def append(path: AnyPath, made: Record) -> None:
-    """Whole or not at all. The file is this process's alone: `folder.claimed`."""
+    """Add a run, whole or not at all. No other process writes the file: `folder.claimed`."""
     lines = [*_lines(Path(path)), json.dumps(made, allow_nan=False)]
     files.write(path, "".join(f"{line}\n" for line in lines).encode())
 

@@ -103,7 +103,7 @@ class Evaluation:
     def __init__(
         self, objective: nn.Module, windows: Windows, part: Part, batch: int, rank: int = 0, of: int = 1
     ) -> None:
-        """`rank`, `of`: of so many processes, each takes every so many-th batch."""
+        """rank, of: process number and number of processes; each takes every `of`-th batch."""
         self._objective, self._values = objective, windows.values
         batches = math.ceil(part.count / batch)
         starts = torch.full((math.ceil(batches / of) * of * batch,), -1)
@@ -174,7 +174,7 @@ def unchanged(tensors: Iterable[Tensor], optimizer: torch.optim.Optimizer, devic
 
 
 def random_state(device: torch.device) -> list[Tensor]:
-    """The states of the generators that a step may draw from."""
+    """Return the states of the generators that a step may draw from."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 

@@ -25,10 +25,10 @@ _CPU_SHAPES = tuple(
     EncoderShape(1, *sizes)
     for sizes in ((5, 16, 4, 32), (2, 16, 4, 4), (1, 16, 4, 32), (8, 24, 3, 20), (16, 12, 1, 10), (12, 32, 2, 40))
 )
-_NORMS = ("layer_norm", "rms_norm")  # of a row; a batch norm depends on the batch, by definition
-_CPU_TOKENS = (2, 3, 4, 6, 8, 12, 20)  # of chunks that are soon computed
+_NORMS = ("layer_norm", "rms_norm")  # norms of a row: a batch norm depends on the batch by definition
+_CPU_TOKENS = (2, 3, 4, 6, 8, 12, 20)  # whose chunks are computed quickly
 _MOST_ELEMENTS = {"cuda": 1 << 25, "cpu": 1 << 14}  # of x
-_JUDGED_ELEMENTS = 1 << 18  # of x whose gradients are compared with fp64
+_JUDGED_ELEMENTS = 1 << 18  # most elements of x where gradients are compared with fp64
 
 
 class Setting(trials.Setting):
@@ -53,7 +53,7 @@ class Setting(trials.Setting):
         self.absent = rng.choice((0.0, 0.0, 0.3, 1.0))  # how many of the biases and scales
 
     def _shape(self) -> EncoderShape:
-        """Those of the tests, and every third one of its own."""
+        """Choose a shape of the tests, and in every third trial a random one."""
         gpu, rng = self.device.type == "cuda", self.rng
         shapes = ENCODER_SHAPES if gpu else _CPU_SHAPES
         if self.seed % 3 < 2:
@@ -63,7 +63,7 @@ class Setting(trials.Setting):
         return EncoderShape(1, tokens, heads * size, heads, rng.randint(1, 8 * size))
 
     def tensors(self, shape: EncoderShape) -> dict[str, Tensor]:
-        """x and the parameters that are there, under their names."""
+        """Make x and the parameters that are present, by name."""
         norm = self.options["norm"]
         named = references.encoder_tensors(shape, self.dtype, device=self.device, seed=self.seed, norm=norm)
         optional = [name for name in named if name.endswith("_bias") or name.startswith("norm")]
@@ -90,7 +90,7 @@ class Setting(trials.Setting):
         return torch.cat(parts, dim=1)
 
     def sequences(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x and the mask."""
+        """Split rows into x and the mask."""
         tokens, width = self.shape.tokens, self.shape.d_model
         x = with_layout(rows[:, : tokens * width].reshape(len(rows), tokens, width), self.layouts[0])
         mask = rows[:, tokens * width :][:, :tokens]
@@ -103,7 +103,7 @@ class Setting(trials.Setting):
     def gradient_of_x(
         self, x: Tensor, mask: Tensor | None, grad: Tensor, params: EncoderParameters
     ) -> Sequence[Tensor]:
-        """The result, and dx."""
+        """Return the result, and dx."""
         x = x.detach().requires_grad_()
         out = self.layer(x, mask, params)
         return out.detach(), torch.autograd.grad(out, x, grad)[0]
@@ -131,7 +131,7 @@ class Setting(trials.Setting):
         return rows, [way(trainable(params) if self.seed % 2 else params)]
 
     def tokens(self) -> tuple[int, int]:
-        """Sequences: some chunks and a part of one; and the chunk."""
+        """Draw a number of sequences (whole chunks and a part of one); return it and the chunk."""
         _, tokens, width, heads, hidden = self.shape
         chunk = encoder_chunk(tokens, width, heads, hidden, self.dtype, self.device)
         most = self.sizes.most_tokens // (chunk * tokens * max(width, hidden))
@@ -148,7 +148,7 @@ class Setting(trials.Setting):
 
 
 def with_tensors(params: EncoderParameters, tensors: Iterable[Tensor]) -> EncoderParameters:
-    """These tensors in the places of those that are there, in the order of `named`."""
+    """Replace the tensors that are present, in the order of `named`."""
     following = iter(tensors)
 
     def placed(value: Any) -> Any:
@@ -177,7 +177,7 @@ def _parameter_gradients(each: Setting) -> Iterator[BitDiff]:
 
 
 def _right_padding(each: Setting) -> Iterator[BitDiff]:
-    """Tokens after a sequence's own, left out as keys and without a gradient."""
+    """Add masked tokens without a gradient after each sequence."""
     params = each.parameters()
     sequences = each.rng.randint(1, min(each.sizes.most, 64))
     x, mask = each.sequences(each.rows(sequences))
@@ -244,7 +244,7 @@ def assert_accurate(
 def _accuracy(each: Setting) -> Iterator[BitDiff]:
     """Raise where a result or a gradient is not accurate; there are no bits to compare."""
     elements = each.shape.tokens * each.shape.d_model
-    least = max(1, 4096 // elements)  # of fewer torch may be lucky
+    least = max(1, 4096 // elements)  # fewer elements: torch's error may be small by chance
     sequences = each.rng.randint(least, max(least, min(each.sizes.most, _JUDGED_ELEMENTS // elements)))
     tensors = each.tensors(each.shape._replace(sequences=sequences))
     if each.options["activation"] == "relu":  # no sum near 0, where the derivative jumps: there rounding decides
@@ -252,7 +252,7 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
         tensors["linear1_bias"] = 8 * sign
     mask = each.sequences(each.rows(sequences))[1]
     if mask is not None:
-        mask[:, 0] = 0  # torch has NaN for a query without keys
+        mask[:, 0] = 0  # torch returns NaN for a query without keys
     names = list(tensors)
 
     def named(function: Callable[..., Tensor], **how: Any) -> Callable[..., Tensor]:

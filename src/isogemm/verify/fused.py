@@ -28,17 +28,17 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 _TORCH_FORMS = ACTIVATION_FORMS | GATE_FORMS
 _MORE = 64, 4096  # rows, and elements, on which torch's error is measured as well
 _TILES = 6  # configurations of a trial
-_LEAST = 64  # sizes of a layer whose gradients are judged by torch's: of fewer elements torch may be lucky
+_LEAST = 64  # least sizes of a layer whose gradients are judged by torch's, which may be exact on few elements
 
 
 def _gain_and_shift(acc, col, row, gain, shift):  # type: ignore[no-untyped-def]
-    """Triton's language and torch's."""
+    """An epilogue that is valid in Triton and in torch."""
     return acc * (gain + col % 2) + shift
 
 
 @functools.cache
 def _registered() -> str:
-    """The name of an epilogue as users have them."""
+    """Register `_gain_and_shift` as a user does; return its name."""
     from isogemm.epilogues import device
 
     return register("gain_and_shift", type(device.relu)(_gain_and_shift), _gain_and_shift).name
@@ -136,7 +136,7 @@ class Layer:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """What is trained, by name."""
+        """The trained tensors, by name."""
         named = {name: getattr(self, name) for name in ("weight", "bias", "weight_up", "bias_up")}
         return {name: each for name, each in named.items() if each is not None}
 
@@ -153,10 +153,8 @@ class Layer:
 def assert_accurate(
     found: Tensor, layer: Layer, tokens: Tokens, precision: str, *, factor: float = 2, what: str = ""
 ) -> Errors:
-    """`found` is the layer of the tokens to within `factor` times the error of torch's separate operations and one ulp.
-
-    So that a few elements on which torch is lucky are no measure, its error is also that of more rows, the given ones
-    with other signs.
+    """Assert that `found`, the layer's result, has at most `factor` times the error of torch's separate operations, and
+    one ulp. torch's error is measured on more rows too, the given ones with other signs: on few it may be 0 by chance.
     """
     m, (n, k), device = len(tokens.x), layer.weight.shape, tokens.x.device
     added = max(_MORE[0], _MORE[1] // n)
@@ -191,11 +189,9 @@ class Setting(trials.Setting):
         added = added and not self.gated
         self.alpha: float | Tensor = self.rng.uniform(-2, 2) if self.scaled else 1.0
         self.beta: float | Tensor = self.rng.uniform(-2, 2) if added else 0.0
-        self.on_device = self.rng.random() < 0.5  # alpha and beta
-        if self.on_device and self.scaled:
-            self.alpha = torch.tensor(self.alpha, dtype=self.dtype, device=device)
-        if self.on_device and added:
-            self.beta = torch.tensor(self.beta, dtype=self.dtype, device=device)
+        if self.rng.random() < 0.5:  # numbers on the device
+            alpha, beta = (torch.tensor(each, dtype=self.dtype, device=device) for each in (self.alpha, self.beta))
+            self.alpha, self.beta = alpha if self.scaled else self.alpha, beta if added else self.beta
         self.by_row = self.biased and not self.gated and self.rng.random() < 0.5  # the bias
         self.widths = {
             "x": self.k, "c": self.n * added, "residual": self.n * residual, "row_scale": int(self.scaled),
@@ -404,14 +400,14 @@ def _assert_as_torch(
 
 
 def training_step(function: Callable[..., Tensor], operands: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-    """The result and every operand's gradient."""
+    """Return the result and every operand's gradient."""
     leaves = [operand.detach().requires_grad_() for operand in operands]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 def assert_largest_error(found: Tensor, torchs: Tensor, exact: Tensor, *, factor: float = 2, what: str) -> None:
-    """At most `factor` times torch's, and one ulp of the largest element."""
+    """Assert an error of at most `factor` times torch's, and one ulp of the largest element."""
     ours, theirs = (float((each.double() - exact).abs().max()) for each in (found, torchs))
     allowed = factor * theirs + torch.finfo(found.dtype).eps * float(exact.abs().max())
     if not ours <= allowed:

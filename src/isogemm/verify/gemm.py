@@ -91,11 +91,10 @@ def assert_accurate(
     found: Tensor, a: Tensor, b: Tensor, precision: str, *,
     bias: Tensor | None = None, torchs: Tensor | None = None, what: str = "",
 ) -> Errors:  # fmt: skip
-    """`found` is a @ b (+ bias) to the family's bound; `torchs` is what torch gives, where it is known already.
+    """Assert that `found` is a @ b (+ bias) to within twice torch's error and one ulp, or four times where tensor cores
+    sum an fp32 result: of 16-bit operands, and in tf32x3. torchs: torch's result, if it is known already.
 
-    Twice torch's error and one ulp. Four times where tensor cores sum an fp32 result: of 16-bit operands, and in
-    tf32x3. So that a few elements on which torch is lucky are no measure, torch's error is also that of 64 more rows,
-    the given ones with other signs.
+    torch's error is measured on 64 more rows too, the given ones with other signs: on few it may be 0 by chance.
     """
     signs = torch.randint(2, (64, a.shape[1]), device=a.device, generator=torch.Generator(a.device).manual_seed(0))
     more = (2 * signs - 1) * a[torch.arange(64, device=a.device) % len(a)]
@@ -109,14 +108,9 @@ def assert_accurate(
     exact, scale = reference.matmul(all_a, b, bias), reference.matmul_scale(all_a, b)
     if bias is not None:
         scale = scale + bias.double().abs()
-    assert_no_worse_than_torch(
-        torch.cat([found, torchs_more]),
-        torch.cat([torchs, torchs_more]),
-        exact,
-        scale=scale,
-        factor=2 if found.dtype == a.dtype and precision != "tf32x3" else 4,
-        what=what,
-    )
+    ours, theirs = (torch.cat([each, torchs_more]) for each in (found, torchs))
+    factor = 2 if found.dtype == a.dtype and precision != "tf32x3" else 4
+    assert_no_worse_than_torch(ours, theirs, exact, scale=scale, factor=factor, what=what)
     return measure_errors(found, exact[: len(a)], scale=scale[: len(a)])
 
 

@@ -24,7 +24,7 @@ from isogemm.verify.precision import fp32_precision
 
 NUMBERS = (("bfloat16", ""), ("float16", ""), ("float32", "ieee"), ("float32", "tf32"), ("float32", "tf32x3"))
 LAYOUTS = ("contiguous", "transposed", "sliced", "strided", "misaligned")
-THREADS = (1, 2, 3, 4, 8, 16)  # of the CPU, besides those it has; within 20 trials each is met by a float32 one
+THREADS = (1, 2, 3, 4, 8, 16)  # CPU threads, besides the default; 20 trials meet each with float32
 
 Rows = Callable[[Tensor], Tensor]  # [rows, ...] -> [rows, ...], each row on its own
 Property = Callable[[Rows, Tensor, random.Random], Iterator[BitDiff]]
@@ -32,12 +32,12 @@ Property = Callable[[Rows, Tensor, random.Random], Iterator[BitDiff]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a device takes in a moment."""
+    """Problem sizes that a device computes quickly."""
 
     weights: tuple[tuple[int, int], ...]  # n, k
     edges: tuple[int, ...]  # batch sizes beside which configurations may change
     most: int  # rows
-    most_tokens: int  # elements of those of a weight's gradient, beyond two chunks
+    most_tokens: int  # largest number of elements of a weight gradient's operand, beyond two chunks
 
 
 GPU = Sizes(
@@ -62,12 +62,12 @@ CPU = Sizes(
 
 @dataclass(frozen=True)
 class Trained:
-    """A layer with the values of its parameters, and a batch of it."""
+    """A layer, the values of its parameters, and a batch."""
 
     layer: Callable[..., Tensor]  # (rows, *parameters)
     parameters: Sequence[Tensor]
     rows: Tensor
-    grad: Tensor  # of the result
+    grad: Tensor  # gradient of the result
 
 
 class Setting(abc.ABC):
@@ -94,18 +94,18 @@ class Setting(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, m: int) -> tuple[Tensor, list[Rows]]:
-        """Rows, and functions of them."""
+        """Return m rows, and the functions that must treat each row alone."""
 
     @abc.abstractmethod
     def input_gradient(self, m: int) -> tuple[Tensor, list[Rows]]:
-        """Rows with their gradient, and functions that give the gradient of their input."""
+        """Return m rows with their gradients, and the functions that compute the gradient of their input."""
 
     @abc.abstractmethod
     def trained(self, tokens: int) -> Sequence[Trained]:
-        """The layers whose parameters get gradients, each with so many tokens."""
+        """Return the layers whose parameters get gradients, each with a batch of this many tokens."""
 
     def batch_sizes(self) -> list[int]:
-        """Every edge is met within four trials."""
+        """Draw batch sizes; four trials meet every edge."""
         return [*self.sizes.edges[self.seed % 4 :: 4], *(self.rng.randint(1, self.sizes.most) for _ in range(2))]
 
     def normal(self, *shape: int, seed: int = 0) -> Tensor:
@@ -116,7 +116,7 @@ class Setting(abc.ABC):
         return make_operands(self.kind, (m, k), (k, n), seed=self.seed, dtype=self.dtype, device=self.device)
 
     def tokens(self) -> tuple[int, int]:
-        """A number of tokens, some chunks and a part of one; and the chunk."""
+        """Draw a number of tokens (whole chunks and a part of one); return it and the chunk."""
         chunk = configs.token_chunk(self.n, self.k, str(self.dtype).removeprefix("torch."))
         most = self.sizes.most_tokens // (chunk * max(self.n, self.k))
         return chunk * self.rng.randint(2, min(max(most, 2), 5)) + self.rng.randrange(chunk), chunk
@@ -238,7 +238,7 @@ def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Iterator[BitDif
 
 
 def torch_product(a: Tensor, b: Tensor, out_dtype: torch.dtype, precision: str) -> Tensor:
-    """torch's product, by whose error ours is judged."""
+    """Multiply with torch, whose error is the measure of ours."""
     # cuBLAS takes TF32 or not as it likes; the exact product of rounded operands is TF32's own error.
     if precision == "tf32" and a.is_cuda:
         return reference.matmul(reference.round_to_tf32(a), reference.round_to_tf32(b)).float()
@@ -301,7 +301,7 @@ class Trial:
 
 
 def compile_ahead(module: str, device: torch.device, trials: int) -> None:
-    """Compile, on all cores, what so many trials of each of the module's TRIALS launch."""
+    """Compile, on all cores, the kernels that these trials of the module's TRIALS launch."""
     if not configs.usable(devices.facts(device).arch):
         places = [place for place, each in enumerate(import_module(module).TRIALS) if not each.cpu_only]
         run_in_processes(_rehearse, device, [(module, seed, place) for seed in range(trials) for place in places])

@@ -30,8 +30,8 @@ VIEW = FamilyView(
 )  # fmt: skip
 OP = "training step"
 COMPILED, CAPTURED = "compile + graph", "graph"
-_EXACT_ELEMENTS = 1 << 22  # of x in one pass of the fp64 model
-_ULPS = 16  # of fp32 sums over a hundred thousand rows, beside torch's
+_EXACT_ELEMENTS = 1 << 22  # elements of x in one pass of the fp64 model
+_ULPS = 16  # allowed beside torch's error: fp32 sums over a hundred thousand rows
 
 Model = Callable[[Tensor], Tensor]
 
@@ -67,7 +67,7 @@ class Stack:
         return float(self.layers * itemsize * (5 * self.rows * self.d_model + 3 * self.weights))
 
     def model(self, device: torch.device, dtype: torch.dtype) -> nn.Sequential:
-        """torch's, in training mode."""
+        """Make torch's model, in training mode."""
         made = nn.Sequential(
             *(
                 nn.TransformerEncoderLayer(
