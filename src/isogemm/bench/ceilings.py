@@ -60,13 +60,8 @@ def cases(device: torch.device) -> Sequence[Case]:
     """The ceilings to measure on a device; torch is the only variant."""
     if device.type != "cuda":
         return [_copy(64 << 20), _mm(1024, "float32", "ieee")]
-    return [
-        _copy(min(1 << 30, torch.cuda.mem_get_info(device)[0] // 8)),
-        _mm(8192, "bfloat16"),
-        _mm(8192, "float16"),
-        _mm(8192, "float32", "tf32"),
-        _mm(4096, "float32", "ieee"),
-    ]
+    numbers = (8192, "bfloat16"), (8192, "float16"), (8192, "float32", "tf32"), (4096, "float32", "ieee")
+    return [_copy(min(1 << 30, torch.cuda.mem_get_info(device)[0] // 8)), *(_mm(*number) for number in numbers)]
 
 
 def _copy(size: int) -> Case:

@@ -186,20 +186,14 @@ def steps(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> s
         head += ["kept, bytes a token and layer", "arithmetic, ms", "times its arithmetic"]
         body = []
         for row in group:
+            times = (summary.digits(row.us[name] / 1e3) if name in row.us else "" for name in names)
+            ratios = [row.speedup_of(variant) for variant in ours] + [_in_torchs_place(row, "torch eager").speedup]
+            peak, kept = (row.info.get(f"isogemm {name}", "") for name in ("peak MiB", "kept bytes"))
+            memory = peak, *(memory_text([row], rival) for rival in ("torch", "torch eager")), kept
             floor = limits.arithmetic_us(row)
-            body.append(
-                [
-                    view.shape_label(row.params),
-                    *(summary.digits(row.us[name] / 1e3) if name in row.us else "" for name in names),
-                    *(ratio_cell(row.speedup_of(variant)).text for variant in ours),
-                    ratio_cell(_in_torchs_place(row, "torch eager").speedup).text,
-                    row.info.get("isogemm peak MiB", ""),
-                    *(memory_text([row], rival) for rival in ("torch", "torch eager")),
-                    row.info.get("isogemm kept bytes", ""),
-                    "" if floor is None else summary.digits(floor / 1e3),
-                    "" if floor is None else f"{row.best_us / floor:.1f}x",
-                ]
-            )
+            arithmetic = ("", "") if floor is None else (summary.digits(floor / 1e3), f"{row.best_us / floor:.1f}x")
+            shown = (ratio_cell(ratio).text for ratio in ratios)
+            body.append([view.shape_label(row.params), *times, *shown, *memory, *arithmetic])
         return markdown(head, body)
 
     return _by_group(rows, view, table)

@@ -147,15 +147,13 @@ def _train(
         if run.ended(plan) and (known := here.of_each(results.of_run(earlier, run))[0]):
             if here.leads:
                 run.mend_best(args.out)
-                terminal.line(
-                    f"{args.out}: this run has ended and is recorded; --epochs above {len(run.epochs)} goes on"
-                )
+                more = f"--epochs above {len(run.epochs)} goes on"
+                terminal.line(f"{args.out}: this run has ended and is recorded; {more}")
                 _show_training([known], args.out, terminal, describe(here.device))
             return OK
         try:
             with terminal.progress(here.leads) as progress:
-                prefix = f"{backend}: "
-                outcome = run.fit(plan, lambda done, total, step: progress(done, total, prefix + step), stop)  # noqa: B023
+                outcome = run.fit(plan, _prefixed(f"{backend}: ", progress), stop)
         except loop.Stopped as stopped:
             terminal.line(f"stopped {stopped}{'; --resume goes on from there' if plan.folder else ''}")
             code = INTERRUPTED
@@ -178,6 +176,10 @@ def _train(
         if here.leads and records:
             _show_training(records, args.out, terminal, describe(here.device))
     return code
+
+
+def _prefixed(prefix: str, progress: runner.Progress) -> runner.Progress:
+    return lambda done, total, step: progress(done, total, prefix + step)
 
 
 def _show_training(records: Sequence[results.Record], out: Path, terminal: Terminal, device: str) -> None:

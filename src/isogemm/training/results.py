@@ -123,12 +123,7 @@ def epoch_s(made: Record) -> float:
 
 def _line(made: Record) -> list[str]:
     best, peak = made["epochs"][made["best_epoch"] - 1], made["peak_bytes"]
-    seconds = epoch_s(made), made["total_s"], made["setup_s"]
-    errors = best["val_mse"], best["val_mae"], made["test_mse"], made["test_mae"]
-    return [
-        backend(made),
-        *(f"{each:.3f}" for each in seconds),
-        f"{made['samples_per_s']:,.0f}",
-        "" if peak is None else f"{peak / 2**20:.1f}",
-        *(f"{each:.5f}" for each in errors),
-    ]
+    seconds = (f"{each:.3f}" for each in (epoch_s(made), made["total_s"], made["setup_s"]))
+    errors = (f"{each:.5f}" for each in (best["val_mse"], best["val_mae"], made["test_mse"], made["test_mae"]))
+    speed, memory = f"{made['samples_per_s']:,.0f}", "" if peak is None else f"{peak / 2**20:.1f}"
+    return [backend(made), *seconds, speed, memory, *errors]
