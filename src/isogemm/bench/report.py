@@ -63,12 +63,9 @@ class DemoPage:
 
 
 def write(
-    path: AnyPath,
-    rows: Iterable[Row],
-    views: Views = (),
-    sections: Sequence[Section] = (),
+    path: AnyPath, rows: Iterable[Row], views: Views = (), sections: Sequence[Section] = (),
     page: DemoPage | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Render the rows to a file."""
     files.write(path, render(rows, views, sections, page).encode())
     return Path(path)

@@ -255,7 +255,7 @@ def markdown(head: Sequence[str], body: Iterable[Sequence[str]], *, texts: int =
 
 
 def rendered(text: str, tables: Mapping[str, str]) -> str:
-    """Return the document with every marked place filled in anew."""
+    """Return the document with every marked place filled in."""
 
     def fill(match: re.Match[str]) -> str:
         name, body = match["name"], match["body"]

@@ -75,7 +75,7 @@ class Training:
         return self._losses[:done]
 
     def prepare(self, model: nn.Module, graph_steps: int = 0) -> None:
-        """Compile, and leave the model as it is. With graph_steps, replay graphs of so many steps and of one."""
+        """Compile without changing the model. With graph_steps, capture graphs of that many steps and of one."""
         changed = [*model.parameters(), *model.buffers(), self._losses, self._position]
         with unchanged(changed, self._optimizer, self._values.device):
             if not graph_steps:

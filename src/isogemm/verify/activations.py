@@ -1,4 +1,4 @@
-"""Activations as torch's own functions, written here anew: isogemm's are compared with them."""
+"""Activations as torch's own functions, independent of isogemm's, which are compared with them."""
 
 from __future__ import annotations
 

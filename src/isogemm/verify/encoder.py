@@ -223,9 +223,9 @@ def measures(
 def assert_accurate(
     found: Tensor, torchs: Sequence[tuple[float, Tensor]], exact: Tensor, *, ulps: float = 1, what: str
 ) -> float:
-    """By the largest element and by the norm: at most so many times torch's error, and some ulps of `exact`.
+    """Assert that the error, by largest element and by norm, is at most a factor times torch's and ulps of `exact`.
 
-    Gives the error's norm, relative to that of `exact`.
+    Returns the error's norm relative to that of `exact`.
     """
 
     def sizes(x: Tensor) -> tuple[float, float]:

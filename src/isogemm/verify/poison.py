@@ -27,7 +27,7 @@ def poison_value(dtype: torch.dtype) -> complex | float | int | bool:
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Fill what `torch.empty` and its kin return with `poison_value`, gaps between strides included.
+    """Fill what `torch.empty` and similar functions return with `poison_value`, gaps between strides included.
 
     The functions themselves are replaced for the duration, in every thread: a torch mode would take the code
     under test down another path. Memory that torch's own operators allocate is left alone.

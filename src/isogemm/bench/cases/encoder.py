@@ -102,7 +102,7 @@ CPU_DEMO = Stack(1, 32, 5, 64, 4, 256)
 
 @dataclass
 class Training:
-    """A batch and the leaves of a model, of which every step writes the gradients anew."""
+    """A batch and a model's parameters; every step writes their gradients from scratch."""
 
     x: Tensor
     grad: Tensor
