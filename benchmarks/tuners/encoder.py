@@ -30,7 +30,6 @@ from isogemm.encoder import configs
 from isogemm.encoder.buffers import ExtraInputs
 from isogemm.encoder.configs import Configs, Layer, RowConfig, WalkConfig, WarpgroupConfig, WarpgroupConfigs
 from isogemm.encoder.plan import IncomingGrads, Plan, SavedForBackward
-from isogemm.encoder.schedule import addresses_of
 from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
 from isogemm.verify.inputs import make_data
 from tuners import common
@@ -203,7 +202,6 @@ class Pass:
         self.x = tensors.pop("x")
         self.dy = make_data("normal", tuple(self.x.shape), seed=99, dtype=self.x.dtype, device=device)
         self.given = (*ExtraInputs(), *encoder_parameters(tensors).flat())
-        self.addresses = addresses_of(self.given)
         with _chosen(made):
             self.plan = Plan(layer, device, _EPS, biases=True)
             y = self.forward()
@@ -217,7 +215,7 @@ class Pass:
         return {"forward": self.forward, "backward": lambda: self.backward()[0], "both": both}[passes]
 
     def forward(self) -> torch.Tensor:
-        made = self.plan.forward(self.x, self.given, self.addresses, keep=True)
+        made = self.plan.forward(self.x, self.given, keep=True)
         self.left = SavedForBackward(made.kept, made.statistics, made.qk)
         return made.y
 
@@ -225,7 +223,7 @@ class Pass:
         """dx and the parameters' gradients."""
         gradients = self.plan.gradients((True,) * len(self.plan.names))
         above = IncomingGrads(self.dy, None, None)
-        dx, _ = self.plan.backward(above, self.left, self.x, self.given, self.addresses, gradients)
+        dx, _ = self.plan.backward(above, self.left, self.x, self.given, gradients)
         return [dx, *(each for each in gradients.tensors if each is not None)]
 
 

@@ -228,7 +228,8 @@ def test_gradient_in_the_epilogue(config, activation):
     first, second = (out[0], out[1]) if gated else (out, None)
     epilogue = fused.Epilogue(activation=activation, arguments=fusion.arguments, gradient=kind, exact=True)
     problem = describe.product(grad, weight, None, grad.dtype, "ieee", 0)
-    read = [*(None,) * 9, saved, second, *(None,) * 5]
+    given = {"saved": saved, "second": second}
+    read = [given.get(name) for name in TENSORS] + [None] * (kernels.SLOTS - len(TENSORS))
     _launch(config, replace(problem, epilogue=epilogue), grad, weight, None, read, first, (None,) * 4)
     exact = torch_forms.activation_grad(grad.double() @ weight.double(), saved.double(), kind, fusion, torch.float64)
     assert _untouched(buffer)
