@@ -68,8 +68,8 @@ format: $(READY)  ## rewrite the code in the project's style
 docs: $(READY)  ## rewrite the generated tables of README and docs from benchmarks/results
 	$(BIN)/python -m isogemm report --docs
 
-gpu-test:  ## tests that need a GPU, with the python3 that is there
-	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+gpu-test:  ## tests that need a GPU, side by side, with the python3 that is there
+	$(PYTHON) tests/gpu $(if $(GPU_JOBS),--jobs $(GPU_JOBS)) $(ARGS)
 
 bench:  ## measure on this GPU, with the python3 that is there; ARGS="--quick" for less
 	PYTHONPATH=src $(PYTHON) -m isogemm bench $(ARGS)

@@ -621,6 +621,7 @@ def test_any_shape_stride_dtype_and_epilogue(data):
     assert bool(((result.double() - reference).abs() <= allowed)[finite].all())
 
 
+@pytest.mark.alone
 def test_output_and_residual_past_32_bits():
     if torch.cuda.mem_get_info()[0] < 30 * 2**30:
         pytest.skip("less than 30 GiB of GPU memory are free")
