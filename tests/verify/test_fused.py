@@ -203,7 +203,7 @@ def test_any_tile_compares_configurations(wrong, monkeypatch):
         out = served.fused(x, b, b_up, fusion, out_dtype, precision, "", by_rows=False)[0]
         return -out if config == wrong else out
 
-    monkeypatch.setattr(served, "describe", lambda *operands, out_dtype, precision: "problem")
+    monkeypatch.setattr(served, "problem_of", lambda *operands, out_dtype, precision: "problem")
     monkeypatch.setattr(served, "gemm", gemm)
     monkeypatch.setattr(configs, "canonical", lambda problem: "canonical")
     monkeypatch.setattr(configs, "candidates", lambda problem: ["canonical", "a", "b"])
