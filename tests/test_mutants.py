@@ -10,7 +10,9 @@ MUTANTS = runpy.run_path(str(HERE / "mutants/__main__.py"))["read"]()
 
 
 def test_each_family_has_mutants():
-    assert {"encoder", "fusion", "gemm", "integrations", "nn", "tiny", "training"} <= {each.family for each in MUTANTS}
+    assert {"encoder", "fusion", "gemm", "integrations", "nn", "norm", "tiny", "training"} <= {
+        each.family for each in MUTANTS
+    }
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[f"{each.family}: {each.name}" for each in MUTANTS])

@@ -22,12 +22,14 @@ from unittest import mock
 
 import torch
 
+from isogemm.attention import configs as attention_configs
 from isogemm.bench import timer
 from isogemm.core import tables as loader
 from isogemm.core.tables import Table
-from isogemm.encoder import configs, configs_attention
+from isogemm.encoder import configs
+from isogemm.encoder.buffers import ExtraInputs
 from isogemm.encoder.configs import Configs, Layer, RowConfig, WalkConfig, WarpgroupConfig, WarpgroupConfigs
-from isogemm.encoder.plan import Above, Given, Left, Plan
+from isogemm.encoder.plan import IncomingGrads, Plan, SavedForBackward
 from isogemm.encoder.schedule import addresses_of
 from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
 from isogemm.verify.inputs import make_data
@@ -92,7 +94,7 @@ class Point:
         sm = int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0
         return Layer(
             *self.shape, dtype, dtype, dtype, precision if dtype == "float32" else "", "layer_norm", False, "gelu",
-            False, "", (0, 0), True, overlaps=sm >= 90, mma=sm >= 80, wgmma=sm == 90, arch=arch,
+            False, "", (0, 0), True, supports_pdl=sm >= 90, mma=sm >= 80, wgmma=sm == 90, arch=arch,
         )  # fmt: skip
 
 
@@ -102,8 +104,8 @@ class Variant:
 
     tiles: Configs
     groups: WarpgroupConfigs
-    attention: configs_attention.DotConfig | None = None
-    attention_backward: configs_attention.DotConfig | None = None
+    attention: attention_configs.DotConfig | None = None
+    attention_backward: attention_configs.DotConfig | None = None
 
 
 def points(options: argparse.Namespace) -> list[Point]:
@@ -138,7 +140,7 @@ def candidates(point: Point) -> list[_Values]:
             return []
         blocks = (16, 32, 64)
         chunks = [size for size in (16, 32, 64, 128, 256) if size <= point.width]
-        stages = (1, 2, 3) if point.launch == "attention" else (1,)  # see configs_attention.choose_backward
+        stages = (1, 2, 3) if point.launch == "attention" else (1,)  # see attention_configs.choose_backward
         return list(itertools.product(blocks, blocks, (point.width,), chunks, (4, 8), stages))
     if point.launch == "weight_grads":
         sizes = [size for size in (16, 32, 64, 128) if size <= max(64, point.width)]
@@ -161,7 +163,7 @@ def variant(point: Point, layer: Layer, values: _Values | None = None) -> Varian
         groups = _groups(point, groups, max(point.groups))
         return Variant(tiles, groups if values is None else replace(groups, **{launch: _kind(launch)(*values)}))
     if point.launch in ATTENTION:
-        return Variant(tiles, groups, **({} if values is None else {launch: configs_attention.DotConfig(*values)}))
+        return Variant(tiles, groups, **({} if values is None else {launch: attention_configs.DotConfig(*values)}))
     if values is not None:
         kind = RowConfig if launch in ROWS else configs.WeightConfig
         tiles = replace(tiles, **{launch: kind(*values)})
@@ -200,7 +202,7 @@ class Pass:
         tensors = encoder_tensors(shape, getattr(torch, layer.dtype), device=device)
         self.x = tensors.pop("x")
         self.dy = make_data("normal", tuple(self.x.shape), seed=99, dtype=self.x.dtype, device=device)
-        self.given = (*Given(), *encoder_parameters(tensors).flat())
+        self.given = (*ExtraInputs(), *encoder_parameters(tensors).flat())
         self.addresses = addresses_of(self.given)
         with _chosen(made):
             self.plan = Plan(layer, device, _EPS, biases=True)
@@ -216,13 +218,13 @@ class Pass:
 
     def forward(self) -> torch.Tensor:
         made = self.plan.forward(self.x, self.given, self.addresses, keep=True)
-        self.left = Left(made.kept, made.statistics, made.own)
+        self.left = SavedForBackward(made.kept, made.statistics, made.qk)
         return made.y
 
     def backward(self) -> list[torch.Tensor]:
         """dx and the parameters' gradients."""
         gradients = self.plan.gradients((True,) * len(self.plan.names))
-        above = Above(self.dy, None, None)
+        above = IncomingGrads(self.dy, None, None)
         dx, _ = self.plan.backward(above, self.left, self.x, self.given, self.addresses, gradients)
         return [dx, *(each for each in gradients.tensors if each is not None)]
 
@@ -234,8 +236,8 @@ def _chosen(made: Variant) -> Iterator[None]:
         for module, name, config in (
             (configs, "choose", made.tiles),
             (configs, "choose_warpgroup", made.groups),
-            (configs_attention, "choose", made.attention),
-            (configs_attention, "choose_backward", made.attention_backward),
+            (attention_configs, "choose", made.attention),
+            (attention_configs, "choose_backward", made.attention_backward),
         ):
             if config is not None:
                 stack.enter_context(mock.patch.object(module, name, return_value=config))

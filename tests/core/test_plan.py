@@ -1,12 +1,17 @@
 """What a plan does with a call's addresses, and what is kept."""
 
+from contextlib import nullcontext
 from operator import itemgetter
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from isogemm.core import device, plan
 from isogemm.core.dispatch import Dispatch
+from isogemm.core.launch import Launch
 from isogemm.core.plan import INPUTS, OUT, Cache, Plan, Step, clear_caches
 
 
@@ -80,3 +85,29 @@ def test_caches_are_bounded_and_cleared_together():
     clear_caches()
     assert not first
     assert not second
+
+
+def test_kernels_are_kept_by_what_triton_compiles_for(monkeypatch):
+    """A stride of 1 is compiled in, one of 16 is known to divide: neither kernel does for the other. A size that opts
+    out of specialisation has one kernel up to 2^31."""
+    made = []
+    monkeypatch.setattr(plan, "_kernels", Cache())
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(Launch, "bind", lambda self, *tensors: made.append(self.scalars) or (lambda *args: None))
+    parameters = [SimpleNamespace(do_not_specialize=each) for each in (False, False, True, False, False)]
+    kernel = type("Kernel", (), {"params": parameters})()
+    for stride, size in ((1, 5), (16, 6), (32, 7), (3, 1), (5, 16), (5, 2**31)):
+        launch = Launch(kernel, 1, (stride, size, None, 0.5), {}, {})
+        plan.run_launch(launch, (torch.zeros(4),))
+    assert made == [(1, 5, None, 0.5), (16, 6, None, 0.5), (3, 1, None, 0.5), (5, 2**31, None, 0.5)]
+
+
+def test_nothing_is_compiled_in_a_graph_capture(monkeypatch):
+    monkeypatch.setattr(plan, "_kernels", Cache())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    launch = Launch(type("Kernel", (), {"params": []})(), 1, (), {}, {})
+    with pytest.raises(RuntimeError, match="nothing can be compiled while a CUDA graph is captured"):
+        plan.run_launch(launch, (torch.zeros(4),))

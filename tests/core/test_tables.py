@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from isogemm.attention import configs as attention
 from isogemm.core import tables
 from isogemm.encoder import configs as encoder
-from isogemm.encoder import configs_attention as attention
 from isogemm.gemm import configs as gemm
 from isogemm.tiny import configs as tiny
 

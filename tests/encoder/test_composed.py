@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import isogemm
 from isogemm import EncoderParameters
-from isogemm.core.launch import Launch
-from isogemm.encoder import composed, op, reference
+from isogemm.attention.op import AttentionCall, attention
+from isogemm.encoder import composed, reference
+from isogemm.norm.op import encoder_norm
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.inputs import make_data
 
@@ -138,8 +138,8 @@ def test_autocast_keeps_the_stream_in_its_own_dtype(norm_first, x_dtype):
 def test_autocast_norms_once_rounded():
     """The norm before a product reads the wide stream and rounds to the product's dtype."""
     x, weight, bias = _normal(4, 7, D), _normal(D, seed=1), _normal(D, seed=2)
-    wide = op.encoder_norm(x, weight, bias, "layer_norm", 1e-5, torch.float32)
-    assert_bitwise_equal(op.encoder_norm(x, weight, bias, "layer_norm", 1e-5, torch.bfloat16), wide.bfloat16())
+    wide = encoder_norm(x, weight, bias, "layer_norm", 1e-5, torch.float32)
+    assert_bitwise_equal(encoder_norm(x, weight, bias, "layer_norm", 1e-5, torch.bfloat16), wide.bfloat16())
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -261,8 +261,8 @@ def test_either_result_of_attention_alone_has_gradients():
 
     def gradients(pick):
         leaves = [each.clone().requires_grad_() for each in (packed, previous)]
-        call = op.AttentionCall(leaves[0], None, None, None, NHEAD, True, None, previous=leaves[1], scores=True)
-        o, scores = op.attention(call)
+        call = AttentionCall(leaves[0], None, None, None, NHEAD, True, None, previous=leaves[1], scores=True)
+        o, scores = attention(call)
         above = {"o": grad, "scores": of_scores}
         given = {"o": o, "scores": scores}
         return torch.autograd.grad([given[name] for name in pick], leaves, [above[name] for name in pick])
@@ -288,24 +288,12 @@ def test_opcheck_norm(norm, given):
     )
 
 
-def test_kernels_are_kept_by_what_triton_compiles_for(monkeypatch):
-    """A stride of 1 is compiled in, one of 16 is known to divide: neither kernel does for the other."""
-    made = []
-    monkeypatch.setattr(op, "_bound", {})
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(Launch, "bind", lambda self, *tensors: made.append(self.scalars) or (lambda *args: None))
-    for stride in (1, 16, 32, 3, 5):
-        op.run(Launch("kernel", 1, (stride, None, 0.5), {}, {}), (torch.zeros(4),))
-    assert made == [(1, None, 0.5), (16, None, 0.5), (3, None, 0.5)]
-
-
 def test_packed_and_separate_attention_have_the_same_bits():
     packed, grad = _normal(3, 9, 3 * D).requires_grad_(), _normal(3, 9, D, seed=1)
     rest = (None, NHEAD, False, None)
-    whole, _ = op.attention(op.AttentionCall(packed, None, None, *rest))
+    whole, _ = attention(AttentionCall(packed, None, None, *rest))
     parts = [each.detach().requires_grad_() for each in packed.chunk(3, -1)]
-    apart, _ = op.attention(op.AttentionCall(*parts, *rest))
+    apart, _ = attention(AttentionCall(*parts, *rest))
     assert_bitwise_equal(whole, apart)
     (of_whole,) = torch.autograd.grad(whole, packed, grad)
     assert_bitwise_equal(of_whole, torch.cat(torch.autograd.grad(apart, parts, grad), -1))

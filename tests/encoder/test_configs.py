@@ -12,12 +12,12 @@ from isogemm.encoder import configs
 from isogemm.encoder.configs import Layer
 from isogemm.encoder.plan import Plan
 
-TILES = ("BM", "BN", "BF", "BK", "STAGES", "KIND", "TURNED", "BY_HEAD")
+TILES = ("BM", "BN", "BF", "BK", "STAGES", "KIND", "TRANSPOSED", "BY_HEAD")
 
 
 def _layer(sequences, d_model, nhead, dim_feedforward, number, **options):
     dtype = "float32" if number in ("tf32", "ieee") else number
-    options = {"overlaps": True, "mma": True, "wgmma": True} | options
+    options = {"supports_pdl": True, "mma": True, "wgmma": True} | options
     return Layer(
         sequences, 42, d_model, nhead, dim_feedforward, dtype, dtype, dtype, number if dtype == "float32" else "",
         "layer_norm", True, "gelu", False, "", (0, 0), True, **options,
@@ -74,5 +74,5 @@ def test_warpgroups_serve_what_they_were_measured_for(layer, groups):
     ids=str,
 )
 def test_all_layers_of_a_stack_take_factors_or_none(layer, served):
-    stack = [replace(layer, factors=before, own_factors=before < 4) for before in range(5)]
+    stack = [replace(layer, factors=before, returns_qk=before < 4) for before in range(5)]
     assert {each.by_head for each in stack} == {served}

@@ -285,8 +285,8 @@ def test_sequences_across_the_batch_axis():
     """As a module that is not batch_first has them: [T, S, D] seen as [S, T, D]."""
     tensors = encoder_tensors(SMALL)
     expected = isogemm_encoder(**tensors, nhead=3)
-    turned = tensors["x"].transpose(0, 1).contiguous().transpose(0, 1)
-    assert_bitwise_equal(isogemm_encoder(**tensors | {"x": turned}, nhead=3), expected)
+    transposed = tensors["x"].transpose(0, 1).contiguous().transpose(0, 1)
+    assert_bitwise_equal(isogemm_encoder(**tensors | {"x": transposed}, nhead=3), expected)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])

@@ -30,21 +30,22 @@ def _jobs(layer):
     for step in (*forward._steps, *backward._steps):
         launch = step.describe()
         names = launch.kernel.arg_names[: -len(launch.constants)][: -len(launch.scalars)]
-        pointers = {
-            name: None if argument in ("", "mask") else "*i64" if argument == "seed" else TYPES[_dtype(plan, argument)]
-            for name, argument in zip(names, step.arguments, strict=True)
-        }
+        pointers = {name: _pointer(plan, argument) for name, argument in zip(names, step.arguments, strict=True)}
         name = f"{launch.kernel.__name__} {layer} {'first' if layer.norm_first else 'last'}{_variant(layer)}"
         yield CompileJob.of(launch, pointers, name)
 
 
-def _dtype(plan, argument):
-    return plan._parts[argument].dtype if argument in plan._parts else getattr(torch, plan.layer.dtype)
+def _pointer(plan, argument):
+    if argument is None or argument is plan.buffers.mask:
+        return None
+    if argument is plan.buffers.seed:
+        return "*i64"
+    return TYPES[argument.dtype or getattr(torch, plan.layer.dtype)]
 
 
 def _variant(layer):
-    of_norm = f" {layer.norm}, parted" if layer.parted else ""
-    return of_norm + (" by factors" if layer.own_factors else "")
+    of_norm = f" {layer.norm}, parted" if layer.split_at_norm else ""
+    return of_norm + (" by factors" if layer.returns_qk else "")
 
 
 LAYERS = [_layer(128, 16, 256, "tf32", wgmma=True), _layer(16, 2, 128, "tf32")]
@@ -68,7 +69,7 @@ CASES += [
     for job in _jobs(layer)
     if any(part in job.name for part in ("feedforward", "attention", "out_project", "input_grad"))
 ]
-BY_FACTORS = {"factors": 1, "own_factors": True}
+BY_FACTORS = {"factors": 1, "returns_qk": True}
 CASES += [
     (job, "sm_90")
     for layer in (

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isogemm.encoder import layout, plan
+from isogemm.encoder import layout, plan, schedule
 from isogemm.encoder.configs import Layer
 from isogemm.encoder.layout import Span
 from isogemm.encoder.parameters import EncoderDropout
@@ -31,8 +31,8 @@ PARTED = {
     "batch norms": BATCH_NORM,
     "batch norms last": replace(BATCH_NORM, norm_first=False, dropout=DROPPED),
     "normed residuals": replace(BATCH_NORM, residual_normed=True, dropout=DROPPED),
-    "turned": replace(BATCH_NORM, mma=True),  # ds is where dx will be
-    "turned, dropped": replace(BATCH_NORM, mma=True, dropout=DROPPED),
+    "transposed": replace(BATCH_NORM, mma=True),  # ds is where dx will be
+    "transposed, dropped": replace(BATCH_NORM, mma=True, dropout=DROPPED),
 }
 EVERY = LAYERS | PARTED
 
@@ -77,27 +77,28 @@ def _backward(layer):
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "autocast"])  # there dx has room left over
 def test_a_backward_takes_no_more_than_its_greediest_launch(name):
     """Memory that holds all that lives while one of them runs, dx included, holds the whole backward."""
-    made, schedule, size = _backward(LAYERS[name])
-    needed = {name: span for name, span in plan.spans(schedule._steps, made._parts).items() if name not in made._kept}
-    needed["dx"] = needed["dx"]._replace(last=len(schedule._steps))
+    made, backward, size = _backward(LAYERS[name])
+    steps, dx = backward._steps, made.buffers.dx
+    needed = {buffer: span for buffer, span in schedule.spans(steps).items() if buffer not in made._kept}
+    needed[dx] = needed[dx]._replace(last=len(steps))
     alive = [
-        sum(span.size for span in needed.values() if span.first <= step <= span.last)
-        for step in range(len(schedule._steps))
+        sum(span.size for span in needed.values() if span.first <= step <= span.last) for step in range(len(steps))
     ]
-    assert size + needed["dx"].size <= max(alive) + layout.ALIGNMENT * len(needed)
+    assert size + needed[dx].size <= max(alive) + layout.ALIGNMENT * len(needed)
 
 
 @pytest.mark.parametrize("layer", EVERY.values(), ids=EVERY)
 def test_a_calls_parts_lie_apart(layer):
     """Of two that a launch needs, or that one is to find as another left them, in one buffer."""
     made, backward, _ = _backward(layer)
-    for schedule in (backward, *(forward for forward, _ in made._forwards.values())):
-        spans = plan.spans(schedule._steps, made._parts)
-        if schedule is backward:
-            spans["dx"] = spans["dx"]._replace(last=len(schedule._steps))
+    dx = made.buffers.dx
+    for launches in (backward, *(forward for forward, _ in made._forwards.values())):
+        spans = schedule.spans(launches._steps)
+        if launches is backward:
+            spans[dx] = spans[dx]._replace(last=len(launches._steps))
         found = {}
-        for step, places in zip(schedule._steps, schedule._places, strict=True):
-            found |= {name: at for name, at in zip(step.arguments, places, strict=True) if name in spans}
+        for step, places in zip(launches._steps, launches._places, strict=True):
+            found |= {each: at for each, at in zip(step.arguments, places, strict=True) if each in spans}
         for (name, (buffer, start)), (other, (where, first)) in combinations(found.items(), 2):
             one, two = spans[name], spans[other]
             apart = start + one.size <= first or first + two.size <= start
@@ -107,8 +108,8 @@ def test_a_calls_parts_lie_apart(layer):
 @pytest.mark.parametrize("layer", EVERY.values(), ids=EVERY)
 def test_attention_shares_memory_with_few_sums(layer):
     """Where q, k, v and their gradients are in memory, of all sums only the feed-forward's over chunks are."""
-    made, schedule, _ = _backward(layer)
-    attention = [step.name for step in schedule._steps].index(("attention_backward", False, False))
-    needed = plan.spans(schedule._steps, made._parts)
-    alive = {name for name, span in needed.items() if span.first <= attention <= span.last}
+    _, backward, _ = _backward(layer)
+    attention = [step.name for step in backward._steps].index(("attention_backward", False, False))
+    needed = schedule.spans(backward._steps)
+    alive = {buffer.name for buffer, span in needed.items() if span.first <= attention <= span.last}
     assert {name for name in alive if "sums" in name or "partials" in name} == {"feedforward partials"}

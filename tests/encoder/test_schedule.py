@@ -1,6 +1,7 @@
 """What the fused layer's launches are given, and what autograd makes of its gradients: no kernel runs."""
 
 import contextlib
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -12,9 +13,11 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from isogemm.core import device as devices
-from isogemm.core import launch
+from isogemm.core import launch, plan
+from isogemm.core.eager import KnownCalls
 from isogemm.core.launch import BoundKernel, Launch
-from isogemm.encoder import api, fused, plan, schedule
+from isogemm.core.plan import Cache
+from isogemm.encoder import api, buffers, fused
 from isogemm.encoder.gradients import Gradients
 from isogemm.encoder.parameters import EncoderDropout, Options
 from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
@@ -46,8 +49,11 @@ def launched(monkeypatch):
     monkeypatch.setattr(Launch, "bind", lambda self, *tensors: BoundKernel(Compiled(self.kernel.__name__, found), []))
     monkeypatch.setattr(launch, "current_stream", lambda index: 7)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda *_: nullcontext())
     monkeypatch.setattr(devices, "current_device", lambda: 0)
-    monkeypatch.setattr(fused, "_plans", {})
+    monkeypatch.setattr(devices, "index_of", lambda device: 0)
+    monkeypatch.setattr(plan, "_kernels", Cache())
+    monkeypatch.setattr(fused, "_plans", Cache())
     return found
 
 
@@ -66,7 +72,7 @@ def _parameters(leaves):
 
 
 def _call(leaves, precision="ieee"):
-    return fused.encoder_layer(leaves["x"], _parameters(leaves), plan.Given(), _options(leaves, precision)).y
+    return fused.encoder_layer(leaves["x"], _parameters(leaves), buffers.ExtraInputs(), _options(leaves, precision)).y
 
 
 def _step(leaves, **options):
@@ -94,16 +100,16 @@ def test_arguments_are_made_once_for_the_same_addresses(launched, monkeypatch):
     monkeypatch.setattr(BoundKernel, "prepared", lambda self, *args: prepared.append(args) or prepare(self, *args))
     leaves = _leaves()
     parameters = _parameters(leaves).flat()
-    given = plan.Given()
+    given = buffers.ExtraInputs()
     tensors = (*given, *parameters, leaves["x"], *(torch.empty(1 << 16) for _ in range(3)), None, None)
     kind = fused.kind_of(leaves["x"], _parameters(leaves), given, _options(leaves))
     made, _ = fused._Call(leaves["x"], given, parameters, kind).plan._forwards[True]
     for _ in range(3):
-        made.run(schedule.addresses_of(tensors), tensors)
+        made.run(tensors)
     assert len(prepared) == 3
     assert launched[:3] == launched[3:6] == launched[6:]
     monkeypatch.setattr(launch, "current_stream", lambda index: 8)
-    made.run(schedule.addresses_of(tensors), tensors)
+    made.run(tensors)
     assert [stream for _, stream, _, _ in launched] == [7] * 9 + [8] * 3
 
 
@@ -143,13 +149,14 @@ def test_an_unaligned_parameter_is_copied(launched):
 @pytest.fixture
 def layer(launched, monkeypatch):
     """isogemm.encoder_layer, by the fused kernels."""
-    monkeypatch.setattr(api, "_decisions", {})
+    monkeypatch.setattr(api, "_decisions", KnownCalls(32, is_plan=False))
+    monkeypatch.setattr(api, "_known_layers", KnownCalls())
     monkeypatch.setattr(api, "_decide", lambda *arguments: api._Decision(api._options(*arguments), ""))
     return lambda leaves: api.encoder_layer(leaves["x"], _parameters(leaves), nhead=4, norm_first=True)
 
 
 def _kinds():
-    return [decision.kind for found in api._decisions.values() for _, decision in found]
+    return [decision.kind for found in api._decisions._cache.values() for _, _, decision in found]
 
 
 def test_calls_that_differ_in_memory_alone_are_of_one_kind(launched, layer):
@@ -196,7 +203,7 @@ def test_a_known_kind_within_a_transform(layer):
 @pytest.mark.parametrize("norm", ["layer_norm", "batch_norm"])
 @pytest.mark.parametrize("operand", [torch.float32, torch.bfloat16])
 def test_operators_without_memory_make_what_those_with_it_do(launched, norm, operand):
-    """In shape, dtype and strides; the scores given are turned."""
+    """In shape, dtype and strides; the scores given are transposed."""
     tensors, scores = encoder_tensors(SHAPE), torch.zeros(6, 4, 5, 5, dtype=operand).mT
     x, params = tensors["x"], list(_parameters(tensors))
     precision = "ieee" if operand is torch.float32 else None
@@ -204,7 +211,10 @@ def test_operators_without_memory_make_what_those_with_it_do(launched, norm, ope
     options = Options(
         4, False, False, "gelu", norm, 1e-5, False, precision, operand, dropout, norm == "batch_norm", True
     )
-    given, places = plan.Given(seed=torch.zeros(1, dtype=torch.int64), previous=scores), list(range(len(params)))
+    given, places = (
+        buffers.ExtraInputs(seed=torch.zeros(1, dtype=torch.int64), previous=scores),
+        list(range(len(params))),
+    )
     forward = (x, params, places, *given, [], [], [], True, *options)
     made = fused._encoder_layer(*forward)
     _assert_alike(made, fused._encoder_layer_fake(*forward))
@@ -218,7 +228,7 @@ def test_operators_without_memory_make_the_factors_of_those_with_it(launched):
     x, params = tensors["x"], list(_parameters(tensors))
     factor = torch.zeros(2, 4, 6, 5, 4, dtype=torch.bfloat16)
     options = Options(4, False, False, "gelu", "layer_norm", 1e-5, False, None, torch.bfloat16, return_factors=True)
-    given, places = plan.Given(factor0=factor, factor1=factor.clone()), list(range(len(params)))
+    given, places = buffers.ExtraInputs(factor0=factor, factor1=factor.clone()), list(range(len(params)))
     forward = (x, params, places, *given, [], [], [], True, *options)
     made = fused._encoder_layer(*forward)
     _assert_alike(made, fused._encoder_layer_fake(*forward))
@@ -342,7 +352,7 @@ def test_odd_sizes_have_memory_of_their_own(launched):
     shape = EncoderShape(2, 3, 6, 2, 5)
     leaves = _leaves(shape=shape)
     options = Options(2, True, False, "gelu", "layer_norm", 1e-5, False, "ieee", torch.float32)
-    fused.encoder_layer(leaves["x"], _parameters(leaves), plan.Given(), options).y.sum().backward()
+    fused.encoder_layer(leaves["x"], _parameters(leaves), buffers.ExtraInputs(), options).y.sum().backward()
     assert len({_storage(each.grad) for each in leaves.values()}) == len(leaves)
 
 

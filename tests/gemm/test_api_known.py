@@ -29,7 +29,7 @@ def call(monkeypatch):
     with torch.no_grad():
         known = KnownCalls()
         known.keep((x.shape, weight.shape, False, None, "ieee"), (x, weight, bias), plan)
-    monkeypatch.setattr(api, "_known", known)
+    monkeypatch.setattr(api, "_known_plans", known)
     return x, weight, bias, plan
 
 
@@ -113,7 +113,7 @@ def test_nothing_else_is(call, change):
 def test_a_plan_is_known_from_the_second_call_on(monkeypatch):
     x, weight, plan = torch.randn(3, 16), torch.randn(8, 16), Plan()
     plans = {}
-    monkeypatch.setattr(api, "_known", KnownCalls())
+    monkeypatch.setattr(api, "_known_plans", KnownCalls())
     monkeypatch.setattr(api, "plans", plans)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
     monkeypatch.setattr(api.op, "linear", lambda *args: torch.nn.functional.linear(*args[:3]))
@@ -131,7 +131,7 @@ def test_a_plan_is_known_for_one_setting_of_torchs_precision(monkeypatch):
     x, weight, plan = torch.randn(3, 16), torch.randn(8, 16), Plan()
     known = KnownCalls()
     known.keep((x.shape, weight.shape, True, None, None), (x, weight), plan)
-    monkeypatch.setattr(api, "_known", known)
+    monkeypatch.setattr(api, "_known_plans", known)
     with torch.no_grad():
         linear(x, weight)
         assert plan.runs == 1

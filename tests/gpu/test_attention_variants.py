@@ -4,8 +4,8 @@ import pytest
 import torch
 from attention_oracle import AttentionInputs, AttentionResults, attention_by_head, torch_attention
 
-from isogemm.encoder import op
-from isogemm.encoder.configs_attention import MOST_FACTORS, MmaConfig
+from isogemm.attention import op
+from isogemm.attention.configs import MOST_FACTORS, MmaConfig
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.errors import assert_no_worse_than_torch
 from isogemm.verify.inputs import make_data
@@ -176,7 +176,7 @@ def test_earlier_layers(family, factors, tokens):
     precision = FAMILIES[family][2] or "ieee"
     for dropout in (0.0, 0.2):
         inputs = _factored(family, tokens, factors, dropout, mask, causal)
-        found = attention_by_head(inputs, precision, turned=precision == "tf32")
+        found = attention_by_head(inputs, precision, transposed=precision == "tf32")
         _assert_results_close(found, inputs, precision)
 
 

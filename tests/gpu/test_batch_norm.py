@@ -7,18 +7,17 @@ import torch
 from gradients import assert_gradients_no_worse
 from torch.nn import functional as F
 
-from isogemm.encoder import configs_batch_norm
-from isogemm.encoder import kernels_batch_norm as kernels
-from isogemm.encoder.batch_norm import batch_norm
-from isogemm.encoder.parameters import RunningStatistics
 from isogemm.epilogues import random
+from isogemm.norm import configs
+from isogemm.norm.kernels import batch_norm as kernels
+from isogemm.norm.op import RunningStatistics, batch_norm
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.errors import assert_no_worse_than_torch
 from isogemm.verify.inputs import make_data
 from isogemm.verify.poison import poisoned_allocations
 
 EPS = 1e-5
-MANY = 2100 * configs_batch_norm.ROWS + 5  # rows whose tiles are grouped
+MANY = 2100 * configs.TILE_ROWS + 5  # rows whose tiles are grouped
 SIZES = [(2, 3), (64, 16), (1000, 17), (6400, 64), (37632, 128), (MANY, 128), (MANY, 48), (3000, 256), (500, 1000)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -195,26 +194,26 @@ def test_dropout_of_the_gradient(width, dtype):
 def test_overlapping_launches_wait_for_each_other(rows):
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("launches overlap from sm_90 on")
-    x, grad, width, groups = _normal(rows, 128), _normal(rows, 128, seed=1), 128, configs_batch_norm.groups(rows)
-    height = configs_batch_norm.GROUP_ROWS if groups else configs_batch_norm.ROWS
+    x, grad, width, groups = _normal(rows, 128), _normal(rows, 128, seed=1), 128, configs.groups(rows)
+    height = configs.GROUP_ROWS if groups else configs.TILE_ROWS
 
-    def chain(early):
+    def chain(pdl):
         def empty(*shape):
             return torch.full(shape, torch.nan, device="cuda")
 
-        tiles, parts = empty(-(-rows // configs_batch_norm.ROWS), 3, width), empty(groups, 3, width)
+        tiles, parts = empty(-(-rows // configs.TILE_ROWS), 3, width), empty(groups, 3, width)
         sums, part_sums = empty(len(tiles), 2, width), empty(groups, 2, width)
         statistics, coefficients, y, dx = empty(4, width), empty(2, width), empty(*x.shape), empty(*x.shape)
-        kernels.describe_moments(rows, width, early).run(x, tiles)
-        kernels.describe_group_moments(rows, width, early=early).run(tiles, parts)  # of none: no launch
-        launch = kernels.describe_statistics(rows, width, EPS, height, early)
+        kernels.describe_moments(rows, width, pdl).run(x, tiles)
+        kernels.describe_group_moments(rows, width, pdl=pdl).run(tiles, parts)  # of none: no launch
+        launch = kernels.describe_statistics(rows, width, EPS, height, pdl)
         launch.run(parts if groups else tiles, None, None, None, statistics)
-        kernels.describe_normalise(rows, width, early).run(x, statistics, None, y)
-        kernels.describe_gradient_sums(rows, width, early=early).run(grad, x, statistics, sums)
-        kernels.describe_group_sums(rows, width, early=early).run(sums, part_sums)
-        launch = kernels.describe_coefficients(rows, width, height=height, early=early)
+        kernels.describe_normalise(rows, width, pdl).run(x, statistics, None, y)
+        kernels.describe_gradient_sums(rows, width, pdl=pdl).run(grad, x, statistics, sums)
+        kernels.describe_group_sums(rows, width, pdl=pdl).run(sums, part_sums)
+        launch = kernels.describe_coefficients(rows, width, height=height, pdl=pdl)
         launch.run(part_sums if groups else sums, statistics, coefficients, None, None)
-        launch = kernels.describe_batch_norm_backward(rows, width, early=early)
+        launch = kernels.describe_batch_norm_backward(rows, width, pdl=pdl)
         launch.run(grad, x, statistics, coefficients, None, dx, None, None)
         return y, dx
 

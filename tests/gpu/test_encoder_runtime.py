@@ -324,14 +324,14 @@ def test_graph_capture_with_main_grad():
 def test_compiled_of_a_transposed_input():
     """Its result and the gradient of x are contiguous, as the fakes say; Inductor asserts it."""
     tensors = _tensors(SMALL)
-    turned = tensors["x"].transpose(0, 1).contiguous().transpose(0, 1)
+    transposed = tensors["x"].transpose(0, 1).contiguous().transpose(0, 1)
 
     def loss(function, x):
         leaf = x.detach().requires_grad_()
         result = function(tensors | {"x": leaf})
         return result, torch.autograd.grad(result.square().sum(), [leaf])
 
-    actual, expected = loss(torch.compile(_call), turned), loss(_call, tensors["x"])
+    actual, expected = loss(torch.compile(_call), transposed), loss(_call, tensors["x"])
     assert actual[0].is_contiguous()
     _assert_same(actual, expected)
 

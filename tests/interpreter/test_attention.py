@@ -6,11 +6,9 @@ import pytest
 import torch
 from attention_oracle import AttentionInputs, AttentionResults, attention_by_head, torch_attention
 
-from isogemm.encoder import plan
-from isogemm.encoder.configs_attention import Attention, DotConfig, MmaConfig, choose, choose_backward, choose_mma
-from isogemm.encoder.kernels_attention_dot import describe_attention_dot, describe_attention_dot_backward
-from isogemm.encoder.kernels_attention_mma_backward import describe_attention_mma_backward
-from isogemm.encoder.kernels_attention_mma_forward import describe_attention_mma
+from isogemm.attention import kernels
+from isogemm.attention.configs import Attention, DotConfig, MmaConfig, choose, choose_backward, choose_mma
+from isogemm.attention.kernels import dot, mma
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.errors import assert_no_worse_than_torch
 
@@ -76,10 +74,10 @@ def _launch(inputs, precision="ieee", mask=None, causal=False, config=None):
     gradients = torch.full_like(packed, torch.nan)
     dq, dk, dv = gradients.split(width, dim=1)
     problem = _problem(inputs, precision, mask, causal, (3 * width,) * 3)
-    describe = describe_attention_mma if isinstance(config, MmaConfig) else describe_attention_dot
+    describe = mma.describe_attention if isinstance(config, MmaConfig) else dot.describe_attention
     describe(problem, config or choose(problem)).run(q, k, v, mask, None, None, o, lse, None)
     problem = _problem(inputs, precision, mask, causal, (3 * width,) * 6)
-    describe = describe_attention_mma_backward if isinstance(config, MmaConfig) else describe_attention_dot_backward
+    describe = mma.describe_attention_backward if isinstance(config, MmaConfig) else dot.describe_attention_backward
     describe(problem, config or choose_backward(problem)).run(
         q, k, v, mask, None, None, o, lse, do, None, dq, dk, dv, None
     )
@@ -274,10 +272,10 @@ def test_wide_offsets():
     o, dq, dk, dv = torch.full((4, tokens, head), torch.nan, dtype=torch.float16)
     lse = torch.full((tokens, 1), torch.nan)
     problem = _problem(inputs, "ieee", None, False, (stride,) * 3)
-    describe_attention_dot(problem, choose(problem)).run(q, k, v, None, None, None, o, lse, None)
+    dot.describe_attention(problem, choose(problem)).run(q, k, v, None, None, None, o, lse, None)
     problem = _problem(inputs, "ieee", None, False, (stride,) * 3 + (head,) * 3)
     do = inputs.do.reshape(tokens, head)
-    describe_attention_dot_backward(problem, choose_backward(problem)).run(
+    dot.describe_attention_backward(problem, choose_backward(problem)).run(
         q, k, v, None, None, None, o, lse, do, None, dq, dk, dv, None
     )
     results = Results(*(x.reshape(1, tokens, 1, -1) for x in (o, lse, dq, dk, dv)))
@@ -316,8 +314,8 @@ def _launch_variant(inputs, precision="ieee"):
     lse = torch.full((sequences, tokens, inputs.nhead), torch.nan)
     scores, d_previous = (None if x is None else torch.full_like(x, torch.nan) for x in (inputs.of_scores, previous))
     given = (q, k, v, mask, previous, inputs.seed, o, lse)
-    plan.describe_attention(problem(3)).run(*given, scores)
-    plan.describe_attention_backward(problem(6)).run(*given, do, inputs.of_scores, dq, dk, dv, d_previous)
+    kernels.describe_attention(problem(3)).run(*given, scores)
+    kernels.describe_attention_backward(problem(6)).run(*given, do, inputs.of_scores, dq, dk, dv, d_previous)
     return AttentionResults(o, scores, dq, dk, dv, d_previous)
 
 
@@ -346,7 +344,7 @@ VARIANTS = {  # of tokens, mask, causal, residual, dropout
 
 
 def _spread(numbers):
-    """Every variant, each number in turn."""
+    """Every variant, each number in transpose."""
     return [(variant, *numbers[place % len(numbers)]) for place, variant in enumerate(VARIANTS)]
 
 
@@ -378,7 +376,7 @@ def _factored(tokens, nhead, head, dtype, factors, of_own, mask="", causal=False
 
 
 FACTORED = {  # of tokens, heads, head, dtype, factors, of_own, mask, causal, dropout
-    "turned": (21, 1, 8, torch.float32, 1, True),
+    "transposed": (21, 1, 8, torch.float32, 1, True),
     "causal": (18, 1, 16, torch.float32, 2, False, "additive", True),
     "dropped": (17, 1, 8, torch.float16, 2, True, "bool", False, 0.2),
     "most": (5, 2, 6, torch.bfloat16, 4, True),
@@ -390,7 +388,7 @@ FACTORED = {  # of tokens, heads, head, dtype, factors, of_own, mask, causal, dr
 def test_earlier_layers(case):
     inputs = _factored(*FACTORED[case])
     precision = "tf32" if inputs.q.dtype == torch.float32 else "ieee"
-    found = attention_by_head(inputs, precision, turned=case == "turned")
+    found = attention_by_head(inputs, precision, transposed=case == "transposed")
     _assert_results_close(found, inputs, precision)
 
 

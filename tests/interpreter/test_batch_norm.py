@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from isogemm.encoder import configs_batch_norm
-from isogemm.encoder import kernels_batch_norm as kernels
-from isogemm.encoder.configs_batch_norm import GROUP, GROUP_ROWS, ROWS
 from isogemm.epilogues import random
+from isogemm.norm import configs
+from isogemm.norm.configs import GROUP, GROUP_ROWS, TILE_ROWS
+from isogemm.norm.kernels import batch_norm as kernels
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.errors import assert_no_worse_than_torch
 from isogemm.verify.inputs import make_data
@@ -28,11 +28,11 @@ def _nans(*shape, dtype=torch.float32):
 
 def _among_nans(x):
     """The same rows, with memory behind the last that is not to be read."""
-    return torch.cat([x, _nans(ROWS, *x.shape[1:], dtype=x.dtype)])[: len(x)]
+    return torch.cat([x, _nans(TILE_ROWS, *x.shape[1:], dtype=x.dtype)])[: len(x)]
 
 
 def _tiles(rows):
-    return -(-rows // ROWS)
+    return -(-rows // TILE_ROWS)
 
 
 def _statistics(x, weight=None):
@@ -92,13 +92,13 @@ def test_statistics_of_running_ones():
 
 
 def test_groups_of_tiles():
-    rows, d = 2050 * ROWS - 7, 5
-    means, squares = _normal(2050, d), _normal(2050, d, seed=1).square() * ROWS
-    moments, parts = torch.stack([means + 3, means / 2**26, squares], 1), _nans(configs_batch_norm.groups(rows), 3, d)
+    rows, d = 2050 * TILE_ROWS - 7, 5
+    means, squares = _normal(2050, d), _normal(2050, d, seed=1).square() * TILE_ROWS
+    moments, parts = torch.stack([means + 3, means / 2**26, squares], 1), _nans(configs.groups(rows), 3, d)
     kernels.describe_group_moments(rows, d).run(_among_nans(moments), parts)
     statistics = _nans(4, d)
     kernels.describe_statistics(rows, d, EPS, height=GROUP_ROWS).run(parts, None, None, None, statistics)
-    counts = torch.full((2050, 1), float(ROWS), dtype=torch.float64)
+    counts = torch.full((2050, 1), float(TILE_ROWS), dtype=torch.float64)
     counts[-1] -= 7
     of_tiles = moments[:, 0].double() + moments[:, 1].double()
     mean = (counts * of_tiles).sum(0) / rows
@@ -106,7 +106,7 @@ def test_groups_of_tiles():
     exact = torch.stack([mean, (total / rows + EPS).rsqrt(), (total / rows + EPS).rsqrt(), total / (rows - 1)])
     assert_no_worse_than_torch(statistics, exact.float(), exact, ulps=2)
 
-    sums, parts, coefficients = _normal(2050 * 2, 6, d), _nans(configs_batch_norm.groups(rows), 2, d), _nans(2, d)
+    sums, parts, coefficients = _normal(2050 * 2, 6, d), _nans(configs.groups(rows), 2, d), _nans(2, d)
     sums[1::2] = math.nan  # a tile's other slot is zeros, and need not be read
     kernels.describe_group_sums(rows, d, slots=2, width=6, which=3).run(sums, parts)
     launch = kernels.describe_coefficients(rows, d, height=GROUP_ROWS)
@@ -117,12 +117,8 @@ def test_groups_of_tiles():
 
 
 def test_few_tiles_are_not_grouped():
-    assert configs_batch_norm.groups(GROUP_ROWS) == configs_batch_norm.groups(2048 * ROWS) == 0
-    assert (
-        configs_batch_norm.groups(2048 * ROWS + 1)
-        == configs_batch_norm.groups(2048 * 16 + 1, height=16)
-        == 2048 // GROUP + 1
-    )
+    assert configs.groups(GROUP_ROWS) == configs.groups(2048 * TILE_ROWS) == 0
+    assert configs.groups(2048 * TILE_ROWS + 1) == configs.groups(2048 * 16 + 1, height=16) == 2048 // GROUP + 1
 
 
 def _sums(grad, x, statistics):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from encoder_oracle import with_gradients
 
-from isogemm.encoder import configs, fused, layout, plan
+from isogemm.core.plan import Cache
+from isogemm.encoder import buffers, configs, fused, layout
 from isogemm.encoder.parameters import Options
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors, torch_encoder
@@ -25,7 +26,7 @@ def _fused(
     operand = operand or x.dtype
     precision = precision if operand is torch.float32 else None
     options = Options(nhead, norm_first, False, activation, norm, eps, is_causal, precision, operand)
-    given = plan.Given(key_padding_mask)
+    given = buffers.ExtraInputs(key_padding_mask)
     return fused.encoder_layer(x, encoder_parameters(parameters, separate=separate), given, options).y
 
 
@@ -106,7 +107,7 @@ def test_projections_that_are_one_tensor(which):
             in_proj_bias=tuple((bias, others_bias)[i] for i in which),
         )
         options = Options(4, True, False, "gelu", "layer_norm", 1e-5, False, "ieee", x.dtype)
-        return fused.encoder_layer(x, params, plan.Given(), options).y
+        return fused.encoder_layer(x, params, buffers.ExtraInputs(), options).y
 
     given = {name: each for name, each in tensors.items() if "in_proj" not in name}
     given |= {"weight": weights[0], "bias": biases[0]}
@@ -179,11 +180,11 @@ def test_shared_memory_changes_no_bit(monkeypatch, shape, norm_first, precision)
     shared = with_gradients(run, tensors, _grad(tensors))
 
     def apart(spans, limit=None):
-        spans = spans if limit is None else {"dx": spans["dx"]}
+        spans = spans if limit is None else {each: span for each, span in spans.items() if each.name == "dx"}
         return layout.in_a_row({name: span.size for name, span in spans.items()})
 
     monkeypatch.setattr(layout, "sharing", apart)
-    monkeypatch.setattr(fused, "_plans", {})
+    monkeypatch.setattr(fused, "_plans", Cache())
     with poisoned_allocations():
         found = with_gradients(run, tensors, _grad(tensors))
     for name, each in shared.items():

@@ -1,9 +1,9 @@
-"""Parted layers through their own plan and autograd: batch norms, placements of the norms, dropout, residual scores."""
+"""Layers split at a norm, through their plan and autograd: batch norms, places of norms, dropout, residual scores."""
 
 import pytest
 import torch
 
-from isogemm.encoder import fused, plan, reference
+from isogemm.encoder import buffers, fused, reference
 from isogemm.encoder.parameters import EncoderDropout, Options, RunningStatistics
 from isogemm.epilogues import random
 from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
@@ -59,7 +59,7 @@ def _assert_close(shape, bound=3e-6, dtype=torch.float32, previous=False, mask=N
 
     def ours(x, scores=None, **parameters):
         of_norms = dict(zip(("mean1", "var1", "mean2", "var2"), running or (), strict=False))
-        given = plan.Given(mask, SEED if any(options.dropout) else None, scores, **of_norms)
+        given = buffers.ExtraInputs(mask, SEED if any(options.dropout) else None, scores, **of_norms)
         results = fused.encoder_layer(x, encoder_parameters(parameters), given, options)
         statistics.append(results.statistics)
         return results.y, results.scores
@@ -190,11 +190,11 @@ def test_scores_by_factors(stack):
     def ours(x, **parameters):
         factors = ()
         for layer in range(3):
-            given = plan.Given(mask, None, None, *factors)
+            given = buffers.ExtraInputs(mask, None, None, *factors)
             results = fused.encoder_layer(
                 x, encoder_parameters(parameters), given, options._replace(return_factors=layer < 2)
             )
-            x, factors = results.y, (*factors, results.own)
+            x, factors = results.y, (*factors, results.qk)
         assert factors[2] is None
         return x, factors[0], factors[1]
 

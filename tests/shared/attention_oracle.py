@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isogemm.encoder.configs_attention import MOST_FACTORS, Attention, MmaConfig, choose_mma
+from isogemm.attention.configs import MOST_FACTORS, Attention, MmaConfig, choose_mma
 from isogemm.epilogues import random
 from isogemm.gemm.reference import round_to_tf32
 from isogemm.verify.poison import poisoned_allocations
@@ -89,15 +89,14 @@ def torch_attention(inputs: AttentionInputs, dtype: torch.dtype) -> AttentionRes
 
 
 def attention_by_head(
-    inputs: AttentionInputs, precision: str, *, turned: bool = False, config: MmaConfig | None = None
+    inputs: AttentionInputs, precision: str, *, transposed: bool = False, config: MmaConfig | None = None
 ) -> AttentionResults:
-    """By the kernels of short heads, with q, k, v and do head by head; turned: dq, dk and dv are written transposed."""
-    from isogemm.encoder.kernels_attention_mma_backward import describe_attention_mma_backward
-    from isogemm.encoder.kernels_attention_mma_forward import describe_attention_mma
+    """By the kernels of short heads, with q, k, v and do head by head; transposed: dq, dk and dv are written so."""
+    from isogemm.attention.kernels.mma import describe_attention, describe_attention_backward
 
     sequences, tokens, width = inputs.q.shape
     rows, nhead = sequences * tokens, inputs.nhead
-    mask, head, apart = inputs.mask, width // nhead, rows + 3 if turned else width
+    mask, head, apart = inputs.mask, width // nhead, rows + 3 if transposed else width
 
     def by_head(x: Tensor) -> Tensor:
         return _heads(x.flatten(-3, -2), nhead).contiguous()
@@ -114,7 +113,9 @@ def attention_by_head(
         (0, 0) if mask is None else (mask.stride(0), mask.stride(1)),
         by_head=True, dropout=inputs.dropout, factors=factors,
     )  # fmt: skip
-    backward = replace(forward, row_strides=(head,) * 3 + (apart,) * 3, turned=turned, added=inputs.of_own is not None)
+    backward = replace(
+        forward, row_strides=(head,) * 3 + (apart,) * 3, transposed=transposed, added=inputs.of_own is not None
+    )
 
     def all_layers(x: Tensor | None) -> tuple[Tensor | None, ...]:
         given = () if x is None else x.flatten(0, 1).unbind()
@@ -125,17 +126,17 @@ def attention_by_head(
         q, k, v, do = map(round_to_tf32, (q, k, v, do))
     with poisoned_allocations():
         o, lse = q.new_empty(rows, width), q.new_empty(nhead, rows, dtype=torch.float32)
-        dq, dk, dv = q.new_empty(3, width, apart) if turned else q.new_empty(3, rows, width)
+        dq, dk, dv = q.new_empty(3, width, apart) if transposed else q.new_empty(3, rows, width)
         d_earlier = None if earlier is None else torch.empty_like(earlier)
     if mask is not None and mask.dtype is torch.bool:
         mask = mask.view(torch.uint8)
     given = (q, k, v, mask, None, inputs.seed, o, lse)
-    launch = describe_attention_mma(forward, config or choose_mma(forward))
+    launch = describe_attention(forward, config or choose_mma(forward))
     launch.run(*given, None, *(all_layers(earlier) if factors else ()))
-    launch = describe_attention_mma_backward(backward, config or choose_mma(backward))
+    launch = describe_attention_backward(backward, config or choose_mma(backward))
     more = (*all_layers(earlier), *all_layers(d_earlier), *of_own) if factors or backward.added else ()
     launch.run(*given, do, None, dq, dk, dv, None, *more)
-    if turned:
+    if transposed:
         assert not any(bool(each[:, rows:].any()) for each in (dq, dk, dv))
         dq, dk, dv = (each[:, :rows].mT for each in (dq, dk, dv))
     o, dq, dk, dv = (each.reshape(inputs.q.shape) for each in (o, dq, dk, dv))

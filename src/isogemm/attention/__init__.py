@@ -1,1 +1,1 @@
-"""Softmax attention."""
+"""Softmax attention, forward and backward: used by the encoder layer."""

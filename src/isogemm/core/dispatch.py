@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from isogemm.core import env
 
@@ -41,6 +42,13 @@ def dispatch_log() -> Iterator[list[Dispatch]]:
     finally:
         _logs[:] = [other for other in _logs if other is not log]
         active = bool(_logs) or env.settings.log
+
+
+def record_operator(name: str, x: Any) -> None:
+    """Note a call of an encoder's operator on x."""
+    if active:
+        path, reason = ("encoder", "on a GPU") if x.is_cuda else ("cpu", "not on a GPU")
+        record(Dispatch(name, path, f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}", "", reason))
 
 
 def record(dispatch: Dispatch) -> None:

@@ -56,15 +56,19 @@ def likeness(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
 
 
 class KnownCalls(Generic[Value]):
-    """What served a call, for the calls that are like it in all but memory: in eager mode, without gradients.
+    """What served a call, for the calls in eager mode that are like it in all but memory.
 
     "Like it": the same key, the same precision of torch's products, and tensors alike (`likeness`).
     """
 
-    __slots__ = ("_cache", "_most_alike")
+    __slots__ = ("_cache", "_is_plan", "_most_alike")
 
-    def __init__(self, most_alike: int = 8) -> None:
-        """most_alike: entries for calls that their key does not tell apart."""
+    def __init__(self, most_alike: int = 8, *, is_plan: bool = True) -> None:
+        """most_alike: entries for calls that their key does not tell apart.
+
+        is_plan: what is known is to be run at once. It is for calls without gradients, on tensors aligned to 16 bytes.
+        """
+        self._is_plan = is_plan
         self._cache: Cache[list[tuple[Callable[..., bool], bool, Value]]] = Cache(4096)
         self._most_alike = most_alike
 
@@ -80,9 +84,10 @@ class KnownCalls(Generic[Value]):
             return None
         for is_like, is_trained, value in found:
             if is_like(*tensors) and not (is_trained and torch.is_grad_enabled()):
-                for each in tensors:
-                    if each.data_ptr() & 15:
-                        return None
+                if self._is_plan:
+                    for each in tensors:
+                        if each.data_ptr() & 15:
+                            return None
                 return value
         return None
 
@@ -90,18 +95,18 @@ class KnownCalls(Generic[Value]):
         self._cache.clear()
 
     def keep(self, key: Hashable, tensors: Sequence[Tensor], value: Value) -> None:
-        """Remember what served this call, which is without gradients, if its tensors are plain and aligned."""
-        if any(each.data_ptr() & 15 for each in tensors):
-            return
+        """Remember what served this call, if its tensors are plain."""
         is_like = likeness(tensors)
-        if is_like is not None:
-            key = key, fp32_precision("cuda", "matmul")
-            try:
-                alike = self._cache.get(key) or self._cache.keep(key, [])
-            except TypeError:  # not to be hashed
-                return
-            del alike[: len(alike) + 1 - self._most_alike]  # the oldest
-            alike.append((is_like, any(each.requires_grad for each in tensors), value))
+        if is_like is None or (self._is_plan and any(each.data_ptr() & 15 for each in tensors)):
+            return
+        key = key, fp32_precision("cuda", "matmul")
+        try:
+            alike = self._cache.get(key) or self._cache.keep(key, [])
+        except TypeError:  # not to be hashed
+            return
+        del alike[: len(alike) + 1 - self._most_alike]  # the oldest
+        is_trained = self._is_plan and any(each.requires_grad for each in tensors)
+        alike.append((is_like, is_trained, value))
 
 
 def _first_places(tensors: Sequence[object]) -> list[int]:

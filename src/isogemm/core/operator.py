@@ -7,10 +7,12 @@ subclasses the call goes through the dispatcher, as `torch.ops.isogemm.<name>`. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, Generic, TypeVar, cast
 
 import torch
+from torch.compiler import is_compiling
 
 from isogemm.core.eager import refuse_transforms, through_dispatcher
 
@@ -21,10 +23,16 @@ _library: Any = torch.library.Library("isogemm", "FRAGMENT")  # type: ignore[no-
 Result = TypeVar("Result")
 
 
+def refuse_second_derivative(name: str) -> None:
+    """Raise in a backward under create_graph, whose gradients would be wrong."""
+    if torch.is_grad_enabled() and not is_compiling():
+        raise RuntimeError(f"isogemm::{name} has no second derivative")
+
+
 class Operator(Generic[Result]):
     """An operator of the namespace isogemm."""
 
-    __slots__ = ("_apply", "_refused", "_tensors", "name", "op", "run")
+    __slots__ = ("_apply", "_optional", "_pick", "_refused", "name", "op", "run")
 
     def __init__(
         self,
@@ -35,12 +43,13 @@ class Operator(Generic[Result]):
         keep: Callable[..., None] | None = None,
         backward: Callable[..., Any] | None = None,
         refused: str = "",
+        devices: Sequence[str] = ("CPU", "CUDA"),
     ) -> None:
         """Register the operator.
 
         Args:
             schema: "name(Tensor x, ...) -> Tensor", as torch.library takes it.
-            run: the implementation on the CPU and on CUDA, without autograd.
+            run: the implementation on these devices, without autograd.
             fake: the result's shapes and dtypes, for fake tensors.
             keep, backward: keep(ctx, inputs, output) and backward(ctx, *grads), as torch.library.register_autograd
                 takes them; none where the operator has no gradient.
@@ -49,9 +58,12 @@ class Operator(Generic[Result]):
         self.name, arguments = schema.partition("(")[0], schema.partition("(")[2].partition(") ->")[0]
         self.run, self._refused = run, refused
         self._apply: Any = None
-        self._tensors = [place for place, each in enumerate(arguments.split(", ")) if each.startswith("Tensor")]
+        kinds = [each.partition(" ")[0] for each in arguments.split(", ")]
+        places = [place for place, kind in enumerate(kinds) if kind in ("Tensor", "Tensor?", "Tensor(a!)")]
+        self._pick: Any = itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+        self._optional = "Tensor?" in kinds
         _library.define(schema)
-        for key in ("CPU", "CUDA"):
+        for key in devices:
             _library.impl(self.name, run, key)
         register: Any = torch.library
         register.register_fake(f"isogemm::{self.name}", fake, lib=_library)
@@ -62,13 +74,23 @@ class Operator(Generic[Result]):
 
     def __call__(self, *args: Any) -> Result:
         """Run on all of the schema's arguments, given by position."""
-        tensors = [each for place in self._tensors if (each := args[place]) is not None]
+        if is_compiling():
+            return cast(Result, self.op(*args))
+        tensors = self._pick(args)
+        if self._optional:
+            tensors = [each for each in tensors if each is not None]
         if through_dispatcher(*tensors):
             if self._refused:
                 refuse_transforms(self._refused, *tensors)
             return cast(Result, self.op(*args))
-        if self._apply is not None and torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]:
-            return cast(Result, self._apply(*args))
+        return self.differentiable(*args) if torch.is_grad_enabled() else self.run(*args)
+
+    def differentiable(self, *args: Any) -> Result:
+        """The same in eager mode, for plain tensors."""
+        if self._apply is not None and torch.is_grad_enabled():
+            for each in self._pick(args):
+                if each is not None and each.requires_grad:
+                    return cast(Result, self._apply(*args))
         return self.run(*args)
 
 

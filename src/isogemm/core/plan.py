@@ -37,11 +37,12 @@ class Cache(dict[Any, Value]):
     __slots__ = ("_most",)
     _all: list[Cache[Any]] = []  # noqa: RUF012
 
-    def __init__(self, most: int = 8192) -> None:
-        """most: entries; a serving process sees many numbers of tokens."""
+    def __init__(self, most: int = 8192, *, listed: bool = True) -> None:
+        """most: entries; a serving process sees many numbers of tokens. listed: False for one inside another's."""
         super().__init__()
         self._most = most
-        Cache._all.append(self)
+        if listed:
+            Cache._all.append(self)
 
     def keep(self, key: Hashable, value: Value) -> Value:
         if len(self) >= self._most:
@@ -177,6 +178,30 @@ def _dummy(dtype: torch.dtype, aligned: bool, device: torch.device) -> Tensor:
     """Dummy tensor used for specialisation."""
     some = torch.empty(16, dtype=dtype, device=device)
     return some if aligned else some[1:]
+
+
+def run_launch(launch: Launch, tensors: Sequence[Tensor | None]) -> None:
+    """Run one launch on the tensors' device."""
+    device = next(each for each in tensors if each is not None).device
+    index = devices.index_of(device)
+    bound = compiled_for(launch, [each if each is None else seen_of(each) for each in tensors], device)
+    addresses = [each if each is None else each.data_ptr() for each in tensors]
+    with torch.cuda.device(index):
+        bound(index, launch.programs, *addresses, *launch.scalars)
+
+
+def seen_of(x: Tensor) -> Seen:
+    return x.dtype, x.data_ptr() % 16 == 0
+
+
+def placed(x: Tensor) -> Tensor:
+    """x contiguous and 16-byte aligned: the order of a row's sums depends on how it is loaded."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def contiguous(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

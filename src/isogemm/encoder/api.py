@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Required, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.overrides import handle_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
-from isogemm.core import device as devices
 from isogemm.core import dispatch
 from isogemm.core.device import resolve_precision
 from isogemm.core.dispatch import Dispatch
-from isogemm.core.eager import autocast_dtype, is_intercepted, likeness, refuse_transforms, through_dispatcher
+from isogemm.core.eager import (
+    NO_TENSOR,
+    KnownCalls,
+    autocast_dtype,
+    likeness,
+    refuse_transforms,
+    through_dispatcher,
+)  # fmt: skip
 from isogemm.core.errors import require_precision, require_same
 from isogemm.encoder import composed
-from isogemm.encoder.batch_norm import update_running
 from isogemm.encoder.parameters import (
     ACTIVATIONS,
     NORMS,
@@ -31,10 +36,12 @@ from isogemm.epilogues import random
 from isogemm.gemm.describe import dtype_name
 from isogemm.gemm.fused import new_seed
 from isogemm.gemm.op import SERVED
+from isogemm.norm.op import update_running
 
 if TYPE_CHECKING:
+    from isogemm.encoder.buffers import ExtraInputs
     from isogemm.encoder.fused import Kind
-    from isogemm.encoder.plan import Given
+    from isogemm.encoder.plan import Plan
 
 
 class _Named(TypedDict, total=False):
@@ -124,9 +131,23 @@ def encoder_layer(
     `encoder_chunk` sequences at a time: micro-batches of multiples of that add up, through main_grad, to the bits of
     the whole batch. `isogemm.dispatch_log` shows whether the fused kernels served. Differentiable once.
     """
-    if is_intercepted():
+    if has_torch_function(NO_TENSOR) and not is_compiling():  # `is_intercepted`, without its frame
         return cast(Tensor, handle_torch_function(cast(Any, encoder_layer), (), **locals()))
-    given = _Tensors.of(key_padding_mask, scores, running)
+    key: tuple[Any, ...] | None = None
+    if scores is None and running is None and not return_scores and type(params) is EncoderParameters:
+        present: list[Any] = [each for each in (x, key_padding_mask, *params) if each is not None]
+        if not (isinstance(params[0], tuple) or isinstance(params.in_proj_bias, tuple) or dispatch.active):
+            absent = key_padding_mask is None, *[each is None for each in params]
+            key = (
+                getattr(x, "shape", None), absent, nhead, norm_first, residual_normed, activation, norm, eps, is_causal,
+                dropout, training, precision,
+            )  # fmt: skip
+            known = _known_layers.find(key, present)
+            if known is not None:
+                inputs = [place if place is None else present[place] for place in known.places]
+                return known.plan.forward(x, inputs).y
+    plain, factors = (None, scores) if isinstance(scores, tuple) else (scores, ())
+    given = _Tensors(key_padding_mask, plain, factors, running)
     decision = _decided(
         x, params, given, nhead, norm_first, residual_normed, activation, norm, eps, is_causal, dropout, training,
         return_scores, precision,
@@ -134,13 +155,15 @@ def encoder_layer(
     if running is not None and not training:
         given = given._replace(running=(running[0]._replace(frozen=True), running[1]._replace(frozen=True)))
     if x.ndim == 2:
-        y, of_layer, own = _encoder_layer(x[None], params, given.of_one_more_dimension(), decision)
+        y, of_layer, qk = _encoder_layer(x[None], params, given.of_one_more_dimension(), decision)
         y = y[0]
-        of_layer, own = None if of_layer is None else of_layer[0], None if own is None else own[:, :, 0]
+        of_layer, qk = None if of_layer is None else of_layer[0], None if qk is None else qk[:, :, 0]
     else:
-        y, of_layer, own = _encoder_layer(x, params, given, decision)
-    if own is not None:
-        return y, (*given.factors, own)
+        y, of_layer, qk = _encoder_layer(x, params, given, decision)
+        if key is not None and decision.kind is not None and not (y.requires_grad or through_dispatcher()):
+            _know(key, present, x, params, given, decision)
+    if qk is not None:
+        return y, (*given.factors, qk)
     return y if of_layer is None else (y, of_layer)
 
 
@@ -187,24 +210,39 @@ def encoder_chunk(
     return composed.chunk(tokens, d_model, dim_feedforward, name)
 
 
+class _KnownLayer(NamedTuple):
+    """A call whose plan is known."""
+
+    plan: Plan
+    places: tuple[int | None, ...]  # of the plan's inputs among the call's tensors
+
+
+_known_layers: KnownCalls[_KnownLayer] = KnownCalls()
+
+
+def _know(
+    key: tuple[Any, ...], present: list[Tensor], x: Tensor, params: EncoderParameters, tensors: _Tensors,
+    decision: _Decision,
+) -> None:  # fmt: skip
+    """Remember the plan of calls like this one, which has no gradients, if it reads the tensors where they lie."""
+    if any(decision.options.dropout) or decision.options.norm == "batch_norm" or not x.is_contiguous():
+        return
+    inputs = (*_given(x, tensors, decision.options), *params.flat())
+    addresses = tuple(0 if each is None else each.data_ptr() for each in inputs)
+    plan = cast(Any, decision.kind).plans.get(addresses)
+    if plan is not None:
+        ids = list(map(id, present))
+        places = tuple(None if each is None else ids.index(id(each)) for each in inputs)
+        _known_layers.keep(key, present, _KnownLayer(plan, places))
+
+
 class _Tensors(NamedTuple):
-    """A call's, besides x and the parameters."""
+    """A call's tensors besides x and the parameters."""
 
     mask: Tensor | None  # [S, T]
     scores: Tensor | None  # [S, H, T, T]
     factors: tuple[Tensor, ...]  # [2, H, S, T, d] each
     running: tuple[RunningStatistics, RunningStatistics] | None
-
-    @classmethod
-    def of(
-        cls,
-        mask: Tensor | None,
-        scores: Tensor | tuple[Tensor, ...] | None,
-        running: tuple[RunningStatistics, RunningStatistics] | None,
-    ) -> _Tensors:
-        if isinstance(scores, tuple):
-            return cls(mask, None, scores, running)
-        return cls(mask, scores, (), running)
 
     def of_one_more_dimension(self) -> _Tensors:
         return self._replace(
@@ -221,7 +259,7 @@ class _Tensors(NamedTuple):
 
     @property
     def frozen(self) -> bool | tuple[bool, bool]:
-        """Which of the running statistics are."""
+        """Whether each norm's running statistics are frozen."""
         return False if self.running is None else (self.running[0].frozen, self.running[1].frozen)
 
 
@@ -234,7 +272,7 @@ class _Decision(NamedTuple):
 def _encoder_layer(
     x: Tensor, params: EncoderParameters, tensors: _Tensors, decision: _Decision
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of x [S, T, D], the scores, and their factors of this layer."""
+    """Run the layer on x [S, T, D]; also its scores and their factors."""
     options, obstacle, kind = decision
     x = x.contiguous()
     straight = kind is not None and not through_dispatcher()
@@ -256,24 +294,22 @@ def _encoder_layer(
         results = fused.encoder_layer(x, params, given, options)
     if results.statistics is not None and tensors.running is not None and options.from_batch:
         update_running(results.statistics, *tensors.running)
-    return results.y, results.scores, results.own
+    return results.y, results.scores, results.qk
 
 
-def _given(x: Tensor, tensors: _Tensors, options: Options) -> Given:
-    """As the fused layer takes them."""
-    from isogemm.encoder.plan import Given
+def _given(x: Tensor, tensors: _Tensors, options: Options) -> ExtraInputs:
+    """The tensors as the fused layer takes them."""
+    from isogemm.encoder.buffers import ExtraInputs
 
     seed = new_seed(x.device) if any(options.dropout) else None
-    given = Given(tensors.mask, seed, tensors.scores, *tensors.factors)
+    given = ExtraInputs(tensors.mask, seed, tensors.scores, *tensors.factors)
     if tensors.running is None or options.from_batch or options.norm != "batch_norm":
         return given
     (mean1, var1, *_), (mean2, var2, *_) = tensors.running
     return given._replace(mean1=mean1, var1=var1, mean2=mean2, var2=var2)
 
 
-_MOST_DECISIONS = 1024
-_MOST_ALIKE = 32  # of them for calls that their options and x's shape do not tell apart
-_decisions: dict[tuple[Any, ...], list[tuple[Callable[..., bool], _Decision]]] = {}
+_decisions: KnownCalls[_Decision] = KnownCalls(most_alike=32, is_plan=False)
 
 
 def _decided(x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int, *rest: Any) -> _Decision:
@@ -284,27 +320,19 @@ def _decided(x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int
         given = (x, *tensors.flat(), *params.flat())
         present = [each for each in given if each is not None]
         absent = len(present) < len(given) and tuple([each is None for each in given])
-        settings = autocast_dtype(x), devices.matmul_precision()
-        alike_in = len(given), len(tensors.factors), absent, tensors.frozen
-        key = (x.shape, *alike_in, type(nhead), nhead, *rest, *settings)
-        found = _decisions.get(key, ())
+        alike_in = len(given), len(tensors.factors), absent, tensors.frozen, autocast_dtype(x)
+        key = (x.shape, *alike_in, type(nhead), nhead, *rest)
+        decision = _decisions.find(key, present)
     except (AttributeError, TypeError, ValueError):  # no tensor, sizes that are symbols, what cannot be hashed
         return _decide(x, params, tensors, nhead, *rest)
-    for is_like, decision in found:
-        if is_like(*present):
-            return decision
-    decision = _decide(x, params, tensors, nhead, *rest)
-    alike = likeness(present)
-    if alike is None:
-        return decision
-    if not decision.obstacle:
-        from isogemm.encoder import fused, plan
+    if decision is None:
+        decision = _decide(x, params, tensors, nhead, *rest)
+        if not decision.obstacle and likeness(present) is not None:
+            from isogemm.encoder import buffers, fused
 
-        given_tensors = plan.Given(None, None, tensors.scores, *tensors.factors)
-        decision = decision._replace(kind=fused.kind_of(x, params, given_tensors, decision.options))
-    if len(_decisions) >= _MOST_DECISIONS or len(found) >= _MOST_ALIKE:
-        _decisions.clear()
-    _decisions.setdefault(key, []).append((alike, decision))
+            given_tensors = buffers.ExtraInputs(None, None, tensors.scores, *tensors.factors)
+            decision = decision._replace(kind=fused.kind_of(x, params, given_tensors, decision.options))
+        _decisions.keep(key, present, decision)
     return decision
 
 
@@ -320,29 +348,17 @@ def _decide(x: Tensor, params: EncoderParameters, tensors: _Tensors, *rest: Any)
 def _record(x: Tensor, params: EncoderParameters, options: Options, path: str, reason: str) -> None:
     if dispatch.active and not is_compiling():
         sizes = [*x.shape, options.nhead, params.linear1_weight.shape[0]]
-        number = (
-            f"{dtype_name(options.operand)}/{options.precision}" if options.precision else dtype_name(options.operand)
-        )
-        dispatch.record(Dispatch("encoder_layer", path, f"{sizes} {number}", "", reason))
+        precision = f"/{options.precision}" if options.precision else ""
+        problem = f"{sizes} {dtype_name(options.operand)}{precision}"
+        dispatch.record(Dispatch("encoder_layer", path, problem, "", reason))
 
 
 def _options(
-    x: Tensor,
-    params: EncoderParameters,
-    tensors: _Tensors,
-    nhead: int,
-    norm_first: bool,
-    residual_normed: bool,
-    activation: str,
-    norm: str,
-    eps: float,
-    is_causal: bool,
-    dropout: float | EncoderDropout,
-    training: bool,
-    return_scores: object,
-    precision: str | None,
-) -> Options:
-    """Of valid arguments; raises where one is not."""
+    x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int, norm_first: bool, residual_normed: bool,
+    activation: str, norm: str, eps: float, is_causal: bool, dropout: float | EncoderDropout, training: bool,
+    return_scores: object, precision: str | None,
+) -> Options:  # fmt: skip
+    """Validate the arguments."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}; expected a torch.Tensor [S, T, D] or [T, D]")
     if x.ndim not in (2, 3):

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from isogemm.encoder import op
-from isogemm.encoder.batch_norm import batch_norm
-from isogemm.encoder.op import AttentionCall
+from isogemm.attention.op import AttentionCall, attention
 from isogemm.encoder.parameters import EncoderParameters, Options, RunningStatistics
 from isogemm.gemm import configs
 from isogemm.gemm.api import linear, mlp
 from isogemm.gemm.fused import new_seed
+from isogemm.norm.op import batch_norm, encoder_norm
 
 
 def encoder_layer(
@@ -25,7 +24,7 @@ def encoder_layer(
     running: tuple[RunningStatistics, RunningStatistics] | None,
     options: Options,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of x [S, T, D], mask [S, T] and scores [S, H, T, T], valid and differentiable; the layer's scores; its factors.
+    """Run the layer on valid x [S, T, D], mask [S, T] and scores [S, H, T, T]; also its scores and factors.
 
     The products apply autocast themselves.
     """
@@ -38,18 +37,18 @@ def encoder_layer(
         if options.norm == "batch_norm":
             its_running = None if running is None else running[number - 1]
             return batch_norm(x, weight, bias, its_running, options.from_batch, options.eps, dtype)
-        return op.encoder_norm(x, weight, bias, options.norm, options.eps, dtype)
+        return encoder_norm(x, weight, bias, options.norm, options.eps, dtype)
 
     def attended(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         call = _operands(x, params, mask, scores, options)
-        o, of_layer = op.attention(call)
-        own = _factors(call) if options.return_factors else None
+        o, of_layer = attention(call)
+        qk = _factors(call) if options.return_factors else None
         added, wide = _residual(residual, options)
         out = linear(
             o, params.out_proj_weight, params.out_proj_bias, residual=added, dropout_p=dropout.projection,
             out_dtype=wide, precision=options.precision,
         )  # fmt: skip
-        return out.to(residual.dtype), of_layer, own
+        return out.to(residual.dtype), of_layer, qk
 
     def fed_forward(x: Tensor, residual: Tensor) -> Tensor:
         added, wide = _residual(residual, options)
@@ -61,16 +60,16 @@ def encoder_layer(
         return out.to(residual.dtype)
 
     if not options.norm_first:
-        s, of_layer, own = attended(x, x)
+        s, of_layer, qk = attended(x, x)
         u = normed(s, 1, x.dtype)
-        return normed(fed_forward(u, u), 2, x.dtype), of_layer, own
+        return normed(fed_forward(u, u), 2, x.dtype), of_layer, qk
     if options.residual_normed:
         n = normed(x, 1, x.dtype)
-        s, of_layer, own = attended(n, n)
+        s, of_layer, qk = attended(n, n)
         u = normed(s, 2, x.dtype)
-        return fed_forward(u, u), of_layer, own
-    s, of_layer, own = attended(normed(x, 1, options.operand), x)
-    return fed_forward(normed(s, 2, options.operand), s), of_layer, own
+        return fed_forward(u, u), of_layer, qk
+    s, of_layer, qk = attended(normed(x, 1, options.operand), x)
+    return fed_forward(normed(s, 2, options.operand), s), of_layer, qk
 
 
 def scores_of(factors: Sequence[Tensor], precision: str | None) -> Tensor:
@@ -79,7 +78,7 @@ def scores_of(factors: Sequence[Tensor], precision: str | None) -> Tensor:
     for factor in factors:
         q, k = (each.permute(1, 2, 0, 3).flatten(2) for each in factor)
         call = AttentionCall(q, k, k, None, factor.shape[1], False, precision, scores, scores=True)
-        _, scores = op.attention(call)
+        _, scores = attention(call)
     assert scores is not None
     return scores
 
@@ -116,7 +115,7 @@ def _operands(
 
 
 def _residual(x: Tensor, options: Options) -> tuple[Tensor, torch.dtype | None]:
-    """As a product adds it, and the dtype of that sum: float32 where autocast's products are in another than x."""
+    """The residual as a product adds it, and that sum's dtype: float32 where autocast's products are not in x's."""
     if x.dtype is options.operand:
         return x, None
     return x.float(), torch.float32

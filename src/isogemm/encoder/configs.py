@@ -1,4 +1,4 @@
-"""What the fused encoder layer serves, and with which tiles. Pure: no device, no tensors.
+"""Which layers the fused kernels serve, and with which tiles. Pure: no device, no tensors.
 
 A row's norms are summed in an order that follows the tile, so the tiles are a function of the layer's sizes and number
 types alone, never of the batch. How many programs share the rows changes no bit, and may follow it.
@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
+from isogemm.attention.configs import LONGEST_HALF_HEAD, fragments_hold
 from isogemm.core import tables
-from isogemm.encoder.configs_attention import fragments_hold
 from isogemm.encoder.parameters import NOTHING_DROPPED, EncoderDropout
+from isogemm.norm.configs import TILE_ROWS  # every tile's rows divide it
 
 WIDEST = 256  # d_model of a row that a program keeps
 _WIDEST_FRAGMENTS = 32  # d_model of rows that lanes hold: wider ones leave no registers for weights on their way
 FRAGMENT_ROWS = 16  # of a warp
 GROUP_ROWS = 64  # of a warpgroup
-TILE_ROWS = 64  # every tile's rows divide it
 _CHUNK_ROWS = 512  # of one sum in the parameters' gradients, at least
 _MOST_CHUNK_ROWS = 8192  # tokens that no shorter chunk divides would make the sums long and few
 
@@ -43,7 +44,7 @@ class Layer:
     mask: str  # none, "bool" (True leaves a key out) or "additive"
     mask_strides: tuple[int, int]
     stacked: bool  # whether in_proj is one weight
-    overlaps: bool = False  # whether the device lets a launch begin before the last one ends (sm_90 and later)
+    supports_pdl: bool = False  # whether the device lets a launch begin before the last one ends (sm_90 and later)
     mma: bool = False  # whether it has the instructions that fragments are made for (NVIDIA's from sm_80 on)
     wgmma: bool = False  # whether it has those of warpgroups (sm_90 alone)
     residual_normed: bool = False  # with norm_first: the residual sums begin with what is normed
@@ -52,7 +53,7 @@ class Layer:
     previous: bool = False  # whether another layer's scores are added
     scores: bool = False  # whether the scores are a result
     factors: int = 0  # earlier layers whose queries and keys are given for their scores
-    own_factors: bool = False  # whether its queries and keys are a result
+    returns_qk: bool = False  # whether its queries and keys are a result
     arch: str = "sm_90"  # whose table has its tiles
 
     @cached_property
@@ -64,7 +65,7 @@ class Layer:
         return self.norm == "batch_norm"
 
     @cached_property
-    def parted(self) -> bool:
+    def split_at_norm(self) -> bool:
         """Whether s is in memory: what comes of it needs all rows first, or other launches need it again."""
         return self.batch_norm or self.residual_normed or any(self.dropout[1:])
 
@@ -89,7 +90,7 @@ class Layer:
 
     @cached_property
     def ld(self) -> int:
-        """Between the rows of a transpose."""
+        """Distance between the rows of a transpose."""
         return -(-self.rows // 16) * 16
 
     @cached_property
@@ -105,7 +106,7 @@ class Layer:
     @cached_property
     def by_head(self) -> bool:
         """Whether q, k, v and do are passed on head by head: a head's tokens are then next to each other."""
-        if self.factors or self.own_factors:
+        if self.factors or self.returns_qk:
             sizes = self.d_model, self.nhead, self.dim_feedforward
             return self.mma and takes_factors(*sizes, self.operand, self.precision)
         return self.mma and not self.fragments and fragments_hold(self.head, self.operand, self.precision)
@@ -115,14 +116,14 @@ class Layer:
         return (2, self.nhead, self.sequences, self.tokens, self.head)
 
     @cached_property
-    def ready(self) -> bool:
-        """Whether the products read prepared weights: rounded, cast, three made one, or in fragments."""
+    def packed_weights(self) -> bool:
+        """Whether the products read packed weights: rounded, cast, three made one, or in fragments."""
         return self.fragments or self.precision == "tf32" or self.weights != self.operand or not self.stacked
 
     @cached_property
-    def turned(self) -> bool:
+    def transposed(self) -> bool:
         """Whether the weights' gradients read transposes: TF32 tensor cores want both operands along the sum."""
-        return self.precision == "tf32" and self.by_head and self.padded >= _TURNED
+        return self.precision == "tf32" and self.by_head and self.padded >= _TRANSPOSED_FROM
 
     @cached_property
     def cast(self) -> bool:
@@ -130,9 +131,9 @@ class Layer:
         return self.dtype != self.operand and not self.fragments
 
     @cached_property
-    def early(self) -> bool:
-        """Whether launches overlap: set-up time of small ones; programs of large ones would wait in others' places."""
-        return self.overlaps and self.rows * self.d_model <= _SMALL
+    def pdl(self) -> bool:
+        """Whether launches overlap (programmatic dependent launch). It pays for small ones; large ones would wait."""
+        return self.supports_pdl and self.rows * self.d_model <= _SMALL
 
     @cached_property
     def exact(self) -> bool:
@@ -146,7 +147,7 @@ class Layer:
 
     @cached_property
     def parts(self) -> int:
-        """Of a chunk that are summed for themselves: small weights leave few programs, and their sums cost little."""
+        """Number of partial sums per chunk. More than one for small weights, which leave few programs."""
         rows, most = self.tokens * chunk_of(self.tokens), _MOST_PARTS if self.fragments else 1
         return max(parts for parts in range(1, most + 1) if rows % (FRAGMENT_ROWS * parts) == 0)
 
@@ -167,14 +168,12 @@ class Layer:
 
 _SMALL = 1 << 20  # elements of x
 _MOST_PARTS = 7
-_TURNED = 64  # padded d_model from which transposes pay
-SHORT_HEAD = 16  # up to which attention is computed in registers
-LONGEST_HALF_HEAD = 64  # up to which it is computed from 16-bit operands; longer ones are widened, which is exact
+_TRANSPOSED_FROM = 64  # padded d_model from which transposes pay
 
 
 def projected_parts(layer: Layer, backward: bool) -> range:
-    """Of q, k, v and do, numbered: those that a projection computes. A backward has q and k that are a result."""
-    return range(2 if backward and layer.own_factors else 0, 4 if backward else 3)
+    """Numbers of those of q, k, v and do that a projection computes. A backward has q and k that are a result."""
+    return range(2 if backward and layer.returns_qk else 0, 4 if backward else 3)
 
 
 def chunk_of(tokens: int) -> int:
@@ -221,13 +220,16 @@ class RowConfig:
     num_warps: int
     num_stages: int
 
+    def programs(self, layer: Layer) -> int:
+        return -(-layer.rows // self.rows)
+
     def __str__(self) -> str:
         return f"{self.rows}x{self.block} w{self.num_warps} s{self.num_stages}"
 
 
 @dataclass(frozen=True)
 class WalkConfig:
-    """Of programs that keep weights and walk over rows, sixteen a warp: how many a multiprocessor holds."""
+    """Programs that keep weights and walk over rows, sixteen per warp; `at_once` of them per multiprocessor."""
 
     warps: int
     at_once: int
@@ -266,6 +268,18 @@ class WeightConfig:
     num_warps: int
     num_stages: int
 
+    def tiles(self, m: int, n: int) -> int:
+        return -(-m // self.block_m) * -(-n // self.block_n)
+
+
+class WeightSums(NamedTuple):
+    """Two weights' gradients that one launch computes, and where a chunk's partial sums lie."""
+
+    shapes: tuple[int, int, int, int]  # M, N, M, N of left^T right
+    offsets: tuple[int, ...]  # of the first weight, its bias, the second weight, and the tiles' sums
+    size: int  # elements of a chunk's partial sums
+    added: tuple[int, ...]  # which of the tiles' six sums are added up
+
 
 @dataclass(frozen=True)
 class Configs:
@@ -289,7 +303,7 @@ _ROW_LAUNCHES = ("project", "feedforward", "feedforward_backward", "input_grad")
 
 
 def choose_warpgroup(layer: Layer) -> WarpgroupConfigs:
-    """Which of the row kernels are by warpgroups, both of the backward's or none; no bit follows how they are cut."""
+    """Configurations of the row kernels by warpgroups, both of the backward's or none. Do not affect the result."""
     number = _number(layer)
     # Of a single block of features Triton compiles the copies ahead, which do not happen, as unaligned ones.
     features = layer.dim_feedforward % 64 == 0 and layer.dim_feedforward >= 128
@@ -302,6 +316,13 @@ def choose_warpgroup(layer: Layer) -> WarpgroupConfigs:
     )
     groups = (None if values is None else WarpgroupConfig(*values) for values in others)
     return WarpgroupConfigs(None if project is None else WalkConfig(*project), *groups)
+
+
+def tile_rows(layer: Layer) -> int:
+    """Rows of the smallest tile that leaves its part of the norms' and biases' gradients."""
+    if layer.fragments:
+        return FRAGMENT_ROWS
+    return GROUP_ROWS if choose_warpgroup(layer).feedforward_backward else choose(layer).tile_rows
 
 
 def choose(layer: Layer) -> Configs:
@@ -319,7 +340,7 @@ def _number(layer: Layer) -> str:
 
 
 def row_warps(layer: Layer, sm_count: int) -> int:
-    """Of a program, where a warp owns sixteen rows: as many as leave every multiprocessor two. No bit follows."""
+    """Warps per program by fragments: as many as leave two programs per multiprocessor. Does not affect the result."""
     tiles = -(-layer.rows // FRAGMENT_ROWS)
     return max(warps for warps in (1, 2, 4, 8) if warps == 1 or tiles >= 2 * max(1, sm_count) * warps)
 

@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from isogemm.attention.configs import MOST_FACTORS
 from isogemm.core import device as devices
 from isogemm.core.eager import through_dispatcher
+from isogemm.core.operator import Operator, refuse_second_derivative
+from isogemm.core.plan import Cache, placed
 from isogemm.encoder import configs
+from isogemm.encoder.buffers import ADDED, EXTRA, SEPARATE, STACKED, ExtraInputs, kept_size
 from isogemm.encoder.configs import Layer
-from isogemm.encoder.configs_attention import MOST_FACTORS
 from isogemm.encoder.gradients import Gradients
-from isogemm.encoder.op import placed, refuse_second_derivative
 from isogemm.encoder.parameters import EncoderDropout, EncoderParameters, Options
-from isogemm.encoder.plan import ADDED, GIVEN, SEPARATE, STACKED, Above, Forward, Given, Left, Plan, kept_size
+from isogemm.encoder.plan import IncomingGrads, Plan, Results, SavedForBackward
 from isogemm.encoder.schedule import addresses_of
 from isogemm.gemm.autograd import accumulated, given_or_accumulated, main_grad_of, parameter
 from isogemm.gemm.describe import dtype_name
 from isogemm.gemm.op import is_added, require_total
 
-_MOST_PLANS = 1024
 _NAMES = {
     "wq": "in_proj_weight", "wk": "in_proj_weight[1]", "wv": "in_proj_weight[2]", "wo": "out_proj_weight",
     "w1": "linear1_weight", "w2": "linear2_weight", "g1": "norm1_weight", "g2": "norm2_weight",
@@ -34,15 +34,6 @@ _NAMES = {
     "b1": "linear1_bias", "b2": "linear2_bias", "s1": "norm1_bias", "s2": "norm2_bias",
 }  # fmt: skip
 _Parameters = Sequence[Tensor | None]  # in the order of plan.STACKED or SEPARATE
-
-
-class Results(NamedTuple):
-    """y; where the layer has them, its scores, the statistics of its batch norms [2, 4, D], its queries and keys."""
-
-    y: Tensor
-    scores: Tensor | None = None
-    statistics: Tensor | None = None
-    own: Tensor | None = None
 
 
 def unserved(x: Tensor, params: EncoderParameters, options: Options, factors: int = 0) -> str:
@@ -66,7 +57,7 @@ def unserved(x: Tensor, params: EncoderParameters, options: Options, factors: in
 def unserved_factors(
     x: Tensor, params: EncoderParameters, nhead: int, operand: torch.dtype, precision: str | None
 ) -> str:
-    """The same by the sizes alone, of a layer that takes scores by factors or gives them."""
+    """Why the fused kernels cannot take or return scores by factors, by the layer's sizes; empty where they can."""
     d_model, number = x.shape[-1], dtype_name(operand)
     sizes = d_model, nhead, params.linear1_weight.shape[0]
     if _arch(x.device) < 80 or not configs.takes_factors(*sizes, number, precision or ""):
@@ -74,42 +65,41 @@ def unserved_factors(
     return configs.unserved(x.shape[-2], d_model, nhead, number)
 
 
-def encoder_layer(x: Tensor, params: EncoderParameters, given: Given, options: Options) -> Results:
-    """Of x [S, T, D], contiguous; differentiable once."""
+def encoder_layer(x: Tensor, params: EncoderParameters, given: ExtraInputs, options: Options) -> Results:
+    """Run the fused layer on x [S, T, D], contiguous; differentiable once."""
     parameters, stacked = params.flat(), _is_stacked(params)
     if through_dispatcher(x, *[each for each in (*given, *parameters) if each is not None]):
         return _dispatched(x, parameters, given, stacked, options)
     return Kind(x, parameters, given, stacked, options).launched(x, parameters, given)
 
 
-def kind_of(x: Tensor, params: EncoderParameters, given: Given, options: Options) -> Kind:
+def kind_of(x: Tensor, params: EncoderParameters, given: ExtraInputs, options: Options) -> Kind:
     return Kind(x, params.flat(), given, _is_stacked(params), options)
 
 
 class Kind:
-    """What calls whose tensors differ in nothing but memory have in common."""
+    """What is common to calls whose tensors differ in their addresses alone."""
 
     __slots__ = ("differentiable", "lasting", "names", "options", "plans", "stacked")
 
-    def __init__(self, x: Tensor, parameters: _Parameters, given: Given, stacked: bool, options: Options) -> None:
+    def __init__(self, x: Tensor, parameters: _Parameters, given: ExtraInputs, stacked: bool, options: Options) -> None:
         self.stacked, self.options = stacked, options
         tensors = (x, *given.added, *parameters)
         self.differentiable = any(each is not None and each.requires_grad for each in tensors)
         # No parameter is a passing tensor, of which a graph may keep alive no more than it saves.
         self.lasting = all(each is None or type(each) is torch.nn.Parameter for each in parameters)
-        self.plans: dict[tuple[int, ...], Plan] = {}  # by addresses from which nothing is to be moved
+        self.plans: Cache[Plan] = Cache(1024, listed=False)  # by addresses from which nothing is to be moved
         # of the results besides y
         self.names = [
             *["scores"] * options.return_scores,
             *["statistics"] * (options.norm == "batch_norm"),
-            *["own"] * options.return_factors,
+            *["qk"] * options.return_factors,
         ]
 
-    def launched(self, x: Tensor, parameters: _Parameters, given: Given) -> Results:
-        """encoder_layer of tensors of this kind to which torch has nothing to say but autograd."""
+    def launched(self, x: Tensor, parameters: _Parameters, given: ExtraInputs) -> Results:
+        """Fast path of encoder_layer: plain tensors of this kind, no dispatch mode."""
         if not (self.differentiable and torch.is_grad_enabled()):
-            results = _Call(x, given, parameters, self).forward(keep=False)
-            return Results(results.y, results.scores, results.statistics, results.own)
+            return _Call(x, given, parameters, self).forward(keep=False)
         if not self.names:
             return Results(_apply(self, given, x, *given.added, *parameters))
         y, *more = _apply(self, given, x, *given.added, *parameters)
@@ -121,12 +111,12 @@ _FIRST = 3 + len(ADDED)  # of the parameters among the Function's arguments
 
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kind: Kind, given: Given, x: Tensor, *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, kind: Kind, given: ExtraInputs, x: Tensor, *tensors: Tensor | None) -> Any:
         parameters = tensors[len(ADDED) :]
         call = _Call(x, given, parameters, kind)
         results = call.forward(keep=True)
-        left = results.kept, results.statistics, results.own
-        ctx.save_for_backward(x, *left, *given.read_again, *parameters)
+        saved = results.kept, results.statistics, results.qk
+        ctx.save_for_backward(x, *saved, *given.read_again, *parameters)
         ctx.call = kind, (call.plan, call.addresses)
         ctx.running = given[len(given.read_again) :]
         ctx.owners = parameters if kind.lasting else [parameter(each) for each in parameters]
@@ -140,19 +130,19 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("encoder_layer")
-        x, *saved = ctx.saved_tensors
-        left, saved = Left(*saved[: len(Left._fields)]), saved[len(Left._fields) :]
-        again = len(GIVEN) - len(ctx.running)
+        x, kept, statistics, qk, *tensors = ctx.saved_tensors
+        saved = SavedForBackward(kept, statistics, qk)
+        again = len(EXTRA) - len(ctx.running)
         needed = ctx.needs_input_grad
         kind, of_forward = ctx.call
-        call = _Call(x, Given(*saved[:again], *ctx.running), saved[again:], kind, of_forward)
+        call = _Call(x, ExtraInputs(*tensors[:again], *ctx.running), tensors[again:], kind, of_forward)
         coming = dict(zip(kind.names, more, strict=True))
-        above = Above(torch.zeros_like(x) if dy is None else dy, coming.get("scores"), coming.get("own"))
+        incoming = IncomingGrads(torch.zeros_like(x) if dy is None else dy, coming.get("scores"), coming.get("qk"))
         if [each for each in ctx.owners if getattr(each, "main_grad", None) is not None]:
-            dx, of_added, gradients = _accumulate(ctx, call, above, left)
+            dx, of_added, gradients = _accumulate(ctx, call, incoming, saved)
         else:
             into = call.plan.gradients(needed[_FIRST:])
-            dx, of_added = call.backward(above, left, into)
+            dx, of_added = call.backward(incoming, saved, into)
             gradients = into.tensors
         found = [each if need else None for each, need in zip((dx, *of_added), needed[2:_FIRST], strict=True)]
         return None, None, *found, *gradients
@@ -165,11 +155,13 @@ _apply: Any = super(torch.autograd.Function, _Layer).apply
 _OfTensors = Sequence[Tensor | None]  # gradients
 
 
-def _accumulate(ctx: Any, call: _Call, above: Above, left: Left) -> tuple[Tensor, _OfTensors, _OfTensors]:
-    """Into the main_grads of the parameters whose gradients this backward is to accumulate."""
+def _accumulate(
+    ctx: Any, call: _Call, incoming: IncomingGrads, saved: SavedForBackward
+) -> tuple[Tensor, _OfTensors, _OfTensors]:
+    """Run the backward and accumulate into the parameters' main_grads."""
     needed = ctx.needs_input_grad[_FIRST:]
     totals = [accumulated(owner, need)[1] for owner, need in zip(ctx.owners, needed, strict=True)]
-    dx, of_added, gradients = call.accumulate(above, left, totals, needed)
+    dx, of_added, gradients = call.accumulate(incoming, saved, totals, needed)
     for owner, total in zip(ctx.owners, totals, strict=True):
         if total is not None:
             owner.grad_added_to_main_grad = True
@@ -182,7 +174,7 @@ class _Call:
     __slots__ = ("addresses", "given", "parameters", "plan", "x")
 
     def __init__(
-        self, x: Tensor, given: Given, parameters: _Parameters, kind: Kind,
+        self, x: Tensor, given: ExtraInputs, parameters: _Parameters, kind: Kind,
         forward: tuple[Plan, tuple[int, ...]] | None = None,
     ) -> None:  # fmt: skip
         """forward: in a backward, the plan of its forward, and the addresses that it was made for."""
@@ -195,39 +187,39 @@ class _Call:
         self.plan = self._find(kind, keep=forward is None) if plan is None else plan
 
     def _find(self, kind: Kind, keep: bool) -> Plan:
-        """Moves what is not dense and aligned; else the plan is kept for these addresses."""
+        """Copy what is not dense and aligned, and find the plan; cached by address where nothing was copied."""
         mask, *others = self.given
         tensors = [*others, *self.parameters]
         dense = all(each is None or each.is_contiguous() for each in tensors)
         moved = not dense or any(address % 16 for address in self.addresses[1:])
         if moved:
             tensors = [None if each is None else placed(each) for each in tensors]
-            self.given, self.parameters = Given(mask, *tensors[: len(others)]), tensors[len(others) :]
+            self.given, self.parameters = ExtraInputs(mask, *tensors[: len(others)]), tensors[len(others) :]
             self.addresses = addresses_of((*self.given, *self.parameters))
         plan = _plan(self.x, self.given, self.parameters, self.addresses, kind.stacked, kind.options)
         if keep and not moved:
-            if len(kind.plans) >= _MOST_PLANS:
-                kind.plans.clear()
-            kind.plans[self.addresses] = plan
+            kind.plans.keep(self.addresses, plan)
         return plan
 
-    def forward(self, keep: bool) -> Forward:
+    def forward(self, keep: bool) -> Results:
         """keep: with what a backward needs."""
-        return self.plan.forward(self.x, (*self.given, *self.parameters), self.addresses, keep)
+        return self.plan.forward(self.x, (*self.given, *self.parameters), keep)
 
-    def backward(self, above: Above, left: Left, gradients: Gradients) -> tuple[Tensor, _OfTensors]:
+    def backward(
+        self, incoming: IncomingGrads, saved: SavedForBackward, gradients: Gradients
+    ) -> tuple[Tensor, _OfTensors]:
         """dx, and those of what is added to the scores; the parameters' are written or added to `gradients`."""
-        others = [None if each is None else placed(each) for each in above[1:]]
+        others = [None if each is None else placed(each) for each in incoming[1:]]
         given = (*self.given, *self.parameters)
-        return self.plan.backward(Above(placed(above.dy), *others), left, self.x, given, self.addresses, gradients)
+        return self.plan.backward(IncomingGrads(placed(incoming.dy), *others), saved, self.x, given, gradients)
 
     def accumulate(
-        self, above: Above, left: Left, totals: Sequence[Tensor | None], wanted: Sequence[bool]
+        self, incoming: IncomingGrads, saved: SavedForBackward, totals: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> tuple[Tensor, _OfTensors, list[Tensor | None]]:
         """dx, those of what is added to the scores, and those wanted of the parameters, each in memory of its own: None
         where one is added to its total."""
         into, added, later = self._into(totals, wanted)
-        dx, of_added = self.backward(above, left, Gradients.of(into, added))
+        dx, of_added = self.backward(incoming, saved, Gradients.of(into, added))
         for finish in later:
             finish()
         gradients = [None if total is not None else each for total, each in zip(totals, into, strict=True)]
@@ -236,7 +228,7 @@ class _Call:
     def _into(
         self, totals: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> tuple[list[Tensor | None], tuple[bool, ...], list[Callable[[], object]]]:
-        """What the launches write to or add to, which of them, and what is then left to do with the totals."""
+        """Gradients that the launches write, which of them are added to, and what to do afterwards."""
         into: list[Tensor | None] = [None] * len(totals)
         added = [False] * len(totals)
         later: list[Callable[[], object]] = []
@@ -264,7 +256,9 @@ def _is_stacked(params: EncoderParameters) -> bool:
     return not isinstance(params.in_proj_weight, tuple)
 
 
-def _layer(x: Tensor, given: Given, parameters: _Parameters, stacked: bool, options: Options, arch: int = 0) -> Layer:
+def _layer(
+    x: Tensor, given: ExtraInputs, parameters: _Parameters, stacked: bool, options: Options, arch: int = 0
+) -> Layer:
     sequences, tokens, d_model = x.shape
     wo, w1 = _of_products(parameters, stacked)
     mask = given.mask
@@ -285,23 +279,21 @@ def _of_products(parameters: _Parameters, stacked: bool) -> tuple[Tensor, Tensor
 
 
 def _arch(device: torch.device) -> int:
-    """NVIDIA's number; 0 for others, and 80 where kernels are interpreted."""
-    if device.type != "cuda":
-        return 80
+    """NVIDIA's architecture number; 0 for other GPUs, 80 where kernels are interpreted."""
     arch = devices.facts(device).arch
-    return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0
+    return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0 if arch.startswith("gfx") else 80
 
 
 _arch._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as core.device.matmul_precision
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
+_plans: Cache[Plan] = Cache(1024)
 
 
 def _plan(
-    x: Tensor, given: Given, parameters: _Parameters, addresses: tuple[int, ...], stacked: bool, options: Options
+    x: Tensor, given: ExtraInputs, parameters: _Parameters, addresses: tuple[int, ...], stacked: bool, options: Options
 ) -> Plan:
-    """By all that the launches depend on, Triton's specialisation of the arguments included."""
+    """The plan for all that the launches depend on, including Triton's specialisation of the arguments."""
     wo, w1 = _of_products(parameters, stacked)
     mask = given.mask
     key = (
@@ -312,19 +304,14 @@ def _plan(
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
         layer = _layer(x, given, parameters, stacked, options, _arch(x.device))
         layer = replace(layer, arch=devices.facts(x.device).arch)
         biases = parameters[(STACKED if stacked else SEPARATE).index("bq")] is not None
-        plan = _plans[key] = Plan(layer, x.device, options.eps, biases)
+        plan = _plans.keep(key, Plan(layer, x.device, options.eps, biases))
     return plan
 
 
-# registration with torch.library, for torch.compile, fake tensors and dispatch modes
-
-
-def _dispatched(x: Tensor, parameters: _Parameters, given: Given, stacked: bool, options: Options) -> Results:
+def _dispatched(x: Tensor, parameters: _Parameters, given: ExtraInputs, stacked: bool, options: Options) -> Results:
     places = [place for place, each in enumerate(parameters) if each is not None]
     present = [cast(Tensor, parameters[place]) for place in places]
     if not is_compiling():  # what torch has only noted down, a negation, it does not resolve in lists
@@ -336,13 +323,11 @@ def _dispatched(x: Tensor, parameters: _Parameters, given: Given, stacked: bool,
     ]
     accumulated = [each for _, each in totals], [main_grad_of(each) for _, each in totals], [i for i, _ in totals]
     arguments = (present, places, *given, *accumulated, stacked, *options)
-    y, _, scores, statistics, own = torch.ops.isogemm.encoder_layer(x, *arguments)
+    y, _, scores, statistics, qk = encoder_layer_operator.op(x, *arguments)
     return Results(
-        y,
-        scores if options.return_scores else None,
-        statistics if options.norm == "batch_norm" else None,
-        own if options.return_factors else None,
-    )
+        y, None, scores if options.return_scores else None, statistics if options.norm == "batch_norm" else None,
+        qk if options.return_factors else None,
+    )  # fmt: skip
 
 
 def _placed_in(places: Sequence[int], stacked: bool, present: Sequence[Tensor | None]) -> _Parameters:
@@ -353,32 +338,32 @@ def _placed_in(places: Sequence[int], stacked: bool, present: Sequence[Tensor | 
 
 
 def _options(options: Sequence[Any]) -> Options:
-    """As an operator takes them."""
+    """Options as an operator received them."""
     raw = Options(*options)
     return raw._replace(dropout=EncoderDropout(*raw.dropout))
 
 
 def _encoder_layer(x: Tensor, params: Sequence[Tensor], places: Sequence[int], *rest: Any) -> tuple[Tensor, ...]:
-    given, (_, _, _, stacked, *options) = Given(*rest[: len(GIVEN)]), rest[len(GIVEN) :]
+    given, (_, _, _, stacked, *options) = ExtraInputs(*rest[: len(EXTRA)]), rest[len(EXTRA) :]
     parameters = _placed_in(places, stacked, params)
     call = _Call(x, given, parameters, Kind(x, parameters, given, stacked, _options(options)))
     return tuple(x.new_empty(0) if each is None else each for each in call.forward(keep=True))
 
 
 def _encoder_layer_fake(x: Tensor, params: Sequence[Tensor], places: Sequence[int], *rest: Any) -> tuple[Tensor, ...]:
-    given, (_, _, _, stacked, *raw) = Given(*rest[: len(GIVEN)]), rest[len(GIVEN) :]
+    given, (_, _, _, stacked, *raw) = ExtraInputs(*rest[: len(EXTRA)]), rest[len(EXTRA) :]
     options = _options(raw)
     layer = _layer(x, given, _placed_in(places, stacked, params), stacked, options)
     sequences, tokens, d_model = x.shape
     scores = (sequences, options.nhead, tokens, tokens) if layer.scores else (0,)
     statistics = (2, 4, d_model) if layer.batch_norm else (0,)
-    own = layer.shape_of_factor if layer.own_factors else (0,)
+    qk = layer.shape_of_factor if layer.returns_qk else (0,)
     return (
         x.new_empty(x.shape),
         x.new_empty(kept_size(layer), dtype=torch.uint8),
         x.new_empty(scores, dtype=options.operand if layer.scores else None),
         x.new_empty(statistics, dtype=torch.float32 if layer.batch_norm else None),
-        x.new_empty(own, dtype=options.operand if layer.own_factors else None),
+        x.new_empty(qk, dtype=options.operand if layer.returns_qk else None),
     )
 
 
@@ -398,14 +383,9 @@ def _encoder_layer_backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
 
 
 def _encoder_layer_backward_into(
-    dx: Tensor,
-    of_added: Sequence[Tensor],
-    into: Sequence[Tensor],
-    owners: Sequence[Tensor],
-    of_params: Sequence[int],
-    dy: Tensor,
-    *rest: Any,
-) -> None:
+    dx: Tensor, of_added: Sequence[Tensor], into: Sequence[Tensor], owners: Sequence[Tensor], of_params: Sequence[int],
+    dy: Tensor, *rest: Any,
+) -> None:  # fmt: skip
     """The same, written to `dx`, `of_added` and `into`; added to what is there for parameters that have an owner."""
     call = _BackwardCall.of(dy, *rest)
     added = {index: owner for index, owner in zip(of_params, owners, strict=True) if is_added("a parameter", owner)}
@@ -424,22 +404,23 @@ def _encoder_layer_backward_into(
 class _BackwardCall(NamedTuple):
     """The arguments of the backward's operators."""
 
-    above: Above
-    left: Left  # empty tensors where the layer has none
+    incoming: IncomingGrads
+    saved: SavedForBackward  # empty tensors where the layer has none
     x: Tensor
     params: Sequence[Tensor]
     places: Sequence[int]
-    given: Given
+    given: ExtraInputs
     stacked: bool
     options: Options
 
     @classmethod
     def of(cls, *arguments: Any) -> _BackwardCall:
-        rest = iter(arguments)
-        above, left = Above(*islice(rest, len(Above._fields))), Left(*islice(rest, len(Left._fields)))
-        x, params, places, *more = rest
-        *given, stacked = more[: len(_READ_AGAIN) + 1]
-        return cls(above, left, x, params, places, Given(*given), stacked, _options(more[len(_READ_AGAIN) + 1 :]))
+        given_end = 9 + len(_READ_AGAIN)
+        x, params, places = arguments[6:9]
+        return cls(
+            IncomingGrads(*arguments[:3]), SavedForBackward(*arguments[3:6]), x, params, places,
+            ExtraInputs(*arguments[9:given_end]), arguments[given_end], _options(arguments[given_end + 1 :]),
+        )  # fmt: skip
 
 
 def _backward(call: _BackwardCall, totals: Sequence[Tensor | None]) -> tuple[Tensor, _OfTensors, list[Tensor | None]]:
@@ -447,13 +428,13 @@ def _backward(call: _BackwardCall, totals: Sequence[Tensor | None]) -> tuple[Ten
     parameters = _placed_in(call.places, call.stacked, call.params)
     of_layer = _Call(call.x, given, parameters, Kind(call.x, parameters, given, call.stacked, options))
     wanted = [each is not None for each in parameters]
-    left = Left(
-        call.left.kept,
-        call.left.statistics if options.norm == "batch_norm" else None,
-        call.left.own if options.return_factors else None,
+    saved = SavedForBackward(
+        call.saved.kept,
+        call.saved.statistics if options.norm == "batch_norm" else None,
+        call.saved.qk if options.return_factors else None,
     )
     into = _placed_in(call.places, call.stacked, totals)
-    dx, of_added, gradients = of_layer.accumulate(call.above, left, into, wanted)
+    dx, of_added, gradients = of_layer.accumulate(call.incoming, saved, into, wanted)
     return dx, of_added, [gradients[place] for place in call.places]
 
 
@@ -461,85 +442,82 @@ _OPTIONS = (
     "int nhead, bool norm_first, bool residual_normed, str activation, str norm, float eps, bool is_causal, "
     "str? precision, ScalarType operand, float[] dropout, bool from_batch, bool return_scores, bool return_factors"
 )
-_GIVEN = ", ".join(f"Tensor? {name}" for name in GIVEN)
-_READ_AGAIN = GIVEN[: len(Given().read_again)]
+_GIVEN = ", ".join(f"Tensor? {name}" for name in EXTRA)
+_READ_AGAIN = EXTRA[: len(ExtraInputs().read_again)]
 _KEPT = (
-    "Tensor dy, Tensor? d_scores, Tensor? d_own, Tensor kept, Tensor statistics, Tensor own, Tensor x, "
+    "Tensor dy, Tensor? d_scores, Tensor? d_qk, Tensor kept, Tensor statistics, Tensor qk, Tensor x, "
     f"Tensor[] params, int[] places, {', '.join(f'Tensor? {name}' for name in _READ_AGAIN)}, bool stacked"
 )
-# torch.library is not typed.
-_library: Any = torch.library.Library("isogemm", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _schema, _function, _fake in (
-    (
-        f"encoder_layer(Tensor x, Tensor[] params, int[] places, {_GIVEN}, Tensor[] owners, Tensor[] totals, "
-        f"int[] of_params, bool stacked, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-        _encoder_layer,
-        _encoder_layer_fake,
-    ),
-    (f"encoder_layer_backward({_KEPT}, {_OPTIONS}) -> Tensor[]", _encoder_layer_backward, _encoder_layer_backward_fake),
-    (
-        "encoder_layer_backward_into(Tensor(a!) dx, Tensor(b!)[] of_added, Tensor(c!)[] into, Tensor[] owners, "
-        f"int[] of_params, {_KEPT}, {_OPTIONS}) -> ()",
-        _encoder_layer_backward_into,
-        lambda *args: None,
-    ),
-):
-    _library.define(_schema)
-    _name = _schema.partition("(")[0]
-    _library.impl(_name, _function, "CUDA")
-    torch.library.register_fake(f"isogemm::{_name}", _fake, lib=_library)
 
 
-def _register_autograd() -> None:
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, params, ctx.places, *rest = inputs
-        given, (owners, totals, of_params, ctx.stacked, *ctx.options) = rest[: len(GIVEN)], rest[len(GIVEN) :]
-        _, kept, _, statistics, own = output
-        ctx.save_for_backward(kept, statistics, own, x, *Given(*given).read_again, *params)
-        # Not saved tensors: another micro-batch's backward may change a total before this one's does.
-        ctx.owners, ctx.totals = owners, dict(zip(of_params, totals, strict=True))
-        ctx.mark_non_differentiable(kept, statistics)
-        ctx.set_materialize_grads(False)
-
-    def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Any, ...]:
-        refuse_second_derivative("encoder_layer")
-        kept, statistics, own, x, *saved = ctx.saved_tensors
-        again, params = saved[: len(_READ_AGAIN)], saved[len(_READ_AGAIN) :]
-        given, options = Given(*again), Options(*ctx.options)
-        _, d_scores, _, d_own = more
-        above = Above(
-            torch.zeros_like(x) if dy is None else dy,
-            d_scores if options.return_scores else None,
-            d_own if options.return_factors else None,
-        )
-        left = Left(kept, statistics, own)
-        arguments = (*above, *left, x, params, ctx.places, *again, ctx.stacked, *ctx.options)
-        added = [each for each in given.added if each is not None]
-        totals = {
-            index: (owner, total)
-            for (index, given_total), owner in zip(ctx.totals.items(), ctx.owners, strict=True)
-            if (total := given_or_accumulated((owner, given_total), True)[1]) is not None
-        }
-        if totals:
-            dx, of_added = torch.empty_like(x), [torch.empty_like(each) for each in added]
-            into = [
-                totals[index][1] if index in totals else each.new_empty(each.shape) for index, each in enumerate(params)
-            ]
-            owners = [owner for owner, _ in totals.values()]
-            torch.ops.isogemm.encoder_layer_backward_into(dx, of_added, into, owners, list(totals), *arguments)
-            found = [None if index in totals else each for index, each in enumerate(into)]
-        else:
-            dx, *found = torch.ops.isogemm.encoder_layer_backward(*arguments)
-            of_added, found = found[: len(added)], found[len(added) :]
-        present = iter(of_added)
-        of_given = {name: next(present) for name in ADDED if getattr(given, name) is not None}
-        nothing = [None] * len(ctx.owners)  # torch wants a list for a list of tensors, and takes an empty one for that
-        accumulated: tuple[Any, ...] = (nothing, nothing, None if nothing else [])
-        of_each = [of_given.get(name) for name in GIVEN]
-        return dx, found, None, *of_each, *accumulated, None, *(None,) * len(ctx.options)
-
-    register: Any = torch.library.register_autograd
-    register("isogemm::encoder_layer", backward, setup_context=keep)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, params, ctx.places, *rest = inputs
+    given, (owners, totals, of_params, ctx.stacked, *ctx.options) = rest[: len(EXTRA)], rest[len(EXTRA) :]
+    _, kept, _, statistics, qk = output
+    ctx.save_for_backward(kept, statistics, qk, x, *ExtraInputs(*given).read_again, *params)
+    # Not saved tensors: another micro-batch's backward may change a total before this one's does.
+    ctx.owners, ctx.totals = owners, dict(zip(of_params, totals, strict=True))
+    ctx.mark_non_differentiable(kept, statistics)
+    ctx.set_materialize_grads(False)
 
 
-_register_autograd()
+def _gradients(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Any, ...]:
+    refuse_second_derivative("encoder_layer")
+    kept, statistics, qk, x, *saved = ctx.saved_tensors
+    again, params = saved[: len(_READ_AGAIN)], saved[len(_READ_AGAIN) :]
+    given, options = ExtraInputs(*again), Options(*ctx.options)
+    _, d_scores, _, d_qk = more
+    incoming = IncomingGrads(
+        torch.zeros_like(x) if dy is None else dy,
+        d_scores if options.return_scores else None,
+        d_qk if options.return_factors else None,
+    )
+    saved = SavedForBackward(kept, statistics, qk)
+    arguments = (*incoming, *saved, x, params, ctx.places, *again, ctx.stacked, *ctx.options)
+    added = [each for each in given.added if each is not None]
+    totals = {
+        index: (owner, total)
+        for (index, given_total), owner in zip(ctx.totals.items(), ctx.owners, strict=True)
+        if (total := given_or_accumulated((owner, given_total), True)[1]) is not None
+    }
+    if totals:
+        dx, of_added = torch.empty_like(x), [torch.empty_like(each) for each in added]
+        into = [
+            totals[index][1] if index in totals else each.new_empty(each.shape) for index, each in enumerate(params)
+        ]
+        owners = [owner for owner, _ in totals.values()]
+        encoder_layer_backward_into.op(dx, of_added, into, owners, list(totals), *arguments)
+        found = [None if index in totals else each for index, each in enumerate(into)]
+    else:
+        dx, *found = encoder_layer_backward.op(*arguments)
+        of_added, found = found[: len(added)], found[len(added) :]
+    present = iter(of_added)
+    of_given = {name: next(present) for name in ADDED if getattr(given, name) is not None}
+    nothing = [None] * len(ctx.owners)  # torch wants a list for a list of tensors, and takes an empty one for that
+    accumulated: tuple[Any, ...] = (nothing, nothing, None if nothing else [])
+    of_each = [of_given.get(name) for name in EXTRA]
+    return dx, found, None, *of_each, *accumulated, None, *(None,) * len(ctx.options)
+
+
+encoder_layer_operator = Operator(
+    f"encoder_layer(Tensor x, Tensor[] params, int[] places, {_GIVEN}, Tensor[] owners, Tensor[] totals, "
+    f"int[] of_params, bool stacked, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _encoder_layer,
+    _encoder_layer_fake,
+    keep=_keep,
+    backward=_gradients,
+    devices=("CUDA",),
+)
+encoder_layer_backward = Operator(
+    f"encoder_layer_backward({_KEPT}, {_OPTIONS}) -> Tensor[]",
+    _encoder_layer_backward,
+    _encoder_layer_backward_fake,
+    devices=("CUDA",),
+)
+encoder_layer_backward_into = Operator(
+    "encoder_layer_backward_into(Tensor(a!) dx, Tensor(b!)[] of_added, Tensor(c!)[] into, Tensor[] owners, "
+    f"int[] of_params, {_KEPT}, {_OPTIONS}) -> ()",
+    _encoder_layer_backward_into,
+    lambda *args: None,
+    devices=("CUDA",),
+)

@@ -10,18 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isogemm.encoder.schedule import Part, addresses_of
-
-_TOGETHER = "gradients"
+from isogemm.encoder.schedule import Buffer, addresses_of
 
 
 class Gradients(NamedTuple):
-    """In the order of the parameters, None where nothing is wanted or there is no parameter."""
+    """Where the parameters' gradients go, in their order; None where none is wanted or there is no parameter."""
 
     tensors: Sequence[Tensor | None]
-    added: tuple[bool, ...]  # to which the sums are added
+    added: tuple[bool, ...]  # whether the sums are added to what is there
     memory: Sequence[Tensor | None]  # the tensors, or one that holds them all
-    kind: Hashable  # all that launches which write there depend on
+    kind: Hashable  # all that the launches which write there depend on
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], added: tuple[bool, ...]) -> Gradients:
@@ -30,21 +28,22 @@ class Gradients(NamedTuple):
             tensors, added, tensors, (added, *aligned, *[each if each is None else each.dtype for each in tensors])
         )
 
-    def given(self, names: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Part]]:
-        """What a schedule is given by `memory`, and which parts of it bear these names."""
+    def buffers(self, names: Sequence[str]) -> tuple[list[Buffer], list[Buffer | None]]:
+        """The buffers that `memory` is, and where each named parameter's gradient lies in them."""
         if self.memory is self.tensors:
-            return tuple(names), {}
-        wanted = [(name, each) for name, each in zip(names, self.tensors, strict=True) if each is not None]
-        firsts = accumulate((each.numel() for _, each in wanted), initial=0)
-        parts = {
-            name: Part(each.dtype, each.numel(), _TOGETHER, first)
-            for (name, each), first in zip(wanted, firsts, strict=False)
-        }
-        return (_TOGETHER,), parts
+            apart = [Buffer(f"d{name}") for name in names]
+            return apart, [None if each is None else buffer for buffer, each in zip(apart, self.tensors, strict=True)]
+        together = Buffer("gradients")
+        firsts = accumulate((0 if each is None else each.numel() for each in self.tensors), initial=0)
+        found = [
+            None if each is None else Buffer(f"d{name}", each.dtype, each.numel(), together, first)
+            for name, each, first in zip(names, self.tensors, firsts, strict=False)
+        ]
+        return [together], found
 
 
 class Division:
-    """Of one allocation into tensors of these shapes; of several where it would leave one unaligned."""
+    """How gradients of these shapes are allocated: together, or one by one where that would leave one unaligned."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...] | None], dtype: torch.dtype) -> None:
         self._shapes, self._dtype = shapes, dtype
@@ -58,7 +57,7 @@ class Division:
         self._kind = tuple(shape is not None for shape in shapes)
 
     def allocated(self, device: torch.device) -> Gradients:
-        """Unwritten. Each tensor counts its own changes, as if it were alone."""
+        """Uninitialised gradients. Each tensor has its own version counter, as if it were alone."""
         if not self._aligned:
             apart = [
                 None if each is None else torch.empty(each, dtype=self._dtype, device=device) for each in self._shapes

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 ALIGNMENT = 256  # bytes
+_Key = TypeVar("_Key")
 
 
 class Span(NamedTuple):
-    """A part's bytes, and the first and the last launch that needs them."""
+    """A part's size in bytes, and the first and the last launch that needs it."""
 
     size: int
     first: int
@@ -19,21 +20,22 @@ class Span(NamedTuple):
         return self.first <= other.last and other.first <= self.last
 
 
-def in_a_row(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Offsets, and the bytes in all. Sizes may be symbolic."""
-    offsets, end = {}, 0
+def in_a_row(sizes: Mapping[_Key, int]) -> tuple[dict[_Key, int], int]:
+    """Offsets of parts that lie one after another, and their bytes in all. Sizes may be symbolic."""
+    offsets: dict[_Key, int] = {}
+    end = 0
     for name, size in sizes.items():
         offsets[name] = end
         end += _aligned(size)
     return offsets, end
 
 
-def sharing(spans: Mapping[str, Span], limit: int | None = None) -> tuple[dict[str, int], int]:
+def sharing(spans: Mapping[_Key, Span], limit: int | None = None) -> tuple[dict[_Key, int], int]:
     """Offsets of parts that share bytes where no launch needs both, and the bytes in all.
 
     Largest first, each as low as it can be; one that would end above `limit` is left out.
     """
-    offsets: dict[str, int] = {}
+    offsets: dict[_Key, int] = {}
     for name in sorted(spans, key=lambda name: -spans[name].size):
         span = spans[name]
         taken = sorted((offsets[other], spans[other].size) for other in offsets if span.meets(spans[other]))

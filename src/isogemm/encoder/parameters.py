@@ -1,4 +1,4 @@
-"""What an encoder layer is made of."""
+"""Parameters and options of an encoder layer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+
+from isogemm.norm.op import RunningStatistics as RunningStatistics
 
 NORMS = ("layer_norm", "rms_norm", "batch_norm")
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
@@ -42,7 +44,7 @@ class EncoderParameters(NamedTuple):
                 yield name, value
 
     def flat(self) -> tuple[Tensor | None, ...]:
-        """In the same order: twelve, or sixteen where q, k and v have weights of their own."""
+        """The tensors in the same order: twelve, or sixteen where q, k and v have weights of their own."""
         weight, bias = self.in_proj_weight, self.in_proj_bias
         if not isinstance(weight, tuple):
             return cast("tuple[Tensor | None, ...]", self)
@@ -65,16 +67,6 @@ class EncoderDropout(NamedTuple):
 
 
 NOTHING_DROPPED = EncoderDropout()
-
-
-class RunningStatistics(NamedTuple):
-    """What one batch norm of an encoder layer keeps from call to call, as torch.nn.BatchNorm1d does."""
-
-    mean: Tensor | None = None  # [D]
-    var: Tensor | None = None  # [D], the unbiased estimate
-    batches: Tensor | None = None  # how many there were, int64 []
-    momentum: float | None = 0.1  # None: the mean of all batches
-    frozen: bool = False  # whether they are what normalises in training too, and stay as they are
 
 
 class Options(NamedTuple):

@@ -1,12 +1,12 @@
-"""Launches one after another over named arguments, which lie in tensors that are given.
+"""Launches one after another over buffers, which lie in tensors that a call is given.
 
-A step names its arguments; a name is a given tensor's, or that of a part of one. What a launcher takes is kept by the
-tensors' addresses: a training loop's allocations come back to the same ones.
+The arguments of a launch are kept by the tensors' addresses: a training loop's allocations come back to the same ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from isogemm.core import device as devices
+from isogemm.core.plan import Cache, compiled_for, seen_of
 from isogemm.encoder.layout import Span
 
 if TYPE_CHECKING:
@@ -22,63 +23,77 @@ if TYPE_CHECKING:
 _MOST_KEPT = 128  # sets of addresses: the layers of a model that share a plan, and what they pass on
 
 
-class Part(NamedTuple):
-    """Of a buffer, or of another part's bytes."""
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """A launch's argument: a given tensor, scratch memory, or elements inside another buffer."""
 
-    dtype: torch.dtype
-    elements: int
-    inside: str = ""
-    first: int = 0  # element, of its own size, inside that
+    name: str
+    dtype: torch.dtype | None = None  # None: a given tensor's own
+    elements: int = 0
+    inside: Buffer | None = None
+    first: int = 0  # offset inside that, in elements of this dtype
 
     @property
     def size(self) -> int:
-        return self.elements * self.dtype.itemsize
+        """Number of bytes."""
+        return self.elements * self.dtype.itemsize if self.dtype else 0
+
+    @property
+    def root(self) -> tuple[Buffer, int]:
+        """The outermost buffer that holds this one, and this one's offset there in bytes."""
+        if self.inside is None or self.dtype is None:
+            return self, 0
+        root, offset = self.inside.root
+        return root, offset + self.first * self.dtype.itemsize
+
+
+Argument = Buffer | None
 
 
 class Step(NamedTuple):
-    """A launch; `name` tells its variants apart, which are compiled for themselves."""
+    """A launch; steps of one name share a compiled kernel."""
 
     name: Hashable
     describe: Callable[[], Launch]
-    arguments: tuple[str, ...]  # empty for none
+    arguments: tuple[Argument, ...]  # None: absent
 
 
 _Kernel = tuple["BoundKernel", int, tuple[Any, ...]]  # compiled, its programs and scalars
-_Place = tuple[int, int] | None  # which of the given tensors, and the bytes before it there
-Bound = dict[Hashable, _Kernel]  # by a step's name
+_Place = tuple[int, int] | None  # which of the given tensors, and the offset there in bytes
 
 
 class Schedule:
-    """Of one plan; `bound` is what its schedules have compiled."""
+    """The launches of one call."""
 
     def __init__(
-        self, steps: Sequence[Step], given: Sequence[str], parts: Mapping[str, Part],
-        buffers: Mapping[str, Mapping[str, int]], index: int, bound: Bound,
-    ) -> None:  # fmt: skip
-        """buffers: of some that are given, the offsets of the parts in them."""
+        self, steps: Sequence[Step], given: Sequence[Buffer], placed: Mapping[Buffer, Mapping[Buffer, int]], index: int
+    ) -> None:
+        """placed: by given tensor, the offsets of the buffers that lie in it."""
         from isogemm.core import launch
 
         self._launching = launch
-        self._steps, self._parts, self._index, self._bound = steps, parts, index, bound
-        starts = {part: (buffer, at) for buffer, offsets in buffers.items() for part, at in offsets.items()}
-        self._places = [[_place(name, parts, starts, given) for name in step.arguments] for step in steps]
+        self._steps, self._index = steps, index
+        starts = {buffer: (tensor, at) for tensor, offsets in placed.items() for buffer, at in offsets.items()}
+        self._places = [[_place(each, starts, given) for each in step.arguments] for step in steps]
         self._pointers = list(dict.fromkeys(place for places in self._places for place in places if place))
         numbers = {place: number for number, place in enumerate([*self._pointers, None])}
         self._pick = [itemgetter(*(numbers[place] for place in places)) for places in self._places]
         self._kernels: list[_Kernel] = []
-        self._kept: dict[tuple[int, tuple[int, ...]], list[Callable[[], None]]] = {}
+        self._kept: Cache[list[Callable[[], None]]] = Cache(_MOST_KEPT, listed=False)
 
-    def run(self, addresses: tuple[int, ...], *tensors: Sequence[Tensor | None]) -> None:
-        """On those given, in groups that follow on one another; `addresses_of` them all."""
-        launching = self._launching
+    def run(self, tensors: Sequence[Tensor | None]) -> None:
+        """Launch on the given tensors."""
         if devices.current_device() != self._index:
             with torch.cuda.device(self._index):
-                self.run(addresses, *tensors)
+                self.run(tensors)
             return
-        key = launching.current_stream(self._index), addresses
+        launching, index = self._launching, self._index
+        key = launching.current_stream(index), tuple([0 if each is None else each.data_ptr() for each in tensors])
         launches = self._kept.get(key)
-        if launches is None or launching.is_heard():
-            self._run_anew(key, [each for group in tensors for each in group])
+        runtime = launching.knobs.runtime  # `launching.is_heard`, without its frame
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if launches is None or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            self._run_anew(key, tensors)
             return
         for launch in launches:
             launch()
@@ -98,63 +113,50 @@ class Schedule:
                 launches.append(kernel.prepared(stream, programs, arguments))
                 launches[-1]()
         if not heard:
-            if len(self._kept) >= _MOST_KEPT:
-                self._kept.clear()
-            self._kept[key] = launches
+            self._kept.keep(key, launches)
 
     def _compiled(self, step: Step, places: Sequence[_Place], tensors: Sequence[Tensor | None]) -> _Kernel:
-        found = self._bound.get(step.name)
-        if found is None:
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("nothing can be compiled while a CUDA graph is captured: call the layer before")
-            launch = step.describe()
-            found = launch.bind(*self._arguments(step, places, tensors)), launch.programs, launch.scalars
-            self._bound[step.name] = found
-        return found
+        launch, device = step.describe(), next(each for each in tensors if each is not None).device
+        arguments = self._arguments(step, places, tensors)
+        seen = [None if each is None else seen_of(each) for each in arguments]
+        return compiled_for(launch, seen, device), launch.programs, launch.scalars
 
     def _arguments(self, step: Step, places: Sequence[_Place], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """As tensors, by whose types and alignment Triton compiles."""
+        """The arguments as tensors, whose types and alignment Triton specialises on."""
         found: list[Tensor | None] = []
-        for name, place in zip(step.arguments, places, strict=True):
-            given, part = None if place is None else tensors[place[0]], self._parts.get(name)
-            if given is not None and place is not None and part is not None:
-                given = given.view(-1).view(torch.uint8)[place[1] : place[1] + part.size].view(part.dtype)
+        for buffer, place in zip(step.arguments, places, strict=True):
+            given = None if place is None else tensors[place[0]]
+            if given is not None and place is not None and buffer is not None and buffer.dtype is not None:
+                given = given.view(-1).view(torch.uint8)[place[1] : place[1] + buffer.size].view(buffer.dtype)
             elif given is not None and given.dtype is torch.bool:
                 given = given.view(torch.uint8)
             found.append(given)
         return found
 
 
-def _place(name: str, parts: Mapping[str, Part], starts: Mapping[str, tuple[str, int]], given: Sequence[str]) -> _Place:
-    if not name:
+def _place(buffer: Argument, starts: Mapping[Buffer, tuple[Buffer, int]], given: Sequence[Buffer]) -> _Place:
+    if buffer is None:
         return None
-    root, offset = _root(name, parts)
-    buffer, start = starts.get(root, (root, 0))
-    return given.index(buffer), start + offset
+    root, offset = buffer.root
+    tensor, start = starts.get(root, (root, 0))
+    return given.index(tensor), start + offset
 
 
-def _root(name: str, parts: Mapping[str, Part]) -> tuple[str, int]:
-    """The part or tensor that holds a part, and the bytes before it there."""
-    offset = 0
-    while name in parts and parts[name].inside:
-        part = parts[name]
-        name, offset = part.inside, offset + part.first * part.dtype.itemsize
-    return name, offset
-
-
-def spans(steps: Sequence[Step], parts: Mapping[str, Part]) -> dict[str, Span]:
-    """Of the parts that are inside no other: when they or what is inside them are needed."""
-    touched: dict[str, list[int]] = {}
-    sizes: dict[str, int] = {}
+def spans(steps: Sequence[Step]) -> dict[Buffer, Span]:
+    """Lifetimes of the scratch buffers that lie in no other buffer."""
+    touched: dict[Buffer, list[int]] = {}
+    sizes: dict[Buffer, int] = {}
     for index, step in enumerate(steps):
-        for name in step.arguments:
-            root, offset = _root(name, parts)
-            if root in parts:
+        for buffer in step.arguments:
+            if buffer is None:
+                continue
+            root, offset = buffer.root
+            if root.dtype is not None:
                 touched.setdefault(root, []).append(index)
-                sizes[root] = max(sizes.get(root, 0), parts[root].size, offset + parts[name].size)
-    return {name: Span(sizes[name], found[0], found[-1]) for name, found in touched.items()}
+                sizes[root] = max(sizes.get(root, 0), root.size, offset + buffer.size)
+    return {buffer: Span(sizes[buffer], found[0], found[-1]) for buffer, found in touched.items()}
 
 
 def addresses_of(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """0 for None."""
+    """The tensors' addresses, 0 for None."""
     return tuple([0 if each is None else each.data_ptr() for each in tensors])

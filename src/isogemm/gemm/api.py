@@ -18,16 +18,17 @@ from torch.overrides import handle_torch_function, has_torch_function
 from isogemm.core.device import resolve_precision
 from isogemm.core.eager import (
     NO_TENSOR,
+    PLAIN,
     KnownCalls,
     autocast_dtype,
     is_intercepted,
     refuse_transforms,
     through_dispatcher,
-)
+)  # fmt: skip
 from isogemm.core.errors import require_tensor
 from isogemm.core.plan import Plan, plans
 from isogemm.epilogues import spec
-from isogemm.epilogues.operands import DEFAULTS, SHAPES, Arguments, Operands
+from isogemm.epilogues.operands import DEFAULTS, PLACES, SHAPES, Arguments, Operands
 from isogemm.gemm import autograd, configs, fused, fused_autograd, mlp_autograd, op
 from isogemm.gemm import warmup as compile_ahead
 from isogemm.gemm.autograd import parameter
@@ -57,10 +58,11 @@ def _with_keywords(function: Function) -> Function:
 
 def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, precision: str | None = None) -> Tensor:
     """Matrix product [M, K] @ [K, N] -> [M, N]; as `matmul`."""
-    if is_intercepted():
+    if has_torch_function(NO_TENSOR) and not is_compiling():
         return handle_torch_function(mm, (), **locals())
-    require_tensor("a", a, 2, "[M, K]")
-    require_tensor("b", b, 2, "[K, N]")
+    if not (isinstance(a, Tensor) and a.ndim == 2 and isinstance(b, Tensor) and b.ndim == 2):
+        require_tensor("a", a, 2, "[M, K]")
+        require_tensor("b", b, 2, "[K, N]")
     return matmul(a, b, out_dtype=out_dtype, precision=precision)
 
 
@@ -77,13 +79,17 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, precis
     bfloat16, float16 and float32, summed in float32; float64 is torch's, without the promise. Differentiable, twice;
     gradients under the contract in docs/contract.md.
     """
-    if is_intercepted():
+    if has_torch_function(NO_TENSOR) and not is_compiling():
         return handle_torch_function(matmul, (), **locals())
     for name, x in (("a", a), ("b", b)):
-        if not isinstance(x, Tensor):
+        if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
         if x.ndim == 0:
             raise ValueError(f"{name} has no dimensions; expected at least one")
+    key = "matmul", a.shape, b.shape, out_dtype, precision
+    plan = _known_plans.find(key, (a, b))
+    if plan is not None:
+        return plan.run((a, b))
     dtype = autocast_dtype(a)
     if dtype is not None:
         a, b = _cast(a, dtype), _cast(b, dtype)
@@ -91,7 +97,11 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, precis
     row, column = a.ndim == 1, b.ndim == 1
     a = a[None] if row else a
     b = b[:, None] if column else b
-    result: Tensor = autograd.matmul(a, b, out_dtype, precision)
+    result = autograd.matmul(a, b, out_dtype, precision)
+    if a.is_cuda and dtype is None and not (row or column or result.requires_grad or through_dispatcher(a, b)):
+        plan = plans.get(op.product_key(a, b, None, out_dtype, resolve_precision(a, precision)))
+        if plan is not None:
+            _known_plans.keep(key, (a, b), plan)
     if column:
         result = result.squeeze(-1)
     return result.squeeze(-1 if column else -2) if row else result
@@ -135,11 +145,13 @@ def plain_linear(
     if has_torch_function(NO_TENSOR) and not is_compiling():  # `is_intercepted`, without its frame
         given: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "out_dtype": out_dtype, "precision": precision}
         return handle_torch_function(linear, (), **given)
+    plan = None
     try:
         key = x.shape, weight.shape, bias is None, out_dtype, precision
-        plan = _known.find(key, (x, weight) if bias is None else (x, weight, bias))
+        if not (weight.requires_grad and torch.is_grad_enabled()):
+            plan = _known_plans.find(key, (x, weight) if bias is None else (x, weight, bias))
     except AttributeError:  # no tensors
-        plan = None
+        pass
     if plan is not None:
         return plan.run((x, weight, None, bias))
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))):
@@ -167,11 +179,11 @@ def plain_linear(
         return cast(Tensor, result)
     plan = plans.get(op.linear_key(x, weight, bias, out_dtype, precision)) if x.is_cuda else None
     if plan is not None and dtype is None and (bias is None or bias.is_contiguous()):
-        _known.keep(key, tensors, plan)
+        _known_plans.keep(key, tensors, plan)
     return op.linear(x, weight, bias, out_dtype, precision)
 
 
-_known: KnownCalls[Plan] = KnownCalls()
+_known_plans: KnownCalls[Plan] = KnownCalls()
 
 
 @_with_keywords
@@ -220,24 +232,27 @@ def _fused(
         names = ("x", "weight") if function is linear else ("a", "b")
         given = {names[0]: x, names[1]: weight, **epilogue, "out_dtype": out_dtype, "precision": precision}
         return cast(Tensor, handle_torch_function(function, (), **given))
+    key: list[Any] = []
     tensors: list[Any] = [x, weight]
-    try:
-        key: list[Any] = [function, x.shape, weight.shape, out_dtype, precision]
-        for name, value in epilogue.items():
+    if not (isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled()):
+        key = [function, getattr(x, "shape", None), getattr(weight, "shape", None), out_dtype, precision]
+        for name, value in epilogue.items():  # a tensor's place counts, and all of any other argument
             if isinstance(value, Tensor):
                 tensors.append(value)
-                value = None
-            key += name, value
+                key += name, Tensor
+            else:
+                key += name, tuple(value.items()) if isinstance(value, dict) else value
         known = _known_fused.find(tuple(key), tensors)
-    except AttributeError:  # no tensors
-        known = None
-    if known is not None and (known.apart is None or known.apart == fused.apart(weight, epilogue["weight_up"])):
-        inputs = [place if place is None else tensors[place] for place in known.places]
-        return known.plan.run(inputs, None, known.numbers)
+        if known is not None and known.apart is not None:  # `fused.apart`, without its frame
+            distance = epilogue["weight_up"].data_ptr() - weight.data_ptr()
+            known = known if known.apart == (distance < 0, abs(distance) < 2**40) else None
+        if known is not None:
+            inputs = [place if place is None else tensors[place] for place in known.places]
+            return known.plan.run(inputs, None, known.numbers)
     by_rows = function is linear
     if unknown := epilogue.keys() - _KEYWORDS:
         raise TypeError(f"{function.__name__}() got an unexpected keyword argument {min(unknown)!r}")
-    if by_rows and not _has_effect(epilogue):
+    if by_rows and epilogue.get("activation") is None and not _has_effect(epilogue):
         return plain_linear(x, weight, epilogue["bias"], out_dtype, precision)
     if by_rows:
         if not isinstance(x, Tensor):
@@ -256,9 +271,10 @@ def _fused(
         return fused_autograd.run(_call(x[None], weight, epilogue | row, out_dtype, precision, by_rows))[0]
     call = _call(x, weight, epilogue, out_dtype, precision, by_rows)
     result = fused_autograd.run(call)
-    fixed = not (call.operands.epilogue or call.operands.aux or call.operands.dropout_p)
-    if x.is_cuda and fixed and not (result.requires_grad or through_dispatcher(*tensors)):
-        _know(tuple(key), tensors, call)
+    if key and x.is_cuda and not (result.requires_grad or through_dispatcher(*tensors)):
+        found = _known(call, tensors)
+        if found is not None:
+            _known_fused.keep(tuple(key), tensors, found)
     return result
 
 
@@ -278,17 +294,21 @@ class _Known(NamedTuple):
 _known_fused: KnownCalls[_Known] = KnownCalls()
 
 
-def _know(key: tuple[Any, ...], tensors: list[Tensor], call: Call) -> None:
-    """Remember the plan of calls like this one, if it reads the call's own tensors where they lie."""
-    found = fused.find(call.x, call.weight, call.weight_up, call.operands, call.out_dtype, call.precision, call.by_rows)
+def _known(call: Call, tensors: list[Tensor]) -> _Known | None:
+    """How to run calls like this one, if its plan reads the call's own tensors where they lie."""
+    operands = call.operands
+    if operands.epilogue or operands.aux or operands.dropout_p or autocast_dtype(call.x) is not None:
+        return None
+    found = fused.find(call.x, call.weight, call.weight_up, operands, call.out_dtype, call.precision, call.by_rows)
     addresses = {each.data_ptr(): place for place, each in enumerate(tensors)}
-    if found is None or len(addresses) < len(tensors) or autocast_dtype(call.x) is not None:
-        return
+    if found is None or len(addresses) < len(tensors):
+        return None
     plan, inputs = found
-    if all(each is None or each.data_ptr() in addresses for each in inputs):
-        places = tuple(None if each is None else addresses[each.data_ptr()] for each in inputs)
-        apart = None if call.weight_up is None else fused.apart(call.weight, call.weight_up)
-        _known_fused.keep(key, tensors, _Known(plan, places, fused.call_numbers(call.operands), apart))
+    if any(each is not None and each.data_ptr() not in addresses for each in inputs):
+        return None
+    places = tuple(None if each is None else addresses[each.data_ptr()] for each in inputs)
+    apart = None if call.weight_up is None else fused.apart(call.weight, call.weight_up)
+    return _Known(plan, places, fused.call_numbers(operands), apart)
 
 
 def _has_effect(epilogue: Mapping[str, Any]) -> bool:
@@ -358,52 +378,62 @@ def _call(
     by_rows: bool,
 ) -> Call:
     """The call that the arguments mean, after autocast; the tensors' shapes are checked by what serves them."""
-    given: dict[str, Any] = {**DEFAULTS, **epilogue}
-    activation, activation_args = given["activation"], given["activation_args"]
+    get = epilogue.get
+    activation, activation_args, user = get("activation"), get("activation_args"), get("epilogue")
     arguments: tuple[float, ...] = ()
     if activation is not None:
         arguments = spec.argument_values(spec.activation(activation), activation_args)
     elif activation_args:
         raise ValueError(f"activation_args is {dict(activation_args)} without an activation")
-    if given["epilogue"] is not None:
-        spec.registered(given["epilogue"])
-    rounding, dropout_p, aux = given["rounding"], given["dropout_p"], given["aux"]
+    if user is not None:
+        spec.registered(user)
+    rounding, dropout_p, aux = get("rounding", "once"), get("dropout_p", 0), get("aux", ())
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding is {rounding!r}; accepted: {', '.join(map(repr, ROUNDINGS))}")
-    tensors = {name: given.get(name) for name in ("weight_up", *SHAPES) if name not in ("alpha", "beta")}
-    tensors |= {f"aux[{index}]": each for index, each in enumerate(aux)}
-    for name, each in tensors.items():
-        if each is not None and not isinstance(each, Tensor):
-            raise TypeError(f"{name} is a {type(each).__name__}; expected a torch.Tensor")
-    weight_up, bias, bias_up = tensors["weight_up"], tensors["bias"], tensors["bias_up"]
+    operands = [get(name) for name in SHAPES]
+    weight_up = get("weight_up")
+    for each in (weight_up, *operands, *aux):
+        if each is not None and type(each) not in PLAIN:
+            _require_tensors(epilogue)
+            break
     if weight_up is not None:
         require_tensor("weight_up", weight_up, 2, "[N, K]")
-    alpha, alpha_value = _number("alpha", given["alpha"], 1.0)
-    beta = given["beta"]
+    operands[_ALPHA], alpha = _number("alpha", get("alpha", 1), 1.0)
+    beta = get("beta")
     if beta is None:
-        beta = 0 if given["c"] is None else 1
-    beta, beta_value = _number("beta", beta, 0.0)
+        beta = 0 if operands[_C] is None else 1
+    operands[_BETA], beta = _number("beta", beta, 0.0)
+    if operands[_BETA] is None and beta == 0:
+        operands[_C] = None
     if not isinstance(dropout_p, _NUMBERS):
         raise TypeError(f"dropout_p is {dropout_p!r}; expected a number")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p is {dropout_p}; expected a probability")
     owners: tuple[Tensor | None, ...] = (None,) * 4
     if by_rows and torch.is_grad_enabled():
-        owners = (parameter(weight), parameter(bias), parameter(weight_up), parameter(bias_up))
+        owners = (parameter(weight), parameter(operands[0]), parameter(weight_up), parameter(operands[1]))
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight = _cast(x, dtype), _cast(weight, dtype)
-        weight_up, bias, bias_up = (each if each is None else _cast(each, dtype) for each in (weight_up, bias, bias_up))
+        weight_up, *operands[:2] = (each if each is None else _cast(each, dtype) for each in (weight_up, *operands[:2]))
         precision = precision if dtype is torch.float32 else None
-    operands = Operands(
-        **{name: tensors.get(name) for name in SHAPES} | {"bias": bias, "bias_up": bias_up},
-        aux=tuple(aux), seed=new_seed(x.device) if dropout_p > 0 else None, alpha_value=alpha_value,
-        beta_value=beta_value, dropout_p=float(dropout_p), activation=activation or "", arguments=arguments,
-        epilogue=given["epilogue"] or "", bias_dim=given.get("bias_dim", -1), eager=rounding == "eager",
-    )._replace(alpha=alpha, beta=beta)  # fmt: skip
-    if beta is None and beta_value == 0:
-        operands = operands._replace(c=None)
-    return Call(x, weight, weight_up, operands, by_rows, owners=owners, out_dtype=out_dtype, precision=precision)
+    seed = new_seed(x.device) if dropout_p > 0 else None
+    read = Operands._make((
+        *operands, tuple(aux), seed, alpha, beta, float(dropout_p), activation or "", arguments, user or "",
+        get("bias_dim", -1), rounding == "eager",
+    ))  # fmt: skip
+    return Call(x, weight, weight_up, read, by_rows, "", owners, (None,) * 4, out_dtype, precision)
+
+
+_C, _ALPHA, _BETA = (PLACES[name] for name in ("c", "alpha", "beta"))
+
+
+def _require_tensors(epilogue: Mapping[str, Any]) -> None:
+    """Raise where an argument that is to be a tensor is none."""
+    named = {name: epilogue.get(name) for name in ("weight_up", *SHAPES) if name not in ("alpha", "beta")}
+    for name, each in {**named, **{f"aux[{index}]": aux for index, aux in enumerate(epilogue.get("aux", ()))}}.items():
+        if each is not None and not isinstance(each, Tensor):
+            raise TypeError(f"{name} is a {type(each).__name__}; expected a torch.Tensor")
 
 
 def _number(name: str, given: Any, nothing: float) -> tuple[Tensor | None, float]:

@@ -119,18 +119,18 @@ def _keep(
         kept = kept[:1].clone()  # the gradient of up reads the gate alone
     aux, seed = (operands.aux, operands.seed) if _wants_dz(needs) else ((), None)
     ctx.save_for_backward(*read, kept, passed, seed, *aux)
-    ctx.operands, ctx.rest, ctx.shape = operands._replace(**_NO_TENSORS), call[4:], result.shape
+    ctx.operands, ctx.rest, ctx.shape = operands[_NUMBERS:], call[4:], result.shape
     return kept
 
 
-_NO_TENSORS: dict[str, Any] = dict.fromkeys((*DIFFERENTIABLE, "seed")) | {"aux": ()}
+_NUMBERS = Operands._fields.index("seed") + 1  # the place where the operands' tensors end
 
 
 def _kept(ctx: Any) -> tuple[Call, Tensor | None, Tensor | None]:
     """The call, with those of its tensors that were kept, and what was of the activation."""
     (*tensors,) = ctx.saved_tensors
     read, (saved, passed, seed), aux = tensors[:_COUNT], tensors[_COUNT : _COUNT + 3], tensors[_COUNT + 3 :]
-    operands = Operands._make((*read[3:], tuple(aux), seed, *ctx.operands[len(DIFFERENTIABLE) + 2 :]))
+    operands = Operands._make((*read[3:], tuple(aux), seed, *ctx.operands))
     return Call._make((*read[:3], operands, *ctx.rest)), saved, passed
 
 

@@ -34,15 +34,22 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | 
         validate(a, b, bias, out_dtype, precision)
         return _elsewhere("matmul", a, lambda: _product_elsewhere(a, b, bias, out_dtype))
     precision = devices.resolve_precision(a, precision)
-    key = (
-        "matmul", a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
-        a.get_device(), b.get_device(), bias_key(bias), out_dtype, precision,
-    )  # fmt: skip
+    key = product_key(a, b, bias, out_dtype, precision)
     plan = plans.get(key)
     if plan is not None:
         return plan.run((a, b, None, bias))
     validate(a, b, bias, out_dtype, precision)
     return _multiply(key, a, b, bias, out_dtype, precision)
+
+
+def product_key(
+    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, precision: str | None
+) -> tuple[Any, ...]:
+    """All that a plan depends on; precision is resolved."""
+    return (
+        "matmul", a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
+        a.get_device(), b.get_device(), bias_key(bias), out_dtype, precision,
+    )  # fmt: skip
 
 
 def linear(

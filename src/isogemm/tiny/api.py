@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from isogemm.core import env
 from isogemm.core.device import resolve_precision
-from isogemm.core.eager import NO_TENSOR, KnownCalls, autocast_dtype, in_transform, through_dispatcher
+from isogemm.core.eager import NO_TENSOR, PLAIN, KnownCalls, autocast_dtype, in_transform, through_dispatcher
 from isogemm.core.operator import Operator
 from isogemm.core.plan import Plan
 from isogemm.tiny import op
@@ -41,23 +41,25 @@ def bmm(a: Tensor, b: Tensor, *, precision: str | None = None) -> Tensor:
         key = a.shape, b.shape, precision, env.settings.disable_tiny
     except AttributeError:  # no tensors
         key = None
-    plan = None if key is None else _known.find(key, (a, b))
+    plan = None if key is None or (a.requires_grad and torch.is_grad_enabled()) else _known.find(key, (a, b))
     if plan is not None:
         try:
             return plan.run((a, b))
         except Exception:  # below the same is tried again, and torch serves where it fails
             _known.clear()
+    if type(a) in PLAIN and a.is_cuda and not (through_dispatcher(a, b) or torch.is_autocast_enabled("cuda")):
+        found = op.served.get(op.key(a, b, precision))  # one that is known was valid
+        if found is not None:
+            result = bmm_operator.differentiable(a, b, precision)
+            if found.plan is not None and key is not None and not result.requires_grad:
+                _known.keep(key, (a, b), found.plan)
+            return result
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         a, b, precision = _autocast(a, b, precision)
     op.validate(a, b, precision)
     if not _concerns_tiny(a, b, precision):
         return op.torch_bmm(a, b, precision)
-    result = _bmm(a, b, precision)
-    if key is not None and not (result.requires_grad or through_dispatcher(a, b) or autocast_dtype(a)):
-        found = op.served.get(op.key(a, b, precision))
-        if found is not None and found.plan is not None:
-            _known.keep(key, (a, b), found.plan)
-    return result
+    return _bmm(a, b, precision)
 
 
 _known: KnownCalls[Plan] = KnownCalls()

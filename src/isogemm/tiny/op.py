@@ -48,7 +48,15 @@ def validate(a: Tensor, b: Tensor, precision: str | None) -> None:
 
 def bmm(a: Tensor, b: Tensor, precision: str | None = None) -> Tensor:
     """[B or 1, M, K] @ [B or 1, K, N] -> [B, M, N], without autograd."""
-    return run(find(a, b, precision), a, b)
+    found = served.get(key(a, b, precision)) or _find(a, b, precision)
+    if found.plan is None:
+        return _run_torch(found, a, b)
+    try:
+        return found.plan.run((a, b))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return _run_torch(_after_failure(found, a, b, error), a, b)
 
 
 def torch_bmm(a: Tensor, b: Tensor, precision: str | None) -> Tensor:
@@ -69,28 +77,14 @@ def key(a: Tensor, b: Tensor, precision: str | None) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def find(a: Tensor, b: Tensor, precision: str | None) -> Served:
-    wanted = key(a, b, precision)
-    found = served.get(wanted)
-    if found is None:
-        validate(a, b, precision)
-        found = _choose(a, b, resolve_precision(a, precision))
-        # A plan that failed inside a graph capture, where nothing can be compiled, may succeed outside it.
-        if found.plan is not None or not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
-            served.keep(wanted, found)
+def _find(a: Tensor, b: Tensor, precision: str | None) -> Served:
+    """Choose what serves such calls from now on."""
+    validate(a, b, precision)
+    found = _choose(a, b, resolve_precision(a, precision))
+    # A plan that failed inside a graph capture, where nothing can be compiled, may succeed outside it.
+    if found.plan is not None or not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
+        served.keep(key(a, b, precision), found)
     return found
-
-
-def run(found: Served, a: Tensor, b: Tensor) -> Tensor:
-    """What the plan writes, or torch's product where there is none or its launch fails."""
-    if found.plan is None:
-        return _run_torch(found, a, b)
-    try:
-        return found.plan.run((a, b))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        return _run_torch(_after_failure(found, a, b, error), a, b)
 
 
 def problem_of(a: Tensor, b: Tensor, precision: str | None, *, placed: bool = True) -> Problem:

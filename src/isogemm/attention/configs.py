@@ -1,0 +1,218 @@
+"""Attention problems and the tiles of its kernels. Pure: no device, no tensors.
+
+What may change a sequence's bits is a function of the head's size and number type alone: never of the sequences or the
+tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from isogemm.core import tables
+from isogemm.epilogues import random
+
+CACHED = 16 << 20  # bytes of q, k and v that are read fast enough without being fetched first (H200)
+SHORT_HEAD = 16  # up to which attention is computed in registers
+LONGEST_HALF_HEAD = 64  # up to which it is computed from 16-bit operands; longer ones are widened, which is exact
+MOST_FACTORS = 4  # earlier layers whose queries and keys an attention takes in
+
+
+@dataclass(frozen=True)
+class Attention:
+    """softmax(Q K^T / sqrt(head) + mask) V of `heads` heads of `sequences` sequences of `tokens` tokens.
+
+    Each of Q, K, V and their gradients is [sequences * tokens, heads * head] with rows some distance apart; what goes
+    with O is contiguous, and so are scores, [sequences, heads, tokens, tokens]. Earlier layers' q and k, which residual
+    attention takes in instead of scores, are by head and contiguous, as are their gradients and what comes in for this
+    layer's: [heads, sequences * tokens, head].
+    """
+
+    sequences: int
+    tokens: int
+    heads: int
+    head: int
+    dtype: str
+    precision: str  # of float32: ieee, tf32 or tf32x3 (as ieee); ieee for the 16-bit types
+    row_strides: tuple[int, ...]  # of q, k, v; then of dq, dk, dv where there are gradients
+    causal: bool = False
+    mask: str = ""  # none, "bool" (True leaves a key out) or "additive"
+    mask_strides: tuple[int, int] = (0, 0)  # sequence, token
+    backend: str = "cuda"
+    pdl: bool = False  # whether the launch overlaps with its neighbours
+    by_head: bool = False  # whether q, k, v, do and the log-sums lie head by head, [heads, rows, ...]
+    transposed: bool = False  # whether dq, dk and dv are written transposed, rounded to TF32
+    dropout: float = 0.0  # the probability that a weight is left out
+    previous: bool = False  # whether scores of the layer before are added
+    scores: bool = False  # whether the scores are written; in the backward, whether their gradient comes in
+    factors: int = 0  # earlier layers whose q k^T are added
+    added: bool = False  # in the backward: whether gradients of q and k come in, of later layers that took them in
+    arch: str = "sm_90"  # whose table has its blocks
+
+    def __post_init__(self) -> None:
+        if (self.factors or self.added) and (not self.by_head or self.residual or not fits_mma(self)):
+            raise ValueError(f"factors need fragments, q and k by head and no scores in memory; got {self}")
+        if not 0 <= self.factors <= MOST_FACTORS:
+            raise ValueError(f"factors: got {self.factors}, expected 0 to {MOST_FACTORS}")
+
+    @property
+    def backward(self) -> bool:
+        return len(self.row_strides) > 3
+
+    @property
+    def residual(self) -> bool:
+        """Whether there are scores in memory."""
+        return self.previous or self.scores
+
+    @property
+    def masking(self) -> tuple[int, int] | tuple[None, None]:
+        """The mask's strides where there is one."""
+        return self.mask_strides if self.mask else (None, None)
+
+    @property
+    def dropping(self) -> tuple[int, float] | tuple[None, None]:
+        """Below which 16 bits leave a weight out, and the factor of the others."""
+        return (random.threshold(self.dropout), random.scale(self.dropout)) if self.dropout else (None, None)
+
+
+@dataclass(frozen=True)
+class RegistersConfig:
+    """A thread owns `own` tokens of one head and takes in `block` of the others at a time.
+
+    `block` keys share one rescaling of the forward's sums, so it does not follow the tokens; `own` changes no bit.
+    """
+
+    own: int
+    block: int
+    num_warps: int = 4
+
+
+@dataclass(frozen=True)
+class RegistersBackwardConfig:
+    """The same for threads that own queries and for those that own keys. Does not affect the result."""
+
+    own_queries: int
+    own_keys: int
+    keys: int
+    queries: int
+    num_warps: int = 4
+
+
+@dataclass(frozen=True)
+class MmaConfig:
+    """A warp owns 16 `tiles` tokens of one head. Does not affect the result."""
+
+    tiles: int
+    num_warps: int = 4
+
+
+@dataclass(frozen=True)
+class DotConfig:
+    """Blocks of block_q queries and block_k keys, the head padded to block_d and multiplied by chunks of chunk_d."""
+
+    block_q: int
+    block_k: int
+    block_d: int
+    chunk_d: int
+    num_warps: int
+    num_stages: int
+
+    def __str__(self) -> str:
+        return f"dot {self.block_q}x{self.block_k}x{self.block_d}/{self.chunk_d} w{self.num_warps} s{self.num_stages}"
+
+
+def choose(problem: Attention) -> DotConfig:
+    """The forward blocks: large ones that spill nothing and fit 99 KB of shared memory."""
+    config = _measured(problem, "forward")
+    return replace(config, block_k=config.block_k // _too_many(problem, config))
+
+
+def choose_backward(problem: Attention) -> DotConfig:
+    """The backward blocks.
+
+    One stage: Triton 3.6 refills the buffer of a tile that is also read into registers (do, q) while wgmma reads it.
+    """
+    config = _measured(problem, "backward")
+    return replace(config, block_q=config.block_q // _too_many(problem, config))
+
+
+def _too_many(problem: Attention, config: DotConfig) -> int:
+    """Factor by which blocks shrink with scores in memory, which take registers of their own."""
+    most = 512 * config.num_warps
+    return max(1, config.block_q * config.block_k // most) if problem.residual else 1
+
+
+def fits_mma(problem: Attention) -> bool:
+    """Whether fragments hold a head."""
+    shortest = 2 if problem.residual or problem.by_head else 6
+    return problem.backend == "cuda" and fragments_hold(problem.head, problem.dtype, problem.precision, shortest)
+
+
+def fragments_hold(head: int, dtype: str, precision: str, shortest: int = 6) -> bool:
+    """Up to four long a head would be half padding, and fp32 is as fast.
+
+    Not so with scores in memory, of which a warp's fragments read and write eight next to each other; and factors of
+    them are taken in by fragments alone.
+    """
+    return shortest <= head <= 16 and head % 2 == 0 and (dtype != "float32" or precision == "tf32")
+
+
+def choose_mma(problem: Attention) -> MmaConfig:
+    """For a short head: as many tokens a warp as registers allow, and no more than there are. Times: us on an H200."""
+    most = 4 if problem.head <= 8 else 2
+    if problem.factors:
+        most = min(most, _most_with_factors(problem))
+    elif problem.added and problem.dropout:
+        most = 1  # of 42 tokens 169, by two 191, by three 211
+    elif problem.added or not problem.backward:
+        most = min(most, 3)  # of 64 tokens: by two 55 forward and 164 backward, by four 68 and 175
+    if problem.dropout and problem.residual:
+        most = 1
+    elif problem.scores and not problem.backward:
+        most = min(most, 2)  # of 42 tokens 115, by three 132; where scores are read, too, 121 and 151
+    elif problem.dropout or problem.residual:
+        most = min(most, 3)
+    blocks = -(-problem.tokens // (16 * most))
+    return MmaConfig(-(-problem.tokens // (16 * blocks)))
+
+
+def _most_with_factors(problem: Attention) -> int:
+    """Tiles whose operands of all layers, and in the backward as many sums, registers hold.
+
+    With three, a backward of two factors takes 149 us where two take 182 and one 216.
+    """
+    fragments = (problem.factors + 1) * -(-problem.head // 8)
+    held = 9 if problem.backward or problem.dropout else 15
+    return max(1, min(3, held // fragments) if problem.backward else held // fragments)
+
+
+def choose_registers(problem: Attention) -> RegistersConfig:
+    """For a short head. As many tokens a thread as registers allow, and of those the number that wastes fewest."""
+    if problem.head <= 8:
+        return RegistersConfig(_own(problem, most=4), 4)
+    return RegistersConfig(_own(problem, most=2), 2)
+
+
+def choose_registers_backward(problem: Attention) -> RegistersBackwardConfig:
+    queries = 2 if problem.head <= 8 or problem.dropout else 1
+    if problem.head <= 8:
+        return RegistersBackwardConfig(_own(problem, most=4), _own(problem, most=3), keys=2, queries=queries)
+    return RegistersBackwardConfig(_own(problem, most=2), _own(problem, most=2), keys=2, queries=queries)
+
+
+def _own(problem: Attention, most: int) -> int:
+    """Tokens of a thread. What it takes in costs about as much as one token's arithmetic, whatever it owns."""
+    fewest, step = (2, 2) if problem.dropout else (1, 1)
+    return min(range(most // step * step, fewest - 1, -step), key=lambda own: threads(problem, own) * (own + 1))
+
+
+def threads(problem: Attention, own: int) -> int:
+    """Threads per head where each owns so many tokens; with dropout, pairs of tokens that are eight apart."""
+    if not problem.dropout:
+        return -(-problem.tokens // own)
+    pairs = problem.tokens // 16 * 8 + min(problem.tokens % 16, 8)
+    return -(-pairs // (own // 2))
+
+
+def _measured(problem: Attention, launch: str) -> DotConfig:
+    number = "half" if problem.dtype != "float32" else "tf32" if problem.precision == "tf32" else "ieee"
+    return DotConfig(*tables.at(tables.load("attention", problem.arch)[number, launch], problem.head))

@@ -1,0 +1,486 @@
+"""Attention of short heads (d <= 16) on tensor cores: a warp owns up to 16 TILES tokens of one head of one sequence.
+
+The fragments of mma.m16n8k8 are held as the instruction wants them, one value (or packed pair) a lane, so that a
+product's result is the next one's operand where it lies: nothing passes through shared memory, and d is padded to 8,
+not to 32, and tokens to 16. Sums go over tokens in blocks of eight in ascending order, whatever the warp owns: no bit
+depends on the batch, the packing or the launch.
+
+In a warp, lane 4 r + c holds of a left operand [16, 8] rows r and r + 8 at columns 2 c and 2 c + 1, of a right operand
+[8, 8] row n = r at k = 2 c and 2 c + 1, and of a result [16, 8] rows r and r + 8 at columns 2 c and 2 c + 1. (For TF32
+the instruction counts k otherwise; the order within a block of eight is ours to choose as long as both operands agree.)
+
+Head by head, q, k, v and do are what the projections here write, and rounded: they are operands as they are.
+
+Factors: the scores of earlier layers are sums of q k^T, so their queries and keys are taken in as more columns of this
+layer's, the earliest layer's first and its own last. Their fragments stand one after the other in one tuple.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from isogemm.attention.configs import CACHED, Attention, MmaConfig
+from isogemm.attention.kernels.lanes import floats, instruction, loaded_operand, packed
+from isogemm.core.kernels import pdl_option
+from isogemm.epilogues.device import philox
+
+_KINDS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
+
+
+# the warp's instructions; NATIVE = False: the same in plain Triton, for the interpreter
+
+
+@triton.jit
+def _product(acc, a, b, KIND, NATIVE):
+    """acc [16, 8] + a [16, 8] b^T, b [8, 8] by rows."""
+    if not NATIVE:
+        c0, c1 = _half_product(acc[0], acc[1], a[0], a[1], b)
+        c2, c3 = _half_product(acc[2], acc[3], a[2], a[3], b)
+        return c0, c1, c2, c3
+    elif KIND == tl.float32:
+        return instruction(acc[0], acc[1], acc[2], acc[3], a[0], a[2], a[1], a[3], b[0], b[1], KIND)
+    else:
+        NAME: tl.constexpr = "bf16" if KIND == tl.bfloat16 else "f16"
+        return tl.inline_asm_elementwise(
+            "mma.sync.aligned.m16n8k8.row.col.f32." + NAME + "." + NAME + ".f32 "
+            "{$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};",
+            "=f,=f,=f,=f,r,r,r,f,f,f,f", [a[0], a[1], b[0], acc[0], acc[1], acc[2], acc[3]],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _half_product(even, odd, a0, a1, b):
+    """Rows r of the result's columns 2 c and 2 c + 1."""
+    WARPS: tl.constexpr = even.shape[0] // 32
+    left0 = tl.reshape(a0, [WARPS, 8, 1, 4])
+    left1 = tl.reshape(a1, [WARPS, 8, 1, 4])
+    right0 = tl.reshape(b[0], [WARPS, 1, 8, 4])
+    right1 = tl.reshape(b[1], [WARPS, 1, 8, 4])
+    found = tl.sum(left0 * right0 + left1 * right1, axis=3)
+    first, second = tl.split(tl.reshape(found, [WARPS, 8, 4, 2]))
+    return even + tl.reshape(first, [WARPS * 32]), odd + tl.reshape(second, [WARPS * 32])
+
+
+@triton.jit
+def as_operands(raw, ROUNDED, KIND, NATIVE):
+    """Loaded values as operands, for every eight columns; ROUNDED: they are rounded already."""
+    made = ()
+    for j in tl.static_range(len(raw)):
+        if ROUNDED and NATIVE:
+            made = made + (raw[j],)
+        else:
+            made = made + (loaded_operand(raw[j], KIND, KIND, NATIVE),)
+    return made
+
+
+@triton.jit
+def of_columns(x, c, NATIVE):
+    """From a value for each row r, known to its lanes: those of rows 2 c and 2 c + 1, which are a result's columns."""
+    if NATIVE:
+        even = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, 8 * c],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        odd = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, 8 * c + 4],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        return even, odd
+    else:
+        WARPS: tl.constexpr = x.shape[0] // 32
+        rows = tl.sum(tl.reshape(x, [WARPS, 8, 4]), axis=2) * 0.25
+        even, odd = tl.split(tl.reshape(rows, [WARPS, 4, 2]))
+        even = tl.broadcast_to(tl.reshape(even, [WARPS, 1, 4]), [WARPS, 8, 4])
+        odd = tl.broadcast_to(tl.reshape(odd, [WARPS, 1, 4]), [WARPS, 8, 4])
+        return tl.reshape(even, [WARPS * 32]), tl.reshape(odd, [WARPS * 32])
+
+
+# memory
+
+
+@triton.jit
+def fetch(at, ld, tokens, FETCH, BLOCK):
+    """Ask for all of the head's lines at once: the walk over them then waits for the cache, not for memory."""
+    if FETCH:
+        lane = tl.arange(0, BLOCK) % 32
+        for first in tl.range(0, tokens, 32):
+            tl.inline_asm_elementwise(
+                "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [at + tl.minimum(first + lane, tokens - 1) * ld],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
+def fetch_layers(ats, ld, tokens, FETCH, BLOCK):
+    for layer in tl.static_range(len(ats)):
+        fetch(ats[layer], ld, tokens, FETCH, BLOCK)
+
+
+@triton.jit
+def _pair(at, first, D, KIND, NATIVE):
+    """Columns first and first + 1 of the rows at `at`, zeros beyond D: two values, or a packed pair."""
+    if D % 8 != 0:
+        return _load_pair(at + first, first < D, KIND, NATIVE)
+    elif NATIVE and KIND == tl.float32:
+        return tl.inline_asm_elementwise(
+            "ld.global.v2.b32 {$0, $1}, [$2];",
+            "=r,=r,l",
+            [at + first],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return _load_pair(at + first, None, KIND, NATIVE)
+
+
+@triton.jit
+def _load_pair(at, inside, KIND, NATIVE):
+    if not NATIVE:
+        return _load(at, inside, 0.0).to(tl.float32), _load(at + 1, inside, 0.0).to(tl.float32)
+    elif KIND == tl.float32:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.v2.b32 {$0, $1}, [$2]; }",
+            "=r,=r,l,r", [at, inside.to(tl.int32)], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return (_load(at.to(tl.pointer_type(tl.int32), bitcast=True), inside, 0),)
+
+
+@triton.jit
+def _load(at, inside, other: tl.constexpr):
+    if inside is None:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=inside, other=other)
+
+
+@triton.jit
+def store_pair(at, even, odd, live, KIND, NATIVE):
+    if not NATIVE:
+        tl.store(at, even.to(KIND), mask=live)
+        tl.store(at + 1, odd.to(KIND), mask=live)
+    elif KIND == tl.float32:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $4, 0; @p st.global.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0; }",
+            "=r,l,f,f,r", [at.to(tl.int64), even, odd, live.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(at.to(tl.pointer_type(tl.int32), bitcast=True), packed(even, odd, KIND), mask=live)
+
+
+@triton.jit
+def at_most_last(token, tokens, BOUNDED):
+    """The last token for any beyond, of which there are none where not BOUNDED."""
+    if BOUNDED:
+        return tl.minimum(token, tokens - 1)
+    else:
+        return token
+
+
+@triton.jit
+def load_rows(at, ld, token, tokens, c, D, KIND, NATIVE, BOUNDED=True):
+    """For every eight columns: rows token and token + 8 at columns 2 c and 2 c + 1; the last row for any beyond."""
+    upper = at + at_most_last(token, tokens, BOUNDED) * ld
+    lower = at + at_most_last(token + 8, tokens, BOUNDED) * ld
+    found = ()
+    for j in tl.static_range(0, D, 8):
+        found = found + (_pair(upper, j + 2 * c, D, KIND, NATIVE) + _pair(lower, j + 2 * c, D, KIND, NATIVE),)
+    return found
+
+
+@triton.jit
+def load_row(at, ld, token, tokens, c, D, KIND, NATIVE, BOUNDED):
+    """`load_rows` of row token alone."""
+    at += at_most_last(token, tokens, BOUNDED) * ld
+    found = ()
+    for j in tl.static_range(0, D, 8):
+        found = found + (_pair(at, j + 2 * c, D, KIND, NATIVE),)
+    return found
+
+
+@triton.jit
+def load_column(at, ld, token, tokens, r, D, KIND, NATIVE, BOUNDED):
+    """For every eight columns: column r at rows token and token + 1; the last row for any beyond."""
+    upper = at + (at_most_last(token, tokens, BOUNDED) * ld + r)
+    lower = at + (at_most_last(token + 1, tokens, BOUNDED) * ld + r)
+    found = ()
+    for j in tl.static_range(0, D, 8):
+        inside = None
+        if D % 8 != 0:
+            inside = j + r < D
+        even = _load(upper + j, inside, 0.0)
+        odd = _load(lower + j, inside, 0.0)
+        if not NATIVE:
+            found = found + ((even.to(tl.float32), odd.to(tl.float32)),)
+        elif KIND == tl.float32:
+            found = found + ((even.to(tl.int32, bitcast=True), odd.to(tl.int32, bitcast=True)),)
+        else:
+            low = even.to(tl.uint16, bitcast=True).to(tl.uint32)
+            high = odd.to(tl.uint16, bitcast=True).to(tl.uint32)
+            found = found + (((low | (high << 16)).to(tl.int32, bitcast=True),),)
+    return found
+
+
+@triton.jit
+def load_operands(ats, ld, token, tokens, lane, READ, ROUNDED, D, KIND, NATIVE, BOUNDED=True):
+    """What READ, one of the three above, loads of every layer, as operands; ROUNDED: the last one's is rounded."""
+    made = ()
+    for layer in tl.static_range(len(ats)):
+        raw = READ(ats[layer], ld, token, tokens, lane, D, KIND, NATIVE, BOUNDED)
+        made = made + as_operands(raw, ROUNDED and layer == len(ats) - 1, KIND, NATIVE)
+    return made
+
+
+@triton.jit
+def matrix_at(ptr, matrix, tokens, WIDE):
+    """The first of a matrix's scores."""
+    if WIDE:
+        return ptr + matrix.to(tl.int64) * tokens * tokens
+    else:
+        return ptr + matrix * (tokens * tokens)
+
+
+@triton.jit
+def _score_at(at, query, key, tokens, WIDE):
+    if WIDE:
+        query = query.to(tl.int64)
+    return at + (query * tokens + key)
+
+
+@triton.jit
+def _score(at, query, key, tokens, WIDE):
+    """One score as it is, 0 beyond the end."""
+    inside = (query < tokens) & (key < tokens)
+    return tl.load(_score_at(at, query, key, tokens, WIDE), mask=inside, other=0.0)
+
+
+@triton.jit
+def scores_of_rows(at, query, key, tokens, EVEN, WIDE, NATIVE):
+    """[16, 8] of the scores in memory from (query, key) on, 0 beyond the end; EVEN: so are the tokens, pairs are."""
+    found = ()
+    for i in tl.static_range(2):
+        row = query + 8 * i
+        if EVEN:
+            inside = (row < tokens) & (key < tokens)
+            pair = _load_pair(_score_at(at, row, key, tokens, WIDE), inside, at.dtype.element_ty, NATIVE)
+            found = found + pair
+        else:
+            found = found + (_score(at, row, key, tokens, WIDE), _score(at, row, key + 1, tokens, WIDE))
+    return found
+
+
+@triton.jit
+def scores_of_columns(at, query, key, tokens, WIDE):
+    """`scores_of_rows` of the transpose: [16, 8] by key and query."""
+    found = ()
+    for i in tl.static_range(4):
+        found = found + (_score(at, query + i % 2, key + 8 * (i // 2), tokens, WIDE),)
+    return found
+
+
+@triton.jit
+def score_values(raw, PAIRS, KIND, NATIVE):
+    """Scores that were loaded, in pairs or one by one, as floats."""
+    made = ()
+    if PAIRS:
+        made = floats(raw, KIND, NATIVE)
+    else:
+        for i in tl.static_range(len(raw)):
+            made = made + (raw[i].to(tl.float32),)
+    return made
+
+
+@triton.jit
+def with_scores(s, raw, root, PAIRS, KIND, NATIVE):
+    """Products with scores of the layer before, in the products' units."""
+    values = score_values(raw, PAIRS, KIND, NATIVE)
+    made = ()
+    for i in tl.static_range(len(s)):
+        made = made + (tl.fma(values[i], root, s[i]),)
+    return made
+
+
+@triton.jit
+def write_scores(at, query, key, even, odd, tokens, live, EVEN, WIDE, NATIVE):
+    """Store a query's scores of keys key and key + 1."""
+    KIND: tl.constexpr = at.dtype.element_ty
+    live = live & (query < tokens)
+    to = _score_at(at, query, key, tokens, WIDE)
+    if EVEN:
+        store_pair(to, even, odd, live & (key < tokens), KIND, NATIVE)
+    else:
+        tl.store(to, even.to(KIND), mask=live & (key < tokens))
+        tl.store(to + 1, odd.to(KIND), mask=live & (key + 1 < tokens))
+
+
+@triton.jit
+def random_words(dropout, keys, queries, ALONG_KEYS):
+    """Random words as in `epilogues.random`: four for each of two neighbours in groups of keys or of queries.
+
+    dropout: the seed, the threshold and the matrix.
+    """
+    made = ()
+    for i in tl.static_range(2):
+        of_keys = keys + i if ALONG_KEYS else keys
+        of_queries = queries if ALONG_KEYS else queries + i
+        made = made + (philox(dropout[0], of_keys, of_queries, dropout[2]),)
+    return made
+
+
+@triton.jit
+def kept(x, word, dropout):
+    return tl.where((word >> 16).to(tl.int32) < dropout[1], 0.0, x)
+
+
+@triton.jit
+def zero_results(N, BLOCK):
+    """N results."""
+    made = ()
+    for _ in tl.static_range(N):
+        zero = tl.zeros([BLOCK], tl.float32)
+        made = made + ((zero, zero, zero, zero),)
+    return made
+
+
+@triton.jit
+def score_products(a, b, BLOCK, KIND, NATIVE):
+    """[16, 8] of a b^T over all columns."""
+    zero = tl.zeros([BLOCK], tl.float32)
+    acc = (zero, zero, zero, zero)
+    for j in tl.static_range(len(a)):
+        acc = _product(acc, a[j], b[j], KIND, NATIVE)
+    return acc
+
+
+@triton.jit
+def with_products(acc, a, b, KIND, NATIVE):
+    """acc + a b for every eight columns of b."""
+    made = ()
+    for j in tl.static_range(len(acc)):
+        made = made + (_product(acc[j], a, b[j], KIND, NATIVE),)
+    return made
+
+
+@triton.jit
+def score_of_key(mask_at, mask_step, key, tokens, root, MASK):
+    """The term that is added to every score of a key: 0, or the mask; -inf for one beyond the end.
+
+    Not asked for where there is no mask and no key beyond.
+    """
+    inside = key < tokens
+    if MASK == "":
+        return tl.where(inside, 0.0, float("-inf"))
+    else:
+        seen = tl.load(mask_at + tl.minimum(key, tokens - 1) * mask_step)
+        if MASK == "bool":
+            return tl.where(inside & (seen == 0), 0.0, float("-inf"))
+        else:
+            return tl.where(inside, seen.to(tl.float32) * root, float("-inf"))
+
+
+@triton.jit
+def if_seen(score, key, query, CAUSAL):
+    if CAUSAL:
+        return tl.where(key <= query, score, float("-inf"))
+    else:
+        return score
+
+
+@triton.jit
+def head_at(ptr, row, head, ld, all_rows, D, BY_HEAD):
+    """A head's first row in its sequence."""
+    if BY_HEAD:
+        return ptr + (row + head * all_rows) * D
+    else:
+        return ptr + (row * ld + head * D)
+
+
+@triton.jit
+def all_layers(earlier0, earlier1, earlier2, earlier3, own):
+    """The earlier layers' pointers that are there, then this one's."""
+    found = ()
+    if earlier0 is not None:
+        found = found + (earlier0,)
+    if earlier1 is not None:
+        found = found + (earlier1,)
+    if earlier2 is not None:
+        found = found + (earlier2,)
+    if earlier3 is not None:
+        found = found + (earlier3,)
+    return found + (own,)
+
+
+@triton.jit
+def layers_at(ptrs, row, head, ld, all_rows, D, BY_HEAD):
+    found = ()
+    for layer in tl.static_range(len(ptrs)):
+        found = found + (head_at(ptrs[layer], row, head, ld, all_rows, D, BY_HEAD),)
+    return found
+
+
+@triton.jit
+def place(tokens, sequences, H, TILES, WIDE, BLOCK, program):
+    """All rows; a lane's row and column in fragments; its warp's first token, sequence, head, if any, its row."""
+    index = tl.arange(0, BLOCK)
+    blocks = (tokens + 16 * TILES - 1) // (16 * TILES)
+    unit = program * (BLOCK // 32) + index // 32
+    pair = unit // blocks
+    sequence = pair // H
+    head = pair - sequence * H
+    live = sequence < sequences
+    sequence = tl.minimum(sequence, sequences - 1)  # so that only stores need a mask
+    row = sequence * tokens
+    all_rows = sequences * tokens
+    if WIDE:
+        row = row.to(tl.int64)
+        all_rows = all_rows.to(tl.int64)
+    return all_rows, index % 32 // 4, index % 4, (unit - pair * blocks) * (16 * TILES), sequence, head, live, row
+
+
+# the launches
+
+
+def scales(problem: Attention) -> tuple[float, float]:
+    """From a score to its exponent of two, and what a score is divided by."""
+    return math.log2(math.e) * problem.head**-0.5, problem.head**0.5
+
+
+def programs_of(problem: Attention, config: MmaConfig) -> int:
+    warps = problem.sequences * problem.heads * -(-problem.tokens // (16 * config.tiles))
+    return -(-warps // config.num_warps)
+
+
+def constants_of(problem: Attention, config: MmaConfig, more: dict[str, object] | None = None) -> dict[str, object]:
+    itemsize = 4 if problem.dtype == "float32" else 2
+    width = problem.heads * problem.head
+    read = (3 + 2 * problem.factors) * problem.sequences * problem.tokens * width * itemsize
+    farthest = width * problem.row_strides[3] if problem.transposed else 0
+    written = () if problem.transposed else problem.row_strides[3:]
+    farthest = max(farthest, problem.sequences * problem.tokens * max(*problem.row_strides[:3], *written, width))
+    if problem.residual:
+        farthest = max(farthest, problem.sequences * problem.heads * problem.tokens**2)
+    return {
+        "H": problem.heads,
+        "D": problem.head,
+        "KIND": _KINDS[problem.dtype],
+        "NATIVE": not triton.knobs.runtime.interpret,
+        "MASK": problem.mask,
+        "CAUSAL": problem.causal,
+        "WIDE": farthest >= 2**31,
+        "EVEN": problem.residual and problem.tokens % 2 == 0,
+        "FETCH": read > CACHED and not triton.knobs.runtime.interpret,
+        "BY_HEAD": problem.by_head,
+        **(more or {}),
+        "TILES": config.tiles,
+        "BLOCK": 32 * config.num_warps,
+        "PDL": problem.pdl,
+    }
+
+
+def options_of(problem: Attention, config: MmaConfig) -> dict[str, object]:
+    return {"num_warps": config.num_warps, "num_stages": 1, "enable_fp_fusion": False} | pdl_option(problem.pdl)

@@ -1,0 +1,152 @@
+"""The forward of attention in registers."""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from isogemm.attention.configs import Attention, RegistersConfig
+from isogemm.attention.kernels.registers import ops
+from isogemm.core.kernels import start_launch
+from isogemm.core.launch import Launch
+from isogemm.gemm.kernels import multiple
+
+
+@triton.jit
+def _attend(
+    state, q, held, key, t, first, groups, pair, tokens, live, previous_at, scores_at, dropout, D, OWN, KEYS, LAST,
+    MASK, CAUSAL, WIDE,
+):  # fmt: skip
+    """The queries' (largest score, sum, o) with the held keys taken in; LAST: some may lie beyond the end."""
+    DROPOUT: tl.constexpr = dropout is not None
+    ks, vs, seen = held
+    tops, totals, outs, words = (), (), (), ()
+    for n in tl.static_range(OWN):
+        scores = ()
+        top = state[0][n]
+        for i in tl.static_range(KEYS):
+            j = ops.taken_in(key, i, KEYS, DROPOUT)
+            s = ops.dot_of(q[n], ks[i], D)
+            if previous_at is not None:
+                s = ops.with_score(s, previous_at, t[n], j, tokens, WIDE)
+            s = ops.masked_score(s, seen, i, j, t[n], tokens, LAST, MASK, CAUSAL)
+            if scores_at is not None:
+                ops.write_score(scores_at, t[n], j, s * 0.6931471805599453, tokens, live, WIDE)
+            scores = scores + (s,)
+            top = tl.maximum(top, s)
+        base = top
+        if MASK != "" or CAUSAL or previous_at is not None:
+            base = tl.where(top == float("-inf"), 0.0, top)
+        shrink = tl.exp2(state[0][n] - base)
+        total = state[1][n] * shrink
+        o = ops.scaled_head(state[2][n], shrink, D)
+        if DROPOUT and n % 2 == 0:
+            words = ()
+            for i in tl.static_range(KEYS // 2):
+                words = words + (ops.random_words(dropout, pair + i, first + n // 2 * groups),)
+        for i in tl.static_range(KEYS):
+            p = tl.exp2(scores[i] - base)
+            total += p
+            if DROPOUT:
+                p = ops.kept(p, words[i % (KEYS // 2)][n % 2 * 2 + i // (KEYS // 2)], dropout)
+            o = ops.plus_scaled(o, p, vs[i], D)
+        tops = tops + (top,)
+        totals = totals + (total,)
+        outs = outs + (o,)
+    return tops, totals, outs
+
+
+@triton.jit(do_not_specialize=["sequences", "tokens", "dropped"])
+def _attention_kernel(
+    q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, scores_ptr, sequences, tokens, scale,
+    ld_q, ld_k, ld_v, mask_stride, mask_step, dropped, kept_scale,
+    H: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    WIDE: tl.constexpr, FETCH: tl.constexpr, UNIT: tl.constexpr, VEC: tl.constexpr,
+    OWN: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start_launch(PDL)
+    ld_q, ld_k, ld_v = multiple(ld_q, UNIT), multiple(ld_k, UNIT), multiple(ld_v, UNIT)
+    DROPOUT: tl.constexpr = seed_ptr is not None
+    groups = ops.groups_of(tokens, OWN, DROPOUT)
+    thread = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pair = thread // groups
+    first = thread - pair * groups
+    sequence = pair // H
+    head = pair - sequence * H
+    live = sequence < sequences
+    sequence = tl.minimum(sequence, sequences - 1)  # so that only stores need a mask
+    row = sequence * tokens
+    if WIDE:
+        row = row.to(tl.int64)
+    k_at = k_ptr + (row * ld_k + head * D)
+    v_at = v_ptr + (row * ld_v + head * D)
+    mask_at = mask_ptr + sequence.to(tl.int64) * mask_stride if MASK != "" else None
+    matrix = sequence * H + head
+    previous_at = ops.matrix_at(previous_ptr, matrix, tokens, WIDE) if previous_ptr is not None else None
+    scores_at = ops.matrix_at(scores_ptr, matrix, tokens, WIDE) if scores_ptr is not None else None
+    dropout = (tl.load(seed_ptr), dropped, matrix) if DROPOUT else None
+    t, q, tops, totals, outs = (), (), (), (), ()
+    for n in tl.static_range(OWN):
+        token = ops.owned_token(first, groups, n, DROPOUT)
+        t = t + (token,)
+        token = tl.minimum(token, tokens - 1)
+        ops.fetch_head(k_at + token * ld_k, FETCH)
+        ops.fetch_head(v_at + token * ld_v, FETCH)
+        values = ops.read_head(q_ptr + ((row + token) * ld_q + head * D), D, VEC, BLOCK)
+        q = q + (ops.scaled_head(values, scale, D),)
+        tops = tops + (tl.full([BLOCK], float("-inf"), tl.float32),)
+        totals = totals + (tl.zeros([BLOCK], tl.float32),)
+        outs = outs + (ops.zero_head(D, BLOCK),)
+    state = (tops, totals, outs)
+    if DROPOUT:
+        for pair in tl.range(0, ops.pairs_of(tokens), KEYS // 2):
+            key = ops.first_of_pair(pair)
+            held = ops.load_keys(
+                key, tokens, k_at, v_at, mask_at, ld_k, ld_v, mask_step, D, VEC, KEYS, MASK, True, BLOCK
+            )
+            state = _attend(
+                state, q, held, key, t, first, groups, pair, tokens, live, previous_at, scores_at, dropout,
+                D, OWN, KEYS, True, MASK, CAUSAL, WIDE,
+            )  # fmt: skip
+    else:
+        full = tokens // KEYS * KEYS
+        for key in tl.range(0, full, KEYS):
+            held = ops.load_keys(
+                key, tokens, k_at, v_at, mask_at, ld_k, ld_v, mask_step, D, VEC, KEYS, MASK, False, BLOCK
+            )
+            state = _attend(
+                state, q, held, key, t, first, groups, 0, tokens, live, previous_at, scores_at, None,
+                D, OWN, KEYS, False, MASK, CAUSAL, WIDE,
+            )  # fmt: skip
+        if full < tokens:
+            held = ops.load_keys(
+                full, tokens, k_at, v_at, mask_at, ld_k, ld_v, mask_step, D, VEC, KEYS, MASK, False, BLOCK
+            )
+            state = _attend(
+                state, q, held, full, t, first, groups, 0, tokens, live, previous_at, scores_at, None,
+                D, OWN, KEYS, True, MASK, CAUSAL, WIDE,
+            )  # fmt: skip
+    for n in tl.static_range(OWN):
+        total = state[1][n]
+        empty = total == 0.0
+        share = 1.0 / tl.where(empty, 1.0, total)
+        if DROPOUT:
+            share *= kept_scale
+        written = live & (t[n] < tokens)
+        ops.write_head(
+            o_ptr + ((row + t[n]) * (H * D) + head * D), ops.scaled_head(state[2][n], share, D), written, D, VEC, BLOCK
+        )
+        lse = tl.where(empty, float("inf"), state[0][n] + tl.log2(total))
+        tl.store(lse_ptr + (row + t[n]) * H + head, lse, mask=written)
+
+
+def describe_attention(problem: Attention, config: RegistersConfig) -> Launch:
+    scalars = (problem.sequences, problem.tokens, math.log2(math.e) * problem.head**-0.5, *problem.row_strides)
+    constants = ops.constants_of(problem) | {
+        "OWN": config.own, "KEYS": config.block, "BLOCK": 32 * config.num_warps, "PDL": problem.pdl,
+    }  # fmt: skip
+    programs = ops.programs_of(problem, config.own, config.num_warps)
+    scalars += (*problem.masking, *problem.dropping)
+    return Launch(_attention_kernel, programs, scalars, constants, ops.options_of(problem, config.num_warps))

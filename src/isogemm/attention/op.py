@@ -1,0 +1,194 @@
+"""`isogemm::attention` and its gradient."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from isogemm.attention import configs, cpu
+from isogemm.attention.configs import Attention
+from isogemm.core.dispatch import record_operator
+from isogemm.core.operator import Operator, refuse_second_derivative
+from isogemm.core.plan import placed, run_launch
+from isogemm.gemm.describe import dtype_name
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of `attention` that are read again in the backward."""
+
+    q: Tensor  # [S, T, H * d], or [S, T, 3 H * d] with k and v after it
+    k: Tensor | None
+    v: Tensor | None
+    mask: Tensor | None  # [S, T]: bool, True for a key to leave out, or floating point, added to the scores
+    nhead: int
+    is_causal: bool
+    precision: str | None
+    previous: Tensor | None = None  # [S, H, T, T] in q's dtype, added to the scores
+    seed: Tensor | None = None  # of dropout, int64
+    dropout: float = 0.0  # of the weights
+    scores: bool = False  # whether they are a result
+
+    def parts(self, packed: Tensor, *rest: Tensor | None) -> list[Tensor]:
+        """q, k and v, or what is laid out like them: views."""
+        if self.k is None:
+            return list(packed.chunk(3, dim=-1))
+        return [packed, *(each for each in rest if each is not None)]
+
+    @property
+    def width(self) -> int:
+        return self.q.shape[-1] // (3 if self.k is None else 1)
+
+    @property
+    def extras(self) -> cpu.Extras:
+        return cpu.Extras(self.previous, self.dropout, self.seed)
+
+    def empty_scores(self, wanted: bool) -> Tensor:
+        sequences, tokens, _ = self.q.shape
+        return self.q.new_empty((sequences, self.nhead, tokens, tokens) if wanted else 0)
+
+
+_TENSORS = ("q", "k", "v", "mask", "previous", "seed")
+
+
+def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """drop(softmax(scores)) v of every head [S, T, H * d], 0 for a query without keys; and, where wanted, the scores.
+
+    They are q k^T / sqrt(d) + previous + mask [S, H, T, T], -inf where a query does not see a key. Differentiable.
+    """
+    o, _, scores = attention_operator(*call)
+    return o, scores if call.scores else None
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    given = AttentionCall(*inputs)._asdict()
+    ctx.save_for_backward(*output[:2], *(given.pop(name) for name in _TENSORS))
+    ctx.rest = given
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad: Tensor | None, of_lse: None, of_scores: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of an AttentionCall's fields."""
+    refuse_second_derivative("attention")
+    o, lse, *tensors = ctx.saved_tensors
+    call = AttentionCall(**dict(zip(_TENSORS, tensors, strict=True)), **ctx.rest)
+    needed = dict(zip(call._fields, ctx.needs_input_grad, strict=True))
+    grad = torch.zeros_like(o) if grad is None else grad
+    found = attention_backward(grad, of_scores if call.scores else None, o, lse, needed["previous"], *call)
+    gradients = dict(zip(("q", "k", "v", "previous"), found, strict=True))
+    return tuple(gradients.get(name) if needed[name] else None for name in call._fields)
+
+
+def _attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, log2 of every query's sum of exp2(score * log2(e)) [S, T, H], +inf where it has no keys; scores."""
+    call = AttentionCall(*args)
+    sequences, tokens, _ = call.q.shape
+    o = call.q.new_empty((sequences, tokens, call.width))
+    lse = call.q.new_empty((sequences, tokens, call.nhead), dtype=torch.float32)
+    result = call.empty_scores(call.scores)
+    if not o.numel():
+        return o, lse, result
+    q, k, v = call.parts(*call[:3])
+    scores = result if call.scores else None
+    if call.q.is_cuda:
+        _attention_on_gpu(call, "forward", q, k, v, call.mask, call.previous, call.seed, o, lse, scores)
+    else:
+        cpu.attention(q, k, v, call.mask, call.nhead, call.is_causal, o, lse, scores, call.extras)
+    record_operator("attention", call.q)
+    return o, lse, result
+
+
+def _attention_backward(
+    grad: Tensor, of_scores: Tensor | None, o: Tensor, lse: Tensor, of_previous: bool, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and, where wanted, previous; where q holds all three, of it, and two that are empty."""
+    call = AttentionCall(*args)
+    found = _like_operands(call, of_previous)
+    if not o.numel():
+        return found
+    q, k, v = call.parts(*call[:3])
+    dq, dk, dv = call.parts(*found[:3])
+    d_previous = found[3] if of_previous else None
+    if call.q.is_cuda:
+        given = (q, k, v, call.mask, call.previous, call.seed, o, lse, grad.contiguous(), of_scores)
+        _attention_on_gpu(call, "backward", *given, dq, dk, dv, d_previous)
+    else:
+        cpu.attention_backward(
+            grad, q, k, v, call.mask, call.nhead, call.is_causal, dq, dk, dv, of_scores, d_previous, call.extras
+        )
+    record_operator("attention_backward", call.q)
+    return found
+
+
+def _like_operands(call: AttentionCall, of_previous: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (call.q.new_empty(0 if each is None else each.shape) for each in call[:3])
+    return dq, dk, dv, call.empty_scores(of_previous)
+
+
+def _attention_on_gpu(call: AttentionCall, direction: str, *tensors: Tensor | None) -> None:
+    """Launch what serves heads of this size.
+
+    Of q, k, v, mask, previous, seed, o, lse and scores; in the backward do, d_scores, dq, dk, dv and d_previous instead
+    of the scores.
+    """
+    from isogemm.attention import kernels
+
+    forward = direction == "forward"
+    if call.width // call.nhead > configs.LONGEST_HALF_HEAD and call.q.dtype is not torch.float32:
+        wide = [each.float() if each is not None and each.is_floating_point() else each for each in tensors]
+        _attention_on_gpu(call._replace(q=call.q.float(), precision="tf32"), direction, *wide)
+        for place in (6, 8) if forward else range(10, 14):
+            if (written := tensors[place]) is not None:
+                written.copy_(cast(Tensor, wide[place]))
+        return
+    q, k, v, mask, previous, seed, o, lse, *rest = tensors
+    grads = () if forward else rest[2:5]
+    last = rest[0] if forward else rest[1]  # scores, or their gradient
+    sequences, tokens, _ = call.q.shape
+    problem = Attention(
+        sequences, tokens, call.nhead, call.width // call.nhead, dtype_name(call.q.dtype), call.precision or "ieee",
+        tuple(cast(Tensor, each).stride(1) for each in (q, k, v, *grads)), call.is_causal,
+        "" if mask is None else "bool" if mask.dtype is torch.bool else "additive",
+        (0, 0) if mask is None else cast("tuple[int, int]", mask.stride()), kernels.backend(),
+        dropout=call.dropout, previous=previous is not None, scores=last is not None,
+    )  # fmt: skip
+    if mask is not None and mask.dtype is torch.bool:
+        mask = mask.view(torch.uint8)
+    if previous is not None:
+        previous = placed(previous)
+    if not forward and last is not None:
+        rest[1] = placed(last)
+    describe = kernels.describe_attention if forward else kernels.describe_attention_backward
+    run_launch(describe(problem), (q, k, v, mask, previous, seed if call.dropout else None, o, lse, *rest))
+
+
+def _attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = AttentionCall(*args)
+    sequences, tokens, _ = call.q.shape
+    o = call.q.new_empty((sequences, tokens, call.width))
+    lse = call.q.new_empty((sequences, tokens, call.nhead), dtype=torch.float32)
+    return o, lse, call.empty_scores(call.scores)
+
+
+def _attention_backward_fake(
+    grad: Tensor, of_scores: Tensor | None, o: Tensor, lse: Tensor, of_previous: bool, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _like_operands(AttentionCall(*args), of_previous)
+
+
+_OPERANDS = (
+    "Tensor q, Tensor? k, Tensor? v, Tensor? mask, int nhead, bool is_causal, str? precision, Tensor? previous, "
+    "Tensor? seed, float dropout, bool scores"
+)
+
+attention_operator = Operator(
+    f"attention({_OPERANDS}) -> (Tensor, Tensor, Tensor)", _attention, _attention_fake, keep=_keep, backward=_gradients
+)
+attention_backward = Operator(
+    "attention_backward(Tensor grad, Tensor? of_scores, Tensor o, Tensor lse, bool of_previous, "
+    f"{_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _attention_backward,
+    _attention_backward_fake,
+)

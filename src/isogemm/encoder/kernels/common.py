@@ -1,0 +1,167 @@
+"""What the fused layer's kernels share in all formulations."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from isogemm.encoder.configs import Layer, WeightSums, projected_parts, tile_rows
+from isogemm.encoder.parameters import EncoderDropout
+from isogemm.epilogues import device, random
+from isogemm.gemm.kernels import round_by_instruction
+
+TYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
+# Offsets of dropout's seed at its places.
+PROJECTION = tl.constexpr(EncoderDropout._fields.index("projection"))
+ACTIVATION = tl.constexpr(EncoderDropout._fields.index("activation"))
+OUTPUT = tl.constexpr(EncoderDropout._fields.index("output"))
+
+_LEVELS = tl.constexpr(random.LEVELS)
+
+
+@triton.jit
+def scale_of_kept(DROPPED):
+    """`epilogues.random.scale` of the probability whose threshold is DROPPED."""
+    return _LEVELS / (_LEVELS - DROPPED) if DROPPED < _LEVELS else 0.0
+
+
+@triton.jit
+def operand(x, OPERAND, PRECISION):
+    """x as a product's operand: in its type, and TF32 rounded to nearest, where the tensor core would truncate."""
+    if PRECISION == "tf32":
+        return round_by_instruction(x.to(OPERAND))
+    else:
+        return x.to(OPERAND)
+
+
+@triton.jit
+def pack_weights(
+    item, wq, wk, wv, wo, w1, w2, packed, TILE, D, F, SIDE, STACKED, PROJECTED, TRANSPOSE, OPERAND, PRECISION
+):
+    """Write one tile of the weights as operands: rounded or cast, and with TRANSPOSE also its transpose.
+
+    `packed` holds out_proj, linear1, linear2, in_proj; then the transposes of linear2, linear1, out_proj, in_proj.
+    Unless PROJECTED, in_proj and out_proj's transpose are left out: only projections that do not read the weights as
+    they are need them. TILE writes the tile at (r, c) of a weight [ROWS, COLS], and its transpose from column `first`
+    on in one that is LD wide.
+    """
+    ACROSS: tl.constexpr = (D + SIDE - 1) // SIDE
+    DOWN: tl.constexpr = (F + SIDE - 1) // SIDE
+    SQUARE: tl.constexpr = ACROSS * ACROSS
+    transposed = packed + (4 * D * D + 2 * D * F)
+    if item < SQUARE:
+        TILE(
+            wo, packed, transposed + 2 * D * F, item // ACROSS * SIDE, item % ACROSS * SIDE, 0,
+            D, D, D, SIDE, True, TRANSPOSE and PROJECTED, OPERAND, PRECISION,
+        )  # fmt: skip
+    elif item < SQUARE + ACROSS * DOWN:
+        item -= SQUARE
+        TILE(
+            w1, packed + D * D, transposed + D * F, item // ACROSS * SIDE, item % ACROSS * SIDE, 0,
+            F, D, F, SIDE, True, TRANSPOSE, OPERAND, PRECISION,
+        )  # fmt: skip
+    elif item < SQUARE + 2 * ACROSS * DOWN:
+        item -= SQUARE + ACROSS * DOWN
+        TILE(
+            w2, packed + (D * D + D * F), transposed, item // DOWN * SIDE, item % DOWN * SIDE, 0,
+            D, F, D, SIDE, True, TRANSPOSE, OPERAND, PRECISION,
+        )  # fmt: skip
+    elif TRANSPOSE:
+        item -= SQUARE + 2 * ACROSS * DOWN
+        part = item // SQUARE
+        item -= part * SQUARE
+        TILE(
+            in_proj(wq, wk, wv, part, D * D, STACKED), packed + (D * D + 2 * D * F) + part * (D * D),
+            transposed + (2 * D * F + D * D), item // ACROSS * SIDE, item % ACROSS * SIDE, part * D,
+            D, D, 3 * D, SIDE, PROJECTED, TRANSPOSE, OPERAND, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def in_proj(q, k, v, part, size, STACKED):
+    """The part of the stacked in_proj, or the one of three."""
+    if STACKED:
+        return q + part * size
+    else:
+        at = q
+        if part == 1:
+            at = k
+        elif part == 2:
+            at = v
+        return at
+
+
+@triton.jit
+def projected_at(qkv_ptr, v_ptr, part, size, FIRST):
+    """Address of a part of `size` elements: its place among q, k and v, or v's own. FIRST == 2: v alone is computed."""
+    if v_ptr is None:
+        return qkv_ptr + part * size
+    elif FIRST == 2:
+        return v_ptr
+    else:
+        at = qkv_ptr + part * size
+        if part == 2:
+            at = v_ptr
+        return at
+
+
+# the launches' constants
+
+
+def project_constants(layer: Layer, biases: bool, backward: bool) -> dict[str, object]:
+    return {
+        "F": layer.dim_feedforward,
+        "HEAD": layer.head,
+        "BY_HEAD": layer.by_head,
+        "NORM": layer.row_norm,
+        "STACKED": layer.stacked,
+        "BIASES": biases,
+        "FIRST": projected_parts(layer, backward)[0],
+        "BACKWARD": backward,
+    }
+
+
+def packing_programs(layer: Layer, side: int, transpose: bool) -> int:
+    """Programs that `pack_weights` the weights, a tile of side x side each."""
+    across, down = -(-layer.d_model // side), -(-layer.dim_feedforward // side)
+    return across * across * (4 if transpose else 1) + 2 * across * down
+
+
+def activation_constants(layer: Layer, backward: bool) -> dict[str, object]:
+    of_forward = {"ACT": getattr(device, layer.activation)}
+    return of_forward | {"ACT_GRAD": getattr(device, f"{layer.activation}_derivative")} if backward else of_forward
+
+
+def weight_grads_constants(layer: Layer, sums: WeightSums) -> dict[str, object]:
+    tiles = layer.chunk // tile_rows(layer)
+    return {
+        "D": layer.d_model,
+        "SIZE": sums.size,
+        "CHUNK": layer.chunk,
+        "TILES": tiles,
+        "TILES_P": 1 << (tiles - 1).bit_length(),
+        "ADDED": sums.added,
+    }
+
+
+def feedforward_sizes(layer: Layer) -> dict[str, object]:
+    return {
+        "D": layer.d_model,
+        "F": layer.dim_feedforward,
+        "NORM": layer.norm,
+        "NORM_LAST": layer.norm_last,
+        "RESIDUAL_NORMED": layer.residual_normed or not layer.norm_first,
+        "HIDDEN_DROPPED": random.threshold(layer.dropout.activation),
+        "DROPPED": random.threshold(layer.dropout.output),
+    }
+
+
+def residual_of(layer: Layer) -> str:
+    """Where the residual's gradient meets dx: "around" the norm, "through" it, or, of a batch norm, elsewhere."""
+    if not layer.norm_first or layer.residual_normed:
+        return "through"
+    return "" if layer.batch_norm else "around"
+
+
+def index_type(layer: Layer) -> object:
+    return tl.int64 if layer.wide else tl.int32

@@ -1,0 +1,1 @@
+"""Layer norm, RMS norm and batch norm, forward and backward: used by the encoder layer."""

@@ -1,0 +1,50 @@
+"""Tiles of the norms' kernels. Pure: functions of a row's width and of the number of rows."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from isogemm.gemm.configs import BIAS_ROWS
+
+# Layer norm and RMS norm. The tile depends on the row's width alone: it decides the order of a row's sums.
+
+SUM_ROWS = BIAS_ROWS  # rows per partial sum in the gradients of weight and bias
+MOST_COLUMNS = 65536  # of a row, which one program holds; past 8192 the backward spills registers
+
+_TILE = 2048  # elements
+_ELEMENTS = 16  # of a thread
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """A program normalises `rows` rows in the forward; in the backward SUM_ROWS of them, `rows` at a time."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int = 1  # of the backward's loads; does not affect the result
+
+
+@functools.cache
+def choose(d: int) -> NormConfig:
+    if not 0 < d <= MOST_COLUMNS:
+        raise ValueError(f"a row has {d} elements; the norm's kernels take 1 to {MOST_COLUMNS}")
+    columns = 1 << (d - 1).bit_length()
+    rows = max(1, min(SUM_ROWS, _TILE // columns))
+    num_warps = max(1, min(32, rows * columns // (32 * _ELEMENTS)))
+    # Rows that begin anywhere are copied an element at a time, and long ones would not fit.
+    return NormConfig(rows, columns, num_warps, num_stages=3 if d % 8 == 0 and columns <= _TILE else 1)
+
+
+# Batch norm: sums over tiles of TILE_ROWS rows, then over groups of tiles. A function of the number of rows alone.
+
+TILE_ROWS = 64
+GROUP = 64  # tiles
+GROUP_ROWS = GROUP * TILE_ROWS
+_UNGROUPED = 2048  # up to so many tiles, one launch reads them as fast as two
+
+
+def groups(rows: int, height: int = TILE_ROWS) -> int:
+    """Number of groups of tiles of `height` rows that are combined first; 0 where there are few tiles."""
+    return -(-rows // (GROUP * height)) if rows > _UNGROUPED * height else 0

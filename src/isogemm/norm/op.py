@@ -1,0 +1,426 @@
+"""`isogemm::encoder_norm`, `isogemm::batch_norm` and `isogemm::update_running`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from isogemm.core.dispatch import record_operator
+from isogemm.core.eager import through_dispatcher
+from isogemm.core.operator import Operator, refuse_second_derivative
+from isogemm.core.plan import dense, placed
+from isogemm.core.plan import run_launch as run
+from isogemm.gemm import autograd, fused_autograd
+from isogemm.gemm.autograd import Accumulated, parameter
+from isogemm.gemm.configs import BIAS_BLOCKS
+from isogemm.gemm.describe import flat
+from isogemm.gemm.op import require_total
+from isogemm.norm import configs, cpu
+
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, weight and bias
+
+
+class RunningStatistics(NamedTuple):
+    """What one batch norm of an encoder layer keeps from call to call, as torch.nn.BatchNorm1d does."""
+
+    mean: Tensor | None = None  # [D]
+    var: Tensor | None = None  # [D], the unbiased estimate
+    batches: Tensor | None = None  # how many there were, int64 []
+    momentum: float | None = 0.1  # None: the mean of all batches
+    frozen: bool = False  # whether they normalise in training too, and stay as they are
+
+
+def _owners(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The operators' owner, main_grad, bias_owner and bias_main_grad."""
+    owners, main_grads = autograd.with_main_grad(parameter(weight), parameter(bias))
+    return owners[0], main_grads[0], owners[1], main_grads[1]
+
+
+def _gradients(
+    ctx: Any, x: Tensor, accumulated: Sequence[Accumulated],
+    backward: Callable[[bool, bool], tuple[Tensor, Sequence[Tensor | None]]],
+    deliver: Callable[[Tensor, torch.dtype, Accumulated], Tensor | None],
+) -> _Gradients:  # fmt: skip
+    """The gradients of x, weight and bias; None where not needed, and where added to a main_grad."""
+    needs_x, *needs = ctx.needs_input_grad[:3]
+    for name, (_, total), needed in zip(("weight", "bias"), accumulated, needs, strict=True):
+        if needed and total is not None:  # check both before either is changed
+            require_total(f"the norm's {name}.main_grad", total, x.shape[-1:], x.device)
+    dx, found = backward(*needs)
+    of_weight, of_bias = (
+        deliver(cast(Tensor, each), dtype, owner) if needed else None
+        for each, dtype, owner, needed in zip(found, ctx.dtypes, accumulated, needs, strict=True)
+    )
+    return dx if needs_x else None, of_weight, of_bias
+
+
+def _dtypes(*tensors: Tensor | None) -> list[torch.dtype | None]:
+    return [None if each is None else each.dtype for each in tensors]
+
+
+# layer norm and RMS norm
+
+
+def encoder_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """norm(x) * weight + bias over x's last dimension, in fp32, rounded to `dtype`; differentiable."""
+    tensors = [each for each in (x, weight, bias) if each is not None]
+    if through_dispatcher(*tensors):
+        owners = _owners(weight, bias)
+        return cast(Tensor, encoder_norm_operator.op(x, weight, bias, *owners, norm, eps, dtype))
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        owners = parameter(weight), parameter(bias)
+        return cast(Tensor, cast(Any, _Norm).apply(x, weight, bias, owners, norm, eps, dtype))
+    return _norm(x, weight, bias, norm, eps, dtype)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, owners: Any, *rest: Any) -> Tensor:
+        _keep_norm(ctx, x, weight, bias, *rest)
+        ctx.owners = owners
+        return _norm(x, weight, bias, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        accumulated = list(map(autograd.accumulated, ctx.owners, ctx.needs_input_grad[1:3]))
+        return *_norm_gradients(ctx, grad, accumulated), None, None, None, None
+
+
+def _keep_norm(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps: float, _: Any) -> None:
+    ctx.save_for_backward(x, weight)
+    ctx.norm, ctx.eps, ctx.dtypes = norm, eps, _dtypes(weight, bias)
+
+
+def _norm_gradients(ctx: Any, grad: Tensor, accumulated: Sequence[Accumulated]) -> _Gradients:
+    refuse_second_derivative("encoder_norm")
+    x, weight = ctx.saved_tensors
+
+    def backward(of_weight: bool, of_bias: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
+        dx, partial = encoder_norm_backward(grad, x, weight, ctx.norm, ctx.eps, of_weight, of_bias)
+        return dx, (partial[0] if of_weight else None, partial[-1] if of_bias else None)
+
+    def deliver(sums: Tensor, dtype: torch.dtype, owner: Accumulated) -> Tensor | None:
+        return fused_autograd.of_sums(sums, BIAS_BLOCKS, dtype, owner)
+
+    return _gradients(ctx, x, accumulated, backward, deliver)
+
+
+def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps: float, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if not x.numel():
+        return out
+    record_operator("encoder_norm", x)
+    if not x.is_cuda:
+        out.view(-1, x.shape[-1]).copy_(cpu.norm(flat(x), weight, bias, norm, eps))
+        return out
+    from isogemm.norm.kernels import row_norm
+
+    d = x.shape[-1]
+    launch = row_norm.describe_norm(x.numel() // d, d, norm, eps, configs.choose(d))
+    run(launch, (placed(x), dense(weight), dense(bias), out))
+    return out
+
+
+def _norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, norm: str, eps: float, of_weight: bool, of_bias: bool
+) -> tuple[Tensor, Tensor]:
+    """dx, and the wanted ones of weight's and bias' gradients as sums over blocks of rows [0 to 2, blocks, D]."""
+    d = x.shape[-1]
+    rows = x.numel() // d
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    blocks = -(-rows // configs.SUM_ROWS)
+    partial = torch.empty((of_weight + of_bias, blocks, d), dtype=torch.float32, device=x.device)
+    if not rows:
+        return dx, partial
+    record_operator("encoder_norm_backward", x)
+    weight_sums, bias_sums = partial[0] if of_weight else None, partial[-1] if of_bias else None
+    if not x.is_cuda:
+        of_x, *sums = cpu.norm_backward(flat(grad), flat(x), weight, norm, eps, configs.SUM_ROWS)
+        dx.view(-1, d).copy_(of_x)
+        for into, computed in zip((weight_sums, bias_sums), sums, strict=True):
+            if into is not None:
+                into.copy_(computed)
+        return dx, partial
+    from isogemm.norm.kernels import row_norm
+
+    launch = row_norm.describe_norm_backward(rows, d, norm, eps, configs.choose(d))
+    run(launch, (placed(grad), placed(x), dense(weight), dx, weight_sums, bias_sums))
+    return dx, partial
+
+
+# batch norm
+
+
+def batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running: RunningStatistics | None, from_batch: bool,
+    eps: float, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """(x - mean) / sqrt(var + eps) * weight + bias, in fp32, rounded to `dtype`; differentiable.
+
+    from_batch: by the statistics of x over all but its last dimension, which update `running` unless it is frozen.
+    Otherwise by the running ones; where there are none, by x's.
+    """
+    mean = var = None
+    if running is not None and not from_batch and running.mean is not None and running.var is not None:
+        mean, var = running.mean, running.var
+    if mean is None:
+        require_rows(x)
+    tensors = [each for each in (x, weight, bias, mean, var) if each is not None]
+    if through_dispatcher(*tensors):
+        owners = _owners(weight, bias)
+        y, statistics = batch_norm_operator.op(x, weight, bias, mean, var, *owners, eps, dtype)
+    elif torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        owners = parameter(weight), parameter(bias)
+        y, statistics = cast(Any, _BatchNorm).apply(x, weight, bias, mean, var, owners, eps, dtype)
+    else:
+        y, statistics = _batch_norm(x, weight, bias, mean, var, eps, dtype)
+    if from_batch and running is not None:
+        update_running(statistics, running if x.numel() else running._replace(mean=None, var=None))
+    return cast(Tensor, y)
+
+
+def require_rows(x: Tensor) -> None:
+    """Raise for a single row, which has no variance. No rows at all are accepted, as in torch."""
+    if _rows(x) == 1:
+        raise ValueError(f"x has shape {list(x.shape)}: a batch norm needs more than one row to take statistics of")
+
+
+def update_running(statistics: Tensor, *running: RunningStatistics) -> None:
+    """Update running statistics in place, as torch.nn.BatchNorm1d does, by those of a batch [4, D].
+
+    Two norms [2, 4, D] take one launch.
+    """
+    tensors = [each for one in running for each in one[:3] if each is not None]
+    if not tensors or any(each.frozen for each in running):
+        return
+    update = update_running_operator.op if through_dispatcher(statistics, *tensors) else _update_running
+    update(statistics, *[value for one in running for value in one[:4]])
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        x, weight, bias, mean, var, ctx.owners, eps, dtype = args
+        y, statistics = _batch_norm(x, weight, bias, mean, var, eps, dtype)
+        _keep_batch_norm(ctx, x, weight, bias, mean, statistics)
+        ctx.set_materialize_grads(False)
+        return y, statistics
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, of_statistics: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 8
+        accumulated = list(map(autograd.accumulated, ctx.owners, ctx.needs_input_grad[1:3]))
+        return *_batch_norm_gradients(ctx, grad, accumulated), *(None,) * 5
+
+
+def _keep_batch_norm(
+    ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, statistics: Tensor
+) -> None:
+    ctx.save_for_backward(x, statistics)
+    ctx.mark_non_differentiable(statistics)
+    ctx.from_batch, ctx.dtypes = mean is None, _dtypes(weight, bias)
+
+
+def _batch_norm_gradients(ctx: Any, grad: Tensor, accumulated: Sequence[Accumulated]) -> _Gradients:
+    refuse_second_derivative("batch_norm")
+    x, statistics = ctx.saved_tensors
+
+    def backward(of_weight: bool, of_bias: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
+        dx, *found = batch_norm_backward(grad, x, statistics, ctx.from_batch, of_weight or of_bias)
+        return dx, found
+
+    def deliver(gradient: Tensor, dtype: torch.dtype, owner: Accumulated) -> Tensor | None:
+        if owner[1] is None:
+            return gradient.to(dtype)
+        return fused_autograd.of_sums(gradient[None], BIAS_BLOCKS, dtype, owner)
+
+    return _gradients(ctx, x, accumulated, backward, deliver)
+
+
+def _batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
+    eps: float, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The result, and the statistics [4, D] that the kernels use; zeros where there are no rows."""
+    d = x.shape[-1]
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if not x.numel():
+        return y, torch.zeros((4, d), dtype=torch.float32, device=x.device)
+    record_operator("batch_norm", x)
+    if not x.is_cuda:
+        statistics = cpu.batch_statistics(flat(x), mean, var, weight, eps)
+        y.view(-1, d).copy_(cpu.batch_norm(flat(x), statistics, bias))
+        return y, statistics
+    from isogemm.norm.kernels import batch_norm as kernels
+
+    rows, x = _rows(x), placed(x)
+    moments, height = None, configs.TILE_ROWS
+    if mean is None:
+        moments = _partials(x, -(-rows // height), 3)
+        run(kernels.describe_moments(rows, d), (x, moments))
+        if groups := configs.groups(rows):
+            tiles, moments, height = moments, _partials(x, groups, 3), configs.GROUP_ROWS
+            run(kernels.describe_group_moments(rows, d), (tiles, moments))
+    statistics = torch.empty((4, d), dtype=torch.float32, device=x.device)
+    given = dense(mean), dense(var), dense(weight)
+    run(kernels.describe_statistics(rows, d, eps, height), (moments, *given, statistics))
+    run(kernels.describe_normalise(rows, d), (x, statistics, dense(bias), y))
+    return y, statistics
+
+
+def _batch_norm_backward(
+    grad: Tensor, x: Tensor, statistics: Tensor, from_batch: bool, of_parameters: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, and of weight and bias in fp32, which are empty where not wanted."""
+    d = x.shape[-1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        zeros = torch.zeros((2, d if of_parameters else 0), dtype=torch.float32, device=x.device)
+        return dx, zeros[0].clone(), zeros[1].clone()
+    record_operator("batch_norm_backward", x)
+    if not x.is_cuda:
+        of_x, *found = cpu.batch_norm_backward(flat(grad), flat(x), statistics, from_batch)
+        dx.view(-1, d).copy_(of_x)
+        of_weight, of_bias = found if of_parameters else (each.new_empty(0) for each in found)
+        return dx, of_weight, of_bias
+    from isogemm.norm.kernels import batch_norm as kernels
+
+    rows, grad, x = _rows(x), placed(grad), placed(x)
+    gradients = [torch.empty(d if of_parameters else 0, dtype=torch.float32, device=x.device) for _ in range(2)]
+    coefficients = torch.empty((2, d), dtype=torch.float32, device=x.device) if from_batch else None
+    if from_batch or of_parameters:
+        sums, height = _partials(x, -(-rows // configs.TILE_ROWS), 2), configs.TILE_ROWS
+        run(kernels.describe_gradient_sums(rows, d), (grad, x, statistics, sums))
+        if groups := configs.groups(rows):
+            tiles, sums, height = sums, _partials(x, groups, 2), configs.GROUP_ROWS
+            run(kernels.describe_group_sums(rows, d), (tiles, sums))
+        written = gradients if of_parameters else (None, None)
+        last = kernels.describe_coefficients(rows, d, height=height)
+        run(last, (sums, statistics, coefficients, *written))
+    tensors = (grad, x, statistics, coefficients, None, dx, None, None)
+    run(kernels.describe_batch_norm_backward(rows, d), tensors)
+    return dx, gradients[0], gradients[1]
+
+
+def _partials(x: Tensor, count: int, width: int) -> Tensor:
+    return torch.empty((count, width, x.shape[-1]), dtype=torch.float32, device=x.device)
+
+
+def _update_running(statistics: Tensor, *values: Any) -> None:
+    """Update one norm's or two norms' running statistics; values: mean, var, batches and momentum of each."""
+    of_norms = statistics.view(-1, *statistics.shape[-2:])
+    norms = [values[4 * place : 4 * place + 4] for place in range(len(of_norms))]
+    if not statistics.is_cuda:
+        for each, norm in zip(of_norms, norms, strict=True):
+            cpu.update_running(each, *norm)
+        return
+    from isogemm.norm.kernels import batch_norm as kernels
+
+    momenta = [norm[3] for norm in norms]
+    buffers = [buffer for norm in norms for buffer in norm[:3]]
+    written = [dense(each) for each in buffers]
+    arguments = [given for place, each in enumerate(of_norms) for given in (each, *written[3 * place : 3 * place + 3])]
+    run(kernels.describe_running(statistics.shape[-1], momenta), (*arguments, *[None] * (8 - len(arguments))))
+    for buffer, now in zip(buffers, written, strict=True):
+        if buffer is None or now is None:
+            continue
+        if buffer is not now:
+            buffer.copy_(now)
+        elif not buffer.is_inference():
+            torch.autograd.graph.increment_version(buffer)
+
+
+def _rows(x: Tensor) -> int:
+    return math.prod(x.shape[:-1])
+
+
+def _encoder_norm_op(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> Tensor:
+    return _norm(x, weight, bias, *rest[4:])
+
+
+def _encoder_norm_fake(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty(x.shape, dtype=args[-1])
+
+
+def _encoder_norm_backward_fake(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    d, (of_weight, of_bias) = x.shape[-1], rest[-2:]
+    blocks = (x.numel() // d + configs.SUM_ROWS - 1) // configs.SUM_ROWS
+    return x.new_empty(x.shape), x.new_empty((of_weight + of_bias, blocks, d), dtype=torch.float32)
+
+
+def _batch_norm_op(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _batch_norm(x, *rest[:4], *rest[8:])
+
+
+def _batch_norm_fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=args[-1]), x.new_empty((4, x.shape[-1]), dtype=torch.float32)
+
+
+def _batch_norm_backward_fake(
+    grad: Tensor, x: Tensor, statistics: Tensor, from_batch: bool, of_parameters: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = [x.new_empty(x.shape[-1] if of_parameters else 0, dtype=torch.float32) for _ in range(2)]
+    return x.new_empty(x.shape), gradients[0], gradients[1]
+
+
+_OWNERS = "Tensor? owner, Tensor? main_grad, Tensor? bias_owner, Tensor? bias_main_grad"
+
+# owners and totals are not saved tensors: another micro-batch's backward may change a main_grad before this one's.
+
+
+def _keep_norm_call(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, owner, main_grad, bias_owner, bias_main_grad, *rest = inputs
+    _keep_norm(ctx, x, weight, bias, *rest)
+    ctx.given = (owner, main_grad), (bias_owner, bias_main_grad)
+
+
+def _keep_batch_norm_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, mean, _, owner, main_grad, bias_owner, bias_main_grad, _, _ = inputs
+    _keep_batch_norm(ctx, x, weight, bias, mean, output[1])
+    ctx.given = (owner, main_grad), (bias_owner, bias_main_grad)
+
+
+def _given(ctx: Any) -> list[Accumulated]:
+    return list(map(autograd.given_or_accumulated, ctx.given, ctx.needs_input_grad[1:3]))
+
+
+encoder_norm_operator = Operator(
+    f"encoder_norm(Tensor x, Tensor? weight, Tensor? bias, {_OWNERS}, str norm, float eps, ScalarType dtype) -> Tensor",
+    _encoder_norm_op,
+    _encoder_norm_fake,
+    keep=_keep_norm_call,
+    backward=lambda ctx, grad: (*_norm_gradients(ctx, grad, _given(ctx)), *(None,) * 7),
+)
+encoder_norm_backward = Operator(
+    "encoder_norm_backward(Tensor grad, Tensor x, Tensor? weight, str norm, float eps, bool of_weight, "
+    "bool of_bias) -> (Tensor, Tensor)",
+    _norm_backward,
+    _encoder_norm_backward_fake,
+)
+batch_norm_operator = Operator(
+    f"batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, {_OWNERS}, float eps, "
+    "ScalarType dtype) -> (Tensor, Tensor)",
+    _batch_norm_op,
+    _batch_norm_fake,
+    keep=_keep_batch_norm_call,
+    backward=lambda ctx, grad, _: (*_batch_norm_gradients(ctx, grad, _given(ctx)), *(None,) * 8),
+)
+batch_norm_backward = Operator(
+    "batch_norm_backward(Tensor grad, Tensor x, Tensor statistics, bool from_batch, bool of_parameters) "
+    "-> (Tensor, Tensor, Tensor)",
+    _batch_norm_backward,
+    _batch_norm_backward_fake,
+)
+update_running_operator = Operator(
+    "update_running(Tensor statistics, Tensor(a!)? mean, Tensor(b!)? var, Tensor(c!)? batches, float? momentum, "
+    "Tensor(d!)? mean2=None, Tensor(e!)? var2=None, Tensor(f!)? batches2=None, float? momentum2=None) -> ()",
+    _update_running,
+    lambda *args: None,
+)

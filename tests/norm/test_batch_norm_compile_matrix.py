@@ -1,0 +1,57 @@
+"""The batch norm's kernels compiled for GPUs that are not here, with all that they can be asked for.
+
+From a shell, with PYTHONPATH=src:tests/encoder:
+`python -m isogemm.testing.compile_matrix test_batch_norm_compile_matrix:jobs --target sm_90`.
+"""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from compile_matrix import TARGETS, CompileJob, compile_job, limit_violations
+
+from isogemm.norm import configs
+from isogemm.norm.kernels import batch_norm as kernels
+
+ROWS = 3000 * configs.TILE_ROWS
+KINDS = {"seed": "*i64", "batches0": "*i64", "batches1": "*i64"}
+
+
+def jobs(d=128, dtype="*fp32", pdl=True):
+    launches = [
+        kernels.describe_moments(ROWS, d, pdl),
+        kernels.describe_group_moments(ROWS, d, pdl=pdl),
+        kernels.describe_statistics(ROWS, d, 1e-5, pdl=pdl),
+        kernels.describe_normalise(ROWS, d, pdl),
+        kernels.describe_gradient_sums(ROWS, d, 4, 6, 2, pdl),
+        kernels.describe_group_sums(ROWS, d, 4, 6, 2, pdl=pdl),
+        kernels.describe_coefficients(ROWS, d, 4, 6, 2, pdl=pdl),
+        kernels.describe_batch_norm_backward(ROWS, d, 0.2, 1, pdl),
+        kernels.describe_dropped(ROWS, d, 0.2, 1, pdl),
+        kernels.describe_running(d, (0.1, None), pdl),
+    ]
+    return [_job(launch, d, dtype) for launch in launches]
+
+
+def _job(launch, d, dtype):
+    names = launch.kernel.arg_names[: -len(launch.constants)]
+    assert launch.kernel.arg_names[len(names) :] == list(launch.constants)  # as `Launch.bind` wants them
+    tensors = names[: len(names) - len(launch.scalars)]
+    pointers = {name: KINDS.get(name) or (dtype if name.endswith("_ptr") else "*fp32") for name in tensors}
+    return CompileJob.of(launch, pointers, f"{launch.kernel.__name__} {d} {dtype}")
+
+
+def _cases():
+    for job in jobs():
+        yield job, "sm_90"
+    for target in TARGETS:
+        if target != "sm_90":
+            yield jobs(48, "*bf16", pdl=False)[7], target
+
+
+CASES = list(_cases())
+
+
+@pytest.mark.parametrize(("job", "target"), CASES, ids=[f"{target} {job.name}" for job, target in CASES])
+def test_compiles_within_limits(job, target):
+    assert limit_violations(job, target, compile_job(job, target)) == ()  # spills, shared memory

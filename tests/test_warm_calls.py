@@ -1,0 +1,108 @@
+"""The way of a warm call: which of isogemm's functions run between the public function and Triton's launcher.
+
+At most five functions in four files for every operation. A GPU without TMA is simulated: CPU tensors say that they are
+on it, and kernels are bound to a launcher that does nothing.
+"""
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import isogemm
+from isogemm.core import device, launch, plan
+from isogemm.core.launch import BoundKernel, Launch
+from isogemm.tiny import configs as tiny_configs
+
+MOST_FUNCTIONS, MOST_FILES = 5, 4
+SOURCE = str(Path(isogemm.__file__).parent)
+
+
+class Compiled:
+    """What BoundKernel reads of a compiled kernel; a launch does nothing."""
+
+    name, packed_metadata, function = "kernel", "metadata", "handle"
+
+    def _init_handles(self):
+        """Nothing is loaded."""
+
+    def run(self, *args):
+        """Nothing is launched."""
+
+
+@pytest.fixture(autouse=True)
+def simulated_gpu(monkeypatch):
+    plan.clear_caches()
+    monkeypatch.setattr(Launch, "bind", lambda self, *dummies: BoundKernel(Compiled(), list(self.constants.values())))
+    facts = device.DeviceFacts("simulated", "sm_80", 108, 163 * 1024, 40 << 20)
+    monkeypatch.setattr(device, "facts", lambda device: facts)
+    monkeypatch.setattr(device, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "current_stream", lambda index: 0)
+    monkeypatch.setattr(tiny_configs, "gate", lambda problem: "dot")
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
+    yield
+    plan.clear_caches()
+
+
+def functions_of(call):
+    """(file, name) of isogemm's functions that a warm call runs, in order; comprehensions are part of theirs.
+
+    The shortest of several: the encoder's launches are kept by address, and a CPU's memory comes back less often to the
+    same ones than torch's caching allocator's.
+    """
+    call()
+    found = []
+
+    def profile(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(SOURCE) and not code.co_name.startswith("<"):
+            found[-1].append((code.co_filename.removeprefix(SOURCE + "/"), code.co_name))
+
+    for _ in range(20):
+        found.append([])
+        sys.setprofile(profile)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+    return min(found, key=len)
+
+
+def half(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+X, WEIGHT, BIAS = half(16, 64), half(32, 64), half(32)
+PARAMETERS = isogemm.EncoderParameters(
+    half(192, 64), half(64, 64), half(128, 64), half(64, 128), half(64), half(64), half(192), half(64), half(128),
+    half(64), half(64), half(64),
+)  # fmt: skip
+CALLS = {
+    "mm": lambda: isogemm.mm(X, WEIGHT.t()),
+    "matmul": lambda: isogemm.matmul(X, WEIGHT.t()),
+    "linear": lambda: isogemm.linear(X, WEIGHT, BIAS),
+    "linear, gelu": lambda: isogemm.linear(X, WEIGHT, BIAS, activation="gelu"),
+    "linear, swiglu": lambda: isogemm.linear(X, WEIGHT, weight_up=half(32, 64), activation="swiglu"),
+    "matmul_fused": lambda: isogemm.matmul_fused(X, WEIGHT.t(), bias=BIAS, activation="relu", residual=half(16, 32)),
+    "bmm": lambda: isogemm.bmm(half(8, 16, 16), half(8, 16, 16)),
+    "encoder_layer": lambda: isogemm.encoder_layer(half(8, 16, 64), PARAMETERS, nhead=4),
+}
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_a_warm_call_is_short(operation):
+    with torch.no_grad():
+        functions = functions_of(CALLS[operation])
+    files = {file for file, _ in functions}
+    assert functions, operation
+    assert len(functions) <= MOST_FUNCTIONS, functions
+    assert len(files) <= MOST_FILES, functions
+    assert functions[-1] in (("core/launch.py", "launch"), ("encoder/schedule.py", "run"))
