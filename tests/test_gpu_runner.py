@@ -15,7 +15,10 @@ def test_number(number, pytestconfig):
     note(f"long {number} in {pytestconfig.getoption('--slice')}")
 """
 SHORT = """
+import atexit
 import pytest
+
+atexit.register(print, "said after the summary")
 
 def test_together():
     note("together")

@@ -49,14 +49,13 @@ class Outcome(NamedTuple):
 
     @property
     def counts(self) -> str:
-        """pytest's last line: "17 passed, 2 skipped in 3.2s"."""
-        lines = self.output.strip().splitlines()
-        return lines[-1].strip("= ") if lines else "no output"
+        """pytest's summary, such as "17 passed, 2 skipped in 3.2s"; empty where it did not come to its end."""
+        found = re.findall(r"^=* ?((?:\d+ \w+|no tests ran).* in [\d.]+s\b.*?) ?=*$", self.output, re.MULTILINE)
+        return found[-1] if found else ""
 
     @property
     def ok(self) -> bool:
-        """Whether pytest came to its end and no test failed."""
-        return self.status in (0, NO_TESTS) and bool(re.search(r" in [\d.]+s\b", self.counts))
+        return self.status in (0, NO_TESTS) and bool(self.counts)
 
 
 def slices_of(files: list[Path], slices: dict[str, int] = SLICES) -> list[Slice]:
@@ -87,7 +86,8 @@ def run_all(files: list[Path], jobs: int, options: list[str], slices: dict[str, 
     begun, failed = time.monotonic(), []
 
     def show(part: Slice, outcome: Outcome) -> None:
-        print(f"{'ok' if outcome.ok else 'FAILED':6}  {outcome.seconds:6.1f} s  {part}: {outcome.counts}", flush=True)
+        verdict, counts = "ok" if outcome.ok else "FAILED", outcome.counts or "ended early"
+        print(f"{verdict:6}  {outcome.seconds:6.1f} s  {part}: {counts}", flush=True)
         if not outcome.ok:
             failed.append(str(part))
             print(outcome.output, flush=True)
