@@ -5,6 +5,7 @@ import torch
 from dispatching import ThroughOperators
 from torch._subclasses import FakeTensorMode
 
+from isogemm.core import operator
 from isogemm.core.operator import Operator
 
 CALLS = []
@@ -24,10 +25,17 @@ def _backward(ctx, grad):
     return grad * ctx.factor, grad if ctx.has_other else None, None
 
 
-scaled = Operator(
-    "scaled_in_test(Tensor x, Tensor? other, float factor) -> Tensor", _run,
-    lambda x, other, factor: torch.empty_like(x), keep=_keep, backward=_backward, refused="scaled",
-)  # fmt: skip
+@pytest.fixture(scope="module")
+def scaled():
+    """An operator that is there for these tests alone."""
+    library = torch.library.Library("isogemm", "FRAGMENT")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator, "_library", library)
+        yield Operator(
+            "scaled_in_test(Tensor x, Tensor? other, float factor) -> Tensor", _run,
+            lambda x, other, factor: torch.empty_like(x), keep=_keep, backward=_backward, refused="scaled",
+        )  # fmt: skip
+    library._destroy()
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +45,7 @@ def no_calls():
 
 @pytest.mark.parametrize("mode", [None, ThroughOperators])
 @pytest.mark.parametrize("has_other", [False, True])
-def test_results_and_gradients(mode, has_other):
+def test_results_and_gradients(mode, has_other, scaled):
     x = torch.randn(3, requires_grad=True)
     other = torch.randn(3, requires_grad=True) if has_other else None
     if mode is None:
@@ -52,14 +60,14 @@ def test_results_and_gradients(mode, has_other):
     assert CALLS == ["run", "backward"]
 
 
-def test_no_graph_where_no_gradient_is_wanted():
+def test_no_graph_where_no_gradient_is_wanted(scaled):
     x = torch.randn(3, requires_grad=True)
     with torch.no_grad():
         assert scaled(x, None, 2.0).grad_fn is None
     assert scaled(x.detach(), None, 2.0).grad_fn is None
 
 
-def test_fakes_do_not_run_it():
+def test_fakes_do_not_run_it(scaled):
     with FakeTensorMode() as mode:
         fake = scaled(mode.from_tensor(torch.zeros(3, 4)), None, 2.0)
     assert fake.shape == (3, 4)
@@ -67,11 +75,11 @@ def test_fakes_do_not_run_it():
     assert not CALLS
 
 
-def test_it_is_registered():
+def test_it_is_registered(scaled):
     assert scaled.op is torch.ops.isogemm.scaled_in_test
     torch.library.opcheck(scaled.op.default, (torch.randn(3, requires_grad=True), None, 2.0))
 
 
-def test_transforms_are_refused_by_the_public_name():
+def test_transforms_are_refused_by_the_public_name(scaled):
     with pytest.raises(RuntimeError, match=r"isogemm\.scaled has no rule"):
         torch.vmap(lambda x: scaled(x, None, 2.0))(torch.randn(2, 3))
