@@ -111,17 +111,10 @@ def parser() -> argparse.ArgumentParser:
     html = argparse.ArgumentParser(add_help=False)
     html.add_argument("--out", type=Path, default=REPORT, metavar="FILE", help="report (default: %(default)s)")
 
-    def command(
-        name: str, summary: str, *parents: argparse.ArgumentParser, epilog: str = ""
-    ) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=epilog,
-            parents=parents,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+    def command(name: str, summary: str, *parents: argparse.ArgumentParser, epilog: str = "") -> Any:
+        description = f"{summary[0].upper()}{summary[1:]}."
+        how: Any = {"epilog": epilog, "parents": parents, "formatter_class": argparse.RawDescriptionHelpFormatter}
+        return commands.add_parser(name, help=summary, description=description, **how)
 
     command("doctor", "show versions, devices, and which kernels are usable or why not")
 
@@ -131,46 +124,27 @@ def parser() -> argparse.ArgumentParser:
     added = command("bench", "measure each family against torch", family, device, epilog=BENCH_CODES)
     added.add_argument("--quick", action="store_true", help="fewer cases")
     added.add_argument(
-        "--only",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="TEXT",
+        "--only", nargs="+", action="extend", default=[], metavar="TEXT",
         help="only cases with one of these in their label, as progress shows it, such as 'gemm linear m=1 '",
-    )
+    )  # fmt: skip
     added.add_argument("--commit", metavar="HASH", help="the commit to record, where git cannot tell")
     added.add_argument(
-        "--out",
-        type=Path,
-        default=BUILD / "isogemm-bench.jsonl",
-        metavar="PATH",
+        "--out", type=Path, default=BUILD / "isogemm-bench.jsonl", metavar="PATH",
         help="append to this .jsonl file, or in this folder to one per GPU and family (default: %(default)s)",
-    )
+    )  # fmt: skip
 
     added = command("report", "make an HTML report or tables from measurements", html)
     added.add_argument(
-        "--results",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="PATH",
+        "--results", type=Path, nargs="+", default=[], metavar="PATH",
         help=f".jsonl files, or folders of them (default: {RECORDED}, or {BUILD} where there are none in that)",
-    )
-    added.add_argument(
-        "--docs",
-        action="store_true",
-        help="instead rewrite the generated tables of README.md, docs/ and src/ in this folder",
-    )
+    )  # fmt: skip
+    text = "instead rewrite the generated tables of README.md, docs/ and src/ in this folder"
+    added.add_argument("--docs", action="store_true", help=text)
 
-    added = command(
-        "demo", "count changed bits, measure errors and times of every family here", device, html, epilog=DEMO_CODES
-    )
-    added.add_argument(
-        "--bench",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="then run the quick benchmark and add it to the report (default: on a GPU)",
-    )
+    text = "count changed bits, measure errors and times of every family here"
+    added = command("demo", text, device, html, epilog=DEMO_CODES)
+    text = "then run the quick benchmark and add it to the report (default: on a GPU)"
+    added.add_argument("--bench", action=argparse.BooleanOptionalAction, default=None, help=text)
 
     added = command("train-patchtst", "train a PatchTST forecaster and compare backends", device, epilog=TRAINING_FILES)
     _add_training(added)
@@ -180,34 +154,19 @@ def parser() -> argparse.ArgumentParser:
 def _add_training(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument("--csv", type=Path, metavar="FILE", help="a header, then a date and numbers in each line (ETT)")
-    data.add_argument(
-        "--rows", type=int, metavar="N", help="of synthetic data, where there is no CSV (default: preset's)"
-    )
+    text = "of synthetic data, where there is no CSV (default: preset's)"
+    data.add_argument("--rows", type=int, metavar="N", help=text)
     run = parser.add_argument_group("run")
-    run.add_argument(
-        "--preset",
-        choices=PRESETS,
-        default="reference",
-        help="; ".join(f"{name}: {summary}" for name, summary in PRESETS.items()) + " (default: %(default)s)",
-    )
+    text = "; ".join(f"{name}: {summary}" for name, summary in PRESETS.items()) + " (default: %(default)s)"
+    run.add_argument("--preset", choices=PRESETS, default="reference", help=text)
     _add_fields(run, RUN_OPTIONS)
-    run.add_argument(
-        "--compare",
-        nargs="*",
-        choices=BACKENDS,
-        metavar="BACKEND",
-        help=f"train with each of these backends, without checkpoints (default: {' '.join(BACKENDS)})",
-    )
+    text = f"train with each of these backends, without checkpoints (default: {' '.join(BACKENDS)})"
+    run.add_argument("--compare", nargs="*", choices=BACKENDS, metavar="BACKEND", help=text)
     run.add_argument("--epochs", type=int, metavar="N", help="(default: preset's)")
     run.add_argument("--patience", type=int, metavar="N", help="end after N epochs without a lower validation error")
     out = parser.add_argument_group("output")
-    out.add_argument(
-        "--out",
-        type=Path,
-        default=BUILD / "train-patchtst",
-        metavar="DIR",
-        help="of all that is written (default: %(default)s)",
-    )
+    text = "of all that is written (default: %(default)s)"
+    out.add_argument("--out", type=Path, default=BUILD / "train-patchtst", metavar="DIR", help=text)
     out.add_argument("--resume", action="store_true", help="go on from DIR/checkpoint.pt, to the bits of one long run")
     out.add_argument("--overwrite", action="store_true", help="discard the checkpoints of another run in DIR")
     out.add_argument("--checkpoint-epochs", type=int, default=1, metavar="N", help="from one to the next (default: 1)")

@@ -21,7 +21,7 @@ def test_a_kernel_whose_bits_follow_the_batch_or_the_tile_is_seen(monkeypatch):
         return -out if wrong and wrong[0](problem, config) else out
 
     monkeypatch.setattr(tiny, "_product", product)
-    each = [tiny.Setting.draw(seed, torch.device("cpu")) for seed in range(2)]
+    each = [tiny.Setting(seed, torch.device("cpu")) for seed in range(2)]
     for trial in (tiny._batch_invariance, tiny._any_tile):
         assert all(diff.equal for diff in trial(each[0]))
     wrong.append(lambda problem, config: problem.batch == 2)

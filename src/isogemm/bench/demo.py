@@ -9,6 +9,7 @@ from statistics import median
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from isogemm.bench import timer
 from isogemm.bench.cases import Thunk
@@ -60,7 +61,6 @@ class DemoResult:
 
     @property
     def failures(self) -> list[str]:
-        """Descriptions of what went wrong."""
         found = [self.failure] if self.failure else []
         if self.bits is not None and self.bits.isogemm:
             found.insert(0, f"isogemm changed {self.bits.isogemm:,} of {self.bits.compared:,} elements, expected 0")
@@ -72,14 +72,9 @@ class DemoResult:
 
 
 def count_changes(
-    functions: Mapping[str, Function],
-    compute: Callable[[Function, slice], torch.Tensor],
-    items: str,
-    *,
-    batch: int,
-    sizes: Sequence[int],
-    compared: int | None = None,
-) -> Bits:
+    functions: Mapping[str, Function], compute: Callable[[Function, slice], Tensor], items: str, *, batch: int,
+    sizes: Sequence[int], compared: int | None = None,
+) -> Bits:  # fmt: skip
     """Compute a whole batch, then its first items in smaller batches; count the elements whose bits change.
 
     Args:
@@ -105,9 +100,7 @@ def count_changes(
     return Bits(how, elements, changed["torch"], changed["isogemm"])
 
 
-def result_and_gradient(
-    model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, grad: torch.Tensor
-) -> torch.Tensor:
+def result_and_gradient(model: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Tensor:
     """A model's result for x [sequences, tokens, width], and next to it the gradient of x."""
     leaf = x.detach().requires_grad_()
     out = model(leaf)
@@ -116,15 +109,9 @@ def result_and_gradient(
 
 
 def result(
-    title: str,
-    bits: Bits | str,
-    errors: Callable[[], Mapping[str, float]],
-    unit: str,
-    thunks: Mapping[str, Thunk],
-    torch_call: str,
-    device: torch.device,
-    note: str = "",
-) -> DemoResult:
+    title: str, bits: Bits | str, errors: Callable[[], Mapping[str, float]], unit: str, thunks: Mapping[str, Thunk],
+    torch_call: str, device: torch.device, note: str = "",
+) -> DemoResult:  # fmt: skip
     """Measure the errors and the times of "torch" and "isogemm".
 
     Args:
@@ -142,20 +129,11 @@ def result(
         accuracy = Accuracy(unit, found["torch"], found["isogemm"])
     except AssertionError as error:
         failure = str(error)
-    times = timer.measure(
-        {name: [thunk] for name, thunk in thunks.items()}, device, repeats=10 if device.type == "cuda" else 5
-    )
-    return DemoResult(
-        title,
-        bits=bits if isinstance(bits, Bits) else None,
-        no_promise="" if isinstance(bits, Bits) else bits,
-        accuracy=accuracy,
-        torch_call=torch_call,
-        torch_us=median(times["torch"]),
-        isogemm_us=median(times["isogemm"]),
-        note=note,
-        failure=failure,
-    )
+    variants = {name: [thunk] for name, thunk in thunks.items()}
+    times = timer.measure(variants, device, repeats=10 if device.type == "cuda" else 5)
+    counted, no_promise = (bits, "") if isinstance(bits, Bits) else (None, bits)
+    torch_us, isogemm_us = (median(times[name]) for name in ("torch", "isogemm"))
+    return DemoResult(title, counted, no_promise, accuracy, torch_call, torch_us, isogemm_us, note, failure)
 
 
 Shown = Sequence[tuple[str, DemoResult]]  # by family
@@ -165,13 +143,10 @@ Grid = tuple[list[str], list[list[str]]]  # columns and lines
 def bits_table(shown: Shown) -> Grid:
     lines = []
     for family, result in shown:
-        if result.bits is None:
-            said = f"not promised: {result.no_promise}" if result.no_promise else "failed"
-            lines.append([family, result.title, said, "", "", ""])
-            continue
-        bits = result.bits
-        counts = f"{bits.compared:,}", changed_text(bits.torch, bits.compared), f"{bits.isogemm:,}"
-        lines.append([family, result.title, bits.how, *counts])
+        cells = [f"not promised: {result.no_promise}" if result.no_promise else "failed", "", "", ""]
+        if bits := result.bits:
+            cells = [bits.how, f"{bits.compared:,}", changed_text(bits.torch, bits.compared), f"{bits.isogemm:,}"]
+        lines.append([family, result.title, *cells])
     return ["family", "operation", "computed", "elements", "changed by torch", "by isogemm"], lines
 
 
@@ -185,16 +160,11 @@ def accuracy_table(shown: Shown) -> Grid:
 
 
 def speed_table(shown: Shown) -> Grid:
-    lines = [
-        [
-            family,
-            result.torch_call,
-            *(time_text(us) for us in (result.torch_us, result.isogemm_us)),
-            f"{result.torch_us / result.isogemm_us:.2f}x",
-        ]
-        for family, result in shown
-        if not math.isnan(result.torch_us)
-    ]
+    lines = []
+    for family, result in shown:
+        if not math.isnan(result.torch_us):
+            times = map(time_text, (result.torch_us, result.isogemm_us))
+            lines.append([family, result.torch_call, *times, f"{result.torch_us / result.isogemm_us:.2f}x"])
     return ["family", "compared with", "torch", "isogemm", "torch / isogemm"], lines
 
 
@@ -203,7 +173,7 @@ def time_text(us: float) -> str:
 
 
 def total(shown: Shown) -> Bits:
-    """The counts summed over all families."""
+    """Sum the counts of all families."""
     found = [result.bits for _, result in shown if result.bits is not None]
     sums = (sum(getattr(each, name) for each in found) for name in ("compared", "torch", "isogemm"))
     return Bits("in all", *sums)

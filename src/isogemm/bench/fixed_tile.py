@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 128, 64
 GROUP = 8  # rows of tiles that share their columns of B in the L2 cache
@@ -42,7 +43,7 @@ def _mm_kernel(
     tl.store(out + rows[:, None] * out_row + cols[None, :], sums.to(out.dtype.element_ty), mask=inside)
 
 
-def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def mm(a: Tensor, b: Tensor) -> Tensor:
     """[M, K] @ [K, N] of 16-bit tensors, any strides, all sizes at least 1."""
     (m, k), n = a.shape, b.shape[1]
     out = torch.empty((m, n), dtype=a.dtype, device=a.device)

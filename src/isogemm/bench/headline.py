@@ -85,11 +85,9 @@ class _Line:
         ]
 
     def figure(self, points: Sequence[Row]) -> Figure:
-        return figure(self.what, self.against, [self._ratio(row) for row in points])
-
-    def _ratio(self, row: Row) -> float:
-        rival = next(rival for rival in self.rivals if rival in row.us)
-        return row.us[rival] / row.us[self.ours]
+        rivals = (next(row.us[rival] for rival in self.rivals if rival in row.us) for row in points)
+        ratios = [us / row.us[self.ours] for us, row in zip(rivals, points, strict=True)]
+        return figure(self.what, self.against, ratios)
 
 
 COMPILED = "torch.compile + CUDA graph"
@@ -134,21 +132,12 @@ def recorded(rows: Iterable[Row], more: Iterable[tuple[Figure, Mapping[str, str]
         figures = [*(line.figure(points) for line, points in lines), *(each for each, _ in others)]
         environments = [*(row.env for _, points in lines for row in points), *(env for _, env in others)]
         if figures:
-            made.append(_recorded(gpu, figures, environments))
+            environments.sort(key=lambda env: env["date"])
+            torch, triton = (" and ".join(sorted({env[name] for env in environments})) for name in ("torch", "triton"))
+            dates = environments[0]["date"][:10], environments[-1]["date"][:10]
+            commits = tuple(dict.fromkeys(env["commit"] for env in environments))
+            made.append(Recorded(gpu, torch, triton, dates, commits, tuple(figures)))
     return made
-
-
-def _recorded(gpu: str, figures: Sequence[Figure], environments: Sequence[Mapping[str, str]]) -> Recorded:
-    by_date = sorted(environments, key=lambda env: env["date"])
-    torch, triton = (" and ".join(sorted({env[name] for env in environments})) for name in ("torch", "triton"))
-    return Recorded(
-        gpu,
-        torch,
-        triton,
-        dates=(by_date[0]["date"][:10], by_date[-1]["date"][:10]),
-        commits=tuple(dict.fromkeys(env["commit"] for env in by_date)),
-        figures=tuple(figures),
-    )
 
 
 def table(measured: Iterable[Recorded]) -> str:
@@ -166,22 +155,20 @@ def dumps(measured: Iterable[Recorded]) -> str:
 
 
 def loads(text: str) -> list[Recorded]:
-    return [
-        Recorded(
-            each["gpu"], each["torch"], each["triton"], tuple(each["dates"]), tuple(each["commits"]),
-            tuple(Figure(**figure) for figure in each["figures"]),
-        )
-        for each in json.loads(text)
-    ]  # fmt: skip
+    records = json.loads(text)
+    for each in records:
+        each["figures"] = [Figure(**figure) for figure in each["figures"]]
+        each |= {name: tuple(each[name]) for name in ("dates", "commits", "figures")}
+    return [Recorded(**each) for each in records]
 
 
 def shipped() -> list[Recorded]:
-    """Those that came with the package."""
+    """Load the figures that came with the package."""
     return loads((resources.files("isogemm.bench") / FILE).read_text(encoding="utf-8"))
 
 
 def refresh(path: Path, measured: Sequence[Recorded]) -> bool:
-    """Rewrite the file; whether anything changed."""
+    """Rewrite the file; return whether anything changed."""
     text = dumps(measured)
     changed = not path.exists() or path.read_text(encoding="utf-8") != text
     if changed:

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec
 
 from isogemm.bench import summary
 from isogemm.bench.ceilings import Ceilings
-from isogemm.bench.extras import need
+from isogemm.bench.files import need
 from isogemm.bench.store import Row
 from isogemm.bench.views import FamilyView, number_type
 
@@ -22,14 +22,8 @@ _P = ParamSpec("_P")
 SERIES = 6  # categorical colours the page defines
 
 # matplotlib wants real colours: these stand for CSS ones until the SVG is written.
-_INK, _MUTED, _LINE, _PAPER, _BAD = (f"#0a0b{i:02x}" for i in range(5))
-_STAND_INS = {
-    _INK: "var(--ink)",
-    _MUTED: "var(--muted)",
-    _LINE: "var(--line)",
-    _PAPER: "var(--paper)",
-    _BAD: "var(--bad)",
-}
+_STAND_INS = {f"#0a0b{i:02x}": f"var(--{name})" for i, name in enumerate(("ink", "muted", "line", "paper", "bad"))}
+_INK, _MUTED, _LINE, _PAPER, _BAD = _STAND_INS
 
 _WIDTH = 6.0  # inches
 _TICK_STEPS = ((10, (1, 1.5, 2, 3, 4, 6, 8)), (30, (1, 2, 3, 5)), (1000, (1, 3)), (math.inf, (1,)))
@@ -135,7 +129,11 @@ def steps(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
         times += [*points.values(), *([] if floor is None else [floor / 1e3])]
         sizes += memory.values()
     for axes, values, label in ((left, times, "time of a step, ms"), (right, sizes, "peak memory, MiB")):
-        _log_axis(axes, values or [1.0])
+        low, high = min(values, default=1.0) / 1.3, max(values, default=1.0) * 1.3
+        axes.set_xscale("log")
+        axes.set_xticks(ticks := _log_ticks(low, high), [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_xlim(low, high)
         axes.set_xlabel(label)
     return canvas.svg(f"steps {view.family} {rows[0].gpu} {view.group_label(rows[0].op, rows[0].params)}")
 
@@ -210,10 +208,8 @@ class _Canvas:
 
     def colour(self, css: str) -> str:
         """A colour to give to matplotlib for a CSS colour."""
-        for stand_in, known in self._css.items():
-            if known == css:
-                return stand_in
-        stand_in = f"#0a0c{len(self._css):02x}"
+        known = {name: stand_in for stand_in, name in self._css.items()}
+        stand_in = known.get(css, f"#0a0c{len(self._css):02x}")
         self._css[stand_in] = css
         return stand_in
 
@@ -269,14 +265,6 @@ def _speedup_axis(axes: Any, low: float, high: float) -> None:
     axes.set_xlim(low, high)
     axes.axvspan(low, 1.0, color=_BAD, alpha=0.07, linewidth=0)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-
-
-def _log_axis(axes: Any, values: Sequence[float]) -> None:
-    low, high = min(values) / 1.3, max(values) * 1.3
-    axes.set_xscale("log")
-    axes.set_xticks(ticks := _log_ticks(low, high), [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.set_xlim(low, high)
 
 
 def _log_ticks(low: float, high: float) -> list[float]:

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from isogemm.bench import ceilings, demo, files, headline, plots, summary, tables
-from isogemm.bench.extras import need
-from isogemm.bench.files import AnyPath
+from isogemm.bench.files import AnyPath, need
 from isogemm.bench.store import Row, newest
+from isogemm.bench.tables import Cell
 from isogemm.bench.views import FamilyView, view_of
 
-
-@dataclass(frozen=True)
-class Cell:
-    text: str
-    value: float | None = None  # what a numeric column sorts by
-    tip: str = ""
-    bad: bool = False
+Views = Iterable[FamilyView]
+Columns = list[tuple[str, Callable[[Row], Cell]]]  # names, and the cell of a point
 
 
 @dataclass(frozen=True)
 class Table:
-    columns: list[str]
-    rows: list[list[Cell]]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
 
 
 @dataclass(frozen=True)
@@ -46,18 +42,6 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class FamilySection:
-    title: str
-    speed: summary.Speedups | None
-    worst: str
-    best: str
-    bandwidth: str
-    headline: Table
-    plots: list[Plot]
-    points: Table
-
-
-@dataclass(frozen=True)
 class Section:
     """A table and plots that are not made of points."""
 
@@ -65,13 +49,6 @@ class Section:
     text: str
     table: Table
     plots: list[Plot]
-
-
-@dataclass(frozen=True)
-class DeviceSection:
-    gpu: str
-    ceilings: list[str]
-    families: list[FamilySection]
 
 
 @dataclass(frozen=True)
@@ -86,22 +63,16 @@ class DemoPage:
 
 
 def write(
-    path: AnyPath,
-    rows: Iterable[Row],
-    views: Iterable[FamilyView] = (),
-    sections: Sequence[Section] = (),
+    path: AnyPath, rows: Iterable[Row], views: Views = (), sections: Sequence[Section] = (),
     page: DemoPage | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Render the rows to a file."""
     files.write(path, render(rows, views, sections, page).encode())
     return Path(path)
 
 
 def render(
-    rows: Iterable[Row],
-    views: Iterable[FamilyView] = (),
-    sections: Sequence[Section] = (),
-    page: DemoPage | None = None,
+    rows: Iterable[Row], views: Views = (), sections: Sequence[Section] = (), page: DemoPage | None = None
 ) -> str:
     """The report as HTML; of points measured more than once, the newest.
 
@@ -123,44 +94,39 @@ def render(
     return html
 
 
-def _device(gpu: str, rows: Sequence[Row], views: Sequence[FamilyView]) -> DeviceSection:
+def _device(gpu: str, rows: Sequence[Row], views: Sequence[FamilyView]) -> dict[str, Any]:
     limits = ceilings.read(rows, gpu)
     facts = [f"mm {number}: {summary.rate_text(rate)}" for number, rate in limits.flops_per_s.items()]
     if limits.bytes_per_s is not None:
         facts.insert(0, f"copy, read + write: {limits.bytes_per_s / 1e9:.0f} GB/s")
     families = [_family(mine, view_of(family, mine, views), limits) for family, mine in summary.by_family(rows).items()]
-    return DeviceSection(gpu, facts, families)
+    return {"gpu": gpu, "ceilings": facts, "families": families}
 
 
-def _family(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> FamilySection:
-    speed, reached = summary.speedups(rows), summary.bandwidth(rows, view, limits)
-    return FamilySection(
-        title=view.title,
-        speed=speed,
-        worst="" if speed is None else plots.point_label(speed.worst, view),
-        best="" if speed is None else plots.point_label(speed.best, view),
-        bandwidth="" if reached is None else tables.bandwidth_text(reached, view),
-        headline=_headline(rows, view, limits),
-        plots=_plots(rows, view, limits),
-        points=_points(rows, limits),
-    )
+def _family(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> dict[str, Any]:
+    speed = summary.speedups(rows)
+    return {
+        "title": view.title,
+        "speed": speed,
+        "worst": "" if speed is None else plots.point_label(speed.worst, view),
+        "best": "" if speed is None else plots.point_label(speed.best, view),
+        "bandwidth": tables.bandwidth_cell(rows, view, limits).text,
+        "headline": _headline(rows, view, limits),
+        "plots": _plots(rows, view, limits),
+        "points": _points(rows, limits),
+    }
 
 
 def _plots(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> list[Plot]:
     made = []
     if limits.bytes_per_s is not None and any(row.flops and row.bytes for row in rows):
-        keys = [
-            Key(
-                f"{number or 'points'} ({summary.rate_text(roof)} roof)"
-                if (roof := limits.flops_per_s.get(number))
-                else f"{number or 'points'} (compute roof not measured)",
-                plots.series_colour(index),
-            )
-            for index, number in enumerate(plots.number_types(rows))
-        ]
+        keys = []
+        for index, number in enumerate(plots.number_types(rows)):
+            rate = limits.flops_per_s.get(number)
+            roof = f"{summary.rate_text(rate)} roof" if rate else "compute roof not measured"
+            keys.append(Key(f"{number or 'points'} ({roof})", plots.series_colour(index)))
         keys.append(Key(f"copy bandwidth {limits.bytes_per_s / 1e9:.0f} GB/s", "var(--muted)", "line"))
-        columns = summary.columns(rows, view)
-        if len(columns) > 1:
+        if len(summary.columns(rows, view)) > 1:
             keys.append(Key(f"larger dot: larger {view.column}"))
         made.append(Plot("Roofline", plots.roofline(rows, view, limits.bytes_per_s, limits.flops_per_s), keys))
     for label, group in summary.by_group(rows, view).items():
@@ -177,69 +143,36 @@ def _plots(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> 
 
 
 def _headline(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> Table:
-    lines, peers = [], summary.peers(rows)
-    for label, group in summary.by_group(rows, view).items():
-        speed = summary.speedups(group)
-        if speed is None:
-            continue
-        reached, cpu = summary.bandwidth(group, view, limits), summary.host_cost(group, view)
-        lines.append(
-            [
-                Cell(label),
-                Cell(str(speed.points), speed.points),
-                *map(_speedup, (speed.geomean, speed.least, speed.most)),
-                Cell(str(speed.behind), speed.behind),
-                *(_peer(tables.peer_speedups(group, peer, view)) for peer in peers),
-                Cell("") if reached is None else Cell(tables.bandwidth_text(reached, view), reached.median),
-                Cell(tables.memory_text(group)),
-                Cell("") if cpu is None else Cell(tables.host_text(cpu, view), cpu.geomean),
-            ]
-        )
     names = ["", "points", "geomean", "min", "max", "below 1x"]
-    names += [f"{view.peer_label(peer)} (min)" for peer in peers]
-    return _without_empty(Table([*names, "of copy bandwidth", "peak memory", "CPU time per call"], lines))
-
-
-def _peer(speed: summary.Speedups | None) -> Cell:
-    return Cell(tables.peer_text(speed), None if speed is None else speed.geomean)
+    names += [f"{view.peer_label(peer)} (min)" for peer in summary.peers(rows)]
+    names += ["of copy bandwidth", "peak memory", "CPU time per call"]
+    return _without_empty(
+        Table(names, [[label, *rest] for label, _, *rest in tables.headline_cells(rows, view, limits)])
+    )
 
 
 def _points(rows: Sequence[Row], limits: ceilings.Ceilings) -> Table:
-    params = list(dict.fromkeys(name for row in rows for name in row.params))
-    info = list(dict.fromkeys(name for row in rows for name in row.info))
-    variants = _variants(name for row in rows for name in row.times_us)
-    checked = _variants(name for row in rows for name in row.error)
-    hosts = _variants(name for row in rows for name in row.cpu_us)
-    names = [
-        "op",
-        *params,
-        *(f"{name} us" for name in variants),
-        "speed-up",
-        "GB/s",
-        "of copy",
-        "GFLOP/s",
-        *(f"{name} CPU us" for name in hosts),
-        *(f"{name} error" for name in checked),
-        *info,
+    """A line per point, with all that was measured and recorded of it."""
+
+    def by_name(field: str, suffix: str, cell: Callable[[Any], Cell]) -> Columns:
+        leading = ("isogemm", "torch")
+        found = dict.fromkeys(name for row in rows for name in getattr(row, field))
+        names = sorted(found, key=lambda name: leading.index(name) if name in leading else len(leading))
+        return [(name + suffix, lambda row, name=name: cell(getattr(row, field).get(name))) for name in names]  # type: ignore[misc]
+
+    columns: Columns = [
+        ("op", lambda row: Cell(row.op)),
+        *by_name("params", "", lambda value: tables.cell(value, "") if isinstance(value, int) else Cell(value or "")),
+        *by_name("times_us", " us", _times),
+        ("speed-up", lambda row: tables.ratio_cell(row.speedup)),
+        ("GB/s", lambda row: _figure(row.bytes_per_s / 1e9)),
+        ("of copy", lambda row: tables.cell(limits.bandwidth_fraction(row), ".0%")),
+        ("GFLOP/s", lambda row: _figure(row.flops_per_s / 1e9)),
+        *by_name("cpu_us", " CPU us", _times),
+        *by_name("error", " error", lambda value: tables.cell(value, ".1e")),
+        *by_name("info", "", lambda value: Cell(value or "")),
     ]
-    lines = []
-    for row in rows:
-        fraction = limits.bandwidth_fraction(row)
-        lines.append(
-            [
-                Cell(row.op),
-                *(_param(row.params.get(name, "")) for name in params),
-                *(_times(row.times_us.get(name)) for name in variants),
-                _speedup(row.speedup),
-                _figure(row.bytes_per_s / 1e9),
-                Cell("") if fraction is None else Cell(f"{fraction:.0%}", fraction),
-                _figure(row.flops_per_s / 1e9),
-                *(_times(row.cpu_us.get(name)) for name in hosts),
-                *(_error(row.error.get(name)) for name in checked),
-                *(Cell(row.info.get(name, "")) for name in info),
-            ]
-        )
-    return _without_empty(Table(names, lines))
+    return _without_empty(Table([name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows]))
 
 
 def _environments(rows: Sequence[Row]) -> Table:
@@ -250,33 +183,14 @@ def _environments(rows: Sequence[Row]) -> Table:
         seen.setdefault(tuple(row.env[name] for name in facts), []).append(row.env["date"])
     lines = []
     for values, dates in seen.items():
-        first, last = min(dates), max(dates)
-        span = first if first == last else f"{first} to {last}"
-        lines.append([*(Cell(value) for value in values), Cell(span), Cell(str(len(dates)), len(dates))])
+        span = " to ".join(dict.fromkeys((min(dates), max(dates))))
+        lines.append([*map(Cell, (*values, span)), tables.cell(len(dates), "")])
     return Table([*facts, "measured", "rows"], lines)
 
 
 def _without_empty(table: Table) -> Table:
     kept = [i for i, _ in enumerate(table.columns) if any(line[i].text for line in table.rows)]
     return Table([table.columns[i] for i in kept], [[line[i] for i in kept] for line in table.rows])
-
-
-def _variants(names: Iterable[str]) -> list[str]:
-    """Distinct names, isogemm and torch first."""
-    leading = ("isogemm", "torch")
-    return sorted(dict.fromkeys(names), key=lambda n: leading.index(n) if n in leading else len(leading))
-
-
-def _param(value: int | str) -> Cell:
-    return Cell(str(value), value if isinstance(value, int) else None)
-
-
-def _speedup(value: float | None) -> Cell:
-    return Cell("") if value is None else Cell(f"{value:.2f}x", value, bad=summary.is_behind(value))
-
-
-def _error(value: float | None) -> Cell:
-    return Cell("") if value is None else Cell(f"{value:.1e}", value)
 
 
 def _times(values: Sequence[float] | None) -> Cell:

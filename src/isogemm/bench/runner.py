@@ -48,14 +48,15 @@ class Runner:
     def rows(self, cases: Sequence[Case]) -> Iterator[Row]:
         """A row for each case whose check passed, as soon as it is measured."""
         env = environment(self.device) if self.env is None else self.env
+        progress = self.progress or (lambda *_: None)
         for done, case in enumerate(cases):
-            self._report(done, len(cases), case.label)
+            progress(done, len(cases), case.label)
             if self.device.type == "cuda":  # what the last case's graphs held is else not free for this one
                 torch.cuda.empty_cache()
             row = self._row(case, env)
             if row is not None:
                 yield row
-        self._report(len(cases), len(cases), "")
+        progress(len(cases), len(cases), "")
 
     def _row(self, case: Case, env: Mapping[str, str]) -> Row | None:
         stage = "build"
@@ -70,18 +71,8 @@ class Runner:
         except Exception as error:  # whatever a case raises, the other cases still run
             self.failures.append(Failure(case.label, stage, f"{type(error).__name__}: {error}"))
             return None
-        return Row(
-            family=case.family,
-            op=case.op,
-            params=dict(case.params),
-            flops=case.flops,
-            bytes=case.bytes,
-            info=run.info,
-            error=errors,
-            times_us=times,
-            cpu_us=host,
-            env=dict(env),
-        )
+        what = case.family, case.op, dict(case.params), case.flops, case.bytes
+        return Row(*what, info=run.info, error=errors, times_us=times, cpu_us=host, env=dict(env))
 
     def _host_time(self, variants: Mapping[str, Sequence[Thunk]], slowest_us: float) -> dict[str, list[float]]:
         if self.device.type != "cuda" or slowest_us > _LONGEST_CALL_US:  # on a CPU a call ends when its work does
@@ -89,10 +80,6 @@ class Runner:
         burst = round(min(50, max(5, _BURST_US / slowest_us)))
         bursts = round(min(self.host_bursts, max(5, _HOST_US / (burst * slowest_us))))
         return timer.host_time(variants, self.device, bursts=bursts, burst=burst)
-
-    def _report(self, done: int, total: int, label: str) -> None:
-        if self.progress is not None:
-            self.progress(done, total, label)
 
 
 def environment(device: torch.device, commit: str | None = None) -> dict[str, str]:

@@ -71,9 +71,8 @@ class Row:
     @property
     def cpu_ratio(self) -> float | None:
         """isogemm's CPU time per call over torch's, where both were measured."""
-        if "isogemm" not in self.cpu_us or "torch" not in self.cpu_us:
-            return None
-        return median(self.cpu_us["isogemm"]) / median(self.cpu_us["torch"])
+        ours, torchs = (self.cpu_us.get(name) for name in ("isogemm", "torch"))
+        return median(ours) / median(torchs) if ours and torchs else None
 
     @property
     def bytes_per_s(self) -> float:
@@ -159,10 +158,6 @@ def _number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and bool(value >= 0)
 
 
-def _param(value: Any) -> bool:
-    return type(value) in (int, str)
-
-
 def _text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -178,7 +173,7 @@ def _mapping(valid: Any) -> Any:
 _FIELDS: dict[str, tuple[str, Any]] = {
     "family": ("a string", _text),
     "op": ("a string", _text),
-    "params": ("integers and strings by name", _mapping(_param)),
+    "params": ("integers and strings by name", _mapping(lambda value: type(value) in (int, str))),
     "flops": ("a finite number >= 0", _number),
     "bytes": ("a finite number >= 0", _number),
     "info": ("strings by name", _mapping(_text)),

@@ -52,15 +52,8 @@ def speedups(rows: Iterable[Row], variant: str = "isogemm") -> Speedups | None:
         return None
     values = [ratio for _, ratio in compared]
     least, most = min(values), max(values)
-    return Speedups(
-        points=len(compared),
-        geomean=geomean(values),
-        least=least,
-        most=most,
-        worst=compared[values.index(least)][0],
-        best=compared[values.index(most)][0],
-        behind=sum(map(is_behind, values)),
-    )
+    worst, best = (compared[values.index(each)][0] for each in (least, most))
+    return Speedups(len(values), geomean(values), least, most, worst, best, sum(map(is_behind, values)))
 
 
 def peers(rows: Iterable[Row]) -> list[str]:
@@ -79,17 +72,11 @@ def largest_errors(rows: Iterable[Row]) -> dict[str, float]:
 
 def bandwidth(rows: Iterable[Row], view: FamilyView, ceilings: Ceilings) -> Bandwidth | None:
     """The fractions of copy bandwidth; None where it was not measured, or no point is memory-bound."""
-    bound = [row for row in rows if ceilings.bandwidth_limit(row) == 1.0]
-    fractions = {row.key: ceilings.bandwidth_fraction(row) for row in bound}
-    largest = max((view.column_value(row.params) for row in bound), key=sort_key, default="")
-    chosen = [
-        fraction
-        for row in bound
-        if view.column_value(row.params) == largest and (fraction := fractions[row.key]) is not None
-    ]
-    if not chosen:
-        return None
-    return Bandwidth(largest, median(chosen), min(chosen), max(chosen))
+    bound = [(view.column_value(row.params), row) for row in rows if ceilings.bandwidth_limit(row) == 1.0]
+    largest = max((column for column, _ in bound), key=sort_key, default="")
+    fractions = (ceilings.bandwidth_fraction(row) for column, row in bound if column == largest)
+    chosen = [each for each in fractions if each is not None]
+    return Bandwidth(largest, median(chosen), min(chosen), max(chosen)) if chosen else None
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ A document says where: everything between `<!-- figures:NAME -->` and `<!-- /fig
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -51,37 +51,59 @@ def tables(rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> dict[str, s
     return made
 
 
+@dataclass(frozen=True)
+class Cell:
+    text: str
+    value: float | None = None  # what a numeric column sorts by
+    tip: str = ""
+    bad: bool = False
+
+
+def cell(value: float | None, form: str) -> Cell:
+    """The value as text, by a format; empty where there is none."""
+    return Cell("") if value is None else Cell(format(value, form), value)
+
+
+def ratio_cell(ratio: float | None) -> Cell:
+    return Cell("") if ratio is None else Cell(f"{ratio:.2f}x", ratio, bad=summary.is_behind(ratio))
+
+
 def headline(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> str:
     """One line per group: speed-up over torch, the peers', bandwidth at the largest column, memory, CPU time."""
-    peers = summary.peers(rows)
     head = ["", "torch's call", "points", "geomean", "min", "max"]
-    head += [f"{view.peer_label(peer)}, geomean (min)" for peer in peers]
+    head += [f"{view.peer_label(peer)}, geomean (min)" for peer in summary.peers(rows)]
     head += ["of copy bandwidth, median (range)", "peak memory", "CPU time per call"]
-    body = []
+    lines = ([each.text for each in line] for line in headline_cells(rows, view, limits))
+    return markdown(head, ([*line[:6], *line[7:]] for line in lines))
+
+
+def headline_cells(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> list[list[Cell]]:
+    """A line per group: name, torch's call, points, geomean, min, max, below 1x, peers, bandwidth, memory, CPU time."""
+    lines, peers = [], summary.peers(rows)
     for label, group in summary.by_group(rows, view).items():
-        speed = summary.speedups(group)
-        if speed is None:
+        if (speed := summary.speedups(group)) is None:
             continue
-        reached, cpu = summary.bandwidth(group, view, limits), summary.host_cost(group, view)
-        body.append(
+        cpu = summary.host_cost(group, view)
+        lines.append(
             [
-                label,
-                " or ".join(dict.fromkeys(row.info.get("torch call", "") for row in group)),
-                str(speed.points),
-                *(f"{ratio:.2f}x" for ratio in (speed.geomean, speed.least, speed.most)),
-                *(peer_text(peer_speedups(group, peer, view)) for peer in peers),
-                "" if reached is None else bandwidth_text(reached, view),
-                memory_text(group),
-                "" if cpu is None else host_text(cpu, view),
+                Cell(label),
+                Cell(" or ".join(dict.fromkeys(row.info.get("torch call", "") for row in group))),
+                cell(speed.points, ""),
+                *map(ratio_cell, (speed.geomean, speed.least, speed.most)),
+                cell(speed.behind, ""),
+                *(_peer_cell(group, peer, view) for peer in peers),
+                bandwidth_cell(group, view, limits),
+                Cell(memory_text(group)),
+                Cell("") if cpu is None else Cell(host_text(cpu, view), cpu.geomean),
             ]
         )
-    return markdown(head, body)
+    return lines
 
 
 def speedup(rows: Sequence[Row], view: FamilyView, variant: str = "isogemm") -> str:
     """One table per group: a line per shape, a column per column value, speed-up over torch in the cells."""
-    parts = []
-    for label, group in summary.by_group((row for row in rows if variant in row.times_us), view).items():
+
+    def table(group: Sequence[Row]) -> str:
         cells = {
             (view.shape_label(row.params), view.column_value(row.params)): f"{ratio:.2f}x"
             for row in group
@@ -92,28 +114,37 @@ def speedup(rows: Sequence[Row], view: FamilyView, variant: str = "isogemm") -> 
         body = [
             [shape, *(cells.get((shape, column), "") for column in columns)] for shape in summary.shapes(group, view)
         ]
-        parts.append(f"**{label}**\n\n{markdown(head, body)}")
-    return "\n".join(parts)
+        return markdown(head, body)
+
+    return _by_group((row for row in rows if variant in row.times_us), view, table)
+
+
+def _by_group(rows: Iterable[Row], view: FamilyView, table: Callable[[Sequence[Row]], str]) -> str:
+    """A table for each group, with its name above it."""
+    return "\n".join(f"**{label}**\n\n{table(group)}" for label, group in summary.by_group(rows, view).items())
 
 
 def against(rows: Sequence[Row], view: FamilyView) -> str:
     """One table per group: a line per shape, a column per rival, isogemm's speed-up over it in the cells."""
-    parts = []
-    for label, group in summary.by_group(rows, view).items():
+
+    def table(group: Sequence[Row]) -> str:
         rivals = [name for name in ("torch", *summary.peers(group)) if any(name in row.times_us for row in group)]
         body = []
         for row in group:
-            cells = (_ratio_text(_in_torchs_place(row, rival).speedup) for rival in rivals)
+            cells = (ratio_cell(_in_torchs_place(row, rival).speedup).text for rival in rivals)
             body.append([view.shape_label(row.params), *cells])
-        parts.append(f"**{label}**\n\n{markdown([' x '.join(view.shape), *map(view.peer_label, rivals)], body)}")
-    return "\n".join(parts)
+        return markdown([" x ".join(view.shape), *map(view.peer_label, rivals)], body)
+
+    return _by_group(rows, view, table)
 
 
-def peer_speedups(rows: Iterable[Row], peer: str, view: FamilyView) -> summary.Speedups | None:
-    """isogemm's over the peer, or the peer's over torch, as the view has it."""
+def _peer_cell(rows: Iterable[Row], peer: str, view: FamilyView) -> Cell:
+    """isogemm's speed-up over the peer, or the peer's over torch, as the view has it."""
     if view.against:
-        return summary.speedups(_in_torchs_place(row, peer) for row in rows)
-    return summary.speedups(rows, peer)
+        speed = summary.speedups(_in_torchs_place(row, peer) for row in rows)
+    else:
+        speed = summary.speedups(rows, peer)
+    return Cell("") if speed is None else Cell(f"{speed.geomean:.2f}x ({speed.least:.2f}x)", speed.geomean)
 
 
 def _in_torchs_place(row: Row, rival: str) -> Row:
@@ -144,38 +175,28 @@ def deferred(rows: Iterable[Row]) -> str:
 
 def steps(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> str:
     """One table per group, a line per training step: times, speed-ups, memory, and the distance from its arithmetic."""
-    parts = []
-    for label, group in summary.by_group(rows, view).items():
+
+    def table(group: Sequence[Row]) -> str:
         call = group[0].info.get("torch call", "torch")
         ours = ("isogemm", "isogemm eager", "isogemm + compile")
         names = {name: name for name in ours} | {"torch": call, "torch eager": "torch eager"}
         head = [" x ".join(view.shape), *(f"{name}, ms" for name in names.values())]
-        head += [
-            *(f"over {call}" if variant == "isogemm" else f"{variant} over {call}" for variant in ours),
-            "over torch eager",
-            "peak MiB",
-            f"of {call}'s",
-            "of torch eager's",
-        ]
+        head += [f"over {call}" if variant == "isogemm" else f"{variant} over {call}" for variant in ours]
+        head += ["over torch eager", "peak MiB", f"of {call}'s", "of torch eager's"]
         head += ["kept, bytes a token and layer", "arithmetic, ms", "times its arithmetic"]
         body = []
         for row in group:
+            times = (summary.digits(row.us[name] / 1e3) if name in row.us else "" for name in names)
+            ratios = [row.speedup_of(variant) for variant in ours] + [_in_torchs_place(row, "torch eager").speedup]
+            peak, kept = (row.info.get(f"isogemm {name}", "") for name in ("peak MiB", "kept bytes"))
+            memory = peak, *(memory_text([row], rival) for rival in ("torch", "torch eager")), kept
             floor = limits.arithmetic_us(row)
-            body.append(
-                [
-                    view.shape_label(row.params),
-                    *(summary.digits(row.us[name] / 1e3) if name in row.us else "" for name in names),
-                    *(_ratio_text(row.speedup_of(variant)) for variant in ours),
-                    _ratio_text(_in_torchs_place(row, "torch eager").speedup),
-                    row.info.get("isogemm peak MiB", ""),
-                    *(memory_text([row], rival) for rival in ("torch", "torch eager")),
-                    row.info.get("isogemm kept bytes", ""),
-                    "" if floor is None else summary.digits(floor / 1e3),
-                    "" if floor is None else f"{row.best_us / floor:.1f}x",
-                ]
-            )
-        parts.append(f"**{label}**\n\n{markdown(head, body)}")
-    return "\n".join(parts)
+            arithmetic = ("", "") if floor is None else (summary.digits(floor / 1e3), f"{row.best_us / floor:.1f}x")
+            shown = (ratio_cell(ratio).text for ratio in ratios)
+            body.append([view.shape_label(row.params), *times, *shown, *memory, *arithmetic])
+        return markdown(head, body)
+
+    return _by_group(rows, view, table)
 
 
 def bandwidth(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> str:
@@ -196,26 +217,19 @@ def errors(rows: Sequence[Row], view: FamilyView) -> str:
     """One line per group: the largest error of each variant against fp64, as the family's check measures it."""
     groups = {label: summary.largest_errors(group) for label, group in summary.by_group(rows, view).items()}
     variants = list(dict.fromkeys(variant for found in groups.values() for variant in found))
-    body = (
-        [label, *(f"{found[variant]:.1e}" if variant in found else "" for variant in variants)]
-        for label, found in groups.items()
-        if found
+    cells = (
+        [label, *(cell(found.get(name), ".1e").text for name in variants)] for label, found in groups.items() if found
     )
-    return markdown(["", *variants], body)
+    return markdown(["", *variants], cells)
 
 
-def _ratio_text(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}x"
-
-
-def peer_text(speed: summary.Speedups | None) -> str:
-    return "" if speed is None else f"{speed.geomean:.2f}x ({speed.least:.2f}x)"
-
-
-def bandwidth_text(reached: summary.Bandwidth, view: FamilyView) -> str:
+def bandwidth_cell(rows: Iterable[Row], view: FamilyView, limits: ceilings.Ceilings) -> Cell:
+    reached = summary.bandwidth(rows, view, limits)
+    if reached is None:
+        return Cell("")
     where = "" if reached.column == "" else f" at {view.column} {reached.column}"
     span = "" if reached.least == reached.most else f" ({reached.least:.0%} to {reached.most:.0%})"
-    return f"{reached.median:.0%}{span}{where}"
+    return Cell(f"{reached.median:.0%}{span}{where}", reached.median)
 
 
 def memory_text(rows: Iterable[Row], rival: str = "torch") -> str:
@@ -241,7 +255,7 @@ def markdown(head: Sequence[str], body: Iterable[Sequence[str]], *, texts: int =
 
 
 def rendered(text: str, tables: Mapping[str, str]) -> str:
-    """The document with every marked place filled in anew."""
+    """Return the document with every marked place filled in."""
 
     def fill(match: re.Match[str]) -> str:
         name, body = match["name"], match["body"]
@@ -259,7 +273,7 @@ def rendered(text: str, tables: Mapping[str, str]) -> str:
 
 
 def refresh(path: Path, tables: Mapping[str, str]) -> bool:
-    """Rewrite a document's tables; whether anything changed."""
+    """Rewrite a document's tables; return whether anything changed."""
     before = path.read_text(encoding="utf-8")
     after = rendered(before, tables)
     if after != before:
@@ -279,8 +293,7 @@ def source(gpu: str, environments: Sequence[Mapping[str, str]]) -> str:
 
 
 def _ceilings(rows: Sequence[Row]) -> str:
-    devices = summary.by_gpu(rows)
-    limits = {gpu: ceilings.read(rows, gpu) for gpu in devices}
+    limits = {gpu: ceilings.read(rows, gpu) for gpu in summary.by_gpu(rows)}
     numbers = list(dict.fromkeys(number for limit in limits.values() for number in limit.flops_per_s))
     head = ["", "copy, read + write", *(f"mm {number}" for number in numbers)]
     body = []

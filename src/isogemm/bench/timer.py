@@ -6,10 +6,11 @@ import gc
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from isogemm.bench.cases import Thunk
 
@@ -39,16 +40,9 @@ def rotations(bytes_per_set: float, device: torch.device, most: int = _MOST_ROTA
 
 
 def measure(
-    variants: Mapping[str, Sequence[Thunk]],
-    device: torch.device,
-    *,
-    repeats: int = 20,
-    warmup: int = 3,
-    sample_us: float = 200.0,
-    most_calls: int = 4096,
-    budget_us: float = 250_000.0,
-    eager: Collection[str] = (),
-) -> dict[str, list[float]]:
+    variants: Mapping[str, Sequence[Thunk]], device: torch.device, *, repeats: int = 20, warmup: int = 3,
+    sample_us: float = 200.0, most_calls: int = 4096, budget_us: float = 250_000.0, eager: Collection[str] = (),
+) -> dict[str, list[float]]:  # fmt: skip
     """Time every variant: `repeats` raw measurements each, in microseconds per call.
 
     A measurement walks the variant's thunks as often as it takes to last `sample_us`, within `most_calls`. On
@@ -57,26 +51,19 @@ def measure(
     allows.
     """
     _require_thunks(variants)
-    if device.type == "cuda":
-        with torch.cuda.device(device), _collector_paused():
-            walks = {
-                name: _loop_walk(thunks, device, _EAGER_SAMPLE_US, most_calls)
-                if name in eager
-                else _graph_walk(thunks, sample_us, most_calls)
-                for name, thunks in variants.items()
-            }
-            return _within(budget_us, walks, repeats, warmup)
-    loops = {name: _loop_walk(thunks, device, sample_us, most_calls) for name, thunks in variants.items()}
-    with _collector_paused():
-        return _within(budget_us, loops, repeats, warmup)
-
-
-def _within(budget_us: float, walks: Mapping[str, _Walk], repeats: int, warmup: int) -> dict[str, list[float]]:
-    round_us = sum(walk.cost_us for walk in walks.values())
-    affordable = max(_LEAST_REPEATS, int(budget_us / max(round_us, 1e-3)))
-    if affordable < repeats:
-        repeats, warmup = affordable, min(warmup, 1)
-    return interleave({name: walk.sample for name, walk in walks.items()}, repeats, warmup)
+    gpu = device.type == "cuda"
+    with torch.cuda.device(device) if gpu else nullcontext(), _collector_paused():
+        walks = {
+            name: _graph_walk(thunks, sample_us, most_calls)
+            if gpu and name not in eager
+            else _loop_walk(thunks, device, _EAGER_SAMPLE_US if gpu else sample_us, most_calls)
+            for name, thunks in variants.items()
+        }
+        round_us = sum(walk.cost_us for walk in walks.values())
+        affordable = max(_LEAST_REPEATS, int(budget_us / max(round_us, 1e-3)))
+        if affordable < repeats:
+            repeats, warmup = affordable, min(warmup, 1)
+        return interleave({name: walk.sample for name, walk in walks.items()}, repeats, warmup)
 
 
 def host_time(
@@ -142,7 +129,7 @@ class _Graph:
         self.graph = torch.cuda.CUDAGraph()
         # Every set keeps its own output through a walk: were it dropped at once, the next set would write to
         # the same memory, hot in the cache.
-        self.outputs: list[torch.Tensor | None] = [None] * len(thunks)
+        self.outputs: list[Tensor | None] = [None] * len(thunks)
         with torch.cuda.graph(self.graph):
             for _ in range(passes):
                 for index, thunk in enumerate(thunks):

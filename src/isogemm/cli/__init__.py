@@ -74,17 +74,13 @@ def doctor(args: argparse.Namespace, terminal: Terminal) -> int:
         if lacking := private.missing(feature):
             terminal.line(f"warning: {feature} is off: torch {env['torch']} has no {', '.join(lacking)}")
     terminal.table("Devices", ["device", "name", "arch", "SMs", "shared memory", "L2"], map(_device_row, devices))
-    terminal.table(
-        "Kernels",
-        ["family", "device", "kernel", "usable", "reason"],
-        (
-            [family.name, str(device), each.kernel, "yes" if each.usable else "no", each.reason]
-            for family in families.get()
-            for device in devices
-            for each in family.usability(device)
-        ),
-        key=3,
+    lines = (
+        [family.name, str(device), each.kernel, "yes" if each.usable else "no", each.reason]
+        for family in families.get()
+        for device in devices
+        for each in family.usability(device)
     )
+    terminal.table("Kernels", ["family", "device", "kernel", "usable", "reason"], lines, key=3)
     return OK
 
 
@@ -93,30 +89,22 @@ def verify(args: argparse.Namespace, terminal: Terminal) -> int:
     device = find_device(args.device)
     if args.trials < 1:
         raise UsageError(f"--trials: got {args.trials}, expected at least 1")
-    checks = [(family, check) for family in _families(args.family) for check in family.checks]
-    results = []
-    for family in _families(args.family):
+    chosen, results = _families(args.family), []
+    checks = [(family, check) for family in chosen for check in family.checks]
+    for family in chosen:
         if family.compile_checks is not None:
             family.compile_checks(device, args.trials)
     with terminal.progress() as progress:
         for done, (family, check) in enumerate(checks):
             progress(done, len(checks), f"{family.name}: {check.name}")
             results.append(_run_check(check, device, args.trials))
-    terminal.table(
-        f"Checks on {describe(device)}",
-        ["family", "check", "result", "trials", "failures", "differing", "detail"],
-        (
-            [
-                family.name,
-                check.name,
-                "skipped" if result.skipped else "pass" if result.passed else "FAIL",
-                *map(str, (result.trials, result.failures, result.differing)),
-                result.skipped or result.detail or check.what,
-            ]
-            for (family, check), result in zip(checks, results, strict=True)
-        ),
-        key=2,
-    )
+    lines = []
+    for (family, check), result in zip(checks, results, strict=True):
+        said = "skipped" if result.skipped else "pass" if result.passed else "FAIL"
+        counts = map(str, (result.trials, result.failures, result.differing))
+        lines.append([family.name, check.name, said, *counts, result.skipped or result.detail or check.what])
+    columns = ["family", "check", "result", "trials", "failures", "differing", "detail"]
+    terminal.table(f"Checks on {describe(device)}", columns, lines, key=2)
     passed = sum(result.passed for result in results)
     skipped = sum(bool(result.skipped) for result in results)
     failed = len(results) - passed - skipped
@@ -132,16 +120,16 @@ def verify(args: argparse.Namespace, terminal: Terminal) -> int:
 def bench(args: argparse.Namespace, terminal: Terminal) -> int:
     """Measure the cases of each family, and the ceilings of the device, into JSON lines."""
     device = find_device(args.device)
-    cases = _cases(_families(args.family), device, args.quick)
+    chosen = _families(args.family)
+    cases = _cases(chosen, device, args.quick)
     if args.only:
         cases = [case for case in cases if any(text in case.label for text in args.only)]
         if not cases:
             raise UsageError(f"--only: no case has {' or '.join(map(repr, args.only))} in its label")
     files.require_writable(args.out.parent if args.out.suffix == ".jsonl" else args.out)
-    for family in _families(args.family):
-        mine = [case for case in cases if case.family == family.name]
+    for family in chosen:
         if family.compile_cases is not None:
-            family.compile_cases(device, mine)
+            family.compile_cases(device, [case for case in cases if case.family == family.name])
     rows, failures = _measure(cases, device, args.out, terminal, args.commit)
     _speed_table(rows, terminal)
     terminal.line(f"{args.out}: {len(rows)} rows appended")
@@ -307,10 +295,6 @@ def _failure_table(failures: Sequence[runner.Failure], terminal: Terminal) -> in
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace, Terminal], int]] = {
-    "doctor": doctor,
-    "verify": verify,
-    "bench": bench,
-    "report": make_report,
-    "demo": demo,
+    "doctor": doctor, "verify": verify, "bench": bench, "report": make_report, "demo": demo,
     "train-patchtst": train_patchtst,
-}
+}  # fmt: skip

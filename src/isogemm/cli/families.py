@@ -32,7 +32,7 @@ class Family:
     checks: Sequence[Check]
     cases: Callable[[torch.device, bool], Sequence[Case]]  # (device, quick)
     demo: Callable[[torch.device], DemoResult]
-    compile_checks: Callable[[torch.device, int], None] | None = None  # compiles what so many trials launch
+    compile_checks: Callable[[torch.device, int], None] | None = None  # compiles what this many trials launch
     compile_cases: Callable[[torch.device, Sequence[Case]], None] | None = None
     view: FamilyView | None = None  # how its points are laid out; by default read from their parameters
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from isogemm.bench import files
 from isogemm.bench.runner import Progress
@@ -42,13 +42,9 @@ class Terminal:
                 self._out.print(text, soft_wrap=True)
 
     def table(
-        self,
-        title: str,
-        columns: Sequence[str],
-        rows: Iterable[Sequence[str]],
-        styles: Mapping[str, str] = STYLES,
+        self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], styles: Mapping[str, str] = STYLES,
         key: int = 1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Show a table, or nothing where there are no rows. styles: rich's, by a cell's text.
 
         In a narrow terminal several tables, one below the other: each has the first `key` columns, which name a line.
@@ -154,9 +150,8 @@ def _rich_table(title: str, columns: Sequence[Column], styles: Mapping[str, str]
 
     table = Table(title=title or None, title_justify="left", title_style="bold")
     for each in columns:
-        table.add_column(
-            each.name, justify="right" if each.numeric else "left", width=each.width, overflow="fold"
-        )  # fmt: skip
+        justify: Any = "right" if each.numeric else "left"
+        table.add_column(each.name, justify=justify, width=each.width, overflow="fold")
     for line in zip(*(each.cells for each in columns), strict=True):
         table.add_row(*(Text(cell, styles.get(cell, "")) for cell in line))
     return table

@@ -7,22 +7,33 @@ import gc
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from isogemm.bench import runner
 from isogemm.cli.common import FAILED, INTERRUPTED, OK, UsageError, describe, find_device, in_words, values_as_usage
 from isogemm.cli.terminal import STANDARD_OUTPUT, Terminal
-from isogemm.training import folder, loop, options, plots, results, world
-from isogemm.training.config import BACKENDS
+from isogemm.training import folder, loop, plots, results, world
+from isogemm.training.config import BACKENDS, PRESETS, Config
+from isogemm.training.model import Architecture
+from isogemm.training.series import Series, read_csv, synthetic
+
+
+class Asked(NamedTuple):
+    """The run that the arguments ask for."""
+
+    config: Config
+    plan: loop.Plan
+    series: Series
 
 
 def train_patchtst(args: argparse.Namespace, terminal: Terminal) -> int:
     """Train a PatchTST forecaster, or one with each backend."""
     with values_as_usage():
-        asked = options.asked(args)
+        asked = _asked(args)
     with (
         world.entered(find_device(args.device)) as here,
         _stop_requests(here.size == 1) as stop,
@@ -39,6 +50,37 @@ def train_patchtst(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.line("stopped, after the run had ended: it is recorded")
         return INTERRUPTED
     return code
+
+
+def _asked(args: argparse.Namespace) -> Asked:
+    """Turn the arguments into a run; ValueError names the option that cannot be served, and its value."""
+    preset = PRESETS[args.preset]
+    names = [each.name for each in (*fields(Architecture), *fields(Config)) if each.name != "model"]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    for option in ("resume", "overwrite"):
+        if getattr(args, option) and args.compare is not None:
+            raise ValueError(f"--{option}: not with --compare, which writes no checkpoints")
+    if args.resume and args.overwrite:
+        raise ValueError("--overwrite: not with --resume, which goes on with the run that is there")
+    if args.resume and not (args.out / folder.CHECKPOINT).exists():
+        raise ValueError(f"{args.out / folder.CHECKPOINT}: no such file; without --resume a run begins there")
+    if args.backend is not None and args.compare is not None:
+        raise ValueError("--backend: not with --compare, which names those to compare")
+    if args.csv is not None:
+        if args.rows is not None or args.channels is not None:
+            raise ValueError("--rows, --channels: of synthetic data, but there is --csv")
+        series = read_csv(args.csv)
+        config = preset.with_options({**given, "channels": len(series.channels)})
+    else:
+        config = preset.with_options(given)
+        rows = preset.rows if args.rows is None else args.rows
+        if rows < 1:
+            raise ValueError(f"rows is {rows}; expected at least 1")
+        series = synthetic(rows, config.model.channels)
+    epochs = preset.epochs if args.epochs is None else args.epochs
+    out = None if args.compare is not None else args.out
+    plan = loop.Plan(epochs, args.patience, out, args.checkpoint_epochs, args.checkpoint_steps)
+    return Asked(config, plan, series)
 
 
 @contextmanager
@@ -81,7 +123,7 @@ def _claimed(out: Path, here: world.World) -> Iterator[None]:
 
 
 def _train(
-    args: argparse.Namespace, asked: options.Asked, here: world.World, stop: Callable[[], bool], terminal: Terminal
+    args: argparse.Namespace, asked: Asked, here: world.World, stop: Callable[[], bool], terminal: Terminal
 ) -> int:
     """Train with each backend, record and show the runs that ended; the exit status."""
     config, plan, series = asked
@@ -105,9 +147,8 @@ def _train(
         if run.ended(plan) and (known := here.of_each(results.of_run(earlier, run))[0]):
             if here.leads:
                 run.mend_best(args.out)
-                terminal.line(
-                    f"{args.out}: this run has ended and is recorded; --epochs above {len(run.epochs)} goes on"
-                )
+                more = f"--epochs above {len(run.epochs)} goes on"
+                terminal.line(f"{args.out}: this run has ended and is recorded; {more}")
                 _show_training([known], args.out, terminal, describe(here.device))
             return OK
         try:

@@ -27,7 +27,7 @@ def threshold(p: float) -> int:
 
 
 def scale(p: float) -> float:
-    """Of what is kept, so that the mean stays; 0 where nothing is."""
+    """Factor of the kept elements, so that the mean stays; 0 where none is kept."""
     dropped = threshold(p)
     return LEVELS / (LEVELS - dropped) if dropped < LEVELS else 0.0
 

@@ -132,7 +132,7 @@ def _product_summed_to(shape: torch.Size, a: Tensor, b: Tensor, precision: str |
 
 
 def _weight_grad_gradients(ctx: Any, above: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Of W = G^T X with dW `above`: dG = X dW^T and dX = G dW."""
+    """Gradients of W = G^T X, whose own is `above`: dG = X dW^T and dX = G dW."""
     grad, x = ctx.saved_tensors
     d_grad = by_rows(x, above.mT, ctx.precision) if ctx.needs_input_grad[0] else None
     d_x = by_rows(grad, above, ctx.precision) if ctx.needs_input_grad[1] else None

@@ -171,7 +171,7 @@ class Config:
 
     @property
     def columns(self) -> int:
-        """Of a tile."""
+        """Columns of a tile."""
         return self.block_n + self.rest_n
 
 

@@ -17,7 +17,7 @@ from isogemm.gemm.configs import BiasGradProblem, Problem
 def product(
     a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, precision: str | None, chunk: int
 ) -> Problem | None:
-    """Of [*, M, K] @ [*, K, N] with the same leading sizes; None where those have more than two levels."""
+    """Describe [*, M, K] @ [*, K, N] of the same leading sizes; None where those have more than two levels."""
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     (am, ak), (bk, bn) = a.stride()[-2:], b.stride()[-2:]
     levels = _levels(a.shape[:-2], a.stride()[:-2], b.stride()[:-2])
@@ -43,7 +43,7 @@ def product(
 def weight_grad(
     grad: Tensor, x: Tensor, total: Tensor | None, dtype: torch.dtype, precision: str | None, chunk: int
 ) -> Problem:
-    """Of grad^T x, whose k are the tokens; `by_token` has seen to it that these have one level or two."""
+    """Describe grad^T x, a product over the tokens, which have one or two levels (`by_token`)."""
     n, k = grad.shape[-1], x.shape[-1]
     levels = _levels(grad.shape[:-1], grad.stride()[:-1], x.stride()[:-1]) or [(1, n, k)]
     inner, g_token, x_token = levels[-1]
@@ -62,7 +62,7 @@ def weight_grad(
 
 
 def bias_grad(grad: Tensor, total: Tensor | None, dtype: torch.dtype) -> BiasGradProblem:
-    """Of the sum of a gradient, nothing empty, over its tokens."""
+    """Describe the sum of a gradient over its tokens; nothing is empty."""
     levels = _levels(grad.shape[:-1], grad.stride()[:-1])
     n = grad.shape[-1]
     (t, t_stride), outer = levels[-1] if levels else (1, n), levels[0][1] if len(levels) > 1 else 0
@@ -122,7 +122,7 @@ def _levels(sizes: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ..
 
 
 def _matrix_strides(sizes: tuple[int, int], strides: tuple[int, int]) -> tuple[int, int]:
-    """Of (rows, columns), with those of sizes of 1, which torch leaves open, as in a contiguous matrix."""
+    """Strides of (rows, columns); where a size is 1, whose stride means nothing, as in a contiguous matrix."""
     (rows, columns), (row, column) = sizes, strides
     if columns == 1:
         column = 1 if row != 1 else rows

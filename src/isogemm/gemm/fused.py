@@ -42,7 +42,7 @@ def validate(
     precision: str | None,
     names: Names = _NAMES,
 ) -> None:
-    """Of `fused`'s arguments; x [..., K], b [K, N]."""
+    """Raise where an argument of `fused` does not fit; x [..., K], b [K, N]."""
     x_name, b_name, bias_name, dropout_name = names
     op.require_operands((x_name, x), (b_name, b), out_dtype, precision)
     require_same(f"K (of {x_name} [..., K] and {b_name})", (x_name, b_name), (x.shape[-1], b.shape[0]))
@@ -168,14 +168,9 @@ def fused(
 
 
 def find(
-    x: Tensor,
-    weight: Tensor,
-    weight_up: Tensor | None,
-    operands: Operands,
-    out_dtype: torch.dtype | None,
-    precision: str | None,
-    by_rows: bool,
-) -> tuple[Plan, list[Tensor | None]] | None:
+    x: Tensor, weight: Tensor, weight_up: Tensor | None, operands: Operands, out_dtype: torch.dtype | None,
+    precision: str | None, by_rows: bool,
+) -> tuple[Plan, list[Tensor | None]] | None:  # fmt: skip
     """The plan of a `fused` that saves nothing and its inputs; None where there is none yet."""
     if weight_up is not None:
         weight, weight_up = _alike(weight, weight_up)
@@ -185,15 +180,9 @@ def find(
 
 
 def _key(
-    x: Tensor,
-    weight: Tensor,
-    weight_up: Tensor | None,
-    operands: Operands,
-    out_dtype: torch.dtype | None,
-    precision: str | None,
-    save: str,
-    by_rows: bool,
-) -> tuple[Any, ...]:
+    x: Tensor, weight: Tensor, weight_up: Tensor | None, operands: Operands, out_dtype: torch.dtype | None,
+    precision: str | None, save: str, by_rows: bool,
+) -> tuple[Any, ...]:  # fmt: skip
     """All that a plan depends on."""
     up = None if weight_up is None else (_layout(weight_up), *apart(weight, weight_up))
     return (

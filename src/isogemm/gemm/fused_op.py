@@ -234,16 +234,9 @@ def _apart_from(grad: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _epilogue_grad_fake(
-    grad: Tensor,
-    saved: Tensor,
-    dtype: torch.dtype,
-    aux: Sequence[Tensor],
-    seed: Tensor | None,
-    dropout_p: float,
-    epilogue: str,
-    wanted: Sequence[bool],
+    grad: Tensor, saved: Tensor, dtype: torch.dtype, aux: Sequence[Tensor], *rest: Any
 ) -> list[Tensor]:
-    of_aux = (each.new_empty(each.shape if want else 0) for each, want in zip(aux, wanted, strict=True))
+    of_aux = (each.new_empty(each.shape if want else 0) for each, want in zip(aux, rest[-1], strict=True))
     return [saved.new_empty(saved.shape, dtype=dtype), *of_aux]
 
 

@@ -477,7 +477,7 @@ def describe_add_partials(problem: Problem) -> Launch:
 
 
 def _operand_map(row: tuple[int, int], k: tuple[int, int], block: tuple[int, int], rounded: bool) -> TensorMap:
-    """Of (size, stride) along the rows and along k: the contiguous axis comes last."""
+    """The TMA map of an operand, by (size, stride) along its rows and along k; the contiguous axis comes last."""
     (rows, row_stride), (ks, k_stride) = row, k
     if k_stride == 1:
         return TensorMap((rows, ks), (row_stride, 1), block, rounded)

@@ -136,28 +136,18 @@ def bias_grad(grad: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
     return plan.run((grad,), total)
 
 
-def gemm(
-    a: Tensor,
-    b: Tensor,
-    *,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    precision: str | None = None,
-    chunk: int = 0,
-    total: Tensor | None = None,
-    config: Config | None = None,
-) -> Tensor:
+def gemm(a: Tensor, b: Tensor, *, config: Config | None = None, **how: Any) -> Tensor:
     """One product by a configuration of the caller's, on a GPU, of at most two batch levels: for tests and `verify`.
 
-    `chunk` as in Problem; `total`: float32 [M, N], accumulated into and returned.
+    how: as in `problem_of`; a `total` is accumulated into and returned.
     """
-    problem = problem_of(a, b, bias=bias, out_dtype=out_dtype, precision=precision, chunk=chunk, total=total)
+    problem = problem_of(a, b, **how)
     config = configs.choose(problem) if config is None else config
     if reason := configs.illegal(problem, config):
         raise ValueError(f"config {config} for problem {problem}: {reason}")
     shape = (*describe.broadcast(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
-    dtype = getattr(torch, problem.out_dtype)
-    return gemm_plan("matmul", shape, dtype, a.device, problem, config).run((a, b, None, bias), total)
+    plan = gemm_plan("matmul", shape, getattr(torch, problem.out_dtype), a.device, problem, config)
+    return plan.run((a, b, None, how.get("bias")), how.get("total"))
 
 
 def problem_of(
@@ -170,7 +160,7 @@ def problem_of(
     chunk: int = 0,
     total: Tensor | None = None,
 ) -> Problem:
-    """The problem of multiplying these tensors."""
+    """The problem of multiplying these tensors; `chunk` as in Problem; `total`: float32 [M, N] to add to."""
     batch = describe.broadcast(a.shape[:-2], b.shape[:-2])
     a, b = (x.expand(*batch, *x.shape[-2:]) for x in (a, b))
     problem = describe.product(a, b, bias, out_dtype or a.dtype, devices.resolve_precision(a, precision), chunk)
@@ -231,7 +221,7 @@ def is_added(name: str, owner: Tensor) -> bool:
 
 
 def validate(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, precision: str | None) -> None:
-    """Of product's arguments."""
+    """Raise where an argument of `product` does not fit."""
     require_operands(("a", a), ("b", b), out_dtype, precision)
     require_same("K (a is [..., M, K], b is [..., K, N])", ("a", "b"), (a.shape[-1], b.shape[-2]))
     try:
@@ -255,7 +245,7 @@ def validate_linear(
 
 
 def validate_token_sum(grad: Tensor, x: Tensor, precision: str | None) -> None:
-    """Of weight_grad's arguments."""
+    """Raise where an argument of `weight_grad` does not fit."""
     require_operands(("grad", grad), ("x", x), None, precision)
     require_same("tokens (grad is [..., N], x is [..., K])", ("grad", "x"), (grad.shape[:-1], x.shape[:-1]))
 

@@ -171,7 +171,7 @@ def _describe(value: object) -> str:
 
 
 def _forward(weight: Tensor, bias: bool, out_dtype: torch.dtype | None, precision: str | None) -> Problem:
-    """Of one token."""
+    """The problem of one token."""
     x = torch.empty((1, weight.shape[1]), dtype=weight.dtype, device=weight.device)
     op.validate_linear(x, weight, None, out_dtype, precision)
     problem = op.problem_of(x, weight.mT, out_dtype=out_dtype, precision=precision)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from isogemm.bench import demo as demos
-from isogemm.bench.cases import Case, CaseRun, Params, make_params
+from isogemm.bench.cases import Case, CaseRun, Params, Thunk, make_params
 from isogemm.bench.cases.encoder import COMPILED, Stack
 from isogemm.bench.demo import DemoResult
 from isogemm.bench.timer import peak_bytes
@@ -133,12 +134,8 @@ def _case(preset: str, precision: str, *, compiled: bool = True, batch: int = 0)
             for name, step in steps.items():
                 step.run()
                 info[f"{name} peak MiB"] = f"{peak_bytes(step.run, device) / 2**20:.1f}"
-        return CaseRun(
-            {name: [step.run] for name, step in steps.items()},
-            lambda: _errors(config, device),
-            info,
-            eager=("torch eager",),
-        )
+        variants: dict[str, list[Thunk]] = {name: [step.run] for name, step in steps.items()}
+        return CaseRun(variants, partial(_errors, config, device), info, eager=("torch eager",))
 
     return Case("patchtst", OP, params, stack.flops, stack.bytes(2 if precision == "bf16" else 4), build)
 
@@ -148,17 +145,13 @@ def _errors(config: Config, device: torch.device) -> dict[str, float]:
     whole = replace(config, model=replace(config.model, dropout=0.0))
     steps = _steps(whole, device, compiled=False)
     exact = _exact(steps["torch"])
+    norms = [float(right.norm()) for right in exact]
+    sizes = [max(norm, 1e-3 * max(norms)) for norm in norms]
     errors = {}
     for name in ("isogemm", "torch"):
-        step = steps[name]
-        step.gradients()
-        found = [cast(Tensor, each.grad) for each in step.model.parameters() if each.requires_grad]
-        norms = [float(right.norm()) for right in exact]
-        largest = max(norms)
-        errors[name] = max(
-            float((mine.double() - right).norm()) / max(norm, 1e-3 * largest)
-            for mine, right, norm in zip(found, exact, norms, strict=True)
-        )
+        steps[name].gradients()
+        differences = (mine.double() - right for mine, right in zip(_grads(steps[name].model), exact, strict=True))
+        errors[name] = max(float(each.norm()) / size for each, size in zip(differences, sizes, strict=True))
     if errors["isogemm"] > max(_TIMES_TORCH * errors["torch"], _MOST_ERROR):
         raise AssertionError(f"gradients: error {errors['isogemm']:.1e}, torch's {errors['torch']:.1e}")
     return errors
@@ -169,6 +162,10 @@ def _exact(step: Step) -> list[Tensor]:
     batch = windows.all[step.starts].double()
     loss = functional.mse_loss(model(batch[..., : windows.inputs]), batch[..., windows.inputs :])
     loss.backward()  # type: ignore[no-untyped-call]
+    return _grads(model)
+
+
+def _grads(model: nn.Module) -> list[Tensor]:
     return [cast(Tensor, each.grad) for each in model.parameters() if each.requires_grad]
 
 
@@ -184,21 +181,17 @@ def demo(device: torch.device) -> DemoResult:
 
     both = {name: steps[name] for name in ("isogemm", "torch")}
     encoders = {name: copy.deepcopy(cast(Forecaster, step.model).encoder).eval() for name, step in both.items()}
-    return demos.result(
-        f"PatchTST, {OP}, {config.batch} windows x {config.model.channels} channels, fp32 {config.precision}",
-        demos.count_changes(
-            encoders,
-            lambda encoder, some: demos.result_and_gradient(encoder, x[some], grad[some]),
-            "sequences through its encoder (result and gradient)",
-            batch=batch,
-            sizes=(1, 3),
-            compared=64,
-        ),
-        lambda: _errors(config, device),
-        "norm of each gradient",
-        {name: step.run for name, step in both.items()},
-        "the same model, eager",
-        device,
-        note="PatchTST's embedding and head stay torch's: their bits are not promised. With BatchNorm, a result in "
-        "training depends on its batch by definition.",
+    title = f"PatchTST, {OP}, {config.batch} windows x {config.model.channels} channels, fp32 {config.precision}"
+    items = "sequences through its encoder (result and gradient)"
+    note = (
+        "PatchTST's embedding and head stay torch's: their bits are not promised. With BatchNorm, a result in training "
+        "depends on its batch by definition."
     )
+
+    def compute(encoder: nn.Module, some: slice) -> Tensor:
+        return demos.result_and_gradient(encoder, x[some], grad[some])
+
+    bits = demos.count_changes(encoders, compute, items, batch=batch, sizes=(1, 3), compared=64)
+    thunks = {name: step.run for name, step in both.items()}
+    errors = partial(_errors, config, device)
+    return demos.result(title, bits, errors, "norm of each gradient", thunks, "the same model, eager", device, note)

@@ -57,6 +57,6 @@ def require_no_run(folder: Path) -> None:
 
 
 def discard_run(folder: Path) -> None:
-    """Its weights; recorded results are kept."""
+    """Delete the run's weights; recorded results are kept."""
     for name in (CHECKPOINT, BEST):
         (folder / name).unlink(missing_ok=True)

@@ -64,6 +64,9 @@ class Epoch:
     train_s: float
     val_s: float
 
+    def __str__(self) -> str:
+        return f"train MSE {self.train_mse:.4f}, val MSE {self.val_mse:.4f}, MAE {self.val_mae:.4f}"
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -77,8 +80,6 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run."""
-
     epochs: list[Epoch]
     best_epoch: int  # counted from 1; test figures and the forecast are of its weights
     test_mse: float
@@ -88,14 +89,6 @@ class Outcome:
     samples_per_s: float  # windows, in training
     peak_bytes: int | None  # of device memory
     forecast: Forecast
-
-
-def _silent(done: int, total: int, text: str) -> None:
-    pass
-
-
-def _never() -> bool:
-    return False
 
 
 class Run:
@@ -136,7 +129,7 @@ class Run:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that the bits of the weights depend on."""
+        """Everything that the bits of the weights depend on."""
         options = self.config.flat()
         del options["graph"], options["graph_steps"]
         data = {"data": self.series.fingerprint, "device": self.world.device.type, "processes": self.world.size}
@@ -158,13 +151,16 @@ class Run:
         self._losses, self._spent_s, self._best = state["losses"], state["spent_s"], state["best"]
         self._total_s = state["total_s"]
 
-    def fit(self, plan: Plan, progress: Progress = _silent, stop: Callable[[], bool] = _never) -> Outcome:
+    def fit(
+        self, plan: Plan, progress: Progress = lambda *_: None, stop: Callable[[], bool] = lambda: False
+    ) -> Outcome:
         """Train to the plan's end. Where `stop` comes true, a checkpoint is written between two steps: Stopped."""
-        own = self.config.precision in ("ieee", "tf32") and self.world.device.type == "cuda"
+        world, windows = self.world, self.windows
+        own = self.config.precision in ("ieee", "tf32") and self._on_gpu
         with fp32_precision(self.config.precision if own else ""):
             progress(len(self.epochs) * self.steps + len(self._losses), plan.epochs * self.steps, "preparing")
             started = time.perf_counter()
-            set_random_state(self._random, self.world.device)
+            set_random_state(self._random, world.device)
             objective, training, validation = self._prepared()
             self._synchronize()
             prepared = time.perf_counter()
@@ -175,23 +171,16 @@ class Run:
                 raise Stopped(f"after epoch {len(self.epochs)}, the last one, before its test")
             self._total_s = time.perf_counter() - self._begun
             with self._best_weights():
-                test = Evaluation(objective, self.windows, self.windows.test, self.config.batch, *self._place)
+                test = Evaluation(objective, windows, windows.test, self.config.batch, world.rank, world.size)
                 mse, mae = self._errors(test)
                 if not math.isfinite(mse):
                     raise Diverged("the test error is not finite; a lower learning rate may help")
                 forecast = self._forecast()
         trained = len(self.epochs) * self.steps * self.config.batch
-        return Outcome(
-            epochs=self.epochs,
-            best_epoch=self._best["epoch"],
-            test_mse=mse,
-            test_mae=mae,
-            setup_s=prepared - started,
-            total_s=self._total_s,
-            samples_per_s=trained / sum(epoch.train_s for epoch in self.epochs),
-            peak_bytes=torch.cuda.max_memory_allocated(self.world.device) - self._allocated if self._on_gpu else None,
-            forecast=forecast,
-        )
+        speed = trained / sum(epoch.train_s for epoch in self.epochs)
+        peak = torch.cuda.max_memory_allocated(world.device) - self._allocated if self._on_gpu else None
+        setup_s, best = prepared - started, self._best["epoch"]
+        return Outcome(self.epochs, best, mse, mae, setup_s, self._total_s, speed, peak, forecast)
 
     @property
     def _on_gpu(self) -> bool:
@@ -200,10 +189,6 @@ class Run:
     @property
     def _autocast(self) -> torch.dtype | None:
         return torch.bfloat16 if self.config.precision == "bf16" else None
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        return self.world.rank, self.world.size
 
     def _prepared(self) -> tuple[nn.Module, Training, Evaluation]:
         """The objective, training and validation, compiled and captured."""
@@ -215,7 +200,7 @@ class Run:
             objective = torch.compile(objective, fullgraph=True, dynamic=False)  # type: ignore[assignment]
         trained = DistributedDataParallel(objective) if world.size > 1 else objective
         training = Training(trained, self.optimizer, windows.values, (self.steps, config.batch // world.size))
-        validation = Evaluation(objective, windows, windows.val, config.batch, *self._place)
+        validation = Evaluation(objective, windows, windows.val, config.batch, world.rank, world.size)
         self.model.train()
         training.prepare(self.model, config.graph_steps if self.captured else 0)
         self.model.eval()
@@ -246,9 +231,9 @@ class Run:
             self._save(plan)
 
     def _train(self, training: Training, plan: Plan, progress: Progress, stop: Callable[[], bool]) -> None:
-        """The epoch's steps that are left; the device is waited for at checkpoints and at the end alone."""
+        """Run the epoch's remaining steps; waits for the device at checkpoints and at the end only."""
         done, before = len(self._losses), len(self.epochs)
-        text = f"epoch {before + 1}/{plan.epochs}" + (f", {described(self.epochs[-1])}" if before else "")
+        text = f"epoch {before + 1}/{plan.epochs}{f', {self.epochs[-1]}' if before else ''}"
         due = plan.checkpoint_steps or self.steps
         self.model.train()
         begun, shown = time.perf_counter(), 0.0
@@ -269,7 +254,7 @@ class Run:
                 begun = time.perf_counter()
 
     def _batches(self, epoch: int) -> Tensor:
-        """[steps, batch]: where its windows begin, in an order that follows from the seed and the epoch alone."""
+        """[steps, batch]: where its windows begin, in an order that depends on the seed and the epoch only."""
         of_epoch = torch.randint(2**32, (epoch,), generator=torch.Generator().manual_seed(self.config.seed))[-1]
         generator = torch.Generator().manual_seed(int(of_epoch))
         part = self.windows.train
@@ -398,7 +383,3 @@ def best_forecaster(path: AnyPath) -> tuple[Forecaster, Tensor, Tensor]:
     checkpoints.require_structure(path, state, expected)
     model.load_state_dict(state["model"])
     return model.eval(), state["mean"], state["std"]
-
-
-def described(epoch: Epoch) -> str:
-    return f"train MSE {epoch.train_mse:.4f}, val MSE {epoch.val_mse:.4f}, MAE {epoch.val_mae:.4f}"

@@ -48,10 +48,9 @@ class Architecture:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more, below 1")
         if self.d_model % self.nhead:
             raise ValueError(f"nhead is {self.nhead}, which does not divide d_model {self.d_model}")
-        if self.norm not in NORMS:
-            raise ValueError(f"norm is {self.norm!r}; accepted: {', '.join(NORMS)}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation is {self.activation!r}; accepted: {', '.join(ACTIVATIONS)}")
+        for name, accepted in (("norm", NORMS), ("activation", ACTIVATIONS)):
+            if getattr(self, name) not in accepted:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: {', '.join(accepted)}")
         if self.padded < self.patch:
             raise ValueError(f"patch is {self.patch}, longer than the input of {self.padded}")
 

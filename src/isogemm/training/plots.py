@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from isogemm.bench import files
-from isogemm.bench.extras import need
-from isogemm.bench.files import AnyPath
+from isogemm.bench.files import AnyPath, need
 from isogemm.bench.plots import Palette
 from isogemm.training.results import Record, backend
 
@@ -48,9 +47,10 @@ def losses(records: Sequence[Record]) -> Plot:
         by_time.set(xlabel="seconds", xscale="log" if len(records) > 1 else "linear")
         for axis, limits in ((by_epoch.yaxis, by_epoch.get_ylim()), (by_time.xaxis, by_time.get_xlim())):
             if axis.get_scale() == "log":
-                axis.set_major_locator(_log_ticks(*limits))
+                subs = (1, 2, 5) if limits[1] / limits[0] < 300 else (1,)  # even steps where these are too few
+                axis.set_major_locator(need("matplotlib.ticker").LogLocator(subs=subs))
                 axis.set_minor_locator(need("matplotlib.ticker").NullLocator())
-            axis.set_major_formatter(_plain)
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
         for axes in (by_epoch, by_time):
             axes.tick_params(which="both", length=0)
 
@@ -102,13 +102,3 @@ def _lines(records: Sequence[Record], colours: Palette) -> list[dict[str, Any]]:
         {"color": colours.series[index % len(colours.series)], "linewidth": 1.4 * (count - index)}
         for index in range(count)
     ]
-
-
-def _log_ticks(low: float, high: float) -> Any:
-    """A matplotlib locator: several ticks, however many decades there are, and room for their labels."""
-    few = high / low < 300
-    return need("matplotlib.ticker").LogLocator(subs=(1, 2, 5) if few else (1,))  # even steps where these are too few
-
-
-def _plain(value: float, _: int) -> str:
-    return f"{value:g}"

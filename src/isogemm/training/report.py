@@ -7,10 +7,10 @@ from pathlib import Path
 
 from isogemm.bench import headline
 from isogemm.bench import plots as pages
-from isogemm.bench.extras import need
+from isogemm.bench.files import need
 from isogemm.bench.headline import Figure
-from isogemm.bench.report import Cell, Plot, Section, Table
-from isogemm.bench.tables import markdown
+from isogemm.bench.report import Plot, Section, Table
+from isogemm.bench.tables import Cell, markdown
 from isogemm.training import plots, results
 from isogemm.training.results import Record
 
@@ -46,15 +46,12 @@ def figures(records: Iterable[Record]) -> list[tuple[Figure, Mapping[str, str]]]
     """Headline figures: isogemm's speed in training over torch.compile's, with the run's environment."""
     made = []
     for preset, runs in by_preset(records).items():
-        ours, rival = (_of_backend(runs, name) for name in ("isogemm", "compile"))
+        by_backend = {each["run"]["backend"]: each for each in reversed(runs)}
+        ours, rival = (by_backend.get(name) for name in ("isogemm", "compile"))
         if ours is not None and rival is not None:
             what = f"PatchTST, training run of {len(ours['epochs'])} epochs ({preset})"
             made.append((headline.figure(what, headline.COMPILED, [results.speedup(ours, rival)]), ours["env"]))
     return made
-
-
-def _of_backend(runs: Sequence[Record], name: str) -> Record | None:
-    return next((each for each in runs if each["run"]["backend"] == name), None)
 
 
 def save_plots(records: Iterable[Record], folder: Path) -> list[Path]:

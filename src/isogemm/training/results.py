@@ -25,7 +25,7 @@ COLUMNS = (
 
 
 def record(run: Run, outcome: Outcome, env: Mapping[str, str], preset: str) -> Record:
-    """All of a run but its weights."""
+    """Everything about a run but its weights."""
     return {
         "schema": SCHEMA,
         "env": dict(env),
@@ -41,7 +41,7 @@ def record(run: Run, outcome: Outcome, env: Mapping[str, str], preset: str) -> R
 
 
 def append(path: AnyPath, made: Record) -> None:
-    """Whole or not at all. The file is this process's alone: `folder.claimed`."""
+    """Add a run, whole or not at all. No other process writes the file: `folder.claimed`."""
     lines = [*_lines(Path(path)), json.dumps(made, allow_nan=False)]
     files.write(path, "".join(f"{line}\n" for line in lines).encode())
 
@@ -123,12 +123,7 @@ def epoch_s(made: Record) -> float:
 
 def _line(made: Record) -> list[str]:
     best, peak = made["epochs"][made["best_epoch"] - 1], made["peak_bytes"]
-    seconds = epoch_s(made), made["total_s"], made["setup_s"]
-    errors = best["val_mse"], best["val_mae"], made["test_mse"], made["test_mae"]
-    return [
-        backend(made),
-        *(f"{each:.3f}" for each in seconds),
-        f"{made['samples_per_s']:,.0f}",
-        "" if peak is None else f"{peak / 2**20:.1f}",
-        *(f"{each:.5f}" for each in errors),
-    ]
+    seconds = (f"{each:.3f}" for each in (epoch_s(made), made["total_s"], made["setup_s"]))
+    errors = (f"{each:.5f}" for each in (best["val_mse"], best["val_mae"], made["test_mse"], made["test_mae"]))
+    speed, memory = f"{made['samples_per_s']:,.0f}", "" if peak is None else f"{peak / 2**20:.1f}"
+    return [backend(made), *seconds, speed, memory, *errors]

@@ -8,6 +8,7 @@ import hashlib
 import math
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
@@ -55,7 +56,7 @@ def read_csv(path: AnyPath) -> Series:
     """A header, then a date and a number per channel in each line, as the ETT files have it."""
     path = Path(path)
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:  # what is no text is then no number
-        return _parsed(path, _lines(path, file))
+        return _Csv(path, file).series()
 
 
 def synthetic(rows: int, channels: int, seed: int = 0) -> Series:
@@ -169,61 +170,96 @@ def _parts(rows: int, inputs: int, horizon: int) -> dict[str, Part]:
     }
 
 
-def _parsed(path: Path, lines: Iterator[tuple[int, list[str]]]) -> Series:
-    line, header = next(lines, (1, []))
-    if not header:
-        raise SeriesError(f"{path}, line 1: empty; expected a header, then a date and numbers in each line")
-    dates, *channels = _header(path, line, header)
-    values, numbers, before = array("d"), array("q"), None
-    blank = 0  # a line without any cell: only at the end
-    for line, cells in lines:
-        if not cells:
-            blank = blank or line
-            continue
-        if blank:
-            raise SeriesError(f"{path}, line {blank}: empty, though lines follow")
-        if len(cells) != len(channels) + 1:
-            raise SeriesError(
-                f"{path}, line {line}: {len(cells)} columns; expected {len(channels) + 1} as in the header"
-            )
-        date = _date(path, line, dates, cells[0])
-        if before is not None:
-            _require_later(path, line, dates, cells[0], date, before)
-        before = date
-        values.extend(_numbers(path, line, channels, cells[1:]))
-        numbers.append(line)
-    if not values:
-        raise SeriesError(f"{path}, line {line + 1}: no rows after the header")
-    rows = torch.frombuffer(values, dtype=torch.float64).view(-1, len(channels)).clone()
-    return Series(str(path), tuple(channels), rows, numbers)
+class _Csv:
+    """A file being read: every error names the line and, where there is one, the column."""
 
+    def __init__(self, path: Path, file: TextIO) -> None:
+        self.path, self._reader, self.line = path, csv.reader(file, strict=True), 0
 
-def _lines(path: Path, file: TextIO) -> Iterator[tuple[int, list[str]]]:
-    """The cells of each line, with its number in the file; of the lines that quoted cells span, the first."""
-    reader = csv.reader(file, strict=True)
-    while True:
-        line = reader.line_num + 1
+    def refused(self, problem: object, column: str = "", line: int = 0) -> SeriesError:
+        return SeriesError(f"{self.path}, line {line or self.line}{column and f', column {column}'}: {problem}")
+
+    def lines(self) -> Iterator[list[str]]:
+        """The cells of each line; `line` is its number, or that of the first line that quoted cells span."""
+        while True:
+            first = self._reader.line_num + 1
+            try:
+                cells = next(self._reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                raise self.refused(error, line=first) from error
+            self.line = first
+            yield cells
+
+    def series(self) -> Series:
+        lines = self.lines()
+        header = next(lines, [])
+        if not header:
+            raise self.refused("empty; expected a header, then a date and numbers in each line", line=1)
+        dates, *channels = self._header(header)
+        values, numbers, before = array("d"), array("q"), None
+        blank = 0  # a line without any cell: only at the end
+        for cells in lines:
+            if not cells:
+                blank = blank or self.line
+                continue
+            if blank:
+                raise self.refused("empty, though lines follow", line=blank)
+            if len(cells) != len(channels) + 1:
+                raise self.refused(f"{len(cells)} columns; expected {len(channels) + 1} as in the header")
+            before = self._date(repr(dates), cells[0].strip(), before)
+            values.extend(self._numbers(channels, cells[1:]))
+            numbers.append(self.line)
+        if not values:
+            raise self.refused("no rows after the header", line=self.line + 1)
+        rows = torch.frombuffer(values, dtype=torch.float64).view(-1, len(channels)).clone()
+        return Series(str(self.path), tuple(channels), rows, numbers)
+
+    def _header(self, cells: Sequence[str]) -> list[str]:
+        names = [name.strip() for name in cells]
+        if len(names) < 2:
+            raise self.refused("no channels; expected a date column and others, separated by commas")
+        for place, name in enumerate(names, 1):
+            if not name:
+                raise self.refused("without a name; expected a header", str(place))
+            if name in names[: place - 1]:
+                raise self.refused(f"{name!r} is the name of another one too", str(place))
+        if all(_is_number(name) for name in names[1:]):
+            raise self.refused("numbers where the header is expected")
+        return names
+
+    def _date(self, column: str, text: str, before: datetime | None) -> datetime:
+        """Parse a date; it must be later than the one before."""
+        date = _date(text)
+        if date is None:
+            problem = "is missing" if text.lower() in _ABSENT else f"{text!r} is no date such as 2016-07-01 00:00:00"
+            raise self.refused(problem, column)
+        if before is None:
+            return date
+        if (date.tzinfo is None) != (before.tzinfo is None):
+            raise self.refused(f"{text!r}: an offset from UTC is expected in every line or in none", column)
+        if date == before:
+            raise self.refused(f"{text!r} is the date of the line before as well", column)
+        if date < before:
+            raise self.refused(f"{text!r} is before the line before; expected ascending dates", column)
+        return date
+
+    def _numbers(self, channels: Sequence[str], cells: Sequence[str]) -> list[float]:
         try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise SeriesError(f"{path}, line {line}: {error}") from error
-        yield line, cells
-
-
-def _header(path: Path, line: int, cells: Sequence[str]) -> list[str]:
-    names = [name.strip() for name in cells]
-    if len(names) < 2:
-        raise SeriesError(f"{path}, line {line}: no channels; expected a date column and others, separated by commas")
-    for place, name in enumerate(names, 1):
-        if not name:
-            raise SeriesError(f"{path}, line {line}, column {place}: without a name; expected a header")
-        if name in names[: place - 1]:
-            raise SeriesError(f"{path}, line {line}, column {place}: {name!r} is the name of another one too")
-    if all(_is_number(name) for name in names[1:]):
-        raise SeriesError(f"{path}, line {line}: numbers where the header is expected")
-    return names
+            numbers = list(map(float, cells))
+            if math.isfinite(sum(numbers)) and "_" not in "".join(cells):  # float() takes 1_000
+                return numbers
+        except ValueError:
+            pass
+        for channel, text in zip(channels, map(str.strip, cells), strict=True):
+            if text.lower() in _ABSENT:
+                raise self.refused("is missing", repr(channel))
+            if "_" in text or not _is_number(text):
+                raise self.refused(f"{text!r} is not a number", repr(channel))
+            if not math.isfinite(float(text)):
+                raise self.refused(f"{text!r} is not finite", repr(channel))
+        return numbers
 
 
 def _is_number(text: str) -> bool:
@@ -234,48 +270,8 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _date(path: Path, line: int, column: str, text: str) -> datetime:
-    text = text.strip()
-    try:
-        return datetime.fromisoformat(text)
-    except ValueError:
-        pass
-    for form in _DATE_FORMATS:
-        try:
-            return datetime.strptime(text, form)
-        except ValueError:
-            continue
-    problem = "is missing" if text.lower() in _ABSENT else f"{text!r} is no date such as 2016-07-01 00:00:00"
-    raise SeriesError(f"{path}, line {line}, column {column!r}: {problem}")
-
-
-def _require_later(path: Path, line: int, column: str, text: str, date: datetime, before: datetime) -> None:
-    where = f"{path}, line {line}, column {column!r}: {text.strip()!r}"
-    if (date.tzinfo is None) != (before.tzinfo is None):
-        raise SeriesError(f"{where}: an offset from UTC is expected in every line or in none")
-    if date == before:
-        raise SeriesError(f"{where} is the date of the line before as well")
-    if date < before:
-        raise SeriesError(f"{where} is before the line before; expected ascending dates")
-
-
-def _numbers(path: Path, line: int, channels: Sequence[str], cells: Sequence[str]) -> list[float]:
-    try:
-        numbers = list(map(float, cells))
-        if math.isfinite(sum(numbers)) and "_" not in "".join(cells):  # float() takes 1_000
-            return numbers
-    except ValueError:
-        pass
-    return [_number(path, line, channel, cell) for channel, cell in zip(channels, cells, strict=True)]
-
-
-def _number(path: Path, line: int, channel: str, cell: str) -> float:
-    text = cell.strip()
-    where = f"{path}, line {line}, column {channel!r}"
-    if text.lower() in _ABSENT:
-        raise SeriesError(f"{where}: is missing")
-    if "_" in text or not _is_number(text):
-        raise SeriesError(f"{where}: {text!r} is not a number")
-    if not math.isfinite(number := float(text)):
-        raise SeriesError(f"{where}: {text!r} is not finite")
-    return number
+def _date(text: str) -> datetime | None:
+    for form in ("", *_DATE_FORMATS):
+        with suppress(ValueError):
+            return datetime.strptime(text, form) if form else datetime.fromisoformat(text)
+    return None

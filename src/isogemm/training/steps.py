@@ -75,7 +75,7 @@ class Training:
         return self._losses[:done]
 
     def prepare(self, model: nn.Module, graph_steps: int = 0) -> None:
-        """Compile, and leave the model as it is. With graph_steps, replay graphs of so many steps and of one."""
+        """Compile without changing the model. With graph_steps, capture graphs of that many steps and of one."""
         changed = [*model.parameters(), *model.buffers(), self._losses, self._position]
         with unchanged(changed, self._optimizer, self._values.device):
             if not graph_steps:
@@ -103,7 +103,7 @@ class Evaluation:
     def __init__(
         self, objective: nn.Module, windows: Windows, part: Part, batch: int, rank: int = 0, of: int = 1
     ) -> None:
-        """`rank`, `of`: of so many processes, each takes every so many-th batch."""
+        """rank, of: process number and number of processes; each takes every `of`-th batch."""
         self._objective, self._values = objective, windows.values
         batches = math.ceil(part.count / batch)
         starts = torch.full((math.ceil(batches / of) * of * batch,), -1)
@@ -174,7 +174,7 @@ def unchanged(tensors: Iterable[Tensor], optimizer: torch.optim.Optimizer, devic
 
 
 def random_state(device: torch.device) -> list[Tensor]:
-    """The states of the generators that a step may draw from."""
+    """Return the states of the generators that a step may draw from."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 

@@ -64,7 +64,7 @@ class World:
             raise FailedElsewhere(f"process {failed.index(True)} failed")
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
-        """The leading process's values, to all."""
+        """Broadcast the leading process's values."""
         if self.size > 1:
             for tensor in tensors:
                 distributed.broadcast(tensor, 0)

@@ -1,4 +1,4 @@
-"""Activations as torch's own functions, written here anew: isogemm's are compared with them."""
+"""Activations as torch's own functions, independent of isogemm's, which are compared with them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-Form = Callable[..., torch.Tensor]
+Form = Callable[..., Tensor]
 
 ACTIVATION_FORMS: dict[str, Form] = {
     "relu": torch.relu,

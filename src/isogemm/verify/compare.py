@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -36,15 +37,15 @@ class BitDiff:
         return f"{share}, first at {self.coordinate}: got {self.actual}, expected {self.expected}"
 
 
-def compare_bits(actual: torch.Tensor, expected: torch.Tensor) -> BitDiff:
+def compare_bits(actual: Tensor, expected: Tensor) -> BitDiff:
     """Compare bit patterns: -0 differs from 0, one NaN payload from another.
 
     Any dtype and strides. `expected` is brought to the device of `actual`.
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        mismatch = f"got {_kind(actual)}, expected {_kind(expected)}"
+        got, wanted = (f"{each.dtype} of shape {tuple(each.shape)}" for each in (actual, expected))
         total = max(actual.numel(), expected.numel())
-        return BitDiff(count=total, total=total, mismatch=mismatch)
+        return BitDiff(total, total, mismatch=f"got {got}, expected {wanted}")
     total = actual.numel()
     if total == 0:
         return BitDiff(count=0, total=0)
@@ -54,11 +55,12 @@ def compare_bits(actual: torch.Tensor, expected: torch.Tensor) -> BitDiff:
     count = int(differs.sum())
     if count == 0:
         return BitDiff(count=0, total=total)
-    coordinate = _unravel(int(differs.flatten().to(torch.uint8).argmax()), actual.shape)
+    first = differs.flatten().to(torch.uint8).argmax()
+    coordinate = tuple(int(at) for at in torch.unravel_index(first, actual.shape))
     return BitDiff(count, total, coordinate, _describe(actual[coordinate]), _describe(expected[coordinate]))
 
 
-def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
+def assert_bitwise_equal(actual: Tensor, expected: Tensor, what: str = "") -> None:
     """Raise AssertionError with the count and the first differing element; `what` names the property."""
     __tracebackhide__ = True
     diff = compare_bits(actual, expected)
@@ -66,27 +68,15 @@ def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, what: str
         raise AssertionError(f"{what}: {diff}" if what else str(diff))
 
 
-def _as_int(tensor: torch.Tensor) -> torch.Tensor:
+def _as_int(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.dtype == torch.complex128:  # no 16-byte integer: two of 8 on a new last axis
         return torch.view_as_real(tensor).view(torch.int64)
     return tensor.view(_INT_OF_SIZE[tensor.element_size()])
 
 
-def _unravel(index: int, shape: torch.Size) -> tuple[int, ...]:
-    coordinate = []
-    for size in reversed(shape):
-        index, at = divmod(index, size)
-        coordinate.append(at)
-    return tuple(reversed(coordinate))
-
-
-def _describe(element: torch.Tensor) -> str:
+def _describe(element: Tensor) -> str:
     words = _as_int(element).flatten().tolist()
     bits = 8 * element.element_size() // len(words)
     pattern = "".join(f"{word & ((1 << bits) - 1):0{bits // 4}x}" for word in words)
     return f"{element.item()!r} (0x{pattern})"
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from isogemm.encoder.api import encoder_chunk, encoder_layer
 from isogemm.encoder.parameters import ACTIVATIONS, EncoderParameters
+from isogemm.verify import encoder_reference as references
 from isogemm.verify import trials
 from isogemm.verify.compare import BitDiff, compare_bits
-from isogemm.verify.encoder_reference import (
-    ENCODER_SHAPES,
-    EncoderShape,
-    encoder_parameters,
-    encoder_tensors,
-    products_of_tf32,
-    torch_encoder,
-)
+from isogemm.verify.encoder_reference import ENCODER_SHAPES, EncoderShape, encoder_parameters
 from isogemm.verify.fused import training_step
 from isogemm.verify.inputs import make_data, with_layout
 from isogemm.verify.precision import fp32_precision
@@ -30,10 +25,10 @@ _CPU_SHAPES = tuple(
     EncoderShape(1, *sizes)
     for sizes in ((5, 16, 4, 32), (2, 16, 4, 4), (1, 16, 4, 32), (8, 24, 3, 20), (16, 12, 1, 10), (12, 32, 2, 40))
 )
-_NORMS = ("layer_norm", "rms_norm")  # of a row; a batch norm depends on the batch, by definition
-_CPU_TOKENS = (2, 3, 4, 6, 8, 12, 20)  # of chunks that are soon computed
+_NORMS = ("layer_norm", "rms_norm")  # norms of a row: a batch norm depends on the batch by definition
+_CPU_TOKENS = (2, 3, 4, 6, 8, 12, 20)  # whose chunks are computed quickly
 _MOST_ELEMENTS = {"cuda": 1 << 25, "cpu": 1 << 14}  # of x
-_JUDGED_ELEMENTS = 1 << 18  # of x whose gradients are compared with fp64
+_JUDGED_ELEMENTS = 1 << 18  # most elements of x where gradients are compared with fp64
 
 
 class Setting(trials.Setting):
@@ -58,7 +53,7 @@ class Setting(trials.Setting):
         self.absent = rng.choice((0.0, 0.0, 0.3, 1.0))  # how many of the biases and scales
 
     def _shape(self) -> EncoderShape:
-        """Those of the tests, and every third one of its own."""
+        """Choose a shape of the tests, and in every third trial a random one."""
         gpu, rng = self.device.type == "cuda", self.rng
         shapes = ENCODER_SHAPES if gpu else _CPU_SHAPES
         if self.seed % 3 < 2:
@@ -67,10 +62,10 @@ class Setting(trials.Setting):
         heads, size = rng.choice((1, 2, 3, 4, 8, 16) if gpu else (1, 2, 3)), rng.choice((4, 8, 16, 20, 32))
         return EncoderShape(1, tokens, heads * size, heads, rng.randint(1, 8 * size))
 
-    def tensors(self, shape: EncoderShape) -> dict[str, torch.Tensor]:
-        """x and the parameters that are there, under their names."""
+    def tensors(self, shape: EncoderShape) -> dict[str, Tensor]:
+        """Make x and the parameters that are present, by name."""
         norm = self.options["norm"]
-        named = encoder_tensors(shape, self.dtype, device=self.device, seed=self.seed, norm=norm)
+        named = references.encoder_tensors(shape, self.dtype, device=self.device, seed=self.seed, norm=norm)
         optional = [name for name in named if name.endswith("_bias") or name.startswith("norm")]
         absent = {name for name in optional if self.rng.random() < self.absent}
         return {name: each for name, each in named.items() if name not in absent}
@@ -82,7 +77,7 @@ class Setting(trials.Setting):
             params = params._replace(in_proj_bias=(query, None, value))
         return with_tensors(params, (each.clone() for _, each in params.named()))
 
-    def rows(self, sequences: int) -> torch.Tensor:
+    def rows(self, sequences: int) -> Tensor:
         """x and the mask of each sequence in one row, so that sequences are cut, moved and padded with their masks."""
         shape = (sequences * self.shape.tokens, self.shape.d_model)
         x = make_data(self.kind, shape, seed=self.seed, dtype=self.dtype, device=self.device)
@@ -94,26 +89,26 @@ class Setting(trials.Setting):
             parts.append(left_out.to(self.dtype) if self.mask == "bool" else as_float)
         return torch.cat(parts, dim=1)
 
-    def sequences(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x and the mask."""
+    def sequences(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Split rows into x and the mask."""
         tokens, width = self.shape.tokens, self.shape.d_model
         x = with_layout(rows[:, : tokens * width].reshape(len(rows), tokens, width), self.layouts[0])
         mask = rows[:, tokens * width :][:, :tokens]
         return x, None if not self.mask else mask > 0 if self.mask == "bool" else mask
 
-    def layer(self, x: torch.Tensor, mask: torch.Tensor | None, params: EncoderParameters) -> torch.Tensor:
+    def layer(self, x: Tensor, mask: Tensor | None, params: EncoderParameters) -> Tensor:
         precision = self.precision or None
-        return cast(torch.Tensor, encoder_layer(x, params, key_padding_mask=mask, precision=precision, **self.options))
+        return cast(Tensor, encoder_layer(x, params, key_padding_mask=mask, precision=precision, **self.options))
 
     def gradient_of_x(
-        self, x: torch.Tensor, mask: torch.Tensor | None, grad: torch.Tensor, params: EncoderParameters
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The result, and dx."""
+        self, x: Tensor, mask: Tensor | None, grad: Tensor, params: EncoderParameters
+    ) -> Sequence[Tensor]:
+        """Return the result, and dx."""
         x = x.detach().requires_grad_()
         out = self.layer(x, mask, params)
         return out.detach(), torch.autograd.grad(out, x, grad)[0]
 
-    def forward(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+    def forward(self, m: int) -> tuple[Tensor, list[Rows]]:
         params = self.parameters()
 
         def way(params: EncoderParameters) -> Rows:
@@ -121,12 +116,12 @@ class Setting(trials.Setting):
 
         return self.rows(m), [way(params), way(trainable(params))]
 
-    def input_gradient(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+    def input_gradient(self, m: int) -> tuple[Tensor, list[Rows]]:
         params = self.parameters()
         size = self.shape.tokens * self.shape.d_model
 
         def way(params: EncoderParameters) -> Rows:
-            def gradient(rows: torch.Tensor) -> torch.Tensor:
+            def gradient(rows: Tensor) -> Tensor:
                 x, mask = self.sequences(rows)
                 return self.gradient_of_x(x, mask, rows[:, -size:].reshape(x.shape), params)[1].flatten(1)
 
@@ -136,7 +131,7 @@ class Setting(trials.Setting):
         return rows, [way(trainable(params) if self.seed % 2 else params)]
 
     def tokens(self) -> tuple[int, int]:
-        """Sequences: some chunks and a part of one; and the chunk."""
+        """Draw a number of sequences (whole chunks and a part of one); return it and the chunk."""
         _, tokens, width, heads, hidden = self.shape
         chunk = encoder_chunk(tokens, width, heads, hidden, self.dtype, self.device)
         most = self.sizes.most_tokens // (chunk * tokens * max(width, hidden))
@@ -145,15 +140,15 @@ class Setting(trials.Setting):
     def trained(self, tokens: int) -> Sequence[Trained]:
         params = self.parameters()
 
-        def layer(rows: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        def layer(rows: Tensor, *tensors: Tensor) -> Tensor:
             return self.layer(*self.sequences(rows), with_tensors(params, tensors)).flatten(1)
 
         grad = self.normal(tokens, self.shape.tokens * self.shape.d_model, seed=9)
         return [Trained(layer, [each for _, each in params.named()], self.rows(tokens), grad)]
 
 
-def with_tensors(params: EncoderParameters, tensors: Iterable[torch.Tensor]) -> EncoderParameters:
-    """These tensors in the places of those that are there, in the order of `named`."""
+def with_tensors(params: EncoderParameters, tensors: Iterable[Tensor]) -> EncoderParameters:
+    """Replace the tensors that are present, in the order of `named`."""
     following = iter(tensors)
 
     def placed(value: Any) -> Any:
@@ -182,7 +177,7 @@ def _parameter_gradients(each: Setting) -> Iterator[BitDiff]:
 
 
 def _right_padding(each: Setting) -> Iterator[BitDiff]:
-    """Tokens after a sequence's own, left out as keys and without a gradient."""
+    """Add masked tokens without a gradient after each sequence."""
     params = each.parameters()
     sequences = each.rng.randint(1, min(each.sizes.most, 64))
     x, mask = each.sequences(each.rows(sequences))
@@ -195,30 +190,20 @@ def _right_padding(each: Setting) -> Iterator[BitDiff]:
         if not 0 < more <= LONGEST - tokens:
             continue
         after = 3 * each.normal(sequences, more, each.shape.d_model, seed=longer)
-        if mask is None or mask.dtype == torch.bool:
-            known = torch.zeros_like(x[..., 0], dtype=torch.bool) if mask is None else mask
-            left_out = known.new_ones(sequences, more)
-        else:
-            known, left_out = mask, mask.new_full((sequences, more), -torch.inf)
-        found = each.gradient_of_x(
-            torch.cat([x, after], dim=1),
-            torch.cat([known, left_out], dim=1),
-            torch.cat([grad, torch.zeros_like(after)], dim=1),
-            params,
-        )
+        known = torch.zeros_like(x[..., 0], dtype=torch.bool) if mask is None else mask
+        left_out = known.new_full((sequences, more), True if known.dtype == torch.bool else -torch.inf)
+        pairs = (x, after), (known, left_out), (grad, torch.zeros_like(after))
+        longer_x, longer_mask, longer_grad = (torch.cat(pair, dim=1) for pair in pairs)
+        found = each.gradient_of_x(longer_x, longer_mask, longer_grad, params)
         for one, other in zip(found, expected, strict=True):
             yield compare_bits(one[:, :tokens], other)
 
 
-class Measure(NamedTuple):
-    """torch's results, and how many times their errors are allowed."""
-
-    factor: float
-    results: Sequence[torch.Tensor]
+Measure = tuple[float, Sequence[Tensor]]  # how many times torch's errors are allowed, and torch's results
 
 
 def measures(
-    step: Callable[[], Sequence[torch.Tensor]], dtype: torch.dtype, precision: str, device: torch.device
+    step: Callable[[], Sequence[Tensor]], dtype: torch.dtype, precision: str, device: torch.device
 ) -> list[Measure]:
     """What a step of torch's gives at this precision; the errors of any of them are allowed.
 
@@ -226,46 +211,40 @@ def measures(
     products of rounded operands are TF32's own error.
     """
     if dtype != torch.float32:
-        return [Measure(2, step())]
+        return [(2, step())]
     with fp32_precision("ieee" if device.type == "cuda" else ""):
-        found = [Measure(4, step())]
+        found: list[Measure] = [(4, step())]
         if precision == "tf32" and device.type == "cuda":
-            with products_of_tf32():
-                found.append(Measure(2, step()))
+            with references.products_of_tf32():
+                found.append((2, step()))
     return found
 
 
 def assert_accurate(
-    found: torch.Tensor,
-    torchs: Sequence[tuple[float, torch.Tensor]],
-    exact: torch.Tensor,
-    *,
-    ulps: float = 1,
-    what: str,
+    found: Tensor, torchs: Sequence[tuple[float, Tensor]], exact: Tensor, *, ulps: float = 1, what: str
 ) -> float:
-    """By the largest element and by the norm: at most so many times torch's error, and some ulps of `exact`.
+    """Assert that the error, by largest element and by norm, is at most a factor times torch's and ulps of `exact`.
 
-    Gives the error's norm, relative to that of `exact`.
+    Returns the error's norm relative to that of `exact`.
     """
-    (largest, norm), errors = _sizes(exact), _sizes(found.double() - exact)
-    torchs_errors = [(factor, _sizes(each.double() - exact)) for factor, each in torchs]
-    for place, (kind, whole) in enumerate((("error of an element", largest), ("norm of the errors", norm))):
+
+    def sizes(x: Tensor) -> tuple[float, float]:
+        return float(x.abs().max()), float(x.norm())
+
+    whole, errors = sizes(exact), sizes(found.double() - exact)
+    torchs_errors = [(factor, sizes(each.double() - exact)) for factor, each in torchs]
+    for place, kind in enumerate(("error of an element", "norm of the errors")):
         most = max(factor * theirs[place] for factor, theirs in torchs_errors)
-        most += ulps * torch.finfo(found.dtype).eps * whole
+        most += ulps * torch.finfo(found.dtype).eps * whole[place]
         if not errors[place] <= most:
             raise AssertionError(f"{what}: {kind} {errors[place]:.2e}, expected at most {most:.2e}, by torch's")
-    return errors[1] / norm if norm else 0.0
-
-
-def _sizes(x: torch.Tensor) -> tuple[float, float]:
-    """The largest element, and the norm."""
-    return float(x.abs().max()), float(x.norm())
+    return errors[1] / whole[1] if whole[1] else 0.0
 
 
 def _accuracy(each: Setting) -> Iterator[BitDiff]:
     """Raise where a result or a gradient is not accurate; there are no bits to compare."""
     elements = each.shape.tokens * each.shape.d_model
-    least = max(1, 4096 // elements)  # of fewer torch may be lucky
+    least = max(1, 4096 // elements)  # fewer elements: torch's error may be small by chance
     sequences = each.rng.randint(least, max(least, min(each.sizes.most, _JUDGED_ELEMENTS // elements)))
     tensors = each.tensors(each.shape._replace(sequences=sequences))
     if each.options["activation"] == "relu":  # no sum near 0, where the derivative jumps: there rounding decides
@@ -273,27 +252,24 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
         tensors["linear1_bias"] = 8 * sign
     mask = each.sequences(each.rows(sequences))[1]
     if mask is not None:
-        mask[:, 0] = 0  # torch has NaN for a query without keys
-    options = {**each.options, "key_padding_mask": mask}
+        mask[:, 0] = 0  # torch returns NaN for a query without keys
     names = list(tensors)
 
-    def named(function: Callable[..., torch.Tensor], **how: Any) -> Callable[..., torch.Tensor]:
-        def of_operands(*operands: torch.Tensor) -> torch.Tensor:
-            return function(**dict(zip(names, operands, strict=True)), **options, **how)
+    def named(function: Callable[..., Tensor], **how: Any) -> Callable[..., Tensor]:
+        how |= {**each.options, "key_padding_mask": mask}
+        return lambda *operands: function(**dict(zip(names, operands, strict=True)), **how)
 
-        return of_operands
-
-    def isogemm(x: torch.Tensor, **given: Any) -> torch.Tensor:
+    def isogemm(x: Tensor, **given: Any) -> Tensor:
         params = {name: given.pop(name) for name in names[1:]}
-        return cast(torch.Tensor, encoder_layer(x, encoder_parameters(params, separate=each.separate), **given))
+        return cast(Tensor, encoder_layer(x, encoder_parameters(params, separate=each.separate), **given))
 
-    operands, in_torch = list(tensors.values()), named(torch_encoder)
+    operands, in_torch = list(tensors.values()), named(references.torch_encoder)
     grad = each.normal(*tensors["x"].shape, seed=9)
     found = training_step(named(isogemm, precision=each.precision or None), operands, grad)
     torchs = measures(lambda: training_step(in_torch, operands, grad), each.dtype, each.precision, each.device)
     exact = training_step(in_torch, [operand.double() for operand in operands], grad.double())
     for place, name in enumerate(["result", *names]):
-        allowed = [(measure.factor, measure.results[place]) for measure in torchs]
+        allowed = [(factor, results[place]) for factor, results in torchs]
         assert_accurate(found[place], allowed, exact[place], what=name)
     yield from ()
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,29 +32,17 @@ class EncoderShape(NamedTuple):
 ENCODER_SHAPES = tuple(
     EncoderShape(*sizes)
     for sizes in (
-        (1280, 5, 64, 4, 256),
-        (896, 42, 16, 4, 128),
-        (896, 42, 128, 16, 256),
-        (112, 42, 16, 4, 128),
-        (64, 64, 128, 16, 512),
-        (13, 2, 16, 4, 4),
-        (1, 1, 16, 4, 32),
-        (7, 128, 256, 8, 1024),
-        (33, 17, 48, 3, 100),
+        (1280, 5, 64, 4, 256), (896, 42, 16, 4, 128), (896, 42, 128, 16, 256), (112, 42, 16, 4, 128),
+        (64, 64, 128, 16, 512), (13, 2, 16, 4, 4), (1, 1, 16, 4, 32), (7, 128, 256, 8, 1024), (33, 17, 48, 3, 100),
     )
-)
+)  # fmt: skip
 
-_NAMES = {  # of EncoderParameters' fields in torch's layer
-    "in_proj_weight": "self_attn.in_proj_weight",
-    "in_proj_bias": "self_attn.in_proj_bias",
-    "out_proj_weight": "self_attn.out_proj.weight",
-    "out_proj_bias": "self_attn.out_proj.bias",
-    **{
-        f"{module}_{kind}": f"{module}.{kind}"
-        for module in ("linear1", "linear2", "norm1", "norm2")
-        for kind in ("weight", "bias")
-    },
-}
+
+def _torch_name(field: str) -> str:
+    """The name in torch's layer of a field of `EncoderParameters`."""
+    module, _, kind = field.rpartition("_")
+    nested = {"in_proj": "self_attn.in_proj_", "out_proj": "self_attn.out_proj."}
+    return nested.get(module, f"{module}.") + kind
 
 
 class _RoundedToTf32(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -76,14 +64,9 @@ def products_of_tf32() -> Iterator[None]:
 
 
 def encoder_tensors(
-    shape: EncoderShape,
-    dtype: torch.dtype = torch.float32,
-    *,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-    norm: str = "layer_norm",
-    activation: str = "gelu",
-) -> dict[str, torch.Tensor]:
+    shape: EncoderShape, dtype: torch.dtype = torch.float32, *, device: torch.device | str = "cpu", seed: int = 0,
+    norm: str = "layer_norm", activation: str = "gelu",
+) -> dict[str, Tensor]:  # fmt: skip
     """x, and every parameter under its name in `EncoderParameters`, of the sizes they have in a network.
 
     For "relu" every hidden unit is far from 0, on or off: near it a rounding decides the gradient, torch's or ours.
@@ -108,7 +91,7 @@ def encoder_tensors(
     return made
 
 
-def encoder_parameters(tensors: Mapping[str, torch.Tensor], *, separate: bool = False) -> isogemm.EncoderParameters:
+def encoder_parameters(tensors: Mapping[str, Tensor], *, separate: bool = False) -> isogemm.EncoderParameters:
     """Take all tensors but x as parameters; `separate` gives q, k and v as views of the stacked input projection."""
     named: dict[str, Any] = {name: each for name, each in tensors.items() if name != "x"}
     if separate:
@@ -118,17 +101,9 @@ def encoder_parameters(tensors: Mapping[str, torch.Tensor], *, separate: bool = 
 
 
 def torch_encoder(
-    x: torch.Tensor,
-    *,
-    nhead: int,
-    norm_first: bool = False,
-    activation: str = "relu",
-    norm: str = "layer_norm",
-    eps: float = 1e-5,
-    key_padding_mask: torch.Tensor | None = None,
-    is_causal: bool = False,
-    **parameters: torch.Tensor,
-) -> torch.Tensor:
+    x: Tensor, *, nhead: int, norm_first: bool = False, activation: str = "relu", norm: str = "layer_norm",
+    eps: float = 1e-5, key_padding_mask: Tensor | None = None, is_causal: bool = False, **parameters: Tensor,
+) -> Tensor:  # fmt: skip
     """nn.TransformerEncoderLayer in training mode without dropout, on named tensors; an absent bias is 0, a scale 1."""
     d, f = x.shape[-1], len(parameters["linear1_weight"])
     layer = nn.TransformerEncoderLayer(
@@ -137,7 +112,7 @@ def torch_encoder(
     )  # fmt: skip
     if norm == "rms_norm":
         layer.norm1, layer.norm2 = (cast(Any, nn.RMSNorm(d, eps, device="meta", dtype=x.dtype)) for _ in range(2))
-    given = {_NAMES[name]: each for name, each in parameters.items()}
+    given = {_torch_name(name): each for name, each in parameters.items()}
     absent = {
         name: torch.full(each.shape, float("norm" in name and "weight" in name), dtype=x.dtype, device=x.device)
         for name, each in layer.named_parameters()
@@ -149,10 +124,10 @@ def torch_encoder(
     if is_causal:
         later = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).triu(1)
         masks |= {"src_mask": _additive(later, x.dtype), "is_causal": True}
-    return cast(torch.Tensor, torch.func.functional_call(layer, absent | given, (x,), masks))
+    return cast(Tensor, torch.func.functional_call(layer, absent | given, (x,), masks))
 
 
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """What is added to the scores: both of torch's masks must be of one kind."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)

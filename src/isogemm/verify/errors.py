@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -21,44 +23,30 @@ class Errors:
     max_scaled: float
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """The library's errors beside torch's."""
 
     actual: Errors
     torch: Errors
 
 
-def measure_errors(actual: torch.Tensor, reference: torch.Tensor, *, scale: torch.Tensor | None = None) -> Errors:
+def measure_errors(actual: Tensor, reference: Tensor, *, scale: Tensor | None = None) -> Errors:
     """Errors of `actual` against an fp64 `reference` of the same shape.
 
     `scale` is the natural size of an element's rounding error, for a GEMM |A| @ |B|, elementwise or
     broadcastable; without it, max|reference|.
     """
     _require_reference(actual, reference, "actual")
-    finite = _finite_in(reference, actual.dtype)
+    finite, magnitude, natural = _magnitudes(reference, actual.dtype, scale)
     error = _absolute_error(actual, reference, finite)
-    magnitude = torch.where(finite, reference, 0).abs()
-    natural = _natural_scale(scale, magnitude, finite)
     rms = magnitude.square().mean().sqrt() if magnitude.numel() else magnitude.sum()
-    return Errors(
-        max_abs=_largest(error),
-        max_rel=_largest(_ratio(error, magnitude.clamp_min(rms))),
-        max_scaled=_largest(_ratio(error, natural)),
-    )
+    return Errors(*map(_largest, (error, _ratio(error, magnitude.clamp_min(rms)), _ratio(error, natural))))
 
 
 def assert_no_worse_than_torch(
-    actual: torch.Tensor,
-    torch_result: torch.Tensor,
-    reference: torch.Tensor,
-    *,
-    factor: float = 2.0,
-    ulps: float = 1,
-    scale: torch.Tensor | None = None,
-    match_nonfinite: bool = False,
-    what: str = "",
-) -> Comparison:
+    actual: Tensor, torch_result: Tensor, reference: Tensor, *, factor: float = 2.0, ulps: float = 1,
+    scale: Tensor | None = None, match_nonfinite: bool = False, what: str = "",
+) -> Comparison:  # fmt: skip
     """Assert, for every element whose fp64 reference is finite in the result's dtype,
 
         |actual - reference| <= factor * E * scale + ulps * ulp(reference)
@@ -74,9 +62,7 @@ def assert_no_worse_than_torch(
         raise AssertionError(f"{_prefix(what)}dtype {actual.dtype}, but torch's result is {torch_result.dtype}")
     if match_nonfinite:
         assert_same_nonfinite(actual, reference, what)
-    finite = _finite_in(reference, actual.dtype)
-    magnitude = torch.where(finite, reference, 0).abs()
-    natural = _natural_scale(scale, magnitude, finite)
+    finite, magnitude, natural = _magnitudes(reference, actual.dtype, scale)
     torch_error = _absolute_error(torch_result, reference, finite & torch_result.isfinite())
     allowed = factor * _largest(_ratio(torch_error, natural)) * natural + ulps * _ulp(magnitude, actual.dtype)
     error = _absolute_error(actual, reference, finite)
@@ -91,13 +77,10 @@ def assert_no_worse_than_torch(
             f"reference {reference[coordinate].item()!r}, "
             f"error {error[coordinate].item():.3g}, allowed {allowed[coordinate].item():.3g}"
         )
-    return Comparison(
-        actual=measure_errors(actual, reference, scale=scale),
-        torch=measure_errors(torch_result, reference, scale=scale),
-    )
+    return Comparison(*(measure_errors(each, reference, scale=scale) for each in (actual, torch_result)))
 
 
-def assert_same_nonfinite(actual: torch.Tensor, reference: torch.Tensor, what: str = "") -> None:
+def assert_same_nonfinite(actual: Tensor, reference: Tensor, what: str = "") -> None:
     """Assert that NaN, +Inf and -Inf stand where `reference`, rounded to `actual`'s dtype, has them."""
     __tracebackhide__ = True
     rounded = reference.to(actual.dtype)
@@ -112,42 +95,41 @@ def assert_same_nonfinite(actual: torch.Tensor, reference: torch.Tensor, what: s
             )
 
 
-def _require_reference(result: torch.Tensor, reference: torch.Tensor, name: str) -> None:
+def _require_reference(result: Tensor, reference: Tensor, name: str) -> None:
     if reference.dtype != torch.float64:
         raise TypeError(f"reference: got {reference.dtype}, expected torch.float64")
     if result.shape != reference.shape:
         raise AssertionError(f"{name}: shape {tuple(result.shape)}, reference {tuple(reference.shape)}")
 
 
-def _finite_in(reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return reference.to(dtype).isfinite()
-
-
-def _absolute_error(result: torch.Tensor, reference: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+def _absolute_error(result: Tensor, reference: Tensor, where: Tensor) -> Tensor:
     error = (result.detach().double() - reference).abs()
     return torch.where(where, error.nan_to_num(nan=torch.inf, posinf=torch.inf), 0)
 
 
-def _ratio(error: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+def _ratio(error: Tensor, size: Tensor) -> Tensor:
     """error / size with 0 / 0 = 0: an exact zero is no error, whatever the scale."""
     return torch.where(error == 0, 0, error / size)
 
 
-def _largest(values: torch.Tensor) -> float:
+def _largest(values: Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def _natural_scale(scale: torch.Tensor | None, magnitude: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
+def _magnitudes(reference: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the reference is finite in the dtype, its absolute values there, and the scale of an element's error."""
+    finite = reference.to(dtype).isfinite()
+    magnitude = torch.where(finite, reference, 0).abs()
     if scale is None:
         largest = magnitude.max() if magnitude.numel() else magnitude.sum()
-        return largest.expand(magnitude.shape)
+        return finite, magnitude, largest.expand(magnitude.shape)
     natural = torch.where(finite, scale.detach().double(), 1)
     if not bool(((natural >= 0) & natural.isfinite()).all()):
         raise ValueError("scale: got negative or non-finite values, expected sizes such as |A| @ |B|")
-    return natural
+    return finite, magnitude, natural
 
 
-def _ulp(magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     exponent = torch.frexp(magnitude.clamp_min(info.smallest_normal)).exponent.double()
     return torch.ldexp(torch.full_like(magnitude, info.eps), exponent - 1)

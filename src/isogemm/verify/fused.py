@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from isogemm.epilogues import ACTIVATIONS, random, register
 from isogemm.epilogues.operands import Operands
@@ -22,22 +23,22 @@ from isogemm.verify.errors import Errors, assert_no_worse_than_torch, measure_er
 from isogemm.verify.inputs import make_data, with_layout
 from isogemm.verify.trials import Rows, Trained, Trial, torch_product
 
-Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Multiply = Callable[[Tensor, Tensor], Tensor]
 
 _TORCH_FORMS = ACTIVATION_FORMS | GATE_FORMS
 _MORE = 64, 4096  # rows, and elements, on which torch's error is measured as well
 _TILES = 6  # configurations of a trial
-_LEAST = 64  # sizes of a layer whose gradients are judged by torch's: of fewer elements torch may be lucky
+_LEAST = 64  # least sizes of a layer whose gradients are judged by torch's, which may be exact on few elements
 
 
 def _gain_and_shift(acc, col, row, gain, shift):  # type: ignore[no-untyped-def]
-    """Triton's language and torch's."""
+    """An epilogue that is valid in Triton and in torch."""
     return acc * (gain + col % 2) + shift
 
 
 @functools.cache
 def _registered() -> str:
-    """The name of an epilogue as users have them."""
+    """Register `_gain_and_shift` as a user does; return its name."""
     from isogemm.epilogues import device
 
     return register("gain_and_shift", type(device.relu)(_gain_and_shift), _gain_and_shift).name
@@ -46,14 +47,14 @@ def _registered() -> str:
 class Tokens(NamedTuple):
     """Operands with a row per token: x [M, K], c and residual [M, N], row_scale and bias [M], shift [M, 1]."""
 
-    x: torch.Tensor
-    c: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
-    row_scale: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    shift: torch.Tensor | None = None  # of the registered epilogue
+    x: Tensor
+    c: Tensor | None = None
+    residual: Tensor | None = None
+    row_scale: Tensor | None = None
+    bias: Tensor | None = None
+    shift: Tensor | None = None  # of the registered epilogue
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Tokens:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Tokens:
         return Tokens(function(self.x), *(None if each is None else function(each) for each in self[1:]))
 
 
@@ -61,18 +62,18 @@ class Tokens(NamedTuple):
 class Layer:
     """residual + act(alpha row_scale col_scale (x @ weight.T) + beta c + bias), or gated; or a registered epilogue."""
 
-    weight: torch.Tensor  # [N, K]
-    bias: torch.Tensor | None = None
-    weight_up: torch.Tensor | None = None
-    bias_up: torch.Tensor | None = None
-    col_scale: torch.Tensor | None = None
+    weight: Tensor  # [N, K]
+    bias: Tensor | None = None
+    weight_up: Tensor | None = None
+    bias_up: Tensor | None = None
+    col_scale: Tensor | None = None
     activation: str = ""
     arguments: Mapping[str, float] = field(default_factory=dict)
-    alpha: float | torch.Tensor = 1.0
-    beta: float | torch.Tensor = 0.0
-    gain: torch.Tensor | None = None  # [N], of the registered epilogue
+    alpha: float | Tensor = 1.0
+    beta: float | Tensor = 0.0
+    gain: Tensor | None = None  # [N], of the registered epilogue
 
-    def isogemm(self, tokens: Tokens, **how: Any) -> torch.Tensor:
+    def isogemm(self, tokens: Tokens, **how: Any) -> Tensor:
         """Compute the layer in one launch."""
         how |= {
             "activation": self.activation or None, "activation_args": self.arguments, "alpha": self.alpha,
@@ -84,31 +85,27 @@ class Layer:
             return matmul_fused(tokens.x, self.weight.mT, bias=tokens.bias, bias_dim=-2, **how)
         return linear(tokens.x, self.weight, self.bias, weight_up=self.weight_up, bias_up=self.bias_up, **how)
 
-    def _aux(self, tokens: Tokens) -> tuple[torch.Tensor, ...]:
+    def _aux(self, tokens: Tokens) -> tuple[Tensor, ...]:
         return () if self.gain is None or tokens.shift is None else (self.gain, tokens.shift)
 
     def after(
-        self, product: torch.Tensor, up: torch.Tensor | None, tokens: Tokens, forms: Mapping[str, Form] = _TORCH_FORMS
-    ) -> torch.Tensor:
+        self, product: Tensor, up: Tensor | None, tokens: Tokens, forms: Mapping[str, Form] = _TORCH_FORMS
+    ) -> Tensor:
         """What follows the products, in torch's operations, each rounded to the products' dtype."""
         z = self.before(product, tokens)
         if self.activation:
             z = forms[self.activation](z, **self.arguments)
         if aux := self._aux(tokens):
-            form: Callable[..., torch.Tensor] = _gain_and_shift
+            form: Callable[..., Tensor] = _gain_and_shift
             z = form(z, torch.arange(z.shape[-1], device=z.device), None, *(each.to(z.dtype) for each in aux))
         if up is not None:
             z = z * (up if self.bias_up is None else up + self.bias_up)
         return z if tokens.residual is None else tokens.residual + z
 
-    def before(self, product: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def before(self, product: Tensor, tokens: Tokens) -> Tensor:
         """The pre-activation."""
-        z = product
-        for scale in (
-            None if isinstance(self.alpha, float) and self.alpha == 1 else self.alpha,
-            None if tokens.row_scale is None else tokens.row_scale[:, None],
-            self.col_scale,
-        ):
+        z = product * self.alpha
+        for scale in (None if tokens.row_scale is None else tokens.row_scale[:, None], self.col_scale):
             z = z if scale is None else z * scale
         if tokens.c is not None:
             z = z + tokens.c.to(z.dtype) * self.beta
@@ -116,22 +113,20 @@ class Layer:
             return z + tokens.bias[:, None]
         return z if self.bias is None else z + self.bias
 
-    def sizes(self, product: torch.Tensor, up: torch.Tensor | None, tokens: Tokens) -> torch.Tensor:
+    def sizes(self, product: Tensor, up: Tensor | None, tokens: Tokens) -> Tensor:
         """The unit of an element's error, from |x| |weight|: no activation but relu2 grows faster than its argument."""
-        whole = replace(
-            self, bias=_size(self.bias), bias_up=_size(self.bias_up), col_scale=_size(self.col_scale),
-            gain=_size(self.gain), alpha=_absolute(self.alpha), beta=_absolute(self.beta),
-            activation="relu2" if self.activation == "relu2" else "",
-        )  # fmt: skip
-        return whole.after(product, up, tokens.map(lambda each: each.double().abs()))
+        named = {name: getattr(self, name) for name in ("bias", "bias_up", "col_scale", "gain", "alpha", "beta")}
+        absolute: Any = {name: None if each is None else abs(each) for name, each in named.items()}
+        activation = "relu2" if self.activation == "relu2" else ""
+        return replace(self, activation=activation, **absolute).after(product, up, tokens.map(torch.abs))
 
-    def products(self, multiply: Multiply, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def products(self, multiply: Multiply, x: Tensor) -> tuple[Tensor, Tensor | None]:
         b, b_up = self.columns
         return multiply(x, b), None if b_up is None else multiply(x, b_up)
 
-    def fusion(self, tokens: Tokens, dropout_p: float = 0.0, seed: torch.Tensor | None = None) -> Operands:
+    def fusion(self, tokens: Tokens, dropout_p: float = 0.0, seed: Tensor | None = None) -> Operands:
         by_column = tokens.bias is None
-        alpha, beta = (each if isinstance(each, torch.Tensor) else None for each in (self.alpha, self.beta))
+        alpha, beta = (each if isinstance(each, Tensor) else None for each in (self.alpha, self.beta))
         return Operands(
             self.bias if by_column else tokens.bias, self.bias_up, tokens.c, tokens.residual, tokens.row_scale,
             self.col_scale, alpha, beta, self._aux(tokens), seed, float(self.alpha) if alpha is None else 1.0,
@@ -140,46 +135,26 @@ class Layer:
         )  # fmt: skip
 
     @property
-    def bare(self) -> Layer:
-        """As the first layer of an mlp is: without scales and addends."""
-        return replace(self, col_scale=None, alpha=1.0, beta=0.0)
-
-    def of_dtype(self, dtype: torch.dtype) -> Layer:
-        """The layer with all but its parameters in this dtype."""
-        col_scale, gain = (None if each is None else each.to(dtype) for each in (self.col_scale, self.gain))
-        return replace(self, col_scale=col_scale, gain=gain)
-
-    @property
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """What is trained, by name."""
+    def parameters(self) -> dict[str, Tensor]:
+        """The trained tensors, by name."""
         named = {name: getattr(self, name) for name in ("weight", "bias", "weight_up", "bias_up")}
         return {name: each for name, each in named.items() if each is not None}
 
-    def with_parameters(self, tensors: Sequence[torch.Tensor]) -> Layer:
+    def with_parameters(self, tensors: Sequence[Tensor]) -> Layer:
         """The layer with these tensors as its `parameters`."""
         return replace(self, **dict(zip(self.parameters, tensors, strict=True)))  # type: ignore[arg-type]
 
     @property
-    def columns(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def columns(self) -> tuple[Tensor, Tensor | None]:
         """The weights as [K, N]."""
         return self.weight.mT, None if self.weight_up is None else self.weight_up.mT
 
 
-def _size(x: torch.Tensor | None) -> torch.Tensor | None:
-    return None if x is None else x.double().abs()
-
-
-def _absolute(number: float | torch.Tensor) -> float | torch.Tensor:
-    return number.abs() if isinstance(number, torch.Tensor) else abs(number)
-
-
 def assert_accurate(
-    found: torch.Tensor, layer: Layer, tokens: Tokens, precision: str, *, factor: float = 2, what: str = ""
+    found: Tensor, layer: Layer, tokens: Tokens, precision: str, *, factor: float = 2, what: str = ""
 ) -> Errors:
-    """`found` is the layer of the tokens to within `factor` times the error of torch's separate operations and one ulp.
-
-    So that a few elements on which torch is lucky are no measure, its error is also that of more rows, the given ones
-    with other signs.
+    """Assert that `found`, the layer's result, has at most `factor` times the error of torch's separate operations, and
+    one ulp. torch's error is measured on more rows too, the given ones with other signs: on few it may be 0 by chance.
     """
     m, (n, k), device = len(tokens.x), layer.weight.shape, tokens.x.device
     added = max(_MORE[0], _MORE[1] // n)
@@ -187,7 +162,7 @@ def assert_accurate(
     more = tokens.map(lambda each: each[rows])
     more.x[m:] *= 2 * torch.randint(2, (added, k), device=device, generator=torch.Generator(device).manual_seed(0)) - 1
 
-    def of_torch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def of_torch(a: Tensor, b: Tensor) -> Tensor:
         return torch_product(a, b, found.dtype, precision)
 
     with torch.no_grad():
@@ -212,13 +187,11 @@ class Setting(trials.Setting):
         self.biased, residual, scaled, added = (self.rng.random() < 0.6 for _ in range(4))
         self.scaled = scaled and not self.gated
         added = added and not self.gated
-        self.alpha: float | torch.Tensor = self.rng.uniform(-2, 2) if self.scaled else 1.0
-        self.beta: float | torch.Tensor = self.rng.uniform(-2, 2) if added else 0.0
-        self.on_device = self.rng.random() < 0.5  # alpha and beta
-        if self.on_device and self.scaled:
-            self.alpha = torch.tensor(self.alpha, dtype=self.dtype, device=device)
-        if self.on_device and added:
-            self.beta = torch.tensor(self.beta, dtype=self.dtype, device=device)
+        self.alpha: float | Tensor = self.rng.uniform(-2, 2) if self.scaled else 1.0
+        self.beta: float | Tensor = self.rng.uniform(-2, 2) if added else 0.0
+        if self.rng.random() < 0.5:  # numbers on the device
+            alpha, beta = (torch.tensor(each, dtype=self.dtype, device=device) for each in (self.alpha, self.beta))
+            self.alpha, self.beta = alpha if self.scaled else self.alpha, beta if added else self.beta
         self.by_row = self.biased and not self.gated and self.rng.random() < 0.5  # the bias
         self.widths = {
             "x": self.k, "c": self.n * added, "residual": self.n * residual, "row_scale": int(self.scaled),
@@ -229,7 +202,7 @@ class Setting(trials.Setting):
     def called(self) -> str:
         return self.activation or ("a registered epilogue" if self.registered else "no activation")
 
-    def layer(self, weight: torch.Tensor) -> Layer:
+    def layer(self, weight: Tensor) -> Layer:
         """The layer with this [N, K] weight."""
         bias, bias_up, col_scale, gain = (self.normal(self.n, seed=at) for at in (1, 2, 3, 10))
         up = self._weight(self.seed + 1) if self.gated else None
@@ -243,28 +216,26 @@ class Setting(trials.Setting):
             gain if self.registered else None,
         )  # fmt: skip
 
-    def _weight(self, seed: int) -> torch.Tensor:
+    def _weight(self, seed: int) -> Tensor:
         shape = (self.n, self.k)
         return make_data(self.kind, shape, seed=seed, dtype=self.dtype, device=self.device, pair_sign=1)
 
-    def packed(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+    def packed(self, x: Tensor, *more: Tensor) -> Tensor:
         """x [M, K] and the row's other operands side by side, so that they are cut, moved and padded together."""
         added = [self.normal(len(x), width, seed=at) for at, width in enumerate(list(self.widths.values())[1:], 11)]
         return torch.cat([x, *added, *more], dim=1)
 
-    def tokens_of(self, rows: torch.Tensor) -> Tokens:
-        widths = list(self.widths.values())
-        x, c, residual, row_scale, bias, shift = torch.split(rows[:, : sum(widths)], widths, dim=1)
-        return Tokens(
-            with_layout(x, self.layouts[0]),
-            c if self.widths["c"] else None,
-            residual if self.widths["residual"] else None,
-            row_scale[:, 0] if self.scaled else None,
-            bias[:, 0] if self.by_row else None,
-            shift if self.registered else None,
-        )
+    def tokens_of(self, rows: Tensor) -> Tokens:
+        parts = torch.split(rows[:, : sum(self.widths.values())], list(self.widths.values()), dim=1)
+        found = {name: part for name, part in zip(self.widths, parts, strict=True) if part.shape[1]}
+        found |= {name: found[name][:, 0] for name in ("row_scale", "bias") if name in found}
+        return Tokens(**found | {"x": with_layout(found["x"], self.layouts[0])})
 
-    def forward(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+    def layer_and_tokens(self, m: int) -> tuple[Layer, Tokens]:
+        x, b = self.operands(m, self.k, self.n)
+        return self.layer(b.mT), self.tokens_of(self.packed(x))
+
+    def forward(self, m: int) -> tuple[Tensor, list[Rows]]:
         """Rows, and the ways: with an fp32 result, with one of its own dtype, rounding as torch does, and an mlp."""
         x, b = self.operands(m, self.k, self.n)
         layer, precision = self.layer(b.mT), self.precision or None
@@ -278,30 +249,30 @@ class Setting(trials.Setting):
             ways.append(lambda rows: self._mlp(layer, down, self.tokens_of(rows).x))
         return self.packed(x), ways
 
-    def _down(self) -> torch.Tensor:
+    def _down(self) -> Tensor:
         """The weight of a second layer."""
         return self.normal(self.k, self.n, seed=8)
 
-    def _mlp(self, layer: Layer, down: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, layer: Layer, down: Tensor, x: Tensor) -> Tensor:
         return mlp(
             x, layer.weight, down, bias=layer.bias, weight_up=layer.weight_up,
             bias_up=layer.bias_up, activation=layer.activation, activation_args=layer.arguments,
             precision=self.precision or None,
         )  # fmt: skip
 
-    def input_gradient(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+    def input_gradient(self, m: int) -> tuple[Tensor, list[Rows]]:
         """Rows with their gradient, and dX of the layer and of an mlp."""
         x, b = self.operands(m, self.k, self.n)
         layer, down = self.layer(b.mT), self._down()
         widest = max(self.n, self.k)
 
-        def of_layer(rows: torch.Tensor) -> torch.Tensor:
+        def of_layer(rows: Tensor) -> Tensor:
             tokens = self.tokens_of(rows)
             tokens = tokens._replace(x=tokens.x.requires_grad_())
             out = layer.isogemm(tokens, precision=self.precision or None)
             return torch.autograd.grad(out, tokens.x, rows[:, -widest:][:, : self.n])[0]
 
-        def of_mlp(rows: torch.Tensor) -> torch.Tensor:
+        def of_mlp(rows: Tensor) -> Tensor:
             x = self.tokens_of(rows).x.requires_grad_()
             return torch.autograd.grad(self._mlp(layer, down, x), x, rows[:, -widest:][:, : self.k])[0]
 
@@ -312,11 +283,11 @@ class Setting(trials.Setting):
         grad, x = self.weight_operands(tokens)
         layer = self.layer(self._weight(self.seed))
 
-        def one(rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        def one(rows: Tensor, *parameters: Tensor) -> Tensor:
             tokens = self.tokens_of(rows)._replace(bias=None)  # of `linear`, which knows parameters
             return layer.with_parameters(parameters).isogemm(tokens, precision=self.precision or None)
 
-        def two(rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        def two(rows: Tensor, *parameters: Tensor) -> Tensor:
             return self._mlp(layer.with_parameters(parameters[:-1]), parameters[-1], self.tokens_of(rows).x)
 
         rows, parameters = self.packed(x), list(layer.parameters.values())
@@ -327,9 +298,7 @@ class Setting(trials.Setting):
 
 
 def _any_tile(each: Setting) -> Iterator[BitDiff]:
-    m = each.rng.choice(each.sizes.edges)
-    x, b = each.operands(m, each.k, each.n)
-    layer, tokens = each.layer(b.mT), each.tokens_of(each.packed(x))
+    layer, tokens = each.layer_and_tokens(each.rng.choice(each.sizes.edges))
     p = each.rng.choice((0.0, 0.3))
     seed = torch.full((1,), each.seed, dtype=torch.int64, device=each.device) if p else None
     how: Any = {"out_dtype": each.wide if each.seed % 2 else None, "precision": each.precision or None}
@@ -344,8 +313,7 @@ def _any_tile(each: Setting) -> Iterator[BitDiff]:
 
 def _accuracy(each: Setting) -> Iterator[BitDiff]:
     """Raise where a result is not accurate; there are no bits to compare."""
-    x, b = each.operands(min(each.rng.choice(each.sizes.edges), 1000), each.k, each.n)
-    layer, tokens = each.layer(b.mT), each.tokens_of(each.packed(x))
+    layer, tokens = each.layer_and_tokens(min(each.rng.choice(each.sizes.edges), 1000))
     for out_dtype in dict.fromkeys((None, each.wide)):
         # Tensor cores sum an fp32 result of 16-bit operands, and tf32x3, less exactly: as in the gemm family.
         factor = 4 if out_dtype is not None or each.precision == "tf32x3" else 2
@@ -359,13 +327,13 @@ class _TorchProduct(torch.autograd.Function):
     """torch's product, and its gradients as torch's products."""
 
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, precision: str) -> torch.Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, precision: str) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.precision = precision
         return torch_product(a, b, a.dtype, precision)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (a, b), (grad,) = ctx.saved_tensors, grads
         of_a = torch_product(grad, b.mT, a.dtype, ctx.precision)
         return of_a, torch_product(a.mT, grad, a.dtype, ctx.precision), None
@@ -381,25 +349,22 @@ def _assert_trained_accurately(each: Setting) -> None:
     names = list(layer.parameters)
     differentiable: Any = _TorchProduct
 
-    def in_torch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        if a.dtype == torch.float64:
-            return a @ b
-        return cast(torch.Tensor, differentiable.apply(a, b, each.precision))
+    def in_torch(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b if a.dtype == torch.float64 else cast(Tensor, differentiable.apply(a, b, each.precision))
 
-    def one(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def one(x: Tensor, *parameters: Tensor) -> Tensor:
         mine = layer.with_parameters(parameters)
         return mine.isogemm(tokens._replace(x=x), precision=each.precision or None)
 
-    def one_in_torch(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def one_in_torch(x: Tensor, *parameters: Tensor) -> Tensor:
         mine = layer.with_parameters(parameters)
-        rest = tokens.map(lambda part: part.to(x.dtype))._replace(x=x)
-        return mine.of_dtype(x.dtype).after(*mine.products(in_torch, x), rest)
+        return mine.after(*mine.products(in_torch, x), tokens._replace(x=x))
 
-    def two(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def two(x: Tensor, *parameters: Tensor) -> Tensor:
         return each._mlp(layer.with_parameters(parameters[:-1]), parameters[-1], x)
 
-    def two_in_torch(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        mine = layer.with_parameters(parameters[:-1]).bare
+    def two_in_torch(x: Tensor, *parameters: Tensor) -> Tensor:
+        mine = replace(layer.with_parameters(parameters[:-1]), col_scale=None, alpha=1.0, beta=0.0)
         return in_torch(mine.after(*mine.products(in_torch, x), Tokens(x)), parameters[-1].mT)
 
     operands = [tokens.x, *layer.parameters.values()]
@@ -412,7 +377,7 @@ def _assert_trained_accurately(each: Setting) -> None:
         _assert_as_torch(two, two_in_torch, names_of_two, [*operands, down], grad, each)
 
 
-def _smooth(each: Setting, m: int) -> tuple[Layer, Tokens, torch.Tensor]:
+def _smooth(each: Setting, m: int) -> tuple[Layer, Tokens, Tensor]:
     """A layer whose products have a sign for each column, and sizes for which activations are curved."""
     sign = each.normal(each.n, 1, seed=20).sign()
     size = 4 ** torch.linspace(-1, 1, each.n, device=each.device, dtype=each.dtype)[:, None] / each.k
@@ -424,13 +389,9 @@ def _smooth(each: Setting, m: int) -> tuple[Layer, Tokens, torch.Tensor]:
 
 
 def _assert_as_torch(
-    ours: Callable[..., torch.Tensor],
-    in_torch: Callable[..., torch.Tensor],
-    names: Sequence[str],
-    operands: Sequence[torch.Tensor],
-    grad: torch.Tensor,
-    each: Setting,
-) -> None:
+    ours: Callable[..., Tensor], in_torch: Callable[..., Tensor], names: Sequence[str], operands: Sequence[Tensor],
+    grad: Tensor, each: Setting,
+) -> None:  # fmt: skip
     found, torchs = (training_step(way, operands, grad) for way in (ours, in_torch))
     exact = training_step(in_torch, [operand.double() for operand in operands], grad.double())
     factor = 4 if each.dtype == torch.float32 else 2  # the order of fp32 sums alone makes more than twice, at times
@@ -438,19 +399,15 @@ def _assert_as_torch(
         assert_largest_error(*results, factor=factor, what=f"{each.called}, {name}")
 
 
-def training_step(
-    function: Callable[..., torch.Tensor], operands: Sequence[torch.Tensor], grad: torch.Tensor
-) -> list[torch.Tensor]:
-    """The result and every operand's gradient."""
+def training_step(function: Callable[..., Tensor], operands: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    """Return the result and every operand's gradient."""
     leaves = [operand.detach().requires_grad_() for operand in operands]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def assert_largest_error(
-    found: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor, *, factor: float = 2, what: str
-) -> None:
-    """At most `factor` times torch's, and one ulp of the largest element."""
+def assert_largest_error(found: Tensor, torchs: Tensor, exact: Tensor, *, factor: float = 2, what: str) -> None:
+    """Assert an error of at most `factor` times torch's, and one ulp of the largest element."""
     ours, theirs = (float((each.double() - exact).abs().max()) for each in (found, torchs))
     allowed = factor * theirs + torch.finfo(found.dtype).eps * float(exact.abs().max())
     if not ours <= allowed:
@@ -460,8 +417,7 @@ def assert_largest_error(
 
 
 def _eager(each: Setting) -> Iterator[BitDiff]:
-    x, b = each.operands(each.rng.choice(each.sizes.edges), each.k, each.n)
-    layer, tokens = each.layer(b.mT), each.tokens_of(each.packed(x))
+    layer, tokens = each.layer_and_tokens(each.rng.choice(each.sizes.edges))
     precision = each.precision or None
     found = layer.isogemm(tokens, rounding="eager", precision=precision)
     with torch.no_grad():
@@ -472,12 +428,12 @@ def _eager(each: Setting) -> Iterator[BitDiff]:
 
 def _dropout(each: Setting) -> Iterator[BitDiff]:
     m, p = each.rng.choice(each.sizes.edges), each.rng.choice((0.1, 0.5, 0.9))
-    x, b = each.operands(m, each.k, each.n)
-    layer, tokens = each.layer(b.mT), each.tokens_of(each.packed(x))._replace(residual=None)
+    layer, tokens = each.layer_and_tokens(m)
+    tokens = tokens._replace(residual=None)
     precision = each.precision or None
     with torch.random.fork_rng([each.device] if each.device.type == "cuda" else []):
 
-        def seeded(function: Callable[..., torch.Tensor], *args: Any, **how: Any) -> torch.Tensor:
+        def seeded(function: Callable[..., Tensor], *args: Any, **how: Any) -> Tensor:
             torch.manual_seed(each.seed)
             return function(*args, **how)
 
@@ -488,7 +444,7 @@ def _dropout(each: Setting) -> Iterator[BitDiff]:
         dropped = seeded(linear, tokens.x, layer.weight, c=c, beta=1.0, dropout_p=p, precision=precision)
         (backward,) = torch.autograd.grad(dropped, c, grad)
 
-    def expected(whole: torch.Tensor) -> torch.Tensor:
+    def expected(whole: Tensor) -> Tensor:
         return torch.where(kept, whole.float() * random.scale(p), 0.0).to(whole.dtype) + 0.0  # either zero will do
 
     whole = layer.isogemm(tokens, precision=precision)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from isogemm.gemm import configs, op, reference
 from isogemm.gemm.api import linear
@@ -24,7 +25,7 @@ class Setting(trials.Setting):
         names = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, out_dtype or self.dtype)]
         return configs.walk_chunk(k, *names)
 
-    def forward(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+    def forward(self, m: int) -> tuple[Tensor, list[Rows]]:
         """x, and the ways to multiply it: with an fp32 result, and with one of its own dtype."""
         x, b = self.operands(m, self.k, self.n)
         weight, bias = with_layout(b.mT, self.layouts[1]), self.normal(self.n)
@@ -35,16 +36,16 @@ class Setting(trials.Setting):
 
         return x, [way(out) for out in dict.fromkeys((self.wide, None))]
 
-    def input_gradient(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
+    def input_gradient(self, m: int) -> tuple[Tensor, list[Rows]]:
         """grad, and the ways to its dX: the product itself with an fp32 result, and autograd's."""
         grad, weight = self.operands(m, self.n, self.k)
         weight = with_layout(weight, self.layouts[1])
         precision = self.precision or None
 
-        def product(grad: torch.Tensor) -> torch.Tensor:
+        def product(grad: Tensor) -> Tensor:
             return op.product(with_layout(grad, self.layouts[0]), weight, None, self.wide, precision)
 
-        def backward(grad: torch.Tensor) -> torch.Tensor:
+        def backward(grad: Tensor) -> Tensor:
             x = torch.ones((len(grad), self.k), dtype=self.dtype, device=self.device, requires_grad=True)
             return torch.autograd.grad(linear(x, weight, precision=precision), x, with_layout(grad, self.layouts[0]))[0]
 
@@ -53,7 +54,7 @@ class Setting(trials.Setting):
     def trained(self, tokens: int) -> Sequence[Trained]:
         grad, x = self.weight_operands(tokens)
 
-        def layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             return linear(x, weight, bias, precision=self.precision or None)
 
         shapes = ((self.n, self.k), (self.n,))
@@ -87,19 +88,18 @@ def _any_tile(each: Setting) -> Iterator[BitDiff]:
 
 
 def assert_accurate(
-    found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str, *,
-    bias: torch.Tensor | None = None, torchs: torch.Tensor | None = None, what: str = "",
+    found: Tensor, a: Tensor, b: Tensor, precision: str, *,
+    bias: Tensor | None = None, torchs: Tensor | None = None, what: str = "",
 ) -> Errors:  # fmt: skip
-    """`found` is a @ b (+ bias) to the family's bound; `torchs` is what torch gives, where it is known already.
+    """Assert that `found` is a @ b (+ bias) to within twice torch's error and one ulp, or four times where tensor cores
+    sum an fp32 result: of 16-bit operands, and in tf32x3. torchs: torch's result, if it is known already.
 
-    Twice torch's error and one ulp. Four times where tensor cores sum an fp32 result: of 16-bit operands, and in
-    tf32x3. So that a few elements on which torch is lucky are no measure, torch's error is also that of 64 more rows,
-    the given ones with other signs.
+    torch's error is measured on 64 more rows too, the given ones with other signs: on few it may be 0 by chance.
     """
     signs = torch.randint(2, (64, a.shape[1]), device=a.device, generator=torch.Generator(a.device).manual_seed(0))
     more = (2 * signs - 1) * a[torch.arange(64, device=a.device) % len(a)]
 
-    def of_torch(rows: torch.Tensor) -> torch.Tensor:
+    def of_torch(rows: Tensor) -> Tensor:
         product = torch_product(rows, b, found.dtype, precision)
         return product if bias is None else product + bias
 
@@ -108,14 +108,9 @@ def assert_accurate(
     exact, scale = reference.matmul(all_a, b, bias), reference.matmul_scale(all_a, b)
     if bias is not None:
         scale = scale + bias.double().abs()
-    assert_no_worse_than_torch(
-        torch.cat([found, torchs_more]),
-        torch.cat([torchs, torchs_more]),
-        exact,
-        scale=scale,
-        factor=2 if found.dtype == a.dtype and precision != "tf32x3" else 4,
-        what=what,
-    )
+    ours, theirs = (torch.cat([each, torchs_more]) for each in (found, torchs))
+    factor = 2 if found.dtype == a.dtype and precision != "tf32x3" else 4
+    assert_no_worse_than_torch(ours, theirs, exact, scale=scale, factor=factor, what=what)
     return measure_errors(found, exact[: len(a)], scale=scale[: len(a)])
 
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from isogemm.verify.poison import poison_value
 
 
 def make_data(
-    kind: str,
-    shape: tuple[int, ...],
-    *,
-    seed: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    reduce_dim: int = -1,
-    pair_sign: int = -1,
-) -> torch.Tensor:
+    kind: str, shape: tuple[int, ...], *, seed: int, dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu", reduce_dim: int = -1, pair_sign: int = -1,
+) -> Tensor:  # fmt: skip
     """Random floating-point data of one of `DATA_KINDS`; the bits depend on the seed and the device type.
 
     normal: standard normal.
@@ -34,58 +30,47 @@ def make_data(
         raise ValueError(f"kind: got {kind!r}, expected one of {', '.join(DATA_KINDS)}")
     if not dtype.is_floating_point:
         raise TypeError(f"dtype: got {dtype}, expected a floating-point dtype")
-    generator = torch.Generator(device).manual_seed(seed)
-    work = torch.promote_types(dtype, torch.float32)
-    draw = _Draw(shape, work, generator)
-    return _MAKERS[kind](draw, dtype, reduce_dim, pair_sign).to(dtype)
+    return _MAKERS[kind](_Draw(shape, dtype, torch.Generator(device).manual_seed(seed)), reduce_dim, pair_sign).to(
+        dtype
+    )
 
 
 def make_operands(
-    kind: str,
-    a_shape: tuple[int, ...],
-    b_shape: tuple[int, ...],
-    *,
-    seed: int,
-    dtype: torch.dtype = torch.float32,
+    kind: str, a_shape: tuple[int, ...], b_shape: tuple[int, ...], *, seed: int, dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Operands [..., M, K] and [..., K, N] of a product; "cancelling" ones cancel in the product."""
     a = make_data(kind, a_shape, seed=2 * seed, dtype=dtype, device=device, reduce_dim=-1)
     b = make_data(kind, b_shape, seed=2 * seed + 1, dtype=dtype, device=device, reduce_dim=-2, pair_sign=1)
     return a, b
 
 
-@dataclass(frozen=True)
 class _Draw:
-    """Random tensors of one shape from one generator."""
+    """Random tensors of one shape from one generator, in fp32 or wider; `dtype` is what they are rounded to."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    generator: torch.Generator
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> None:
+        self.shape, self.dtype = shape, dtype
+        self._how: Any = {"device": generator.device, "generator": generator}
+        wide = self._how | {"dtype": torch.promote_types(dtype, torch.float32)}
+        self.normal, self.uniform = (partial(draw, shape, **wide) for draw in (torch.randn, torch.rand))
 
-    def normal(self) -> torch.Tensor:
-        return torch.randn(self.shape, dtype=self.dtype, device=self.generator.device, generator=self.generator)
-
-    def integers(self, low: int, high: int) -> torch.Tensor:
-        return torch.randint(low, high + 1, self.shape, device=self.generator.device, generator=self.generator)
-
-    def uniform(self) -> torch.Tensor:
-        return torch.rand(self.shape, dtype=self.dtype, device=self.generator.device, generator=self.generator)
+    def integers(self, low: int, high: int) -> Tensor:
+        return torch.randint(low, high + 1, self.shape, **self._how)
 
 
-def _normal(draw: _Draw, dtype: torch.dtype, reduce_dim: int, pair_sign: int) -> torch.Tensor:
+def _normal(draw: _Draw, reduce_dim: int, pair_sign: int) -> Tensor:
     return draw.normal()
 
 
-def _wide(draw: _Draw, dtype: torch.dtype, reduce_dim: int, pair_sign: int) -> torch.Tensor:
-    limit = 5 if dtype == torch.float16 else 20
+def _wide(draw: _Draw, reduce_dim: int, pair_sign: int) -> Tensor:
+    limit = 5 if draw.dtype == torch.float16 else 20
     sign = 2 * draw.integers(0, 1) - 1
     return torch.ldexp(sign * (1 + draw.uniform()), draw.integers(-limit, limit - 1))
 
 
-def _cancelling(draw: _Draw, dtype: torch.dtype, reduce_dim: int, pair_sign: int) -> torch.Tensor:
+def _cancelling(draw: _Draw, reduce_dim: int, pair_sign: int) -> Tensor:
     data = draw.normal()
-    eps = torch.finfo(dtype).eps
+    eps = torch.finfo(draw.dtype).eps
     near_one = 1 + 4 * eps * draw.normal()
     pairs = draw.shape[reduce_dim] // 2
     second = data.narrow(reduce_dim, 0, pairs) * near_one.narrow(reduce_dim, 0, pairs) * pair_sign
@@ -95,7 +80,7 @@ def _cancelling(draw: _Draw, dtype: torch.dtype, reduce_dim: int, pair_sign: int
     return data
 
 
-def _model(draw: _Draw, dtype: torch.dtype, reduce_dim: int, pair_sign: int) -> torch.Tensor:
+def _model(draw: _Draw, reduce_dim: int, pair_sign: int) -> Tensor:
     data, chance = draw.normal(), draw.uniform()
     if pair_sign > 0:
         return 0.02 * data * torch.exp2(4 * chance.narrow(reduce_dim, 0, min(1, chance.shape[reduce_dim])) - 2)
@@ -106,16 +91,11 @@ def _model(draw: _Draw, dtype: torch.dtype, reduce_dim: int, pair_sign: int) -> 
     return torch.where(rank * 100 < data.shape[reduce_dim], 50 * data, data)
 
 
-_MAKERS: dict[str, Callable[[_Draw, torch.dtype, int, int], torch.Tensor]] = {
-    "normal": _normal,
-    "wide": _wide,
-    "cancelling": _cancelling,
-    "model": _model,
-}
+_MAKERS = {"normal": _normal, "wide": _wide, "cancelling": _cancelling, "model": _model}
 DATA_KINDS = tuple(_MAKERS)
 
 
-def with_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+def with_layout(tensor: Tensor, layout: str) -> Tensor:
     """The same shape and values in other memory, one of `LAYOUTS`; what lies outside the view is poison.
 
     "broadcast" repeats the first element of axis 0 with stride 0, so its values are not the given ones.
@@ -133,43 +113,36 @@ def layouts_for(ndim: int) -> tuple[str, ...]:
     return tuple(name for name, (least, _) in _LAYOUTS.items() if ndim >= least)
 
 
-def _poisoned_buffer(like: torch.Tensor, shape: list[int]) -> torch.Tensor:
+def _poisoned_buffer(like: Tensor, shape: list[int]) -> Tensor:
     return torch.full(shape, poison_value(like.dtype), dtype=like.dtype, device=like.device)
 
 
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+def _contiguous(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _transposed(tensor: torch.Tensor) -> torch.Tensor:
-    return _contiguous(tensor.mT).mT
-
-
-def _sliced(tensor: torch.Tensor) -> torch.Tensor:
+def _sliced(tensor: Tensor) -> Tensor:
     buffer = _poisoned_buffer(tensor, [size + 3 for size in tensor.shape])
     return buffer[tuple(slice(1, 1 + size) for size in tensor.shape)].copy_(tensor)
 
 
-def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    buffer = _poisoned_buffer(tensor, [*tensor.shape[:-1], 2 * tensor.shape[-1]])
-    return buffer[..., ::2].copy_(tensor)
+def _strided(tensor: Tensor) -> Tensor:
+    return _poisoned_buffer(tensor, [*tensor.shape[:-1], 2 * tensor.shape[-1]])[..., ::2].copy_(tensor)
 
 
-def _broadcast(tensor: torch.Tensor) -> torch.Tensor:
-    return _contiguous(tensor[:1]).expand(tensor.shape) if len(tensor) else _contiguous(tensor)
+def _misaligned(tensor: Tensor) -> Tensor:
+    return _poisoned_buffer(tensor, [tensor.numel() + 2])[1:-1].view(tensor.shape).copy_(tensor)
 
 
-def _misaligned(tensor: torch.Tensor) -> torch.Tensor:
-    buffer = _poisoned_buffer(tensor, [tensor.numel() + 2])
-    return buffer[1:-1].view(tensor.shape).copy_(tensor)
-
-
-_LAYOUTS: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {  # name: (least axes, arrange)
+_LAYOUTS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {  # name: (least axes, arrange)
     "contiguous": (0, _contiguous),
-    "transposed": (2, _transposed),
+    "transposed": (2, lambda tensor: _contiguous(tensor.mT).mT),
     "sliced": (1, _sliced),
     "strided": (1, _strided),
-    "broadcast": (3, _broadcast),
+    "broadcast": (
+        3,
+        lambda tensor: _contiguous(tensor[:1]).expand(tensor.shape) if len(tensor) else _contiguous(tensor),
+    ),
     "misaligned": (0, _misaligned),
 }
 LAYOUTS = tuple(_LAYOUTS)

@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _ALLOCATORS: tuple[tuple[Any, str], ...] = (
-    (torch, "empty"),
-    (torch, "empty_like"),
-    (torch, "empty_strided"),
-    (torch.Tensor, "new_empty"),
-    (torch.Tensor, "new_empty_strided"),
+    *((torch, name) for name in ("empty", "empty_like", "empty_strided")),
+    *((Tensor, name) for name in ("new_empty", "new_empty_strided")),
 )
 
 
@@ -24,14 +22,12 @@ def poison_value(dtype: torch.dtype) -> complex | float | int | bool:
         return complex(float("nan"), float("nan"))
     if dtype.is_floating_point:
         return float("nan")
-    if dtype == torch.bool:
-        return True
-    return torch.iinfo(dtype).max
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Fill what `torch.empty` and its kin return with `poison_value`, gaps between strides included.
+    """Fill what `torch.empty` and similar functions return with `poison_value`, gaps between strides included.
 
     The functions themselves are replaced for the duration, in every thread: a torch mode would take the code
     under test down another path. Memory that torch's own operators allocate is left alone.
@@ -49,21 +45,16 @@ def poisoned_allocations() -> Iterator[None]:
                 setattr(owner, name, original)
 
 
-def _poisoning(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _poisoning(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(allocate)
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
         tensor = allocate(*args, **kwargs)
         if tensor.layout is torch.strided:
             with torch.no_grad():
-                _whole(tensor, owned=kwargs.get("out") is None).fill_(poison_value(tensor.dtype))
+                whole = tensor
+                if kwargs.get("out") is None and not tensor.is_contiguous():  # all of a fresh tensor's storage
+                    whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+                whole.fill_(poison_value(tensor.dtype))
         return tensor
 
     return poisoned
-
-
-def _whole(tensor: torch.Tensor, owned: bool) -> torch.Tensor:
-    """All of a fresh tensor's storage, so that gaps are poisoned and overlapping strides can be filled."""
-    if not owned or tensor.is_contiguous():
-        return tensor
-    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.as_strided((elements,), (1,), 0)

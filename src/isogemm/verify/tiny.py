@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from isogemm.core import device as devices
 from isogemm.core import tables
@@ -25,28 +25,18 @@ from isogemm.verify.poison import poisoned_allocations
 from isogemm.verify.trials import other_work
 
 
-class Setting(NamedTuple):
+class Setting:
     """A random problem, made from the seed."""
 
-    rng: random.Random
-    seed: int
-    device: torch.device
-    m: int
-    n: int
-    k: int
-    dtype: torch.dtype
-    precision: str
-    layout: str
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed, self.device, self.rng = seed, device, random.Random(seed)
+        choose = self.rng.choice
+        self.m, self.n, self.k = (choose((1, 3, 5, 8, 12, 16, 17, 31, 32, 42, 48, 63, 64)) for _ in range(3))
+        self.dtype = choose((torch.float32, torch.float32, torch.float16, torch.bfloat16))
+        self.precision = choose(("ieee", "tf32", "tf32x3")) if self.dtype is torch.float32 else ""
+        self.layout = choose(("nn", "nt", "tn", "tt"))
 
-    @classmethod
-    def draw(cls, seed: int, device: torch.device) -> Setting:
-        rng = random.Random(seed)
-        m, n, k = (rng.choice((1, 3, 5, 8, 12, 16, 17, 31, 32, 42, 48, 63, 64)) for _ in range(3))
-        dtype = rng.choice((torch.float32, torch.float32, torch.float16, torch.bfloat16))
-        precision = rng.choice(("ieee", "tf32", "tf32x3")) if dtype is torch.float32 else ""
-        return cls(rng, seed, device, m, n, k, dtype, precision, rng.choice(("nn", "nt", "tn", "tt")))
-
-    def operands(self, batch: int, kind: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    def operands(self, batch: int, kind: str = "") -> tuple[Tensor, Tensor]:
         """A [batch, m, k] and B [batch, k, n] of this kind of data, a random one by default."""
         kind = kind or self.rng.choice(DATA_KINDS)
         return operands(batch, self.m, self.n, self.k, self.dtype, self.layout, self.device, self.seed, kind)
@@ -55,17 +45,14 @@ class Setting(NamedTuple):
 def operands(
     batch: int, m: int, n: int, k: int, dtype: torch.dtype, layout: str, device: torch.device, seed: int,
     kind: str = "normal",
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A [batch, m, k] and B [batch, k, n]; t in `layout` for a transposed view."""
-    a, b = make_operands(kind, (batch, m, k), (batch, k, n), seed=seed, dtype=dtype, device=device)
-    return _laid_out(a, layout[0]), _laid_out(b, layout[1])
+    made = make_operands(kind, (batch, m, k), (batch, k, n), seed=seed, dtype=dtype, device=device)
+    a, b = (x.mT.contiguous().mT if letter == "t" else x for x, letter in zip(made, layout, strict=True))
+    return a, b
 
 
-def _laid_out(x: torch.Tensor, letter: str) -> torch.Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2) if letter == "t" else x
-
-
-def _products(a: torch.Tensor, b: torch.Tensor, precision: str) -> dict[str, torch.Tensor]:
+def _products(a: Tensor, b: Tensor, precision: str) -> dict[str, Tensor]:
     """The results of each kernel, whatever the gate says, and of the public call if a tiny kernel serves it."""
     problem = op.problem_of(a, b, precision)
     with poisoned_allocations():
@@ -75,7 +62,7 @@ def _products(a: torch.Tensor, b: torch.Tensor, precision: str) -> dict[str, tor
     return products | {"bmm": public} if log[0].path == "tiny" else products
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, problem: Problem, config: Config) -> torch.Tensor:
+def _product(a: Tensor, b: Tensor, problem: Problem, config: Config) -> Tensor:
     from isogemm.tiny import kernels
 
     out = torch.empty((problem.batch, problem.m, problem.n), dtype=a.dtype, device=a.device)
@@ -142,7 +129,7 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
     yield from ()
 
 
-def largest_errors(a: torch.Tensor, b: torch.Tensor, precision: str) -> dict[str, float]:
+def largest_errors(a: Tensor, b: Tensor, precision: str) -> dict[str, float]:
     """The largest errors of "isogemm" and "torch" in units of |A| |B|; raises where isogemm's exceeds its bound.
 
     The product is of the whole batch, on poisoned memory; its first and last matrices are compared.
@@ -171,7 +158,7 @@ def _check(name: str, what: str, trial: Callable[[Setting], Iterator[BitDiff]], 
             reason = configs.usable(devices.facts(device).arch)
         if reason:
             return skip(name, reason)
-        return run_trials(name, trials, lambda seed: trial(Setting.draw(seed, device)), covered=covered)
+        return run_trials(name, trials, lambda seed: trial(Setting(seed, device)), covered=covered)
 
     return Check(name, what, run)
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from isogemm.core import device as devices
 from isogemm.gemm import configs, reference
@@ -23,20 +24,20 @@ from isogemm.verify.precision import fp32_precision
 
 NUMBERS = (("bfloat16", ""), ("float16", ""), ("float32", "ieee"), ("float32", "tf32"), ("float32", "tf32x3"))
 LAYOUTS = ("contiguous", "transposed", "sliced", "strided", "misaligned")
-THREADS = (1, 2, 3, 4, 8, 16)  # of the CPU, besides those it has; within 20 trials each is met by a float32 one
+THREADS = (1, 2, 3, 4, 8, 16)  # CPU threads, besides the default; 20 trials meet each with float32
 
-Rows = Callable[[torch.Tensor], torch.Tensor]  # [rows, ...] -> [rows, ...], each row on its own
-Property = Callable[[Rows, torch.Tensor, random.Random], Iterator[BitDiff]]
+Rows = Callable[[Tensor], Tensor]  # [rows, ...] -> [rows, ...], each row on its own
+Property = Callable[[Rows, Tensor, random.Random], Iterator[BitDiff]]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a device takes in a moment."""
+    """Problem sizes that a device computes quickly."""
 
     weights: tuple[tuple[int, int], ...]  # n, k
     edges: tuple[int, ...]  # batch sizes beside which configurations may change
     most: int  # rows
-    most_tokens: int  # elements of those of a weight's gradient, beyond two chunks
+    most_tokens: int  # largest number of elements of a weight gradient's operand, beyond two chunks
 
 
 GPU = Sizes(
@@ -61,12 +62,12 @@ CPU = Sizes(
 
 @dataclass(frozen=True)
 class Trained:
-    """A layer with the values of its parameters, and a batch of it."""
+    """A layer, the values of its parameters, and a batch."""
 
-    layer: Callable[..., torch.Tensor]  # (rows, *parameters)
-    parameters: Sequence[torch.Tensor]
-    rows: torch.Tensor
-    grad: torch.Tensor  # of the result
+    layer: Callable[..., Tensor]  # (rows, *parameters)
+    parameters: Sequence[Tensor]
+    rows: Tensor
+    grad: Tensor  # gradient of the result
 
 
 class Setting(abc.ABC):
@@ -92,35 +93,35 @@ class Setting(abc.ABC):
             self.layouts = self.rng.choice(LAYOUTS), self.rng.choice(LAYOUTS)
 
     @abc.abstractmethod
-    def forward(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
-        """Rows, and functions of them."""
+    def forward(self, m: int) -> tuple[Tensor, list[Rows]]:
+        """Return m rows, and the functions that must treat each row alone."""
 
     @abc.abstractmethod
-    def input_gradient(self, m: int) -> tuple[torch.Tensor, list[Rows]]:
-        """Rows with their gradient, and functions that give the gradient of their input."""
+    def input_gradient(self, m: int) -> tuple[Tensor, list[Rows]]:
+        """Return m rows with their gradients, and the functions that compute the gradient of their input."""
 
     @abc.abstractmethod
     def trained(self, tokens: int) -> Sequence[Trained]:
-        """The layers whose parameters get gradients, each with so many tokens."""
+        """Return the layers whose parameters get gradients, each with a batch of this many tokens."""
 
     def batch_sizes(self) -> list[int]:
-        """Every edge is met within four trials."""
+        """Draw batch sizes; four trials meet every edge."""
         return [*self.sizes.edges[self.seed % 4 :: 4], *(self.rng.randint(1, self.sizes.most) for _ in range(2))]
 
-    def normal(self, *shape: int, seed: int = 0) -> torch.Tensor:
+    def normal(self, *shape: int, seed: int = 0) -> Tensor:
         return make_data("normal", shape, seed=self.seed + seed, dtype=self.dtype, device=self.device)
 
-    def operands(self, m: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def operands(self, m: int, k: int, n: int) -> tuple[Tensor, Tensor]:
         """[m, k] and [k, n]."""
         return make_operands(self.kind, (m, k), (k, n), seed=self.seed, dtype=self.dtype, device=self.device)
 
     def tokens(self) -> tuple[int, int]:
-        """A number of tokens, some chunks and a part of one; and the chunk."""
+        """Draw a number of tokens (whole chunks and a part of one); return it and the chunk."""
         chunk = configs.token_chunk(self.n, self.k, str(self.dtype).removeprefix("torch."))
         most = self.sizes.most_tokens // (chunk * max(self.n, self.k))
         return chunk * self.rng.randint(2, min(max(most, 2), 5)) + self.rng.randrange(chunk), chunk
 
-    def weight_operands(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def weight_operands(self, tokens: int) -> tuple[Tensor, Tensor]:
         """grad [tokens, n] and x [tokens, k]."""
         left, x = self.operands(self.n, tokens, self.k)
         return left.mT.contiguous(), x
@@ -129,7 +130,7 @@ class Setting(abc.ABC):
 # Properties of each row, whatever its batch.
 
 
-def needle(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
+def needle(way: Rows, rows: Tensor, rng: random.Random) -> Iterator[BitDiff]:
     """Place the first row at a random half of the positions, then at the others."""
     alone, others = way(rows[:1]), rows.flip(0)
     half = torch.tensor([rng.random() < 0.5 for _ in range(len(rows))], device=rows.device)
@@ -138,13 +139,13 @@ def needle(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDif
         yield compare_bits(found, alone.expand_as(found))
 
 
-def cut(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
+def cut(way: Rows, rows: Tensor, rng: random.Random) -> Iterator[BitDiff]:
     cuts = sorted(rng.randint(0, len(rows)) for _ in range(rng.randint(1, 6)))
     parts = [way(rows[start:end]) for start, end in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
     yield compare_bits(torch.cat(parts), way(rows))
 
 
-def padded(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
+def padded(way: Rows, rows: Tensor, rng: random.Random) -> Iterator[BitDiff]:
     expected, huge = way(rows), torch.finfo(rows.dtype).max
     for value in (*rng.sample((torch.nan, torch.inf, -torch.inf, huge, 0.0), 2), None):
         other = 3 * rows.flip(0) if value is None else torch.full_like(rows, value)
@@ -153,12 +154,12 @@ def padded(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDif
         yield compare_bits(found[len(before) : len(before) + len(rows)], expected)
 
 
-def permuted(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
+def permuted(way: Rows, rows: Tensor, rng: random.Random) -> Iterator[BitDiff]:
     order = torch.tensor(rng.sample(range(len(rows)), len(rows)), device=rows.device)
     yield compare_bits(way(rows[order]), way(rows)[order])
 
 
-def repeated(way: Rows, rows: torch.Tensor, rng: random.Random) -> Iterator[BitDiff]:
+def repeated(way: Rows, rows: Tensor, rng: random.Random) -> Iterator[BitDiff]:
     first = way(rows)
     with other_work(rows.device):
         for _ in range(3):
@@ -179,34 +180,25 @@ def other_work(device: torch.device) -> Iterator[None]:
     torch.cuda.synchronize(device)
 
 
-def of_rows(holds: Property) -> Callable[[Setting], Iterator[BitDiff]]:
-    """A trial of one property."""
+def of_rows(*properties: Property, gradient: bool = False) -> Callable[[Setting], Iterator[BitDiff]]:
+    """A trial of these properties, of the forward or of the input's gradient."""
 
     def trial(each: Setting) -> Iterator[BitDiff]:
-        sizes = each.batch_sizes() if holds is needle else [each.rng.randint(2, each.sizes.most)]
-        rows, ways = each.forward(max(sizes))
+        if len(properties) > 1:
+            sizes = each.rng.sample(each.batch_sizes(), 2)
+        else:
+            sizes = each.batch_sizes() if properties == (needle,) else [each.rng.randint(2, each.sizes.most)]
+        rows, ways = (each.input_gradient if gradient else each.forward)(max(sizes))
         for m in sizes:
             for way in ways:
-                yield from holds(way, rows[:m], each.rng)
+                for holds in properties:
+                    yield from holds(way, rows[:m], each.rng)
 
     return trial
 
 
-def forward(each: Setting) -> Iterator[BitDiff]:
-    return _every_property(each, each.forward)
-
-
-def input_gradient(each: Setting) -> Iterator[BitDiff]:
-    return _every_property(each, each.input_gradient)
-
-
-def _every_property(each: Setting, make: Callable[[int], tuple[torch.Tensor, list[Rows]]]) -> Iterator[BitDiff]:
-    sizes = each.rng.sample(each.batch_sizes(), 2)
-    rows, ways = make(max(sizes))
-    for m in sizes:
-        for way in ways:
-            for holds in (needle, cut, padded, permuted, repeated):
-                yield from holds(way, rows[:m], each.rng)
+forward = of_rows(needle, cut, padded, permuted, repeated)
+input_gradient = of_rows(needle, cut, padded, permuted, repeated, gradient=True)
 
 
 # Gradients of parameters.
@@ -229,9 +221,7 @@ def micro_batches(each: Setting) -> Iterator[BitDiff]:
             yield from same(gradients(each, trained, main_grad=False), alone)
 
 
-def gradients(
-    each: Setting, trained: Trained, cuts: Sequence[int] = (), *, main_grad: bool = True
-) -> list[torch.Tensor]:
+def gradients(each: Setting, trained: Trained, cuts: Sequence[int] = (), *, main_grad: bool = True) -> list[Tensor]:
     """The gradients of the parameters after micro-batches with these cuts: from main_grad, or from .grad."""
     parameters: list[Any] = [value.clone().requires_grad_() for value in trained.parameters]
     if main_grad:
@@ -243,12 +233,12 @@ def gradients(
     return [parameter.main_grad if main_grad else parameter.grad for parameter in parameters]
 
 
-def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Iterator[BitDiff]:
+def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Iterator[BitDiff]:
     return (compare_bits(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def torch_product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, precision: str) -> torch.Tensor:
-    """torch's product, by whose error ours is judged."""
+def torch_product(a: Tensor, b: Tensor, out_dtype: torch.dtype, precision: str) -> Tensor:
+    """Multiply with torch, whose error is the measure of ours."""
     # cuBLAS takes TF32 or not as it likes; the exact product of rounded operands is TF32's own error.
     if precision == "tf32" and a.is_cuda:
         return reference.matmul(reference.round_to_tf32(a), reference.round_to_tf32(b)).float()
@@ -260,7 +250,7 @@ def torch_product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, prec
     return a.to(out_dtype) @ b.to(out_dtype)  # torch has no such product there
 
 
-def sampled(size: int, most: int, rng: random.Random, device: torch.device) -> torch.Tensor:
+def sampled(size: int, most: int, rng: random.Random, device: torch.device) -> Tensor:
     """At most `most` indices below `size`, the first and the last among them."""
     chosen = range(size) if size <= most else sorted({0, size - 1, *rng.sample(range(size), most - 2)})
     return torch.tensor(list(chosen), device=device)
@@ -311,7 +301,7 @@ class Trial:
 
 
 def compile_ahead(module: str, device: torch.device, trials: int) -> None:
-    """Compile, on all cores, what so many trials of each of the module's TRIALS launch."""
+    """Compile, on all cores, the kernels that these trials of the module's TRIALS launch."""
     if not configs.usable(devices.facts(device).arch):
         places = [place for place, each in enumerate(import_module(module).TRIALS) if not each.cpu_only]
         run_in_processes(_rehearse, device, [(module, seed, place) for seed in range(trials) for place in places])

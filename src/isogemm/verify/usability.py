@@ -62,10 +62,8 @@ def encoder(device: torch.device) -> Sequence[Usability]:
         return [Usability(True, "encoder/composed", "norm, products and attention, each in an order of its own")]
     arch = devices.facts(device).arch
     obstacle = configs.usable(arch) or _missing_triton()
-    return [
-        _kernel("encoder/fused", obstacle, arch, "short sequences, small layers"),
-        _kernel("encoder/composed", obstacle, arch, "all others"),
-    ]
+    served = {"encoder/fused": "short sequences, small layers", "encoder/composed": "all others"}
+    return [_kernel(name, obstacle, arch, detail) for name, detail in served.items()]
 
 
 def _missing_triton() -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from isogemm.core.dispatch import dispatch_log
 from isogemm.verify.poison import poisoned_allocations
 
-Thunk = Callable[[], torch.Tensor]
+Thunk = Callable[[], Tensor]
 Params = Mapping[str, int | str]
 Result = TypeVar("Result")
 
@@ -61,7 +63,17 @@ def served_by(thunk: Callable[[], object]) -> dict[str, str]:
     return {"path": log[0].path, "config": log[0].config}
 
 
-def finite_results(thunks: Mapping[str, Thunk]) -> Iterator[tuple[str, torch.Tensor]]:
+def rotated(functions: Mapping[str, Callable[..., Tensor]], sets: Sequence[Sequence[Tensor]]) -> dict[str, list[Thunk]]:
+    """Variants of a case: a call of each function on every set of operands."""
+    return {name: [partial(function, *operands) for operands in sets] for name, function in functions.items()}
+
+
+def first(variants: Mapping[str, Sequence[Thunk]]) -> dict[str, Thunk]:
+    """Each variant's call on the first set."""
+    return {name: thunks[0] for name, thunks in variants.items()}
+
+
+def finite_results(thunks: Mapping[str, Thunk]) -> Iterator[tuple[str, Tensor]]:
     """The variants' results on poisoned memory; AssertionError unless every element is finite, and so written."""
     for name, thunk in thunks.items():
         result = on_poison(name, thunk).detach()

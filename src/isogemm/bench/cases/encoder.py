@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from isogemm.bench import demo as demos
 from isogemm.bench.cases import Case, CaseRun, Params, Thunk, make_params, served_by
@@ -29,10 +30,10 @@ VIEW = FamilyView(
 )  # fmt: skip
 OP = "training step"
 COMPILED, CAPTURED = "compile + graph", "graph"
-_EXACT_ELEMENTS = 1 << 22  # of x in one pass of the fp64 model
-_ULPS = 16  # of fp32 sums over a hundred thousand rows, beside torch's
+_EXACT_ELEMENTS = 1 << 22  # elements of x in one pass of the fp64 model
+_ULPS = 16  # allowed beside torch's error: fp32 sums over a hundred thousand rows
 
-Model = Callable[[torch.Tensor], torch.Tensor]
+Model = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Stack:
         return float(self.layers * itemsize * (5 * self.rows * self.d_model + 3 * self.weights))
 
     def model(self, device: torch.device, dtype: torch.dtype) -> nn.Sequential:
-        """torch's, in training mode."""
+        """Make torch's model, in training mode."""
         made = nn.Sequential(
             *(
                 nn.TransformerEncoderLayer(
@@ -101,26 +102,26 @@ CPU_DEMO = Stack(1, 32, 5, 64, 4, 256)
 
 @dataclass
 class Training:
-    """A batch and the leaves of a model, of which every step writes the gradients anew."""
+    """A batch and a model's parameters; every step writes their gradients from scratch."""
 
-    x: torch.Tensor
-    grad: torch.Tensor
-    parameters: Sequence[torch.Tensor]
+    x: Tensor
+    grad: Tensor
+    parameters: Sequence[Tensor]
 
     def clear(self) -> None:
         for leaf in (self.x, *self.parameters):
             leaf.grad = None
 
-    def step(self, model: Model) -> torch.Tensor:
+    def step(self, model: Model) -> Tensor:
         self.clear()
         out = model(self.x)
         out.backward(self.grad)  # type: ignore[no-untyped-call]
         return out.detach()
 
-    def results(self, model: Model) -> list[torch.Tensor]:
+    def results(self, model: Model) -> list[Tensor]:
         """The output and every gradient."""
         out = self.step(model)
-        gradients = [cast(torch.Tensor, leaf.grad) for leaf in (self.x, *self.parameters)]
+        gradients = [cast(Tensor, leaf.grad) for leaf in (self.x, *self.parameters)]
         self.clear()
         return [out, *gradients]
 
@@ -221,24 +222,19 @@ def _errors(training: Training, eager: nn.Sequential, models: Mapping[str, Model
     torchs = measures(lambda: training.results(eager), dtype, precision, training.x.device)
     errors = {}
     for name, model in models.items():
-        found, times, largest = _results(name, model, training), 1 if name == "isogemm" else 2, 0.0
+        times = 1 if name == "isogemm" else 2
+        with poisoned_allocations() if name == "isogemm" else nullcontext():  # torch's memory comes from elsewhere
+            found = training.results(model)
+        errors[name] = 0.0
         for place, what in enumerate(names):
-            allowed = [(times * measure.factor, measure.results[place]) for measure in torchs]
+            allowed = [(times * factor, results[place]) for factor, results in torchs]
             ulps = _ULPS if dtype == torch.float32 else 1
             error = assert_accurate(found[place], allowed, exact[place], ulps=ulps, what=f"{name}, {what}")
-            largest = max(largest, error)
-        errors[name] = largest
+            errors[name] = max(errors[name], error)
     return errors
 
 
-def _results(name: str, model: Model, training: Training) -> list[torch.Tensor]:
-    if name != "isogemm":  # torch's memory comes from elsewhere
-        return training.results(model)
-    with poisoned_allocations():
-        return training.results(model)
-
-
-def _exact(training: Training, eager: nn.Sequential) -> list[torch.Tensor]:
+def _exact(training: Training, eager: nn.Sequential) -> list[Tensor]:
     """Compute the output and gradients in fp64, some sequences at a time."""
     model, x = copy.deepcopy(eager).double(), training.x
     parameters = list(model.parameters())
@@ -249,8 +245,8 @@ def _exact(training: Training, eager: nn.Sequential) -> list[torch.Tensor]:
         out = model(leaf)
         out.backward(grad.double())
         outs.append(out.detach())
-        gradients.append(cast(torch.Tensor, leaf.grad))
-    return [torch.cat(outs), torch.cat(gradients), *(cast(torch.Tensor, each.grad) for each in parameters)]
+        gradients.append(cast(Tensor, leaf.grad))
+    return [torch.cat(outs), torch.cat(gradients), *(cast(Tensor, each.grad) for each in parameters)]
 
 
 def demo(device: torch.device) -> DemoResult:
@@ -259,19 +255,13 @@ def demo(device: torch.device) -> DemoResult:
     _set_precision(precision, device)
     training, eager, models = _models(stack, torch.float32, device, compiled=False)
     models = {name: models[name] for name in ("isogemm", "torch")}
-    return demos.result(
-        f"encoder layer, {OP} [{stack.sequences}, {stack.tokens}, {stack.d_model}], fp32 {precision}",
-        demos.count_changes(
-            models,
-            lambda model, some: demos.result_and_gradient(model, training.x[some], training.grad[some]),
-            "sequences (result and gradient)",
-            batch=stack.sequences,
-            sizes=(1, 3),
-            compared=32,
-        ),
-        lambda: _errors(training, eager, models, precision),
-        "norm of the result and of each gradient",
-        {name: partial(training.step, model) for name, model in models.items()},
-        "torch's layer, eager",
-        device,
-    )
+    title = f"encoder layer, {OP} [{stack.sequences}, {stack.tokens}, {stack.d_model}], fp32 {precision}"
+    items, unit = "sequences (result and gradient)", "norm of the result and of each gradient"
+
+    def compute(model: Model, some: slice) -> Tensor:
+        return demos.result_and_gradient(model, training.x[some], training.grad[some])
+
+    bits = demos.count_changes(models, compute, items, batch=stack.sequences, sizes=(1, 3), compared=32)
+    thunks = {name: partial(training.step, model) for name, model in models.items()}
+    errors = partial(_errors, training, eager, models, precision)
+    return demos.result(title, bits, errors, unit, thunks, "torch's layer, eager", device)

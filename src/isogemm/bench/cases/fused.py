@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,10 +10,22 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from isogemm.bench import demo as demos
 from isogemm.bench import timer
-from isogemm.bench.cases import Case, CaseRun, Thunk, finite_results, make_params, on_poison, served_by, use_precision
+from isogemm.bench.cases import (
+    Case,
+    CaseRun,
+    Thunk,
+    finite_results,
+    first,
+    make_params,
+    on_poison,
+    rotated,
+    served_by,
+    use_precision,
+)  # fmt: skip
 from isogemm.bench.demo import DemoResult
 from isogemm.bench.timer import peak_bytes
 from isogemm.bench.views import FamilyView, number_type
@@ -37,7 +50,7 @@ CPU_SHAPES = ((512, 1024, 1024), (64, 4096, 1024), (1, 4096, 1024))
 COMPUTE_BOUND = 800  # FLOP per element moved: twice where an H200's measured ceilings meet, in 16 bits and in TF32
 TUNED = "max-autotune-no-cudagraphs"
 
-Forward = Callable[..., torch.Tensor]  # of x and what follows it
+Forward = Callable[..., Tensor]  # of x and what follows it
 
 
 @dataclass(frozen=True)
@@ -55,49 +68,36 @@ class _Operation:
 
 def _biased(activation: str, *, on_gpu: bool) -> _Operation:
     act, addmm_activation = ACTIVATIONS[activation].torch, private.find("torch:_addmm_activation")
+    peers: dict[str, Forward] = {
+        "eager": lambda x, weight, bias: act(F.linear(x, weight, bias)),
+        "three ops": lambda x, weight, bias: act(x @ weight.t() + bias),
+    }
 
-    def isogemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return linear(x, weight, bias, activation=activation)
-
-    def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = addmm_activation(bias, x, weight.t(), use_gelu=activation != "relu")
+    def fused(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        result: Tensor = addmm_activation(bias, x, weight.t(), use_gelu=activation != "relu")
         return result
 
-    def eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return act(F.linear(x, weight, bias))
-
-    def three_ops(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return act(x @ weight.t() + bias)
-
-    operation = _Operation(_linear_shapes, isogemm, eager, f"{activation}(linear)", peers={"three ops": three_ops})
     has_call = activation == "relu" or (activation == "gelu_tanh" and on_gpu)  # on a CPU torch's gelu is erf
     if has_call and addmm_activation is not None:
-        peers = {"eager": eager, "three ops": three_ops}
-        operation = replace(operation, torch=fused, torch_call="_addmm_activation", peers=peers)
-    return operation
+        in_torch, call = fused, "_addmm_activation"
+    else:
+        in_torch, call = peers.pop("eager"), f"{activation}(linear)"
+    return _Operation(
+        lambda m, n, k: ((m, k), (n, k), (n,)),
+        lambda x, weight, bias: linear(x, weight, bias, activation=activation),
+        in_torch, call, peers=peers,
+    )  # fmt: skip
 
 
-def _linear_shapes(m: int, n: int, k: int) -> Sequence[tuple[int, ...]]:
-    return (m, k), (n, k), (n,)
-
-
-def _torch_swiglu(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return F.silu(x @ gate.t()) * (x @ up.t())
-
-
-def _plain_code(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
+def _plain_code(x: Tensor, b: Tensor, bias: Tensor) -> list[Tensor]:
     """All alive until the end: a deferred tensor that nobody holds is never computed."""
     return [torch.relu(x @ b + bias) for _ in range(4)]
 
 
-def _deferred(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _deferred(x: Tensor, b: Tensor, bias: Tensor) -> Tensor:
     with autofuse():
         results = _plain_code(x, b, bias)
     return results[-1]
-
-
-def _fused_calls(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return [matmul_fused(x, b, bias=bias, activation="relu") for _ in range(4)][-1]
 
 
 _DEFERRED_OPERATIONS = 4 * 3  # of _plain_code
@@ -105,7 +105,7 @@ _DEFERRED_OPERATIONS = 4 * 3  # of _plain_code
 _SWIGLU = _Operation(
     lambda m, n, k: ((m, k), (n, k), (n, k)),
     lambda x, gate, up: linear(x, gate, weight_up=up, activation="swiglu"),
-    _torch_swiglu,
+    lambda x, gate, up: F.silu(x @ gate.t()) * (x @ up.t()),
     "silu(mm) * mm",
     products=2,
 )
@@ -132,7 +132,7 @@ _AUTOFUSE = _Operation(
     "4 x relu(x @ b + bias)",
     products=4,
     calls=4,
-    peers={"fused calls": _fused_calls},
+    peers={"fused calls": lambda x, b, bias: [matmul_fused(x, b, bias=bias, activation="relu") for _ in range(4)][-1]},
 )
 
 
@@ -205,9 +205,7 @@ def _compile(device: str, job: tuple[str, dict[str, int | str]]) -> None:
         linear(*operands[:2])
 
 
-def _operands(
-    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, fan_in: int
-) -> list[torch.Tensor]:
+def _operands(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, fan_in: int) -> list[Tensor]:
     """x of variance 1, and weights that keep it: an activation that nothing saturates."""
     first, *others = (torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
     return [first, *(each * (fan_in**-0.5 if each.ndim > 1 else 1.0) for each in others)]
@@ -218,7 +216,7 @@ def _case(name: str, shape: tuple[int, int, int], dtype: str, precision: str = "
     element = getattr(torch, dtype)
     on_any = operation(name, on_gpu=True)
     shapes, flops = on_any.shapes(m, n, k), 2.0 * m * n * k * on_any.products
-    moved = on_any.calls * (m * n + sum(map(_elements, shapes)))
+    moved = on_any.calls * (m * n + sum(map(math.prod, shapes)))
     size = float(element.itemsize * moved)
 
     def build(device: torch.device) -> CaseRun:
@@ -237,26 +235,17 @@ def _case(name: str, shape: tuple[int, int, int], dtype: str, precision: str = "
             functions = {"isogemm": chosen.isogemm, "torch": chosen.torch, "compiled": tuned}
             info["compiled mode"] = TUNED
         sets = [_operands(shapes, element, device, k) for _ in range(timer.rotations(size, device, most_sets))]
-        variants: dict[str, list[Thunk]] = {
-            each: [partial(function, *one) for one in sets] for each, function in functions.items()
-        }
+        variants = rotated(functions, sets)
         if "compiled" in variants:
             variants["compiled"][0]()  # compiles: not while allocations are poisoned
         layer = _layer(name, sets[0])
-
-        def check() -> dict[str, float]:
-            return _errors({each: thunks[0] for each, thunks in variants.items()}, layer, sets[0][0], precision)
-
-        return CaseRun(variants, check, info | served_by(variants["isogemm"][0]))
+        info |= served_by(variants["isogemm"][0])
+        return CaseRun(variants, lambda: _errors(first(variants), layer, sets[0][0], precision), info)
 
     return Case("fused", name, make_params(dtype, precision, m=m, n=n, k=k), flops, size, build)
 
 
-def _elements(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
-
-
-def _layer(name: str, operands: Sequence[torch.Tensor]) -> Layer:
+def _layer(name: str, operands: Sequence[Tensor]) -> Layer:
     _, weight, other = operands
     if name == "swiglu":
         return Layer(weight, weight_up=other, activation=name)
@@ -265,7 +254,7 @@ def _layer(name: str, operands: Sequence[torch.Tensor]) -> Layer:
     return Layer(weight, other, activation=name.split()[-1])
 
 
-def _errors(thunks: Mapping[str, Thunk], layer: Layer, x: torch.Tensor, precision: str) -> dict[str, float]:
+def _errors(thunks: Mapping[str, Thunk], layer: Layer, x: Tensor, precision: str) -> dict[str, float]:
     """The largest error of each variant in units of |x| |weight|; of 64 rows and 1024 columns at most.
 
     isogemm's is within its bound, and the others' within twice that: they compute the same.
@@ -290,7 +279,7 @@ def _block_case(
     m, n, k = shape
     chosen, element = BLOCKS[name], getattr(torch, dtype)
     shapes = chosen.shapes(m, n, k)
-    size = float(element.itemsize * (2 * sum(map(_elements, shapes)) + 2 * m * k))  # operands, gradients, out and dout
+    size = float(element.itemsize * (2 * sum(map(math.prod, shapes)) + 2 * m * k))  # operands, gradients, out and dout
 
     def build(device: torch.device) -> CaseRun:
         use_precision(precision, device)
@@ -307,23 +296,18 @@ def _block_case(
         if device.type == "cuda":
             info |= {f"{each} peak MiB": f"{peak_bytes(step[0], device) / 2**20:.0f}" for each, step in steps.items()}
 
-        def check() -> dict[str, float]:
-            return _block_errors(functions, sets[0], grad)
-
-        return CaseRun(steps, check, info)
+        return CaseRun(steps, lambda: _block_errors(functions, sets[0], grad), info)
 
     return Case(
         "fused", name, make_params(dtype, precision, m=m, n=n, k=k), 6.0 * m * n * k * chosen.products, size, build
     )
 
 
-def _first(function: Forward, operands: Sequence[torch.Tensor], grad: torch.Tensor) -> Thunk:
+def _first(function: Forward, operands: Sequence[Tensor], grad: Tensor) -> Thunk:
     return lambda: training_step(function, operands, grad)[0]
 
 
-def _block_errors(
-    functions: Mapping[str, Forward], operands: Sequence[torch.Tensor], grad: torch.Tensor
-) -> dict[str, float]:
+def _block_errors(functions: Mapping[str, Forward], operands: Sequence[Tensor], grad: Tensor) -> dict[str, float]:
     """The largest error of the result and the gradients of each variant, relative to their norms.
 
     isogemm's is at most twice torch's, each, and so is the largest error of an element.
@@ -358,14 +342,9 @@ def demo(device: torch.device) -> DemoResult:
     layers = {"isogemm": chosen.isogemm, "torch": chosen.peers["three ops"]}
     x, *others = operands = _operands(chosen.shapes(m, n, k), getattr(torch, dtype), device, k)
     thunks: dict[str, Thunk] = {name: partial(layer, *operands) for name, layer in layers.items()}
-    return demos.result(
-        f"relu(x @ weight.T + bias) [{m}, {k}] x [{k}, {n}], {number_type(make_params(dtype, precision))}",
-        demos.count_changes(
-            layers, lambda layer, rows: layer(x[rows], *others), "rows", batch=m, sizes=(1, 3), compared=64
-        ),
-        lambda: _errors(thunks, _layer("bias relu", operands), x, precision),
-        "|x| |weight|",
-        thunks,
-        "three operations",
-        device,
+    title = f"relu(x @ weight.T + bias) [{m}, {k}] x [{k}, {n}], {number_type(make_params(dtype, precision))}"
+    bits = demos.count_changes(
+        layers, lambda layer, rows: layer(x[rows], *others), "rows", batch=m, sizes=(1, 3), compared=64
     )
+    errors = partial(_errors, thunks, _layer("bias relu", operands), x, precision)
+    return demos.result(title, bits, errors, "|x| |weight|", thunks, "three operations", device)

@@ -8,10 +8,21 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from isogemm.bench import demo as demos
 from isogemm.bench import timer
-from isogemm.bench.cases import Case, CaseRun, Thunk, finite_results, make_params, served_by, use_precision
+from isogemm.bench.cases import (
+    Case,
+    CaseRun,
+    Thunk,
+    finite_results,
+    first,
+    make_params,
+    rotated,
+    served_by,
+    use_precision,
+)
 from isogemm.bench.demo import DemoResult
 from isogemm.bench.views import FamilyView, number_type
 from isogemm.gemm import op
@@ -41,7 +52,7 @@ CPU_WEIGHTS = ((1024, 1024), (4096, 1024), (1024, 4096), (1000, 1000))
 CPU_TOKENS = (1, 8, 128, 512)
 MICRO_BATCH = 8192
 
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,16 +60,16 @@ class _Operation:
     """An operation of a layer with an [n, k] weight on m tokens, and the product that it is."""
 
     shapes: Callable[[int, int, int], tuple[tuple[int, int], tuple[int, int]]]  # (m, n, k) -> its two operands'
-    product: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # operands -> [M, K], [K, N]
+    product: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # operands -> [M, K], [K, N]
     isogemm: Product
     with_grad: bool = False
 
 
-def _product(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _product(grad: Tensor, weight: Tensor) -> Tensor:
     return op.product(grad, weight, None, None, None)
 
 
-def _weight_grad(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
     return op.weight_grad(grad, x, None, x.dtype, None)
 
 
@@ -133,24 +144,21 @@ def _case(name: str, m: int, n: int, k: int, dtype: str, precision: str = "", mo
     def build(device: torch.device) -> CaseRun:
         use_precision(precision, device)
 
-        def operand(shape: tuple[int, int]) -> torch.Tensor:
+        def operand(shape: tuple[int, int]) -> Tensor:
             return torch.randn(shape, dtype=element, device=device, requires_grad=operation.with_grad)
 
-        first, second = operation.shapes(m, n, k)
-        sets = [(operand(first), operand(second)) for _ in range(timer.rotations(size, device, most_sets))]
+        left, right = operation.shapes(m, n, k)
+        sets = [(operand(left), operand(right)) for _ in range(timer.rotations(size, device, most_sets))]
         products = [operation.product(*operands) for operands in sets]
-        variants: dict[str, list[Thunk]] = {
-            "isogemm": [partial(operation.isogemm, *operands) for operands in sets],
-            "torch": [partial(torch.mm, *views) for views in products],
-        }
+        variants = rotated({"isogemm": operation.isogemm}, sets) | rotated({"torch": torch.mm}, products)
         if name == "linear" and dtype == "bfloat16" and device.type == "cuda":
             from isogemm.bench import fixed_tile
 
-            variants["fixed tile"] = [partial(fixed_tile.mm, *views) for views in products]
+            variants |= rotated({"fixed tile": fixed_tile.mm}, products)
 
         def check() -> dict[str, float]:
             a, b = products[0]
-            return _errors({each: thunks[0] for each, thunks in variants.items()}, a.detach(), b.detach(), precision)
+            return _errors(first(variants), a.detach(), b.detach(), precision)
 
         info = served_by(variants["isogemm"][0])
         return CaseRun(variants, check, info, cpu_time=name != "linear other")  # "linear" has the same calls
@@ -158,7 +166,7 @@ def _case(name: str, m: int, n: int, k: int, dtype: str, precision: str = "", mo
     return Case("gemm", name, make_params(dtype, precision, m=m, n=n, k=k), 2.0 * m * n * k, size, build)
 
 
-def _errors(thunks: Mapping[str, Thunk], a: torch.Tensor, b: torch.Tensor, precision: str) -> dict[str, float]:
+def _errors(thunks: Mapping[str, Thunk], a: Tensor, b: Tensor, precision: str) -> dict[str, float]:
     """The largest error of each variant in units of |A| |B|, within its bound; of 64 rows and 1024 columns at most."""
     rng = random.Random(0)
     rows, columns = (sampled(size, most, rng, a.device) for size, most in ((len(a), 64), (b.shape[1], 1024)))
@@ -183,8 +191,8 @@ def _main_grad_case(tokens: int, n: int, k: int, dtype: str = "bfloat16", micro_
         total = torch.zeros((n, k), device=device)
         ways = {"isogemm": _accumulate, "torch": _torch_accumulate}
 
-        def thunk(add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]) -> Thunk:
-            def run() -> torch.Tensor:
+        def thunk(add: Callable[[Tensor, Tensor, Tensor], object]) -> Thunk:
+            def run() -> Tensor:
                 for part in parts:
                     add(total, *part)
                 return total
@@ -210,11 +218,11 @@ def _main_grad_case(tokens: int, n: int, k: int, dtype: str = "bfloat16", micro_
     return Case("gemm", "main_grad", params, 2.0 * tokens * n * k, size, build)
 
 
-def _accumulate(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
+def _accumulate(total: Tensor, grad: Tensor, x: Tensor) -> None:
     op.weight_grad(grad, x, total, torch.float32, None)
 
 
-def _torch_accumulate(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
+def _torch_accumulate(total: Tensor, grad: Tensor, x: Tensor) -> None:
     """Accumulate with torch: by one addmm call on a GPU, in fp32 elsewhere."""
     if total.is_cuda:
         torch.addmm(total, grad.t(), x, out_dtype=torch.float32, out=total)
@@ -230,12 +238,7 @@ def demo(device: torch.device) -> DemoResult:
     x, weight = (torch.randn((rows, size), dtype=element, device=device, generator=generator) for rows in (64, size))
     layers: dict[str, Product] = {"isogemm": linear, "torch": torch.nn.functional.linear}
     thunks: dict[str, Thunk] = {name: partial(layer, x, weight) for name, layer in layers.items()}
-    return demos.result(
-        f"linear [64, {size}] x [{size}, {size}], {number_type(make_params(dtype, precision))}",
-        demos.count_changes(layers, lambda layer, rows: layer(x[rows], weight), "rows", batch=64, sizes=(1, 3)),
-        lambda: _errors(thunks, x, weight.t(), precision),
-        "|x| |weight|",
-        thunks,
-        "F.linear",
-        device,
-    )
+    title = f"linear [64, {size}] x [{size}, {size}], {number_type(make_params(dtype, precision))}"
+    bits = demos.count_changes(layers, lambda layer, rows: layer(x[rows], weight), "rows", batch=64, sizes=(1, 3))
+    errors = partial(_errors, thunks, x, weight.t(), precision)
+    return demos.result(title, bits, errors, "|x| |weight|", thunks, "F.linear", device)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from isogemm.bench import demo as demos
 from isogemm.bench import timer
-from isogemm.bench.cases import Case, CaseRun, make_params, served_by
+from isogemm.bench.cases import Case, CaseRun, first, make_params, rotated, served_by
 from isogemm.bench.demo import Bits, DemoResult
 from isogemm.bench.views import FamilyView
 from isogemm.tiny import configs
@@ -27,7 +28,7 @@ BATCHES = (256, 1024, 14336, 65536)
 NUMBERS = (("float32", "ieee"), ("float32", "tf32"), ("bfloat16", ""))
 RANDOM_SHAPES = 60  # besides the chosen ones: what the gate gives where nobody looked
 
-Function = Callable[..., torch.Tensor]
+Function = Callable[..., Tensor]
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
@@ -67,29 +68,25 @@ def _case(
         if device.type == "cuda":  # both variants follow torch's setting, as a user's calls do
             torch.backends.cuda.matmul.fp32_precision = precision or "ieee"
 
-        functions: dict[str, Function] = {"isogemm": bmm, "torch": torch.bmm}
-        return CaseRun(
-            {name: [partial(function, a, b) for a, b in pairs] for name, function in functions.items()},
-            lambda: largest_errors(*pairs[0], precision),
-            served_by(partial(bmm, *pairs[0])),
-        )
+        variants = rotated({"isogemm": bmm, "torch": torch.bmm}, pairs)
+        return CaseRun(variants, lambda: largest_errors(*pairs[0], precision), served_by(variants["isogemm"][0]))
 
     return Case("tiny", name, params, 2.0 * batch * m * n * k, float(size), build)
 
 
 def _rotated(
     sets: int, batch: int, m: int, n: int, k: int, dtype: torch.dtype, layout: str, device: torch.device
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Operand pairs of their own memory, cut from one random buffer at 256-byte steps."""
     a_size, b_size = (-(-batch * size // 128) * 128 for size in (m * k, k * n))
     buffer = torch.randn(sets * (a_size + b_size), device=device, dtype=dtype)
+
+    def view(at: int, rows: int, columns: int, letter: str) -> Tensor:
+        x = buffer[at : at + batch * rows * columns]
+        return x.view(batch, columns, rows).mT if letter == "t" else x.view(batch, rows, columns)
+
     for at in range(0, buffer.numel(), a_size + b_size):
-        a, b = buffer[at : at + batch * m * k], buffer[at + a_size : at + a_size + batch * k * n]
-        yield _view(a, batch, m, k, layout[0]), _view(b, batch, k, n, layout[1])
-
-
-def _view(x: torch.Tensor, batch: int, rows: int, columns: int, letter: str) -> torch.Tensor:
-    return x.view(batch, columns, rows).transpose(1, 2) if letter == "t" else x.view(batch, rows, columns)
+        yield view(at, m, k, layout[0]), view(at + a_size, k, n, layout[1])
 
 
 def demo(device: torch.device) -> DemoResult:
@@ -99,7 +96,7 @@ def demo(device: torch.device) -> DemoResult:
     functions: dict[str, Function] = {"isogemm": partial(bmm, precision=precision), "torch": torch.bmm}
     if device.type == "cuda":
         torch.backends.cuda.matmul.fp32_precision = precision
-    thunks = {name: partial(function, a, b) for name, function in functions.items()}
+    thunks = first(rotated(functions, [(a, b)]))
     bits: Bits | str = "torch.bmm serves this call, and promises nothing about bits"
     if device.type != "cuda":
         bits = "on a CPU isogemm.bmm is torch.bmm, which promises nothing about bits"
@@ -107,12 +104,5 @@ def demo(device: torch.device) -> DemoResult:
         bits = demos.count_changes(
             functions, lambda call, at: call(a[at], b[at]), "matrices", batch=batch, sizes=(2, 7)
         )
-    return demos.result(
-        "bmm [1024, 12, 64] x [1024, 64, 12], fp32 ieee",
-        bits,
-        lambda: largest_errors(a, b, precision),
-        "|A| |B|",
-        thunks,
-        "torch.bmm",
-        device,
-    )
+    title, errors = "bmm [1024, 12, 64] x [1024, 64, 12], fp32 ieee", partial(largest_errors, a, b, precision)
+    return demos.result(title, bits, errors, "|A| |B|", thunks, "torch.bmm", device)
