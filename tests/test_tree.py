@@ -27,7 +27,6 @@ ELSEWHERE = {
     "verify/precision.py": "tests/core/test_precision.py",
     "bench/cases/tiny.py": "needs a GPU; its demo is in tests/bench/test_demo.py",
     "bench/ceilings.py": "measures a GPU; tests/cli/test_cli.py replaces it",
-    "bench/extras.py": "tests/bench/test_report.py",
     "bench/plots.py": "tests/bench/test_report.py",
     "bench/summary.py": "tests/bench/test_tables.py",
     "bench/views.py": "tests/bench/test_tables.py",
@@ -35,7 +34,6 @@ ELSEWHERE = {
     "training/benchmark.py": "tests/training/test_command.py: --compare",
     "training/checkpoints.py": "tests/training/test_folder.py and test_loop.py",
     "training/config.py": "tests/training/test_command.py",
-    "training/options.py": "tests/training/test_command.py",
     "training/plots.py": "tests/training/test_report.py",
     "training/results.py": "tests/training/test_folder.py",
 }
