@@ -27,12 +27,14 @@ test: $(READY)  ## lint, and every test this machine can run
 	@$(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) lint interpreted compiled
 
 # One thread a process: two that share the cores wait for each other (362 s became 192 on two cores). Tests of several
-# threads ask for them.
+# threads ask for them; threads that wait leave the core to others.
+SHARING := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+
 interpreted: $(READY)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/interpreter
+	$(SHARING) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/interpreter
 
 compiled: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --ignore=tests/interpreter
+	$(SHARING) $(BIN)/python -m pytest -n $(JOBS) --ignore=tests/interpreter
 
 # The newest torch and Triton that pyproject.toml allows, and the package as pip installs it for a user.
 $(NEWEST)/.ready: pyproject.toml constraints.txt
@@ -48,8 +50,8 @@ COMPAT_INTERPRETED := tests/interpreter/test_gemm.py tests/interpreter/test_tiny
 
 compat: $(NEWEST)/.ready  ## the newest supported torch and Triton: what can differ there, and the demo
 	$(NEWEST)/bin/python -m pip install --quiet --no-deps --force-reinstall .
-	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) $(COMPAT)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) $(COMPAT_INTERPRETED)
+	$(SHARING) $(NEWEST)/bin/python -m pytest -n $(JOBS) $(COMPAT)
+	$(SHARING) TRITON_INTERPRET=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) $(COMPAT_INTERPRETED)
 	mkdir -p build/compat && cd build/compat && ../../$(NEWEST)/bin/isogemm demo
 
 mutants: $(READY)  ## change the source in one place after another: some test must notice each
@@ -68,8 +70,8 @@ format: $(READY)  ## rewrite the code in the project's style
 docs: $(READY)  ## rewrite the generated tables of README and docs from benchmarks/results
 	$(BIN)/python -m isogemm report --docs
 
-gpu-test:  ## tests that need a GPU, with the python3 that is there
-	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+gpu-test:  ## tests that need a GPU, side by side, with the python3 that is there
+	$(PYTHON) tests/gpu $(if $(GPU_JOBS),--jobs $(GPU_JOBS)) $(ARGS)
 
 bench:  ## measure on this GPU, with the python3 that is there; ARGS="--quick" for less
 	PYTHONPATH=src $(PYTHON) -m isogemm bench $(ARGS)

@@ -1,4 +1,4 @@
-"""The README's table of promises on the CPU: see promises.py."""
+"""The README's table of promises on the CPU: see tests/shared/promises."""
 
 import importlib.util
 import re

@@ -1,9 +1,9 @@
-"""What tells calls apart that may go straight to their kernel."""
+"""What tells calls apart that may go straight to their kernel, and what is kept for those that are alike."""
 
 import pytest
 import torch
 
-from isogemm.core.eager import likeness
+from isogemm.core.eager import KnownCalls, likeness
 
 
 def _tensors():
@@ -58,3 +58,31 @@ def test_a_tensor_in_two_places():
 def test_special_tensors_are_like_none():
     assert likeness([torch.zeros(2, 3).to_sparse()]) is None
     assert likeness([torch._neg_view(torch.zeros(2, 3))]) is None
+
+
+def test_what_is_known_is_bounded():
+    weight, known = torch.randn(8, 16), KnownCalls(most_alike=8)
+    known._cache._most = 4
+    for rows in range(1, 12):
+        known.keep(((rows, 16), "ieee"), (torch.randn(rows, 16), weight), object())
+        assert len(known._cache) <= 4
+    for _ in range(30):
+        known.keep((1, "ieee"), (torch.randn(3, 16), weight), object())
+        assert all(len(found) <= 8 for found in known._cache.values())
+
+
+def test_others_stay_known_where_many_are_alike():
+    weight, plan, known = torch.randn(8, 16), object(), KnownCalls()
+    first, newest = torch.randn(3, 16), torch.randn(3, 40)[:, :16]
+    known.keep((0, "ieee"), (first, weight), plan)
+    for width in range(20, 44, 4):
+        known.keep((1, "ieee"), (torch.randn(3, width)[:, :16], weight), plan)
+    assert known.find((0, "ieee"), (first, weight)) is plan
+    assert known.find((1, "ieee"), (newest, weight)) is plan
+    assert known.find((2, "ieee"), (newest, weight)) is None
+
+
+def test_what_cannot_be_hashed_is_not_known():
+    x, known = torch.randn(3, 16), KnownCalls()
+    known.keep(([],), (x,), object())
+    assert known.find(([],), (x,)) is None

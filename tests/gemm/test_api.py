@@ -1,18 +1,12 @@
-"""isogemm.mm, matmul and linear on the CPU: torch's semantics, the errors, any strides, the forward's contract."""
-
-import copy
-import functools
-import itertools
-import pickle
+"""isogemm.mm, matmul and linear on the CPU: torch's semantics, accuracy, the errors, any strides."""
 
 import hypothesis
 import pytest
 import strategies
 import torch
+from cpu_tensors import CONTRACT, DTYPES, HALVES, integers
 from hypothesis import strategies as st
 from tensor_cases import ODD_SIZES
-from torch._subclasses import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import isogemm
@@ -22,15 +16,6 @@ from isogemm.verify.inputs import make_data, make_operands, with_layout
 from isogemm.verify.poison import poisoned_allocations
 
 DEVICE = "cpu"
-CONTRACT = [torch.float32, torch.bfloat16, torch.float16]
-DTYPES = [*CONTRACT, torch.float64]
-HALVES = [torch.bfloat16, torch.float16]
-
-
-def _integers(*shape, seed=0, dtype=torch.float32):
-    """Small whole numbers: their sums of products are exact in every dtype and order, so equal means right."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-2, 3, shape, generator=generator).to(dtype).to(DEVICE)
 
 
 def _assert_equal(actual, expected):
@@ -97,13 +82,13 @@ def _shapes_id(shapes):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shapes", MATMULS + EMPTY_MATMULS, ids=_shapes_id)
 def test_matmul_is_torch_matmul(shapes, dtype):
-    a, b = (_integers(*shape, seed=seed, dtype=dtype).requires_grad_() for seed, shape in enumerate(shapes))
+    a, b = (integers(*shape, seed=seed, dtype=dtype).requires_grad_() for seed, shape in enumerate(shapes))
     with poisoned_allocations():
         result = isogemm.matmul(a, b)
     expected = torch.matmul(a, b)
     _assert_equal(result, expected)
     assert result.is_contiguous()
-    grad = _integers(*expected.shape, seed=2, dtype=dtype)
+    grad = integers(*expected.shape, seed=2, dtype=dtype)
     with poisoned_allocations():
         actual = torch.autograd.grad(result, (a, b), grad)
     for got, exact in zip(actual, torch.autograd.grad(expected, (a, b), grad), strict=True):
@@ -122,15 +107,15 @@ def test_matmul_is_torch_matmul(shapes, dtype):
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "plain"])
 def test_linear_is_torch_linear(x_shape, n, with_bias, dtype):
     k = x_shape[-1]
-    x, weight = _integers(*x_shape, seed=0, dtype=dtype), _integers(n, k, seed=1, dtype=dtype)
-    inputs = [x, weight] + [_integers(n, seed=2, dtype=dtype)] * with_bias
+    x, weight = integers(*x_shape, seed=0, dtype=dtype), integers(n, k, seed=1, dtype=dtype)
+    inputs = [x, weight] + [integers(n, seed=2, dtype=dtype)] * with_bias
     inputs = [tensor.requires_grad_() for tensor in inputs]
     with poisoned_allocations():
         result = isogemm.linear(*inputs)
     expected = F.linear(*inputs)
     _assert_equal(result, expected)
     assert result.is_contiguous()
-    grad = _integers(*expected.shape, seed=3, dtype=dtype)
+    grad = integers(*expected.shape, seed=3, dtype=dtype)
     with poisoned_allocations():
         actual = torch.autograd.grad(result, inputs, grad)
     for got, exact in zip(actual, torch.autograd.grad(expected, inputs, grad), strict=True):
@@ -141,7 +126,7 @@ def test_linear_is_torch_linear(x_shape, n, with_bias, dtype):
 @pytest.mark.parametrize("sizes", [(3, 4, 5), (0, 4, 5), (3, 0, 5), (3, 4, 0), (1, 1, 1)], ids=str)
 def test_mm_is_torch_mm(sizes, dtype):
     m, k, n = sizes
-    a, b = _integers(m, k, seed=0, dtype=dtype), _integers(k, n, seed=1, dtype=dtype)
+    a, b = integers(m, k, seed=0, dtype=dtype), integers(k, n, seed=1, dtype=dtype)
     with poisoned_allocations():
         result = isogemm.mm(a, b)
     _assert_equal(result, torch.mm(a, b))
@@ -150,7 +135,7 @@ def test_mm_is_torch_mm(sizes, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_operand_with_itself(dtype):
     """One tensor in both places takes both gradients."""
-    x = _integers(5, 5, dtype=dtype).requires_grad_()
+    x = integers(5, 5, dtype=dtype).requires_grad_()
     isogemm.matmul(x, x).sum().backward()
     expected = x.detach().clone().requires_grad_()
     torch.matmul(expected, expected).sum().backward()
@@ -201,7 +186,7 @@ def test_float32_output_of_16_bit_inputs(k, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_out_dtype_of_the_inputs_is_the_default(dtype):
-    a, b = _integers(3, 4, dtype=dtype), _integers(4, 5, dtype=dtype)
+    a, b = integers(3, 4, dtype=dtype), integers(4, 5, dtype=dtype)
     assert_bitwise_equal(isogemm.matmul(a, b, out_dtype=dtype), isogemm.matmul(a, b))
     assert_bitwise_equal(isogemm.linear(a, b.T, out_dtype=dtype), isogemm.matmul(a, b))
 
@@ -300,7 +285,7 @@ C_WITHOUT_BETA = {  # name: (call with c, a and b of the product)
 def test_c_without_beta_is_added(name):
     """As torch.addmm's input is, whose beta is 1; its gradient as well."""
     function, arguments, (a, b) = C_WITHOUT_BETA[name]
-    c = _integers(*(a @ b).shape, seed=5).requires_grad_()
+    c = integers(*(a @ b).shape, seed=5).requires_grad_()
     result = function(*arguments, c=c)
     _assert_equal(result, a @ b + c)
     result.sum().backward()
@@ -404,117 +389,6 @@ def test_float16_overflows_to_inf():
     _assert_equal(wide, torch.full((3, 3), -64 * 40000.0, device=DEVICE))
 
 
-PROBLEMS = [(1000, 96), (64, 1000), (127, 65), (17, 3), (4096, 32)]  # K, N
-
-
-@functools.cache
-def _problem(k, n, dtype):
-    x = make_data("normal", (512, k), seed=0, dtype=dtype, device=DEVICE)
-    weight = make_data("normal", (n, k), seed=1, dtype=dtype, device=DEVICE)
-    bias = make_data("normal", (n,), seed=2, dtype=dtype, device=DEVICE)
-    noise = make_data("wide", (28, k), seed=3, dtype=dtype, device=DEVICE)
-    return x, weight, bias, noise
-
-
-def _forward(x, weight, bias):
-    out_dtype = None if x.dtype == torch.float32 else torch.float32
-    return isogemm.linear(x, weight, bias, out_dtype=out_dtype)
-
-
-def _grad_of_x(grad, weight, bias):
-    """dX for the rows of `grad`, which play the part of x: the weight is [K, N] here."""
-    x = torch.zeros(*grad.shape[:-1], weight.shape[0], dtype=grad.dtype, device=grad.device, requires_grad=True)
-    (dx,) = torch.autograd.grad(isogemm.linear(x, weight.T), x, grad)
-    return dx
-
-
-@pytest.fixture(params=[_forward, _grad_of_x], ids=["forward", "dX"])
-def function(request):
-    return request.param
-
-
-@pytest.mark.parametrize("dtype", CONTRACT, ids=str)
-@pytest.mark.parametrize(("k", "n"), PROBLEMS)
-def test_a_row_follows_nothing_but_itself(k, n, dtype, function):
-    x, weight, bias, noise = _problem(k, n, dtype)
-    whole = function(x, weight, bias)
-    for row in (0, 1, 255, 511):
-        assert_bitwise_equal(function(x[row : row + 1], weight, bias), whole[row : row + 1], f"row {row} alone")
-        assert_bitwise_equal(function(x[row], weight, bias), whole[row], f"row {row} as a vector")
-    for m in (2, 3, 7, 16, 100, 257):
-        assert_bitwise_equal(function(x[:m], weight, bias), whole[:m], f"the first {m} rows")
-    cut = torch.cat([function(x[:100], weight, bias), function(x[100:256], weight, bias)])
-    assert_bitwise_equal(cut, whole[:256], "256 rows as 100 + 156")
-    padded = function(torch.cat([x[:100], noise]), weight, bias)
-    assert_bitwise_equal(padded[:100], whole[:100], "100 rows beside 28 others")
-    order = torch.randperm(512, generator=torch.Generator().manual_seed(0))
-    assert_bitwise_equal(function(x[order], weight, bias), whole[order], "rows permuted")
-    for shape in ((2, 256), (8, 64), (4, 8, 16), (512, 1)):
-        batched = function(x.view(*shape, k), weight, bias)
-        assert_bitwise_equal(batched, whole.view(*shape, n), f"rows as {shape}")
-
-
-@pytest.mark.parametrize("dtype", CONTRACT, ids=str)
-def test_a_row_at_every_position(dtype, function):
-    x, weight, bias, noise = _problem(127, 65, dtype)
-    expected = function(x[:1], weight, bias)
-    for size in (5, 28):
-        for position in range(size):
-            batch = noise[:size].clone()
-            batch[position] = x[0]
-            assert_bitwise_equal(
-                function(batch, weight, bias)[position : position + 1], expected, f"{position} of {size}"
-            )
-
-
-@pytest.mark.parametrize("dtype", CONTRACT, ids=str)
-def test_neighbours_may_be_nan(dtype, function):
-    """Neither an infinity nor a NaN leaks into another row."""
-    x, weight, bias, _ = _problem(127, 65, dtype)
-    expected = function(x[:64], weight, bias)
-    sick = x[:64].clone()
-    sick[1::2] = torch.tensor([torch.nan, torch.inf], dtype=dtype).repeat(16)[:, None]
-    assert_bitwise_equal(function(sick, weight, bias)[::2], expected[::2])
-
-
-@pytest.mark.parametrize("dtype", CONTRACT, ids=str)
-def test_a_batch_of_products_is_each_of_them(dtype):
-    a, b = make_operands("normal", (5, 33, 100), (5, 100, 47), seed=0, dtype=dtype, device=DEVICE)
-    whole = isogemm.matmul(a, b)
-    for i in range(5):
-        assert_bitwise_equal(isogemm.mm(a[i], b[i]), whole[i], f"matrix {i} alone")
-    assert_bitwise_equal(isogemm.matmul(a[1:3], b[1:3]), whole[1:3], "two of them")
-    assert_bitwise_equal(isogemm.matmul(a[:, 7:8], b), whole[:, 7:8], "one row of each")
-    shared = isogemm.matmul(a, b[0])
-    assert_bitwise_equal(isogemm.matmul(a, b[:1]), shared, "a shared right operand")
-    assert_bitwise_equal(isogemm.matmul(a, b[:1].expand(5, -1, -1)), shared, "expanded")
-    assert_bitwise_equal(isogemm.matmul(a, b[:1].repeat(5, 1, 1)), shared, "copied")
-    assert_bitwise_equal(isogemm.linear(a, b[0].T), shared, "linear")
-
-
-@pytest.mark.parametrize("dtype", CONTRACT, ids=str)
-def test_forward_repeats(dtype):
-    x, weight, bias, _ = _problem(1000, 96, dtype)
-    first = isogemm.linear(x, weight, bias)
-    for _ in range(3):
-        assert_bitwise_equal(isogemm.linear(x, weight, bias), first)
-
-
-def test_bits_do_not_follow_the_number_of_threads():
-    x, weight, bias, _ = _problem(1000, 96, torch.float32)
-    found = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results += [_forward(x, weight, bias), _grad_of_x(x, weight, bias)]
-    finally:
-        torch.set_num_threads(found)
-    for again in (results[2:4], results[4:]):
-        for got, expected in zip(again, results[:2], strict=True):
-            assert_bitwise_equal(got, expected)
-
-
 @hypothesis.settings(max_examples=30, deadline=None)
 @hypothesis.given(data=st.data())
 def test_any_shape_stride_and_dtype(data):
@@ -539,217 +413,6 @@ def test_any_shape_stride_and_dtype(data):
     finite = scale < info.max / 2
     assert bool(((result.double() - reference).abs() <= allowed)[finite].all())
     assert_bitwise_equal(isogemm.matmul(a.contiguous(), b.contiguous(), out_dtype=out_dtype), result)
-
-
-@hypothesis.settings(max_examples=20, deadline=None)
-@hypothesis.given(data=st.data())
-def test_any_cut_of_the_rows(data):
-    """Chunks, and random rows behind each of them, change nothing."""
-    m, n, k = (data.draw(strategies.sizes(200), label=name) for name in "mnk")
-    dtype = data.draw(strategies.float_dtypes(), label="dtype")
-    x = data.draw(strategies.tensor_cases((m, k), dtype=dtype), label="x").build(DEVICE)
-    weight = data.draw(strategies.tensor_cases((n, k), dtype=dtype), label="weight").build(DEVICE)
-    cuts = sorted(data.draw(st.sets(st.integers(0, m), max_size=4), label="cuts") | {0, m})
-    padding = data.draw(st.integers(0, 9), label="padding")
-    whole = isogemm.linear(x, weight)
-    for start, stop in itertools.pairwise(cuts):
-        part = torch.cat([x[start:stop], torch.full((padding, k), 3, dtype=dtype)])
-        result = isogemm.linear(part, weight)[: stop - start]
-        assert_bitwise_equal(result, whole[start:stop], f"rows {start}..{stop}")
-
-
-FUNCTIONS = {
-    "mm": lambda a, b: isogemm.mm(a, b),
-    "matmul": lambda a, b: isogemm.matmul(a[None], b),
-    "linear": lambda a, b: isogemm.linear(a, b.T, a.new_ones(b.shape[1])),
-}
-TORCHES = {
-    "mm": torch.mm,
-    "matmul": lambda a, b: torch.matmul(a[None], b),
-    "linear": lambda a, b: F.linear(a, b.T, a.new_ones(b.shape[1])),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_tensors_without_memory(name):
-    function, expected = FUNCTIONS[name], TORCHES[name](X, W.T)
-    meta = function(X.to("meta"), W.T.to("meta"))
-    assert (meta.shape, meta.dtype, meta.device.type) == (expected.shape, expected.dtype, "meta")
-    mode = FakeTensorMode()
-    a, b = mode.from_tensor(X), mode.from_tensor(W).T
-    with mode:
-        assert function(a, b).shape == expected.shape
-    fake = function(a, b)  # a fake tensor outside its mode
-    assert (type(fake), fake.shape) == (type(a), expected.shape)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_fake_results_are_like_real_ones(name):
-    """Strides too, for whatever the operands' are."""
-    a, b = _integers(3, 4, dtype=torch.bfloat16), _integers(4, 5, dtype=torch.bfloat16)
-    for x, y in itertools.product((a, with_layout(a, "transposed")), (b, with_layout(b, "transposed"))):
-        real = FUNCTIONS[name](x, y)
-        mode = FakeTensorMode()
-        with mode:
-            fake = FUNCTIONS[name](mode.from_tensor(x), mode.from_tensor(y))
-        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
-
-
-class Subclass(torch.Tensor):
-    pass
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_tensor_subclasses_and_parameters(name):
-    assert type(FUNCTIONS[name](torch.nn.Parameter(X), W.T)) is torch.Tensor
-    result = FUNCTIONS[name](X.as_subclass(Subclass), W.T)
-    assert type(result) is Subclass
-    _assert_equal(result.as_subclass(torch.Tensor), TORCHES[name](X, W.T))
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_views_that_are_not_yet_negated(name):
-    """torch has only noted the negation down: memory holds the opposite."""
-    a, b = _integers(3, 4), _integers(4, 5, seed=1)
-    _assert_equal(FUNCTIONS[name](torch._neg_view(a), b), TORCHES[name](-a, b))
-    _assert_equal(FUNCTIONS[name](a, torch._neg_view(b)), TORCHES[name](a, -b))
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_zeros_without_memory(name):
-    zeros = torch._efficientzerotensor((3, 4))
-    _assert_equal(FUNCTIONS[name](zeros, W.T), TORCHES[name](torch.zeros(3, 4), W.T))
-
-
-TRANSFORMS = {
-    "grad": lambda f, a, b: torch.func.grad(lambda x: f(x, b).square().sum())(a),
-    "vjp": lambda f, a, b: torch.func.vjp(f, a, b)[1](torch.ones_like(f(a, b))),
-    "jvp": lambda f, a, b: torch.func.jvp(f, (a, b), (2 * a, 3 * b)),
-    "jacrev": lambda f, a, b: torch.func.jacrev(f)(a, b),
-    "vmap": lambda f, a, b: torch.vmap(f)(torch.stack((a, 2 * a)), torch.stack((b, 3 * b))),
-    "vmap one": lambda f, a, b: torch.vmap(f, in_dims=(0, None))(torch.stack((a, 2 * a)), b),
-    "hessian": lambda f, a, b: torch.func.hessian(lambda x: f(x, b).square().sum())(a),
-    "forward mode": lambda f, a, b: _tangent(f, a, b),
-}
-
-
-def _tangent(function, a, b):
-    with forward_ad.dual_level():
-        dual = function(forward_ad.make_dual(a, torch.ones_like(a)), b)
-        tangent = forward_ad.unpack_dual(dual).tangent
-    assert tangent is not None, "the tangent was lost"
-    return tangent
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_function_transforms_are_refused(transform, name, dtype):
-    """An error that says so, never a number of torch's own without the contract."""
-    a, b = _integers(3, 4, dtype=dtype), _integers(4, 5, seed=1, dtype=dtype)
-    TRANSFORMS[transform](TORCHES[name], a, b)
-    with pytest.raises(RuntimeError, match=r"has no rule for forward-mode AD and torch\.func transforms"):
-        TRANSFORMS[transform](FUNCTIONS[name], a, b)
-
-
-def test_dispatch_log():
-    a, b = _integers(3, 4).requires_grad_(), _integers(4, 5).requires_grad_()
-    with isogemm.dispatch_log() as log:
-        isogemm.matmul(a, b)
-        isogemm.mm(a.bfloat16(), b.bfloat16())
-        isogemm.linear(a.double(), b.double().T)
-    assert [(entry.op, entry.path) for entry in log] == [("matmul", "cpu"), ("matmul", "cpu"), ("matmul", "torch")]
-    assert [entry.problem.split()[-1] for entry in log] == ["float32", "bfloat16", "float64"]
-    assert all(str(entry).startswith("isogemm.matmul ") for entry in log)
-
-
-def test_dispatch_log_of_the_backward():
-    x, weight = _integers(2, 3, 4).requires_grad_(), _integers(5, 4).requires_grad_()
-    bias = _integers(5).requires_grad_()
-    result = isogemm.linear(x, weight, bias)
-    with isogemm.dispatch_log() as log:
-        result.sum().backward()
-    assert sorted(entry.op for entry in log) == ["bias_grad", "matmul", "weight_grad"]
-    assert {entry.path for entry in log} == {"cpu"}
-
-
-@pytest.mark.parametrize("needed", [(True, False, False), (False, True, False), (False, False, True)])
-def test_gradients_that_nobody_needs_cost_nothing(needed):
-    inputs = (_integers(3, 4), _integers(5, 4), _integers(5))
-    for tensor, need in zip(inputs, needed, strict=True):
-        tensor.requires_grad_(need)
-    result = isogemm.linear(*inputs)
-    with isogemm.dispatch_log() as log:
-        result.sum().backward()
-    assert [entry.op for entry in log] == list(itertools.compress(("matmul", "weight_grad", "bias_grad"), needed))
-    assert [tensor.grad is not None for tensor in inputs] == list(needed)
-
-
-def test_no_grad_keeps_no_graph():
-    a, b = _integers(3, 4).requires_grad_(), _integers(4, 5).requires_grad_()
-    with torch.no_grad():
-        assert not isogemm.matmul(a, b).requires_grad
-    with torch.inference_mode():
-        assert isogemm.linear(a, b.T).is_inference()
-    assert not isogemm.matmul(a.detach(), b.detach()).requires_grad
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(_integers(5, 4))
-        self.bias = torch.nn.Parameter(_integers(5))
-
-    def forward(self, x):
-        return isogemm.linear(x, self.weight, self.bias)
-
-
-def test_models_are_copied_and_stored():
-    model = Model()
-    x = _integers(3, 4)
-    model(x).sum().backward()
-    model.weight.main_grad = torch.ones(5, 4)
-    for other in (copy.deepcopy(model), _restored(model)):
-        _assert_equal(other(x), model(x))
-
-
-def _restored(model):
-    other = Model()
-    other.load_state_dict(pickle.loads(pickle.dumps(model.state_dict())))
-    return other
-
-
-def test_deterministic_algorithms():
-    inputs = [_integers(3, 4).requires_grad_(), _integers(5, 4).requires_grad_(), _integers(5).requires_grad_()]
-    expected = torch.autograd.grad(isogemm.linear(*inputs).square().sum(), inputs)
-    torch.use_deterministic_algorithms(True)
-    try:
-        actual = torch.autograd.grad(isogemm.linear(*inputs).square().sum(), inputs)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for got, same in zip(actual, expected, strict=True):
-        assert_bitwise_equal(got, same)
-
-
-def test_warmup_has_nothing_to_do_on_the_cpu():
-    for weights in (W, [W, W.half()], torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU())):
-        assert isogemm.warmup(weights, backward=True) == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (([BIAS],), r"^weights.*\[5\]"),
-        ((["W"],), "^weights.*str"),
-        ((None,), r"^weights is a NoneType; expected \[N, K\] tensors or a module"),
-        ((W, 0), "^tokens.*0"),
-    ],
-    ids=["rank", "no tensor", "nothing", "tokens"],
-)
-def test_wrong_warmup(arguments, says):
-    weights, *tokens = arguments
-    with pytest.raises((TypeError, ValueError), match=says):
-        isogemm.warmup(weights, **({"tokens": tokens[0]} if tokens else {}))
 
 
 def test_long_sums_of_whole_numbers():

@@ -1,39 +1,30 @@
-"""Gradients of products with an epilogue, on the CPU: finite differences, fp64, what is kept, main_grad, dropout."""
+"""Gradients of products with an epilogue, on the CPU: finite differences, errors against float64, strides."""
 
-import functools
 import itertools
 
 import pytest
 import torch
 import triton
+from cpu_tensors import CONTRACT, normal
 from fused_forms import fused_form
 from gradients import (
-    CONTRACT,
-    Kept,
     assert_gradients,
     assert_gradients_no_worse,
     gradients_of,
     make_leaves,
     make_tensors,
-    normal,
     plain_linear,
     plain_mlp,
 )
-from torch.nn import functional as F
 
 import isogemm
-from isogemm.epilogues import random, register, spec
-from isogemm.gemm import configs
+from isogemm.epilogues import register, spec
 from isogemm.gemm.api import mlp
-from isogemm.gemm.fused import new_seed
 from isogemm.verify.activations import ACTIVATION_FORMS as ACTIVATIONS
 from isogemm.verify.activations import GATE_FORMS as GATED
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.inputs import with_layout
 from isogemm.verify.poison import poisoned_allocations
-
-DEVICE = "cpu"
-
 
 M, K, N = 3, 4, 5
 SHAPES = {"a": (M, K), "b": (K, N), "bias": (N,), "c": (M, N), "residual": (M, N), "row_scale": (M,)}
@@ -434,238 +425,6 @@ def test_a_row_of_dx_follows_nothing_but_itself(activation, dtype):
     assert_bitwise_equal(rows(order), whole[order], "permuted")
 
 
-def _parameters(names, shapes, dtype):
-    made = {}
-    for seed, name in enumerate(names):
-        made[name] = torch.nn.Parameter(normal(*shapes[name], seed=seed, dtype=dtype))
-        made[name].main_grad = torch.zeros(shapes[name])
-    return made
-
-
-TRAINED = {
-    "relu": (isogemm.linear, ("weight", "bias"), {"activation": "relu"}),
-    "gelu": (isogemm.linear, ("weight", "bias"), {"activation": "gelu"}),
-    "swiglu": (isogemm.linear, ("weight", "bias", "weight_up", "bias_up"), {"activation": "swiglu"}),
-    "alpha": (isogemm.linear, ("weight", "bias"), {"activation": "silu", "alpha": 0.5}),
-    "mlp gelu": (mlp, ("weight", "bias", "weight_down", "bias_down"), {"activation": "gelu"}),
-    "mlp relu": (mlp, ("weight", "bias", "weight_down", "bias_down"), {"activation": "relu"}),
-    "mlp swiglu": (
-        mlp, ("weight", "bias", "weight_up", "bias_up", "weight_down", "bias_down"), {"activation": "swiglu"},
-    ),
-}  # fmt: skip
-WIDTHS = {"weight": (24, 17), "weight_up": (24, 17), "bias": (24,), "bias_up": (24,)}
-WIDTHS |= {"weight_down": (24, 24), "bias_down": (24,)}
-
-
-@pytest.mark.parametrize("dtype", CONTRACT, ids=str)
-@pytest.mark.parametrize("name", TRAINED)
-def test_main_grad(name, dtype):
-    """Added to, in fp32; no gradient is given to the parameter; rounded it is the gradient that would be."""
-    function, names, options = TRAINED[name]
-    parameters = _parameters(names, WIDTHS, dtype)
-    x, grad = normal(50, 17, seed=7, dtype=dtype), normal(50, 24, seed=8, dtype=dtype)
-    plain = {each: parameter.detach().clone() for each, parameter in parameters.items()}
-    expected = gradients_of(functools.partial(function, x), plain, grad, **options)
-    function(x, **parameters, **options).backward(grad)
-    for each, parameter in parameters.items():
-        assert parameter.grad is None, each
-        assert parameter.grad_added_to_main_grad is True, each
-        assert parameter.main_grad.dtype == torch.float32
-        assert_bitwise_equal(parameter.main_grad.to(dtype), expected[each], f"{each}: rounded once")
-    once = {each: parameter.main_grad.clone() for each, parameter in parameters.items()}
-    function(x, **parameters, **options).backward(grad)
-    for each, parameter in parameters.items():
-        torch.testing.assert_close(parameter.main_grad, 2 * once[each], msg=f"{each}: accumulated")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", TRAINED)
-def test_micro_batches_have_the_bits_of_one_pass(name, dtype):
-    """dW and db of the weight and of weight_up, cut at multiples of their chunk; and trailing rows without gradient."""
-    function, names, options = TRAINED[name]
-    shapes = {
-        "weight": (8, 16),
-        "weight_up": (8, 16),
-        "bias": (8,),
-        "bias_up": (8,),
-        "weight_down": (8, 8),
-        "bias_down": (8,),
-    }
-    chunk = max(configs.token_chunk(*shape, str(dtype).removeprefix("torch.")) for shape in ((8, 16), (8, 8)))
-    tokens = 2 * chunk + 37
-    x, grad = normal(tokens, 16, seed=7, dtype=dtype), normal(tokens, 8, seed=8, dtype=dtype)
-
-    def accumulated(x, grad, cuts=()):
-        parameters = _parameters(names, shapes, dtype)
-        for start, stop in itertools.pairwise([0, *cuts, len(x)]):
-            function(x[start:stop], **parameters, **options).backward(grad[start:stop])
-        return {each: parameter.main_grad for each, parameter in parameters.items()}
-
-    whole = accumulated(x, grad)
-    for cuts in ([chunk], [2 * chunk], [chunk, 2 * chunk]):
-        for each, total in accumulated(x, grad, cuts).items():
-            assert_bitwise_equal(total, whole[each], f"{each}, cut at {cuts}")
-    padded = accumulated(torch.cat([x, x[:100]]), torch.cat([grad, torch.zeros(100, 8, dtype=dtype)]))
-    for each, total in padded.items():
-        assert_bitwise_equal(total, whole[each], f"{each}, with rows whose gradient is zero")
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_main_grad_under_autocast(name):
-    function, names, options = TRAINED[name]
-    parameters = _parameters(names, WIDTHS, torch.float32)
-    x, grad = normal(50, 17, seed=7), normal(50, 24, seed=8, dtype=torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        function(x, **parameters, **options).backward(grad)
-    half = {each: torch.nn.Parameter(parameter.detach().bfloat16()) for each, parameter in parameters.items()}
-    for parameter in half.values():
-        parameter.main_grad = torch.zeros(parameter.shape)
-    function(x.bfloat16(), **half, **options).backward(grad)
-    for each, parameter in parameters.items():
-        assert parameter.grad is None
-        assert_bitwise_equal(parameter.main_grad, half[each].main_grad, each)
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_main_grad_of_frozen_parameters_is_left_alone(name):
-    function, names, options = TRAINED[name]
-    for frozen in names:
-        parameters = _parameters(names, WIDTHS, torch.float32)
-        parameters[frozen].requires_grad_(False)
-        function(normal(50, 17, seed=7), **parameters, **options).sum().backward()
-        for each, parameter in parameters.items():
-            assert bool(parameter.main_grad.any()) == (each != frozen), f"{each}, {frozen} frozen"
-
-
-def test_a_wrong_main_grad_is_refused_before_any_is_touched():
-    for name, (function, names, options) in TRAINED.items():
-        for wrong in names:
-            parameters = _parameters(names, WIDTHS, torch.float32)
-            parameters[wrong].main_grad = torch.zeros(3)
-            result = function(normal(50, 17, seed=7), **parameters, **options)
-            with pytest.raises((ValueError, RuntimeError), match=rf"{wrong}\.main_grad"):
-                result.sum().backward()
-            if function is not mlp:  # whose two layers go one after the other
-                for each, parameter in parameters.items():
-                    assert not bool(parameter.main_grad.any()), f"{name}: {each}, {wrong} wrong"
-
-
-def test_one_weight_in_both_places():
-    """weight_up may be the weight itself: it takes both gradients."""
-    x, weight = normal(7, 9), normal(5, 9, seed=1)
-    shared, theirs = weight.clone().requires_grad_(), weight.clone().requires_grad_()
-    isogemm.linear(x, shared, weight_up=shared, activation="swiglu").sum().backward()
-    (F.silu(F.linear(x, theirs)) * F.linear(x, theirs)).sum().backward()
-    torch.testing.assert_close(shared.grad, theirs.grad)
-    tied = torch.nn.Parameter(weight.clone())
-    tied.main_grad = torch.zeros(5, 9)
-    isogemm.linear(x, tied, weight_up=tied, activation="swiglu").sum().backward()
-    total = tied.main_grad if tied.grad is None else tied.main_grad + tied.grad
-    torch.testing.assert_close(total, theirs.grad)
-
-
-# Dropout: the backward's mask is the forward's.
-
-
-@pytest.mark.parametrize("dtype", CONTRACT, ids=str)
-def test_the_backward_has_the_forward_s_mask(dtype):
-    """Zero exactly where the output was dropped, scaled elsewhere. x and weight are positive."""
-    m, k, n, p = 65, 8, 100, 0.3
-    x, weight = torch.ones(m, k, dtype=dtype), torch.ones(n, k, dtype=dtype)
-    c = torch.ones(m, n, dtype=dtype, requires_grad=True)
-    for activation in (None, "relu", "gelu", "leaky_relu"):
-        result = isogemm.linear(x, weight, beta=1.0, c=c, activation=activation, dropout_p=p)
-        (grad,) = torch.autograd.grad(result.sum(), c)
-        assert torch.equal(grad == 0, result == 0)
-        assert 0 < int((result == 0).sum()) < m * n
-        kept = grad[grad != 0].double()
-        assert float((kept - 1 / (1 - p)).abs().max()) < 2 * torch.finfo(dtype).eps + 1e-4
-    residual = torch.ones(m, n, dtype=dtype, requires_grad=True)
-    (grad,) = torch.autograd.grad(isogemm.linear(x, weight, residual=residual, dropout_p=p).sum(), residual)
-    assert torch.equal(grad, torch.ones_like(grad)), "the residual is not dropped"
-
-
-def test_masks_are_the_torch_form_s():
-    """Forward and gradients are those of torch with the mask that `random.kept` says, of the seed that was drawn."""
-    m, k, n, p = 33, 20, 17, 0.4
-    tensors = make_tensors({"a": (m, k), "b": (k, n), "bias": (n,), "residual": (m, n)}, torch.float64)
-    grad = normal(m, n, seed=9, dtype=torch.float64)
-    torch.manual_seed(3)
-    mask = random.kept(new_seed(torch.device(DEVICE)), m, n, p) * random.scale(p)
-
-    def plain(a, b, bias, residual):
-        return residual + mask * F.gelu(a @ b + bias)
-
-    torch.manual_seed(3)
-    actual = gradients_of(isogemm.matmul_fused, tensors, grad, activation="gelu", dropout_p=p)
-    for name, right in gradients_of(plain, tensors, grad).items():
-        torch.testing.assert_close(actual[name], right)
-
-
-@pytest.mark.parametrize("activation", ["relu", "gelu", "tanh", "swiglu"])
-def test_nothing_passes_a_dropout_of_all(activation):
-    shapes = GATE_SHAPES if activation in GATED else {"x": (M, K), "weight": (N, K)}
-    leaves = make_leaves(shapes | {"bias": (N,)}, torch.float32)
-    result = isogemm.linear(**leaves, activation=activation, dropout_p=1.0)
-    for gradient in torch.autograd.grad(result.sum(), leaves.values()):
-        assert not bool(gradient.any())
-
-
-# What is kept for the backward.
-
-
-ROWS, WIDTH = 40, 100
-SIZES = {  # of what is kept besides the operands: bytes for a 16-bit problem [40, 100], and whether the result is
-    "relu": (ROWS * 13, False),  # a bit each
-    "leaky_relu": (ROWS * 13, False),
-    "tanh": (0, True),
-    "sigmoid": (0, True),
-    "gelu": (ROWS * WIDTH * 2, False),
-    "gelu_tanh": (ROWS * WIDTH * 2, False),
-    "quick_gelu": (ROWS * WIDTH * 2, False),
-    "silu": (ROWS * WIDTH * 2, False),
-    "relu2": (ROWS * WIDTH * 2, False),
-    None: (0, False),
-}
-
-
-def _layer(*names):
-    shapes = {
-        "x": (ROWS, 64),
-        "weight": (WIDTH, 64),
-        "bias": (WIDTH,),
-        "residual": (ROWS, WIDTH),
-        "weight_up": (WIDTH, 64),
-    }
-    return make_leaves({name: shapes[name] for name in ("x", "weight", *names)}, torch.bfloat16)
-
-
-@pytest.mark.parametrize("activation", SIZES)
-def test_what_is_kept(activation):
-    size, result = SIZES[activation]
-    kept = Kept(isogemm.linear, _layer("bias", "residual" if activation is None else "bias"), activation=activation)
-    assert (kept.bytes, kept.result) == (size, result)
-    dropped = Kept(isogemm.linear, _layer("bias"), activation=activation, dropout_p=0.1)
-    if not result:
-        assert dropped.bytes == size + 8, "and the seed"
-
-
-def test_what_gates_keep():
-    """Both factors before the activation, and nothing of the product."""
-    for activation in GATED:
-        assert Kept(isogemm.linear, _layer("weight_up"), activation=activation).bytes == 2 * ROWS * WIDTH * 2
-
-
-def test_nothing_is_kept_without_need():
-    layer = {name: leaf.detach() for name, leaf in _layer("bias").items()}
-    residual = normal(ROWS, WIDTH, dtype=torch.bfloat16).requires_grad_()
-    for activation in ("relu", "gelu"):
-        assert Kept(isogemm.linear, layer, activation=activation).bytes == 0
-        kept = Kept(isogemm.linear, layer | {"residual": residual}, activation=activation)
-        assert kept.bytes == 0, "the residual alone is differentiated"
-    assert Kept(mlp, layer | {"weight_down": normal(8, WIDTH, dtype=torch.bfloat16)}).bytes == 0
-
-
 FIXED = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
@@ -691,25 +450,6 @@ def test_operands_made_from_each_other(function):
     torch.testing.assert_close(with_graph, plain)
     assert torch.autograd.gradcheck(function, (x,))
     assert torch.autograd.gradgradcheck(function, (x,))
-
-
-def test_autocast_of_a_parameter_in_float32():
-    """What a second layer meets: x in autocast's dtype, its weight not yet."""
-    x, weight = torch.randn(3, 4).bfloat16(), torch.randn(5, 4, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        result = isogemm.linear(x, weight, activation="relu")
-    assert result.dtype is torch.bfloat16
-    result.float().sum().backward()
-    assert weight.grad.dtype is torch.float32
-
-
-def test_matmul_fused_leaves_a_main_grad_alone():
-    """As matmul does: a main_grad is a linear's."""
-    a, b = torch.randn(3, 4), torch.nn.Parameter(torch.randn(4, 4))
-    b.main_grad = torch.zeros(4, 4)
-    isogemm.matmul_fused(a, b, activation="relu").sum().backward()
-    assert b.grad is not None
-    assert not b.main_grad.any()
 
 
 def test_gradients_of_float32_operands_are_not_rounded():

@@ -4,15 +4,14 @@ import functools
 
 import pytest
 import torch
+from cpu_tensors import CONTRACT, normal
 from gradients import (
-    CONTRACT,
     Kept,
     assert_gradients,
     assert_gradients_no_worse,
     gradients_of,
     make_leaves,
     make_tensors,
-    normal,
     plain_mlp,
 )
 from torch.nn import functional as F

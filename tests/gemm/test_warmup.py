@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+import isogemm
 from isogemm.core import device as devices
 from isogemm.core import plan as runtime
 from isogemm.core.launch import Launch
@@ -19,6 +20,7 @@ from isogemm.gemm.configs import Problem
 
 DEVICE = torch.device("cuda", 0)
 TOKENS = 300
+W, BIAS = torch.ones(5, 4), torch.ones(5)
 
 
 @pytest.fixture
@@ -117,3 +119,24 @@ def test_weights_that_come_one_by_one(bound, monkeypatch):
     weights = [torch.zeros(8, 16), torch.zeros(16, 8)]
     ahead.warmup((each for each in weights), 4, True, False, "relu", None, None, None)
     assert list(map(len, seen.values())) == [2, 2]
+
+
+def test_warmup_has_nothing_to_do_on_the_cpu():
+    for weights in (W, [W, W.half()], torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU())):
+        assert isogemm.warmup(weights, backward=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (([BIAS],), r"^weights.*\[5\]"),
+        ((["W"],), "^weights.*str"),
+        ((None,), r"^weights is a NoneType; expected \[N, K\] tensors or a module"),
+        ((W, 0), "^tokens.*0"),
+    ],
+    ids=["rank", "no tensor", "nothing", "tokens"],
+)
+def test_wrong_warmup(arguments, says):
+    weights, *tokens = arguments
+    with pytest.raises((TypeError, ValueError), match=says):
+        isogemm.warmup(weights, **({"tokens": tokens[0]} if tokens else {}))

@@ -12,6 +12,8 @@ from isogemm.core.plan import Cache
 from isogemm.tiny import api, configs, op
 from isogemm.verify.errors import assert_no_worse_than_torch, measure_errors
 
+MOST_RESERVED = 2 * 2**30  # bytes that a process keeps between tests
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
@@ -30,6 +32,14 @@ def default_settings(monkeypatch):
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     yield
     torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.fixture(autouse=True)
+def share_memory():
+    """Give memory back that a test needed: other processes share the GPU."""
+    yield
+    if torch.cuda.memory_reserved() > MOST_RESERVED:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -142,6 +142,7 @@ def test_rows_behind_the_last_are_in_no_sum():
     assert statistics.isfinite().all()
 
 
+@pytest.mark.alone
 def test_offsets_past_32_bits():
     rows, last = 2**24 + 70, slice(-70, None)  # a tile that is full, and one that is not
     x = torch.ones(rows, 128, dtype=torch.bfloat16, device="cuda")

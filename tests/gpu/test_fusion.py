@@ -327,6 +327,7 @@ def test_an_exception_leaves_usable_tensors():
 # Memory, streams, graphs, threads
 
 
+@pytest.mark.alone
 def test_nothing_is_leaked():
     operands = {name: each.requires_grad_() for name, each in _operands().items()}
     leaves = [operands[name] for name in ("x", "w", "w3", "b")]

@@ -242,6 +242,7 @@ def huge():
     torch.cuda.empty_cache()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("m", [1, 300])
 def test_weight_past_32_bits(m, huge):
     x = make_data("normal", (m, 4096), seed=15, dtype=torch.bfloat16, device=DEVICE)
@@ -252,6 +253,7 @@ def test_weight_past_32_bits(m, huge):
     assert not bool(result[:, 256:-256].any())
 
 
+@pytest.mark.alone
 def test_rows_past_32_bits(huge):
     """By the contract itself: the last rows of many are those rows alone. And their weight's gradient."""
     weight = make_data("normal", (128, 4096), seed=16, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
@@ -267,6 +269,7 @@ def test_rows_past_32_bits(huge):
     assert_no_worse_than_torch(dw, given.T @ ends, reference, scale=scale)
 
 
+@pytest.mark.alone
 def test_output_past_32_bits():
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("less than 24 GiB of GPU memory are free")
@@ -278,6 +281,7 @@ def test_output_past_32_bits():
     torch.cuda.empty_cache()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("axis", ["rows", "columns"])
 def test_strides_past_32_bits(axis, huge):
     """Few elements, far apart."""

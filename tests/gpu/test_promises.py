@@ -1,4 +1,4 @@
-"""The README's table of promises on a GPU: see promises.py."""
+"""The README's table of promises on a GPU: see tests/shared/promises."""
 
 import promises
 import pytest

@@ -184,6 +184,7 @@ def huge():
 STRIDES = {"batch": (HUGE, 16, 1), "row": (16, HUGE // 2, 1), "column": (16, 1, HUGE // 7)}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("axis", STRIDES)
 @pytest.mark.parametrize("kernel", configs.KERNELS)
 def test_offsets_past_32_bits(kernel, axis, huge, launch, assert_parity):
@@ -198,6 +199,7 @@ def test_offsets_past_32_bits(kernel, axis, huge, launch, assert_parity):
         far_b.fill_(torch.nan)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kernel", configs.KERNELS)
 def test_output_past_32_bits(kernel, launch):
     batch = 2**31 // 4096 + 3

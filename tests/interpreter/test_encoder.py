@@ -6,6 +6,7 @@ import pytest
 import torch
 from encoder_oracle import with_gradients
 
+from isogemm.core import operator
 from isogemm.core.plan import Cache
 from isogemm.encoder import buffers, configs, fused, layout
 from isogemm.encoder.parameters import Options
@@ -224,7 +225,7 @@ def test_compiled(accumulated):
     """The registered operators, as torch.compile calls them; on a GPU they are the same functions."""
     for name in ("encoder_layer", "encoder_layer_backward", "encoder_layer_backward_into"):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"isogemm::{name}", "CPU"):
-            fused._library.impl(name, getattr(fused, f"_{name}"), "CPU")
+            operator._library.impl(name, getattr(fused, f"_{name}"), "CPU")
     tensors = encoder_tensors(EncoderShape(6, 5, 16, 4, 32))
     expected = with_gradients(partial(_fused, nhead=4), tensors, _grad(tensors))
     leaves = {name: each.clone().requires_grad_() for name, each in tensors.items()}

@@ -61,6 +61,11 @@ def _launch(config, problem, x, b, b_up, read, out, numbers):
     launch.run(left, right, *rest, out, waits, *read, numbers=numbers)
 
 
+def _placed(**tensors):
+    """An epilogue's tensors in the kernel's places."""
+    return [tensors.get(name) for name in TENSORS] + [None] * (kernels.SLOTS - len(TENSORS))
+
+
 def _run(config, x, b, fusion, b_up=None, save="", out_dtype=None):
     """As `fused.fused` on a GPU of few SMs."""
     dtype = out_dtype or x.dtype
@@ -228,8 +233,7 @@ def test_gradient_in_the_epilogue(config, activation):
     first, second = (out[0], out[1]) if gated else (out, None)
     epilogue = fused.Epilogue(activation=activation, arguments=fusion.arguments, gradient=kind, exact=True)
     problem = describe.product(grad, weight, None, grad.dtype, "ieee", 0)
-    given = {"saved": saved, "second": second}
-    read = [given.get(name) for name in TENSORS] + [None] * (kernels.SLOTS - len(TENSORS))
+    read = _placed(saved=saved, second=second)
     _launch(config, replace(problem, epilogue=epilogue), grad, weight, None, read, first, (None,) * 4)
     exact = torch_forms.activation_grad(grad.double() @ weight.double(), saved.double(), kind, fusion, torch.float64)
     assert _untouched(buffer)
@@ -263,8 +267,7 @@ def test_gradient_s_sums_over_rows(tokens, activation, dtype):
     for name, config in SUMMING.items():
         _, out = _guarded((2 if gated else 1, tokens, N), dtype)
         buffer, sums = _guarded((2 if gated else 1, blocks, N), torch.float32)
-        given = {"saved": saved, "second": out[1] if gated else None, "row_sums": sums}
-        read = [given.get(name) for name in TENSORS] + [None] * (kernels.SLOTS - len(TENSORS))
+        read = _placed(saved=saved, second=out[1] if gated else None, row_sums=sums)
         _launch(config, problem, grad, weight, None, read, out[0], (None,) * 4)
         assert _untouched(buffer)
         for half, of_half in zip(out, sums, strict=True):

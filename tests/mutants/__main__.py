@@ -71,7 +71,8 @@ def read(families: list[str] | None = None) -> list[Mutant]:
 
 def is_green(root: Path, tests: tuple[str, ...], interpreted: bool) -> bool:
     """Whether the tests pass there; stuck ones do not."""
-    environment = os.environ | {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(root / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     if interpreted:
         environment["TRITON_INTERPRET"] = "1"
     command = [

@@ -6,22 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from cpu_tensors import normal
 from fused_forms import fused_form
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
 from isogemm.verify.activations import GATE_FORMS
 from isogemm.verify.errors import assert_no_worse_than_torch
-from isogemm.verify.inputs import make_data
 from isogemm.verify.poison import poisoned_allocations
 
 Function = Callable[..., torch.Tensor]
 Tensors = Mapping[str, torch.Tensor]
-CONTRACT = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def normal(*shape, seed=0, dtype=torch.float32):
-    return make_data("normal", shape, seed=seed, dtype=dtype, device="cpu")
 
 
 def make_leaves(shapes, dtype=torch.float64):

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ def in_an_empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And no plots: they take longer than a run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plots, "save", lambda path, plot: [])
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Also where the tests run in the background, whose processes ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
