@@ -20,8 +20,9 @@ from isogemm.bench import timer
 from isogemm.core.plan import Plan
 from isogemm.core.tables import Table
 from isogemm.epilogues.operands import PLACES, TENSORS, Epilogue
-from isogemm.gemm import configs, kernels
+from isogemm.gemm import configs
 from isogemm.gemm.configs import Config, Problem
+from isogemm.gemm.kernels import products as kernels
 from isogemm.gemm.plan import gemm_plan
 from tuners import common
 from tuners.common import NUMBERS

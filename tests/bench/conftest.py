@@ -36,15 +36,7 @@ def make_row() -> Callable[..., Row]:
         return Row(
             family="tiny",
             op="bmm",
-            params={
-                "batch": batch,
-                "m": m,
-                "n": n,
-                "k": k,
-                "dtype": "float32",
-                "precision": "ieee",
-                **params,
-            },
+            params={"batch": batch, "m": m, "n": n, "k": k, "dtype": "float32", "precision": "ieee", **params},
             flops=2.0 * batch * m * n * k,
             bytes=4.0 * batch * (m * k + k * n + m * n),
             info={"path": "tiny"},

@@ -58,8 +58,7 @@ def test_a_failing_check_gives_no_time_and_the_others_still_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slowest_us", "burst", "bursts"),
-    [(10.0, 50, 15), (40.0, 50, 15), (1000.0, 20, 5), (2001.0, None, None)],
+    ("slowest_us", "burst", "bursts"), [(10.0, 50, 15), (40.0, 50, 15), (1000.0, 20, 5), (2001.0, None, None)]
 )
 def test_cpu_time_is_bounded(
     slowest_us: float, burst: int | None, bursts: int | None, monkeypatch: pytest.MonkeyPatch

@@ -40,9 +40,7 @@ def test_rows_before_a_crash_are_kept(make_row: Callable[..., Row], tmp_path: Pa
     assert store.read(path) == [make_row(256)]
 
 
-def test_the_newest_row_of_a_point_wins_in_the_order_of_first_appearance(
-    make_row: Callable[..., Row],
-) -> None:
+def test_the_newest_row_of_a_point_wins_in_the_order_of_first_appearance(make_row: Callable[..., Row]) -> None:
     old, new = {"date": "2026-01-01T00:00:00Z"}, {"date": "2026-02-01T00:00:00Z"}
     rows = [
         make_row(256, us=3.0, env=new),

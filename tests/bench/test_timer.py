@@ -234,13 +234,7 @@ def test_cuda_outputs_of_a_walk_are_alive_together(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("bytes_per_set", "free", "expected"),
-    [
-        (1 << 20, 1 << 40, 200),
-        (1 << 30, 1 << 40, 1),
-        (1 << 20, 1 << 25, 8),
-        (1 << 20, 0, 1),
-        (64, 1 << 40, 2048),
-    ],
+    [(1 << 20, 1 << 40, 200), (1 << 30, 1 << 40, 1), (1 << 20, 1 << 25, 8), (1 << 20, 0, 1), (64, 1 << 40, 2048)],
 )
 def test_rotations_on_cuda(monkeypatch: pytest.MonkeyPatch, bytes_per_set: int, free: int, expected: int) -> None:
     properties = SimpleNamespace(L2_cache_size=50 << 20)

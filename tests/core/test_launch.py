@@ -72,10 +72,7 @@ def test_kernels_are_launched_with_options_that_were_checked():
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript):
                 unpacked = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is None]
                 passed.add((str(file.relative_to(root)), *unpacked[-1:]))
-    assert passed == {
-        ("core/launch.py", "self.options"),
-        ("bench/fixed_tile.py", "OPTIONS"),
-    }
+    assert passed == {("core/launch.py", "self.options"), ("bench/fixed_tile.py", "OPTIONS")}
 
 
 class Compiled:

@@ -139,11 +139,7 @@ def test_gradients_of_any_stride(dtype):
 @pytest.mark.parametrize("dtype", CONTRACT, ids=str)
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "strided", "misaligned"])
 def test_gradients_for_inputs_of_any_stride(layout, dtype):
-    inputs = (
-        normal(33, 65, seed=0, dtype=dtype),
-        normal(17, 65, seed=1, dtype=dtype),
-        normal(17, seed=2, dtype=dtype),
-    )
+    inputs = (normal(33, 65, seed=0, dtype=dtype), normal(17, 65, seed=1, dtype=dtype), normal(17, seed=2, dtype=dtype))
     grad = normal(33, 17, seed=3, dtype=dtype)
     _, expected = result_and_gradients(isogemm.linear, inputs, grad)
     views = [with_layout(x, layout).requires_grad_() for x in inputs[:2]] + [inputs[2].clone().requires_grad_()]

@@ -17,8 +17,8 @@ from isogemm.epilogues import ACTIVATIONS
 from isogemm.epilogues.operands import MATRICES, PLACES, TENSORS, Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import BIAS_BLOCKS, BIAS_CHUNK, ActivationGradProblem, BiasGradProblem, Config, Problem
-from isogemm.gemm.kernels import SLOTS, describe_add_partials, describe_gemm
-from isogemm.gemm.kernels_gradients import describe_activation_grad, describe_bias_grad, describe_chunk_sums
+from isogemm.gemm.kernels.gradients import describe_activation_grad, describe_bias_grad, describe_chunk_sums
+from isogemm.gemm.kernels.products import SLOTS, describe_add_partials, describe_gemm
 from isogemm.gemm.tables.sm_90 import TABLE
 
 NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}

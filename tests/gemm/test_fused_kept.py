@@ -3,12 +3,7 @@
 import pytest
 import torch
 from cpu_tensors import CONTRACT, normal
-from gradients import (
-    Kept,
-    gradients_of,
-    make_leaves,
-    make_tensors,
-)
+from gradients import Kept, gradients_of, make_leaves, make_tensors
 from torch.nn import functional as F
 
 import isogemm

@@ -6,9 +6,7 @@ import itertools
 import pytest
 import torch
 from cpu_tensors import CONTRACT, normal
-from gradients import (
-    gradients_of,
-)
+from gradients import gradients_of
 from torch.nn import functional as F
 
 import isogemm

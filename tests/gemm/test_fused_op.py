@@ -173,18 +173,12 @@ CALLS = {  # name: (function, shapes of its inputs)
         lambda a, b, c: isogemm.matmul_fused(a, b, bias=c, bias_dim=-2, activation="relu2"),
         ((2, 17, 9), (9, 11), (2, 17)),
     ),
-    "eager": (
-        lambda x, w, b: isogemm.linear(x, w, b, activation="gelu", rounding="eager"),
-        ((17, 9), (11, 9), (11,)),
-    ),
+    "eager": (lambda x, w, b: isogemm.linear(x, w, b, activation="gelu", rounding="eager"), ((17, 9), (11, 9), (11,))),
     "wave": (
         lambda a, b, f, s: isogemm.matmul_fused(a, b, epilogue="wave", aux=(f, s)),
         ((17, 9), (9, 11), (11,), (17, 1)),
     ),
-    "mlp": (
-        lambda x, w, d, b: mlp(x, w, d, bias=b, activation="gelu"),
-        ((2, 17, 9), (11, 9), (5, 11), (11,)),
-    ),
+    "mlp": (lambda x, w, d, b: mlp(x, w, d, bias=b, activation="gelu"), ((2, 17, 9), (11, 9), (5, 11), (11,))),
     "mlp relu": (lambda x, w, d, r: mlp(x, w, d, residual=r, activation="relu"), ((17, 9), (11, 9), (5, 11), (17, 5))),
     "mlp swiglu": (
         lambda x, w, u, d: mlp(x, w, d, weight_up=u, activation="swiglu"),

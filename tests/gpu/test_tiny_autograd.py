@@ -41,12 +41,7 @@ def test_gradcheck_in_float64(sharing):
 
 @pytest.mark.parametrize(
     ("sharing", "dtype"),
-    [
-        ("neither", torch.float32),
-        ("a", torch.float32),
-        ("b", torch.float32),
-        ("b", torch.bfloat16),
-    ],
+    [("neither", torch.float32), ("a", torch.float32), ("b", torch.float32), ("b", torch.bfloat16)],
     ids=str,
 )
 def test_gradients_against_float64(forced, sharing, dtype):

@@ -402,12 +402,7 @@ def test_tied_llama_stays_tied():
 
 
 @pytest.mark.parametrize(
-    ("name", "changed"),
-    [
-        ("Qwen3", {"head_dim": 16}),
-        ("GPTNeoX", {}),
-        ("Mixtral", {"num_local_experts": 4}),
-    ],
+    ("name", "changed"), [("Qwen3", {"head_dim": 16}), ("GPTNeoX", {}), ("Mixtral", {"num_local_experts": 4})]
 )
 def test_other_models(name, changed):
     model = _causal_lm(name, **changed)

@@ -2,17 +2,7 @@
 
 import pytest
 import torch
-from patchtst_models import (
-    CHANNELS,
-    LENGTH,
-    SEQUENCES,
-    TOKENS,
-    D,
-    encoder_calls,
-    huggingface,
-    official,
-    randn,
-)
+from patchtst_models import CHANNELS, LENGTH, SEQUENCES, TOKENS, D, encoder_calls, huggingface, official, randn
 from torch import nn
 
 from isogemm.integrations.patchtst import accelerate

@@ -5,17 +5,7 @@ import copy
 import pytest
 import torch
 from official_patchtst import OfficialEncoder, training_step
-from patchtst_models import (
-    HEADS,
-    SEQUENCES,
-    TOKENS,
-    D,
-    F,
-    assert_step_is_no_worse,
-    official,
-    official_loss,
-    randn,
-)
+from patchtst_models import HEADS, SEQUENCES, TOKENS, D, F, assert_step_is_no_worse, official, official_loss, randn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

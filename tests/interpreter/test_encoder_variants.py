@@ -93,11 +93,7 @@ def _assert_close(shape, bound=3e-6, dtype=torch.float32, previous=False, mask=N
 
 SHAPE = EncoderShape(7, 5, 16, 4, 36)
 DROPPED = EncoderDropout(0.2, 0.3, 0.25, 0.4)
-PLACEMENTS = {
-    "post": {},
-    "pre": {"norm_first": True},
-    "normed": {"norm_first": True, "residual_normed": True},
-}
+PLACEMENTS = {"post": {}, "pre": {"norm_first": True}, "normed": {"norm_first": True, "residual_normed": True}}
 PARTED = [(norm, placement, DROPPED) for norm in ("layer_norm", "batch_norm") for placement in PLACEMENTS]
 PARTED += [
     (*each, EncoderDropout()) for each in (("layer_norm", "normed"), ("batch_norm", "post"), ("batch_norm", "normed"))
@@ -123,11 +119,7 @@ def test_statistics():
     torch.testing.assert_close(statistics[0, 3].double(), rows.var(0), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [EncoderShape(3, 17, 48, 3, 36), EncoderShape(5, 3, 24, 6, 20)],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", [EncoderShape(3, 17, 48, 3, 36), EncoderShape(5, 3, 24, 6, 20)], ids=str)
 def test_sizes(shape):
     """Rows that only fill a tile are in no statistic, and in no gradient."""
     placed = {"norm_first": shape.tokens == 3, "previous": True, "return_scores": True}

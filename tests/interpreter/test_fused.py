@@ -10,8 +10,10 @@ import triton.language as tl
 
 from isogemm.epilogues import ACTIVATIONS, random, register
 from isogemm.epilogues.operands import PLACES, TENSORS, Operands
-from isogemm.gemm import configs, cpu, describe, fused, kernels, kernels_gradients, torch_forms
+from isogemm.gemm import configs, cpu, describe, fused, torch_forms
 from isogemm.gemm.configs import Config
+from isogemm.gemm.kernels import gradients as kernels_gradients
+from isogemm.gemm.kernels import products as kernels
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.inputs import make_data
 
@@ -301,8 +303,7 @@ SAVED = (("relu", "mask"), ("gelu", "pre"), ("tanh", "out"), ("swiglu", "pre"))
 
 @pytest.mark.parametrize("few_programs", [0, 128], ids=["wide", "narrow"])
 @pytest.mark.parametrize(
-    ("activation", "kind", "dropout_p"),
-    [("", "", 0.3), *((*saved, p) for saved in SAVED for p in (0.0, 0.3))],
+    ("activation", "kind", "dropout_p"), [("", "", 0.3), *((*saved, p) for saved in SAVED for p in (0.0, 0.3))]
 )
 def test_activation_grad(activation, kind, dropout_p, few_programs, monkeypatch):
     """dz, and the sums of its chunks in the order of the bias gradient's kernel."""

@@ -113,9 +113,7 @@ def test_registers_configs(config):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [DotConfig(16, 16, 16, 1, 1), DotConfig(32, 16, 32, 2, 2), DotConfig(16, 32, 64, 1, 3)],
-    ids=str,
+    "config", [DotConfig(16, 16, 16, 1, 1), DotConfig(32, 16, 32, 2, 2), DotConfig(16, 32, 64, 1, 3)], ids=str
 )
 def test_dot_configs(config):
     a, b = _operands((3, 19, 20, 17))

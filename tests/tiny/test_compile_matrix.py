@@ -23,12 +23,7 @@ SHAPES = [  # m, n, k
 LAYOUTS = ("nn", "nt", "tn")
 NUMBERS = [("float32", "ieee"), ("float32", "tf32"), ("bfloat16", "ieee"), ("float16", "ieee")]
 POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}
-TENSOR_CORES = {
-    "sm_80": {"mma"},
-    "sm_90": {"mma", "wgmma"},
-    "sm_100": {"mma", "tcgen05"},
-    "gfx942": {"mfma"},
-}
+TENSOR_CORES = {"sm_80": {"mma"}, "sm_90": {"mma", "wgmma"}, "sm_100": {"mma", "tcgen05"}, "gfx942": {"mfma"}}
 
 
 def jobs():

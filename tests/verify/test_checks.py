@@ -46,9 +46,7 @@ def test_run_trials_reports_exceptions_and_mismatches():
 
 def test_check_runs():
     check = Check(
-        "ones",
-        "one is one",
-        lambda device, trials: run_trials("ones", trials, lambda seed: None, covered="all"),
+        "ones", "one is one", lambda device, trials: run_trials("ones", trials, lambda seed: None, covered="all")
     )
     result = check.run(torch.device("cpu"), 2)
     assert result.passed

@@ -7,7 +7,7 @@ which the kernels take tensors and strides, and the names under which autograd r
 keywords of the public functions, `Epilogue` what is compiled into a kernel.
 
 To add an operand: a field here (and its keyword in `Arguments`, its flag in `Epilogue`), its arithmetic on the device
-in `gemm/kernels_epilogue.py`, and its arithmetic and gradient in torch's operations in `gemm/torch_forms.py`.
+in `gemm/kernels/epilogue.py`, and its arithmetic and gradient in torch's operations in `gemm/torch_forms.py`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def gemm_plan(
     read: Sequence[Seen | None] = (),
 ) -> Plan:
     """Plan of inputs (a, b, second weight, *read); read: how Triton sees these, by default the bias alone."""
-    from isogemm.gemm import kernels
+    from isogemm.gemm.kernels import products as kernels
 
     _require_usable(name, problem)
     walk = configs.walk(problem, config)
@@ -69,7 +69,7 @@ def gemm_plan(
 
 def bias_grad_plan(problem: BiasGradProblem, device: torch.device) -> Plan:
     """Plan of the input (gradient,)."""
-    from isogemm.gemm import kernels_gradients as kernels
+    from isogemm.gemm.kernels import gradients as kernels
 
     _require_usable("bias_grad", problem)
     operand, dtype = getattr(torch, problem.dtype), getattr(torch, problem.out_dtype)
@@ -90,7 +90,7 @@ def activation_grad_plan(
     problem: ActivationGradProblem, shape: Sequence[int], device: torch.device, seen: Sequence[Seen | None]
 ) -> Plan:
     """Plan of the inputs (gradient, what was saved, seed, sums), which Triton sees as `seen`."""
-    from isogemm.gemm import kernels_gradients as kernels
+    from isogemm.gemm.kernels import gradients as kernels
 
     _require_usable("activation_grad", problem)
     dtype = getattr(torch, problem.dtype)
@@ -104,7 +104,7 @@ def chunk_sums_plan(
     count: int, n: int, together: int, dtype: torch.dtype, stride: int | None, device: torch.device
 ) -> Plan:
     """Plan of the input [count, n] sums, `together` to a chunk; added to what there is, `stride` apart, where given."""
-    from isogemm.gemm import kernels_gradients as kernels
+    from isogemm.gemm.kernels import gradients as kernels
 
     launch = kernels.describe_chunk_sums(count, n, together, stride or 1, stride is not None)
     step = make_step(launch, (((torch.float32, False), INPUTS), ((dtype, False), OUT)), device)

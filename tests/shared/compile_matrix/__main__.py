@@ -15,10 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Compile kernels without a GPU; report registers, spills, shared memory, instructions.",
     )
     parser.add_argument(
-        "jobs",
-        nargs="+",
-        metavar="module:attribute",
-        help="a list of CompileJob, or a function that returns one",
+        "jobs", nargs="+", metavar="module:attribute", help="a list of CompileJob, or a function that returns one"
     )
     parser.add_argument("--target", action="append", choices=TARGETS, help="repeatable; default: all")
     parser.add_argument("--workers", type=int, help="processes; default: the CPUs available")

@@ -16,7 +16,7 @@ from isogemm.attention.configs import Attention, DotConfig
 from isogemm.core.kernels import round_to_tf32
 from isogemm.core.launch import Launch
 from isogemm.epilogues.device import philox
-from isogemm.gemm.kernels import multiple
+from isogemm.gemm.kernels.products import multiple
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)

@@ -8,7 +8,7 @@ import triton.language as tl
 from isogemm.encoder.configs import Layer, WeightSums, projected_parts, tile_rows
 from isogemm.encoder.parameters import EncoderDropout
 from isogemm.epilogues import device, random
-from isogemm.gemm.kernels import round_by_instruction
+from isogemm.gemm.kernels.products import round_by_instruction
 
 TYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 # Offsets of dropout's seed at its places.

@@ -14,7 +14,7 @@ import triton.language as tl
 from isogemm.core.kernels import pdl_option, start_launch
 from isogemm.core.launch import Launch
 from isogemm.epilogues import random
-from isogemm.gemm.kernels_epilogue import is_kept
+from isogemm.gemm.kernels.epilogue import is_kept
 from isogemm.norm.configs import GROUP, TILE_ROWS, groups
 
 _COLUMNS = 64  # of a tile

@@ -10,7 +10,7 @@ from isogemm.attention.kernels.lanes import floats, operand, row_sum
 from isogemm.attention.kernels.mma import ops
 from isogemm.core.kernels import start_launch
 from isogemm.core.launch import Launch
-from isogemm.gemm.kernels import round_by_instruction
+from isogemm.gemm.kernels.products import round_by_instruction
 
 
 @triton.jit

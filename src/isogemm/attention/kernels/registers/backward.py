@@ -9,7 +9,7 @@ from isogemm.attention.configs import Attention, RegistersBackwardConfig
 from isogemm.attention.kernels.registers import ops
 from isogemm.core.kernels import start_launch
 from isogemm.core.launch import Launch
-from isogemm.gemm.kernels import multiple
+from isogemm.gemm.kernels.products import multiple
 
 
 @triton.jit

@@ -33,7 +33,7 @@ from isogemm.encoder.kernels.common import (
 from isogemm.encoder.kernels.common import operand as as_operand
 from isogemm.encoder.kernels.fragments import ops
 from isogemm.epilogues import random
-from isogemm.gemm.kernels import round_by_instruction
+from isogemm.gemm.kernels.products import round_by_instruction
 
 _SIDE = 32  # of a tile of weights that one program packs
 

@@ -8,8 +8,8 @@ import triton.language as tl
 from isogemm.core.kernels import pdl_option
 from isogemm.encoder.configs import Layer, RowConfig, WeightConfig
 from isogemm.encoder.kernels.common import TYPES, index_type, operand, scale_of_kept
-from isogemm.gemm.kernels import multiply, round_by_instruction
-from isogemm.gemm.kernels_epilogue import is_kept
+from isogemm.gemm.kernels.epilogue import is_kept
+from isogemm.gemm.kernels.products import multiply, round_by_instruction
 
 
 @triton.jit

@@ -8,8 +8,7 @@ import triton.language as tl
 from isogemm.core.launch import Launch
 from isogemm.gemm import configs
 from isogemm.gemm.configs import ActivationGradProblem, BiasGradConfig, BiasGradProblem
-from isogemm.gemm.kernels import activation_functions, index_type, load_tile, multiple
-from isogemm.gemm.kernels_epilogue import (
+from isogemm.gemm.kernels.epilogue import (
     is_kept,
     read_matrix,
     slope_at,
@@ -18,6 +17,7 @@ from isogemm.gemm.kernels_epilogue import (
     sum_by_halves,
     unpacked,
 )
+from isogemm.gemm.kernels.products import activation_functions, index_type, load_tile, multiple
 
 _SUMMED_AT_ONCE = 128  # columns of one warp, so that no thread waits for another
 _NO_OVERLAP = 1  # stages of loads of lone elements: Triton would lay them into shared memory by columns, in one bank

@@ -19,7 +19,7 @@ from isogemm.epilogues import device, operands, spec
 from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import Config, Problem
-from isogemm.gemm.kernels_epilogue import biases, finish
+from isogemm.gemm.kernels.epilogue import biases, finish
 
 _ADDED_AT_ONCE = 1024
 

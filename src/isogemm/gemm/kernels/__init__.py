@@ -1,0 +1,1 @@
+"""The kernels of the GEMM family: products, what follows them, and gradients over tokens."""
