@@ -63,9 +63,9 @@ class Point:
         if self.kind == "dw":
             sizes, strides, chunk = (n, k, t), ((1, n), (k, 1), (k, 1)), configs.token_chunk(n, k, dtype)
         elif self.kind in ("linear", "activated", "gated"):
-            sizes, strides, chunk = (t, n, k), ((k, 1), (1, k), (n, 1)), configs.walk_chunk(k, dtype, dtype)
+            sizes, strides, chunk = (t, n, k), ((k, 1), (1, k), (n, 1)), configs.accumulation_chunk(k, dtype, dtype)
         else:
-            sizes, strides, chunk = (t, k, n), ((n, 1), (k, 1), (k, 1)), configs.walk_chunk(n, dtype, dtype)
+            sizes, strides, chunk = (t, k, n), ((n, 1), (k, 1), (k, 1)), configs.accumulation_chunk(n, dtype, dtype)
         return Problem(
             *sizes, dtype, dtype, precision, *strides, chunk=chunk, epilogue=EPILOGUES.get(self.kind, Epilogue()),
             arch=self.arch, sm_count=self.sm_count,

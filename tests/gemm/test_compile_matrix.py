@@ -62,24 +62,24 @@ def _measured():
                 chunk = configs.token_chunk(*sizes, dtype)
                 problem = _problem(*sizes, tokens, layout, *NUMBERS[number], chunk=chunk)
             else:
-                chunk = configs.walk_chunk(sizes[1], dtype, dtype)
+                chunk = configs.accumulation_chunk(sizes[1], dtype, dtype)
                 problem = _problem(tokens, *sizes, layout, *NUMBERS[number], chunk=chunk, epilogue=epilogue)
             config = configs.choose(problem)
-            found.setdefault((number, kind, config, configs.walk(problem, config)), (problem, config))
+            found.setdefault((number, kind, config, configs.accumulation(problem, config)), (problem, config))
     return found.values()
 
 
 def _job(problem, config):
-    walk = configs.walk(problem, config)
+    accumulation = configs.accumulation(problem, config)
     launch = describe_gemm(problem, config)
-    operand, out = NAMES[problem.dtype], NAMES["float32" if walk == "partials" else problem.out_dtype]
+    operand, out = NAMES[problem.dtype], NAMES["float32" if accumulation == "partials" else problem.out_dtype]
     apart = problem.weights > 1 and not configs.reads_b_by_tma(problem, config)
     rest = () if config.kernel == "stream" else (operand if config.rest_n or apart else None,)
-    scratch = "fp32" if walk == "scratch" else None
+    scratch = "fp32" if accumulation == "scratch" else None
     left, right = (problem.b_aligned, problem.a_aligned)[:: 1 if config.swapped else -1]
-    aligned = (left, right, *(right for _ in rest), walk == "partials" or problem.c_aligned, True)
+    aligned = (left, right, *(right for _ in rest), accumulation == "partials" or problem.c_aligned, True)
     matrix = "fp32" if problem.reads_float32 else operand
-    read = _read(Epilogue() if walk == "partials" else problem.epilogue, operand, matrix)
+    read = _read(Epilogue() if accumulation == "partials" else problem.epilogue, operand, matrix)
     addressed = (operand, operand, *rest, out, scratch, *read.values())
     loose = ("bias", "bias_up", "row_scale", "col_scale", *(() if problem.read_aligned else ("c", "residual")))
     return _launch_job(f"{problem} {config}", launch, addressed, (*aligned, *(name not in loose for name in read)))

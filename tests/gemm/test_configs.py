@@ -19,6 +19,8 @@ from isogemm.gemm.configs import (
     BiasGradProblem,
     Config,
     Problem,
+    accumulation,
+    accumulation_chunk,
     candidates,
     canonical,
     choose,
@@ -28,8 +30,6 @@ from isogemm.gemm.configs import (
     token_chunk,
     token_edges,
     usable,
-    walk,
-    walk_chunk,
     workspace,
 )
 from isogemm.gemm.tables.sm_90 import TABLE
@@ -47,11 +47,11 @@ def _problem(m=512, n=4096, k=4096, layout="nt", dtype="bfloat16", precision="ie
 
 
 def _linear(tokens, n, k, dtype="bfloat16", precision="ieee", **changes):
-    return _problem(tokens, n, k, "nt", dtype, precision, chunk=walk_chunk(k, dtype, dtype), **changes)
+    return _problem(tokens, n, k, "nt", dtype, precision, chunk=accumulation_chunk(k, dtype, dtype), **changes)
 
 
 def _input_grad(tokens, n, k, dtype="bfloat16", precision="ieee", **changes):
-    return _problem(tokens, k, n, "nn", dtype, precision, chunk=walk_chunk(n, dtype, dtype), **changes)
+    return _problem(tokens, k, n, "nn", dtype, precision, chunk=accumulation_chunk(n, dtype, dtype), **changes)
 
 
 def _weight_grad(tokens, n, k, dtype="bfloat16", precision="ieee", **changes):
@@ -96,7 +96,7 @@ def problems(draw):
         inner = 3 if batch == 6 else batch
         epilogue = draw(st.sampled_from(EPILOGUES if batch == 1 else EPILOGUES[:2]))
         return replace(
-            problem, chunk=walk_chunk(k, dtype, out_dtype), epilogue=epilogue, batch=batch, batch_inner=inner,
+            problem, chunk=accumulation_chunk(k, dtype, out_dtype), epilogue=epilogue, batch=batch, batch_inner=inner,
             a_batch_strides=(inner * m * k, m * k) if batch > 1 else (0, 0),
         )  # fmt: skip
     accumulate = draw(st.booleans())
@@ -144,7 +144,7 @@ def test_programs_cover_every_output(problem):
     block_m = config.block_m // (problem.weights if config.swapped else 1)
     block_n = config.columns // (1 if config.swapped else problem.weights)
     tiles = problem.batch * -(-m // block_m) * -(-n // block_n)
-    work = tiles * (problem.chunks if walk(problem, config) == "partials" else 1)
+    work = tiles * (problem.chunks if accumulation(problem, config) == "partials" else 1)
     assert programs(problem, config) == (min(work, config.residents * problem.sm_count) if config.persistent else work)
 
 
@@ -238,14 +238,14 @@ def test_sums_over_rows_are_of_whole_blocks():
 def test_long_walks_are_cut():
     """Of 16-bit operands with a float32 result sooner: their rounding hides nothing."""
     for dtype in DTYPES:
-        assert walk_chunk(configs.LONGEST_WALK, dtype, dtype) == 0
-        chunk = walk_chunk(configs.LONGEST_WALK + 1, dtype, dtype)
+        assert accumulation_chunk(configs.LONGEST_WALK, dtype, dtype) == 0
+        chunk = accumulation_chunk(configs.LONGEST_WALK + 1, dtype, dtype)
         assert 0 < chunk <= configs.LONGEST_WALK
         assert chunk & (chunk - 1) == 0
-    wide = walk_chunk(4096, "bfloat16", "float32")
+    wide = accumulation_chunk(4096, "bfloat16", "float32")
     assert 0 < wide < 4096
     assert wide & (wide - 1) == 0
-    assert walk_chunk(wide, "bfloat16", "float32") == 0
+    assert accumulation_chunk(wide, "bfloat16", "float32") == 0
 
 
 KINDS = [_linear, _input_grad, _weight_grad]
@@ -269,13 +269,13 @@ def test_the_walk_of_each_configuration():
     small, large = Config(64, 64, 64, 4, 3), Config(128, 256, 64, 8, 3, persistent=True)
     one, chunked = _weight_grad(1024, 4096, 4096), _weight_grad(10000, 4096, 4096)
     into_total = {"accumulate": True, "out_dtype": "float32"}
-    assert walk(one, large) == "one"
-    assert walk(chunked, small) == "registers"
-    assert walk(chunked, large) == "scratch"
-    assert walk(replace(chunked, out_dtype="float32"), large) == "in place"
-    assert walk(replace(chunked, **into_total), small) == "in place"
-    assert walk(replace(chunked, out_dtype="float32", epilogue=Epilogue(bias="n")), large) == "scratch"
-    assert walk(chunked, replace(small, parallel_chunks=True)) == "partials"
+    assert accumulation(one, large) == "one"
+    assert accumulation(chunked, small) == "registers"
+    assert accumulation(chunked, large) == "scratch"
+    assert accumulation(replace(chunked, out_dtype="float32"), large) == "in place"
+    assert accumulation(replace(chunked, **into_total), small) == "in place"
+    assert accumulation(replace(chunked, out_dtype="float32", epilogue=Epilogue(bias="n")), large) == "scratch"
+    assert accumulation(chunked, replace(small, parallel_chunks=True)) == "partials"
     assert workspace(chunked, small) == workspace(one, large) == 0
     assert workspace(chunked, large) == 4 * 132 * 128 * 256
     assert workspace(_weight_grad(3000, 256, 1024), replace(small, parallel_chunks=True)) == 4 * 3 * 256 * 1024

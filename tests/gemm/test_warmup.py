@@ -49,7 +49,7 @@ def bound(monkeypatch):
 
 
 def _forward(n, k, dtype, precision, out_dtype):
-    chunk = configs.walk_chunk(k, dtype, out_dtype)
+    chunk = configs.accumulation_chunk(k, dtype, out_dtype)
     return Problem(
         1, n, k, dtype, out_dtype, precision, (k, 1), (1, k), (n, 1), chunk=chunk, epilogue=Epilogue(bias="n")
     )

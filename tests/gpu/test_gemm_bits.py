@@ -92,7 +92,7 @@ def test_neighbours_may_be_nan():
 @pytest.mark.parametrize("number", ["bf16", "ieee"])
 def test_bias_and_rounding_come_once_and_last(number):
     """The epilogue of every M: the fp32 sum plus the bias, rounded once."""
-    x, weight, _ = _operands(number, 1024, 1024)  # a K up to which an fp32 result is one walk too
+    x, weight, _ = _operands(number, 1024, 1024)  # a K up to which an fp32 result is one accumulation too
     bias = make_data("normal", (1024,), seed=3, dtype=x.dtype, device=DEVICE)
     sums = _linear(number, x, weight)
     precision = NUMBERS[number][1]
@@ -140,16 +140,16 @@ def _describe(number, x, weight):
     return op.problem_of(x, weight.T, out_dtype=torch.float32, precision=NUMBERS[number][1])
 
 
-def _walk(number, k):
+def _accumulation(number, k):
     """The chunk of a product in its own dtype."""
     name = str(NUMBERS[number][0]).removeprefix("torch.")
-    return configs.walk_chunk(k, name, name)
+    return configs.accumulation_chunk(k, name, name)
 
 
 def _boundaries(number, x, weight):
     """The numbers of rows on both sides of each change of configuration, one pair for each two configurations."""
-    precision, walk = NUMBERS[number][1], _walk(number, x.shape[1])
-    chosen = {m: configs.choose(op.problem_of(x[:m], weight.T, precision=precision, chunk=walk)) for m in ROWS}
+    precision, accumulation = NUMBERS[number][1], _accumulation(number, x.shape[1])
+    chosen = {m: configs.choose(op.problem_of(x[:m], weight.T, precision=precision, chunk=accumulation)) for m in ROWS}
     pairs = {}
     for before, after in itertools.pairwise(ROWS):
         if chosen[before] != chosen[after]:
@@ -161,18 +161,18 @@ def _boundaries(number, x, weight):
 def test_both_sides_of_every_dispatch_boundary(case):
     number, k, n = case
     x, weight, _ = _operands(number, k, n, max(ROWS))
-    (dtype, precision), walk = NUMBERS[number], _walk(number, k)
-    expected = _gemm(number, x, weight.T, chunk=walk, config=configs.canonical(_describe(number, x, weight)))
+    (dtype, precision), accumulation = NUMBERS[number], _accumulation(number, k)
+    expected = _gemm(number, x, weight.T, chunk=accumulation, config=configs.canonical(_describe(number, x, weight)))
     boundaries = _boundaries(number, x, weight)
     assert boundaries, "one configuration for every M"
     for m in boundaries:
         with isogemm.dispatch_log() as log:
             served = isogemm.linear(x[:m], weight, precision=precision)
         assert_bitwise_equal(served, expected[:m].to(dtype), f"{m} rows by {log[0].config}")
-        config = configs.choose(op.problem_of(x[:m], weight.T, precision=precision, chunk=walk))
+        config = configs.choose(op.problem_of(x[:m], weight.T, precision=precision, chunk=accumulation))
         assert str(config) == log[0].config
-        unrounded = op.problem_of(x[:m], weight.T, out_dtype=torch.float32, precision=precision, chunk=walk)
-        result = _gemm(number, x[:m], weight.T, chunk=walk, config=configs.fitted(unrounded, config))
+        unrounded = op.problem_of(x[:m], weight.T, out_dtype=torch.float32, precision=precision, chunk=accumulation)
+        result = _gemm(number, x[:m], weight.T, chunk=accumulation, config=configs.fitted(unrounded, config))
         assert_bitwise_equal(result, expected[:m], f"{m} rows by {config}, not rounded")
 
 
@@ -215,7 +215,7 @@ def test_k_longer_than_one_walk():
     x, weight, _ = _operands("bf16", configs.LONGEST_WALK + 1000, 256)
     bias = make_data("normal", (256,), seed=3, dtype=torch.bfloat16, device=DEVICE)
     whole = _linear("bf16", x, weight)
-    served = _gemm("bf16", x, weight.T, chunk=_walk("bf16", x.shape[1]))
+    served = _gemm("bf16", x, weight.T, chunk=_accumulation("bf16", x.shape[1]))
     for rows in (slice(0, 1), slice(100, 256), slice(511, 512), slice(0, 512)):
         assert_bitwise_equal(_linear("bf16", x[rows], weight), whole[rows], f"rows {rows}")
         rounded = isogemm.linear(x[rows], weight, bias)

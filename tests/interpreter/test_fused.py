@@ -59,7 +59,7 @@ def _launch(config, problem, x, b, b_up, read, out, numbers):
     second = None if by_map else b_up
     rest = () if config.kernel == "stream" else (second,)
     scratch = torch.full((configs.workspace(problem, config) // 4 + GUARD,), torch.nan)
-    waits = scratch if configs.walk(problem, config) == "scratch" else None
+    waits = scratch if configs.accumulation(problem, config) == "scratch" else None
     launch.run(left, right, *rest, out, waits, *read, numbers=numbers)
 
 

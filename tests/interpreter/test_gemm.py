@@ -45,7 +45,7 @@ def _launch(problem, config, a, b, bias=None, total=None):
     """What a plan launches, with the block_k that the number demands; the output lies between guards."""
     config = replace(config, block_k=configs.fitted(problem, config).block_k)
     assert configs.illegal(problem, config) == ""
-    walk = configs.walk(problem, config)
+    accumulation = configs.accumulation(problem, config)
     shape = (problem.batch, problem.m, problem.n)
     buffer = torch.full((GUARD + problem.batch * problem.m * problem.n + GUARD,), torch.nan)
     buffer = buffer.to(getattr(torch, problem.out_dtype))
@@ -58,12 +58,12 @@ def _launch(problem, config, a, b, bias=None, total=None):
         left,
         right,
         *rest,
-        scratch if walk == "partials" else out,
-        scratch if walk == "scratch" else None,
-        bias if walk != "partials" else None,
+        scratch if accumulation == "partials" else out,
+        scratch if accumulation == "scratch" else None,
+        bias if accumulation != "partials" else None,
         *(None,) * (kernels.SLOTS - 1),
     )
-    if walk == "partials":
+    if accumulation == "partials":
         kernels.describe_add_partials(problem).run(scratch, out, bias)
     assert bool(buffer[:GUARD].isnan().all() and buffer[-GUARD:].isnan().all() and scratch[-GUARD:].isnan().all())
     return out if total is not None else out[0] if problem.batch == 1 else out
@@ -148,7 +148,7 @@ def test_any_strides(name, layouts):
     _assert_close(_launch(_problem(a, b), CONFIGS[name], a, b), a, b)
 
 
-WALKS = {  # walk: (chunk, dtype of the output, bias, accumulate, parallel chunks)
+ACCUMULATIONS = {  # accumulation: (chunk, dtype of the output, bias, accumulate, parallel chunks)
     "one, biased": (0, None, True, False, False),
     "one, biased, float32": (0, torch.float32, True, False, False),
     "one, accumulated": (0, torch.float32, False, True, False),
@@ -165,18 +165,18 @@ WALKS = {  # walk: (chunk, dtype of the output, bias, accumulate, parallel chunk
 
 
 @pytest.mark.parametrize(
-    ("config", "walk"),
+    ("config", "accumulation"),
     [
-        pytest.param(config, walk, id=f"{name}-{walk}")
+        pytest.param(config, accumulation, id=f"{name}-{accumulation}")
         for name, config in CONFIGS.items()
-        for walk in WALKS
-        if not (walk.startswith("registers") and (config.kernel == "stream" or config.rest_n))
+        for accumulation in ACCUMULATIONS
+        if not (accumulation.startswith("registers") and (config.kernel == "stream" or config.rest_n))
     ],
 )
-def test_walks(config, walk):
+def test_accumulations(config, accumulation):
     """Of 136 = 64 + 64 + 8: a last chunk shorter than the others, and than a block."""
-    chunk, out_dtype, biased, accumulated, parallel = WALKS[walk]
-    kind = walk.partition(",")[0]
+    chunk, out_dtype, biased, accumulated, parallel = ACCUMULATIONS[accumulation]
+    kind = accumulation.partition(",")[0]
     config = replace(config, parallel_chunks=parallel, persistent=config.persistent or kind == "scratch")
     if kind in ("in place", "scratch"):
         config = _beyond_registers(config)
@@ -185,7 +185,7 @@ def test_walks(config, walk):
     bias = _bias(n, torch.float16) if biased else None
     total = make_data("normal", (m, n), seed=9) if accumulated else None
     problem = _problem(a, b, bias=bias, out_dtype=out_dtype, chunk=chunk, total=total)
-    assert configs.walk(problem, config) == kind
+    assert configs.accumulation(problem, config) == kind
     others = [x.clone() for x in (bias, total) if x is not None]
     _assert_close(_launch(problem, config, a, b, bias, total), a, b, *others)
 
@@ -211,7 +211,7 @@ def test_chunks_are_added_from_left_to_right(name, accumulated):
         part = a[:, begin : begin + 32].contiguous(), b[begin : begin + 32].mT.contiguous().mT
         expected += _launch(_problem(*part), config, *part)
     bias = None if accumulated else torch.zeros(n)
-    walks = set()
+    accumulations = set()
     for operands, given, changes in [
         ((a, b), None, {}),
         ((a, b), bias, {}),
@@ -223,10 +223,10 @@ def test_chunks_are_added_from_left_to_right(name, accumulated):
         sums = None if total is None else total.clone()
         problem = _problem(*operands, bias=given, chunk=32, total=sums)
         variant = replace(config, **changes)
-        walks.add(configs.walk(problem, variant))
+        accumulations.add(configs.accumulation(problem, variant))
         assert_bitwise_equal(_launch(problem, variant, *operands, given, sums), expected)
     in_registers = {"registers"} if name in ("pointer persistent", "tma swapped") else set()
-    assert walks == {"in place", "partials"} | (set() if accumulated else {"scratch"} | in_registers)
+    assert accumulations == {"in place", "partials"} | (set() if accumulated else {"scratch"} | in_registers)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "strided", "misaligned"])
@@ -245,14 +245,14 @@ def test_accumulates_into_any_strides(name, layout, parallel):
 
 
 @pytest.mark.parametrize("sm_count", [1, 5, 100])
-@pytest.mark.parametrize("walk", ["one", "scratch", "partials"])
+@pytest.mark.parametrize("accumulation", ["one", "scratch", "partials"])
 @pytest.mark.parametrize("name", ["pointer persistent", "tma with a rest, parts", "stream"])
-def test_persistent_grids(name, walk, sm_count):
+def test_persistent_grids(name, accumulation, sm_count):
     """Fewer programs than tiles, as many, and no more however many SMs there are."""
-    config = replace(CONFIGS[name], parallel_chunks=walk == "partials")
+    config = replace(CONFIGS[name], parallel_chunks=accumulation == "partials")
     a, b = _operands((24, 40, 40), dtype=torch.float16)
-    problem = _problem(a, b, chunk=0 if walk == "one" else 32, sm_count=sm_count)
-    assert configs.walk(problem, config) in (walk, "registers")
+    problem = _problem(a, b, chunk=0 if accumulation == "one" else 32, sm_count=sm_count)
+    assert configs.accumulation(problem, config) in (accumulation, "registers")
     _assert_close(_launch(problem, config, a, b), a, b)
 
 
@@ -297,7 +297,7 @@ def test_batches_in_chunks(arrange, biased):
 @pytest.mark.parametrize("chunk", [0, 32])
 @pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
 def test_two_levels_of_k(swapped, chunk):
-    """Tokens of a [15, 4] batch whose gradient lies transposed: one walk through both levels."""
+    """Tokens of a [15, 4] batch whose gradient lies transposed: one accumulation through both levels."""
     x = make_data("normal", (15, 4, 20), seed=0)
     grad = make_data("normal", (4, 15, 24), seed=1).transpose(0, 1)
     problem = Problem(

@@ -36,7 +36,7 @@ _LARGEST_CHUNK = 4096  # tokens of one sum in a weight gradient
 _WIDE_WALK = 1024  # k of one sum in a float32 result of 16-bit operands, whose rounding hides nothing
 _REGISTERS = 64  # of a thread, for finished chunks
 
-Walk = Literal["one", "registers", "in place", "scratch", "partials"]
+Accumulation = Literal["one", "registers", "in place", "scratch", "partials"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Problem:
     b_batch_strides: tuple[int, int] = (0, 0)
     k_inner: int = 0  # 0: k has one level
     k_outer_strides: tuple[int, int] = (0, 0)  # of A, of B
-    chunk: int = 0  # a new sum at every multiple of it; 0: one walk
+    chunk: int = 0  # a new sum at every multiple of it; 0: one sum
     accumulate: bool = False
     epilogue: Epilogue = NOTHING
     read_strides: tuple[int | None, ...] = ()  # of the rows of `operands.MATRICES`, then m and n of the aux tensors
@@ -279,8 +279,8 @@ def token_chunk(n: int, k: int, dtype: str) -> int:
     return _LARGEST_CHUNK if tiles >= 128 else _LARGEST_CHUNK // 2 if tiles >= 64 else _LARGEST_CHUNK // 4
 
 
-def walk_chunk(k: int, dtype: str, out_dtype: str) -> int:
-    """k of one sum in a product; 0 where one walk is all. Tensor cores truncate: a long walk is less exact."""
+def accumulation_chunk(k: int, dtype: str, out_dtype: str) -> int:
+    """k of one sum in a product; 0 where it is one sum. Tensor cores truncate: a long sum is less exact."""
     if dtype != out_dtype:
         return _WIDE_WALK if k > _WIDE_WALK else 0
     return _CUT_WALK if k > LONGEST_WALK else 0
@@ -348,7 +348,7 @@ def illegal(problem: Problem, config: Config) -> str:
         return "a tile with a rest has operands that TMA reads"
     if problem.weights > 1 and (config.rest_n or (config.block_m if config.swapped else config.block_n) < 32):
         return "two weights share a tile of at least 32 of their columns, without a rest"
-    if problem.weights > 1 and walk(problem, config) not in ("one", "registers"):
+    if problem.weights > 1 and accumulation(problem, config) not in ("one", "registers"):
         return "two weights' finished chunks wait in registers"
     if not problem.epilogue.plain and (problem.batch > 1 or problem.accumulate):
         return "an epilogue follows one product, of no batch, that is not accumulated"
@@ -358,7 +358,7 @@ def illegal(problem: Problem, config: Config) -> str:
         return f"sums over rows are of {BIAS_ROWS}, all in one tile that is not swapped"
     if (config.kernel == "stream") > config.persistent or config.early_launch * config.persistent:
         return "stream is persistent, and nothing persistent launches early"
-    if walk(problem, config) == "scratch" and not config.persistent:
+    if accumulation(problem, config) == "scratch" and not config.persistent:
         return "finished chunks that wait in scratch memory need a persistent grid"
     if config.parallel_chunks and (problem.chunks < 2 or problem.batch > 1):
         return "parallel chunks need two chunks or more, and no batch"
@@ -369,7 +369,7 @@ def illegal(problem: Problem, config: Config) -> str:
     return ""
 
 
-def walk(problem: Problem, config: Config) -> Walk:
+def accumulation(problem: Problem, config: Config) -> Accumulation:
     """Where a tile's finished chunks wait for the next."""
     if problem.chunks <= 1:
         return "one"
@@ -383,7 +383,7 @@ def walk(problem: Problem, config: Config) -> Walk:
 
 def workspace(problem: Problem, config: Config) -> int:
     """Bytes for finished chunks."""
-    kind = walk(problem, config)
+    kind = accumulation(problem, config)
     if kind == "partials":
         return 4 * problem.chunks * problem.m * problem.n
     return 4 * programs(problem, config) * config.block_m * config.columns if kind == "scratch" else 0
@@ -392,7 +392,7 @@ def workspace(problem: Problem, config: Config) -> int:
 def programs(problem: Problem, config: Config) -> int:
     rows, columns = tile(problem, config)
     tiles = problem.batch * -(-problem.m // rows) * -(-problem.n // columns)
-    if walk(problem, config) == "partials":
+    if accumulation(problem, config) == "partials":
         tiles *= problem.chunks
     return min(tiles, config.residents * problem.sm_count) if config.persistent else tiles
 
@@ -405,7 +405,7 @@ def tile(problem: Problem, config: Config) -> tuple[int, int]:
 
 def width(problem: Problem, config: Config) -> int:
     """Columns of a tile that leave the registers at once: not all of them with sums that waited in memory."""
-    waited = config.parts == 1 and walk(problem, config) in ("scratch", "in place")
+    waited = config.parts == 1 and accumulation(problem, config) in ("scratch", "in place")
     columns = config.block_n if config.swapped else config.block_n // problem.weights
     return max(8, min(columns // (2 if waited else config.parts), config.rest_n or columns))
 
@@ -432,7 +432,7 @@ def reads_b_by_tma(problem: Problem, config: Config) -> bool:
 
 def writes_c_by_tma(problem: Problem, config: Config) -> bool:
     """Only what is rounded once and written once, row by row."""
-    if config.swapped or problem.accumulate or walk(problem, config) in ("in place", "partials"):
+    if config.swapped or problem.accumulate or accumulation(problem, config) in ("in place", "partials"):
         return False
     row = problem.c_strides[0] * ITEMSIZE[problem.out_dtype]
     return config.kernel != "pointer" and problem.c_strides[1] == 1 and problem.c_aligned and row % 16 == 0 and row > 0
@@ -444,7 +444,7 @@ def shared_memory(problem: Problem, config: Config) -> int:
     operands = stages * (config.block_m + config.columns) * config.block_k * ITEMSIZE[problem.dtype]
     part = config.block_m * width(problem, config)
     out = part * ITEMSIZE[problem.out_dtype] if writes_c_by_tma(problem, config) else 0
-    if config.kernel == "stream" and (walk(problem, config) == "scratch" or not out):
+    if config.kernel == "stream" and (accumulation(problem, config) == "scratch" or not out):
         out += 4 * part  # sums on their way to and from memory, while the next operands arrive
     e = problem.epilogue
     if config.kernel == "stream" and (e.residual or e.beta or e.aux or e.saves == "pre" or e.gradient):
@@ -488,9 +488,9 @@ def fitted(problem: Problem, config: Config) -> Config:
         config = replace(config, parallel_chunks=False)
     wide = problem.dtype != problem.out_dtype and not problem.accumulate
     in_registers = problem.weights > 1 or (wide and problem.chunk == _WIDE_WALK)
-    if in_registers and walk(problem, config) in ("in place", "scratch"):
+    if in_registers and accumulation(problem, config) in ("in place", "scratch"):
         config = Config(128, 128, config.block_k, 8, 4, "tma" if all(by_tma) else "pointer")  # chunks in registers
-    if walk(problem, config) == "scratch":
+    if accumulation(problem, config) == "scratch":
         config = replace(config, persistent=True, early_launch=False)
     if problem.epilogue.sums and problem.epilogue.gated:  # two gradients and their sums: 32 of a thread at once
         at_once = 32 * 32 * config.num_warps

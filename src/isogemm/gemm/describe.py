@@ -76,7 +76,7 @@ def bias_grad(grad: Tensor, total: Tensor | None, dtype: torch.dtype) -> BiasGra
 
 
 def by_token(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same tensors, made contiguous if their leading sizes have more than the two levels a kernel walks."""
+    """The same tensors, made contiguous if their leading sizes have more than the two levels that a kernel takes."""
     if grad.ndim > 3 and len(_levels(grad.shape[:-1], grad.stride()[:-1], x.stride()[:-1])) > 2:
         return grad.contiguous(), x.contiguous()
     return grad, x
@@ -95,8 +95,8 @@ def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
     return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
-def walk_chunk(a: Tensor, out_dtype: torch.dtype) -> int:
-    return configs.walk_chunk(a.shape[-1], dtype_name(a.dtype), dtype_name(out_dtype))
+def accumulation_chunk(a: Tensor, out_dtype: torch.dtype) -> int:
+    return configs.accumulation_chunk(a.shape[-1], dtype_name(a.dtype), dtype_name(out_dtype))
 
 
 def aligned(x: Tensor) -> bool:

@@ -339,7 +339,7 @@ def _problem(
         *(stride for each in aux for stride in each.stride()),
     )
     flat = describe.flat(x)
-    problem = describe.product(flat, b, None, dtype, precision, describe.walk_chunk(x, dtype))
+    problem = describe.product(flat, b, None, dtype, precision, describe.accumulation_chunk(x, dtype))
     assert problem is not None
     return replace(
         problem, epilogue=operands.compiled(dtype, precision, save), read_strides=strides,
@@ -503,7 +503,7 @@ def hidden_grad(
             activation=operands.activation, arguments=operands.arguments, dropout=operands.dropout_p > 0,
             exact=grad.dtype is torch.float32 and precision != "tf32", gradient=cast(Any, kind), sums=sums,
         )  # fmt: skip
-        chunk = describe.walk_chunk(grad, grad.dtype)
+        chunk = describe.accumulation_chunk(grad, grad.dtype)
         problem = describe.product(describe.flat(grad), weight, None, grad.dtype, precision, chunk)
         assert problem is not None
         problem = replace(problem, epilogue=epilogue)

@@ -306,7 +306,7 @@ def _multiply(
         empty = torch.zeros(shape, dtype=dtype, device=a.device)
         return empty if bias is None else empty.copy_(bias)
     a, b = (x.expand(*shape[:-2], *x.shape[-2:]) for x in (a, b))
-    problem = describe.product(a, b, bias, dtype, precision, describe.walk_chunk(a, dtype))
+    problem = describe.product(a, b, bias, dtype, precision, describe.accumulation_chunk(a, dtype))
     if problem is not None:
         plan = plans.keep(key, gemm_plan("matmul", shape, dtype, a.device, problem, configs.choose(problem)))
         return plan.run((a, b, None, bias))
@@ -323,7 +323,7 @@ def _multiply_into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, preci
     )  # fmt: skip
     plan = plans.get(key)
     if plan is None:
-        problem = describe.product(a, b, bias, out.dtype, precision, describe.walk_chunk(a, out.dtype))
+        problem = describe.product(a, b, bias, out.dtype, precision, describe.accumulation_chunk(a, out.dtype))
         if problem is None:
             for places in zip(out, a, b, strict=True):
                 _multiply_into(*places, bias, precision)

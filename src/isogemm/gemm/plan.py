@@ -35,7 +35,7 @@ def gemm_plan(
     from isogemm.gemm.kernels import products as kernels
 
     _require_usable(name, problem)
-    walk = configs.walk(problem, config)
+    accumulation = configs.accumulation(problem, config)
     operand, sums = getattr(torch, problem.dtype), (torch.float32, True)
     a: Place = (operand, problem.a_aligned), _A
     b: Place = (operand, problem.b_aligned), _B
@@ -52,7 +52,7 @@ def gemm_plan(
     if problem.epilogue.bias and not read:
         read = ((operand, False),)
     reads: list[Place | None] = [seen and (seen, _READ + index) for index, seen in enumerate(read)]
-    if walk == "partials":
+    if accumulation == "partials":
         epilogue = [None] * kernels.SLOTS
         adding = (scratch, result, reads[0] if reads else None)
         steps = [
@@ -61,7 +61,7 @@ def gemm_plan(
         ]
     else:
         reads += [None] * (kernels.SLOTS - len(reads))
-        places = (left, right, *rest, result, scratch if walk == "scratch" else None, *reads)
+        places = (left, right, *rest, result, scratch if accumulation == "scratch" else None, *reads)
         steps = [make_step(kernels.describe_gemm(problem, config), places, device)]
     served = Dispatch(name, "gemm", str(problem), str(config), "")
     return _plan(served, shape, dtype, device, steps, configs.workspace(problem, config) // 4)

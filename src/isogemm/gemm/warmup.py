@@ -181,7 +181,9 @@ def _forward(weight: Tensor, bias: bool, out_dtype: torch.dtype | None, precisio
         wide = out_dtype is torch.float32
         problem = replace(problem, dtype=dtype, out_dtype="float32" if wide else dtype, b_strides=(1, problem.k))
     epilogue = Epilogue(bias="n" if bias else "")
-    return replace(problem, epilogue=epilogue, chunk=configs.walk_chunk(problem.k, problem.dtype, problem.out_dtype))
+    return replace(
+        problem, epilogue=epilogue, chunk=configs.accumulation_chunk(problem.k, problem.dtype, problem.out_dtype)
+    )
 
 
 def _every(problem: Problem, tokens: int) -> Iterator[Problem]:
@@ -196,7 +198,7 @@ def _gradients(forward: Problem, tokens: int) -> Iterator[Problem]:
     bk, bn = forward.b_strides
     dx = replace(
         forward, n=k, k=n, out_dtype=dtype, a_strides=(n, 1), b_strides=(bn, bk), c_strides=(k, 1), epilogue=Epilogue(),
-        chunk=configs.walk_chunk(n, dtype, dtype),
+        chunk=configs.accumulation_chunk(n, dtype, dtype),
     )  # fmt: skip
     yield from _every(dx, tokens)
     dw = replace(

@@ -20,10 +20,10 @@ from isogemm.verify.trials import Rows, Trained, Trial, torch_product
 class Setting(trials.Setting):
     """Products and their gradients."""
 
-    def walk_chunk(self, k: int, out_dtype: torch.dtype | None) -> int:
+    def accumulation_chunk(self, k: int, out_dtype: torch.dtype | None) -> int:
         """The chunk of K of a product over k."""
         names = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, out_dtype or self.dtype)]
-        return configs.walk_chunk(k, *names)
+        return configs.accumulation_chunk(k, *names)
 
     def forward(self, m: int) -> tuple[Tensor, list[Rows]]:
         """x, and the ways to multiply it: with an fp32 result, and with one of its own dtype."""
@@ -69,7 +69,7 @@ def _any_tile(each: Setting) -> Iterator[BitDiff]:
     token_grad, token_x = each.weight_operands(tokens)
     way = each.seed % 3  # as it is served; bits before rounding, in one walk; with an fp32 result
     out_dtype = None if way == 0 else each.wide
-    chunks = [each.walk_chunk(k, out_dtype) if way != 1 else 0 for k in (each.k, each.n)]
+    chunks = [each.accumulation_chunk(k, out_dtype) if way != 1 else 0 for k in (each.k, each.n)]
     total = torch.randn(each.n, each.k, device=each.device) if way == 1 else None
     for left, right, cut, sums in (
         (with_layout(x, layouts[0]), with_layout(b.mT, layouts[1]).mT, chunks[0], None),

@@ -334,7 +334,7 @@ def _with_bias(acc, bias, SWAPPED: tl.constexpr):
 def finish(
     acc, c, kept_here, e, early, steps, numbers, m, n, first_chunk, last_chunk, M, N, stride_cm, stride_cn,
     BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr, C_TMA: tl.constexpr, SWAPPED: tl.constexpr,
-    UP_FIRST: tl.constexpr, E: tl.constexpr, ACT: tl.constexpr, SLOPE: tl.constexpr, WALK: tl.constexpr,
+    UP_FIRST: tl.constexpr, E: tl.constexpr, ACT: tl.constexpr, SLOPE: tl.constexpr, ACCUMULATION: tl.constexpr,
     ACCUMULATE: tl.constexpr, INDEX: tl.constexpr, BARRIER: tl.constexpr,
 ):  # fmt: skip
     """What becomes of the sums acc [BM, BN] at (m, n) at the end of a chunk, WIDTH columns at a time.
@@ -345,7 +345,7 @@ def finish(
         m, n = n, m
         M, N = N, M
         stride_cm, stride_cn = stride_cn, stride_cm
-    EARLY: tl.constexpr = E.bias_first and WALK == "one" and not ACCUMULATE
+    EARLY: tl.constexpr = E.bias_first and ACCUMULATION == "one" and not ACCUMULATE
     if E.paired:
         gate, up = _row_halves(acc, BM, BN) if SWAPPED else _column_parts(acc, BM, BN, 2)
         if UP_FIRST:
@@ -372,12 +372,12 @@ def finish(
             at_m = m + part * WIDTH if SWAPPED else m
             at_n = n if SWAPPED else n + part * WIDTH
             total = sums[part]
-            if WALK == "partials":
+            if ACCUMULATION == "partials":
                 _write(
                     total, total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, BM, WIDTH, C_TMA,
                     SWAPPED, E, EARLY, ACT, SLOPE, INDEX,
                 )  # fmt: skip
-            elif WALK == "scratch":
+            elif ACCUMULATION == "scratch":
                 kept = kept_here + (tl.arange(0, BM)[:, None] * BN + (part * WIDTH + tl.arange(0, WIDTH)[None, :]))
                 if first_chunk:
                     total += 0.0
@@ -393,7 +393,7 @@ def finish(
                     if BARRIER:
                         tl.debug_barrier()  # another thread may be the one to load it
             else:
-                if ACCUMULATE or WALK == "in place":
+                if ACCUMULATE or ACCUMULATION == "in place":
                     if SWAPPED:
                         row = (at_m + tl.arange(0, WIDTH))[None, :]
                         col = (at_n + tl.arange(0, BM))[:, None]
@@ -410,5 +410,5 @@ def finish(
                     total, total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, BM, WIDTH, C_TMA,
                     SWAPPED, E, EARLY, ACT, SLOPE, INDEX,
                 )  # fmt: skip
-                if WALK == "in place" and BARRIER:
+                if ACCUMULATION == "in place" and BARRIER:
                     tl.debug_barrier()

@@ -1,6 +1,6 @@
 """The kernels of the GEMM family and their launchers.
 
-Every output element is one fp32 sum that walks k in ascending order. A chunked walk starts a new sum at every multiple
+Every output element is one fp32 sum over k in ascending order. A chunked one starts a new sum at every multiple
 of the chunk and adds the finished ones in ascending order, one fp32 addition each, wherever they wait: in
 registers, in the output, in memory of the program's own, or for a second kernel.
 """
@@ -155,7 +155,7 @@ def _gemm_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     A_TMA: tl.constexpr, B_TMA: tl.constexpr, C_TMA: tl.constexpr,
     A_K_CONTIGUOUS: tl.constexpr, B_K_CONTIGUOUS: tl.constexpr,
-    UNITS: tl.constexpr, WALK: tl.constexpr, CHUNK: tl.constexpr, ACCUMULATE: tl.constexpr,
+    UNITS: tl.constexpr, ACCUMULATION: tl.constexpr, CHUNK: tl.constexpr, ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr, E: tl.constexpr,
     ACT: tl.constexpr, SLOPE: tl.constexpr,
     BN_REST: tl.constexpr, PERSISTENT: tl.constexpr, MASK_K: tl.constexpr, K_LEVELS: tl.constexpr,
@@ -197,7 +197,7 @@ def _gemm_kernel(
         to_second = (b_rest.to(tl.int64) - first.to(tl.int64)) // (first.dtype.element_ty.primitive_bitwidth // 8)
         to_second = multiple(to_second, UNITS[9])
     tiles = m_tiles * n_tiles
-    if WALK == "partials":
+    if ACCUMULATION == "partials":
         tiles *= tl.cdiv(K, CHUNK)
     if BATCHED:
         tiles *= batch
@@ -221,11 +221,11 @@ def _gemm_kernel(
             inner = (layer % batch_inner).to(tl.int64)
             a_from = a + (outer * stride_ab_outer + inner * stride_ab)
             b_from = b + (outer * stride_bb_outer + inner * stride_bb)
-        if BATCHED or WALK == "partials":
+        if BATCHED or ACCUMULATION == "partials":
             c_to = c + layer.to(tl.int64) * M * N
-        begin_first = layer * CHUNK if WALK == "partials" else 0
-        begin_end = begin_first + 1 if WALK == "one" or WALK == "partials" else K
-        if WALK == "registers":
+        begin_first = layer * CHUNK if ACCUMULATION == "partials" else 0
+        begin_end = begin_first + 1 if ACCUMULATION == "one" or ACCUMULATION == "partials" else K
+        if ACCUMULATION == "registers":
             total = tl.zeros((BM, BN), dtype=tl.float32)
         for begin in tl.range(begin_first, begin_end, CHUNK if CHUNK > 0 else 1):
             end = min(begin + CHUNK, K) if CHUNK > 0 else K
@@ -250,23 +250,23 @@ def _gemm_kernel(
                     acc_rest = multiply(a_tile, rest_tile, acc_rest, PRECISION, A_TMA, B_TMA)
             kept = scratch
             kept_rest = scratch
-            if WALK == "scratch":
+            if ACCUMULATION == "scratch":
                 kept = scratch + program.to(tl.int64) * (BM * (BN + BN_REST))
                 kept_rest = kept + BM * BN
-            if WALK == "registers":
+            if ACCUMULATION == "registers":
                 total += acc
             else:
                 finish(
                     acc, c_to, kept, e, early, steps, numbers, m, n, begin == 0, end == K, M, N, stride_cm, stride_cn,
-                    BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, WALK, ACCUMULATE, INDEX, True,
+                    BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, True,
                 )  # fmt: skip
             if BN_REST > 0:
                 finish(
                     acc_rest, c_to, kept_rest, e, early_rest, steps, numbers, m, n + BN, begin == 0, end == K, M, N,
-                    stride_cm, stride_cn, BM, BN_REST, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, WALK, ACCUMULATE,
-                    INDEX, True,
+                    stride_cm, stride_cn, BM, BN_REST, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION,
+                    ACCUMULATE, INDEX, True,
                 )  # fmt: skip
-        if WALK == "registers":
+        if ACCUMULATION == "registers":
             finish(
                 total, c_to, scratch, e, early, steps, numbers, m, n, True, True, M, N, stride_cm, stride_cn,
                 BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, "one", False, INDEX, False,
@@ -282,7 +282,7 @@ def _stream_kernel(
     stride_e10, stride_e11, alpha_value, beta_value, dropped, kept_scale,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     C_TMA: tl.constexpr, A_K_CONTIGUOUS: tl.constexpr, B_K_CONTIGUOUS: tl.constexpr,
-    UNITS: tl.constexpr, WALK: tl.constexpr, CHUNK: tl.constexpr, ACCUMULATE: tl.constexpr,
+    UNITS: tl.constexpr, ACCUMULATION: tl.constexpr, CHUNK: tl.constexpr, ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr, E: tl.constexpr,
     ACT: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
@@ -309,16 +309,16 @@ def _stream_kernel(
     n_tiles = tl.cdiv(N, TILE_N)
     blocks = tl.cdiv(K, BK)
     tiles = m_tiles * n_tiles
-    if WALK == "partials":
+    if ACCUMULATION == "partials":
         tiles *= tl.cdiv(K, CHUNK)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    kept = scratch if WALK != "scratch" else scratch + program.to(tl.int64) * (BM * BN)
+    kept = scratch if ACCUMULATION != "scratch" else scratch + program.to(tl.int64) * (BM * BN)
     tile = program - programs
     block = blocks - 1
     begin = 0
     turns = tl.cdiv(tiles - program, programs) * blocks
-    if WALK == "partials":  # a tile is one chunk of one place; the last chunk may be shorter
+    if ACCUMULATION == "partials":  # a tile is one chunk of one place; the last chunk may be shorter
         CHUNK_BLOCKS: tl.constexpr = CHUNK // BK
         last_blocks = blocks - (tl.cdiv(K, CHUNK) - 1) * CHUNK_BLOCKS
         of_place = m_tiles * n_tiles
@@ -339,7 +339,7 @@ def _stream_kernel(
             row, column = _place(tile % (m_tiles * n_tiles), m_tiles, n_tiles, GROUP)
             m = row * TILE_M
             n = column * TILE_N
-            if WALK == "partials":
+            if ACCUMULATION == "partials":
                 begin = layer * CHUNK
                 blocks = tl.minimum(tl.cdiv(K - begin, BK), CHUNK // BK)
         k = begin + block * BK
@@ -348,17 +348,17 @@ def _stream_kernel(
         acc = multiply(a_tile, b_tile, acc, PRECISION, True, True)
         last = block == blocks - 1
         ends = last
-        if WALK == "in place" or WALK == "scratch":
+        if ACCUMULATION == "in place" or ACCUMULATION == "scratch":
             ends = last | ((block + 1) % (CHUNK // BK) == 0)
         if ends:  # no barrier: its own loads and stores agree on threads, and one would end the overlap
             first = k < CHUNK
             c_to = c
-            if WALK == "partials":
+            if ACCUMULATION == "partials":
                 c_to = c + layer.to(tl.int64) * M * N
             early = biases(e, m if SWAPPED else n, M if SWAPPED else N, BIASED, E)
             finish(
                 acc, c_to, kept, e, early, steps, numbers, m, n, first, last, M, N, stride_cm, stride_cn,
-                BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, WALK, ACCUMULATE, INDEX, False,
+                BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, False,
             )  # fmt: skip
             acc = tl.zeros((BM, BN), dtype=tl.float32)
 
@@ -394,16 +394,16 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
     """The launch that computes `problem` with `config`.
 
     Its tensors are a, b, (b's rest, or the second weight), c, scratch memory and what the epilogue reads and writes
-    (`operands.TENSORS`). A swapped configuration's a and b change places. In a walk by partials, c is their memory.
+    (`operands.TENSORS`). A swapped configuration's a and b change places. Accumulated by partials, c is their memory.
     Its numbers are alpha, beta, the dropout's threshold and its scale.
     """
-    walk = configs.walk(problem, config)
+    accumulation = configs.accumulation(problem, config)
     a_tma, b_tma = configs.reads_a_by_tma(problem, config), configs.reads_b_by_tma(problem, config)
     c_tma = configs.writes_c_by_tma(problem, config)
     seen = problem
     if config.swapped:
         seen, a_tma, b_tma = problem.transposed(), b_tma, a_tma
-    if walk == "partials":
+    if accumulation == "partials":
         seen = replace(seen, c_strides=(1, problem.n) if config.swapped else (problem.n, 1))
     (am, ak), (bk, bn), (cm, cn) = seen.a_strides, seen.b_strides, seen.c_strides
     a_by_k, b_by_k = ak == 1, bk == 1
@@ -416,11 +416,11 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
         *map(configs.unit, (am, ak, bk, bn, cm, cn)),
         16 // configs.ITEMSIZE[seen.dtype] if problem.b_aligned else 1,  # between two weights, both aligned
     )
-    epilogue = problem.epilogue if walk != "partials" else Epilogue()
+    epilogue = problem.epilogue if accumulation != "partials" else Epilogue()
     act, slope = activation_functions(epilogue)
     constants: dict[str, object] = {
         "GROUP": config.group, "C_TMA": c_tma, "A_K_CONTIGUOUS": a_by_k, "B_K_CONTIGUOUS": b_by_k, "UNITS": units,
-        "WALK": walk, "CHUNK": seen.chunk, "ACCUMULATE": seen.accumulate and walk != "partials",
+        "ACCUMULATION": accumulation, "CHUNK": seen.chunk, "ACCUMULATE": seen.accumulate and accumulation != "partials",
         "PRECISION": seen.precision if seen.dtype == "float32" else "",
         "INDEX": index_type(_reach(seen)),
         "SWAPPED": config.swapped, "UP_FIRST": problem.up_first and (b_tma if not config.swapped else a_tma),
