@@ -83,7 +83,7 @@ def candidates(point: Point) -> list[Config]:
     for config in made:
         if problem.chunks > 1:
             waits = problem.out_dtype != "float32"  # chunks in scratch memory
-            config = replace(config, persistent=config.persistent or waits, early_launch=False)
+            config = replace(config, persistent=config.persistent or waits, pdl=False)
             chosen.append(replace(config, parallel_chunks=True))
         chosen.append(config)
     if point.kind in EPILOGUES:  # which would spill registers with so wide a tile
@@ -101,11 +101,11 @@ def _small(problem: Problem) -> Iterator[Config]:
         (64, 64, 4, 6),
         (128, 64, 4, 5), (128, 64, 8, 4), (16, 128, 2, 6), (32, 256, 4, 4),
     ):  # fmt: skip
-        yield Config(block_m, columns, block_k * wide, warps, stages, swapped=True, early_launch=True)
+        yield Config(block_m, columns, block_k * wide, warps, stages, swapped=True, pdl=True)
     yield Config(32, columns, 256 * wide, 2, 4, swapped=True)
-    yield Config(64, max(columns, 16), 64 * wide, 4, 6, "tma", swapped=True, early_launch=True)
-    yield Config(64, max(columns, 16), 128 * wide, 4, 4, "tma", swapped=True, early_launch=True)
-    yield Config(128, max(columns, 16), 64 * wide, 4, 5, "tma", swapped=True, early_launch=True)
+    yield Config(64, max(columns, 16), 64 * wide, 4, 6, "tma", swapped=True, pdl=True)
+    yield Config(64, max(columns, 16), 128 * wide, 4, 4, "tma", swapped=True, pdl=True)
+    yield Config(128, max(columns, 16), 64 * wide, 4, 5, "tma", swapped=True, pdl=True)
 
 
 def _medium(problem: Problem) -> Iterator[Config]:
@@ -119,12 +119,12 @@ def _medium(problem: Problem) -> Iterator[Config]:
             for kernel in ("tma", "pointer"):
                 if kernel == "pointer" and block_n == 128:
                     continue
-                yield Config(block_m, block_n, block_k * wide, warps, stages, kernel, swapped=True, early_launch=True)
+                yield Config(block_m, block_n, block_k * wide, warps, stages, kernel, swapped=True, pdl=True)
     if problem.m >= 64:
         for block_m, block_n in ((64, 128), (64, 256), (128, 128), (128, 256)):
             if block_m <= problem.m:
                 for warps in (4, 8) if block_m * block_n <= 128 * 128 else (8,):
-                    yield Config(block_m, block_n, 32 * wide, warps, 4, "tma", early_launch=True)
+                    yield Config(block_m, block_n, 32 * wide, warps, 4, "tma", pdl=True)
         for block_m, block_n, rest, warps in (
             (64, 128, 64, 4),
             (64, 64, 32, 4),
@@ -133,7 +133,7 @@ def _medium(problem: Problem) -> Iterator[Config]:
             (64, 128, 32, 4),
         ):
             if block_m <= problem.m:
-                yield Config(block_m, block_n, 32 * wide, warps, 5, "tma", rest_n=rest, early_launch=True)
+                yield Config(block_m, block_n, 32 * wide, warps, 5, "tma", rest_n=rest, pdl=True)
 
 
 def _large(problem: Problem) -> Iterator[Config]:
@@ -156,21 +156,21 @@ def _large(problem: Problem) -> Iterator[Config]:
         (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 32, 8, 4), (128, 128, 64, 4, 4), (128, 64, 32, 4, 5),
         (64, 128, 64, 4, 4), (128, 64, 16, 4, 5), (64, 256, 64, 4, 3),
     ):  # fmt: skip
-        yield Config(block_m, block_n, block_k, warps, stages, "tma", rest_n=rest, early_launch=True)
+        yield Config(block_m, block_n, block_k, warps, stages, "tma", rest_n=rest, pdl=True)
     if problem.m * problem.n > 64 * 132 * 128 * 128:
         return
     for block_m, block_n, depth, warps, stages in (
         (128, 128, 1, 4, 5), (128, 64, 2, 4, 4), (64, 128, 2, 4, 4), (64, 256, 1, 4, 4), (128, 64, 1, 4, 6),
         (64, 64, 2, 4, 5), (64, 128, 1, 4, 3), (64, 64, 1, 4, 4),
     ):  # fmt: skip
-        yield Config(block_m, block_n, block_k * depth, warps, stages, "tma", early_launch=True)
+        yield Config(block_m, block_n, block_k * depth, warps, stages, "tma", pdl=True)
     for block_m, block_n, depth, warps, stages in (
         (128, 64, 2, 4, 4),
         (128, 32, 2, 4, 4),
         (64, 64, 2, 4, 5),
         (128, 128, 1, 4, 5),
     ):
-        yield Config(block_m, block_n, block_k * depth, warps, stages, "tma", swapped=True, early_launch=True)
+        yield Config(block_m, block_n, block_k * depth, warps, stages, "tma", swapped=True, pdl=True)
 
 
 def _across(problem: Problem) -> Iterator[Config]:
@@ -179,21 +179,21 @@ def _across(problem: Problem) -> Iterator[Config]:
         (64, 64, 32, 2, 4), (64, 64, 64, 2, 2), (32, 128, 32, 4, 4), (32, 64, 32, 2, 5), (64, 32, 32, 2, 5),
         (32, 256, 32, 4, 3), (32, 32, 32, 1, 6), (128, 128, 32, 8, 3), (64, 64, 32, 4, 3),
     ):  # fmt: skip
-        yield Config(block_m, block_n, block_k, warps, stages, "tma", early_launch=True)
-    yield Config(32, 128, 32, 4, 4, "tma", swapped=True, early_launch=True)
+        yield Config(block_m, block_n, block_k, warps, stages, "tma", pdl=True)
+    yield Config(32, 128, 32, 4, 4, "tma", swapped=True, pdl=True)
     yield Config(64, 64, 32, 2, 4, "stream", persistent=True, residents=3)
     for parts, block_k in itertools.product((1, 2, 4) if problem.epilogue.gradient else (1,), (32, 16)):
-        wide = Config(64, 128, block_k, 2, 96 // block_k, "tma", early_launch=True, parts=parts)
+        wide = Config(64, 128, block_k, 2, 96 // block_k, "tma", pdl=True, parts=parts)
         yield from (wide, replace(wide, swapped=True), replace(wide, block_m=128, block_n=64))
-        yield replace(wide, kernel="stream", persistent=True, residents=2, early_launch=False)
-        yield Config(64, 64, 32, 2, 4, "tma", early_launch=True, parts=parts)
+        yield replace(wide, kernel="stream", persistent=True, residents=2, pdl=False)
+        yield Config(64, 64, 32, 2, 4, "tma", pdl=True, parts=parts)
 
 
 def _fma(problem: Problem) -> Iterator[Config]:
     """ieee: block_k is pinned; operands pass through registers."""
     if problem.m <= 16:
         for block_m, warps, stages in ((16, 2, 8), (32, 4, 8), (32, 2, 8), (64, 4, 8), (64, 2, 6)):
-            yield Config(block_m, 8 if problem.m <= 8 else 16, 16, warps, stages, swapped=True, early_launch=True)
+            yield Config(block_m, 8 if problem.m <= 8 else 16, 16, warps, stages, swapped=True, pdl=True)
         return
     for block_m, block_n, warps, stages in ((128, 64, 4, 2), (64, 64, 2, 4), (64, 64, 4, 4), (32, 64, 2, 5)):
         if block_m <= 2 * problem.m:

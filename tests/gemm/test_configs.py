@@ -167,7 +167,7 @@ def test_only_what_the_hardware_has(arch):
     for tokens, kind in product((1, 16, 128, 4096), (_linear, _input_grad, _weight_grad)):
         config = choose(kind(tokens, 4096, 4096, arch=arch))
         assert config.kernel == "pointer"
-        assert not config.early_launch
+        assert not config.pdl
 
 
 @pytest.mark.parametrize(("dtype", "precision"), NUMBERS)
@@ -351,7 +351,7 @@ def test_warpgroups_serve_no_tf32_that_lies_across_k(layout, arch):
         (Config(64, 64, 64, 4, 3, rest_n=32), "rest_n is a power of two up to block_n, and read by TMA"),
         (Config(64, 64, 64, 4, 3, "tma", rest_n=128), "rest_n is a power of two up to block_n"),
         (Config(64, 64, 64, 4, 3, "stream"), "stream is persistent"),
-        (Config(64, 64, 64, 4, 3, persistent=True, early_launch=True), "nothing persistent launches early"),
+        (Config(64, 64, 64, 4, 3, persistent=True, pdl=True), "nothing persistent launches early"),
         (Config(128, 256, 64, 8, 3), "need a persistent grid"),
         (Config(128, 128, 64, 8, 3, parallel_chunks=True), "bytes, more than 67108864"),
         (Config(128, 256, 64, 8, 8, persistent=True), "bytes of shared memory"),

@@ -88,7 +88,7 @@ def test_registers_configs_agree(layout, launch):
     candidates = [
         RegistersConfig(1, 1, 1, 1, 1, unroll=20, num_warps=1),
         RegistersConfig(4, 2, *wide, unroll=20, num_warps=4),
-        RegistersConfig(2, 1, *wide, unroll=8, num_warps=1, early_launch=True),
+        RegistersConfig(2, 1, *wide, unroll=8, num_warps=1, pdl=True),
         RegistersConfig(8, 4, 1, 2, 1, unroll=12, num_warps=2),
     ]
     legal = _legal(shape, layout, torch.float32, "ieee", candidates)
@@ -106,7 +106,7 @@ def test_dot_configs_agree(dtype, precision, launch):
         DotConfig(16, 16, 16, 1, 1),
         DotConfig(16, 32, 16, 2, 3),
         DotConfig(64, 16, 32, 4, 2),
-        DotConfig(64, 32, 64, 4, 1, early_launch=True),
+        DotConfig(64, 32, 64, 4, 1, pdl=True),
     ]
     legal = _legal(shape, "contiguous", dtype, precision, candidates)
     _assert_all_equal(launch, "dot", legal, shape, "contiguous", dtype, precision)

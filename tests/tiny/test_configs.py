@@ -247,7 +247,7 @@ def test_every_vector_is_aligned(problem):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_early_launch_only_where_the_hardware_has_it(kernel, arch):
     for batch in (2, 64, 65536):
-        assert not choose(_problem(batch=batch, arch=arch), kernel).early_launch
+        assert not choose(_problem(batch=batch, arch=arch), kernel).pdl
 
 
 @pytest.mark.parametrize(

@@ -156,14 +156,14 @@ class Config:
     rest_n: int = 0  # of tma: a tile has so many columns more
     residents: int = 1  # programs of a persistent grid per SM
     parallel_chunks: bool = False  # the chunks of a tile in different programs
-    early_launch: bool = False  # let the next kernel's launch overlap this one's end
+    pdl: bool = False  # let the next kernel's launch overlap this one's end
 
     def __str__(self) -> str:
         marks = (
             "swapped" * self.swapped, "persistent" * self.persistent, f"g{self.group}" * (self.group != 8),
             f"p{self.parts}" * (self.parts > 1),
             "parallel" * self.parallel_chunks,
-            f"r{self.residents}" * (self.residents > 1), "early" * self.early_launch,
+            f"r{self.residents}" * (self.residents > 1), "early" * self.pdl,
         )  # fmt: skip
         columns = f"{self.block_n}+{self.rest_n}" if self.rest_n else str(self.block_n)
         tile = f"{self.kernel} {self.block_m}x{columns}x{self.block_k} w{self.num_warps} s{self.num_stages}"
@@ -356,7 +356,7 @@ def illegal(problem: Problem, config: Config) -> str:
         return "an epilogue follows a tile's whole sums"
     if problem.epilogue.sums and (config.swapped or config.block_m % BIAS_ROWS):
         return f"sums over rows are of {BIAS_ROWS}, all in one tile that is not swapped"
-    if (config.kernel == "stream") > config.persistent or config.early_launch * config.persistent:
+    if (config.kernel == "stream") > config.persistent or config.pdl * config.persistent:
         return "stream is persistent, and nothing persistent launches early"
     if accumulation(problem, config) == "scratch" and not config.persistent:
         return "finished chunks that wait in scratch memory need a persistent grid"
@@ -449,12 +449,14 @@ def shared_memory(problem: Problem, config: Config) -> int:
     e = problem.epilogue
     if config.kernel == "stream" and (e.residual or e.beta or e.aux or e.saves == "pre" or e.gradient):
         odd = not problem.read_aligned or any((stride or 0) % 16 for stride in problem.read_strides[: len(MATRICES)])
-        # Read an element at a time: the sums are turned to meet them.
+        # Read an element at a time: the sums are transposed to meet them.
         wide = problem.reads_float32 or odd or e.aux or problem.keeps_float32
         out += part * (4 if wide else ITEMSIZE[problem.out_dtype])  # on their way to the registers
-    if problem.number == "tf32" and config.kernel != "pointer" and warpgroups(config):  # operands turned, at most twice
-        turned = config.block_m * (problem.a_strides[1] != 1) + config.columns * (problem.b_strides[0] != 1)
-        out += 2 * turned * config.block_k * ITEMSIZE[problem.dtype]
+    if (
+        problem.number == "tf32" and config.kernel != "pointer" and warpgroups(config)
+    ):  # operands transposed, at most twice
+        transposed = config.block_m * (problem.a_strides[1] != 1) + config.columns * (problem.b_strides[0] != 1)
+        out += 2 * transposed * config.block_k * ITEMSIZE[problem.dtype]
     return (operands + out) * config.residents
 
 
@@ -491,7 +493,7 @@ def fitted(problem: Problem, config: Config) -> Config:
     if in_registers and accumulation(problem, config) in ("in place", "scratch"):
         config = Config(128, 128, config.block_k, 8, 4, "tma" if all(by_tma) else "pointer")  # chunks in registers
     if accumulation(problem, config) == "scratch":
-        config = replace(config, persistent=True, early_launch=False)
+        config = replace(config, persistent=True, pdl=False)
     if problem.epilogue.sums and problem.epilogue.gated:  # two gradients and their sums: 32 of a thread at once
         at_once = 32 * 32 * config.num_warps
         config = replace(config, parts=max(config.parts, config.block_m * config.block_n // at_once))

@@ -62,13 +62,13 @@ class RegistersConfig:
     b_vec: int  # adjacent k in one load of B
     unroll: int  # k per iteration
     num_warps: int
-    early_launch: bool = False  # let the next kernel's launch overlap this one's end
+    pdl: bool = False  # let the next kernel's launch overlap this one's end
     kernel: Literal["registers"] = "registers"
 
     def __str__(self) -> str:
         return (
             f"registers {self.rows}x{self.cols * self.vec} a{self.a_vec} b{self.b_vec}"
-            f" u{self.unroll} w{self.num_warps}{' early' if self.early_launch else ''}"
+            f" u{self.unroll} w{self.num_warps}{' early' if self.pdl else ''}"
         )
 
 
@@ -81,13 +81,13 @@ class DotConfig:
     block_k: int
     num_warps: int
     num_stages: int
-    early_launch: bool = False
+    pdl: bool = False
     kernel: Literal["dot"] = "dot"
 
     def __str__(self) -> str:
         return (
             f"dot {self.block_m}x{self.block_n}x{self.block_k}"
-            f" w{self.num_warps} s{self.num_stages}{' early' if self.early_launch else ''}"
+            f" w{self.num_warps} s{self.num_stages}{' early' if self.pdl else ''}"
         )
 
 
@@ -193,7 +193,7 @@ def _registers(problem: Problem) -> RegistersConfig:
     many = _fills(problem, rows, cols * vec, warps=32)
     num_warps = 4 if k <= 4 or (many and rows * cols * vec * k < 64) else 1
     config = RegistersConfig(rows, cols, vec, a_vec, b_vec, _unroll(k, max(a_vec, b_vec)), num_warps)
-    return replace(config, early_launch=_launches_early(problem, config))
+    return replace(config, pdl=_uses_pdl(problem, config))
 
 
 def _registers_tile(problem: Problem) -> tuple[int, int, int]:
@@ -246,10 +246,10 @@ def _dot(problem: Problem) -> DotConfig:
     config = DotConfig(block_m, block_n, block_k, num_warps, num_stages)
     if programs(problem, config) * num_warps < few and block_m * block_n >= 1024 * num_warps:
         config = replace(config, num_warps=2 * num_warps)
-    return replace(config, early_launch=_launches_early(problem, config))
+    return replace(config, pdl=_uses_pdl(problem, config))
 
 
-def _launches_early(problem: Problem, config: Config) -> bool:
+def _uses_pdl(problem: Problem, config: Config) -> bool:
     """Worth 0.5 us of a chain of small grids; in large ones waiting programs take the place of working ones."""
     return sm(problem.arch) >= 90 and programs(problem, config) <= 16 * problem.sm_count
 

@@ -81,7 +81,7 @@ def _registers_steps(
 def _registers_kernel(
     a_ptr, b_ptr, c_ptr, batch, stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    A_UNITS: tl.constexpr, B_UNITS: tl.constexpr, INDEX: tl.constexpr, EARLY_LAUNCH: tl.constexpr,
+    A_UNITS: tl.constexpr, B_UNITS: tl.constexpr, INDEX: tl.constexpr, PDL: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, VEC: tl.constexpr, A_VEC: tl.constexpr, B_VEC: tl.constexpr,
     UNROLL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +106,7 @@ def _registers_kernel(
     acc = ()
     for _ in tl.static_range(ROWS * COLS):
         acc = acc + (tl.zeros((BLOCK, VEC), dtype=tl.float32),)
-    if EARLY_LAUNCH:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     k = tl.zeros((), dtype=INDEX)
@@ -137,7 +137,7 @@ def _registers_kernel(
 def _dot_kernel(
     a_ptr, b_ptr, c_ptr, batch, stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    A_UNITS: tl.constexpr, B_UNITS: tl.constexpr, INDEX: tl.constexpr, EARLY_LAUNCH: tl.constexpr,
+    A_UNITS: tl.constexpr, B_UNITS: tl.constexpr, INDEX: tl.constexpr, PDL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     N_TILES: tl.constexpr = (N + BN - 1) // BN
@@ -156,7 +156,7 @@ def _dot_kernel(
     a_ptr += matrix * stride_ab
     b_ptr += matrix * stride_bb
     acc = tl.zeros((BM, BN), dtype=tl.float32)
-    if EARLY_LAUNCH:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for start in tl.range(0, K, BK):
@@ -186,10 +186,10 @@ def describe_bmm(problem: Problem, config: Config) -> Launch:
         "A_UNITS": tuple(map(unit, problem.a_strides)),
         "B_UNITS": tuple(map(unit, problem.b_strides)),
         "INDEX": tl.int64 if max(offsets) >= 2**31 else tl.int32,
-        "EARLY_LAUNCH": config.early_launch,
+        "PDL": config.pdl,
     }
     options: dict[str, object] = {"num_warps": config.num_warps, "enable_fp_fusion": False}
-    if config.early_launch:
+    if config.pdl:
         options["launch_pdl"] = True
     kernel: Any
     if isinstance(config, DotConfig):

@@ -101,7 +101,8 @@ def read_matrix(at, row, col, M, N, stride, INDEX: tl.constexpr):
 
 @triton.jit
 def _before_activation(
-    z, row, col, M, N, e, steps, numbers, E: tl.constexpr, EARLY: tl.constexpr, DTYPE: tl.constexpr, INDEX: tl.constexpr
+    z, row, col, M, N, e, steps, numbers, E: tl.constexpr, BIAS_FIRST: tl.constexpr, DTYPE: tl.constexpr,
+    INDEX: tl.constexpr,
 ):  # fmt: skip
     """alpha row_scale col_scale z + beta addend + bias"""
     z = _rounded(z, DTYPE, E.eager)
@@ -121,7 +122,7 @@ def _before_activation(
             factor = _rounded(tl.load(e[_BETA]).to(tl.float32), DTYPE, E.eager)  # a 0-d tensor takes the other's dtype
             addend = _rounded(addend * factor, DTYPE, E.eager)
         z = _rounded(z + addend, DTYPE, E.eager)
-    if E.bias == "n" and not EARLY:
+    if E.bias == "n" and not BIAS_FIRST:
         z = _rounded(z + tl.load(e[_BIAS] + col, mask=col < N, other=0.0).to(tl.float32), DTYPE, E.eager)
     elif E.bias == "m":
         z = _rounded(z + tl.load(e[_BIAS] + row, mask=row < M, other=0.0).to(tl.float32), DTYPE, E.eager)
@@ -242,7 +243,7 @@ def _store_row_sums(
 @triton.jit
 def _write(
     total, up, c, e, steps, numbers, m, n, M, N, stride_cm, stride_cn, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    C_TMA: tl.constexpr, SWAPPED: tl.constexpr, E: tl.constexpr, EARLY: tl.constexpr, ACT: tl.constexpr,
+    C_TMA: tl.constexpr, SWAPPED: tl.constexpr, E: tl.constexpr, BIAS_FIRST: tl.constexpr, ACT: tl.constexpr,
     SLOPE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """The epilogue of sums [ROWS, COLUMNS] at (m, n), in fp32, and its one rounding.
@@ -274,10 +275,10 @@ def _write(
                 of_second = e[_ROW_SUMS] + tl.cdiv(M, _BIAS_ROWS).to(tl.int64) * N
                 _store_row_sums(of_up.to(DTYPE), of_second, m, n, M, N, ROWS, COLUMNS, INDEX)
     else:
-        value = _before_activation(total, row, col, M, N, e, steps, numbers, E, EARLY, DTYPE, INDEX)
+        value = _before_activation(total, row, col, M, N, e, steps, numbers, E, BIAS_FIRST, DTYPE, INDEX)
         if E.gated:
             up = _rounded(up, DTYPE, E.eager)
-            if E.bias_up and not EARLY:
+            if E.bias_up and not BIAS_FIRST:
                 up = _rounded(up + tl.load(e[_BIAS_UP] + col, mask=col < N, other=0.0).to(tl.float32), DTYPE, E.eager)
         if E.saves == "mask":
             packed = _packed((_activated(value, SLOPE, E) == 1.0) & (col < N), ROWS, COLUMNS, SWAPPED)
@@ -332,7 +333,7 @@ def _with_bias(acc, bias, SWAPPED: tl.constexpr):
 
 @triton.jit
 def finish(
-    acc, c, kept_here, e, early, steps, numbers, m, n, first_chunk, last_chunk, M, N, stride_cm, stride_cn,
+    acc, c, kept_here, e, loaded, steps, numbers, m, n, first_chunk, last_chunk, M, N, stride_cm, stride_cn,
     BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr, C_TMA: tl.constexpr, SWAPPED: tl.constexpr,
     UP_FIRST: tl.constexpr, E: tl.constexpr, ACT: tl.constexpr, SLOPE: tl.constexpr, ACCUMULATION: tl.constexpr,
     ACCUMULATE: tl.constexpr, INDEX: tl.constexpr, BARRIER: tl.constexpr,
@@ -345,14 +346,14 @@ def finish(
         m, n = n, m
         M, N = N, M
         stride_cm, stride_cn = stride_cn, stride_cm
-    EARLY: tl.constexpr = E.bias_first and ACCUMULATION == "one" and not ACCUMULATE
+    BIAS_FIRST: tl.constexpr = E.bias_first and ACCUMULATION == "one" and not ACCUMULATE
     if E.paired:
         gate, up = _row_halves(acc, BM, BN) if SWAPPED else _column_parts(acc, BM, BN, 2)
         if UP_FIRST:
             gate, up = up, gate
-        if EARLY:
-            gate = _with_bias(gate, early[0], SWAPPED)
-            up = _with_bias(up, early[1], SWAPPED)
+        if BIAS_FIRST:
+            gate = _with_bias(gate, loaded[0], SWAPPED)
+            up = _with_bias(up, loaded[1], SWAPPED)
         ROWS: tl.constexpr = BM // 2 if SWAPPED else BM
         COLUMNS: tl.constexpr = BN if SWAPPED else BN // 2
         gates = _column_parts(gate, ROWS, COLUMNS, COLUMNS // WIDTH)
@@ -362,11 +363,11 @@ def finish(
             at_n = n if SWAPPED else n + part * WIDTH
             _write(
                 gates[part], ups[part], c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, ROWS, WIDTH,
-                C_TMA, SWAPPED, E, EARLY, ACT, SLOPE, INDEX,
+                C_TMA, SWAPPED, E, BIAS_FIRST, ACT, SLOPE, INDEX,
             )  # fmt: skip
     else:
-        if EARLY:
-            acc = _with_bias(acc, early[0], SWAPPED)
+        if BIAS_FIRST:
+            acc = _with_bias(acc, loaded[0], SWAPPED)
         sums = _column_parts(acc, BM, BN, BN // WIDTH)
         for part in tl.static_range(BN // WIDTH):
             at_m = m + part * WIDTH if SWAPPED else m
@@ -375,7 +376,7 @@ def finish(
             if ACCUMULATION == "partials":
                 _write(
                     total, total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, BM, WIDTH, C_TMA,
-                    SWAPPED, E, EARLY, ACT, SLOPE, INDEX,
+                    SWAPPED, E, BIAS_FIRST, ACT, SLOPE, INDEX,
                 )  # fmt: skip
             elif ACCUMULATION == "scratch":
                 kept = kept_here + (tl.arange(0, BM)[:, None] * BN + (part * WIDTH + tl.arange(0, WIDTH)[None, :]))
@@ -386,7 +387,7 @@ def finish(
                 if last_chunk:
                     _write(
                         total, total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, BM, WIDTH, C_TMA,
-                        SWAPPED, E, EARLY, ACT, SLOPE, INDEX,
+                        SWAPPED, E, BIAS_FIRST, ACT, SLOPE, INDEX,
                     )  # fmt: skip
                 else:
                     tl.store(kept, total)
@@ -404,11 +405,11 @@ def finish(
                     if not ACCUMULATE:
                         live = live & (not first_chunk)
                     total += tl.load(c + (row.to(INDEX) * stride_cm + col.to(INDEX) * stride_cn), mask=live, other=0.0)
-                elif not EARLY:
+                elif not BIAS_FIRST:
                     total += 0.0  # a sum that underflowed to -0 is +0, as one with more padding is
                 _write(
                     total, total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, BM, WIDTH, C_TMA,
-                    SWAPPED, E, EARLY, ACT, SLOPE, INDEX,
+                    SWAPPED, E, BIAS_FIRST, ACT, SLOPE, INDEX,
                 )  # fmt: skip
                 if ACCUMULATION == "in place" and BARRIER:
                     tl.debug_barrier()

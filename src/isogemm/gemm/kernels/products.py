@@ -159,7 +159,7 @@ def _gemm_kernel(
     PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr, E: tl.constexpr,
     ACT: tl.constexpr, SLOPE: tl.constexpr,
     BN_REST: tl.constexpr, PERSISTENT: tl.constexpr, MASK_K: tl.constexpr, K_LEVELS: tl.constexpr,
-    BATCHED: tl.constexpr, EARLY_LAUNCH: tl.constexpr,
+    BATCHED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Any operands; a program for every tile, or a few programs that take them in turn.
 
@@ -201,7 +201,7 @@ def _gemm_kernel(
         tiles *= tl.cdiv(K, CHUNK)
     if BATCHED:
         tiles *= batch
-    if EARLY_LAUNCH:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
@@ -210,9 +210,9 @@ def _gemm_kernel(
         row, column = _place(tile % (m_tiles * n_tiles), m_tiles, n_tiles, GROUP)
         m = row * TILE_M
         n = column * TILE_N
-        early = biases(e, m if SWAPPED else n, M if SWAPPED else N, TILE_M if SWAPPED else BIASED, E)
+        loaded = biases(e, m if SWAPPED else n, M if SWAPPED else N, TILE_M if SWAPPED else BIASED, E)
         if BN_REST > 0:
-            early_rest = biases(e, n + BN, N, BN_REST, E)
+            loaded_rest = biases(e, n + BN, N, BN_REST, E)
         a_from = a
         b_from = b
         c_to = c
@@ -257,18 +257,18 @@ def _gemm_kernel(
                 total += acc
             else:
                 finish(
-                    acc, c_to, kept, e, early, steps, numbers, m, n, begin == 0, end == K, M, N, stride_cm, stride_cn,
+                    acc, c_to, kept, e, loaded, steps, numbers, m, n, begin == 0, end == K, M, N, stride_cm, stride_cn,
                     BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, True,
                 )  # fmt: skip
             if BN_REST > 0:
                 finish(
-                    acc_rest, c_to, kept_rest, e, early_rest, steps, numbers, m, n + BN, begin == 0, end == K, M, N,
+                    acc_rest, c_to, kept_rest, e, loaded_rest, steps, numbers, m, n + BN, begin == 0, end == K, M, N,
                     stride_cm, stride_cn, BM, BN_REST, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION,
                     ACCUMULATE, INDEX, True,
                 )  # fmt: skip
         if ACCUMULATION == "registers":
             finish(
-                total, c_to, scratch, e, early, steps, numbers, m, n, True, True, M, N, stride_cm, stride_cn,
+                total, c_to, scratch, e, loaded, steps, numbers, m, n, True, True, M, N, stride_cm, stride_cn,
                 BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, "one", False, INDEX, False,
             )  # fmt: skip
 
@@ -355,9 +355,9 @@ def _stream_kernel(
             c_to = c
             if ACCUMULATION == "partials":
                 c_to = c + layer.to(tl.int64) * M * N
-            early = biases(e, m if SWAPPED else n, M if SWAPPED else N, BIASED, E)
+            loaded = biases(e, m if SWAPPED else n, M if SWAPPED else N, BIASED, E)
             finish(
-                acc, c_to, kept, e, early, steps, numbers, m, n, first, last, M, N, stride_cm, stride_cn,
+                acc, c_to, kept, e, loaded, steps, numbers, m, n, first, last, M, N, stride_cm, stride_cn,
                 BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, False,
             )  # fmt: skip
             acc = tl.zeros((BM, BN), dtype=tl.float32)
@@ -450,7 +450,7 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
     constants = {"GROUP": constants.pop("GROUP"), "A_TMA": a_tma, "B_TMA": b_tma} | constants
     constants |= {
         "BN_REST": config.rest_n, "PERSISTENT": config.persistent, "MASK_K": seen.k % config.block_k != 0,
-        "K_LEVELS": levels, "BATCHED": batched, "EARLY_LAUNCH": config.early_launch,
+        "K_LEVELS": levels, "BATCHED": batched, "PDL": config.pdl,
     }  # fmt: skip
     scalars = (
         seen.m, seen.n, seen.k, *((None, None) if a_tma else (am, ak)), *((None, None) if b_tma else (bk, bn)),
@@ -519,7 +519,7 @@ def _options(config: Config) -> dict[str, object]:
     options: dict[str, object] = {
         "num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
-    if config.early_launch:
+    if config.pdl:
         options["launch_pdl"] = True
     return options
 
