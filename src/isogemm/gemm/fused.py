@@ -216,22 +216,15 @@ def problem_of(
 
 
 def gemm(
-    x: Tensor,
-    b: Tensor,
-    b_up: Tensor | None,
-    operands: Operands,
-    *,
-    out_dtype: torch.dtype | None = None,
-    precision: str | None = None,
-    config: Config | None = None,
+    x: Tensor, b: Tensor, b_up: Tensor | None, operands: Operands, *, config: Config | None = None, **how: Any
 ) -> Tensor:
-    """`fused` by a configuration of the caller's: for tests and `verify`."""
-    problem = problem_of(x, b, b_up, operands, out_dtype=out_dtype, precision=precision)
+    """`fused` by a configuration of the caller's, how: as in `problem_of`. For tests and `verify`."""
+    problem = problem_of(x, b, b_up, operands, **how)
     config = configs.choose(problem) if config is None else config
     if reason := configs.illegal(problem, config):
         raise ValueError(f"config {config} for problem {problem}: {reason}")
     read = _operands(x, b.shape[1], operands)
-    plan = _plan(x, b, problem, config, out_dtype or x.dtype, read)
+    plan = _plan(x, b, problem, config, getattr(torch, problem.out_dtype), read)
     return plan.run((x, b, b_up, *read), None, call_numbers(operands))
 
 

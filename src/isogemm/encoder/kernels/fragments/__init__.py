@@ -5,10 +5,6 @@ from isogemm.encoder.kernels.fragments.forward import describe_feedforward, desc
 from isogemm.encoder.kernels.fragments.weight_grads import describe_weight_grads
 
 __all__ = [
-    "describe_feedforward",
-    "describe_feedforward_backward",
-    "describe_input_grad",
-    "describe_out_project",
-    "describe_project",
-    "describe_weight_grads",
-]
+    "describe_feedforward", "describe_feedforward_backward", "describe_input_grad", "describe_out_project",
+    "describe_project", "describe_weight_grads",
+]  # fmt: skip

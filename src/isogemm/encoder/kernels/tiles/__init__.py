@@ -8,10 +8,6 @@ from isogemm.encoder.kernels.tiles.backward import (
 from isogemm.encoder.kernels.tiles.forward import describe_feedforward, describe_out_project, describe_project
 
 __all__ = [
-    "describe_feedforward",
-    "describe_feedforward_backward",
-    "describe_input_grad",
-    "describe_out_project",
-    "describe_project",
-    "describe_weight_grads",
-]
+    "describe_feedforward", "describe_feedforward_backward", "describe_input_grad", "describe_out_project",
+    "describe_project", "describe_weight_grads",
+]  # fmt: skip
