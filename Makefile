@@ -45,7 +45,7 @@ $(NEWEST)/.ready: pyproject.toml constraints.txt
 
 # What can differ between releases: fusion, compilation, autograd, fakes, the interpreter, a sample of the compile matrix.
 COMPAT := tests/core tests/fusion tests/gemm tests/tiny tests/nn tests/cli tests/test_import.py tests/test_readme.py \
-	tests/encoder/test_compile.py tests/encoder/test_bits.py tests/encoder/test_fused_compile_matrix.py tests/integrations
+	tests/encoder/test_compile.py tests/encoder/test_bits.py tests/encoder/test_fused_compile_matrix.py tests/integrations tests/test_warm_calls.py
 COMPAT_INTERPRETED := tests/interpreter/test_gemm.py tests/interpreter/test_tiny.py tests/interpreter/test_encoder.py
 
 compat: $(NEWEST)/.ready  ## the newest supported torch and Triton: what can differ there, and the demo

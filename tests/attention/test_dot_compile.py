@@ -1,7 +1,7 @@
 """The attention of long heads compiled for GPUs that are not here, as `choose` would have it.
 
 From a shell, with PYTHONPATH=src:tests/encoder:
-`python -m isogemm.testing.compile_matrix test_attention_dot_compile:jobs --target sm_90`.
+`PYTHONPATH=src:tests/shared:tests/attention python -m compile_matrix test_dot_compile:jobs --target sm_90`.
 """
 
 from itertools import product

@@ -1,7 +1,7 @@
 """The batch norm's kernels compiled for GPUs that are not here, with all that they can be asked for.
 
 From a shell, with PYTHONPATH=src:tests/encoder:
-`python -m isogemm.testing.compile_matrix test_batch_norm_compile_matrix:jobs --target sm_90`.
+`PYTHONPATH=src:tests/shared:tests/norm python -m compile_matrix test_batch_norm_compile_matrix:jobs --target sm_90`.
 """
 
 import pytest
