@@ -5,7 +5,6 @@ on it, and kernels are bound to a launcher that does nothing.
 """
 
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,43 +12,17 @@ import torch
 
 pytest.importorskip("triton")
 
+from idle_gpu import idle_gpu  # noqa: F401
+
 import isogemm
-from isogemm.core import device, launch, plan
-from isogemm.core.launch import BoundKernel, Launch
-from isogemm.tiny import configs as tiny_configs
 
 MOST_FUNCTIONS, MOST_FILES = 5, 4
 SOURCE = str(Path(isogemm.__file__).parent)
 
 
-class Compiled:
-    """What BoundKernel reads of a compiled kernel; a launch does nothing."""
-
-    name, packed_metadata, function = "kernel", "metadata", "handle"
-
-    def _init_handles(self):
-        """Nothing is loaded."""
-
-    def run(self, *args):
-        """Nothing is launched."""
-
-
 @pytest.fixture(autouse=True)
-def simulated_gpu(monkeypatch):
-    plan.clear_caches()
-    monkeypatch.setattr(Launch, "bind", lambda self, *dummies: BoundKernel(Compiled(), list(self.constants.values())))
-    facts = device.DeviceFacts("simulated", "sm_80", 108, 163 * 1024, 40 << 20)
-    monkeypatch.setattr(device, "facts", lambda device: facts)
-    monkeypatch.setattr(device, "current_device", lambda: 0)
-    monkeypatch.setattr(launch, "current_stream", lambda index: 0)
-    monkeypatch.setattr(tiny_configs, "gate", lambda problem: "dot")
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
-    yield
-    plan.clear_caches()
+def simulated_gpu(idle_gpu):  # noqa: F811
+    """Every test has one."""
 
 
 def functions_of(call):

@@ -242,10 +242,14 @@ def _fused(
                 key += name, Tensor
             else:
                 key += name, tuple(value.items()) if isinstance(value, dict) else value
+        up = epilogue.get("weight_up")
+        if type(up) in PLAIN and type(weight) in PLAIN and not is_compiling():
+            try:  # `fused.apart`, without its frame
+                distance = up.data_ptr() - weight.data_ptr()
+                key += distance < 0, abs(distance) < 2**40
+            except RuntimeError:  # sparse
+                pass
         known = _known_fused.find(tuple(key), tensors)
-        if known is not None and known.apart is not None:  # `fused.apart`, without its frame
-            distance = epilogue["weight_up"].data_ptr() - weight.data_ptr()
-            known = known if known.apart == (distance < 0, abs(distance) < 2**40) else None
         if known is not None:
             inputs = [place if place is None else tensors[place] for place in known.places]
             return known.plan.run(inputs, None, known.numbers)
@@ -288,7 +292,6 @@ class _Known(NamedTuple):
     plan: Plan
     places: tuple[int | None, ...]  # of the plan's inputs among the call's tensors
     numbers: tuple[float | None, ...]
-    apart: tuple[bool, bool] | None  # how the two weights of a gated activation lie in memory
 
 
 _known_fused: KnownCalls[_Known] = KnownCalls()
@@ -307,8 +310,7 @@ def _known(call: Call, tensors: list[Tensor]) -> _Known | None:
     if any(each is not None and each.data_ptr() not in addresses for each in inputs):
         return None
     places = tuple(None if each is None else addresses[each.data_ptr()] for each in inputs)
-    apart = None if call.weight_up is None else fused.apart(call.weight, call.weight_up)
-    return _Known(plan, places, fused.call_numbers(operands), apart)
+    return _Known(plan, places, fused.call_numbers(operands))
 
 
 def _has_effect(epilogue: Mapping[str, Any]) -> bool:
