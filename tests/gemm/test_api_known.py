@@ -140,3 +140,14 @@ def test_a_plan_is_known_for_one_setting_of_torchs_precision(monkeypatch):
         assert plan.runs == 1
         linear(x, weight)
     assert plan.runs == 2
+
+
+def test_a_gradient_of_x_alone_is_not_skipped(monkeypatch):
+    x, weight, plan, known = torch.randn(3, 16, requires_grad=True), torch.randn(8, 16), Plan(), KnownCalls()
+    with torch.no_grad():
+        known.keep((x.shape, weight.shape, True, None, "ieee"), (x, weight), plan)
+        monkeypatch.setattr(api, "_known_plans", known)
+        linear(x, weight, precision="ieee")
+    assert plan.runs == 1
+    assert linear(x, weight, precision="ieee").requires_grad
+    assert plan.runs == 1
