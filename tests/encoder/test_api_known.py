@@ -103,3 +103,25 @@ def test_gradients_and_the_log_are_never_skipped(idle_gpu):  # noqa: F811
             isogemm.encoder_layer(x, params, **options)
     assert [entry.path for entry in log] == ["fused"]
     assert isogemm.encoder_layer(x, params, **options).requires_grad
+
+
+@torch.no_grad()
+def test_autocast_s_dtype_is_followed(idle_gpu, monkeypatch):  # noqa: F811
+    """The guards see that it is on, not to which dtype."""
+    call, launched = _make(), []
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float16):
+        monkeypatch.setattr(api, "autocast_dtype", lambda x, dtype=dtype: dtype)
+        x, params, options = call
+        isogemm.encoder_layer(x, params, **(options | {"precision": None}))
+        launched.append(len(api._known_layers._cache))
+    assert launched == [0] * 4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "wrong"), [("nhead", 4.0), ("return_scores", "")])
+def test_wrong_arguments_are_refused_though_equal_ones_are_known(idle_gpu, name, wrong):  # noqa: F811
+    x, params, options = _make()
+    for _ in range(3):
+        isogemm.encoder_layer(x, params, **options)
+    with pytest.raises(ValueError, match=f"{name} is"):
+        isogemm.encoder_layer(x, params, **(options | {name: wrong}))

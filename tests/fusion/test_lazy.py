@@ -6,6 +6,7 @@ import pytest
 import torch
 from deferring import assert_same, leaves_of, steps_of
 
+import isogemm
 from isogemm.fusion import autofuse, deferred
 from isogemm.fusion.deferred import Deferred
 
@@ -189,3 +190,11 @@ def test_deferred_tensor_given_to_compiled_code():
         z = leaves["x"] @ leaves["w"]
         with pytest.raises(torch._dynamo.exc.Unsupported, match=r"isogemm\.autofuse"):
             torch.compile(after, backend="aot_eager", fullgraph=True)(z)
+
+
+def test_a_sum_of_two_products_with_a_tensor_for_alpha():
+    a, w, w2 = torch.randn(4, 8), torch.randn(6, 8), torch.randn(6, 8)
+    alpha = torch.tensor(2.0)
+    with isogemm.autofuse():
+        found = torch.add(torch.nn.functional.linear(a, w), torch.nn.functional.linear(a, w2), alpha=alpha)
+    torch.testing.assert_close(found, a @ w.T + 2 * (a @ w2.T))

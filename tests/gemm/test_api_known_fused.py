@@ -1,9 +1,11 @@
 """Calls with an epilogue that go to a plan at once: with the launches that they would have had without being known."""
 
 import itertools
+from decimal import Decimal
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("triton")
 
@@ -106,7 +108,7 @@ def test_which_calls_are_known(idle_gpu):  # noqa: F811
         operands, options, function = make()
         for _ in range(3):
             function(*operands, **options)
-        if not api._known_fused._cache:
+        if not [known for alike in api._known_fused._cache.values() for *_, known in alike if known.plan]:
             unknown.append(name)
     assert unknown == ["strided residual", "dropout"]
 
@@ -121,6 +123,43 @@ def test_two_weights_in_the_other_order(idle_gpu):  # noqa: F811
         (_, _, arguments) = idle_gpu[-1]
         assert {weight.data_ptr(), up.data_ptr(), result.data_ptr()} <= set(arguments)
     assert [len(alike) for alike in api._known_fused._cache.values()] == [1, 1]
+
+
+@torch.no_grad()
+def test_two_weights_at_one_place(idle_gpu):  # noqa: F811
+    """One of them is copied, known or not: a map of both has a distance."""
+    x, weight = _tensor(M, K), _tensor(N, K)
+    for up in (_tensor(N, K), _tensor(N, K), _tensor(N, K), weight.view(N, K), weight):
+        isogemm.linear(x, weight, weight_up=up, activation="swiglu")
+        arguments = idle_gpu[-1][2]
+        assert arguments.count(weight.data_ptr()) == 1
+
+
+@torch.no_grad()
+def test_numbers_are_those_of_the_call(idle_gpu):  # noqa: F811
+    """Zero's sign counts, and what is no number is refused whatever was called before."""
+    x, weight, c = _tensor(M, K), _tensor(N, K), _tensor(M, N)
+    for alpha, beta in ((2.0, 3.0), (2.0, 3.0), (0.0, 2.0), (-0.0, 2.0), (4, 5)):
+        isogemm.linear(x, weight, alpha=alpha, beta=beta, c=c)
+        found = [each for each in idle_gpu[-1][2] if type(each) is float]
+        assert [str(each) for each in found] == [str(float(alpha)), str(float(beta))]
+    for wrong in (Decimal(2), 2 + 0j, "2"):
+        with pytest.raises(TypeError, match="alpha is"):
+            isogemm.linear(x, weight, alpha=wrong)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("call", [
+    lambda x, w: isogemm.matmul(x, w.mT), lambda x, w: isogemm.linear(x, w), lambda x, w: isogemm.mm(x, w.mT),
+    lambda x, w: isogemm.linear(x, w, activation="gelu"), lambda x, w: isogemm.bmm(x[None], w.mT[None]),
+])  # fmt: skip
+def test_a_tracer_sees_a_known_call(idle_gpu, call):  # noqa: F811
+    """Its mode is no dispatch key of the tensors: a plan would run past it, and the graph be empty."""
+    x, weight = _tensor(M, K), _tensor(N, K)
+    for _ in range(3):
+        call(x, weight)
+    graph = make_fx(call)(x, weight).graph
+    assert any("isogemm" in str(node.target) or "bmm" in str(node.target) for node in graph.nodes)
 
 
 def test_gradients_are_never_skipped(idle_gpu):  # noqa: F811

@@ -1,6 +1,7 @@
 """Wrong arguments of products with an epilogue: each error names its argument before anything is computed."""
 
 import functools
+import inspect
 import math
 
 import pytest
@@ -192,3 +193,31 @@ def test_options_are_keywords():
         isogemm.linear(A, W, BIAS, "relu")
     with pytest.raises(TypeError):
         mlp(A, W, DOWN, BIAS)
+
+
+@pytest.mark.parametrize("name", ["residual", "c", "row_scale", "col_scale", "weight_up", "bias_up"])
+@pytest.mark.parametrize("wrong", [0, False, "", (), {}])
+def test_what_is_no_tensor_is_refused_though_it_is_false(name, wrong):
+    x, weight = torch.randn(3, 4), torch.randn(5, 4)
+    with pytest.raises(TypeError, match=f"{name} is a {type(wrong).__name__}"):
+        isogemm.linear(x, weight, **{name: wrong})
+
+
+def test_keywords_of_the_other_function_are_refused():
+    x, weight = torch.randn(3, 4), torch.randn(5, 4)
+    with pytest.raises(TypeError, match=r"linear\(\) got an unexpected keyword argument 'bias_dim'"):
+        isogemm.linear(x, weight, bias_dim=-2)
+    with pytest.raises(TypeError, match=r"matmul_fused\(\) got an unexpected keyword argument 'weight_up'"):
+        isogemm.matmul_fused(x, weight.mT, weight_up=weight.mT, activation="swiglu")
+    with pytest.raises(TypeError, match=r"linear\(\) got an unexpected keyword argument 'activations'"):
+        isogemm.linear(x, weight, activations=None)
+    with pytest.raises(TypeError, match=r"aux\[0\] is a NoneType"):
+        isogemm.linear(x, weight, activation="relu", aux=(None,))
+
+
+@pytest.mark.parametrize("function", [isogemm.linear, isogemm.matmul_fused])
+def test_signatures_show_the_epilogue(function):
+    parameters = inspect.signature(function).parameters
+    assert parameters["activation"].annotation == "str | None"
+    assert (parameters["alpha"].default, parameters["rounding"].default) == (1, "once")
+    assert [*parameters][-2:] == ["out_dtype", "precision"]

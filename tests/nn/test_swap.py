@@ -464,3 +464,12 @@ def test_encoder_layers_in_words():
         "  kept encoder.layers.0.linear1 (Linear): torch's fast path for inference reads its weight past its forward",
         "  kept encoder.layers.0.linear2 (Linear): torch's fast path for inference reads its weight past its forward",
     ]
+
+
+def test_a_layer_with_a_product_of_its_own_stays():
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    layer.register_parameter("extra", torch.nn.Parameter(torch.zeros(2, 2)))
+    model = torch.nn.Sequential(layer, torch.nn.Linear(16, 16))
+    report = isogemm.nn.swap(model)
+    assert model[0] is layer
+    assert "extra" in str(report)

@@ -61,14 +61,15 @@ class KnownCalls(Generic[Value]):
     "Like it": the same key, the same precision of torch's products, and tensors alike (`likeness`).
     """
 
-    __slots__ = ("_cache", "_is_plan", "_most_alike")
+    __slots__ = ("_aligned", "_cache", "_is_plan", "_most_alike")
 
-    def __init__(self, most_alike: int = 8, *, is_plan: bool = True) -> None:
+    def __init__(self, most_alike: int = 8, *, aligned: int | None = None, is_plan: bool = True) -> None:
         """most_alike: entries for calls that their key does not tell apart.
 
-        is_plan: what is known is to be run at once. It is for calls without gradients, on tensors aligned to 16 bytes.
+        is_plan: what is known is to be run at once: it is for calls without gradients, whose first `aligned` tensors
+        (None: all) are aligned to 16 bytes.
         """
-        self._is_plan = is_plan
+        self._is_plan, self._aligned = is_plan, aligned if is_plan else 0
         self._cache: Cache[list[tuple[Callable[..., bool], bool, Value]]] = Cache(4096)
         self._most_alike = most_alike
 
@@ -76,7 +77,7 @@ class KnownCalls(Generic[Value]):
         """What served a call like this one; None where it is not known, or must go through the dispatcher."""
         if not _HAS_FAST_PATH or is_compiling() or is_tracing() or has_torch_function(NO_TENSOR):
             return None
-        if forward_ad._current_level >= 0:
+        if _dispatch_modes() > 0 or forward_ad._current_level >= 0:  # fakes and proxies: the guards do not see them
             return None
         try:
             found = self._cache.get((key, fp32_precision("cuda", "matmul")), ())
@@ -84,20 +85,23 @@ class KnownCalls(Generic[Value]):
             return None
         for is_like, is_trained, value in found:
             if is_like(*tensors) and not (is_trained and torch.is_grad_enabled()):
-                if self._is_plan:
-                    for each in tensors:
-                        if each.data_ptr() & 15:
-                            return None
+                for each in tensors[: self._aligned]:
+                    if each.data_ptr() & 15:
+                        return None
                 return value
         return None
+
+    def is_aligned(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether calls with such tensors can be known."""
+        return not any(each.data_ptr() & 15 for each in tensors[: self._aligned])
 
     def clear(self) -> None:
         self._cache.clear()
 
     def keep(self, key: Hashable, tensors: Sequence[Tensor], value: Value) -> None:
         """Remember what served this call, if its tensors are plain."""
-        is_like = likeness(tensors)
-        if is_like is None or (self._is_plan and any(each.data_ptr() & 15 for each in tensors)):
+        is_like = likeness(tensors) if self.is_aligned(tensors) else None
+        if is_like is None:
             return
         key = key, fp32_precision("cuda", "matmul")
         try:

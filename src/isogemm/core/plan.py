@@ -31,6 +31,10 @@ NO_NUMBERS: tuple[float | None, ...] = ()
 OUT, SCRATCH, INPUTS = range(3)
 
 
+class FreedOperandError(RuntimeError):
+    """An operand's storage was freed, as a sharded parameter's is between its uses."""
+
+
 class Cache(dict[Any, Value]):
     """A dictionary that is emptied when it is full: what it held is made again. `clear_caches` empties all."""
 
@@ -99,7 +103,7 @@ class Plan:
             *[None if each is None else each.data_ptr() for each in inputs],
         ]
         if 0 in addresses:
-            raise RuntimeError(f"isogemm.{self.dispatch.op}: an operand has no memory: its storage was freed")
+            raise FreedOperandError(f"isogemm.{self.dispatch.op}: an operand has no memory: its storage was freed")
         for step in self.steps:
             arguments = list(step.arguments)
             for at, place in step.addressed:
@@ -115,7 +119,7 @@ class Plan:
 
 
 plans: Cache[Plan] = Cache()  # by operation and all that its plan depends on
-_kernels: Cache[BoundKernel] = Cache()
+_kernels: Cache[BoundKernel] = Cache(1 << 16)
 
 
 def compiled() -> int:
@@ -123,10 +127,12 @@ def compiled() -> int:
     return len(_kernels)
 
 
-def make_step(launch: Launch, places: Sequence[Place | None], device: torch.device) -> Step:
+def make_step(
+    launch: Launch, places: Sequence[Place | None], device: torch.device, *, in_capture: bool = False
+) -> Step:
     """One launch of a plan, compiled where it is not yet; `places` are the kernel's first arguments."""
     index = devices.index_of(device)
-    bound = compiled_for(launch, [place and place[0] for place in places], device)
+    bound = compiled_for(launch, [place and place[0] for place in places], device, in_capture=in_capture)
     arguments: list[Any] = []
     addressed: list[tuple[int, int]] = []
     described: list[tuple[slice, Callable[..., Any], Callable[..., Sequence[Any]]]] = []
@@ -146,8 +152,15 @@ def make_step(launch: Launch, places: Sequence[Place | None], device: torch.devi
     return Step(bound, launch.programs, (*arguments, *bound.constants), tuple(addressed), tuple(described), numbered)
 
 
-def compiled_for(launch: Launch, seen: Sequence[Seen | None], device: torch.device) -> BoundKernel:
-    """The launch's kernel compiled for tensors of these dtypes and alignments."""
+def compiled_for(
+    launch: Launch, seen: Sequence[Seen | None], device: torch.device, *, tensors: Sequence[Tensor | None] = (),
+    in_capture: bool = False,
+) -> BoundKernel:  # fmt: skip
+    """The launch's kernel compiled for tensors of these dtypes and alignments.
+
+    tensors: to compile for, instead of dummies. in_capture: whether to try it while a CUDA graph is captured, too: for
+    operations that have a fallback.
+    """
     parameters = launch.kernel.params[len(seen) : len(seen) + len(launch.scalars)]
     key = (
         launch.kernel, devices.index_of(device), tuple(launch.constants.values()), tuple(launch.options.items()),
@@ -156,13 +169,13 @@ def compiled_for(launch: Launch, seen: Sequence[Seen | None], device: torch.devi
     )  # fmt: skip
     bound = _kernels.get(key)
     if bound is None:
-        if torch.cuda.is_current_stream_capturing():
+        if not in_capture and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "nothing can be compiled while a CUDA graph is captured: call isogemm.warmup, or the operation, before"
             )
         with torch.cuda.device(device):
-            dummies = [each and _dummy(*each, device) for each in seen]
-            bound = _kernels.keep(key, launch.bind(*dummies))
+            like = tensors or [each and _dummy(*each, device) for each in seen]
+            bound = _kernels.keep(key, launch.bind(*like))
     return bound
 
 
@@ -184,7 +197,8 @@ def run_launch(launch: Launch, tensors: Sequence[Tensor | None]) -> None:
     """Run one launch on the tensors' device."""
     device = next(each for each in tensors if each is not None).device
     index = devices.index_of(device)
-    bound = compiled_for(launch, [each if each is None else seen_of(each) for each in tensors], device)
+    seen = [each if each is None else seen_of(each) for each in tensors]
+    bound = compiled_for(launch, seen, device, tensors=tensors)
     addresses = [each if each is None else each.data_ptr() for each in tensors]
     with torch.cuda.device(index):
         bound(index, launch.programs, *addresses, *launch.scalars)

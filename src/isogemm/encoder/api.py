@@ -15,6 +15,7 @@ from isogemm.core.device import resolve_precision
 from isogemm.core.dispatch import Dispatch
 from isogemm.core.eager import (
     NO_TENSOR,
+    PLAIN,
     KnownCalls,
     autocast_dtype,
     likeness,
@@ -134,18 +135,17 @@ def encoder_layer(
     if has_torch_function(NO_TENSOR) and not is_compiling():  # `is_intercepted`, without its frame
         return cast(Tensor, handle_torch_function(cast(Any, encoder_layer), (), **locals()))
     key: tuple[Any, ...] | None = None
-    if scores is None and running is None and not return_scores and type(params) is EncoderParameters:
+    if _can_be_known(x, params, scores, running, return_scores, norm, dropout, training):
         present: list[Any] = [each for each in (x, key_padding_mask, *params) if each is not None]
-        if not (isinstance(params[0], tuple) or isinstance(params.in_proj_bias, tuple) or dispatch.active):
-            absent = key_padding_mask is None, *[each is None for each in params]
-            key = (
-                getattr(x, "shape", None), absent, nhead, norm_first, residual_normed, activation, norm, eps, is_causal,
-                dropout, training, precision,
-            )  # fmt: skip
-            known = _known_layers.find(key, present)
-            if known is not None:
-                inputs = [place if place is None else present[place] for place in known.places]
-                return known.plan.forward(x, inputs).y
+        absent = key_padding_mask is None, *[each is None for each in params]
+        key = (
+            x.shape, absent, type(nhead), nhead, norm_first, residual_normed, activation, norm, eps, is_causal, dropout,
+            training, precision,
+        )  # fmt: skip
+        known = _known_layers.find(key, present)
+        if known is not None:
+            inputs = [place if place is None else present[place] for place in known.places]
+            return known.plan.forward(x, inputs).y
     plain, factors = (None, scores) if isinstance(scores, tuple) else (scores, ())
     given = _Tensors(key_padding_mask, plain, factors, running)
     decision = _decided(
@@ -210,6 +210,23 @@ def encoder_chunk(
     return composed.chunk(tokens, d_model, dim_feedforward, name)
 
 
+def _can_be_known(
+    x: Tensor, params: EncoderParameters, scores: object, running: object, return_scores: object, norm: str,
+    dropout: object, training: bool,
+) -> bool:  # fmt: skip
+    """Whether calls like this one may be known: without gradients and dropout, y alone, with stacked parameters."""
+    if type(x) not in PLAIN or type(params) is not EncoderParameters or dispatch.active:
+        return False
+    if scores is not None or running is not None or return_scores is not False or norm == "batch_norm":
+        return False
+    if training and not (dropout is NOTHING_DROPPED or dropout == 0):
+        return False
+    if x.layout is not torch.strided or x.ndim != 3 or tuple in (type(params[0]), type(params.in_proj_bias)):
+        return False
+    trained = x.requires_grad or getattr(params.linear1_weight, "requires_grad", False)
+    return not (trained and torch.is_grad_enabled())
+
+
 class _KnownLayer(NamedTuple):
     """A call whose plan is known."""
 
@@ -225,7 +242,8 @@ def _know(
     decision: _Decision,
 ) -> None:  # fmt: skip
     """Remember the plan of calls like this one, which has no gradients, if it reads the tensors where they lie."""
-    if any(decision.options.dropout) or decision.options.norm == "batch_norm" or not x.is_contiguous():
+    # The guards see whether autocast is on, not its dtype.
+    if autocast_dtype(x) is not None or not x.is_contiguous() or not _known_layers.is_aligned(present):
         return
     inputs = (*_given(x, tensors, decision.options), *params.flat())
     addresses = tuple(0 if each is None else each.data_ptr() for each in inputs)
@@ -332,7 +350,8 @@ def _decided(x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int
 
             given_tensors = buffers.ExtraInputs(None, None, tensors.scores, *tensors.factors)
             decision = decision._replace(kind=fused.kind_of(x, params, given_tensors, decision.options))
-        _decisions.keep(key, present, decision)
+        if not through_dispatcher():  # where it would not be found
+            _decisions.keep(key, present, decision)
     return decision
 
 

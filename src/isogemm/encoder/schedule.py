@@ -119,7 +119,7 @@ class Schedule:
         launch, device = step.describe(), next(each for each in tensors if each is not None).device
         arguments = self._arguments(step, places, tensors)
         seen = [None if each is None else seen_of(each) for each in arguments]
-        return compiled_for(launch, seen, device), launch.programs, launch.scalars
+        return compiled_for(launch, seen, device, tensors=arguments), launch.programs, launch.scalars
 
     def _arguments(self, step: Step, places: Sequence[_Place], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The arguments as tensors, whose types and alignment Triton specialises on."""

@@ -210,7 +210,7 @@ def _extend_one(function: Function, args: Sequence[Any], kwargs: Kwargs, call: A
 
 def _extend_pair(function: Function, args: Sequence[Any], kwargs: Kwargs, call: Any, pair: Pair) -> _Grown | str:
     """Take in a call with two parts: a sum, a gate and what it lets through, or z * sigmoid(z)."""
-    if call is None:
+    if call is None or (function in rules.SUMS and Operand in (type(call.left_scale), type(call.right_scale))):
         return UNKNOWN_FORM
     if function in rules.FACTORS:
         return "it is divided by a product" if call.divides else _two_products(call.left, call.right, pair)

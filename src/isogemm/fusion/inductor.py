@@ -326,18 +326,19 @@ def _recognised_formula(chain: _Chain, nodes: Sequence[Node]) -> _Chain | None:
             args, kwargs = map_arg((call.args, call.kwargs), values.__getitem__)
             values[node] = call.function(*args, **kwargs)
         result = values[nodes[-1]]
-        names = [
-            name
-            for name, entry in ACTIVATIONS.items()
-            if not (entry.gate or entry.arguments)
-            and torch.allclose(entry.torch(sample), result, rtol=_TOLERANCE, atol=_TOLERANCE)
-        ]
+        names = [name for name in _FORMULAS if _agree(ACTIVATIONS[name].torch(sample), result)]
     if not names or _like(nodes[-1]) != _like(chain.nodes[-1]):
         return None
     arguments = rules.activated(chain.arguments, names[0], {})
     return None if isinstance(arguments, str) else replace(chain, arguments=arguments, nodes=(*chain.nodes, *nodes))
 
 
+def _agree(a: torch.Tensor, b: Any) -> bool:
+    return isinstance(b, torch.Tensor) and torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+# Activations that models write out. Not those that torch has one function for: their formulas differ at the ends.
+_FORMULAS = ("gelu", "gelu_tanh", "quick_gelu", "silu")
 _ANALYTIC = {*rules.SUMS, *rules.FACTORS, *rules.SQUARES}
 _ANALYTIC |= {function for name in ("tanh", "sigmoid") for function in ACTIVATIONS[name].functions}
 _ANALYTIC |= {torch.erf, torch.Tensor.erf, torch.special.erf, torch.exp, torch.Tensor.exp}

@@ -288,7 +288,9 @@ def squared(arguments: Arguments) -> Arguments | str:
 
 
 def dropped(arguments: Arguments, p: float) -> Arguments | str:
-    if not isinstance(p, int | float) or not 0 <= p <= 1:
+    if not isinstance(p, int | float):
+        return "it is called in a form that is not fused"
+    if not 0 <= p <= 1:
         return f"the probability of dropout is {p}"
     if "dropout_p" in arguments or "residual" in arguments:
         return "dropout comes after dropout or the residual"

@@ -7,7 +7,7 @@ it goes through the registered operators.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, Unpack, cast
 
 import torch
@@ -49,9 +49,15 @@ def _with_keywords(function: Function) -> Function:
     signature = inspect.signature(function)
     given = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     keywords = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=hint)
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=DEFAULTS[name],
+            annotation=getattr(hint, "__forward_arg__", hint),
+        )
         for name, hint in Arguments.__annotations__.items()
     ]
+    keywords += [given.pop() for _ in ("precision", "out_dtype")][::-1]
     cast(Any, function).__signature__ = signature.replace(parameters=[*given, *keywords])
     return function
 
@@ -86,10 +92,12 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, precis
             raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
         if x.ndim == 0:
             raise ValueError(f"{name} has no dimensions; expected at least one")
-    key = "matmul", a.shape, b.shape, out_dtype, precision
-    plan = _known_plans.find(key, (a, b))
-    if plan is not None:
-        return plan.run((a, b))
+    key = None
+    if not ((a.requires_grad or b.requires_grad) and torch.is_grad_enabled()) and a.layout is b.layout is torch.strided:
+        key = "matmul", a.shape, b.shape, a.stride(), out_dtype, precision
+        plan = _known_plans.find(key, (a, b))
+        if plan is not None:
+            return plan.run((a, b))
     dtype = autocast_dtype(a)
     if dtype is not None:
         a, b = _cast(a, dtype), _cast(b, dtype)
@@ -98,7 +106,7 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, precis
     a = a[None] if row else a
     b = b[:, None] if column else b
     result = autograd.matmul(a, b, out_dtype, precision)
-    if a.is_cuda and dtype is None and not (row or column or result.requires_grad or through_dispatcher(a, b)):
+    if key is not None and a.is_cuda and dtype is None and not (row or column or through_dispatcher(a, b)):
         plan = plans.get(op.product_key(a, b, None, out_dtype, resolve_precision(a, precision)))
         if plan is not None:
             _known_plans.keep(key, (a, b), plan)
@@ -131,8 +139,12 @@ def linear(
         activation .. rounding: what follows in the same launch, as in `matmul_fused`.
         out_dtype, precision: as in `matmul`.
     """
-    if not epilogue and weight_up is None and bias_up is None:
-        return plain_linear(x, weight, bias, out_dtype, precision)
+    if weight_up is None and bias_up is None:
+        for name, value in epilogue.items():
+            if value is not DEFAULTS.get(name, epilogue):  # which no value is
+                break
+        else:
+            return plain_linear(x, weight, bias, out_dtype, precision)
     return _fused(
         linear, x, weight, {"bias": bias, "weight_up": weight_up, "bias_up": bias_up, **epilogue}, out_dtype, precision
     )
@@ -147,10 +159,10 @@ def plain_linear(
         return handle_torch_function(linear, (), **given)
     plan = None
     try:
-        key = x.shape, weight.shape, bias is None, out_dtype, precision
-        if not (weight.requires_grad and torch.is_grad_enabled()):
+        key = x.shape, weight.shape, x.stride(), bias is None, out_dtype, precision
+        if not ((weight.requires_grad or x.requires_grad) and torch.is_grad_enabled()):
             plan = _known_plans.find(key, (x, weight) if bias is None else (x, weight, bias))
-    except AttributeError:  # no tensors
+    except (AttributeError, RuntimeError):  # no tensors, or without strides
         pass
     if plan is not None:
         return plan.run((x, weight, None, bias))
@@ -183,7 +195,7 @@ def plain_linear(
     return op.linear(x, weight, bias, out_dtype, precision)
 
 
-_known_plans: KnownCalls[Plan] = KnownCalls()
+_known_plans: KnownCalls[Plan] = KnownCalls(aligned=2)  # a bias is read by element
 
 
 @_with_keywords
@@ -228,35 +240,43 @@ def _fused(
     function: Any, x: Tensor, weight: Tensor, epilogue: Any, out_dtype: torch.dtype | None, precision: str | None
 ) -> Tensor:
     """`linear` or `matmul_fused` with an epilogue."""
+    by_rows = function is linear
     if has_torch_function(NO_TENSOR) and not is_compiling():
-        names = ("x", "weight") if function is linear else ("a", "b")
-        given = {names[0]: x, names[1]: weight, **epilogue, "out_dtype": out_dtype, "precision": precision}
+        _require_keywords(function, epilogue)
+        names = ("x", "weight") if by_rows else ("a", "b")
+        given = {names[0]: x, names[1]: weight, **DEFAULTS, **epilogue, "out_dtype": out_dtype, "precision": precision}
         return cast(Tensor, handle_torch_function(function, (), **given))
     key: list[Any] = []
     tensors: list[Any] = [x, weight]
-    if not (isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled()):
-        key = [function, getattr(x, "shape", None), getattr(weight, "shape", None), out_dtype, precision]
-        for name, value in epilogue.items():  # a tensor's place counts, and all of any other argument
+    known = None
+    plain = type(x) in PLAIN and type(weight) in PLAIN and not is_compiling()
+    if plain and x.layout is weight.layout is torch.strided and not (
+        epilogue.get("dropout_p") or ((weight.requires_grad or x.requires_grad) and torch.is_grad_enabled())
+    ):  # fmt: skip
+        key = [function, x.shape, weight.shape, x.stride(), out_dtype, precision]
+        for name, value in epilogue.items():  # which arguments are tensors counts, and all of any other
             if isinstance(value, Tensor):
                 tensors.append(value)
                 key += name, Tensor
+            elif name in _FACTORS and type(value) in (int, float):  # a number of the call, or nothing
+                key += name, value == _FACTORS[name]
             else:
-                key += name, tuple(value.items()) if isinstance(value, dict) else value
+                key += name, type(value), tuple(value.items()) if isinstance(value, dict) else value
         up = epilogue.get("weight_up")
-        if type(up) in PLAIN and type(weight) in PLAIN and not is_compiling():
-            try:  # `fused.apart`, without its frame
-                distance = up.data_ptr() - weight.data_ptr()
-                key += distance < 0, abs(distance) < 2**40
-            except RuntimeError:  # sparse
-                pass
+        if type(up) in PLAIN and up.layout is torch.strided:  # `fused.apart`, without its frame
+            distance = up.data_ptr() - weight.data_ptr()
+            key += distance < 0, abs(distance) < 2**40, distance == 0
         known = _known_fused.find(tuple(key), tensors)
-        if known is not None:
-            inputs = [place if place is None else tensors[place] for place in known.places]
-            return known.plan.run(inputs, None, known.numbers)
-    by_rows = function is linear
-    if unknown := epilogue.keys() - _KEYWORDS:
-        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {min(unknown)!r}")
-    if by_rows and epilogue.get("activation") is None and not _has_effect(epilogue):
+    if known is not None and known.plan is not None:
+        inputs = [place if place is None else tensors[place] for place in known.places]
+        numbers = known.numbers
+        if numbers[0] is not None:
+            numbers = (float(epilogue["alpha"]), *numbers[1:])
+        if numbers[1] is not None and epilogue.get("beta") is not None:
+            numbers = (numbers[0], float(epilogue["beta"]), *numbers[2:])
+        return known.plan.run(inputs, None, numbers)
+    _require_keywords(function, epilogue)
+    if by_rows and not _has_effect(epilogue):
         return plain_linear(x, weight, epilogue["bias"], out_dtype, precision)
     if by_rows:
         if not isinstance(x, Tensor):
@@ -275,25 +295,34 @@ def _fused(
         return fused_autograd.run(_call(x[None], weight, epilogue | row, out_dtype, precision, by_rows))[0]
     call = _call(x, weight, epilogue, out_dtype, precision, by_rows)
     result = fused_autograd.run(call)
-    if key and x.is_cuda and not (result.requires_grad or through_dispatcher(*tensors)):
-        found = _known(call, tensors)
-        if found is not None:
-            _known_fused.keep(tuple(key), tensors, found)
+    serves = key and known is None and x.is_cuda and not (result.requires_grad or through_dispatcher(*tensors))
+    if serves and _known_fused.is_aligned(tensors):
+        _known_fused.keep(tuple(key), tensors, _known(call, tensors) or _UNKNOWN)
     return result
 
 
-_KEYWORDS = {"bias", "bias_dim", "weight_up", "bias_up", *DEFAULTS}
+_FACTORS = {"alpha": 1, "beta": 0}  # and the values that have no effect
+
+
+def _require_keywords(function: Any, epilogue: Mapping[str, Any]) -> None:
+    """Raise for a keyword that the function does not have."""
+    known = {"bias", "weight_up", "bias_up"} if function is linear else {"bias", "bias_dim"}
+    if unknown := epilogue.keys() - known - DEFAULTS.keys():
+        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {min(unknown)!r}")
+
+
 _BY_ROW = [name for name, shape in SHAPES.items() if shape.startswith("m")]  # the operands that x's rows have
 
 
 class _Known(NamedTuple):
-    """A fused call whose plan is known."""
+    """A fused call whose plan is known; without a plan, one that has to be prepared every time."""
 
-    plan: Plan
+    plan: Plan | None
     places: tuple[int | None, ...]  # of the plan's inputs among the call's tensors
     numbers: tuple[float | None, ...]
 
 
+_UNKNOWN = _Known(None, (), ())
 _known_fused: KnownCalls[_Known] = KnownCalls()
 
 
@@ -314,12 +343,17 @@ def _known(call: Call, tensors: list[Tensor]) -> _Known | None:
 
 
 def _has_effect(epilogue: Mapping[str, Any]) -> bool:
-    """Whether an argument besides the bias is not its default."""
-    for name, value in epilogue.items():
-        default = DEFAULTS.get(name)
-        if name != "bias" and (isinstance(value, Tensor) or (value != default and (value or default))):
-            return True
-    return False
+    """Whether an argument of `linear` besides the bias is not its default."""
+    get = epilogue.get
+    alpha, beta = get("alpha", 1), get("beta")
+    return bool(
+        any(get(name) is not None for name in _PRESENT)
+        or get("activation_args") or get("dropout_p") or get("aux", ()) or get("rounding", "once") != "once"
+        or isinstance(alpha, Tensor) or alpha != 1 or isinstance(beta, Tensor) or beta
+    )  # fmt: skip
+
+
+_PRESENT = ("activation", "weight_up", *(name for name in SHAPES if name not in ("bias", "alpha", "beta")), "epilogue")
 
 
 def mlp(
@@ -389,15 +423,13 @@ def _call(
         raise ValueError(f"activation_args is {dict(activation_args)} without an activation")
     if user is not None:
         spec.registered(user)
-    rounding, dropout_p, aux = get("rounding", "once"), get("dropout_p", 0), get("aux", ())
+    rounding, dropout_p, aux = get("rounding", "once"), get("dropout_p", 0), tuple(get("aux", ()))
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding is {rounding!r}; accepted: {', '.join(map(repr, ROUNDINGS))}")
     operands = [get(name) for name in SHAPES]
     weight_up = get("weight_up")
-    for each in (weight_up, *operands, *aux):
-        if each is not None and type(each) not in PLAIN:
-            _require_tensors(epilogue)
-            break
+    if [each for each in (weight_up, *operands) if each is not None and type(each) not in PLAIN] or aux:
+        _require_tensors({"weight_up": weight_up, **dict(zip(SHAPES, operands, strict=True))}, aux)
     if weight_up is not None:
         require_tensor("weight_up", weight_up, 2, "[N, K]")
     operands[_ALPHA], alpha = _number("alpha", get("alpha", 1), 1.0)
@@ -421,7 +453,7 @@ def _call(
         precision = precision if dtype is torch.float32 else None
     seed = new_seed(x.device) if dropout_p > 0 else None
     read = Operands._make((
-        *operands, tuple(aux), seed, alpha, beta, float(dropout_p), activation or "", arguments, user or "",
+        *operands, aux, seed, alpha, beta, float(dropout_p), activation or "", arguments, user or "",
         get("bias_dim", -1), rounding == "eager",
     ))  # fmt: skip
     return Call(x, weight, weight_up, read, by_rows, "", owners, (None,) * 4, out_dtype, precision)
@@ -430,11 +462,11 @@ def _call(
 _C, _ALPHA, _BETA = (PLACES[name] for name in ("c", "alpha", "beta"))
 
 
-def _require_tensors(epilogue: Mapping[str, Any]) -> None:
+def _require_tensors(operands: Mapping[str, Any], aux: Sequence[Any]) -> None:
     """Raise where an argument that is to be a tensor is none."""
-    named = {name: epilogue.get(name) for name in ("weight_up", *SHAPES) if name not in ("alpha", "beta")}
-    for name, each in {**named, **{f"aux[{index}]": aux for index, aux in enumerate(epilogue.get("aux", ()))}}.items():
-        if each is not None and not isinstance(each, Tensor):
+    named = {name: each for name, each in operands.items() if each is not None and name not in _FACTORS}
+    for name, each in {**named, **{f"aux[{index}]": each for index, each in enumerate(aux)}}.items():
+        if not isinstance(each, Tensor):
             raise TypeError(f"{name} is a {type(each).__name__}; expected a torch.Tensor")
 
 

@@ -158,8 +158,12 @@ def swap(
         place.module for place in places if isinstance(place.module, _KINDS) and selects(place.name, place.module)
     }  # under any of its names
     layers = [place for place in places if isinstance(place.module, torch.nn.TransformerEncoderLayer)]
-    places = _outside(places, _reasons_to_keep(layers, selected))
-    reasons = _reasons_to_keep(places, selected)
+    kept_layers = _reasons_to_keep(layers, selected)
+    places = _outside(places, kept_layers)
+    reasons = kept_layers | _reasons_to_keep(places, selected)
+    for place in layers:  # one with a product of its own is none that is replaced
+        if place in places and (reason := _multiplied_by_torch(place.module)):
+            reasons[place.module] = reason
     new = [module for module in dict.fromkeys(place.module for place in places) if module not in reasons]
     linears = [module for module in new if isinstance(module, torch.nn.Linear)]
     pairs = _pairs(places, linears) if fold else []

@@ -13,7 +13,7 @@ from isogemm.core import env
 from isogemm.core.device import resolve_precision
 from isogemm.core.eager import NO_TENSOR, PLAIN, KnownCalls, autocast_dtype, in_transform, through_dispatcher
 from isogemm.core.operator import Operator
-from isogemm.core.plan import Plan
+from isogemm.core.plan import FreedOperandError, Plan
 from isogemm.tiny import op
 from isogemm.tiny.configs import DTYPES, MAX_SIZE
 
@@ -37,14 +37,18 @@ def bmm(a: Tensor, b: Tensor, *, precision: str | None = None) -> Tensor:
     """
     if has_torch_function(NO_TENSOR) and not is_compiling():  # `is_intercepted`, without its frame
         return handle_torch_function(bmm, (), a=a, b=b, precision=precision)
+    key = plan = None
     try:
-        key = a.shape, b.shape, precision, env.settings.disable_tiny
-    except AttributeError:  # no tensors
-        key = None
-    plan = None if key is None or (a.requires_grad and torch.is_grad_enabled()) else _known.find(key, (a, b))
+        if not ((a.requires_grad or b.requires_grad) and torch.is_grad_enabled()):
+            key = a.shape, b.shape, a.stride(), precision, env.settings.disable_tiny
+            plan = _known.find(key, (a, b))
+    except (AttributeError, RuntimeError):  # no tensors, or without strides
+        pass
     if plan is not None:
         try:
             return plan.run((a, b))
+        except (torch.OutOfMemoryError, FreedOperandError):
+            raise
         except Exception:  # below the same is tried again, and torch serves where it fails
             _known.clear()
     if type(a) in PLAIN and a.is_cuda and not (through_dispatcher(a, b) or torch.is_autocast_enabled("cuda")):

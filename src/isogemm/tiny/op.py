@@ -17,7 +17,7 @@ from isogemm.core import dispatch, env
 from isogemm.core.device import resolve_precision
 from isogemm.core.dispatch import Dispatch
 from isogemm.core.errors import require_precision, require_same, require_tensor
-from isogemm.core.plan import INPUTS, OUT, Cache, Plan, Seen, contiguous, make_step
+from isogemm.core.plan import INPUTS, OUT, Cache, FreedOperandError, Plan, Seen, contiguous, make_step
 from isogemm.core.precision import of_cuda_products
 from isogemm.tiny import configs, cpu
 from isogemm.tiny.configs import Config, Problem
@@ -53,7 +53,7 @@ def bmm(a: Tensor, b: Tensor, precision: str | None = None) -> Tensor:
         return _run_torch(found, a, b)
     try:
         return found.plan.run((a, b))
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, FreedOperandError):
         raise
     except Exception as error:
         return _run_torch(_after_failure(found, a, b, error), a, b)
@@ -143,7 +143,7 @@ def tiny_plan(problem: Problem, config: Config, device: torch.device) -> Plan:
     dtype: torch.dtype = getattr(torch, problem.dtype)
     a, b = ((dtype, alignment == 16) for alignment in (problem.a_alignment, problem.b_alignment))
     places: tuple[tuple[Seen, int], ...] = (a, INPUTS), (b, INPUTS + 1), ((dtype, True), OUT)
-    step = make_step(kernels.describe_bmm(problem, config), places, device)
+    step = make_step(kernels.describe_bmm(problem, config), places, device, in_capture=True)
     dispatched = Dispatch("bmm", "tiny", str(problem), str(config), "")
     shape = (problem.batch, problem.m, problem.n)
     return Plan(dispatched, *contiguous(shape), dtype, device, devices.index_of(device), 0, (step,))
