@@ -223,7 +223,7 @@ class Pass:
         """dx and the parameters' gradients."""
         gradients = self.plan.gradients((True,) * len(self.plan.names))
         above = IncomingGrads(self.dy, None, None)
-        dx, _ = self.plan.backward(above, self.left, self.x, self.given, gradients)
+        dx, _ = self.plan.backward(above, self.left, self.x, self.given, (), gradients)
         return [dx, *(each for each in gradients.tensors if each is not None)]
 
 

@@ -74,10 +74,12 @@ class KnownCalls(Generic[Value]):
         self._most_alike = most_alike
 
     def find(self, key: Hashable, tensors: Sequence[Tensor]) -> Value | None:
-        """What served a call like this one; None where it is not known, or must go through the dispatcher."""
-        if not _HAS_FAST_PATH or is_compiling() or is_tracing() or has_torch_function(NO_TENSOR):
-            return None
-        if _dispatch_modes() > 0 or forward_ad._current_level >= 0:  # fakes and proxies: the guards do not see them
+        """What served a call like this one; None where it is not known, or must go through the dispatcher.
+
+        The caller has looked for torch function modes (`is_intercepted`).
+        """
+        # The guards do not see the modes of fakes and proxies.
+        if not _HAS_FAST_PATH or is_compiling() or is_tracing() or _dispatch_modes() or forward_ad._current_level >= 0:
             return None
         try:
             found = self._cache.get((key, fp32_precision("cuda", "matmul")), ())

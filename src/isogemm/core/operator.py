@@ -8,7 +8,6 @@ subclasses the call goes through the dispatcher, as `torch.ops.isogemm.<name>`. 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -32,7 +31,7 @@ def refuse_second_derivative(name: str) -> None:
 class Operator(Generic[Result]):
     """An operator of the namespace isogemm."""
 
-    __slots__ = ("_apply", "_optional", "_pick", "_refused", "name", "op", "run")
+    __slots__ = ("_apply", "_places", "_refused", "name", "op", "run")
 
     def __init__(
         self,
@@ -59,9 +58,7 @@ class Operator(Generic[Result]):
         self.run, self._refused = run, refused
         self._apply: Any = None
         kinds = [each.partition(" ")[0] for each in arguments.split(", ")]
-        places = [place for place, kind in enumerate(kinds) if kind in ("Tensor", "Tensor?", "Tensor(a!)")]
-        self._pick: Any = itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
-        self._optional = "Tensor?" in kinds
+        self._places = [place for place, kind in enumerate(kinds) if kind in ("Tensor", "Tensor?", "Tensor(a!)")]
         _library.define(schema)
         for key in devices:
             _library.impl(self.name, run, key)
@@ -74,22 +71,20 @@ class Operator(Generic[Result]):
 
     def __call__(self, *args: Any) -> Result:
         """Run on all of the schema's arguments, given by position."""
-        if is_compiling():
-            return cast(Result, self.op(*args))
-        tensors = self._pick(args)
-        if self._optional:
-            tensors = [each for each in tensors if each is not None]
+        tensors = [each for place in self._places if (each := args[place]) is not None]
         if through_dispatcher(*tensors):
             if self._refused:
                 refuse_transforms(self._refused, *tensors)
             return cast(Result, self.op(*args))
-        return self.differentiable(*args) if torch.is_grad_enabled() else self.run(*args)
+        if self._apply is not None and torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]:
+            return cast(Result, self._apply(*args))
+        return self.run(*args)
 
     def differentiable(self, *args: Any) -> Result:
-        """The same in eager mode, for plain tensors."""
+        """The same where it is known that the call need not go through the dispatcher."""
         if self._apply is not None and torch.is_grad_enabled():
-            for each in self._pick(args):
-                if each is not None and each.requires_grad:
+            for place in self._places:
+                if args[place] is not None and args[place].requires_grad:
                     return cast(Result, self._apply(*args))
         return self.run(*args)
 

@@ -219,7 +219,7 @@ def _can_be_known(
         return False
     if scores is not None or running is not None or return_scores is not False or norm == "batch_norm":
         return False
-    if training and not (dropout is NOTHING_DROPPED or dropout == 0):
+    if training and dropout is not NOTHING_DROPPED and (any(dropout) if isinstance(dropout, tuple) else dropout):
         return False
     if x.layout is not torch.strided or x.ndim != 3 or tuple in (type(params[0]), type(params.in_proj_bias)):
         return False

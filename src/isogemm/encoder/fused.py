@@ -203,7 +203,7 @@ class _Call:
 
     def forward(self, keep: bool) -> Results:
         """keep: with what a backward needs."""
-        return self.plan.forward(self.x, (*self.given, *self.parameters), keep)
+        return self.plan.forward(self.x, (*self.given, *self.parameters), self.addresses, keep)
 
     def backward(
         self, incoming: IncomingGrads, saved: SavedForBackward, gradients: Gradients
@@ -211,7 +211,9 @@ class _Call:
         """dx, and those of what is added to the scores; the parameters' are written or added to `gradients`."""
         others = [None if each is None else placed(each) for each in incoming[1:]]
         given = (*self.given, *self.parameters)
-        return self.plan.backward(IncomingGrads(placed(incoming.dy), *others), saved, self.x, given, gradients)
+        return self.plan.backward(
+            IncomingGrads(placed(incoming.dy), *others), saved, self.x, given, self.addresses, gradients
+        )
 
     def accumulate(
         self, incoming: IncomingGrads, saved: SavedForBackward, totals: Sequence[Tensor | None], wanted: Sequence[bool]

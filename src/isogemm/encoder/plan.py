@@ -82,8 +82,10 @@ class Plan:
         self._forwards = {keep: self._forward_schedule(keep) for keep in (True, False)}
         self._backwards: dict[object, tuple[Schedule, int]] = {}
 
-    def forward(self, x: Tensor, given: Sequence[Tensor | None], keep: bool = False) -> Results:
-        """given: what `EXTRA` names, and the parameters."""
+    def forward(
+        self, x: Tensor, given: Sequence[Tensor | None], addresses: tuple[int, ...] = (), keep: bool = False
+    ) -> Results:
+        """given: what `EXTRA` names, and the parameters; addresses: theirs, where they are known."""
         schedule, size = self._forwards[keep]
         layer = self.layer
         y = torch.empty_like(x)
@@ -99,12 +101,12 @@ class Plan:
         if layer.batch_norm:
             statistics = torch.empty((2, 4, layer.d_model), dtype=torch.float32, device=self.device)
         rest = (x, y, kept, work, scores, statistics, qk)
-        schedule.run([*given, *rest])
+        schedule.run([*given, *rest], addresses)
         return Results(y, kept, scores, statistics, qk)
 
     def backward(
         self, incoming: IncomingGrads, saved: SavedForBackward, x: Tensor, given: Sequence[Tensor | None],
-        gradients: Gradients,
+        addresses: tuple[int, ...], gradients: Gradients,
     ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
         """dx, and those of what `ADDED` names; the parameters' gradients are written or added to `gradients`."""
         scores, qk = incoming.d_scores is not None, incoming.d_qk is not None
@@ -117,7 +119,7 @@ class Plan:
         work = torch.empty(size, dtype=torch.uint8, device=self.device)
         of_added = [None if each is None else torch.empty_like(each) for each in given[ADDED_INPUTS]]
         rest = (*incoming, x, *saved, dx, work, *of_added, *gradients.memory)
-        schedule.run([*given, *rest])
+        schedule.run([*given, *rest], addresses)
         return dx, of_added
 
     def gradients(self, wanted: tuple[bool, ...]) -> Gradients:

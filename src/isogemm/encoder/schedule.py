@@ -81,14 +81,18 @@ class Schedule:
         self._kernels: list[_Kernel] = []
         self._kept: Cache[list[Callable[[], None]]] = Cache(_MOST_KEPT, listed=False)
 
-    def run(self, tensors: Sequence[Tensor | None]) -> None:
-        """Launch on the given tensors."""
+    def run(self, tensors: Sequence[Tensor | None], addresses: tuple[int, ...] = ()) -> None:
+        """Launch on the given tensors; addresses: of the first of them, where they are known."""
         if devices.current_device() != self._index:
             with torch.cuda.device(self._index):
-                self.run(tensors)
+                self.run(tensors, addresses)
             return
         launching, index = self._launching, self._index
-        key = launching.current_stream(index), tuple([0 if each is None else each.data_ptr() for each in tensors])
+        others = tensors[len(addresses) :]
+        key = (
+            launching.current_stream(index),
+            (*addresses, *[0 if each is None else each.data_ptr() for each in others]),
+        )
         launches = self._kept.get(key)
         runtime = launching.knobs.runtime  # `launching.is_heard`, without its frame
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook

@@ -160,7 +160,7 @@ def plain_linear(
     plan = None
     try:
         key = x.shape, weight.shape, x.stride(), bias is None, out_dtype, precision
-        if not ((weight.requires_grad or x.requires_grad) and torch.is_grad_enabled()):
+        if not (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)):
             plan = _known_plans.find(key, (x, weight) if bias is None else (x, weight, bias))
     except (AttributeError, RuntimeError):  # no tensors, or without strides
         pass
@@ -251,7 +251,7 @@ def _fused(
     known = None
     plain = type(x) in PLAIN and type(weight) in PLAIN and not is_compiling()
     if plain and x.layout is weight.layout is torch.strided and not (
-        epilogue.get("dropout_p") or ((weight.requires_grad or x.requires_grad) and torch.is_grad_enabled())
+        (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)) or epilogue.get("dropout_p")
     ):  # fmt: skip
         key = [function, x.shape, weight.shape, x.stride(), out_dtype, precision]
         for name, value in epilogue.items():  # which arguments are tensors counts, and all of any other
@@ -276,7 +276,7 @@ def _fused(
             numbers = (numbers[0], float(epilogue["beta"]), *numbers[2:])
         return known.plan.run(inputs, None, numbers)
     _require_keywords(function, epilogue)
-    if by_rows and not _has_effect(epilogue):
+    if by_rows and epilogue.get("activation") is None and not _has_effect(epilogue):
         return plain_linear(x, weight, epilogue["bias"], out_dtype, precision)
     if by_rows:
         if not isinstance(x, Tensor):
@@ -301,14 +301,16 @@ def _fused(
     return result
 
 
+_KEYWORDS = {"bias", "bias_dim", *DEFAULTS}, {"bias", "weight_up", "bias_up", *DEFAULTS}
 _FACTORS = {"alpha": 1, "beta": 0}  # and the values that have no effect
 
 
 def _require_keywords(function: Any, epilogue: Mapping[str, Any]) -> None:
     """Raise for a keyword that the function does not have."""
-    known = {"bias", "weight_up", "bias_up"} if function is linear else {"bias", "bias_dim"}
-    if unknown := epilogue.keys() - known - DEFAULTS.keys():
-        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {min(unknown)!r}")
+    known = _KEYWORDS[function is linear]
+    if not epilogue.keys() <= known:
+        unknown = min(epilogue.keys() - known)
+        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown!r}")
 
 
 _BY_ROW = [name for name, shape in SHAPES.items() if shape.startswith("m")]  # the operands that x's rows have

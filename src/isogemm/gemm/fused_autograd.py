@@ -59,11 +59,12 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
         operands = call.operands
-        ctx.present = [each is not None for each in call.tensors]
+        of_call = call.tensors
+        ctx.present = [each is not None for each in of_call]
         needs = needed_by(ctx)
         result, saved = call.run(_save(operands, _wants_dz(needs)))
         passed = result.new_empty(0) if _wants_dz(needs) and operands.saved == "mask" else None
-        kept = _keep(ctx, call, needs, result, saved, passed)
+        kept = _keep(ctx, call, of_call, needs, result, saved, passed)
         ctx.set_materialize_grads(False)
         return result, saved if kept is saved and ctx.kind == "pre" else passed
 
@@ -102,13 +103,14 @@ def _is_read(needs: tuple[bool, ...]) -> tuple[bool, ...]:
 
 
 def _keep(
-    ctx: Any, call: Call, needs: tuple[bool, ...], result: Tensor, saved: Tensor | None, passed: Tensor | None = None
-) -> Tensor | None:
+    ctx: Any, call: Call, tensors: Sequence[Tensor | None], needs: tuple[bool, ...], result: Tensor,
+    saved: Tensor | None, passed: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """Keep what the gradients that are wanted read: no more. Gives what is kept of the activation.
 
     passed: what a second derivative of zero passes through.
     """
-    operands, tensors = call.operands, call.tensors
+    operands = call.operands
     ctx.dtypes = [each if each is None else each.dtype for each in tensors]
     ctx.weight_shape = call.columns[0].shape[::-1]
     ctx.registered = spec.REGISTERED.get(operands.epilogue)
@@ -332,7 +334,7 @@ def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
     call = call._replace(precision=resolve_precision(call.x, call.precision))
     ctx.structure = [no_gradient(each) for each in inputs]
     needs = ctx.needs_input_grad[: _COUNT + len(call.operands.aux)]  # here, unlike there, of each tensor in a list
-    kept = _keep(ctx, call, needs, *output)
+    kept = _keep(ctx, call, call.tensors, needs, *output)
     if kept is not output[1] or ctx.kind != "pre":
         ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -70,9 +70,11 @@ _known: KnownCalls[Plan] = KnownCalls()
 
 
 def _bmm(a: Tensor, b: Tensor, precision: str | None) -> Tensor:
+    if not through_dispatcher(a, b):
+        return bmm_operator.differentiable(a, b, precision)
     if not is_compiling() and in_transform(a, b):
         return op.torch_bmm(a, b, precision)
-    return bmm_operator(a, b, precision)
+    return cast(Tensor, bmm_operator.op(a, b, precision))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
