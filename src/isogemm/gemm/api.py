@@ -140,6 +140,8 @@ def linear(
         out_dtype, precision: as in `matmul`.
     """
     if weight_up is None and bias_up is None:
+        if not epilogue:
+            return plain_linear(x, weight, bias, out_dtype, precision)
         for name, value in epilogue.items():
             if value is not DEFAULTS.get(name, epilogue):  # which no value is
                 break
@@ -428,9 +430,9 @@ def _call(
     rounding, dropout_p, aux = get("rounding", "once"), get("dropout_p", 0), tuple(get("aux", ()))
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding is {rounding!r}; accepted: {', '.join(map(repr, ROUNDINGS))}")
-    operands = [get(name) for name in SHAPES]
+    operands: list[Any] = list(map(get, SHAPES))
     weight_up = get("weight_up")
-    if [each for each in (weight_up, *operands) if each is not None and type(each) not in PLAIN] or aux:
+    if aux or not _EXPECTED.issuperset(map(type, (weight_up, *operands))):
         _require_tensors({"weight_up": weight_up, **dict(zip(SHAPES, operands, strict=True))}, aux)
     if weight_up is not None:
         require_tensor("weight_up", weight_up, 2, "[N, K]")
@@ -461,6 +463,7 @@ def _call(
     return Call(x, weight, weight_up, read, by_rows, "", owners, (None,) * 4, out_dtype, precision)
 
 
+_EXPECTED = {*PLAIN, type(None)}
 _C, _ALPHA, _BETA = (PLACES[name] for name in ("c", "alpha", "beta"))
 
 

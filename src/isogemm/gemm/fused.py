@@ -60,10 +60,9 @@ def validate(
     _validate_gate(b, b_up, operands)
     accepted = (x.dtype, torch.float32)
     shapes = {"m": rows, "n": (n,), "mn": (*rows, n), "": ()}
-    for name, shape in SHAPES.items():
-        tensor = getattr(operands, name)
+    for (name, shape), tensor in zip(SHAPES.items(), operands, strict=False):
         if tensor is not None and not name.startswith("bias"):
-            _require(name, tensor, shapes[shape], x, accepted)
+            _require(name, cast(Tensor, tensor), shapes[shape], x, accepted)
     if (operands.beta is not None or operands.beta_value) and operands.c is None:
         raise ValueError("beta is given without c; expected c [..., M, N]")
     if operands.aux and not operands.epilogue:
