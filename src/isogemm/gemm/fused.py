@@ -264,7 +264,7 @@ def _alike(weight: Tensor, weight_up: Tensor) -> tuple[Tensor, Tensor]:
 
 def _operands(x: Tensor, n: int, operands: Operands) -> list[Tensor | None]:
     """What the epilogue reads, in the kernels' order, as they read it: vectors, and matrices by rows."""
-    read = [prepare(each) for prepare, each in zip(_PREPARED, operands, strict=False)]
+    read = [each if each is None else prepare(each) for prepare, each in zip(_PREPARED, operands, strict=False)]
     read += [operands.seed, None, None]
     if operands.aux:
         rows = describe.rows(x)
