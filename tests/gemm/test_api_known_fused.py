@@ -9,11 +9,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("triton")
 
+import triton
 from idle_gpu import idle_gpu  # noqa: F401
 
 import isogemm
 from isogemm.core.plan import clear_caches
+from isogemm.epilogues import spec
 from isogemm.gemm import api
+
+
+@triton.jit
+def _twice(acc, col, row, aux):
+    return acc + aux
+
 
 M = N = 16  # a row_scale and a col_scale look the same
 K = 32
@@ -170,3 +178,21 @@ def test_gradients_are_never_skipped(idle_gpu):  # noqa: F811
     assert isogemm.linear(x, weight, residual=residual).requires_grad
     with torch.no_grad():
         assert not isogemm.linear(x, weight, residual=residual).requires_grad
+
+
+@pytest.mark.parametrize("options", [{"epilogue": "twice"}, {"dropout_p": 0.5}])
+@torch.no_grad()
+def test_nothing_is_kept_of_calls_that_are_never_known(idle_gpu, monkeypatch, options):  # noqa: F811
+    """A key would keep aux tensors alive."""
+    monkeypatch.setitem(spec.REGISTERED, "twice", spec.UserEpilogue("twice", _twice, lambda acc, col, row, aux: acc, 1))
+    x, weight = _tensor(M, K), _tensor(K, N)
+    for _ in range(3):
+        given = {"aux": (_tensor(M, N),)} if "epilogue" in options else {}
+        isogemm.matmul_fused(x, weight, **options, **given)
+    assert not api._known_fused._cache
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2), [0.5], "0"])
+def test_a_wrong_dropout_is_named(idle_gpu, wrong):  # noqa: F811
+    with pytest.raises(TypeError, match="dropout_p is"):
+        isogemm.linear(_tensor(M, K), _tensor(N, K), activation="relu", dropout_p=wrong)

@@ -102,14 +102,15 @@ class KnownCalls(Generic[Value]):
 
     def keep(self, key: Hashable, tensors: Sequence[Tensor], value: Value) -> None:
         """Remember what served this call, if its tensors are plain."""
+        key = key, fp32_precision("cuda", "matmul")
+        try:
+            alike = self._cache.get(key)
+        except TypeError:  # not to be hashed
+            return
         is_like = likeness(tensors) if self.is_aligned(tensors) else None
         if is_like is None:
             return
-        key = key, fp32_precision("cuda", "matmul")
-        try:
-            alike = self._cache.get(key) or self._cache.keep(key, [])
-        except TypeError:  # not to be hashed
-            return
+        alike = self._cache.keep(key, []) if alike is None else alike
         del alike[: len(alike) + 1 - self._most_alike]  # the oldest
         is_trained = self._is_plan and any(each.requires_grad for each in tensors)
         alike.append((is_like, is_trained, value))

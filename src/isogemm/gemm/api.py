@@ -93,7 +93,8 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, precis
         if x.ndim == 0:
             raise ValueError(f"{name} has no dimensions; expected at least one")
     key = None
-    if not ((a.requires_grad or b.requires_grad) and torch.is_grad_enabled()) and a.layout is b.layout is torch.strided:
+    trained = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    if not (trained or a.is_nested or b.is_nested) and a.layout is b.layout is torch.strided:
         key = "matmul", a.shape, b.shape, a.stride(), out_dtype, precision
         plan = _known_plans.find(key, (a, b))
         if plan is not None:
@@ -159,13 +160,14 @@ def plain_linear(
     if has_torch_function(NO_TENSOR) and not is_compiling():  # `is_intercepted`, without its frame
         given: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "out_dtype": out_dtype, "precision": precision}
         return handle_torch_function(linear, (), **given)
-    plan = None
+    key = plan = None
     try:
-        key = x.shape, weight.shape, x.stride(), bias is None, out_dtype, precision
         if not (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)):
-            plan = _known_plans.find(key, (x, weight) if bias is None else (x, weight, bias))
+            key = x.shape, weight.shape, x.stride(), bias is None, out_dtype, precision
     except (AttributeError, RuntimeError):  # no tensors, or without strides
         pass
+    if key is not None:
+        plan = _known_plans.find(key, (x, weight) if bias is None else (x, weight, bias))
     if plan is not None:
         return plan.run((x, weight, None, bias))
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))):
@@ -192,7 +194,7 @@ def plain_linear(
         result = differentiable.apply(x, weight, bias, owned, out_dtype, resolve_precision(x, precision))
         return cast(Tensor, result)
     plan = plans.get(op.linear_key(x, weight, bias, out_dtype, precision)) if x.is_cuda else None
-    if plan is not None and dtype is None and (bias is None or bias.is_contiguous()):
+    if plan is not None and key is not None and dtype is None and (bias is None or bias.is_contiguous()):
         _known_plans.keep(key, tensors, plan)
     return op.linear(x, weight, bias, out_dtype, precision)
 
@@ -251,9 +253,13 @@ def _fused(
     key: list[Any] = []
     tensors: list[Any] = [x, weight]
     known = None
-    plain = type(x) in PLAIN and type(weight) in PLAIN and not is_compiling()
-    if plain and x.layout is weight.layout is torch.strided and not (
-        (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)) or epilogue.get("dropout_p")
+    get, p = epilogue.get, epilogue.get("dropout_p", 0)
+    # A call with a seed, or with tensors that only a registered epilogue reads, is never known.
+    if (
+        type(x) in PLAIN and type(weight) in PLAIN and not is_compiling()
+        and type(p) in (int, float) and not p and get("epilogue") is None and get("aux", ()) is DEFAULTS["aux"]
+        and x.layout is weight.layout is torch.strided and not x.is_nested
+        and not (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))
     ):  # fmt: skip
         key = [function, x.shape, weight.shape, x.stride(), out_dtype, precision]
         for name, value in epilogue.items():  # which arguments are tensors counts, and all of any other
@@ -264,7 +270,7 @@ def _fused(
                 key += name, value == _FACTORS[name]
             else:
                 key += name, type(value), tuple(value.items()) if isinstance(value, dict) else value
-        up = epilogue.get("weight_up")
+        up = get("weight_up")
         if type(up) in PLAIN and up.layout is torch.strided:  # `fused.apart`, without its frame
             distance = up.data_ptr() - weight.data_ptr()
             key += distance < 0, abs(distance) < 2**40, distance == 0
@@ -297,8 +303,8 @@ def _fused(
         return fused_autograd.run(_call(x[None], weight, epilogue | row, out_dtype, precision, by_rows))[0]
     call = _call(x, weight, epilogue, out_dtype, precision, by_rows)
     result = fused_autograd.run(call)
-    serves = key and known is None and x.is_cuda and not (result.requires_grad or through_dispatcher(*tensors))
-    if serves and _known_fused.is_aligned(tensors):
+    serves = key and known is None and x.is_cuda and not result.requires_grad and _known_fused.is_aligned(tensors)
+    if serves and not through_dispatcher(*tensors):
         _known_fused.keep(tuple(key), tensors, _known(call, tensors) or _UNKNOWN)
     return result
 

@@ -39,11 +39,12 @@ def bmm(a: Tensor, b: Tensor, *, precision: str | None = None) -> Tensor:
         return handle_torch_function(bmm, (), a=a, b=b, precision=precision)
     key = plan = None
     try:
-        if not ((a.requires_grad or b.requires_grad) and torch.is_grad_enabled()):
+        if not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
             key = a.shape, b.shape, a.stride(), precision, env.settings.disable_tiny
-            plan = _known.find(key, (a, b))
     except (AttributeError, RuntimeError):  # no tensors, or without strides
         pass
+    if key is not None:
+        plan = _known.find(key, (a, b))
     if plan is not None:
         try:
             return plan.run((a, b))
