@@ -309,13 +309,14 @@ def _fused(
     return result
 
 
-_KEYWORDS = {"bias", "bias_dim", *DEFAULTS}, {"bias", "weight_up", "bias_up", *DEFAULTS}
+_LINEAR_KEYWORDS = {"bias", "weight_up", "bias_up", *DEFAULTS}
+_MATMUL_KEYWORDS = {"bias", "bias_dim", *DEFAULTS}
 _FACTORS = {"alpha": 1, "beta": 0}  # and the values that have no effect
 
 
 def _require_keywords(function: Any, epilogue: Mapping[str, Any]) -> None:
     """Raise for a keyword that the function does not have."""
-    known = _KEYWORDS[function is linear]
+    known = _LINEAR_KEYWORDS if function is linear else _MATMUL_KEYWORDS
     if not epilogue.keys() <= known:
         unknown = min(epilogue.keys() - known)
         raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown!r}")
