@@ -46,7 +46,7 @@ def test_other_arguments_are_refused(arguments):
 
 
 def test_a_table_is_written_and_read_back(tmp_path, monkeypatch, capsys):
-    """Of all the recorded times of a GPU: those of other GPUs and families do not count."""
+    """For all the recorded times of a GPU: those of other GPUs and families do not count."""
     monkeypatch.setattr(common, "ROOT", tmp_path)
     for family in ("encoder", "attention"):
         common.table_path(family, "sm_90").parent.mkdir(parents=True)

@@ -118,7 +118,7 @@ def test_other_data_in_the_batch():
 
 
 def _assert_padding_changes_nothing(shape, dtype, padded, own, floating=False, **options):
-    """Of `shape.tokens` tokens, where `own` may leave out some already, to each length of `padded`."""
+    """Pad from `shape.tokens` tokens, where `own` may leave out some already, to each length of `padded`."""
     layer = Layer(shape, dtype, **options)
     s, t = shape.sequences, shape.tokens
     mask = torch.zeros(s, t, dtype=torch.bool) if own is None else own

@@ -261,7 +261,7 @@ def test_one_sequence_without_its_axis(masked, is_causal):
 
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "strided", "misaligned", "broadcast"])
 def test_any_strides(layout):
-    """Of x, of the parameters and of the gradient that comes back."""
+    """Strides of x, of the parameters and of the gradient that comes back."""
     tensors = encoder_tensors(SMALL)
     grad = with_layout(_normal(*tensors["x"].shape, seed=9), layout)
     if layout == "broadcast":

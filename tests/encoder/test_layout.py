@@ -89,7 +89,7 @@ def test_a_backward_takes_no_more_than_its_greediest_launch(name):
 
 @pytest.mark.parametrize("layer", EVERY.values(), ids=EVERY)
 def test_a_calls_parts_lie_apart(layer):
-    """Of two that a launch needs, or that one is to find as another left them, in one buffer."""
+    """For two that a launch needs, or that one is to find as another left them, in one buffer."""
     made, backward, _ = _backward(layer)
     dx = made.buffers.dx
     for launches in (backward, *(forward for forward, _ in made._forwards.values())):

@@ -113,7 +113,7 @@ def _correlation(a, b):
 
 
 def test_elements_are_independent():
-    """Of their neighbours at every distance that shares a counter or a word, and of other seeds."""
+    """Independent of their neighbours at every distance that shares a counter or a word, and of other seeds."""
     kept = random.kept(_seed(99), 512, 512, 0.5)
     bound = 5 / math.sqrt(kept.numel())
     for distance in (1, 2, 4, 8, 16, 24, 32, 33):

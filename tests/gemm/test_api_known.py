@@ -127,7 +127,7 @@ def test_a_plan_is_known_from_the_second_call_on(monkeypatch):
 
 
 def test_a_plan_is_known_for_one_setting_of_torchs_precision(monkeypatch):
-    """Of float32 products without a precision of their own, which depend on it."""
+    """For float32 products without a precision of their own, which depend on it."""
     x, weight, plan = torch.randn(3, 16), torch.randn(8, 16), Plan()
     known = KnownCalls()
     known.keep((x.shape, weight.shape, x.stride(), True, None, None), (x, weight), plan)

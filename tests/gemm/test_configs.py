@@ -236,7 +236,7 @@ def test_sums_over_rows_are_of_whole_blocks():
 
 
 def test_long_walks_are_cut():
-    """Of 16-bit operands with a float32 result sooner: their rounding hides nothing."""
+    """For 16-bit operands with a float32 result sooner: their rounding hides nothing."""
     for dtype in DTYPES:
         assert accumulation_chunk(configs.LONGEST_WALK, dtype, dtype) == 0
         chunk = accumulation_chunk(configs.LONGEST_WALK + 1, dtype, dtype)

@@ -109,7 +109,7 @@ def test_frozen_parts_of_mlp(case, activation):
 
 
 def test_mlp_masks():
-    """Of the last dropout as above; of the one inside, that a hidden unit dropped for a token gets nothing from it."""
+    """For the last dropout as above; of the one inside, that a hidden unit dropped for a token gets nothing from it."""
     m, k, h, n, p = 64, 8, 96, 40, 0.5
     x, weight = torch.ones(m, k), torch.ones(h, k)
     down = torch.eye(h)[:n].clone()  # the first n hidden units themselves

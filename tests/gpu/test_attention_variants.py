@@ -34,7 +34,7 @@ def _normal(*shape, seed, dtype):
 
 
 def _inputs(family, tokens, residual=True, dropout=0.0, mask="", causal=False, sequences=SEQUENCES):
-    """Of residual scores one is -inf; with a mask, the last sequence has no keys."""
+    """One of the residual scores is -inf; with a mask, the last sequence has no keys."""
     head, dtype, _ = FAMILIES[family]
     q, k, v, grad = (_normal(sequences, tokens, NHEAD * head, seed=seed, dtype=dtype) for seed in range(4))
     previous = of_scores = of_keys = None

@@ -239,7 +239,7 @@ def test_odd_heads_no_worse_than_torch(sizes):
 @pytest.mark.parametrize("number", ["tf32", "bf16"])
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "strided", "misaligned"])
 def test_any_strides(layout, number):
-    """Of x, of the parameters and of the gradient that comes back."""
+    """Strides of x, of the parameters and of the gradient that comes back."""
     tensors, precision = _tensors(SMALL, number), NUMBERS[number][1]
     options = {"nhead": 4, "precision": precision, **PRE}
     grad = _normal(*tensors["x"].shape, seed=9, dtype=tensors["x"].dtype)

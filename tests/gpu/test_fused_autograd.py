@@ -37,7 +37,7 @@ def _normal(*shape, seed=0, dtype=torch.bfloat16):
 
 
 def _tensors(shapes, dtype):
-    """Of about the size they have in a network: sums of K products of about 1."""
+    """Tensors of about the size they have in a network: sums of K products of about 1."""
     made = {name: _normal(*shape, seed=i, dtype=dtype) for i, (name, shape) in enumerate(shapes.items())}
     return {name: each / each.shape[-1] ** 0.5 if "weight" in name else each for name, each in made.items()}
 
@@ -155,7 +155,7 @@ def test_epilogues_of_the_users_no_worse_than_torch(shapes):
 
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATED])
 def test_second_derivatives(activation):
-    """Of the kernels, in IEEE fp32, against fp64."""
+    """For the kernels, in IEEE fp32, against fp64."""
     shapes = {"x": (33, 48), "weight": (40, 48), "bias": (40,)} | (
         {"weight_up": (40, 48)} if activation in GATED else {}
     )

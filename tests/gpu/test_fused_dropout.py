@@ -23,7 +23,7 @@ DEVICE = "cuda"
 
 
 def _mask(seed, rows, columns, p):
-    """Of the first call after torch.manual_seed(seed), by the torch form."""
+    """For the first call after torch.manual_seed(seed), by the torch form."""
     torch.manual_seed(seed)
     return random.kept(new_seed(torch.device(DEVICE)), rows, columns, p)
 

@@ -55,7 +55,7 @@ def test_large_numbers_do_not_overflow_inside(activation):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_of_every_number(activation):
-    """Of every bf16 number within an ulp, nearly always the nearest; far out, where 1 + erf cancels, as fp32 may."""
+    """For every bf16 number within an ulp, nearly always the nearest; far out, where 1 + erf cancels, as fp32 may."""
     a = _every_pattern(torch.bfloat16)
     a = a[a.abs() <= 1e4][:, None]
     result = isogemm.matmul_fused(a, torch.ones(1, 8, dtype=torch.bfloat16, device=DEVICE), activation=activation)
@@ -91,7 +91,7 @@ def test_eager_rounding_of_every_number(activation, dtype):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_eager_rounding_of_float32(activation):
-    """Of numbers over the whole range, exponents and all."""
+    """For numbers over the whole range, exponents and all."""
     a = torch.cat([_every_pattern(torch.bfloat16).float(), make_data("wide", (65536, 1), seed=3, device=DEVICE)])
     a = torch.cat([a, normal(65536, 1, dtype=torch.float32)])
     b = torch.ones(1, 16, device=DEVICE)

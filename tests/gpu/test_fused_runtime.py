@@ -142,7 +142,7 @@ def _foreign(names):
 
 
 def _training_launches(x, weight, bias):
-    """Of a layer without an epilogue."""
+    """For a layer without an epilogue."""
     leaves = {"x": x, "weight": weight, "bias": bias}
     step = _step(lambda: isogemm.linear(**leaves), leaves, _normal(len(x), len(weight), seed=9))
     step()

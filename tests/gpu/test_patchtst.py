@@ -109,7 +109,7 @@ def test_dropout_is_fused_and_gone_in_eval_mode(make):
 
 
 def test_a_step_in_a_graph():
-    """Of the official model, running statistics and all; nothing waits for the device."""
+    """For the official model, running statistics and all; nothing waits for the device."""
     model, loss_of = _official("wide")
     accelerate(model)
     start = copy.deepcopy(model.state_dict())

@@ -37,7 +37,7 @@ def _grad(tensors):
 
 
 def _assert_close(shape, tensors=None, *, bound=None, **options):
-    """Of the result and every gradient; `bound` relative to the largest of each."""
+    """For the result and every gradient; `bound` relative to the largest of each."""
     dtype = options.pop("dtype", torch.float32)
     bound = bound or {torch.float32: 3e-6, torch.float16: 1e-2}[dtype]
     if options.get("precision") == "tf32":

@@ -174,7 +174,7 @@ ACCUMULATIONS = {  # accumulation: (chunk, dtype of the output, bias, accumulate
     ],
 )
 def test_accumulations(config, accumulation):
-    """Of 136 = 64 + 64 + 8: a last chunk shorter than the others, and than a block."""
+    """For 136 = 64 + 64 + 8: a last chunk shorter than the others, and than a block."""
     chunk, out_dtype, biased, accumulated, parallel = ACCUMULATIONS[accumulation]
     kind = accumulation.partition(",")[0]
     config = replace(config, parallel_chunks=parallel, persistent=config.persistent or kind == "scratch")

@@ -25,7 +25,7 @@ _Results = dict[str, Tensor]
 
 
 class Variant(NamedTuple):
-    """Of a layer: what `isogemm.encoder_layer` is asked for."""
+    """For a layer: what `isogemm.encoder_layer` is asked for."""
 
     norm: str = "layer_norm"
     norm_first: bool = False

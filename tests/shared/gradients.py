@@ -72,7 +72,7 @@ class Kept:
 def gradients_of(
     function: Function, tensors: Tensors, grad: torch.Tensor, dtype: torch.dtype | None = None, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """Of every tensor, given as an argument of its name, in `dtype` where that is given."""
+    """For every tensor, given as an argument of its name, in `dtype` where that is given."""
     leaves = {name: each.detach().to(dtype or each.dtype).requires_grad_() for name, each in tensors.items()}
     result = function(**leaves, **options)
     found = torch.autograd.grad(result, list(leaves.values()), grad.to(result.dtype))
@@ -82,7 +82,7 @@ def gradients_of(
 def assert_gradients_no_worse(
     ours: Function, theirs: Function, tensors: Tensors, grad: torch.Tensor, **options: Any
 ) -> None:
-    """Of `ours`, against `theirs` in the tensors' dtypes and in float64: `assert_no_worse_than_torch`."""
+    """Compare the gradients of `ours` against `theirs` in the tensors' dtypes and in float64: `assert_no_worse_than_torch`."""
     with poisoned_allocations():
         actual = gradients_of(ours, tensors, grad, **options)
     expected = gradients_of(theirs, tensors, grad, **options)

@@ -73,7 +73,7 @@ def test_backends_begin_alike_and_see_the_same_batches(start):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("stopped_after", [1, 14])
 def test_a_stopped_run_goes_on_to_the_same_bits(start, tmp_path, backend, stopped_after):
-    """Of 9 steps an epoch: inside the first, and inside the second."""
+    """Stop in epochs of 9 steps: inside the first, and inside the second."""
     whole = start(**ALL_RANDOM, backend=backend)
     expected = whole.fit(Plan(epochs=2))
     plan = Plan(epochs=2, folder=tmp_path)
