@@ -256,7 +256,7 @@ SUMMING = {
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
 @pytest.mark.parametrize("tokens", [21, 64, 200])
 def test_gradient_s_sums_over_rows(tokens, activation, dtype):
-    """For what is stored, in one order by every tile; a weight that is not finite makes nothing of rows that are not."""
+    """In one order by every tile; a weight that is not finite makes nothing of rows that are not stored."""
     grad, weight = _normal(tokens, K, dtype=dtype), _normal(K, N, seed=1, dtype=dtype)
     weight[3, 5] = torch.inf
     gated = bool(ACTIVATIONS[activation].gate)

@@ -82,7 +82,7 @@ def gradients_of(
 def assert_gradients_no_worse(
     ours: Function, theirs: Function, tensors: Tensors, grad: torch.Tensor, **options: Any
 ) -> None:
-    """Compare the gradients of `ours` against `theirs` in the tensors' dtypes and in float64: `assert_no_worse_than_torch`."""
+    """Compare gradients with those of `theirs`, in the tensors' dtypes and in float64."""
     with poisoned_allocations():
         actual = gradients_of(ours, tensors, grad, **options)
     expected = gradients_of(theirs, tensors, grad, **options)
