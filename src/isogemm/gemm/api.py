@@ -22,6 +22,7 @@ from isogemm.core.eager import (
     KnownCalls,
     autocast_dtype,
     is_intercepted,
+    is_tracing,
     refuse_transforms,
     through_dispatcher,
 )  # fmt: skip
@@ -94,7 +95,7 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, precis
             raise ValueError(f"{name} has no dimensions; expected at least one")
     key = None
     trained = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    if not (trained or a.is_nested or b.is_nested) and a.layout is b.layout is torch.strided:
+    if not (trained or is_tracing() or a.is_nested or b.is_nested) and a.layout is b.layout is torch.strided:
         key = "matmul", a.shape, b.shape, a.stride(), out_dtype, precision
         plan = _known_plans.find(key, (a, b))
         if plan is not None:
@@ -162,7 +163,8 @@ def plain_linear(
         return handle_torch_function(linear, (), **given)
     key = plan = None
     try:
-        if not (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)):
+        # A tracer would note down that the sizes were asked for.
+        if not (is_tracing() or (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))):
             key = x.shape, weight.shape, x.stride(), bias is None, out_dtype, precision
     except (AttributeError, RuntimeError):  # no tensors, or without strides
         pass
@@ -256,7 +258,7 @@ def _fused(
     get, p = epilogue.get, epilogue.get("dropout_p", 0)
     # A call with a seed, or with tensors that only a registered epilogue reads, is never known.
     if (
-        type(x) in PLAIN and type(weight) in PLAIN and not is_compiling()
+        type(x) in PLAIN and type(weight) in PLAIN and not is_compiling() and not is_tracing()
         and type(p) in (int, float) and not p and get("epilogue") is None and get("aux", ()) is DEFAULTS["aux"]
         and x.layout is weight.layout is torch.strided and not x.is_nested
         and not (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))

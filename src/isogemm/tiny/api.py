@@ -11,7 +11,15 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from isogemm.core import env
 from isogemm.core.device import resolve_precision
-from isogemm.core.eager import NO_TENSOR, PLAIN, KnownCalls, autocast_dtype, in_transform, through_dispatcher
+from isogemm.core.eager import (
+    NO_TENSOR,
+    PLAIN,
+    KnownCalls,
+    autocast_dtype,
+    in_transform,
+    is_tracing,
+    through_dispatcher,
+)  # fmt: skip
 from isogemm.core.operator import Operator
 from isogemm.core.plan import FreedOperandError, Plan
 from isogemm.tiny import op
@@ -39,7 +47,7 @@ def bmm(a: Tensor, b: Tensor, *, precision: str | None = None) -> Tensor:
         return handle_torch_function(bmm, (), a=a, b=b, precision=precision)
     key = plan = None
     try:
-        if not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
+        if not (is_tracing() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))):
             key = a.shape, b.shape, a.stride(), precision, env.settings.disable_tiny
     except (AttributeError, RuntimeError):  # no tensors, or without strides
         pass
