@@ -18,6 +18,7 @@ from isogemm.core.eager import (
     PLAIN,
     KnownCalls,
     autocast_dtype,
+    is_tracing,
     likeness,
     refuse_transforms,
     through_dispatcher,
@@ -215,7 +216,7 @@ def _can_be_known(
     dropout: object, training: bool,
 ) -> bool:  # fmt: skip
     """Whether calls like this one may be known: without gradients and dropout, y alone, with stacked parameters."""
-    if type(x) not in PLAIN or type(params) is not EncoderParameters or dispatch.active:
+    if type(x) not in PLAIN or type(params) is not EncoderParameters or dispatch.active or is_tracing():
         return False
     if scores is not None or running is not None or return_scores is not False or norm == "batch_norm":
         return False
