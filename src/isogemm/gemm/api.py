@@ -245,8 +245,8 @@ def matmul_fused(
 def _fused(
     function: Any, x: Tensor, weight: Tensor, epilogue: Any, out_dtype: torch.dtype | None, precision: str | None
 ) -> Tensor:
-    """`linear` or `matmul_fused` with an epilogue."""
-    by_rows = function is linear
+    """`linear` or `matmul_fused` with an epilogue, or a layer of `mlp`."""
+    by_rows = function is not matmul_fused
     if has_torch_function(NO_TENSOR) and not is_compiling():
         _require_keywords(function, epilogue)
         names = ("x", "weight") if by_rows else ("a", "b")
@@ -258,10 +258,11 @@ def _fused(
     get, p = epilogue.get, epilogue.get("dropout_p", 0)
     # A call with a seed, or with tensors that only a registered epilogue reads, is never known.
     if (
-        type(x) in PLAIN and type(weight) in PLAIN and not is_compiling() and not is_tracing()
-        and type(p) in (int, float) and not p and get("epilogue") is None and get("aux", ()) is DEFAULTS["aux"]
-        and x.layout is weight.layout is torch.strided and not x.is_nested
+        type(p) in (int, float) and not p and type(x) in PLAIN and type(weight) in PLAIN
         and not (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))
+        and not is_compiling() and not is_tracing()
+        and get("epilogue") is None and get("aux", ()) is DEFAULTS["aux"]
+        and x.layout is weight.layout is torch.strided and not x.is_nested
     ):  # fmt: skip
         key = [function, x.shape, weight.shape, x.stride(), out_dtype, precision]
         for name, value in epilogue.items():  # which arguments are tensors counts, and all of any other
@@ -286,7 +287,7 @@ def _fused(
             numbers = (numbers[0], float(epilogue["beta"]), *numbers[2:])
         return known.plan.run(inputs, None, numbers)
     _require_keywords(function, epilogue)
-    if by_rows and epilogue.get("activation") is None and not _has_effect(epilogue):
+    if function is linear and epilogue.get("activation") is None and not _has_effect(epilogue):
         return plain_linear(x, weight, epilogue["bias"], out_dtype, precision)
     if by_rows:
         if not isinstance(x, Tensor):
@@ -318,7 +319,7 @@ _FACTORS = {"alpha": 1, "beta": 0}  # and the values that have no effect
 
 def _require_keywords(function: Any, epilogue: Mapping[str, Any]) -> None:
     """Raise for a keyword that the function does not have."""
-    known = _LINEAR_KEYWORDS if function is linear else _MATMUL_KEYWORDS
+    known = _MATMUL_KEYWORDS if function is matmul_fused else _LINEAR_KEYWORDS
     if not epilogue.keys() <= known:
         unknown = min(epilogue.keys() - known)
         raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown!r}")
@@ -402,6 +403,49 @@ def mlp(
         )[0]  # fmt: skip
     if isinstance(hidden_dropout_p, int | float) and not 0 <= hidden_dropout_p <= 1:
         raise ValueError(f"hidden_dropout_p is {hidden_dropout_p}; expected a probability")
+    given = (x, weight, weight_down, bias, bias_down, weight_up, bias_up, residual)
+    tensors = [each for each in given if each is not None]
+    key = None
+    if (
+        _PLAIN.issuperset(map(type, tensors)) and type(x) in PLAIN and type(activation_args) in (dict, type(None))
+        and not is_compiling() and not is_tracing() and not x.is_nested
+    ):  # fmt: skip
+        arguments = tuple(activation_args.items()) if activation_args else ()
+        present = tuple([each is not None for each in given])
+        key = x.shape, present, activation, arguments, hidden_dropout_p, dropout_p, out_dtype, precision
+    calls = None
+    checked = eager = key is not None and _checked_mlps.find(key, tensors) is not None
+    if not checked:
+        calls = _mlp_calls(given, activation, activation_args, hidden_dropout_p, dropout_p, out_dtype, precision)
+        mlp_autograd.validate(*calls)
+        eager = key is not None and not through_dispatcher(*tensors)
+        if eager and autocast_dtype(x) is None:
+            _checked_mlps.keep(key, tensors, True)
+    trained = torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]
+    if eager and not (trained or hidden_dropout_p or dropout_p):
+        first = {
+            "bias": bias, "weight_up": weight_up, "bias_up": bias_up, "activation": activation,
+            "activation_args": activation_args,
+        }  # fmt: skip
+        h = _fused(mlp, x, weight, first, None, precision)
+        return _fused(mlp, h, weight_down, {"bias": bias_down, "residual": residual}, out_dtype, precision)
+    if calls is None:
+        calls = _mlp_calls(given, activation, activation_args, hidden_dropout_p, dropout_p, out_dtype, precision)
+    return mlp_autograd.run(*calls)
+
+
+_checked_mlps: KnownCalls[bool] = KnownCalls(is_plan=False)  # calls of `mlp` whose arguments fit
+
+
+def _mlp_calls(
+    tensors: Sequence[Any], activation: str, activation_args: Mapping[str, float] | None, hidden_dropout_p: float,
+    dropout_p: float, out_dtype: torch.dtype | None, precision: str | None,
+) -> tuple[Call, Call]:  # fmt: skip
+    """The two layers of an `mlp`; the second's x is yet to be the first's result."""
+    x, weight, weight_down, bias, bias_down, weight_up, bias_up, residual = tensors
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}; expected a torch.Tensor [..., K]")
+    require_tensor("weight", weight, 2, "[hidden, K]")
     first = {
         "bias": bias, "weight_up": weight_up, "bias_up": bias_up, "activation": activation,
         "activation_args": activation_args, "dropout_p": hidden_dropout_p,
@@ -414,8 +458,7 @@ def mlp(
             f"since weight is {list(weight.shape)}"
         )
     second = {"bias": bias_down, "dropout_p": dropout_p, "residual": residual}
-    down = _call(hidden.x, weight_down, second, out_dtype, precision, True)
-    return mlp_autograd.run(hidden, down)
+    return hidden, _call(hidden.x, weight_down, second, out_dtype, precision, True)
 
 
 def _call(
@@ -428,30 +471,37 @@ def _call(
 ) -> Call:
     """The call that the arguments mean, after autocast; the tensors' shapes are checked by what serves them."""
     get = epilogue.get
-    activation, activation_args, user = get("activation"), get("activation_args"), get("epilogue")
+    activation, activation_args, dropout_p = get("activation"), get("activation_args"), get("dropout_p", 0)
     arguments: tuple[float, ...] = ()
     if activation is not None:
         arguments = spec.argument_values(spec.activation(activation), activation_args)
     elif activation_args:
         raise ValueError(f"activation_args is {dict(activation_args)} without an activation")
-    if user is not None:
-        spec.registered(user)
-    rounding, dropout_p, aux = get("rounding", "once"), get("dropout_p", 0), tuple(get("aux", ()))
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"rounding is {rounding!r}; accepted: {', '.join(map(repr, ROUNDINGS))}")
     operands: list[Any] = list(map(get, SHAPES))
     weight_up = get("weight_up")
+    alpha, beta, aux, user, bias_dim, rounding = 1.0, 0.0, (), None, -1, "once"
+    if not _SELDOM.isdisjoint(epilogue):
+        aux, user, bias_dim, rounding = (
+            tuple(get("aux", ())),
+            get("epilogue"),
+            get("bias_dim", -1),
+            get("rounding", rounding),
+        )
+        if user is not None:
+            spec.registered(user)
+        if rounding not in ROUNDINGS:
+            raise ValueError(f"rounding is {rounding!r}; accepted: {', '.join(map(repr, ROUNDINGS))}")
+        operands[_ALPHA], alpha = _number("alpha", get("alpha", 1), 1.0)
+        factor = get("beta")
+        if factor is None:
+            factor = 0 if operands[_C] is None else 1
+        operands[_BETA], beta = _number("beta", factor, 0.0)
+        if operands[_BETA] is None and beta == 0:
+            operands[_C] = None
     if aux or not _EXPECTED.issuperset(map(type, (weight_up, *operands))):
         _require_tensors({"weight_up": weight_up, **dict(zip(SHAPES, operands, strict=True))}, aux)
     if weight_up is not None:
         require_tensor("weight_up", weight_up, 2, "[N, K]")
-    operands[_ALPHA], alpha = _number("alpha", get("alpha", 1), 1.0)
-    beta = get("beta")
-    if beta is None:
-        beta = 0 if operands[_C] is None else 1
-    operands[_BETA], beta = _number("beta", beta, 0.0)
-    if operands[_BETA] is None and beta == 0:
-        operands[_C] = None
     if not isinstance(dropout_p, _NUMBERS):
         raise TypeError(f"dropout_p is {dropout_p!r}; expected a number")
     if not 0 <= dropout_p <= 1:
@@ -467,12 +517,14 @@ def _call(
     seed = new_seed(x.device) if dropout_p > 0 else None
     read = Operands._make((
         *operands, aux, seed, alpha, beta, float(dropout_p), activation or "", arguments, user or "",
-        get("bias_dim", -1), rounding == "eager",
+        bias_dim, rounding == "eager",
     ))  # fmt: skip
     return Call(x, weight, weight_up, read, by_rows, "", owners, (None,) * 4, out_dtype, precision)
 
 
+_PLAIN = {*PLAIN}
 _EXPECTED = {*PLAIN, type(None)}
+_SELDOM = {"alpha", "beta", "c", "epilogue", "aux", "bias_dim", "rounding"}  # arguments that most calls leave out
 _C, _ALPHA, _BETA = (PLACES[name] for name in ("c", "alpha", "beta"))
 
 

@@ -27,6 +27,7 @@ from isogemm.gemm.fused_op import Call
 TENSORS = ("x", "weight", "weight_up", *DIFFERENTIABLE)  # of a call, but aux
 _COUNT = len(TENSORS)
 _X, _WEIGHT, _BIAS, _RESIDUAL = map(TENSORS.index, ("x", "weight", "bias", "residual"))
+_AFTER_BIASES = slice(TENSORS.index("c"), _COUNT)
 OWNED = ("weight", "bias", "weight_up", "bias_up")  # parameters, which may have a main_grad
 
 
@@ -112,7 +113,7 @@ def _keep(
     """
     operands = call.operands
     ctx.dtypes = [each if each is None else each.dtype for each in tensors]
-    ctx.weight_shape = call.columns[0].shape[::-1]
+    ctx.weight_shape = call.weight.shape if call.by_rows else call.weight.shape[::-1]
     ctx.registered = spec.REGISTERED.get(operands.epilogue)
     ctx.kind = operands.saved if _wants_dz(needs) else ""
     read = [each if is_read else None for each, is_read in zip(tensors, _is_read(needs[:_COUNT]), strict=True)]
@@ -191,13 +192,15 @@ def _gradients(
             found["bias"] = dz.of_bias(dtype, owners["bias"])
         else:
             found["bias"] = _over_columns(dz.value).to(dtype)
-    product = functools.partial(_product, call)
-    found |= forms.operand_gradients(operands, dz.value, needed, dtypes, product, autograd.bias_grad, _over_columns)
+    if True in needs[_AFTER_BIASES]:
+        product = functools.partial(_product, call)
+        found |= forms.operand_gradients(operands, dz.value, needed, dtypes, product, autograd.bias_grad, _over_columns)
     if not (needed["x"] or needed["weight"]):
         return *found.values(), *dz.of_aux
     scaled = forms.scaled(rounded, operands)
     if needed["x"]:
-        found["x"] = autograd.by_rows(scaled, call.columns[0].mT, call.precision)
+        weight = call.weight if call.by_rows else call.weight.mT  # [N, K]
+        found["x"] = autograd.by_rows(scaled, weight, call.precision)
     if needed["weight"]:
         if call.by_rows:
             found["weight"] = autograd.of_weight(scaled, call.x, call.precision, owners["weight"])

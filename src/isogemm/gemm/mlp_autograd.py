@@ -23,15 +23,19 @@ from isogemm.gemm.fused_autograd import OWNED, TENSORS, Dz, Flat, is_differentia
 from isogemm.gemm.fused_op import Call, MlpCall
 
 
-def run(hidden: Call, down: Call) -> Tensor:
-    """`down` of the result of `hidden`; down.x is yet to be that."""
-    tensors = [each for each in (*hidden.tensors[:5], *down.tensors[1:]) if each is not None]
-    operands = hidden.operands
-    if not operands.activation:
+def validate(hidden: Call, down: Call) -> None:
+    """Raise where an argument of either layer does not fit."""
+    if not hidden.operands.activation:
         raise ValueError("activation is None; expected one")
-    fused.validate(hidden.x, *hidden.columns, operands, None, hidden.precision, _HIDDEN_NAMES)
+    fused.validate(hidden.x, *hidden.columns, hidden.operands, None, hidden.precision, _HIDDEN_NAMES)
     h = hidden.x.new_empty(1).expand(*hidden.x.shape[:-1], hidden.columns[0].shape[-1])  # like the one to come
     fused.validate(h, *down.columns, down.operands, down.out_dtype, down.precision, _DOWN_NAMES)
+
+
+def run(hidden: Call, down: Call) -> Tensor:
+    """`down` of the result of `hidden`, both valid; down.x is yet to be that."""
+    tensors = [each for each in (*hidden.tensors[:5], *down.tensors[1:]) if each is not None]
+    operands = hidden.operands
     differentiated = torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]
     if through_dispatcher(*tensors):
         refuse_transforms("nn.MLP", *tensors)
