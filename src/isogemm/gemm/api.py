@@ -407,8 +407,8 @@ def mlp(
     tensors = [each for each in given if each is not None]
     key = None
     if (
-        _PLAIN.issuperset(map(type, tensors)) and type(x) in PLAIN and type(activation_args) in (dict, type(None))
-        and not is_compiling() and not is_tracing() and not x.is_nested
+        not is_compiling() and not is_tracing() and type(x) in PLAIN and not x.is_nested
+        and _PLAIN.issuperset(map(type, tensors)) and type(activation_args) in (dict, type(None))
     ):  # fmt: skip
         arguments = tuple(activation_args.items()) if activation_args else ()
         present = tuple([each is not None for each in given])
