@@ -117,18 +117,14 @@ class Setting(trials.Setting):
         return self.rows(m), [way(params), way(trainable(params))]
 
     def input_gradient(self, m: int) -> tuple[Tensor, list[Rows]]:
-        params = self.parameters()
+        params = trainable(self.parameters()) if self.seed % 2 else self.parameters()
         size = self.shape.tokens * self.shape.d_model
 
-        def way(params: EncoderParameters) -> Rows:
-            def gradient(rows: Tensor) -> Tensor:
-                x, mask = self.sequences(rows)
-                return self.gradient_of_x(x, mask, rows[:, -size:].reshape(x.shape), params)[1].flatten(1)
+        def gradient(rows: Tensor) -> Tensor:
+            x, mask = self.sequences(rows)
+            return self.gradient_of_x(x, mask, rows[:, -size:].reshape(x.shape), params)[1].flatten(1)
 
-            return gradient
-
-        rows = torch.cat([self.rows(m), self.normal(m, size, seed=9)], dim=1)
-        return rows, [way(trainable(params) if self.seed % 2 else params)]
+        return torch.cat([self.rows(m), self.normal(m, size, seed=9)], dim=1), [gradient]
 
     def tokens(self) -> tuple[int, int]:
         """Draw a number of sequences (whole chunks and a part of one); return it and the chunk."""
@@ -248,8 +244,7 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
     sequences = each.rng.randint(least, max(least, min(each.sizes.most, _JUDGED_ELEMENTS // elements)))
     tensors = each.tensors(each.shape._replace(sequences=sequences))
     if each.options["activation"] == "relu":  # no sum near 0, where the derivative jumps: there rounding decides
-        sign = each.normal(each.shape.dim_feedforward, seed=20).sign()
-        tensors["linear1_bias"] = 8 * sign
+        tensors["linear1_bias"] = 8 * each.normal(each.shape.dim_feedforward, seed=20).sign()
     mask = each.sequences(each.rows(sequences))[1]
     if mask is not None:
         mask[:, 0] = 0  # torch returns NaN for a query without keys

@@ -77,7 +77,6 @@ def _any_tile(each: Setting) -> Iterator[BitDiff]:
         (token_grad.mT, token_x, chunk, total),
     ):
         how: Any = {"out_dtype": out_dtype, "precision": each.precision or None, "chunk": cut}
-
         problem = op.problem_of(left, right, **how, total=sums)
         results = (
             op.gemm(left, right, **how, total=None if sums is None else sums.clone(), config=config)
@@ -119,13 +118,12 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
     m, precision = min(each.rng.choice(each.sizes.edges), 1000), each.precision
     x, b = each.operands(m, each.k, each.n)
     grad = make_data(each.kind, (m, each.n), seed=each.seed, dtype=each.dtype, device=each.device)
-    bias = each.normal(each.n)
-    inputs = [with_layout(x, each.layouts[0]), with_layout(b.mT, each.layouts[1]), bias]
+    inputs = [with_layout(x, each.layouts[0]), with_layout(b.mT, each.layouts[1]), each.normal(each.n)]
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     out = linear(*leaves, precision=precision or None)
     dx, dw, db = torch.autograd.grad(out, leaves, grad)
     wide = linear(*inputs, out_dtype=each.wide, precision=precision or None)
-    x, weight = inputs[0], inputs[1]
+    x, weight, bias = inputs
     assert_accurate(out.detach(), x, weight.mT, precision, bias=bias, what="forward")
     assert_accurate(wide, x, weight.mT, precision, bias=bias, what="forward to fp32")
     assert_accurate(dx, grad, weight, precision, what="dX")
