@@ -97,8 +97,7 @@ class Setting(trials.Setting):
         return x, None if not self.mask else mask > 0 if self.mask == "bool" else mask
 
     def layer(self, x: Tensor, mask: Tensor | None, params: EncoderParameters) -> Tensor:
-        precision = self.precision or None
-        return cast(Tensor, encoder_layer(x, params, key_padding_mask=mask, precision=precision, **self.options))
+        return cast(Tensor, encoder_layer(x, params, key_padding_mask=mask, precision=self.asked, **self.options))
 
     def gradient_of_x(
         self, x: Tensor, mask: Tensor | None, grad: Tensor, params: EncoderParameters
@@ -260,7 +259,7 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
 
     operands, in_torch = list(tensors.values()), named(references.torch_encoder)
     grad = each.normal(*tensors["x"].shape, seed=9)
-    found = training_step(named(isogemm, precision=each.precision or None), operands, grad)
+    found = training_step(named(isogemm, precision=each.asked), operands, grad)
     torchs = measures(lambda: training_step(in_torch, operands, grad), each.dtype, each.precision, each.device)
     exact = training_step(in_torch, [operand.double() for operand in operands], grad.double())
     for place, name in enumerate(["result", *names]):

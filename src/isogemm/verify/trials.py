@@ -84,6 +84,7 @@ class Setting(abc.ABC):
         threads = tuple(dict.fromkeys((*THREADS, torch.get_num_threads())))
         self.threads = threads[(group + 2 * number) % len(threads)]
         name, self.precision = NUMBERS[number]
+        self.asked = self.precision or None  # as an argument of the API
         self.kind = DATA_KINDS[group % len(DATA_KINDS)]
         self.n, self.k = self.sizes.weights[seed % len(self.sizes.weights)]
         self.dtype: torch.dtype = getattr(torch, name)
