@@ -93,8 +93,7 @@ def _steps(config: Config, device: torch.device, *, compiled: bool) -> dict[str,
         set_fp32_precision("tf32" if config.precision == "tf32" else "ieee")
     sizes = config.model
     rows = synthetic_rows(max(4 * config.batch, 10 * (sizes.inputs + sizes.horizon)), sizes.inputs + sizes.horizon)
-    windows = cut(synthetic(rows, sizes.channels, config.seed), sizes.inputs, sizes.horizon)
-    windows = windows.to(device)
+    windows = cut(synthetic(rows, sizes.channels, config.seed), sizes.inputs, sizes.horizon).to(device)
     starts = torch.randperm(4 * config.batch, generator=torch.Generator().manual_seed(0))[: config.batch].to(device)
     torch.manual_seed(0)
     model = Forecaster(sizes).to(device)

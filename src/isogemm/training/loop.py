@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -162,7 +161,8 @@ class Run:
             started = time.perf_counter()
             set_random_state(self._random, world.device)
             objective, training, validation = self._prepared()
-            self._synchronize()
+            if self._on_gpu:
+                torch.cuda.synchronize(world.device)
             prepared = time.perf_counter()
             self._begun = prepared - self._total_s
             while not self.ended(plan):
@@ -170,12 +170,14 @@ class Run:
             if stop():
                 raise Stopped(f"after epoch {len(self.epochs)}, the last one, before its test")
             self._total_s = time.perf_counter() - self._begun
-            with self._best_weights():
-                test = Evaluation(objective, windows, windows.test, self.config.batch, world.rank, world.size)
-                mse, mae = self._errors(test)
-                if not math.isfinite(mse):
-                    raise Diverged("the test error is not finite; a lower learning rate may help")
-                forecast = self._forecast()
+            last = self._weights()
+            self.model.load_state_dict(self._best["model"])
+            test = Evaluation(objective, windows, windows.test, self.config.batch, world.rank, world.size)
+            mse, mae = self._errors(test)
+            if not math.isfinite(mse):
+                raise Diverged("the test error is not finite; a lower learning rate may help")
+            forecast = self._forecast()
+            self.model.load_state_dict(last)
         trained = len(self.epochs) * self.steps * self.config.batch
         speed = trained / sum(epoch.train_s for epoch in self.epochs)
         peak = torch.cuda.max_memory_allocated(world.device) - self._allocated if self._on_gpu else None
@@ -342,13 +344,6 @@ class Run:
     def _weights(self) -> dict[str, Tensor]:
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
-    @contextmanager
-    def _best_weights(self) -> Iterator[None]:
-        last = self._weights()
-        self.model.load_state_dict(self._best["model"])
-        yield
-        self.model.load_state_dict(last)
-
     @torch.no_grad()
     def _forecast(self) -> Forecast:
         """Forecast the middle window of the test part."""
@@ -364,10 +359,6 @@ class Run:
 
         history, truth = window[:, : windows.inputs], window[:, windows.inputs :]
         return Forecast(list(self.series.channels[:shown]), original(history), original(truth), original(y))
-
-    def _synchronize(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize(self.world.device)
 
 
 def best_forecaster(path: AnyPath) -> tuple[Forecaster, Tensor, Tensor]:

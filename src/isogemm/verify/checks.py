@@ -54,16 +54,14 @@ def run_trials(
     failures = differing = 0
     first_failure = ""
     for seed in range(trials):
-        unequal = 0
         problem = ""
         try:
             for diff in trial(seed) or ():
                 if not diff.equal:
-                    unequal += diff.count
+                    differing += diff.count
                     problem = problem or str(diff)
         except Exception as error:  # a check reports what went wrong, whatever it is
             problem = problem or f"{type(error).__name__}: {error}"
-        differing += unequal
         if problem:
             failures += 1
             first_failure = first_failure or f"trial {seed}: {problem}"

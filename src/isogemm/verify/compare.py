@@ -46,13 +46,10 @@ def compare_bits(actual: Tensor, expected: Tensor) -> BitDiff:
         got, wanted = (f"{each.dtype} of shape {tuple(each.shape)}" for each in (actual, expected))
         total = max(actual.numel(), expected.numel())
         return BitDiff(total, total, mismatch=f"got {got}, expected {wanted}")
-    total = actual.numel()
-    if total == 0:
-        return BitDiff(count=0, total=0)
     differs = _as_int(actual) != _as_int(expected.to(actual.device))
     if actual.dtype == torch.complex128:
         differs = differs.any(-1)
-    count = int(differs.sum())
+    count, total = int(differs.sum()), actual.numel()
     if count == 0:
         return BitDiff(count=0, total=total)
     first = differs.flatten().to(torch.uint8).argmax()

@@ -97,8 +97,7 @@ class Setting(trials.Setting):
         return x, None if not self.mask else mask > 0 if self.mask == "bool" else mask
 
     def layer(self, x: Tensor, mask: Tensor | None, params: EncoderParameters) -> Tensor:
-        precision = self.precision or None
-        return cast(Tensor, encoder_layer(x, params, key_padding_mask=mask, precision=precision, **self.options))
+        return cast(Tensor, encoder_layer(x, params, key_padding_mask=mask, precision=self.asked, **self.options))
 
     def gradient_of_x(
         self, x: Tensor, mask: Tensor | None, grad: Tensor, params: EncoderParameters
@@ -117,18 +116,14 @@ class Setting(trials.Setting):
         return self.rows(m), [way(params), way(trainable(params))]
 
     def input_gradient(self, m: int) -> tuple[Tensor, list[Rows]]:
-        params = self.parameters()
+        params = trainable(self.parameters()) if self.seed % 2 else self.parameters()
         size = self.shape.tokens * self.shape.d_model
 
-        def way(params: EncoderParameters) -> Rows:
-            def gradient(rows: Tensor) -> Tensor:
-                x, mask = self.sequences(rows)
-                return self.gradient_of_x(x, mask, rows[:, -size:].reshape(x.shape), params)[1].flatten(1)
+        def gradient(rows: Tensor) -> Tensor:
+            x, mask = self.sequences(rows)
+            return self.gradient_of_x(x, mask, rows[:, -size:].reshape(x.shape), params)[1].flatten(1)
 
-            return gradient
-
-        rows = torch.cat([self.rows(m), self.normal(m, size, seed=9)], dim=1)
-        return rows, [way(trainable(params) if self.seed % 2 else params)]
+        return torch.cat([self.rows(m), self.normal(m, size, seed=9)], dim=1), [gradient]
 
     def tokens(self) -> tuple[int, int]:
         """Draw a number of sequences (whole chunks and a part of one); return it and the chunk."""
@@ -248,8 +243,7 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
     sequences = each.rng.randint(least, max(least, min(each.sizes.most, _JUDGED_ELEMENTS // elements)))
     tensors = each.tensors(each.shape._replace(sequences=sequences))
     if each.options["activation"] == "relu":  # no sum near 0, where the derivative jumps: there rounding decides
-        sign = each.normal(each.shape.dim_feedforward, seed=20).sign()
-        tensors["linear1_bias"] = 8 * sign
+        tensors["linear1_bias"] = 8 * each.normal(each.shape.dim_feedforward, seed=20).sign()
     mask = each.sequences(each.rows(sequences))[1]
     if mask is not None:
         mask[:, 0] = 0  # torch returns NaN for a query without keys
@@ -265,7 +259,7 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
 
     operands, in_torch = list(tensors.values()), named(references.torch_encoder)
     grad = each.normal(*tensors["x"].shape, seed=9)
-    found = training_step(named(isogemm, precision=each.precision or None), operands, grad)
+    found = training_step(named(isogemm, precision=each.asked), operands, grad)
     torchs = measures(lambda: training_step(in_torch, operands, grad), each.dtype, each.precision, each.device)
     exact = training_step(in_torch, [operand.double() for operand in operands], grad.double())
     for place, name in enumerate(["result", *names]):

@@ -95,8 +95,7 @@ def encoder_parameters(tensors: Mapping[str, Tensor], *, separate: bool = False)
     """Take all tensors but x as parameters; `separate` gives q, k and v as views of the stacked input projection."""
     named: dict[str, Any] = {name: each for name, each in tensors.items() if name != "x"}
     if separate:
-        thirds = [name for name in ("in_proj_weight", "in_proj_bias") if name in named]
-        named |= {name: tuple(named[name].chunk(3)) for name in thirds}
+        named |= {name: tuple(each.chunk(3)) for name, each in named.items() if name.startswith("in_proj")}
     return isogemm.EncoderParameters(**named)
 
 

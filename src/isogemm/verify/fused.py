@@ -238,10 +238,10 @@ class Setting(trials.Setting):
     def forward(self, m: int) -> tuple[Tensor, list[Rows]]:
         """Rows, and the ways: with an fp32 result, with one of its own dtype, rounding as torch does, and an mlp."""
         x, b = self.operands(m, self.k, self.n)
-        layer, precision = self.layer(b.mT), self.precision or None
+        layer = self.layer(b.mT)
 
         def way(**how: Any) -> Rows:
-            return lambda rows: layer.isogemm(self.tokens_of(rows), precision=precision, **how)
+            return lambda rows: layer.isogemm(self.tokens_of(rows), precision=self.asked, **how)
 
         ways = [way(out_dtype=out) for out in dict.fromkeys((self.wide, None))] + [way(rounding="eager")]
         if self.activation:
@@ -257,7 +257,7 @@ class Setting(trials.Setting):
         return mlp(
             x, layer.weight, down, bias=layer.bias, weight_up=layer.weight_up,
             bias_up=layer.bias_up, activation=layer.activation, activation_args=layer.arguments,
-            precision=self.precision or None,
+            precision=self.asked,
         )  # fmt: skip
 
     def input_gradient(self, m: int) -> tuple[Tensor, list[Rows]]:
@@ -269,7 +269,7 @@ class Setting(trials.Setting):
         def of_layer(rows: Tensor) -> Tensor:
             tokens = self.tokens_of(rows)
             tokens = tokens._replace(x=tokens.x.requires_grad_())
-            out = layer.isogemm(tokens, precision=self.precision or None)
+            out = layer.isogemm(tokens, precision=self.asked)
             return torch.autograd.grad(out, tokens.x, rows[:, -widest:][:, : self.n])[0]
 
         def of_mlp(rows: Tensor) -> Tensor:
@@ -285,7 +285,7 @@ class Setting(trials.Setting):
 
         def one(rows: Tensor, *parameters: Tensor) -> Tensor:
             tokens = self.tokens_of(rows)._replace(bias=None)  # of `linear`, which knows parameters
-            return layer.with_parameters(parameters).isogemm(tokens, precision=self.precision or None)
+            return layer.with_parameters(parameters).isogemm(tokens, precision=self.asked)
 
         def two(rows: Tensor, *parameters: Tensor) -> Tensor:
             return self._mlp(layer.with_parameters(parameters[:-1]), parameters[-1], self.tokens_of(rows).x)
@@ -301,7 +301,7 @@ def _any_tile(each: Setting) -> Iterator[BitDiff]:
     layer, tokens = each.layer_and_tokens(each.rng.choice(each.sizes.edges))
     p = each.rng.choice((0.0, 0.3))
     seed = torch.full((1,), each.seed, dtype=torch.int64, device=each.device) if p else None
-    how: Any = {"out_dtype": each.wide if each.seed % 2 else None, "precision": each.precision or None}
+    how: Any = {"out_dtype": each.wide if each.seed % 2 else None, "precision": each.asked}
     operands = tokens.x, *layer.columns, layer.fusion(tokens, p, seed)
     problem = fused.problem_of(*operands, **how)
     plainest, candidates = configs.canonical(problem), configs.candidates(problem)
@@ -317,7 +317,7 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
     for out_dtype in dict.fromkeys((None, each.wide)):
         # Tensor cores sum an fp32 result of 16-bit operands, and tf32x3, less exactly: as in the gemm family.
         factor = 4 if out_dtype is not None or each.precision == "tf32x3" else 2
-        found = layer.isogemm(tokens, out_dtype=out_dtype, precision=each.precision or None)
+        found = layer.isogemm(tokens, out_dtype=out_dtype, precision=each.asked)
         assert_accurate(found, layer, tokens, each.precision, factor=factor, what=each.called)
     _assert_trained_accurately(Setting(each.seed, each.device, _LEAST))
     yield from ()
@@ -354,7 +354,7 @@ def _assert_trained_accurately(each: Setting) -> None:
 
     def one(x: Tensor, *parameters: Tensor) -> Tensor:
         mine = layer.with_parameters(parameters)
-        return mine.isogemm(tokens._replace(x=x), precision=each.precision or None)
+        return mine.isogemm(tokens._replace(x=x), precision=each.asked)
 
     def one_in_torch(x: Tensor, *parameters: Tensor) -> Tensor:
         mine = layer.with_parameters(parameters)
@@ -418,10 +418,9 @@ def assert_largest_error(found: Tensor, torchs: Tensor, exact: Tensor, *, factor
 
 def _eager(each: Setting) -> Iterator[BitDiff]:
     layer, tokens = each.layer_and_tokens(each.rng.choice(each.sizes.edges))
-    precision = each.precision or None
-    found = layer.isogemm(tokens, rounding="eager", precision=precision)
+    found = layer.isogemm(tokens, rounding="eager", precision=each.asked)
     with torch.no_grad():
-        products = layer.products(functools.partial(mm, precision=precision), tokens.x)
+        products = layer.products(functools.partial(mm, precision=each.asked), tokens.x)
         expected = layer.after(*products, tokens, {name: entry.torch for name, entry in ACTIVATIONS.items()})
     yield compare_bits(found, expected)
 
@@ -430,7 +429,6 @@ def _dropout(each: Setting) -> Iterator[BitDiff]:
     m, p = each.rng.choice(each.sizes.edges), each.rng.choice((0.1, 0.5, 0.9))
     layer, tokens = each.layer_and_tokens(m)
     tokens = tokens._replace(residual=None)
-    precision = each.precision or None
     with torch.random.fork_rng([each.device] if each.device.type == "cuda" else []):
 
         def seeded(function: Callable[..., Tensor], *args: Any, **how: Any) -> Tensor:
@@ -438,17 +436,17 @@ def _dropout(each: Setting) -> Iterator[BitDiff]:
             return function(*args, **how)
 
         kept = random.kept(seeded(new_seed, each.device), m, each.n, p)
-        found = seeded(layer.isogemm, tokens, dropout_p=p, precision=precision)
-        wide = seeded(layer.isogemm, tokens, dropout_p=p, precision=precision, out_dtype=each.wide)
+        found = seeded(layer.isogemm, tokens, dropout_p=p, precision=each.asked)
+        wide = seeded(layer.isogemm, tokens, dropout_p=p, precision=each.asked, out_dtype=each.wide)
         c, grad = each.normal(m, each.n).requires_grad_(), each.normal(m, each.n, seed=1)
-        dropped = seeded(linear, tokens.x, layer.weight, c=c, beta=1.0, dropout_p=p, precision=precision)
+        dropped = seeded(linear, tokens.x, layer.weight, c=c, beta=1.0, dropout_p=p, precision=each.asked)
         (backward,) = torch.autograd.grad(dropped, c, grad)
 
     def expected(whole: Tensor) -> Tensor:
         return torch.where(kept, whole.float() * random.scale(p), 0.0).to(whole.dtype) + 0.0  # either zero will do
 
-    whole = layer.isogemm(tokens, precision=precision)
-    yield compare_bits(wide + 0.0, expected(layer.isogemm(tokens, precision=precision, out_dtype=each.wide)))
+    whole = layer.isogemm(tokens, precision=each.asked)
+    yield compare_bits(wide + 0.0, expected(layer.isogemm(tokens, precision=each.asked, out_dtype=each.wide)))
     yield compare_bits(backward + 0.0, expected(grad))
     seen = whole != 0
     yield compare_bits((found != 0) & seen, kept & seen)

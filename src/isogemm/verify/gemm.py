@@ -31,7 +31,7 @@ class Setting(trials.Setting):
         weight, bias = with_layout(b.mT, self.layouts[1]), self.normal(self.n)
 
         def way(out_dtype: torch.dtype | None) -> Rows:
-            how: Any = {"out_dtype": out_dtype, "precision": self.precision or None}
+            how: Any = {"out_dtype": out_dtype, "precision": self.asked}
             return lambda x: linear(with_layout(x, self.layouts[0]), weight, bias, **how)
 
         return x, [way(out) for out in dict.fromkeys((self.wide, None))]
@@ -40,14 +40,14 @@ class Setting(trials.Setting):
         """grad, and the ways to its dX: the product itself with an fp32 result, and autograd's."""
         grad, weight = self.operands(m, self.n, self.k)
         weight = with_layout(weight, self.layouts[1])
-        precision = self.precision or None
 
         def product(grad: Tensor) -> Tensor:
-            return op.product(with_layout(grad, self.layouts[0]), weight, None, self.wide, precision)
+            return op.product(with_layout(grad, self.layouts[0]), weight, None, self.wide, self.asked)
 
         def backward(grad: Tensor) -> Tensor:
             x = torch.ones((len(grad), self.k), dtype=self.dtype, device=self.device, requires_grad=True)
-            return torch.autograd.grad(linear(x, weight, precision=precision), x, with_layout(grad, self.layouts[0]))[0]
+            out = linear(x, weight, precision=self.asked)
+            return torch.autograd.grad(out, x, with_layout(grad, self.layouts[0]))[0]
 
         return grad, [product, backward]
 
@@ -55,7 +55,7 @@ class Setting(trials.Setting):
         grad, x = self.weight_operands(tokens)
 
         def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            return linear(x, weight, bias, precision=self.precision or None)
+            return linear(x, weight, bias, precision=self.asked)
 
         shapes = ((self.n, self.k), (self.n,))
         parameters = [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes]
@@ -76,8 +76,7 @@ def _any_tile(each: Setting) -> Iterator[BitDiff]:
         (with_layout(grad, layouts[0]), with_layout(weight, layouts[1]), chunks[1], None),
         (token_grad.mT, token_x, chunk, total),
     ):
-        how: Any = {"out_dtype": out_dtype, "precision": each.precision or None, "chunk": cut}
-
+        how: Any = {"out_dtype": out_dtype, "precision": each.asked, "chunk": cut}
         problem = op.problem_of(left, right, **how, total=sums)
         results = (
             op.gemm(left, right, **how, total=None if sums is None else sums.clone(), config=config)
@@ -119,13 +118,12 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
     m, precision = min(each.rng.choice(each.sizes.edges), 1000), each.precision
     x, b = each.operands(m, each.k, each.n)
     grad = make_data(each.kind, (m, each.n), seed=each.seed, dtype=each.dtype, device=each.device)
-    bias = each.normal(each.n)
-    inputs = [with_layout(x, each.layouts[0]), with_layout(b.mT, each.layouts[1]), bias]
+    inputs = [with_layout(x, each.layouts[0]), with_layout(b.mT, each.layouts[1]), each.normal(each.n)]
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    out = linear(*leaves, precision=precision or None)
+    out = linear(*leaves, precision=each.asked)
     dx, dw, db = torch.autograd.grad(out, leaves, grad)
-    wide = linear(*inputs, out_dtype=each.wide, precision=precision or None)
-    x, weight = inputs[0], inputs[1]
+    wide = linear(*inputs, out_dtype=each.wide, precision=each.asked)
+    x, weight, bias = inputs
     assert_accurate(out.detach(), x, weight.mT, precision, bias=bias, what="forward")
     assert_accurate(wide, x, weight.mT, precision, bias=bias, what="forward to fp32")
     assert_accurate(dx, grad, weight, precision, what="dX")

@@ -30,9 +30,8 @@ def make_data(
         raise ValueError(f"kind: got {kind!r}, expected one of {', '.join(DATA_KINDS)}")
     if not dtype.is_floating_point:
         raise TypeError(f"dtype: got {dtype}, expected a floating-point dtype")
-    return _MAKERS[kind](_Draw(shape, dtype, torch.Generator(device).manual_seed(seed)), reduce_dim, pair_sign).to(
-        dtype
-    )
+    draw = _Draw(shape, dtype, torch.Generator(device).manual_seed(seed))
+    return _MAKERS[kind](draw, reduce_dim, pair_sign).to(dtype)
 
 
 def make_operands(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -32,17 +33,10 @@ def poisoned_allocations() -> Iterator[None]:
     The functions themselves are replaced for the duration, in every thread: a torch mode would take the code
     under test down another path. Memory that torch's own operators allocate is left alone.
     """
-    saved = [(owner, name, vars(owner).get(name)) for owner, name in _ALLOCATORS]
-    try:
+    with ExitStack() as replaced:
         for owner, name in _ALLOCATORS:
-            setattr(owner, name, _poisoning(getattr(owner, name)))
+            replaced.enter_context(mock.patch.object(owner, name, _poisoning(getattr(owner, name))))
         yield
-    finally:
-        for owner, name, original in saved:
-            if original is None:  # inherited: uncover it
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
 
 
 def _poisoning(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:

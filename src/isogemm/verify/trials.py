@@ -84,6 +84,7 @@ class Setting(abc.ABC):
         threads = tuple(dict.fromkeys((*THREADS, torch.get_num_threads())))
         self.threads = threads[(group + 2 * number) % len(threads)]
         name, self.precision = NUMBERS[number]
+        self.asked = self.precision or None  # as an argument of the API
         self.kind = DATA_KINDS[group % len(DATA_KINDS)]
         self.n, self.k = self.sizes.weights[seed % len(self.sizes.weights)]
         self.dtype: torch.dtype = getattr(torch, name)
@@ -141,8 +142,7 @@ def needle(way: Rows, rows: Tensor, rng: random.Random) -> Iterator[BitDiff]:
 
 def cut(way: Rows, rows: Tensor, rng: random.Random) -> Iterator[BitDiff]:
     cuts = sorted(rng.randint(0, len(rows)) for _ in range(rng.randint(1, 6)))
-    parts = [way(rows[start:end]) for start, end in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
-    yield compare_bits(torch.cat(parts), way(rows))
+    yield compare_bits(torch.cat([way(part) for part in rows.tensor_split(cuts)]), way(rows))
 
 
 def padded(way: Rows, rows: Tensor, rng: random.Random) -> Iterator[BitDiff]:
@@ -227,9 +227,8 @@ def gradients(each: Setting, trained: Trained, cuts: Sequence[int] = (), *, main
     if main_grad:
         for parameter in parameters:
             parameter.main_grad = make_data("normal", parameter.shape, seed=each.seed, device=each.device)
-    for first, last in zip([0, *cuts], [*cuts, len(trained.rows)], strict=True):
-        out = trained.layer(trained.rows[first:last], *parameters)
-        torch.autograd.backward(out, trained.grad[first:last])
+    for rows, grad in zip(trained.rows.tensor_split(cuts), trained.grad.tensor_split(cuts), strict=True):
+        torch.autograd.backward(trained.layer(rows, *parameters), grad)
     return [parameter.main_grad if main_grad else parameter.grad for parameter in parameters]
 
 
