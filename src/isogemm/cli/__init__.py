@@ -151,11 +151,12 @@ def make_report(args: argparse.Namespace, terminal: Terminal) -> int:
     rewritten = []
     for document in [Path("README.md"), *sorted(Path("docs").rglob("*.md")), *sorted(Path("src").rglob("*.md"))]:
         try:
-            rewritten += [document] if tables.refresh(document, made) else []
+            text = tables.rendered(document.read_text(encoding="utf-8"), made)
         except ValueError as error:
             raise UsageError(f"{document}: {error}") from error
+        rewritten += [document] if files.refresh(document, text) else []
     if recorded and HEADLINE.parent.is_dir():
-        rewritten += [HEADLINE] if headline.refresh(HEADLINE, recorded) else []
+        rewritten += [HEADLINE] if files.refresh(HEADLINE, headline.dumps(recorded)) else []
     for file in rewritten:
         terminal.line(f"rewritten: {file}")
     return OK
