@@ -100,7 +100,7 @@ def test_bad_markers_are_refused(text: str, message: str) -> None:
     ("params", "expected"),
     [
         ({"dtype": "float32", "precision": "tf32"}, "fp32 tf32"),
-        ({"dtype": "f32"}, "fp32 ieee"),
+        ({"dtype": "float32"}, "fp32 ieee"),
         ({"dtype": "bfloat16", "precision": ""}, "bf16"),
         ({"dtype": "int8"}, "int8"),
         ({}, ""),
