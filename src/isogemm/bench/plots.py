@@ -95,8 +95,18 @@ def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
             axes.plot([min(values), max(values)], [y, y], color=_LINE, linewidth=2.5, zorder=1)
     ratios = [ratio for points in lines.values() for ratio, _ in points]
     most = max(reached for points in lines.values() for _, reached in points)
-    _speedup_axis(left, min(ratios), max(ratios))
     left.set_xlabel("speed-up over torch")
+    left.axvline(1.0, color=_MUTED, linewidth=0.8)
+    low, high = min(min(ratios) / 1.08, 0.92), max(max(ratios) * 1.08, 1.08)
+    if high / low > 3:
+        left.set_xscale("log")
+        left.set_xticks(_log_ticks(low, high))
+        left.minorticks_off()
+    else:
+        left.locator_params(axis="x", nbins=6)
+    left.set_xlim(low, high)
+    left.axvspan(low, 1.0, color=_BAD, alpha=0.07, linewidth=0)
+    left.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     if ceilings.bytes_per_s is None:
         right.set(xlabel="memory traffic, GB/s", xlim=(0, 1.08 * most))
         right.locator_params(axis="x", nbins=5)
@@ -243,20 +253,6 @@ def _two_panels(lines: Sequence[str]) -> tuple[_Canvas, Any, Any]:
         axes.tick_params(length=0)
         axes.spines["left"].set_visible(False)
     return canvas, left, right
-
-
-def _speedup_axis(axes: Any, low: float, high: float) -> None:
-    axes.axvline(1.0, color=_MUTED, linewidth=0.8)
-    low, high = min(low / 1.08, 0.92), max(high * 1.08, 1.08)
-    if high / low > 3:
-        axes.set_xscale("log")
-        axes.set_xticks(_log_ticks(low, high))
-        axes.minorticks_off()
-    else:
-        axes.locator_params(axis="x", nbins=6)
-    axes.set_xlim(low, high)
-    axes.axvspan(low, 1.0, color=_BAD, alpha=0.07, linewidth=0)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
