@@ -60,6 +60,14 @@ def write(path: AnyPath, content: bytes) -> None:
         _sync_folder(target.parent)
 
 
+def refresh(path: Path, text: str) -> bool:
+    """Write the text where the file has another, or there is none; return whether anything changed."""
+    changed = not path.exists() or path.read_text(encoding="utf-8") != text
+    if changed:
+        write(path, text.encode())
+    return changed
+
+
 def append(path: AnyPath, line: str) -> None:
     """Add a line, which others may do as well. Where that fails, the file is left as it was."""
     with naming(path):

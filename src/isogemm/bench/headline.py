@@ -10,9 +10,8 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
-from pathlib import Path
 
-from isogemm.bench import files, summary
+from isogemm.bench import summary
 from isogemm.bench.store import Row, newest
 from isogemm.bench.tables import markdown
 from isogemm.bench.views import number_type
@@ -165,12 +164,3 @@ def loads(text: str) -> list[Recorded]:
 def shipped() -> list[Recorded]:
     """Load the figures that came with the package."""
     return loads((resources.files("isogemm.bench") / FILE).read_text(encoding="utf-8"))
-
-
-def refresh(path: Path, measured: Sequence[Recorded]) -> bool:
-    """Rewrite the file; return whether anything changed."""
-    text = dumps(measured)
-    changed = not path.exists() or path.read_text(encoding="utf-8") != text
-    if changed:
-        files.write(path, text.encode())
-    return changed

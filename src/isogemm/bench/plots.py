@@ -95,16 +95,24 @@ def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
             axes.plot([min(values), max(values)], [y, y], color=_LINE, linewidth=2.5, zorder=1)
     ratios = [ratio for points in lines.values() for ratio, _ in points]
     most = max(reached for points in lines.values() for _, reached in points)
-    _speedup_axis(left, min(ratios), max(ratios))
     left.set_xlabel("speed-up over torch")
+    left.axvline(1.0, color=_MUTED, linewidth=0.8)
+    low, high = min(min(ratios) / 1.08, 0.92), max(max(ratios) * 1.08, 1.08)
+    if high / low > 3:
+        left.set_xscale("log")
+        left.set_xticks(_log_ticks(low, high))
+        left.minorticks_off()
+    else:
+        left.locator_params(axis="x", nbins=6)
+    left.set_xlim(low, high)
+    left.axvspan(low, 1.0, color=_BAD, alpha=0.07, linewidth=0)
+    left.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     if ceilings.bytes_per_s is None:
-        right.set_xlabel("memory traffic, GB/s")
-        right.set_xlim(0, 1.08 * most)
+        right.set(xlabel="memory traffic, GB/s", xlim=(0, 1.08 * most))
         right.locator_params(axis="x", nbins=5)
     else:
         right.axvline(100, color=_MUTED, linewidth=0.8)
-        right.set_xlim(0, max(105.0, 1.05 * most))
-        right.set_xlabel("% of the measured roof")
+        right.set(xlabel="% of the measured roof", xlim=(0, max(105.0, 1.05 * most)))
     return canvas.svg(f"speed-up {view.family} {rows[0].gpu} {view.group_label(rows[0].op, rows[0].params)}")
 
 
@@ -130,11 +138,9 @@ def steps(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
         sizes += memory.values()
     for axes, values, label in ((left, times, "time of a step, ms"), (right, sizes, "peak memory, MiB")):
         low, high = min(values, default=1.0) / 1.3, max(values, default=1.0) * 1.3
-        axes.set_xscale("log")
+        axes.set(xscale="log", xlim=(low, high), xlabel=label)
         axes.set_xticks(ticks := _log_ticks(low, high), [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-        axes.set_xlim(low, high)
-        axes.set_xlabel(label)
     return canvas.svg(f"steps {view.family} {rows[0].gpu} {view.group_label(rows[0].op, rows[0].params)}")
 
 
@@ -165,14 +171,14 @@ def roofline(rows: Sequence[Row], view: FamilyView, bytes_per_s: float, flops_pe
         place = columns.index(view.column_value(row.params)) / max(1, len(columns) - 1)
         canvas.point(axes, intensity, rate, colour, point_label(row, view), 3.5 + 3.5 * place)
     bottom, top = min(rates) / 2, max([*rates, end * bytes_per_s]) * 2
-    axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, top))
+    label = "arithmetic intensity, FLOP per byte"
+    axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, top), xlabel=label)
     axes.set_xticks(ticks := _log_ticks(left, right), [f"{tick:g}" for tick in ticks])
     axes.set_yticks(ticks := _log_ticks(bottom, top), [summary.rate_text(tick) for tick in ticks])
     axes.minorticks_off()
     axes.tick_params(length=0)
     axes.tick_params(axis="y", labelcolor=_MUTED)
     axes.grid()
-    axes.set_xlabel("arithmetic intensity, FLOP per byte")
     return canvas.svg(f"roofline {view.family} {rows[0].gpu}")
 
 
@@ -224,7 +230,15 @@ class _Canvas:
         text = io.StringIO()
         with need("matplotlib").rc_context({"svg.hashsalt": name}):
             self.figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-        return _inline(text.getvalue(), name, self._css, self._tips)
+        svg = text.getvalue()
+        svg = svg[svg.index("<svg") :]
+        svg = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", svg, flags=re.DOTALL)
+        start = rf'<svg \1 role="img" aria-label="{escape(name)}">'
+        svg = re.sub(r'<svg[^>]*(viewBox="[^"]*")[^>]*>', start, svg, count=1)
+        svg = re.sub(r'<g id="tip(\d+)">', lambda m: f"<g><title>{escape(self._tips[int(m[1])])}</title>", svg)
+        used = set(re.findall(r"#(\w+)", svg))
+        svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)
+        return re.sub(r"#0a0[bc][0-9a-f]{2}", lambda m: self._css[m[0]], svg)
 
 
 def _two_panels(lines: Sequence[str]) -> tuple[_Canvas, Any, Any]:
@@ -239,32 +253,6 @@ def _two_panels(lines: Sequence[str]) -> tuple[_Canvas, Any, Any]:
         axes.tick_params(length=0)
         axes.spines["left"].set_visible(False)
     return canvas, left, right
-
-
-def _inline(svg: str, name: str, css: Mapping[str, str], tips: Sequence[str]) -> str:
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", svg, flags=re.DOTALL)
-    view_box = re.search(r'viewBox="[^"]*"', svg)
-    assert view_box is not None
-    svg = re.sub(r"<svg[^>]*>", f'<svg {view_box[0]} role="img" aria-label="{escape(name)}">', svg, count=1)
-    svg = re.sub(r'<g id="tip(\d+)">', lambda m: f"<g><title>{escape(tips[int(m[1])])}</title>", svg)
-    used = set(re.findall(r"#(\w+)", svg))
-    svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)
-    return re.sub(r"#0a0[bc][0-9a-f]{2}", lambda m: css[m[0]], svg)
-
-
-def _speedup_axis(axes: Any, low: float, high: float) -> None:
-    axes.axvline(1.0, color=_MUTED, linewidth=0.8)
-    low, high = min(low / 1.08, 0.92), max(high * 1.08, 1.08)
-    if high / low > 3:
-        axes.set_xscale("log")
-        axes.set_xticks(_log_ticks(low, high))
-        axes.minorticks_off()
-    else:
-        axes.locator_params(axis="x", nbins=6)
-    axes.set_xlim(low, high)
-    axes.axvspan(low, 1.0, color=_BAD, alpha=0.07, linewidth=0)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
 
 
 def _log_ticks(low: float, high: float) -> list[float]:

@@ -20,6 +20,7 @@ from isogemm.bench.store import Row
 
 Progress = Callable[[int, int, str], None]  # cases done, cases in all, the one about to run ("" at the end)
 
+_MOST_BURSTS = 15
 _BURST_US = 20_000.0  # slow calls are long or many launches: fewer of them to a burst
 _HOST_US = 100_000.0  # about what a variant's bursts may take in all
 _LONGEST_CALL_US = 2_000.0  # beside a longer call its CPU time is nothing
@@ -40,23 +41,21 @@ class Runner:
 
     device: torch.device
     repeats: int = 12
-    host_bursts: int = 15
-    progress: Progress | None = None
+    progress: Progress = lambda done, total, step: None
     env: Mapping[str, str] | None = None
     failures: list[Failure] = field(default_factory=list)
 
     def rows(self, cases: Sequence[Case]) -> Iterator[Row]:
         """A row for each case whose check passed, as soon as it is measured."""
         env = environment(self.device) if self.env is None else self.env
-        progress = self.progress or (lambda *_: None)
         for done, case in enumerate(cases):
-            progress(done, len(cases), case.label)
+            self.progress(done, len(cases), case.label)
             if self.device.type == "cuda":  # what the last case's graphs held is else not free for this one
                 torch.cuda.empty_cache()
             row = self._row(case, env)
             if row is not None:
                 yield row
-        progress(len(cases), len(cases), "")
+        self.progress(len(cases), len(cases), "")
 
     def _row(self, case: Case, env: Mapping[str, str]) -> Row | None:
         stage = "build"
@@ -78,7 +77,7 @@ class Runner:
         if self.device.type != "cuda" or slowest_us > _LONGEST_CALL_US:  # on a CPU a call ends when its work does
             return {}
         burst = round(min(50, max(5, _BURST_US / slowest_us)))
-        bursts = round(min(self.host_bursts, max(5, _HOST_US / (burst * slowest_us))))
+        bursts = round(min(_MOST_BURSTS, max(5, _HOST_US / (burst * slowest_us))))
         return timer.host_time(variants, self.device, bursts=bursts, burst=burst)
 
 

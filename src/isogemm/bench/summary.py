@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from isogemm.bench.ceilings import FAMILY as CEILINGS
-from isogemm.bench.ceilings import Ceilings
 from isogemm.bench.store import Row
 from isogemm.bench.views import FamilyView
 
@@ -24,16 +22,6 @@ class Speedups:
     worst: Row
     best: Row
     behind: int  # points below 1.00x
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """Fraction of copy bandwidth of the memory-bound points at the largest column."""
-
-    column: int | str
-    median: float
-    least: float
-    most: float
 
 
 def is_behind(ratio: float) -> bool:
@@ -59,43 +47,6 @@ def speedups(rows: Iterable[Row], variant: str = "isogemm") -> Speedups | None:
 def peers(rows: Iterable[Row]) -> list[str]:
     """The variants measured beside isogemm and torch."""
     return list(dict.fromkeys(name for row in rows for name in row.times_us if name not in ("isogemm", "torch")))
-
-
-def largest_errors(rows: Iterable[Row]) -> dict[str, float]:
-    """The largest error of each variant over the rows."""
-    found: dict[str, float] = {}
-    for row in rows:
-        for variant, error in row.error.items():
-            found[variant] = max(found.get(variant, 0.0), error)
-    return found
-
-
-def bandwidth(rows: Iterable[Row], view: FamilyView, ceilings: Ceilings) -> Bandwidth | None:
-    """The fractions of copy bandwidth; None where it was not measured, or no point is memory-bound."""
-    bound = [(view.column_value(row.params), row) for row in rows if ceilings.bandwidth_limit(row) == 1.0]
-    largest = max((column for column, _ in bound), key=sort_key, default="")
-    fractions = (ceilings.bandwidth_fraction(row) for column, row in bound if column == largest)
-    chosen = [each for each in fractions if each is not None]
-    return Bandwidth(largest, median(chosen), min(chosen), max(chosen)) if chosen else None
-
-
-@dataclass(frozen=True)
-class HostCost:
-    """isogemm's CPU time per call over torch's."""
-
-    column: int | str
-    geomean: float
-    worst: float
-
-
-def host_cost(rows: Iterable[Row], view: FamilyView) -> HostCost | None:
-    """CPU time over torch's at the smallest column: at larger ones the host waits for the device."""
-    measured = [(view.column_value(row.params), ratio) for row in rows if (ratio := row.cpu_ratio) is not None]
-    if not measured:
-        return None
-    smallest = min((column for column, _ in measured), key=sort_key)
-    ratios = [ratio for column, ratio in measured if column == smallest]
-    return HostCost(smallest, geomean(ratios), max(ratios))
 
 
 def by_gpu(rows: Iterable[Row]) -> dict[str, list[Row]]:

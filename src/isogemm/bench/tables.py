@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 
-from isogemm.bench import ceilings, files, summary
+from isogemm.bench import ceilings, summary
 from isogemm.bench.store import Row, newest
 from isogemm.bench.views import FamilyView, number_type, view_of
 
@@ -83,7 +82,6 @@ def headline_cells(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceili
     for label, group in summary.by_group(rows, view).items():
         if (speed := summary.speedups(group)) is None:
             continue
-        cpu = summary.host_cost(group, view)
         lines.append(
             [
                 Cell(label),
@@ -94,7 +92,7 @@ def headline_cells(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceili
                 *(_peer_cell(group, peer, view) for peer in peers),
                 bandwidth_cell(group, view, limits),
                 Cell(memory_text(group)),
-                Cell("") if cpu is None else Cell(host_text(cpu, view), cpu.geomean),
+                host_cell(group, view),
             ]
         )
     return lines
@@ -215,21 +213,26 @@ def bandwidth(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) 
 
 def errors(rows: Sequence[Row], view: FamilyView) -> str:
     """One line per group: the largest error of each variant against fp64, as the family's check measures it."""
-    groups = {label: summary.largest_errors(group) for label, group in summary.by_group(rows, view).items()}
-    variants = list(dict.fromkeys(variant for found in groups.values() for variant in found))
-    cells = (
-        [label, *(cell(found.get(name), ".1e").text for name in variants)] for label, found in groups.items() if found
-    )
-    return markdown(["", *variants], cells)
+    groups = summary.by_group((row for row in rows if row.error), view)
+    variants = list(dict.fromkeys(name for group in groups.values() for row in group for name in row.error))
+    body = []
+    for label, group in groups.items():
+        largest = (max((row.error[name] for row in group if name in row.error), default=None) for name in variants)
+        body.append([label, *(cell(each, ".1e").text for each in largest)])
+    return markdown(["", *variants], body)
 
 
 def bandwidth_cell(rows: Iterable[Row], view: FamilyView, limits: ceilings.Ceilings) -> Cell:
-    reached = summary.bandwidth(rows, view, limits)
-    if reached is None:
+    """The fraction of copy bandwidth of the memory-bound points at the largest column: median and range."""
+    bound = [(view.column_value(row.params), row) for row in rows if limits.bandwidth_limit(row) == 1.0]
+    largest = max((column for column, _ in bound), key=summary.sort_key, default="")
+    reached = [limits.bandwidth_fraction(row) for column, row in bound if column == largest]
+    fractions = [each for each in reached if each is not None]
+    if not fractions:
         return Cell("")
-    where = "" if reached.column == "" else f" at {view.column} {reached.column}"
-    span = "" if reached.least == reached.most else f" ({reached.least:.0%} to {reached.most:.0%})"
-    return Cell(f"{reached.median:.0%}{span}{where}", reached.median)
+    least, most = min(fractions), max(fractions)
+    span = "" if least == most else f" ({least:.0%} to {most:.0%})"
+    return Cell(f"{median(fractions):.0%}{span}{_at(largest, view)}", median(fractions))
 
 
 def memory_text(rows: Iterable[Row], rival: str = "torch") -> str:
@@ -239,10 +242,20 @@ def memory_text(rows: Iterable[Row], rival: str = "torch") -> str:
     return f"{max(ours / torchs for ours, torchs in measured):.2f}x" if measured else ""
 
 
-def host_text(cost: summary.HostCost, view: FamilyView) -> str:
-    where = "" if cost.column == "" else f" at {view.column} {cost.column}"
-    mean, worst = f"{cost.geomean:.2f}x", f"{cost.worst:.2f}x"
-    return f"{mean}{where}" if mean == worst else f"{mean} (worst {worst}){where}"
+def host_cell(rows: Iterable[Row], view: FamilyView) -> Cell:
+    """CPU time over torch's at the smallest column: at larger ones the host waits for the device."""
+    measured = [(view.column_value(row.params), ratio) for row in rows if (ratio := row.cpu_ratio) is not None]
+    if not measured:
+        return Cell("")
+    smallest = min((column for column, _ in measured), key=summary.sort_key)
+    ratios = [ratio for column, ratio in measured if column == smallest]
+    mean, worst = f"{summary.geomean(ratios):.2f}x", f"{max(ratios):.2f}x"
+    text = mean if mean == worst else f"{mean} (worst {worst})"
+    return Cell(f"{text}{_at(smallest, view)}", summary.geomean(ratios))
+
+
+def _at(column: int | str, view: FamilyView) -> str:
+    return "" if column == "" else f" at {view.column} {column}"
 
 
 def markdown(head: Sequence[str], body: Iterable[Sequence[str]], *, texts: int = 1) -> str:
@@ -270,15 +283,6 @@ def rendered(text: str, tables: Mapping[str, str]) -> str:
     if stray:
         raise ValueError(f"{stray[0]} stands alone; expected <!-- figures:NAME --> ... <!-- /figures -->")
     return filled
-
-
-def refresh(path: Path, tables: Mapping[str, str]) -> bool:
-    """Rewrite a document's tables; return whether anything changed."""
-    before = path.read_text(encoding="utf-8")
-    after = rendered(before, tables)
-    if after != before:
-        files.write(path, after.encode())
-    return after != before
 
 
 def source(gpu: str, environments: Sequence[Mapping[str, str]]) -> str:

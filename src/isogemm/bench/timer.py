@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,19 +75,9 @@ def host_time(
     A burst stays well below the depth of the launch queue (1024), so that no call waits for the device.
     """
     _require_thunks(variants)
-
-    def sampler(thunk: Thunk) -> Sampler:
-        def sample() -> float:
-            _synchronize(device)
-            start = time.perf_counter()
-            for _ in range(burst):
-                thunk()
-            return (time.perf_counter() - start) * 1e6 / burst
-
-        return sample
-
+    samplers = {name: partial(_loop_us, [thunks[0]] * burst, device, wait=False) for name, thunks in variants.items()}
     with _collector_paused():
-        times = interleave({name: sampler(thunks[0]) for name, thunks in variants.items()}, bursts, warmup)
+        times = interleave(samplers, bursts, warmup)
     _synchronize(device)
     return times
 
@@ -165,19 +156,21 @@ def _graph_walk(thunks: Sequence[Thunk], sample_us: float, most_calls: int) -> _
 
 
 def _loop_walk(thunks: Sequence[Thunk], device: torch.device, sample_us: float, most_calls: int) -> _Walk:
-    def walk(passes: int) -> float:
-        _synchronize(device)
-        start = time.perf_counter()
-        for _ in range(passes):
-            for thunk in thunks:
-                thunk()
-        _synchronize(device)
-        return (time.perf_counter() - start) * 1e6 / (passes * len(thunks))
+    _loop_us(thunks, device)
+    call_us = _loop_us(thunks, device)
+    walk = list(thunks) * _passes(call_us, len(thunks), sample_us, most_calls)
+    return _Walk(partial(_loop_us, walk, device), call_us * len(walk))
 
-    walk(1)
-    call_us = walk(1)
-    passes = _passes(call_us, len(thunks), sample_us, most_calls)
-    return _Walk(lambda: walk(passes), call_us * passes * len(thunks))
+
+def _loop_us(thunks: Sequence[Thunk], device: torch.device, *, wait: bool = True) -> float:
+    """Call the thunks, and wait for the end of their work if so asked; microseconds per call."""
+    _synchronize(device)
+    start = time.perf_counter()
+    for thunk in thunks:
+        thunk()
+    if wait:
+        _synchronize(device)
+    return (time.perf_counter() - start) * 1e6 / len(thunks)
 
 
 def _passes(call_us: float, calls: int, sample_us: float, most_calls: int) -> int:

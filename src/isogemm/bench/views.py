@@ -9,10 +9,7 @@ from isogemm.bench.store import Row
 
 Params = Mapping[str, int | str]
 
-_SHORT_DTYPES = {
-    "float32": "fp32", "f32": "fp32", "float16": "fp16", "f16": "fp16", "bfloat16": "bf16", "float64": "fp64",
-    "f64": "fp64",
-}  # fmt: skip
+_SHORT_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,9 @@ def verify(args: argparse.Namespace, terminal: Terminal) -> int:
     device = find_device(args.device)
     if args.trials < 1:
         raise UsageError(f"--trials: got {args.trials}, expected at least 1")
-    chosen, results = _families(args.family), []
+    with values_as_usage():
+        chosen = families.get(args.family)
+    results = []
     checks = [(family, check) for family in chosen for check in family.checks]
     for family in chosen:
         if family.compile_checks is not None:
@@ -120,7 +122,8 @@ def verify(args: argparse.Namespace, terminal: Terminal) -> int:
 def bench(args: argparse.Namespace, terminal: Terminal) -> int:
     """Measure the cases of each family, and the ceilings of the device, into JSON lines."""
     device = find_device(args.device)
-    chosen = _families(args.family)
+    with values_as_usage():
+        chosen = families.get(args.family)
     cases = _cases(chosen, device, args.quick)
     if args.only:
         cases = [case for case in cases if any(text in case.label for text in args.only)]
@@ -151,11 +154,12 @@ def make_report(args: argparse.Namespace, terminal: Terminal) -> int:
     rewritten = []
     for document in [Path("README.md"), *sorted(Path("docs").rglob("*.md")), *sorted(Path("src").rglob("*.md"))]:
         try:
-            rewritten += [document] if tables.refresh(document, made) else []
+            text = tables.rendered(document.read_text(encoding="utf-8"), made)
         except ValueError as error:
             raise UsageError(f"{document}: {error}") from error
+        rewritten += [document] if files.refresh(document, text) else []
     if recorded and HEADLINE.parent.is_dir():
-        rewritten += [HEADLINE] if headline.refresh(HEADLINE, recorded) else []
+        rewritten += [HEADLINE] if files.refresh(HEADLINE, headline.dumps(recorded)) else []
     for file in rewritten:
         terminal.line(f"rewritten: {file}")
     return OK
@@ -199,13 +203,6 @@ def demo(args: argparse.Namespace, terminal: Terminal) -> int:
     else:
         terminal.line(f"report: {args.out}")
     return code if all(result.ok for _, result in shown) else FAILED
-
-
-def _families(names: Sequence[str]) -> list[Family]:
-    try:
-        return families.get(names)
-    except ValueError as error:
-        raise UsageError(f"--{error}") from error
 
 
 def _views() -> list[FamilyView]:

@@ -39,14 +39,11 @@ def all_devices() -> list[torch.device]:
 
 def find_device(name: str | None) -> torch.device:
     """The device of that name, or this machine's best."""
-    present = all_devices()
-    if name is None:
-        return present[0]
-    wanted = "cuda:0" if name == "cuda" else name
-    for device in present:
-        if str(device) == wanted:
-            return device
-    raise UsageError(f"--device: got {name!r}, this machine has {', '.join(map(str, present))}")
+    present = {str(device): device for device in all_devices()}
+    wanted = next(iter(present)) if name is None else "cuda:0" if name == "cuda" else name
+    if wanted not in present:
+        raise UsageError(f"--device: got {name!r}, this machine has {', '.join(present)}")
+    return present[wanted]
 
 
 def describe(device: torch.device) -> str:

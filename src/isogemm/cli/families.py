@@ -69,5 +69,5 @@ def get(names: Iterable[str] = ()) -> list[Family]:
     wanted = set(names)
     known = [family.name for family in FAMILIES]
     if unknown := sorted(wanted.difference(known)):
-        raise ValueError(f"family: got {', '.join(map(repr, unknown))}, expected any of {', '.join(known)}")
+        raise ValueError(f"--family: got {', '.join(map(repr, unknown))}, expected any of {', '.join(known)}")
     return [family for family in FAMILIES if not wanted or family.name in wanted]

@@ -53,21 +53,17 @@ class Terminal:
         if not lines:
             return
         made = [Column(name, cells) for name, *cells in zip(columns, *lines, strict=True)]
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else UNSEEN_WIDTH
+        most, gap = (width + 2, 2) if self._out is None else (self._out.width - 1, 3)
         with files.naming(STANDARD_OUTPUT):
-            self._show(title, made, styles, key)
-
-    def _show(self, title: str, made: Sequence[Column], styles: Mapping[str, str], key: int) -> None:
-        if self._out is None:
-            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else UNSEEN_WIDTH
-            for piece in _pieces(made, key, width + 2, gap=2):
-                print(f"\n{title}\n{_plain_table(piece)}" if title else f"\n{_plain_table(piece)}")
-                title = ""
-            print()
-            return
-        for piece in _pieces(made, key, self._out.width - 1, gap=3):
-            self._out.print()
-            self._out.print(_rich_table(title, piece, styles))
-            title = ""
+            for place, piece in enumerate(_pieces(made, key, most, gap)):
+                above = "" if place else title
+                if self._out is None:
+                    print("", *filter(None, (above, _plain_table(piece))), sep="\n")
+                else:
+                    self._out.print("", _rich_table(above, piece, styles), sep="\n")
+            if self._out is None:
+                print()
 
     @contextmanager
     def progress(self, shown: bool = True) -> Iterator[Progress]:

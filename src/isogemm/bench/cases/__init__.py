@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isogemm.core.dispatch import dispatch_log
 from isogemm.verify.poison import poisoned_allocations
+from isogemm.verify.precision import set_fp32_precision
 
 Thunk = Callable[[], Tensor]
 Params = Mapping[str, int | str]
@@ -53,7 +54,7 @@ def make_params(dtype: str, precision: str = "", **sizes: int | str) -> dict[str
 def use_precision(precision: str, device: torch.device) -> None:
     """Set torch's fp32 precision, which all variants read, as a user's calls do."""
     if device.type == "cuda" and precision:
-        torch.backends.cuda.matmul.fp32_precision = precision
+        set_fp32_precision(precision)
 
 
 def served_by(thunk: Callable[[], object]) -> dict[str, str]:

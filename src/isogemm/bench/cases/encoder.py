@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from isogemm.bench import demo as demos
-from isogemm.bench.cases import Case, CaseRun, Params, Thunk, make_params, served_by
+from isogemm.bench.cases import Case, CaseRun, Params, Thunk, make_params, served_by, use_precision
 from isogemm.bench.demo import DemoResult
 from isogemm.bench.timer import peak_bytes
 from isogemm.bench.views import FamilyView
@@ -22,7 +22,6 @@ from isogemm.nn import EncoderLayer
 from isogemm.verify.encoder import assert_accurate, measures
 from isogemm.verify.parallel import run_in_processes
 from isogemm.verify.poison import poisoned_allocations
-from isogemm.verify.precision import set_fp32_precision
 
 VIEW = FamilyView(
     "encoder", "Encoder layer", ("layers", "sequences", "tokens", "d_model", "nhead", "dim_feedforward"),
@@ -155,7 +154,7 @@ def compile_cases(device: torch.device, cases: Sequence[Case]) -> None:
 def _compile(device: str, params: Params) -> None:
     """Compile isogemm's kernels, and what torch.compile makes: its caches are on disk as well."""
     stack, where = _stack(params), torch.device(device)
-    _set_precision(str(params.get("precision", "")), where)
+    use_precision(str(params.get("precision", "")), where)
     training, _, models = _models(stack, getattr(torch, str(params["dtype"])), where, compiled=stack in STACKS)
     with private.find("torch._inductor:config").patch(compile_threads=1):  # every core has a process already
         for model in models.values():
@@ -164,11 +163,6 @@ def _compile(device: str, params: Params) -> None:
 
 def _stack(params: Params) -> Stack:
     return Stack(*(int(params[name]) for name in VIEW.shape))
-
-
-def _set_precision(precision: str, device: torch.device) -> None:
-    if device.type == "cuda" and precision:  # all variants follow torch's setting, as a user's calls do
-        set_fp32_precision(precision)
 
 
 def _models(
@@ -193,7 +187,7 @@ def _case(stack: Stack, dtype: str, precision: str = "", *, compiled: bool = Tru
     element = getattr(torch, dtype)
 
     def build(device: torch.device) -> CaseRun:
-        _set_precision(precision, device)
+        use_precision(precision, device)
         training, eager, models = _models(stack, element, device, compiled=compiled)
         variants: dict[str, list[Thunk]] = {name: [partial(training.step, model)] for name, model in models.items()}
         info = served_by(variants["isogemm"][0]) | {"torch call": "torch eager"}
@@ -252,7 +246,7 @@ def _exact(training: Training, eager: nn.Sequential) -> list[Tensor]:
 def demo(device: torch.device) -> DemoResult:
     """A layer, forward and backward."""
     stack, precision = (QUICK, "tf32") if device.type == "cuda" else (CPU_DEMO, "ieee")
-    _set_precision(precision, device)
+    use_precision(precision, device)
     training, eager, models = _models(stack, torch.float32, device, compiled=False)
     models = {name: models[name] for name in ("isogemm", "torch")}
     title = f"encoder layer, {OP} [{stack.sequences}, {stack.tokens}, {stack.d_model}], fp32 {precision}"

@@ -65,22 +65,20 @@ class _Operation:
     with_grad: bool = False
 
 
-def _product(grad: Tensor, weight: Tensor) -> Tensor:
-    return op.product(grad, weight, None, None, None)
-
-
-def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
-    return op.weight_grad(grad, x, None, x.dtype, None)
-
-
 _FORWARD = _Operation(lambda m, n, k: ((m, k), (n, k)), lambda x, weight: (x, weight.t()), linear)
 OPERATIONS = {
     "linear": _FORWARD,
     "linear other": _FORWARD,  # on OTHER_WEIGHTS
     "linear grad": _Operation(_FORWARD.shapes, _FORWARD.product, linear, with_grad=True),  # the forward of training
-    "dX": _Operation(lambda m, n, k: ((m, n), (n, k)), lambda grad, weight: (grad, weight), _product),
-    "dW": _Operation(lambda m, n, k: ((m, n), (m, k)), lambda grad, x: (grad.t(), x), _weight_grad),
-}
+    "dX": _Operation(
+        lambda m, n, k: ((m, n), (n, k)), lambda grad, weight: (grad, weight),
+        lambda grad, weight: op.product(grad, weight, None, None, None),
+    ),
+    "dW": _Operation(
+        lambda m, n, k: ((m, n), (m, k)), lambda grad, x: (grad.t(), x),
+        lambda grad, x: op.weight_grad(grad, x, None, x.dtype, None),
+    ),
+}  # fmt: skip
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:

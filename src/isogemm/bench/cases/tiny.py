@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isogemm.bench import demo as demos
 from isogemm.bench import timer
-from isogemm.bench.cases import Case, CaseRun, first, make_params, rotated, served_by
+from isogemm.bench.cases import Case, CaseRun, first, make_params, rotated, served_by, use_precision
 from isogemm.bench.demo import Bits, DemoResult
 from isogemm.bench.views import FamilyView
 from isogemm.tiny import configs
@@ -64,10 +64,7 @@ def _case(
     def build(device: torch.device) -> CaseRun:
         sets = timer.rotations(size, device, most=512) if cache == "cold" else 1
         pairs = list(_rotated(sets, batch, m, n, k, element, layout, device))
-
-        if device.type == "cuda":  # both variants follow torch's setting, as a user's calls do
-            torch.backends.cuda.matmul.fp32_precision = precision or "ieee"
-
+        use_precision(precision or "ieee", device)
         variants = rotated({"isogemm": bmm, "torch": torch.bmm}, pairs)
         return CaseRun(variants, lambda: largest_errors(*pairs[0], precision), served_by(variants["isogemm"][0]))
 
@@ -94,8 +91,7 @@ def demo(device: torch.device) -> DemoResult:
     batch, precision = 1024, "ieee"
     a, b = operands(batch, 12, 12, 64, torch.float32, "nn", device, seed=0)
     functions: dict[str, Function] = {"isogemm": partial(bmm, precision=precision), "torch": torch.bmm}
-    if device.type == "cuda":
-        torch.backends.cuda.matmul.fp32_precision = precision
+    use_precision(precision, device)
     thunks = first(rotated(functions, [(a, b)]))
     bits: Bits | str = "torch.bmm serves this call, and promises nothing about bits"
     if device.type != "cuda":
