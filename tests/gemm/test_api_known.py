@@ -142,12 +142,16 @@ def test_a_plan_is_known_for_one_setting_of_torchs_precision(monkeypatch):
     assert plan.runs == 2
 
 
-def test_a_gradient_of_x_alone_is_not_skipped(monkeypatch):
-    x, weight, plan, known = torch.randn(3, 16, requires_grad=True), torch.randn(8, 16), Plan(), KnownCalls()
+@pytest.mark.parametrize("trained", ["x", "bias"])
+def test_a_gradient_of_one_tensor_is_not_skipped(monkeypatch, trained):
+    tensors = {"x": torch.randn(3, 16), "weight": torch.randn(8, 16), "bias": torch.randn(8)}
+    tensors[trained].requires_grad_()
+    x, weight, _ = tensors.values()
+    plan, known = Plan(), KnownCalls()
+    monkeypatch.setattr(api, "_known_plans", known)
     with torch.no_grad():
-        known.keep((x.shape, weight.shape, x.stride(), True, None, "ieee"), (x, weight), plan)
-        monkeypatch.setattr(api, "_known_plans", known)
-        linear(x, weight, precision="ieee")
+        known.keep((x.shape, weight.shape, x.stride(), False, None, "ieee"), tuple(tensors.values()), plan)
+        linear(**tensors, precision="ieee")
     assert plan.runs == 1
-    assert linear(x, weight, precision="ieee").requires_grad
+    assert linear(**tensors, precision="ieee").requires_grad
     assert plan.runs == 1
