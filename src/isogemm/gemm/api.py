@@ -413,24 +413,25 @@ def mlp(
         arguments = tuple(activation_args.items()) if activation_args else ()
         present = tuple([each is not None for each in given])
         key = x.shape, present, activation, arguments, hidden_dropout_p, dropout_p, out_dtype, precision
+    first = {
+        "bias": bias, "weight_up": weight_up, "bias_up": bias_up, "activation": activation,
+        "activation_args": activation_args,
+    }  # fmt: skip
+    second = {"bias": bias_down, "residual": residual}
     calls = None
-    checked = eager = key is not None and _checked_mlps.find(key, tensors) is not None
-    if not checked:
-        calls = _mlp_calls(given, activation, activation_args, hidden_dropout_p, dropout_p, out_dtype, precision)
+    eager = key is not None and _checked_mlps.find(key, tensors) is not None
+    if not eager:
+        calls = _mlp_calls(x, weight, weight_down, first, second, hidden_dropout_p, dropout_p, out_dtype, precision)
         mlp_autograd.validate(*calls)
         eager = key is not None and not through_dispatcher(*tensors)
         if eager and autocast_dtype(x) is None:
             _checked_mlps.keep(key, tensors, True)
     trained = torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]
     if eager and not (trained or hidden_dropout_p or dropout_p):
-        first = {
-            "bias": bias, "weight_up": weight_up, "bias_up": bias_up, "activation": activation,
-            "activation_args": activation_args,
-        }  # fmt: skip
         h = _fused(mlp, x, weight, first, None, precision)
-        return _fused(mlp, h, weight_down, {"bias": bias_down, "residual": residual}, out_dtype, precision)
+        return _fused(mlp, h, weight_down, second, out_dtype, precision)
     if calls is None:
-        calls = _mlp_calls(given, activation, activation_args, hidden_dropout_p, dropout_p, out_dtype, precision)
+        calls = _mlp_calls(x, weight, weight_down, first, second, hidden_dropout_p, dropout_p, out_dtype, precision)
     return mlp_autograd.run(*calls)
 
 
@@ -438,27 +439,21 @@ _checked_mlps: KnownCalls[bool] = KnownCalls(is_plan=False)  # calls of `mlp` wh
 
 
 def _mlp_calls(
-    tensors: Sequence[Any], activation: str, activation_args: Mapping[str, float] | None, hidden_dropout_p: float,
-    dropout_p: float, out_dtype: torch.dtype | None, precision: str | None,
+    x: Tensor, weight: Tensor, weight_down: Tensor, first: Mapping[str, Any], second: Mapping[str, Any],
+    hidden_dropout_p: float, dropout_p: float, out_dtype: torch.dtype | None, precision: str | None,
 ) -> tuple[Call, Call]:  # fmt: skip
     """The two layers of an `mlp`; the second's x is yet to be the first's result."""
-    x, weight, weight_down, bias, bias_down, weight_up, bias_up, residual = tensors
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}; expected a torch.Tensor [..., K]")
     require_tensor("weight", weight, 2, "[hidden, K]")
-    first = {
-        "bias": bias, "weight_up": weight_up, "bias_up": bias_up, "activation": activation,
-        "activation_args": activation_args, "dropout_p": hidden_dropout_p,
-    }  # fmt: skip
-    hidden = _call(x, weight, first, None, precision, True)
+    hidden = _call(x, weight, {**first, "dropout_p": hidden_dropout_p}, None, precision, True)
     require_tensor("weight_down", weight_down, 2, "[N, hidden]")
     if weight_down.shape[1] != weight.shape[0]:
         raise ValueError(
             f"weight_down has shape {list(weight_down.shape)}; expected [N, {weight.shape[0]}], "
             f"since weight is {list(weight.shape)}"
         )
-    second = {"bias": bias_down, "dropout_p": dropout_p, "residual": residual}
-    return hidden, _call(hidden.x, weight_down, second, out_dtype, precision, True)
+    return hidden, _call(hidden.x, weight_down, {**second, "dropout_p": dropout_p}, out_dtype, precision, True)
 
 
 def _call(
