@@ -76,10 +76,10 @@ class KnownCalls(Generic[Value]):
     def find(self, key: Hashable, tensors: Sequence[Tensor]) -> Value | None:
         """What served a call like this one; None where it is not known, or must go through the dispatcher.
 
-        The caller has looked for torch function modes (`is_intercepted`).
+        The caller has looked for torch function modes (`is_intercepted`) and for a tracer, before it asked for sizes.
         """
         # The guards do not see the modes of fakes and proxies.
-        if not _HAS_FAST_PATH or is_compiling() or is_tracing() or _dispatch_modes() or forward_ad._current_level >= 0:
+        if not _HAS_FAST_PATH or is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0:
             return None
         try:
             found = self._cache.get((key, fp32_precision("cuda", "matmul")), ())

@@ -333,7 +333,7 @@ _decisions: KnownCalls[_Decision] = KnownCalls(most_alike=32, is_plan=False)
 
 def _decided(x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int, *rest: Any) -> _Decision:
     """Validated once for all that this depends on: it takes longer than the launches."""
-    if is_compiling() or type(params) is not EncoderParameters:
+    if is_compiling() or is_tracing() or type(params) is not EncoderParameters:
         return _decide(x, params, tensors, nhead, *rest)
     try:
         given = (x, *tensors.flat(), *params.flat())
