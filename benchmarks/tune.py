@@ -3,6 +3,7 @@
     python benchmarks/tune.py gemm --kinds linear dx dw     # measure, then write the table
     python benchmarks/tune.py encoder --dry-run             # list what would be timed; needs no GPU
     python benchmarks/tune.py tiny --only write             # the table again, from what is recorded; needs no GPU
+    python benchmarks/tune.py gemm --only judge             # how the model chooses for weights it never saw
 
 Times are appended to benchmarks/tuning/<gpu>/<family>.jsonl. A table is made from all files of that folder whose names
 are the family's or begin with it.
@@ -19,7 +20,7 @@ import torch
 
 from isogemm.bench import store
 from isogemm.core import device as devices
-from tuners import common, encoder, gemm, tiny
+from tuners import common, cost, encoder, gemm, tiny
 
 TUNERS = {"gemm": gemm, "tiny": tiny, "encoder": encoder}
 
@@ -33,13 +34,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(*point if isinstance(point, tuple) else (point,))
         print(f"{len(points)} points, to {_raw_file(options)}")
         return
-    if options.only != "write":
+    if options.only in (None, "measure"):
         tuner.sweep(options, _raw_file(options))
-    if options.only != "measure":
-        rows = common.read(common.raw_files(family, _raw_file(options).parent.name))
+    if options.only == "measure":
+        return
+    rows = common.read(common.raw_files(family, _raw_file(options).parent.name))
+    if options.only == "judge":
+        print(cost.report(gemm.samples(rows, options.arch)))
+    else:
+        model = tuner.model(rows, options.arch) if tuner is gemm else None
         for of, table in tuner.tables(rows, options.arch).items():
             path = common.table_path(of, options.arch)
-            path.write_text(common.source(family, options.arch, table), encoding="utf-8")
+            path.write_text(common.source(family, options.arch, table, model), encoding="utf-8")
             print(f"wrote {path.relative_to(common.ROOT)}")
 
 
@@ -49,7 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="family", required=True)
     for name, tuner in TUNERS.items():
         command = commands.add_parser(name, help=tuner.__doc__.splitlines()[0])
-        command.add_argument("--only", choices=("measure", "write"), help="measure without writing, or write alone")
+        steps = ("measure", "write", *(("judge",) if tuner is gemm else ()))
+        command.add_argument("--only", choices=steps, help="this step alone, of measuring and writing the table")
         command.add_argument("--dry-run", action="store_true", help="list what would be timed")
         command.add_argument("--gpu", default=facts.name if facts else "h200", help="whose folder the times are in")
         command.add_argument("--arch", default=facts.arch if facts else "sm_90", help="whose table is written")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,10 @@ def append(path: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def source(command: str, arch: str, table: Table) -> str:
+def source(command: str, arch: str, table: Table, model: Mapping[Any, Any] | None = None) -> str:
     """The text of a table's module."""
     configs = dict.fromkeys(config for steps in table.values() for _, config in steps)
+    configs |= dict.fromkeys(config for menu in (model or {}).values() for config, *_ in menu)
     long = [config for config in configs if isinstance(config, tuple) and len(config) > _LONG]
     names = {config: f"C{index}" for index, config in enumerate(long)}
     lines = [
@@ -61,6 +62,12 @@ def source(command: str, arch: str, table: Table) -> str:
     for key, steps in table.items():
         written = ", ".join(f"({most}, {names.get(config) or repr(config)})" for most, config in steps)
         lines.append(f"    {key!r}: ({written},),")
+    if model:
+        lines += ["}", "", "MODEL = {"]
+        for key, menu in model.items():
+            lines.append(f"    {key!r}: (")
+            lines += [f"        ({names[config]}, {above}, {most}, {fitted})," for config, above, most, fitted in menu]
+            lines.append("    ),")
     return "\n".join([*lines, "}", ""])
 
 

@@ -24,14 +24,16 @@ from isogemm.gemm import configs
 from isogemm.gemm.configs import Config, Problem
 from isogemm.gemm.kernels import products as kernels
 from isogemm.gemm.plan import gemm_plan
-from tuners import common
+from tuners import common, cost
 from tuners.common import NUMBERS
 
-WEIGHTS = (  # n, k
+WEIGHTS = (  # n, k of public models; `isogemm.bench.cases.gemm.OTHER_WEIGHTS` are kept out of it
     (12288, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (32000, 4096), (128256, 4096), (1024, 4096),
     (6144, 4096), (2048, 2048), (5120, 5120), (8192, 8192), (512, 2048), (3072, 768), (768, 3072),
     (256, 1024), (2560, 9728), (4096, 1024), (1024, 256), (11008, 4096), (2048, 768),
-    (768, 768), (384, 384), (384, 96), (96, 384),
+    (768, 768), (384, 384), (384, 96), (96, 384), (2048, 8192), (8192, 2048), (16384, 2048), (3584, 3584), (512, 3584),
+    (4608, 4096), (22016, 4096), (4096, 11008), (28672, 4096), (9216, 3072), (3072, 3072), (16384, 3072), (1152, 1152),
+    (6912, 1152), (2304, 768), (1280, 1280), (7168, 16384), (4096, 512), (24576, 1536), (151936, 896), (50257, 768),
 )  # fmt: skip
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 EPILOGUES = {  # what stands for a kind of epilogue: its kind of problem
@@ -362,12 +364,37 @@ def sweep(options: argparse.Namespace, raw: Path) -> None:
 NEAR = 1.015  # configurations this close to the best share a point: fewer kernels to compile
 
 
+def samples(rows: list[dict[str, Any]], arch: str) -> list[cost.Sample]:
+    """Mean times of what was recorded, for the model's fit."""
+    found: dict[Point, dict[str, list[float]]] = {}
+    for row in rows:
+        for name, us in row["us"].items():
+            found.setdefault(_point(row, arch), {}).setdefault(name, []).append(us)
+    return [
+        cost.Sample(point.problem, (point.n, point.k), times)
+        for point, us in found.items()
+        if (times := {each: statistics.mean(us[str(each)]) for each in candidates(point) if str(each) in us})
+    ]
+
+
+def model(rows: list[dict[str, Any]], arch: str) -> dict[tuple[str, str], tuple[Any, ...]]:
+    """The model of a configuration's time, as plain values."""
+    return {
+        key: tuple((astuple(each.config), each.above, each.most, each.coefficients) for each in menu)
+        for key, menu in cost.model(samples(rows, arch)).items()
+    }
+
+
+def _point(row: dict[str, Any], arch: str) -> Point:
+    sizes = row["tokens"], row["n"], row["k"]
+    return Point(row["kind"], row["number"], *sizes, arch, row.get("sm_count", 132))
+
+
 def tables(rows: list[dict[str, Any]], arch: str) -> dict[str, Table]:
     """By arithmetic, kind of problem, weight and tokens: a configuration near the best, of as few as will do."""
     measured: dict[Point, dict[str, list[float]]] = {}
     for row in rows:
-        sizes = row["tokens"], row["n"], row["k"]
-        point = Point(row["kind"], row["number"], *sizes, arch, row.get("sm_count", 132))
+        point = _point(row, arch)
         known = set(map(str, candidates(point)))  # of an older file, only what still is one counts
         for name in known & row["us"].keys():
             measured.setdefault(point, {}).setdefault(name, []).append(row["us"][name] / row["us"]["torch"])

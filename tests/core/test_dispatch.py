@@ -18,6 +18,8 @@ def silent(monkeypatch):
 
 def test_words():
     assert str(TINY) == "isogemm.bmm [2; 3,4,5] float32/ieee nn: tiny dot 16x16x16 w1 s1"
+    modelled = Dispatch("matmul", "gemm", "[2,4,5] bfloat16 nt", "pointer 16x16x16 w1 s1", "", "model")
+    assert str(modelled) == "isogemm.matmul [2,4,5] bfloat16 nt: gemm pointer 16x16x16 w1 s1 (model)"
     assert str(TORCH) == "isogemm.bmm [1; 3,4,5] float32/ieee nn: torch (batch is 1)"
 
 

@@ -10,6 +10,7 @@ from isogemm.attention import configs as attention
 from isogemm.core import tables
 from isogemm.encoder import configs as encoder
 from isogemm.gemm import configs as gemm
+from isogemm.gemm import selection
 from isogemm.tiny import configs as tiny
 
 FAMILIES = ("attention", "encoder", "gemm", "tiny")
@@ -23,7 +24,7 @@ ATTENTION = attention.Attention(3, 42, 4, 32, "bfloat16", "ieee", (384, 384, 384
 
 
 def clear():
-    for cached in (tables.architectures, tables.load, gemm._entries):
+    for cached in (tables.architectures, tables.load, selection._table, selection._menu, selection._modelled):
         cached.cache_clear()
 
 
@@ -58,7 +59,7 @@ def changed(family, key, config):
 def choices(arch):
     of_layer, of_attention = replace(LAYER, arch=arch), replace(ATTENTION, arch=arch)
     return {
-        "gemm": gemm.choose(replace(GEMM, arch=arch)),
+        "gemm": selection.choose(replace(GEMM, arch=arch)).config,
         "tiny": tiny.gate(replace(TINY, arch=arch)),
         "encoder": (encoder.choose(of_layer), encoder.choose_warpgroup(of_layer)),
         "attention": attention.choose(of_attention),
@@ -117,8 +118,8 @@ def test_another_vendor_s_table_serves_where_there_is_no_other():
 
 
 def test_gemm_takes_defaults_where_nothing_was_measured():
-    assert gemm.choose(replace(GEMM, arch="sm_100")) != gemm.choose(GEMM)
-    assert gemm._table(replace(GEMM, arch="sm_100")) == ()
+    assert selection.choose(replace(GEMM, arch="sm_100")).source == "default"
+    assert selection.choose(GEMM).source == "table"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

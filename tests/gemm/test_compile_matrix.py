@@ -15,7 +15,7 @@ from compile_matrix import CompileJob, compile_job, disassemble, limit_violation
 
 from isogemm.epilogues import ACTIVATIONS
 from isogemm.epilogues.operands import MATRICES, PLACES, TENSORS, Epilogue
-from isogemm.gemm import configs
+from isogemm.gemm import configs, selection
 from isogemm.gemm.configs import BIAS_BLOCKS, BIAS_CHUNK, ActivationGradProblem, BiasGradProblem, Config, Problem
 from isogemm.gemm.kernels.gradients import describe_activation_grad, describe_bias_grad, describe_chunk_sums
 from isogemm.gemm.kernels.products import SLOTS, describe_add_partials, describe_gemm
@@ -64,9 +64,18 @@ def _measured():
             else:
                 chunk = configs.accumulation_chunk(sizes[1], dtype, dtype)
                 problem = _problem(tokens, *sizes, layout, *NUMBERS[number], chunk=chunk, epilogue=epilogue)
-            config = configs.choose(problem)
-            found.setdefault((number, kind, config, configs.accumulation(problem, config)), (problem, config))
+            chosen = {selection.choose(problem).config, *_on_the_menu(problem)}
+            for config in sorted(chosen, key=str):
+                found.setdefault((number, kind, config, configs.accumulation(problem, config)), (problem, config))
     return found.values()
+
+
+def _on_the_menu(problem):
+    """The configurations of the model that may serve this problem."""
+    for each in selection.menu(problem):
+        config = configs.fitted(problem, each.config)
+        if each.above < problem.m <= (each.most or problem.m) and not configs.illegal(problem, config):
+            yield config
 
 
 def _job(problem, config):
@@ -205,14 +214,14 @@ def _epilogue_cases():
     yield silu, configs.fitted(silu, large)
     for epilogue, number, tokens in (*product(SUMMED, NUMBERS, (512,)), *product(SUMMED, ("half",), (1, 4096))):
         problem = _problem(tokens, 14336, 4096, "nn", *NUMBERS[number], epilogue=epilogue)
-        yield problem, configs.choose(problem)
+        yield problem, selection.choose(problem).config
     for name, kind in (("relu", "out"), ("reglu", "pre")):
         epilogue = Epilogue(activation=name, gradient=kind, dropout=True, sums=True)
         problem = _problem(1024, 1024, 1024, "nn", epilogue=epilogue)
         yield problem, configs.fitted(problem, large)
     for tokens, sizes in product((256, 1024), ((3072, 768), (4096, 1024))):
         problem = _problem(tokens, *sizes, "nn", epilogue=SUMMED[1])
-        yield problem, configs.choose(problem)
+        yield problem, selection.choose(problem).config
     apart = _problem(1024, 1024, 1024, epilogue=Epilogue(bias="n", bias_up=True, activation="swiglu"))
     yield apart, configs.fitted(apart, Config(64, 64, 64, 4, 3))
     wide = _problem(1024, 1024, 1024, epilogue=everything, read_strides=(1024, 1024), reads_float32=True)
@@ -222,7 +231,7 @@ def _epilogue_cases():
     for problem, parts in ((wide, 1), (wide, 4), (odd, 2), (shifted, 1), (shifted, 4)):
         yield problem, configs.fitted(problem, replace(large, parts=parts))
     unaligned = replace(apart, b_aligned=False)
-    yield unaligned, configs.choose(unaligned)
+    yield unaligned, selection.choose(unaligned).config
 
 
 def _portable_cases(arch):
@@ -306,9 +315,11 @@ def _distinct(cases):
 
 MEASURED = list(_measured())
 SAMPLE = _makes()[::2]  # all of them ran on the GPU they were measured on; `table_jobs` compiles the rest
-OTHERS = _distinct([*((problem, configs.choose(problem)) for problem in _other_cases()), *_epilogue_cases()])
+OTHERS = _distinct([*((problem, selection.choose(problem).config) for problem in _other_cases()), *_epilogue_cases()])
 PORTABLE = [
-    (problem, configs.choose(problem)) for arch in ("sm_80", "sm_100", "gfx942") for problem in _portable_cases(arch)
+    (problem, selection.choose(problem).config)
+    for arch in ("sm_80", "sm_100", "gfx942")
+    for problem in _portable_cases(arch)
 ]
 SMALL = [*_bias_grad_jobs(), *_adding_jobs(), *_activation_grad_jobs()]
 SMALL = [(job, "sm_90") for job in SMALL] + [(job, target) for job in SMALL[::2] for target in ("sm_80", "gfx942")]
@@ -395,6 +406,6 @@ def test_specialisation_is_tritons():
     assert job.signature["stride_am"] == job.signature["M"] == "i32"
     far = _job(replace(problem, a_strides=(2**31, 1)), configs.canonical(problem))
     assert far.signature["stride_am"] == "i64"
-    tma = configs.choose(_problem(4096, 4096, 4096))
+    tma = selection.choose(_problem(4096, 4096, 4096)).config
     described = _job(_problem(4096, 4096, 4096), tma).signature
     assert described["a"] == f"tensordesc<bf16[{tma.block_m}, {tma.block_k}]>"

@@ -63,7 +63,7 @@ def test_no_number_of_tokens_is_left_out(bound, n, k, number):
     forward = _forward(n, k, *number)
     warmed = [*ahead._every(forward, TOKENS), *ahead._gradients(forward, TOKENS)]
     for problem in warmed:
-        plan.plan_for(problem, configs.choose(problem), DEVICE)
+        plan.plan_for(problem, DEVICE)
     bias_gradients = list(ahead._bias_gradients(forward, 2**21))
     for problem in bias_gradients:
         plan.bias_grad_plan(problem, DEVICE)
@@ -73,9 +73,9 @@ def test_no_number_of_tokens_is_left_out(bound, n, k, number):
     weight_gradients = [problem for problem in warmed if problem.layout == "tn"][:2]
     for tokens in range(1, TOKENS + 1):
         for problem in (replace(forward, m=tokens), replace(dx, m=tokens)):
-            plan.plan_for(problem, configs.choose(problem), DEVICE)
+            plan.plan_for(problem, DEVICE)
         for problem in weight_gradients:
-            plan.plan_for(replace(problem, k=tokens), configs.choose(replace(problem, k=tokens)), DEVICE)
+            plan.plan_for(replace(problem, k=tokens), DEVICE)
     for tokens in (1, 7, 64, 65, 1024, 2048, 2049, 5000, 100_000, 2**20, 2**21 - 1):
         for problem in bias_gradients[:2]:
             plan.bias_grad_plan(replace(problem, t=tokens), DEVICE)

@@ -13,7 +13,7 @@ import torch
 
 import isogemm
 from isogemm.epilogues.operands import Operands
-from isogemm.gemm import configs, fused, op
+from isogemm.gemm import fused, op, selection
 from isogemm.gemm.api import mlp
 from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
 
@@ -48,7 +48,7 @@ def _products() -> int:
         a, b = (a, b.mT) if layout == "nt" else (a.mT, b)
         for chunk in (0, 256):
             problem = op.problem_of(a, b, chunk=chunk)
-            for config in configs.candidates(problem):
+            for config in selection.candidates(problem):
                 op.gemm(a, b, chunk=chunk, config=config)
                 calls += 1
     return calls
@@ -81,7 +81,7 @@ def _epilogues_of(m: int, n: int, k: int, dtype: torch.dtype) -> int:
         call().sum().backward()
     fusion = Operands(bias.detach(), residual=residual.detach(), activation="gelu_tanh")
     operands = x.detach(), weight.detach().mT, None, fusion
-    configurations = configs.candidates(fused.problem_of(*operands))
+    configurations = selection.candidates(fused.problem_of(*operands))
     for config in configurations:
         fused.gemm(*operands, config=config)
     return len(calls) + len(configurations)

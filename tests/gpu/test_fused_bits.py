@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import isogemm
 from isogemm.epilogues import ACTIVATIONS
 from isogemm.epilogues.operands import Operands
-from isogemm.gemm import configs, cpu, describe, fused
+from isogemm.gemm import configs, cpu, describe, fused, selection
 from isogemm.gemm.api import mlp
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.inputs import DATA_KINDS, make_data, make_operands, with_layout
@@ -179,7 +179,7 @@ def test_a_hidden_gradient_and_its_sums_follow_no_tile(number, activation, dropo
     epilogue = fused.Epilogue(
         activation=activation, dropout=dropout_p > 0, gradient=kind, sums=True, exact=number in ("ieee", "tf32x3")
     )
-    tiles = configs.candidates(replace(problem, epilogue=epilogue))
+    tiles = selection.candidates(replace(problem, epilogue=epilogue))
     assert len(tiles) > 1
     call = functools.partial(fused.hidden_grad, grad, weight, saved, kind, fusion, precision)
     alone, none = call(False)

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import isogemm
-from isogemm.gemm import configs, op
+from isogemm.gemm import configs, op, selection
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.errors import assert_no_worse_than_torch
 from isogemm.verify.inputs import DATA_KINDS, make_data, with_layout
@@ -183,7 +183,7 @@ def test_every_configuration_of_a_weight_gradient(kind):
     before = _normal(n, k, seed=7, dtype=torch.float32)
     problem = op.problem_of(grad.T, x, chunk=chunk, total=before)
     expected = op.gemm(grad.T, x, chunk=chunk, total=before.clone(), config=configs.canonical(problem))
-    for config in configs.candidates(problem):
+    for config in selection.candidates(problem):
         result = op.gemm(grad.T, x, chunk=chunk, total=before.clone(), config=config)
         assert_bitwise_equal(result, expected, str(config))
 

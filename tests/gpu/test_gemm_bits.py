@@ -8,7 +8,7 @@ import torch
 from arithmetic import NUMBERS
 
 import isogemm
-from isogemm.gemm import configs, op
+from isogemm.gemm import configs, op, selection
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.inputs import DATA_KINDS, make_data, make_operands, with_layout
 
@@ -149,7 +149,8 @@ def _accumulation(number, k):
 def _boundaries(number, x, weight):
     """The numbers of rows on both sides of each change of configuration, one pair for each two configurations."""
     precision, accumulation = NUMBERS[number][1], _accumulation(number, x.shape[1])
-    chosen = {m: configs.choose(op.problem_of(x[:m], weight.T, precision=precision, chunk=accumulation)) for m in ROWS}
+    problems = {m: op.problem_of(x[:m], weight.T, precision=precision, chunk=accumulation) for m in ROWS}
+    chosen = {m: selection.choose(problem).config for m, problem in problems.items()}
     pairs = {}
     for before, after in itertools.pairwise(ROWS):
         if chosen[before] != chosen[after]:
@@ -169,7 +170,7 @@ def test_both_sides_of_every_dispatch_boundary(case):
         with isogemm.dispatch_log() as log:
             served = isogemm.linear(x[:m], weight, precision=precision)
         assert_bitwise_equal(served, expected[:m].to(dtype), f"{m} rows by {log[0].config}")
-        config = configs.choose(op.problem_of(x[:m], weight.T, precision=precision, chunk=accumulation))
+        config = selection.choose(op.problem_of(x[:m], weight.T, precision=precision, chunk=accumulation)).config
         assert str(config) == log[0].config
         unrounded = op.problem_of(x[:m], weight.T, out_dtype=torch.float32, precision=precision, chunk=accumulation)
         result = _gemm(number, x[:m], weight.T, chunk=accumulation, config=configs.fitted(unrounded, config))
@@ -190,7 +191,7 @@ def test_every_configuration_has_the_bits_of_the_canonical_one(case):
         x, b = make_operands(kind, (m, k), (k, n), seed=7, dtype=NUMBERS[number][0], device=DEVICE)
         weight = b.T.contiguous()
         problem = _describe(number, x, weight)
-        candidates = configs.candidates(problem)
+        candidates = selection.candidates(problem)
         assert len(candidates) > 1
         expected = _gemm(number, x, weight.T, config=configs.canonical(problem))
         for config in candidates:

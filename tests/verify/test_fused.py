@@ -9,7 +9,7 @@ import torch
 from isogemm.bench import timer
 from isogemm.core import device as devices
 from isogemm.epilogues import ACTIVATIONS, random
-from isogemm.gemm import api, configs, op
+from isogemm.gemm import api, configs, op, selection
 from isogemm.gemm import fused as served
 from isogemm.verify import fused as fused_checks
 from isogemm.verify.compare import compare_bits
@@ -206,12 +206,12 @@ def test_any_tile_compares_configurations(wrong, monkeypatch):
     monkeypatch.setattr(served, "problem_of", lambda *operands, out_dtype, precision: "problem")
     monkeypatch.setattr(served, "gemm", gemm)
     monkeypatch.setattr(configs, "canonical", lambda problem: "canonical")
-    monkeypatch.setattr(configs, "candidates", lambda problem: ["canonical", "a", "b"])
+    monkeypatch.setattr(selection, "candidates", lambda problem: ["canonical", "a", "b"])
     for seed in range(14):
         calls.clear()
         same = [diff.equal for diff in fused_checks._any_tile(fused_checks.Setting(seed, CPU))]
         assert sorted(same) == [wrong is None, True]
         assert calls[0] == "canonical"
         assert sorted(calls) == ["a", "b", "canonical"]
-    monkeypatch.setattr(configs, "candidates", lambda problem: list("acdefghij"))
+    monkeypatch.setattr(selection, "candidates", lambda problem: list("acdefghij"))
     assert len(list(fused_checks._any_tile(fused_checks.Setting(0, CPU)))) == 6

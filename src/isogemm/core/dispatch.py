@@ -18,10 +18,12 @@ class Dispatch:
     problem: str
     config: str  # empty where torch served
     reason: str  # why torch served, else empty
+    source: str = ""  # where the config came from: tuned, table, model or default; empty where none was chosen
 
     def __str__(self) -> str:
-        served = f"{self.path} {self.config}" if self.config else f"{self.path} ({self.reason})"
-        return f"isogemm.{self.op} {self.problem}: {served}"
+        served = " ".join(filter(None, (self.path, self.config)))
+        note = self.reason or self.source
+        return f"isogemm.{self.op} {self.problem}: {served}" + (f" ({note})" if note else "")
 
 
 _logs: list[list[Dispatch]] = []

@@ -1,8 +1,10 @@
 """Loader of the measured configurations: isogemm/<family>/tables/<arch>.py, one module per family and architecture.
 
-Every such module has one literal, TABLE: {key: ((up to, config), ...)}. A key names what was measured (arithmetic,
+Every such module has a literal TABLE: {key: ((up to, config), ...)}. A key names what was measured (arithmetic,
 launch or layout, fixed sizes). Its steps ascend: each has the largest size that it serves, and the field values of the
-family's config. `benchmarks/tune.py` writes these files; a new architecture is one new file per family.
+family's config. gemm's modules also have MODEL: {key: ((config, above, most, coefficients), ...)}, see
+`isogemm.gemm.selection`.
+`benchmarks/tune.py` writes these files; a new architecture is one new file per family.
 """
 
 from __future__ import annotations
@@ -31,13 +33,12 @@ def measured(family: str, arch: str) -> bool:
 
 
 @functools.cache
-def load(family: str, arch: str) -> Table:
+def load(family: str, arch: str, name: str = "TABLE") -> Any:
     """A family's table for an architecture: its own, or the nearest one's, of the same vendor where there is one."""
     vendor, number = _parsed(arch)
     known = {each: _parsed(each) for each in architectures(family)}
     nearest = min(known, key=lambda each: (known[each][0] != vendor, abs(known[each][1] - number)))
-    table: Table = importlib.import_module(f"isogemm.{family}.tables.{nearest}").TABLE
-    return table
+    return getattr(importlib.import_module(f"isogemm.{family}.tables.{nearest}"), name, {})
 
 
 def at(steps: tuple[tuple[int, _Config], ...], size: int) -> _Config:

@@ -1,4 +1,4 @@
-"""Problems of the GEMM family, the tiles that may serve them, and which one does. Pure: no device, no tensors.
+"""Problems of the GEMM family and the tiles that may serve them; `selection` chooses. Pure: no device, no tensors.
 
 A problem's bits are a function of its operands, its precision and its chunk. The chunk is a function of the weight's
 shape and dtype; everything in a Config may follow M.
@@ -6,12 +6,9 @@ shape and dtype; everything in a Config may follow M.
 
 from __future__ import annotations
 
-import functools
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from isogemm.core import tables
 from isogemm.core.problems import ITEMSIZE as ITEMSIZE
 from isogemm.core.problems import layout_letter, power_of_two, sm
 from isogemm.core.problems import unit as unit
@@ -286,40 +283,6 @@ def accumulation_chunk(k: int, dtype: str, out_dtype: str) -> int:
     return _CUT_WALK if k > LONGEST_WALK else 0
 
 
-def choose(problem: Problem) -> Config:
-    """The configuration that serves a problem."""
-    entries = _table(problem)
-    wanted = _anchored(problem, entries) if entries else _default(problem)
-    for config in (wanted, _default(problem), canonical(problem)):
-        usable_here = fitted(problem, config)
-        if not illegal(problem, usable_here):
-            return usable_here
-    raise ValueError(f"no configuration serves {problem}: {illegal(problem, fitted(problem, canonical(problem)))}")
-
-
-def token_edges(problem: Problem, most: int) -> list[int]:
-    """Numbers of tokens, up to `most`, among which every choice for problems like this one is made.
-
-    Tokens are the rows of A; in a weight gradient, its k.
-    """
-    edges = {size for power in range(most.bit_length()) for size in (1 << power, (1 << power) + 1)}
-    edges.update(size for _, by_tokens in _table(problem) for tokens, _ in by_tokens for size in (tokens, tokens + 1))
-    if problem.layout == "tn":  # chunks that wait for each other, and a last block that is full
-        edges.update(size for chunks in (1, 2) for size in (problem.chunk * chunks, problem.chunk * chunks + 1))
-        blocks = {config.block_k for config in candidates(problem)}
-        edges.update({-(-size // block) * block for size in edges for block in blocks})
-    return sorted(size for size in {*edges, most} if size <= most)
-
-
-def candidates(problem: Problem) -> tuple[Config, ...]:
-    """Every configuration that may serve problems of this kind: all give the same bits."""
-    configs = [canonical(problem), _default(problem)]
-    for entry in _table(problem):
-        configs += [config for _, config in entry[1]]
-    usable_here = (fitted(problem, config) for config in configs)
-    return tuple(dict.fromkeys(config for config in usable_here if not illegal(problem, config)))
-
-
 def canonical(problem: Problem) -> Config:
     """The plainest configuration: small, pointer loads, no overlap. The others are compared with it."""
     rows = BIAS_ROWS if problem.epilogue.sums else 32
@@ -507,46 +470,7 @@ def fitted(problem: Problem, config: Config) -> Config:
     return config
 
 
-Entries = tuple[tuple[tuple[int, int], tuple[tuple[int, Config], ...]], ...]
-
-
-def _table(problem: Problem) -> Entries:
-    """Measured configurations: ((the weight's sizes), ((tokens up to, config), ...)), ...; empty where none are."""
-    if not tables.measured("gemm", problem.arch) or problem.batch > 1:
-        return ()
-    of = problem.arch, problem.number
-    return _entries(*of, problem.kind) or _entries(*of, problem.layout)
-
-
-@functools.cache
-def _entries(arch: str, number: str, kind: str) -> Entries:
-    return tuple(
-        ((n, k), tuple((tokens, Config(*values)) for tokens, values in by_tokens))
-        for (*of, n, k), by_tokens in tables.load("gemm", arch).items()
-        if of == [number, kind]
-    )
-
-
-def _anchored(problem: Problem, entries: Entries) -> Config:
-    """The entry of the nearest measured weight, at the next larger measured number of tokens.
-
-    Two weights without a table of their own take that of one twice as wide.
-    """
-    own = entries == _entries(problem.arch, problem.number, problem.kind)
-    tokens, sizes = (
-        (problem.k, (problem.m, problem.n))
-        if problem.layout == "tn"
-        else (problem.m, (problem.n if own else problem.weights * problem.n, problem.k))
-    )
-
-    def distance(anchor: tuple[int, int]) -> float:
-        return sum(abs(math.log(max(size, 1) / other)) for size, other in zip(sizes, anchor, strict=True))
-
-    by_tokens = min(entries, key=lambda entry: distance(entry[0]))[1]
-    return tables.at(by_tokens, min(tokens, by_tokens[-1][0]))
-
-
-def _default(problem: Problem) -> Config:
+def default(problem: Problem) -> Config:
     """Without measurements: tiles that fit the problem and any architecture."""
     sums = problem.epilogue.sums
     if problem.number in _PINNED:

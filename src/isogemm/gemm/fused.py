@@ -158,7 +158,7 @@ def fused(
         read = _operands(x, b.shape[1], operands)
         rows = _by_rows(x)
         problem = _problem(rows, b, b_up, operands, dtype, precision, save, read)
-        plan = plans.keep(key, _plan(rows, b, problem, configs.choose(problem), dtype, read))
+        plan = plans.keep(key, _plan(rows, b, problem, None, dtype, read))
     read = _operands(x, plan.shape[-1], operands)
     saved = None
     if save:
@@ -219,16 +219,13 @@ def gemm(
 ) -> Tensor:
     """`fused` by a configuration of the caller's, how: as in `problem_of`. For tests and `verify`."""
     problem = problem_of(x, b, b_up, operands, **how)
-    config = configs.choose(problem) if config is None else config
-    if reason := configs.illegal(problem, config):
-        raise ValueError(f"config {config} for problem {problem}: {reason}")
     read = _operands(x, b.shape[1], operands)
     plan = _plan(x, b, problem, config, getattr(torch, problem.out_dtype), read)
     return plan.run((x, b, b_up, *read), None, call_numbers(operands))
 
 
 def _plan(
-    x: Tensor, b: Tensor, problem: Problem, config: Config, dtype: torch.dtype, read: Sequence[Tensor | None]
+    x: Tensor, b: Tensor, problem: Problem, config: Config | None, dtype: torch.dtype, read: Sequence[Tensor | None]
 ) -> Plan:
     seen = [
         None if each is None else (each.dtype, describe.aligned(each) and name not in VECTORS)  # read by element
@@ -499,9 +496,6 @@ def hidden_grad(
         problem = describe.product(describe.flat(grad), weight, None, grad.dtype, precision, chunk)
         assert problem is not None
         problem = replace(problem, epilogue=epilogue)
-        config = configs.choose(problem) if config is None else config
-        if reason := configs.illegal(problem, config):
-            raise ValueError(f"config {config} for problem {problem}: {reason}")
         seen = [None if each is None else (each.dtype, describe.aligned(each)) for each in read]
         plan = plans.keep(key, gemm_plan("hidden_grad", shape, grad.dtype, grad.device, problem, config, seen))
     plan.run((grad, weight, None, *read), first, call_numbers(operands))

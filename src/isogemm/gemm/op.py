@@ -111,7 +111,7 @@ def weight_grad(grad: Tensor, x: Tensor, total: Tensor | None, dtype: torch.dtyp
         out = torch.empty(n, k, dtype=dtype, device=x.device) if total is None else total
         if _is_empty(problem, out):
             return out if total is not None else out.zero_()
-        plan = plans.keep(key, gemm_plan("weight_grad", (n, k), out.dtype, x.device, problem, configs.choose(problem)))
+        plan = plans.keep(key, gemm_plan("weight_grad", (n, k), out.dtype, x.device, problem))
     return plan.run((grad, x), total)
 
 
@@ -142,9 +142,6 @@ def gemm(a: Tensor, b: Tensor, *, config: Config | None = None, **how: Any) -> T
     how: as in `problem_of`; a `total` is accumulated into and returned.
     """
     problem = problem_of(a, b, **how)
-    config = configs.choose(problem) if config is None else config
-    if reason := configs.illegal(problem, config):
-        raise ValueError(f"config {config} for problem {problem}: {reason}")
     shape = (*describe.broadcast(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     plan = gemm_plan("matmul", shape, getattr(torch, problem.out_dtype), a.device, problem, config)
     return plan.run((a, b, None, how.get("bias")), how.get("total"))
@@ -308,7 +305,7 @@ def _multiply(
     a, b = (x.expand(*shape[:-2], *x.shape[-2:]) for x in (a, b))
     problem = describe.product(a, b, bias, dtype, precision, describe.accumulation_chunk(a, dtype))
     if problem is not None:
-        plan = plans.keep(key, gemm_plan("matmul", shape, dtype, a.device, problem, configs.choose(problem)))
+        plan = plans.keep(key, gemm_plan("matmul", shape, dtype, a.device, problem))
         return plan.run((a, b, None, bias))
     out = torch.empty(shape, dtype=dtype, device=a.device)
     _multiply_into(out, a, b, bias, precision)
@@ -329,7 +326,7 @@ def _multiply_into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, preci
                 _multiply_into(*places, bias, precision)
             return
         problem = replace(problem, c_aligned=describe.aligned(out))
-        plan = plans.keep(key, gemm_plan("matmul", out.shape, out.dtype, a.device, problem, configs.choose(problem)))
+        plan = plans.keep(key, gemm_plan("matmul", out.shape, out.dtype, a.device, problem))
     plan.run((a, b, None, bias), out)
 
 

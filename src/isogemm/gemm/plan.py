@@ -10,16 +10,16 @@ import torch
 from isogemm.core.device import index_of
 from isogemm.core.dispatch import Dispatch
 from isogemm.core.plan import INPUTS, OUT, SCRATCH, Place, Plan, Seen, Step, contiguous, make_step
-from isogemm.gemm import configs
+from isogemm.gemm import configs, selection
 from isogemm.gemm.configs import ActivationGradProblem, BiasGradProblem, Config, Problem
 
 # The places of a product's inputs: the operands, a gated activation's second weight, what the epilogue reads.
 _A, _B, _B_UP, _READ = range(INPUTS, INPUTS + 4)
 
 
-def plan_for(problem: Problem, config: Config, device: torch.device) -> Plan:
+def plan_for(problem: Problem, device: torch.device) -> Plan:
     """Plan of a problem without a batch, from its description alone: what is not compiled yet is compiled."""
-    return gemm_plan("matmul", (problem.m, problem.n), getattr(torch, problem.out_dtype), device, problem, config)
+    return gemm_plan("matmul", (problem.m, problem.n), getattr(torch, problem.out_dtype), device, problem)
 
 
 def gemm_plan(
@@ -28,13 +28,21 @@ def gemm_plan(
     dtype: torch.dtype,
     device: torch.device,
     problem: Problem,
-    config: Config,
+    config: Config | None = None,
     read: Sequence[Seen | None] = (),
 ) -> Plan:
-    """Plan of inputs (a, b, second weight, *read); read: how Triton sees these, by default the bias alone."""
+    """Plan of inputs (a, b, second weight, *read); read: how Triton sees these, by default the bias alone.
+
+    config: one of the caller's, instead of the one that is chosen.
+    """
     from isogemm.gemm.kernels import products as kernels
 
     _require_usable(name, problem)
+    source = ""
+    if config is None:
+        config, source = selection.choose(problem)
+    elif reason := configs.illegal(problem, config):
+        raise ValueError(f"config {config} for problem {problem}: {reason}")
     accumulation = configs.accumulation(problem, config)
     operand, sums = getattr(torch, problem.dtype), (torch.float32, True)
     a: Place = (operand, problem.a_aligned), _A
@@ -63,7 +71,7 @@ def gemm_plan(
         reads += [None] * (kernels.SLOTS - len(reads))
         places = (left, right, *rest, result, scratch if accumulation == "scratch" else None, *reads)
         steps = [make_step(kernels.describe_gemm(problem, config), places, device)]
-    served = Dispatch(name, "gemm", str(problem), str(config), "")
+    served = Dispatch(name, "gemm", str(problem), str(config), "", source)
     return _plan(served, shape, dtype, device, steps, configs.workspace(problem, config) // 4)
 
 

@@ -14,7 +14,7 @@ from isogemm.core.eager import autocast_dtype
 from isogemm.core.plan import compiled
 from isogemm.epilogues import spec
 from isogemm.epilogues.operands import Epilogue, Operands
-from isogemm.gemm import configs, fused, fused_autograd, mlp_autograd, op, plan
+from isogemm.gemm import configs, fused, fused_autograd, mlp_autograd, op, plan, selection
 from isogemm.gemm.configs import BiasGradProblem, Problem
 from isogemm.gemm.describe import aligned
 from isogemm.gemm.fused_op import Call
@@ -47,7 +47,7 @@ def warmup(
         seen.add(key)
         forward = _forward(weight, biased, out_dtype, precision)
         for problem in (*_every(forward, tokens), *(_gradients(forward, tokens) if backward else ())):
-            plan.plan_for(problem, configs.choose(problem), weight.device)
+            plan.plan_for(problem, weight.device)
         if backward and biased:
             for bias_gradient in _bias_gradients(forward, tokens):
                 plan.bias_grad_plan(bias_gradient, weight.device)
@@ -126,7 +126,7 @@ def _fused(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | 
     if backward:  # biases may be frozen: the layer's gradient has then no sums
         trained = (True,) if bias is None and bias_up is None else (True, False)
         modes += product((True,), trained, dict.fromkeys(((0.0, 0.0), layer.dropouts)))
-    for edge, (differentiated, biased, dropouts) in product(configs.token_edges(problem, tokens), modes):
+    for edge, (differentiated, biased, dropouts) in product(selection.token_edges(problem, tokens), modes):
         rows = x[:edge].detach().requires_grad_(differentiated)
         of_gate, of_up = (each if each is None or biased else each.detach() for each in (bias, bias_up))
         first = Operands(
@@ -188,7 +188,7 @@ def _forward(weight: Tensor, bias: bool, out_dtype: torch.dtype | None, precisio
 
 def _every(problem: Problem, tokens: int) -> Iterator[Problem]:
     """The problem at every number of tokens where another kernel may begin."""
-    for edge in configs.token_edges(problem, tokens):
+    for edge in selection.token_edges(problem, tokens):
         yield replace(problem, m=edge)
 
 
@@ -205,7 +205,7 @@ def _gradients(forward: Problem, tokens: int) -> Iterator[Problem]:
         forward, m=n, n=k, k=1, out_dtype=dtype, a_strides=(1, n), b_strides=(k, 1), c_strides=(k, 1), b_aligned=True,
         epilogue=Epilogue(), chunk=configs.token_chunk(n, k, dtype),
     )  # fmt: skip
-    for edge in configs.token_edges(dw, tokens):
+    for edge in selection.token_edges(dw, tokens):
         yield replace(dw, k=edge)
         yield replace(dw, k=edge, out_dtype="float32", accumulate=True)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isogemm.epilogues import ACTIVATIONS, random, register
 from isogemm.epilogues.operands import Operands
-from isogemm.gemm import configs, fused, reference
+from isogemm.gemm import configs, fused, reference, selection
 from isogemm.gemm.api import linear, matmul_fused, mlp, mm
 from isogemm.gemm.fused import new_seed
 from isogemm.verify import trials
@@ -304,7 +304,7 @@ def _any_tile(each: Setting) -> Iterator[BitDiff]:
     how: Any = {"out_dtype": each.wide if each.seed % 2 else None, "precision": each.asked}
     operands = tokens.x, *layer.columns, layer.fusion(tokens, p, seed)
     problem = fused.problem_of(*operands, **how)
-    plainest, candidates = configs.canonical(problem), configs.candidates(problem)
+    plainest, candidates = configs.canonical(problem), selection.candidates(problem)
     others = [config for config in candidates if config != plainest]
     expected = fused.gemm(*operands, **how, config=plainest)
     for config in each.rng.sample(others, min(_TILES, len(others))):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isogemm.gemm import configs, op, reference
+from isogemm.gemm import configs, op, reference, selection
 from isogemm.gemm.api import linear
 from isogemm.verify import trials
 from isogemm.verify.compare import BitDiff, compare_bits
@@ -80,7 +80,7 @@ def _any_tile(each: Setting) -> Iterator[BitDiff]:
         problem = op.problem_of(left, right, **how, total=sums)
         results = (
             op.gemm(left, right, **how, total=None if sums is None else sums.clone(), config=config)
-            for config in (configs.canonical(problem), *configs.candidates(problem))
+            for config in (configs.canonical(problem), *selection.candidates(problem))
         )
         expected = next(results)
         yield from (compare_bits(result, expected) for result in results)

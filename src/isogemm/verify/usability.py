@@ -10,7 +10,7 @@ import torch
 
 from isogemm.core import device as devices
 from isogemm.core import tables
-from isogemm.gemm import configs
+from isogemm.gemm import configs, selection
 from isogemm.tiny import configs as tiny_configs
 
 
@@ -35,7 +35,7 @@ def gemm(device: torch.device) -> Sequence[Usability]:
     plain = configs.Problem(
         4096, 4096, 4096, "bfloat16", "bfloat16", "ieee", (4096, 1), (1, 4096), (4096, 1), arch=arch
     )  # fmt: skip
-    has_tma = any(config.kernel == "tma" for config in configs.candidates(plain))
+    has_tma = any(config.kernel == "tma" for config in selection.candidates(plain))
     no_tma = obstacle or ("" if has_tma else f"{arch} has no TMA")
     return [_kernel("gemm/tma", no_tma, arch, tiles), _kernel("gemm/pointer", obstacle, arch, tiles)]
 

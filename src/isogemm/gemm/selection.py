@@ -1,0 +1,153 @@
+"""From a problem to the configuration that serves it. Pure: no device, no tensors.
+
+In this order: what was measured of the same weight, the model of a configuration's time (`cost`), rules. None of it can
+change a bit of the result.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from isogemm.core import tables
+from isogemm.gemm import cost
+from isogemm.gemm.configs import Config, Problem, canonical, default, fitted, illegal
+
+Steps = tuple[tuple[int, Config], ...]  # (tokens up to, config), ascending
+Source = Literal["table", "model", "default"]
+
+# Numbers of tokens at which the model is asked: it sees any other as the next larger one.
+_GRID = (
+    *(1 << power for power in range(6)), 64, 96, 128, 192, *range(256, 2048, 128), *range(2048, 8192, 512),
+    *(eighths << power for power in range(10, 20) for eighths in range(8, 16)),
+)  # fmt: skip
+_NEAR = 1.01  # of configurations this close the first of the menu serves: fewer kernels to compile
+
+
+class Choice(NamedTuple):
+    config: Config
+    source: Source  # where it came from
+
+
+class Measured(NamedTuple):
+    """A configuration of the model's menu."""
+
+    config: Config
+    above: int  # m of the problems that it was measured for: more than this
+    most: int  # and at most this; 0: any
+    coefficients: tuple[float, ...]
+
+
+def choose(problem: Problem) -> Choice:
+    """The configuration that serves a problem."""
+    for config, source in _wanted(problem):
+        usable_here = fitted(problem, config)
+        if not illegal(problem, usable_here):
+            return Choice(usable_here, source)
+    raise ValueError(f"no configuration serves {problem}: {illegal(problem, fitted(problem, canonical(problem)))}")
+
+
+def _wanted(problem: Problem) -> Iterator[Choice]:
+    sizes, tokens = _weight(problem), _tokens(problem)
+    steps = _table(problem.arch, problem.number, problem.kind).get(sizes) if problem.batch == 1 else None
+    if steps:
+        yield Choice(tables.at(steps, min(tokens, steps[-1][0])), "table")
+    modelled = _modelled(_with_tokens(problem, _GRID[min(bisect.bisect_left(_GRID, tokens), len(_GRID) - 1)]))
+    if modelled:
+        yield Choice(modelled, "model")
+    yield Choice(default(problem), "default")
+    yield Choice(canonical(problem), "default")
+
+
+@functools.lru_cache(4096)
+def _modelled(problem: Problem) -> Config | None:
+    return fastest(problem, menu(problem))
+
+
+def fastest(problem: Problem, measured: Iterable[Measured]) -> Config | None:
+    """The configuration with the shortest predicted time; None where none of those measured serves the problem."""
+    predicted = []
+    for each in measured:
+        if not each.above < problem.m <= (each.most or problem.m):
+            continue
+        usable_here = fitted(problem, each.config)
+        if not illegal(problem, usable_here):
+            changed = usable_here.kernel != each.config.kernel  # its operands lie otherwise: it was not measured so
+            predicted.append((changed, cost.microseconds(cost.terms(problem, usable_here), each.coefficients), each))
+    if not predicted:
+        return None
+    changed, least, _ = min(predicted, key=lambda each: each[:2])
+    return next(each.config for among, us, each in predicted if among == changed and us <= _NEAR * least)
+
+
+def token_edges(problem: Problem, most: int) -> list[int]:
+    """Numbers of tokens, up to `most`, among which every choice for problems like this one is made.
+
+    Tokens are the rows of A; in a weight gradient, its k.
+    """
+    steps = _table(problem.arch, problem.number, problem.kind).get(_weight(problem), ())
+    edges = {*_GRID, *(tokens for tokens, _ in steps)}
+    if problem.layout == "tn":  # chunks that wait for each other, and a last block that is full
+        edges.update(size for chunks in (1, 2) for size in (problem.chunk * chunks, problem.chunk * chunks + 1))
+        blocks = {config.block_k for config in candidates(problem)}
+        edges.update({-(-size // block) * block for size in edges for block in blocks})
+    return sorted(size for size in {*edges, most} if size <= most)
+
+
+def candidates(problem: Problem) -> tuple[Config, ...]:
+    """Every configuration that may serve problems of this kind: all give the same bits."""
+    found = [canonical(problem), default(problem)]
+    if problem.batch == 1:
+        by_weight = _table(problem.arch, problem.number, problem.kind)
+        found += [config for steps in by_weight.values() for _, config in steps]
+    found += [each.config for each in menu(problem)]
+    usable_here = (fitted(problem, config) for config in found)
+    return tuple(dict.fromkeys(config for config in usable_here if not illegal(problem, config)))
+
+
+def menu(problem: Problem) -> tuple[Measured, ...]:
+    """The configurations whose time the model predicts."""
+    return _menu(problem.arch, *model_key(problem)) if problem.batch == 1 else ()
+
+
+def model_key(problem: Problem) -> tuple[str, str]:
+    """What has coefficients of its own: arithmetic and layout, and gradients of activations."""
+    return problem.number, problem.layout + " gradient" * bool(problem.epilogue.gradient)
+
+
+def _weight(problem: Problem) -> tuple[int, int]:
+    """The sizes by which the tables know a weight."""
+    return (problem.m, problem.n) if problem.layout == "tn" else (problem.n, problem.k)
+
+
+def _tokens(problem: Problem) -> int:
+    return problem.k if problem.layout == "tn" else problem.m
+
+
+def _with_tokens(problem: Problem, tokens: int) -> Problem:
+    return replace(problem, k=tokens) if problem.layout == "tn" else replace(problem, m=tokens)
+
+
+@functools.cache
+def _table(arch: str, number: str, kind: str) -> dict[tuple[int, int], Steps]:
+    """Measured configurations by weight; empty where none are."""
+    if not tables.measured("gemm", arch):
+        return {}
+    return {
+        (n, k): tuple((tokens, Config(*values)) for tokens, values in steps)
+        for (*of, n, k), steps in tables.load("gemm", arch).items()
+        if of == [number, kind]
+    }
+
+
+@functools.cache
+def _menu(arch: str, *key: str) -> tuple[Measured, ...]:
+    if not tables.measured("gemm", arch):
+        return ()
+    return tuple(
+        Measured(Config(*values), above, most, coefficients)
+        for values, above, most, coefficients in tables.load("gemm", arch, "MODEL").get(key, ())
+    )

@@ -1,0 +1,132 @@
+"""Which configuration serves a problem: measured, modelled or by a rule; always legal, and one of those checked."""
+
+from itertools import product
+
+import hypothesis
+import pytest
+from gemm_problems import ARCHS, NUMBERS, input_grad, linear, make_problem, problems, weight_grad
+
+from isogemm.epilogues.operands import NOTHING, Epilogue
+from isogemm.gemm import configs
+from isogemm.gemm.configs import (
+    WORKSPACE,
+    Config,
+    Problem,
+    accumulation,
+    canonical,
+    fitted,
+    illegal,
+    programs,
+    usable,
+    workspace,
+)
+from isogemm.gemm.selection import candidates, choose, token_edges
+from isogemm.gemm.tables.sm_90 import TABLE
+
+
+@hypothesis.settings(max_examples=1500, deadline=None)
+@hypothesis.given(problem=problems())
+def test_chosen_is_legal_and_a_candidate(problem):
+    (chosen, _), all_of_them = choose(problem), candidates(problem)
+    assert choose(problem).config == chosen
+    assert chosen in all_of_them
+    assert fitted(problem, canonical(problem)) == all_of_them[0]
+    assert len({str(config) for config in all_of_them}) == len(set(all_of_them)) == len(all_of_them)
+    for config in all_of_them:
+        assert illegal(problem, config) == ""
+        assert fitted(problem, config) == config
+        assert workspace(problem, config) <= WORKSPACE
+        assert programs(problem, config) >= 1
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(problem=problems())
+def test_bits_do_not_follow_the_configuration(problem):
+    """Where block_k or the side of an operand would change them, every candidate has the same."""
+    shared = {(config.block_k, config.swapped) for config in candidates(problem)}
+    if problem.number == "tf32x3":
+        assert shared == {(32, False)}
+    elif problem.number == "ieee":
+        assert len({block_k for block_k, _ in shared}) == 1
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(problem=problems())
+def test_programs_cover_every_output(problem):
+    """A program for every tile and chunk, or no more than fit the chip at once."""
+    config = choose(problem).config
+    m, n = (problem.n, problem.m) if config.swapped else (problem.m, problem.n)
+    block_m = config.block_m // (problem.weights if config.swapped else 1)
+    block_n = config.columns // (1 if config.swapped else problem.weights)
+    tiles = problem.batch * -(-m // block_m) * -(-n // block_n)
+    work = tiles * (problem.chunks if accumulation(problem, config) == "partials" else 1)
+    assert programs(problem, config) == (min(work, config.residents * problem.sm_count) if config.persistent else work)
+
+
+@pytest.mark.parametrize("arch", [*ARCHS, "sm_103", "sm_121"])
+def test_architectures_served(arch):
+    assert usable(arch) == ""
+    for tokens, (dtype, precision) in product((1, 64, 4096), NUMBERS):
+        problem = linear(tokens, 4096, 4096, dtype, precision, arch=arch)
+        assert illegal(problem, choose(problem).config) == ""
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "gfx942"])
+def test_only_what_the_hardware_has(arch):
+    for tokens, kind in product((1, 16, 128, 4096), (linear, input_grad, weight_grad)):
+        config = choose(kind(tokens, 4096, 4096, arch=arch)).config
+        assert config.kernel == "pointer"
+        assert not config.pdl
+
+
+KINDS = [linear, input_grad, weight_grad]
+
+
+@pytest.mark.parametrize(("dtype", "precision"), NUMBERS)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_choice_is_made_at_an_edge(kind, dtype, precision):
+    """So that whoever compiles for the edges has compiled for every number of tokens."""
+    most = 4200
+    for n, k in ((4096, 4096), (256, 1024), (1000, 1001)):
+        edges = token_edges(kind(1, n, k, dtype, precision), most)
+        assert edges == sorted(set(edges))
+        assert (edges[0], edges[-1]) == (1, most)
+        at_edges = {choose(kind(tokens, n, k, dtype, precision)) for tokens in edges}
+        for tokens in (*range(1, 280), *range(280, most, 7)):
+            assert choose(kind(tokens, n, k, dtype, precision)) in at_edges, (tokens, n, k)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("layout", ["nn", "tn", "tt"])
+def test_warpgroups_serve_no_tf32_that_lies_across_k(layout, arch):
+    """They read it along k alone: each tile would be turned first, at ten times the time."""
+    epilogues = [NOTHING, Epilogue(activation="gelu", gradient="pre", sums=True)] if layout == "nn" else [NOTHING]
+    for m, n, k, epilogue in product((17, 96, 1000, 4096), (90, 96, 768, 4096), (64, 999, 9408), epilogues):
+        chunk = configs.token_chunk(m, n, "float32") if layout == "tn" else 0
+        a_strides, b_strides = (k, 1) if layout[0] == "n" else (1, m), (n, 1) if layout[1] == "n" else (1, k)
+        problem = Problem(
+            m,
+            n,
+            k,
+            "float32",
+            "float32",
+            "tf32",
+            a_strides,
+            b_strides,
+            (n, 1),
+            chunk=chunk,
+            epilogue=epilogue,
+            arch=arch,
+        )
+        assert not configs.warpgroups(choose(problem).config), problem
+
+
+def test_choose_refuses_where_nothing_serves(monkeypatch):
+    monkeypatch.setattr(configs, "_SHARED_MEMORY", {"sm_90": 1})
+    with pytest.raises(ValueError, match=r"no configuration serves \[512,4096,4096\] bfloat16 nt: takes about"):
+        choose(make_problem())
+
+
+def test_names_of_the_tables_are_their_own():
+    values = {values for by_tokens in TABLE.values() for _, values in by_tokens}
+    assert len({str(Config(*value)) for value in values}) == len(values)
