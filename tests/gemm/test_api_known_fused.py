@@ -14,7 +14,7 @@ from idle_gpu import idle_gpu  # noqa: F401
 
 import isogemm
 from isogemm.core.plan import clear_caches
-from isogemm.epilogues import spec
+from isogemm.epilogues import random, spec
 from isogemm.gemm import api
 
 
@@ -111,7 +111,7 @@ def test_a_known_call_launches_what_an_unknown_one_does(idle_gpu):  # noqa: F811
 
 @torch.no_grad()
 def test_which_calls_are_known(idle_gpu):  # noqa: F811
-    """All but those that read a copy, or draw a seed."""
+    """All but those that read a copy."""
     unknown = []
     for name, make in CALLS.items():
         clear_caches()
@@ -120,7 +120,7 @@ def test_which_calls_are_known(idle_gpu):  # noqa: F811
             function(*operands, **options)
         if not [known for alike in api._known_fused._cache.values() for *_, known in alike if known.plan]:
             unknown.append(name)
-    assert unknown == ["strided residual", "dropout"]
+    assert unknown == ["strided residual"]
 
 
 @torch.no_grad()
@@ -182,15 +182,33 @@ def test_gradients_are_never_skipped(idle_gpu):  # noqa: F811
         assert not isogemm.linear(x, weight, residual=residual).requires_grad
 
 
-@pytest.mark.parametrize("options", [{"epilogue": "twice"}, {"dropout_p": 0.5}])
 @torch.no_grad()
-def test_nothing_is_kept_of_calls_that_are_never_known(idle_gpu, monkeypatch, options):  # noqa: F811
+def test_a_known_call_draws_a_new_seed(idle_gpu, monkeypatch):  # noqa: F811
+    """One for each call, which the kernel reads; with the probability of this call, not of another one."""
+    seeds = []
+
+    def new_seed(device):
+        seeds.append(torch.empty(1, dtype=torch.int64, device=device))
+        return seeds[-1]
+
+    monkeypatch.setattr(api, "new_seed", new_seed)
+    x, weight = _tensor(M, K), _tensor(N, K)
+    for count, p in enumerate((0.5, 0.5, 0.5, 0.25, 0.5, 0.25), 1):
+        isogemm.linear(x, weight, activation="gelu", dropout_p=p)
+        arguments = idle_gpu[-1][2]
+        assert len(seeds) == count
+        assert [each.data_ptr() in arguments for each in seeds] == [False] * (count - 1) + [True]
+        assert random.threshold(p) in arguments
+        assert random.scale(p) in arguments
+
+
+@torch.no_grad()
+def test_nothing_is_kept_of_calls_that_are_never_known(idle_gpu, monkeypatch):  # noqa: F811
     """A key would keep aux tensors alive."""
     monkeypatch.setitem(spec.REGISTERED, "twice", spec.UserEpilogue("twice", _twice, lambda acc, col, row, aux: acc, 1))
     x, weight = _tensor(M, K), _tensor(K, N)
     for _ in range(3):
-        given = {"aux": (_tensor(M, N),)} if "epilogue" in options else {}
-        isogemm.matmul_fused(x, weight, **options, **given)
+        isogemm.matmul_fused(x, weight, epilogue="twice", aux=(_tensor(M, N),))
     assert not api._known_fused._cache
 
 

@@ -58,7 +58,7 @@ def likeness(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
 class KnownCalls(Generic[Value]):
     """What served a call, for the calls in eager mode that are like it in all but memory.
 
-    "Like it": the same key, the same precision of torch's products, and tensors alike (`likeness`).
+    "Like it": the same key, tensors alike (`likeness`) and, with float32, the same precision of torch's products.
     """
 
     __slots__ = ("_aligned", "_cache", "_is_plan", "_most_alike")
@@ -70,7 +70,7 @@ class KnownCalls(Generic[Value]):
         (None: all) are aligned to 16 bytes.
         """
         self._is_plan, self._aligned = is_plan, aligned if is_plan else 0
-        self._cache: Cache[list[tuple[Callable[..., bool], bool, Value]]] = Cache(4096)
+        self._cache: Cache[list[tuple[Callable[..., bool], bool, str, Value]]] = Cache(4096)
         self._most_alike = most_alike
 
     def find(self, key: Hashable, tensors: Sequence[Tensor]) -> Value | None:
@@ -79,13 +79,15 @@ class KnownCalls(Generic[Value]):
         The caller has looked for torch function modes (`is_intercepted`) and for a tracer, before it asked for sizes.
         """
         # The guards do not see the modes of fakes and proxies.
-        if not _HAS_FAST_PATH or is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0:
+        if is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0:
             return None
         try:
-            found = self._cache.get((key, fp32_precision("cuda", "matmul")), ())
+            found = self._cache.get(key, ())
         except TypeError:  # sizes that are symbols, or an argument that cannot be hashed
             return None
-        for is_like, is_trained, value in found:
+        for is_like, is_trained, precision, value in found:
+            if precision and precision != fp32_precision("cuda", "matmul"):
+                continue
             if is_like(*tensors) and not (is_trained and torch.is_grad_enabled()):
                 for each in tensors[: self._aligned]:
                     if each.data_ptr() & 15:
@@ -102,18 +104,18 @@ class KnownCalls(Generic[Value]):
 
     def keep(self, key: Hashable, tensors: Sequence[Tensor], value: Value) -> None:
         """Remember what served this call, if its tensors are plain."""
-        key = key, fp32_precision("cuda", "matmul")
         try:
             alike = self._cache.get(key)
         except TypeError:  # not to be hashed
             return
-        is_like = likeness(tensors) if self.is_aligned(tensors) else None
+        is_like = likeness(tensors) if _HAS_FAST_PATH and self.is_aligned(tensors) else None
         if is_like is None:
             return
         alike = self._cache.keep(key, []) if alike is None else alike
         del alike[: len(alike) + 1 - self._most_alike]  # the oldest
         is_trained = self._is_plan and any(each.requires_grad for each in tensors)
-        alike.append((is_like, is_trained, value))
+        reads_setting = torch.float32 in (autocast_dtype(tensors[0]), *[each.dtype for each in tensors])
+        alike.append((is_like, is_trained, fp32_precision("cuda", "matmul") if reads_setting else "", value))
 
 
 def _first_places(tensors: Sequence[object]) -> list[int]:

@@ -88,18 +88,21 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, precis
     """
     if has_torch_function(NO_TENSOR) and not is_compiling():
         return handle_torch_function(matmul, (), **locals())
+    key = plan = None
+    try:
+        if not (is_tracing() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))):
+            key = "matmul", a.shape, b.shape, out_dtype, precision
+    except (AttributeError, RuntimeError):  # no tensors, or nested ones
+        pass
+    if key is not None:
+        plan = _known_plans.find(key, (a, b))
+    if plan is not None:
+        return plan.run((a, b))
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
         if x.ndim == 0:
             raise ValueError(f"{name} has no dimensions; expected at least one")
-    key = None
-    trained = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    if not (trained or is_tracing() or a.is_nested or b.is_nested) and a.layout is b.layout is torch.strided:
-        key = "matmul", a.shape, b.shape, a.stride(), out_dtype, precision
-        plan = _known_plans.find(key, (a, b))
-        if plan is not None:
-            return plan.run((a, b))
     dtype = autocast_dtype(a)
     if dtype is not None:
         a, b = _cast(a, dtype), _cast(b, dtype)
@@ -165,8 +168,8 @@ def plain_linear(
     try:
         # A tracer would note down that the sizes were asked for.
         if not (is_tracing() or (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))):
-            key = x.shape, weight.shape, x.stride(), bias is None, out_dtype, precision
-    except (AttributeError, RuntimeError):  # no tensors, or without strides
+            key = x.shape, weight.shape, bias is None, out_dtype, precision
+    except (AttributeError, RuntimeError):  # no tensors, or nested ones
         pass
     if key is not None:
         plan = _known_plans.find(key, (x, weight) if bias is None else (x, weight, bias))
@@ -256,15 +259,15 @@ def _fused(
     tensors: list[Any] = [x, weight]
     known = None
     get, p = epilogue.get, epilogue.get("dropout_p", 0)
-    # A call with a seed, or with tensors that only a registered epilogue reads, is never known.
+    # A call with tensors that only a registered epilogue reads is never known.
     if (
-        type(p) in (int, float) and not p and type(x) in PLAIN and type(weight) in PLAIN
+        type(p) in (int, float) and type(x) in PLAIN and type(weight) in PLAIN
         and not (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))
         and not is_compiling() and not is_tracing()
         and get("epilogue") is None and get("aux", ()) is DEFAULTS["aux"]
         and x.layout is weight.layout is torch.strided and not x.is_nested
     ):  # fmt: skip
-        key = [function, x.shape, weight.shape, x.stride(), out_dtype, precision]
+        key = [function, x.shape, weight.shape, out_dtype, precision]
         for name, value in epilogue.items():  # which arguments are tensors counts, and all of any other
             if isinstance(value, Tensor):
                 tensors.append(value)
@@ -279,6 +282,8 @@ def _fused(
             key += distance < 0, abs(distance) < 2**40, distance == 0
         known = _known_fused.find(tuple(key), tensors)
     if known is not None and known.plan is not None:
+        if p:
+            tensors.append(new_seed(x.device))
         inputs = [place if place is None else tensors[place] for place in known.places]
         numbers = known.numbers
         if numbers[0] is not None:
@@ -332,7 +337,7 @@ class _Known(NamedTuple):
     """A fused call whose plan is known; without a plan, one that has to be prepared every time."""
 
     plan: Plan | None
-    places: tuple[int | None, ...]  # of the plan's inputs among the call's tensors
+    places: tuple[int | None, ...]  # of the plan's inputs among the call's tensors, of which a new seed is the last
     numbers: tuple[float | None, ...]
 
 
@@ -343,9 +348,10 @@ _known_fused: KnownCalls[_Known] = KnownCalls()
 def _known(call: Call, tensors: list[Tensor]) -> _Known | None:
     """How to run calls like this one, if its plan reads the call's own tensors where they lie."""
     operands = call.operands
-    if operands.epilogue or operands.aux or operands.dropout_p or autocast_dtype(call.x) is not None:
+    if operands.epilogue or operands.aux or autocast_dtype(call.x) is not None:
         return None
     found = fused.find(call.x, call.weight, call.weight_up, operands, call.out_dtype, call.precision, call.by_rows)
+    tensors = tensors if operands.seed is None else [*tensors, operands.seed]
     addresses = {each.data_ptr(): place for place, each in enumerate(tensors)}
     if found is None or len(addresses) < len(tensors):
         return None
