@@ -21,6 +21,12 @@ def test_import_needs_torch_alone():
     assert not added & {"triton", *EXTRAS}
 
 
+def test_a_first_call_imports_no_sympy():
+    """It takes 0.4 s, and torch's broadcast_shapes needs it."""
+    calls = "isogemm.linear(a(2, 4), a(3, 4)); isogemm.linear(a(2, 5, 4), a(3, 4), a(3)); isogemm.mm(a(2, 4), a(4, 3))"
+    assert "sympy" not in modules_after(f"import torch, isogemm; a = torch.ones; {calls}")
+
+
 def test_command_works_without_triton_and_extras():
     absent = dict.fromkeys(["triton", *EXTRAS])
     run(f"import sys; sys.modules.update({absent}); from isogemm.cli import main; sys.exit(main(['doctor']))")

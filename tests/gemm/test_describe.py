@@ -100,3 +100,11 @@ def test_weight_gradients_of_two_levels():
 def test_flat(shape):
     x = torch.zeros(shape)
     assert describe.flat(x).shape == (describe.rows(x), shape[-1])
+
+
+@pytest.mark.parametrize(
+    "shapes", [((), ()), ((2,), ()), ((), (2, 3)), ((2, 1), (3,)), ((4,), (1,)), ((0,), ()), ((1, 0), (5, 1))]
+)
+def test_leading_sizes_broadcast_as_torch_s(shapes):
+    assert describe.broadcast(*shapes) == tuple(torch.broadcast_shapes(*shapes))
+    assert describe.broadcast(*map(torch.Size, shapes)) == tuple(torch.broadcast_shapes(*shapes))
