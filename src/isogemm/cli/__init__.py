@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import isogemm
-from isogemm.bench import ceilings, files, headline, report, runner, store, summary, swapped_models, tables
+from isogemm.bench import ceilings, headline, report, runner, store, summary, swapped_models, tables
 from isogemm.bench import demo as demos
 from isogemm.bench.cases import Case
 from isogemm.bench.demo import DemoResult
@@ -36,7 +36,7 @@ from isogemm.cli.common import (
 from isogemm.cli.families import Family
 from isogemm.cli.terminal import Terminal
 from isogemm.cli.training import train_patchtst
-from isogemm.core import private, versions
+from isogemm.core import files, private, versions
 from isogemm.core.device import facts
 from isogemm.training import report as training_report
 from isogemm.training import results, world
