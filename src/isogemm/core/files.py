@@ -15,7 +15,7 @@ try:
 except ModuleNotFoundError:  # Windows: locks are not taken there
     fcntl = None  # type: ignore[assignment]
 
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # of a file system without them
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # of a file system without them
 
 AnyPath = str | os.PathLike[str]
 
