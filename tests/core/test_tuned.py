@@ -174,6 +174,14 @@ def test_a_file_that_cannot_be_read_is_ignored_with_one_warning():
     assert len(warned) == 1
 
 
+def test_a_folder_of_another_kind_is_no_file(cache):
+    """As the home of another user, in which nothing can be found."""
+    (cache / "isogemm").write_text("")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuned.load("gemm", GPU) == {}
+
+
 def test_nothing_applies_where_it_is_off_or_there_is_no_gpu(monkeypatch):
     tuned.keep("gemm", GPU, {KEY: ((16, SMALL),)})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from isogemm.core import env, files
 from isogemm.core.tables import Table
 
-# Of the file's format and of what a config means. Raise it where a kernel changes so that an old choice is no good one.
+# Version of the file's format and of what a config means. Raise it where a kernel changes what a config is good for.
 VERSION = 1
 
 _NOTHING: Table = {}
@@ -85,10 +86,9 @@ def _tables(file: Path, gpu: str) -> Mapping[str, Table]:
     """The tables of a file by family."""
     try:
         return _parsed(file, gpu)
-    except FileNotFoundError:
-        return {}
     except _UNUSABLE as error:
-        warnings.warn(f"isogemm ignores {file}: {error}; `isogemm tune` replaces it", RuntimeWarning, stacklevel=3)
+        if os.path.lexists(file):  # else nothing was tuned, or the folder is not this user's
+            warnings.warn(f"isogemm ignores {file}: {error}; `isogemm tune` replaces it", RuntimeWarning, stacklevel=3)
         return {}
 
 

@@ -32,7 +32,7 @@ def tune(
             Only shapes and dtypes are read: they may be on any device, "meta" too.
         tokens: numbers of rows of x, the most useful first; by default ten from 1 to 8192.
         backward: the gradients too; by default of 256 tokens and more.
-        seconds: stop after so long; what was measured by then is kept.
+        seconds: begin no other point after so long; what was measured by then is kept.
         dtype: of all weights, in the place of their own, as under autocast.
         precision: of float32 weights, see isogemm.linear.
         progress: called with the number of points that are done, that of all, and what comes next.

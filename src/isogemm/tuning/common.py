@@ -7,7 +7,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import TypeVar
 
@@ -24,22 +25,27 @@ Job = TypeVar("Job")
 def compile_ahead(compile_one: Callable[[Job], str], jobs: Sequence[Job], workers: int) -> list[str]:
     """Fill Triton's cache in parallel processes; `compile_one` returns why a job failed, or nothing."""
     with _without_script():
-        with _pool(workers) as pool:
-            results = list(pool.map(compile_one, jobs, chunksize=4))
+        results = _in_processes(compile_one, jobs, workers)
         # After an illegal access nothing works in a process any more: what failed is tried again, each in a new one.
         again = [index for index, failure in enumerate(results) if failure]
-        with _pool(workers, max_tasks_per_child=1) as pool:
-            for index, failure in zip(again, pool.map(compile_one, [jobs[index] for index in again]), strict=True):
-                results[index] = failure
+        failures = _in_processes(compile_one, [jobs[index] for index in again], workers, max_tasks_per_child=1)
+        for index, failure in zip(again, failures, strict=True):
+            results[index] = failure
     return results
 
 
-def _pool(workers: int, max_tasks_per_child: int | None = None) -> ProcessPoolExecutor:
-    """Processes that leave Ctrl-C to this one."""
-    return ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN),
-        max_tasks_per_child=max_tasks_per_child,
-    )  # fmt: skip
+def _in_processes(
+    compile_one: Callable[[Job], str], jobs: Sequence[Job], workers: int, max_tasks_per_child: int | None = None
+) -> list[str]:
+    """The results of all jobs. A process that dies takes the unfinished jobs with it."""
+    results: list[str] = []
+    ignored = signal.SIGINT, signal.SIG_IGN  # Ctrl-C is for this process
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        workers, context, signal.signal, ignored, max_tasks_per_child=max_tasks_per_child
+    ) as pool, suppress(BrokenProcessPool):  # fmt: skip
+        results.extend(pool.map(compile_one, jobs))
+    return results + ["a process died"] * (len(jobs) - len(results))
 
 
 @contextmanager

@@ -27,7 +27,8 @@ TOKENS = (1, 4096, 64, 512, 16, 2048, 256, 8192, 128, 1024)  # the most useful f
 FEWEST_BACKWARD = 256  # of TOKENS, in gradients
 GAIN = 1.015  # what serves a point stays unless another config is faster by more: times vary by about as much
 
-_PROCESS_BYTES = 2 << 30  # device memory of a process that compiles
+_MOST_PROCESSES = 16  # that compile: each takes seconds to start
+_PROCESS_BYTES = 2 << 30  # device memory of one
 
 
 def points(
@@ -130,7 +131,7 @@ def on_current_gpu(points: Sequence[Point], seconds: float | None, progress: Pro
     """A run that measures on torch's current GPU."""
     if seconds is not None and not seconds > 0:
         raise ValueError(f"seconds is {seconds}; expected a time above 0")
-    workers = min(os.cpu_count() or 1, torch.cuda.mem_get_info()[0] // _PROCESS_BYTES)
+    workers = min(os.cpu_count() or 1, _MOST_PROCESSES, torch.cuda.mem_get_info()[0] // _PROCESS_BYTES)
 
     def precompile(jobs: Sequence[Job]) -> None:
         compile_ahead(gemm.precompile, jobs, max(1, min(workers, len(jobs))))
