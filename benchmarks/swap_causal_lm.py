@@ -19,8 +19,8 @@ import torch
 import transformers
 
 import isogemm
-from isogemm.bench import files
 from isogemm.bench.runner import environment
+from isogemm.core import files
 
 SHAPE = {"attn_implementation": "sdpa", "tie_word_embeddings": True}
 MODELS: dict[str, Callable[[], Any]] = {

@@ -28,6 +28,10 @@ A case is timed only after its result was checked against fp64.
 exit status: 0, 1 if a case failed, 2 wrong usage"""
 DEMO_CODES = """\
 exit status: 0, 1 if isogemm changed a bit that it promises or an error exceeds its bound, 2 wrong usage"""
+TUNE_NOTES = """\
+Results do not change: a configuration counts only if it has the bits of the canonical one on this GPU.
+The choices are kept in the user's cache folder and serve every later process; ISOGEMM_TUNED=0 ignores them.
+exit status: 0, 2 wrong usage, no GPU or an output that cannot be written, 130 interrupted: what was measured is kept"""
 TRAINING_FILES = """\
 DIR has checkpoint.pt, from which --resume goes on; best.pt, the weights of the least validation error; results.jsonl, a
 line per run that ended; losses and forecast as .svg and .png. One process at a time trains there. The first Ctrl-C or
@@ -45,6 +49,8 @@ PRESETS = {
     "patchtst64": "ettm1 with 512 -> 96, 64 patches",
 }
 BACKENDS = ("torch", "compile", "isogemm")
+DTYPES = ("bfloat16", "float16", "float32")
+PRECISIONS = ("ieee", "tf32", "tf32x3")
 CHOICES = {
     "norm": ("batch", "layer"),
     "activation": ("gelu", "relu"),
@@ -146,9 +152,28 @@ def parser() -> argparse.ArgumentParser:
     text = "then run the quick benchmark and add it to the report (default: on a GPU)"
     added.add_argument("--bench", action=argparse.BooleanOptionalAction, default=None, help=text)
 
+    text = "measure kernel configurations for a model on this GPU and keep the fastest"
+    _add_tuning(command("tune", text, epilog=TUNE_NOTES))
+
     added = command("train-patchtst", "train a PatchTST forecaster and compare backends", device, epilog=TRAINING_FILES)
     _add_training(added)
     return made
+
+
+def _add_tuning(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or its folder")
+    source.add_argument("--weights", metavar="NxK,...", help="sizes of weights, such as 4096x14336,1024x4096")
+    source.add_argument("--safetensors", type=Path, metavar="PATH", help="a .safetensors file, or a folder of them")
+    text = "rows of x, the most useful first (default: ten numbers from 1 to 8192)"
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help=text)
+    text = "the gradients too (by default of 256 tokens and more)"
+    parser.add_argument("--backward", action="store_true", help=text)
+    parser.add_argument("--seconds", type=float, metavar="N", help="stop after so long; what was measured is kept")
+    text = "of all weights (default: their own; bfloat16 with --weights)"
+    parser.add_argument("--dtype", choices=DTYPES, help=text)
+    parser.add_argument("--precision", choices=PRECISIONS, help="of float32 weights (default: torch's setting)")
+    parser.add_argument("--dry-run", action="store_true", help="list what would be measured; needs no GPU")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:

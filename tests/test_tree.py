@@ -27,6 +27,7 @@ ELSEWHERE = {
     "verify/precision.py": "tests/core/test_precision.py",
     "bench/cases/tiny.py": "needs a GPU; its demo is in tests/bench/test_demo.py",
     "bench/ceilings.py": "measures a GPU; tests/cli/test_cli.py replaces it",
+    "bench/extras.py": "tests/bench/test_report.py",
     "bench/plots.py": "tests/bench/test_report.py",
     "bench/summary.py": "tests/bench/test_tables.py",
     "bench/views.py": "tests/bench/test_tables.py",

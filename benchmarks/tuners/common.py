@@ -1,26 +1,17 @@
-"""What the families' tuners share: kernels compiled ahead, raw measurements (JSON lines), and tables as source."""
+"""What the families' tuners share: raw measurements (JSON lines), and tables as source."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from isogemm.core.tables import Table
+from isogemm.tuning import common as parallel
 
 ROOT = Path(__file__).resolve().parents[2]
-NUMBERS = {  # arithmetic: dtype, precision
-    "half": ("bfloat16", "ieee"),
-    "tf32": ("float32", "tf32"),
-    "tf32x3": ("float32", "tf32x3"),
-    "ieee": ("float32", "ieee"),
-}
 _LONG = 6  # values of a config above which it gets a name, so that a step stays short
 
 
@@ -71,21 +62,10 @@ def source(command: str, arch: str, table: Table, model: Mapping[Any, Any] | Non
     return "\n".join([*lines, "}", ""])
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.view(bits), b.view(bits))
-
-
 def compile_ahead(compile_one: Callable[[Any], str], jobs: list[Any], workers: int) -> list[str]:
-    """Fill Triton's cache in parallel processes; `compile_one` returns why a job failed, or nothing."""
-    begun, spawn = time.perf_counter(), multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-        results = list(pool.map(compile_one, jobs, chunksize=4))
-    # After an illegal access nothing works in a process any more: what failed is tried again, each in a new one.
-    again = [index for index, failure in enumerate(results) if failure]
-    with ProcessPoolExecutor(workers, mp_context=spawn, max_tasks_per_child=1) as pool:
-        for index, failure in zip(again, pool.map(compile_one, [jobs[index] for index in again]), strict=True):
-            results[index] = failure
+    """Compile in parallel; say how long it took, and what failed."""
+    begun = time.perf_counter()
+    results = parallel.compile_ahead(compile_one, jobs, workers)
     failures = [failure for failure in results if failure]
     print(f"compiled {len(jobs)} kernels in {time.perf_counter() - begun:.0f} s, {len(failures)} failed", flush=True)
     for failure in failures[:5]:

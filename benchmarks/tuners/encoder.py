@@ -30,6 +30,8 @@ from isogemm.encoder import configs
 from isogemm.encoder.buffers import ExtraInputs
 from isogemm.encoder.configs import Configs, Layer, RowConfig, WalkConfig, WarpgroupConfig, WarpgroupConfigs
 from isogemm.encoder.plan import IncomingGrads, Plan, SavedForBackward
+from isogemm.tuning.common import ARITHMETIC
+from isogemm.verify.compare import compare_bits
 from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
 from isogemm.verify.inputs import make_data
 from tuners import common
@@ -89,7 +91,7 @@ class Point:
         return (0, 1, 2) if self.number == "half" else (0, 4)
 
     def layer(self, arch: str) -> Layer:
-        dtype, precision = common.NUMBERS[self.number]
+        dtype, precision = ARITHMETIC[self.number]
         sm = int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0
         return Layer(
             *self.shape, dtype, dtype, dtype, precision if dtype == "float32" else "", "layer_norm", False, "gelu",
@@ -258,7 +260,7 @@ def measure(point: Point, layer: Layer, chosen: list[_Values], device: torch.dev
             except Exception as error:
                 failed.append(f"{_name(values)}: {type(error).__name__}")
                 continue
-            if not all(map(common.same_bits, run.results, canonical.results)):
+            if not all(compare_bits(*pair).equal for pair in zip(run.results, canonical.results, strict=True)):
                 differing.append(_name(values))
                 if not any_bits:
                     continue

@@ -23,11 +23,12 @@ from isogemm.core.precision import of_cuda_products
 from isogemm.core.tables import Table
 from isogemm.tiny import configs, kernels, op
 from isogemm.tiny.configs import EDGES, Problem
+from isogemm.tuning.common import ARITHMETIC
 from tuners import common
 
 REPRESENTATIVES = {48: (42, 48)}
 LAYOUTS = ("nn", "nt", "tn")
-NUMBERS = {name: common.NUMBERS[name] for name in ("ieee", "tf32", "half")}
+NUMBERS = {name: ARITHMETIC[name] for name in ("ieee", "tf32", "half")}
 BATCHES = (512, 16384)
 WIN = 1.03  # below this a win is within what shapes away from the corner lose
 

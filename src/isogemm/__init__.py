@@ -7,6 +7,7 @@ from isogemm.encoder.parameters import EncoderDropout, EncoderParameters, Runnin
 from isogemm.fusion import autofuse
 from isogemm.gemm.api import linear, matmul, matmul_fused, mm, token_chunk, warmup
 from isogemm.tiny.api import bmm
+from isogemm.tuning.api import tune
 
 __version__ = "0.1.0"
 
@@ -28,5 +29,6 @@ __all__ = [
     "mm",
     "nn",
     "token_chunk",
+    "tune",
     "warmup",
 ]

@@ -12,7 +12,7 @@ import pytest
 
 from isogemm.bench import ceilings, demo, headline, report, tables
 from isogemm.bench.demo import Accuracy, Bits, DemoResult
-from isogemm.bench.files import need
+from isogemm.bench.extras import need
 from isogemm.bench.headline import Figure, Recorded
 from isogemm.bench.store import Row
 from isogemm.bench.views import FamilyView

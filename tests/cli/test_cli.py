@@ -23,7 +23,7 @@ from isogemm.verify.checks import Check, CheckResult, skip
 from isogemm.verify.usability import Usability
 from isogemm_cli import main
 
-COMMANDS = ["doctor", "verify", "bench", "report", "demo", "train-patchtst"]
+COMMANDS = ["doctor", "verify", "bench", "report", "demo", "tune", "train-patchtst"]
 PASSING = CheckResult("same bits", 1, 0, 0)
 FAILING = CheckResult("same bits", 1, 2, 17, detail="trial 3: first at (0, 5)")
 SKIPPED = skip("same bits", "no [tensor] cores")

@@ -14,9 +14,11 @@ from typing import Any, get_type_hints
 import pytest
 
 import isogemm_cli
+from isogemm.core.errors import PRECISIONS
+from isogemm.gemm.configs import DTYPES
 from isogemm.training import config, model
 
-COMMANDS = ["doctor", "verify", "bench", "report", "demo", "train-patchtst"]
+COMMANDS = ["doctor", "verify", "bench", "report", "demo", "tune", "train-patchtst"]
 BOUND_S = 0.3  # of CPU time: other processes do not count
 TRIALS = 5
 
@@ -93,6 +95,11 @@ def _options(of: type) -> dict[str, Any]:
 def test_every_option_of_a_run_can_be_given():
     assert {name: kind for name, (kind, _) in isogemm_cli.MODEL_OPTIONS.items()} == _options(model.Architecture)
     assert {name: kind for name, (kind, _) in isogemm_cli.RUN_OPTIONS.items()} == _options(config.Config)
+
+
+def test_choices_are_those_of_a_product():
+    assert set(isogemm_cli.DTYPES) == set(DTYPES)
+    assert isogemm_cli.PRECISIONS == PRECISIONS
 
 
 def test_choices_are_those_of_a_run():

@@ -1,5 +1,6 @@
 import contextlib
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ TORCH = Dispatch("bmm", "torch", "[1; 3,4,5] float32/ieee nn", "", "batch is 1")
 
 @pytest.fixture(autouse=True)
 def silent(monkeypatch):
-    monkeypatch.setattr(env, "settings", env.Settings(disable_tiny=False, log=False))
+    monkeypatch.setattr(env, "settings", replace(env.settings, disable_tiny=False, log=False))
     monkeypatch.setattr(dispatch, "active", False)
 
 
@@ -62,7 +63,7 @@ def test_other_threads_are_heard():
 
 
 def test_line_on_stderr(monkeypatch, capsys):
-    monkeypatch.setattr(env, "settings", env.Settings(disable_tiny=False, log=True))
+    monkeypatch.setattr(env, "settings", replace(env.settings, disable_tiny=False, log=True))
     dispatch.record(TINY)
     with dispatch_log():
         pass

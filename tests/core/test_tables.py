@@ -24,7 +24,7 @@ ATTENTION = attention.Attention(3, 42, 4, 32, "bfloat16", "ieee", (384, 384, 384
 
 
 def clear():
-    for cached in (tables.architectures, tables.load, selection._table, selection._menu, selection._modelled):
+    for cached in (tables.architectures, tables.load, selection._tables, selection._menu, selection._modelled):
         cached.cache_clear()
 
 

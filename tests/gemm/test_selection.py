@@ -1,12 +1,14 @@
 """Which configuration serves a problem: measured, modelled or by a rule; always legal, and one of those checked."""
 
 from bisect import bisect_left
+from dataclasses import astuple, replace
 from itertools import product
 
 import hypothesis
 import pytest
 from gemm_problems import ARCHS, NUMBERS, input_grad, linear, make_problem, problems, weight_grad
 
+from isogemm.core import tuned
 from isogemm.epilogues.operands import NOTHING, Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import (
@@ -135,3 +137,58 @@ def test_choose_refuses_where_nothing_serves(monkeypatch):
 def test_names_of_the_tables_are_their_own():
     values = {values for by_tokens in TABLE.values() for _, values in by_tokens}
     assert len({str(Config(*value)) for value in values}) == len(values)
+
+
+TUNED = Config(64, 64, 64, 4, 3, pdl=True)
+
+
+@pytest.fixture
+def tuned_for(monkeypatch):
+    """Pretend that a weight [1536, 2048] was tuned at some numbers of tokens, on GPUs named "here"."""
+
+    def tune(*tokens, config=TUNED, kind="nt"):
+        steps = tuple((each, astuple(config)) for each in tokens)
+        table = {("half", kind, 1536, 2048): steps}
+        monkeypatch.setattr(tuned, "load", lambda family, gpu: table if (family, gpu) == ("gemm", "here") else {})
+
+    return tune
+
+
+def test_a_tuned_config_serves_from_half_of_its_tokens(tuned_for):
+    tuned_for(100, 128)
+    found = {tokens: choose(linear(tokens, 1536, 2048, gpu="here")) for tokens in (1, 50, 51, 100, 101, 128, 129, 4096)}
+    assert {tokens for tokens, choice in found.items() if choice == (TUNED, "tuned")} == {51, 100, 101, 128}
+    assert {choice.source for choice in found.values()} == {"tuned", "model"}
+    assert {50, 64, 100, 128} <= set(token_edges(linear(1, 1536, 2048, gpu="here"), 4096))
+    for others in (
+        linear(100, 1536, 2048),
+        linear(100, 1536, 2049, gpu="here"),
+        input_grad(100, 1536, 2048, gpu="here"),
+    ):
+        assert choose(others).source != "tuned"
+
+
+def test_a_tuned_config_that_does_not_serve_here_is_passed_over(tuned_for):
+    """What may differ between calls of one weight: alignment forces another kernel, a residual takes shared memory."""
+    tuned_for(64, config=replace(TUNED, num_stages=64, block_k=512))
+    assert choose(linear(64, 1536, 2048, gpu="here")).config.num_stages == 1  # as many as fit
+    tuned_for(64, config=replace(TUNED, group=0))
+    assert choose(linear(64, 1536, 2048, gpu="here")).source == "model"
+    tuned_for(64, config=Config(128, 256, 64, 8, 3, "stream", persistent=True))
+    misaligned = choose(linear(64, 1536, 2048, gpu="here", a_aligned=False))
+    assert misaligned.config.kernel != "stream"
+    assert illegal(linear(64, 1536, 2048, gpu="here", a_aligned=False), misaligned.config) == ""
+    batched = make_problem(64, 1536, 2048, batch=3, batch_inner=3, gpu="here")
+    assert choose(batched).source == "default"
+
+
+def test_tuned_configs_are_candidates(tuned_for):
+    odd = replace(TUNED, group=5)
+    tuned_for(64, config=odd)
+    assert odd in candidates(linear(1, 1536, 2048, gpu="here"))
+    assert odd not in candidates(linear(1, 1536, 2048))
+
+
+@pytest.mark.parametrize("change", [{"group": 0}, {"residents": 0}, {"parts": 3}, {"parts": 0}, {"num_warps": 32}])
+def test_a_config_that_a_file_may_hold_by_mistake_is_illegal(change):
+    assert illegal(linear(64, 4096, 4096), replace(TUNED, **change))

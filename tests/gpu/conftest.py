@@ -1,5 +1,6 @@
 """All of this folder needs a CUDA device."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def default_settings(monkeypatch):
-    """The tiny path on, and torch's fp32 precision as it was once the test is over."""
-    monkeypatch.setattr(env, "settings", env.Settings(disable_tiny=False, log=False))
+    """The tiny path on, what was tuned here ignored, and torch's fp32 precision as it was once the test is over."""
+    monkeypatch.setattr(env, "settings", replace(env.settings, disable_tiny=False, log=False, tuned=False))
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     yield

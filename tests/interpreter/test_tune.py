@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from isogemm.bench import timer
+from isogemm.verify.compare import BitDiff
 from isogemm.verify.encoder_reference import EncoderShape
 from tuners import encoder
 from tuners.encoder import Point
@@ -50,7 +51,7 @@ def test_candidates_are_run_and_timed(launch, chosen):
 
 
 def test_a_candidate_with_other_bits_does_not_count(monkeypatch):
-    monkeypatch.setattr(encoder.common, "same_bits", lambda a, b: False)
+    monkeypatch.setattr(encoder, "compare_bits", lambda a, b: BitDiff(1, 1))
     row = _measure(Point("feedforward", "ieee", 32), [(16, 16, 4, 1)])
     assert row["differing"] == ["16 16 4 1"]
     assert list(row["us"]) == ["now"]

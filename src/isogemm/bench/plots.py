@@ -13,7 +13,7 @@ from typing import Any, ParamSpec
 
 from isogemm.bench import summary
 from isogemm.bench.ceilings import Ceilings
-from isogemm.bench.files import need
+from isogemm.bench.extras import need
 from isogemm.bench.store import Row
 from isogemm.bench.views import FamilyView, number_type
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from isogemm.bench import ceilings, demo, files, headline, plots, summary, tables
-from isogemm.bench.files import AnyPath, need
+from isogemm.bench import ceilings, demo, headline, plots, summary, tables
+from isogemm.bench.extras import need
 from isogemm.bench.store import Row, newest
 from isogemm.bench.tables import Cell
 from isogemm.bench.views import FamilyView, view_of
+from isogemm.core import files
+from isogemm.core.files import AnyPath
 
 Views = Iterable[FamilyView]
 Columns = list[tuple[str, Callable[[Row], Cell]]]  # names, and the cell of a point

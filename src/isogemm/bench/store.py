@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from isogemm.bench import files
-from isogemm.bench.files import AnyPath
+from isogemm.core import files
+from isogemm.core.files import AnyPath
 
 SCHEMA = 1
 ENV_KEYS = ("commit", "date", "gpu", "driver", "torch", "triton", "python")

@@ -1,4 +1,4 @@
-"""What the commands of `isogemm` do: doctor | verify | bench | report | demo | train-patchtst.
+"""What the commands of `isogemm` do: doctor | verify | bench | report | demo | tune | train-patchtst.
 
 Their arguments are in `isogemm_cli`, which needs no torch.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import isogemm
-from isogemm.bench import ceilings, files, headline, report, runner, store, summary, swapped_models, tables
+from isogemm.bench import ceilings, headline, report, runner, store, summary, swapped_models, tables
 from isogemm.bench import demo as demos
 from isogemm.bench.cases import Case
 from isogemm.bench.demo import DemoResult
@@ -36,7 +36,8 @@ from isogemm.cli.common import (
 from isogemm.cli.families import Family
 from isogemm.cli.terminal import Terminal
 from isogemm.cli.training import train_patchtst
-from isogemm.core import private, versions
+from isogemm.cli.tuning import show_tuned, tune
+from isogemm.core import files, private, versions
 from isogemm.core.device import facts
 from isogemm.training import report as training_report
 from isogemm.training import results, world
@@ -81,6 +82,7 @@ def doctor(args: argparse.Namespace, terminal: Terminal) -> int:
         for each in family.usability(device)
     )
     terminal.table("Kernels", ["family", "device", "kernel", "usable", "reason"], lines, key=3)
+    show_tuned((device for device in devices if device.type == "cuda"), terminal)
     return OK
 
 
@@ -293,5 +295,6 @@ def _failure_table(failures: Sequence[runner.Failure], terminal: Terminal) -> in
 
 COMMANDS: dict[str, Callable[[argparse.Namespace, Terminal], int]] = {
     "doctor": doctor, "verify": verify, "bench": bench, "report": make_report, "demo": demo,
+    "tune": tune,
     "train-patchtst": train_patchtst,
 }  # fmt: skip

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TextIO
 
-from isogemm.bench import files
 from isogemm.bench.runner import Progress
+from isogemm.core import files
 
 if TYPE_CHECKING:
     from rich.console import Console

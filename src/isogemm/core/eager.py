@@ -167,6 +167,7 @@ NO_TENSOR = (None,)  # has_torch_function then asks for a mode alone
 is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 _HAS_FAST_PATH = not private.is_off(private.FAST_PATH)
 _TensorGuards = private.find("torch._C._dynamo.guards:TensorGuards")
-_dispatch_modes = private.find("torch._C:_len_torch_dispatch_stack")
+# Without the fast path there is always one: no call is known.
+_dispatch_modes = private.find("torch._C:_len_torch_dispatch_stack") if _HAS_FAST_PATH else lambda: 1
 _interpreter = private.find("torch._C:_functorch.peek_interpreter_stack")
 _is_batched = private.find("torch._C:_functorch.is_legacy_batchedtensor")

@@ -32,6 +32,7 @@ _LARGEST_CHUNK = 4096  # tokens of one sum in a weight gradient
 
 _WIDE_WALK = 1024  # k of one sum in a float32 result of 16-bit operands, whose rounding hides nothing
 _REGISTERS = 64  # of a thread, for finished chunks
+_MOST_WARPS = 16
 
 Accumulation = Literal["one", "registers", "in place", "scratch", "partials"]
 
@@ -73,6 +74,7 @@ class Problem:
     tma: bool = True  # whether it can be launched here, where the architecture has it
     arch: str = "sm_90"
     sm_count: int = 132
+    gpu: str = ""  # its name, by which the user's own measurements are found; empty: none are
 
     def __str__(self) -> str:
         number = self.dtype if self.dtype != "float32" else f"float32/{self.precision}"
@@ -291,8 +293,10 @@ def canonical(problem: Problem) -> Config:
 
 def illegal(problem: Problem, config: Config) -> str:
     """Empty where `config` computes `problem`; else the rule it breaks. The one statement of legality."""
-    if not power_of_two(config.block_m, config.block_n, config.block_k, config.num_warps):
-        return "blocks and num_warps are powers of two"
+    if not power_of_two(config.block_m, config.block_n, config.block_k, config.num_warps, config.parts):
+        return "blocks, num_warps and parts are powers of two"
+    if min(config.group, config.residents) < 1 or config.num_warps > _MOST_WARPS:
+        return f"group and residents are at least 1, num_warps at most {_MOST_WARPS}"
     if config.block_m < 16 or config.block_n < 8 or config.block_k < 16:
         return "blocks are at least 16 x 8 x 16"
     if config.block_k != _PINNED.get(problem.number, config.block_k):

@@ -36,7 +36,7 @@ def product(
         a_aligned=aligned(a), b_aligned=aligned(b), batch=batch, batch_inner=inner,
         a_batch_strides=(a_outer, a_inner), b_batch_strides=(b_outer, b_inner),
         chunk=chunk, epilogue=Epilogue(bias="n" if bias is not None else ""), tma=_tma(), arch=facts.arch,
-        sm_count=facts.sm_count,
+        sm_count=facts.sm_count, gpu=facts.name,
     )  # fmt: skip
 
 
@@ -58,6 +58,7 @@ def weight_grad(
         a_aligned=aligned(grad), b_aligned=aligned(x), c_aligned=total is None or aligned(total),
         k_inner=inner if len(levels) == 2 else 0, k_outer_strides=(g_outer, x_outer),
         chunk=chunk, accumulate=total is not None, tma=_tma(), arch=facts.arch, sm_count=facts.sm_count,
+        gpu=facts.name,
     )  # fmt: skip
 
 

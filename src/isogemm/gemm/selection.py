@@ -1,7 +1,7 @@
-"""From a problem to the configuration that serves it. Pure: no device, no tensors.
+"""From a problem to the configuration that serves it: no device, no tensors, but a file of the user's, read once.
 
-In this order: what was measured of the same weight, the model of a configuration's time (`cost`), rules. None of it can
-change a bit of the result.
+In this order: what `isogemm tune` measured on this GPU, what was measured of the same weight, the model of a
+configuration's time (`cost`), rules. None of it can change a bit of the result.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from isogemm.core import tables
+from isogemm.core import tables, tuned
 from isogemm.gemm import cost
 from isogemm.gemm.configs import Config, Problem, canonical, default, fitted, illegal
 
 Steps = tuple[tuple[int, Config], ...]  # (tokens up to, config), ascending
-Source = Literal["table", "model", "default"]
+Source = Literal["tuned", "table", "model", "default"]
 
 # Numbers of tokens at which the model is asked: it sees any other as the next larger one.
 _GRID = (
@@ -51,9 +51,11 @@ def choose(problem: Problem) -> Choice:
 
 
 def _wanted(problem: Problem) -> Iterator[Choice]:
-    sizes, tokens = _weight(problem), _tokens(problem)
-    steps = _table(problem.arch, problem.number, problem.kind).get(sizes) if problem.batch == 1 else None
-    if steps:
+    tokens = _tokens(problem)
+    for most, config in _tuned(problem):
+        if most // 2 < tokens <= most:
+            yield Choice(config, "tuned")
+    if steps := _table(problem):
         yield Choice(tables.at(steps, min(tokens, steps[-1][0])), "table")
     modelled = _modelled(_with_tokens(problem, _GRID[min(bisect.bisect_left(_GRID, tokens), len(_GRID) - 1)]))
     if modelled:
@@ -88,8 +90,8 @@ def token_edges(problem: Problem, most: int) -> list[int]:
 
     Tokens are the rows of A; in a weight gradient, its k.
     """
-    steps = _table(problem.arch, problem.number, problem.kind).get(_weight(problem), ())
-    edges = {*_GRID, *(tokens for tokens, _ in steps)}
+    edges = {*_GRID, *(tokens for tokens, _ in _table(problem))}
+    edges.update(size for tokens, _ in _tuned(problem) for size in (tokens // 2, tokens) if size)
     if problem.layout == "tn":  # chunks that wait for each other, and a last block that is full
         edges.update(size for chunks in (1, 2) for size in (problem.chunk * chunks, problem.chunk * chunks + 1))
         blocks = {config.block_k for config in candidates(problem)}
@@ -99,9 +101,9 @@ def token_edges(problem: Problem, most: int) -> list[int]:
 
 def candidates(problem: Problem) -> tuple[Config, ...]:
     """Every configuration that may serve problems of this kind: all give the same bits."""
-    found = [canonical(problem), default(problem)]
+    found = [canonical(problem), default(problem), *(config for _, config in _tuned(problem))]
     if problem.batch == 1:
-        by_weight = _table(problem.arch, problem.number, problem.kind)
+        by_weight = _tables(problem.arch, problem.number, problem.kind)
         found += [config for steps in by_weight.values() for _, config in steps]
     found += [each.config for each in menu(problem)]
     usable_here = (fitted(problem, config) for config in found)
@@ -131,8 +133,22 @@ def _with_tokens(problem: Problem, tokens: int) -> Problem:
     return replace(problem, k=tokens) if problem.layout == "tn" else replace(problem, m=tokens)
 
 
+def _tuned(problem: Problem) -> Steps:
+    """What the user measured of this weight: each step serves from more than half of its number of tokens."""
+    if problem.batch > 1:
+        return ()
+    steps = tuned.load("gemm", problem.gpu).get((problem.number, problem.kind, *_weight(problem)), ())
+    return tuple((tokens, Config(*values)) for tokens, values in steps)
+
+
+def _table(problem: Problem) -> Steps:
+    """What the tables have of this weight."""
+    known = _tables(problem.arch, problem.number, problem.kind) if problem.batch == 1 else {}
+    return known.get(_weight(problem), ())
+
+
 @functools.cache
-def _table(arch: str, number: str, kind: str) -> dict[tuple[int, int], Steps]:
+def _tables(arch: str, number: str, kind: str) -> dict[tuple[int, int], Steps]:
     """Measured configurations by weight; empty where none are."""
     if not tables.measured("gemm", arch):
         return {}

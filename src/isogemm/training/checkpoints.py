@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isogemm.bench import files
-from isogemm.bench.files import AnyPath
+from isogemm.core import files
+from isogemm.core.files import AnyPath
 
 SCHEMA = 2
 _UNSEALED = 1  # the schema before: the same, without a checksum

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from isogemm.bench import files
-from isogemm.bench.files import FileError
+from isogemm.core import files
+from isogemm.core.files import FileError
 
 CHECKPOINT, BEST, RESULTS = "checkpoint.pt", "best.pt", "results.jsonl"
 PLOTS = "losses", "forecast"

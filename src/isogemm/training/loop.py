@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from isogemm.bench.files import AnyPath
+from isogemm.core.files import AnyPath
 from isogemm.integrations import patchtst
 from isogemm.training import checkpoints
 from isogemm.training.checkpoints import CheckpointError, Every

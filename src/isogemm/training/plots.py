@@ -8,9 +8,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from isogemm.bench import files
-from isogemm.bench.files import AnyPath, need
+from isogemm.bench.extras import need
 from isogemm.bench.plots import Palette
+from isogemm.core import files
+from isogemm.core.files import AnyPath
 from isogemm.training.results import Record, backend
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from isogemm.bench import headline
 from isogemm.bench import plots as pages
-from isogemm.bench.files import need
+from isogemm.bench.extras import need
 from isogemm.bench.headline import Figure
 from isogemm.bench.report import Plot, Section, Table
 from isogemm.bench.tables import Cell, markdown

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from isogemm.bench import files
-from isogemm.bench.files import AnyPath
+from isogemm.core import files
+from isogemm.core.files import AnyPath
 from isogemm.training.loop import Outcome, Run
 
 SCHEMA = 1

@@ -18,7 +18,7 @@ from typing import NamedTuple, TextIO
 import torch
 from torch import Tensor
 
-from isogemm.bench.files import AnyPath
+from isogemm.core.files import AnyPath
 
 _DATE_FORMATS = ("%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d")  # beside ISO 8601
 _ABSENT = frozenset({"", "na", "n/a", "null", "none", "-"})

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import isogemm
 from isogemm.core.precision import of_cuda_products
+from isogemm.encoder.parameters import EncoderParameters
 from isogemm.gemm.reference import round_to_tf32
 from isogemm.verify.activations import ACTIVATION_FORMS
 from isogemm.verify.inputs import make_data
@@ -91,12 +91,12 @@ def encoder_tensors(
     return made
 
 
-def encoder_parameters(tensors: Mapping[str, Tensor], *, separate: bool = False) -> isogemm.EncoderParameters:
+def encoder_parameters(tensors: Mapping[str, Tensor], *, separate: bool = False) -> EncoderParameters:
     """Take all tensors but x as parameters; `separate` gives q, k and v as views of the stacked input projection."""
     named: dict[str, Any] = {name: each for name, each in tensors.items() if name != "x"}
     if separate:
         named |= {name: tuple(each.chunk(3)) for name, each in named.items() if name.startswith("in_proj")}
-    return isogemm.EncoderParameters(**named)
+    return EncoderParameters(**named)
 
 
 def torch_encoder(

@@ -1,15 +1,13 @@
-"""Files that are written whole or not at all, errors that name the file; and the optional packages of the report."""
+"""Files that are written whole or not at all, and errors that name the file."""
 
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
 from typing import BinaryIO
 
 try:
@@ -17,7 +15,7 @@ try:
 except ModuleNotFoundError:  # Windows: locks are not taken there
     fcntl = None  # type: ignore[assignment]
 
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # of a file system without them
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # of a file system without them
 
 AnyPath = str | os.PathLike[str]
 
@@ -116,16 +114,3 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def need(module: str) -> ModuleType:
-    """Import a module of the `bench` extra, or say how to install it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
-        if error.name is None or error.name.partition(".")[0] != package:
-            raise
-        raise ModuleNotFoundError(
-            f"{package} is not installed; it comes with: pip install isogemm[bench]", name=package
-        ) from error

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from isogemm.bench import files
+from isogemm.core import files
 
 
 @contextmanager

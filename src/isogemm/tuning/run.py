@@ -1,0 +1,173 @@
+"""A tuning run: points are measured one after another, and what is faster is kept at once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+
+import torch
+
+from isogemm.bench.runner import Progress
+from isogemm.core import device as devices
+from isogemm.core import plan, tuned
+from isogemm.gemm import configs, selection
+from isogemm.gemm.configs import Config
+from isogemm.tuning import gemm
+from isogemm.tuning.common import compile_ahead
+from isogemm.tuning.gemm import Job, Measured, Point
+from isogemm.tuning.report import Report, Row
+from isogemm.tuning.weights import Weight
+
+TOKENS = (1, 4096, 64, 512, 16, 2048, 256, 8192, 128, 1024)  # the most useful first: a run may end early
+FEWEST_BACKWARD = 256  # of TOKENS, in gradients
+GAIN = 1.015  # what serves a point stays unless another config is faster by more: times vary by about as much
+
+_MOST_PROCESSES = 16  # that compile: each takes seconds to start
+_PROCESS_BYTES = 2 << 30  # device memory of one
+
+
+def points(
+    weights: Sequence[Weight], tokens: Sequence[int] | None, backward: bool, arch: str, sm_count: int, gpu: str
+) -> list[Point]:
+    """The points of a run, in its order: every weight at the first number of tokens, then at the next.
+
+    tokens: None takes TOKENS.
+    """
+    if tokens is not None and (not tokens or not all(type(each) is int and each > 0 for each in tokens)):
+        raise ValueError(f"tokens is {tokens!r}; expected numbers of tokens, each at least 1")
+    return [
+        Point(kind, each.number, count, each.n, each.k, arch, sm_count, gpu)
+        for count in dict.fromkeys(TOKENS if tokens is None else tokens)
+        for each in weights
+        for kind in (*each.forward, *(each.backward if backward else ()))
+        if tokens is not None or kind in each.forward or count >= FEWEST_BACKWARD
+    ]
+
+
+@dataclass
+class Run:
+    """Measures points until they end, or the time does; what was measured is kept whatever ends it."""
+
+    points: Sequence[Point]
+    measure: Callable[[Point, Sequence[Config]], Measured]
+    precompile: Callable[[Sequence[Job]], object]
+    seconds: float = math.inf
+    progress: Progress = lambda done, total, step: None
+    clock: Callable[[], float] = time.perf_counter
+    rows: list[Row] = field(default_factory=list, init=False)
+    skipped: list[str] = field(default_factory=list, init=False)
+    path: Path | None = field(default=None, init=False)
+    _visited: int = field(default=0, init=False)
+
+    def run(self) -> Report:
+        """Measure; the report is of all that was measured."""
+        end = self.clock() + self.seconds
+        try:
+            for point, chosen in self._prepared(end):
+                if self.clock() >= end:
+                    break
+                self.progress(self._visited, len(self.points), str(point))
+                self._visit(point, chosen)
+                self._visited += 1
+        finally:
+            plan.clear_caches()  # this process's next calls choose again
+        return self.report()
+
+    def report(self) -> Report:
+        """What was measured so far, weight by weight."""
+        weights = list(dict.fromkeys(map(_weight, self.points)))
+
+        def place(row: Row) -> tuple[int, int, int]:
+            return weights.index(_weight(row.point)), gemm.KINDS.index(row.point.kind), row.point.tokens
+
+        rows, left = sorted(self.rows, key=place), len(self.points) - self._visited
+        return Report(self.points[0].gpu, tuple(rows), tuple(self.skipped), left, self.path)
+
+    def _prepared(self, end: float) -> Iterator[tuple[Point, list[Config]]]:
+        """Points and their candidates, whose kernels are compiled: those of one number of tokens together."""
+        compiled: set[tuple[object, ...]] = set()
+        for tokens, together in itertools.groupby(self.points, key=lambda point: point.tokens):
+            chosen = {}
+            for point in together:
+                try:
+                    chosen[point] = _candidates(point)
+                except ValueError as error:  # nothing is legal
+                    self._skip(point, str(error))
+            if self.clock() >= end:
+                return
+            jobs = {key: job for key, job in gemm.jobs(chosen).items() if key not in compiled}
+            self.progress(self._visited, len(self.points), f"compiling {len(jobs)} kernels for {tokens} tokens")
+            self.precompile(list(jobs.values()))
+            compiled |= jobs.keys()
+            yield from chosen.items()
+
+    def _visit(self, point: Point, chosen: list[Config]) -> None:
+        """Measure a point; keep the fastest config."""
+        try:
+            measured = self.measure(point, chosen)
+        except Exception as error:  # whatever one point raises, the others are still measured
+            self.skipped.append(f"{point}: {type(error).__name__}: {error}")
+            return
+        self.skipped += [f"{point}: {each}" for each in measured.differing]
+        row = _row(point, chosen, measured)
+        if row is None:
+            self.skipped.append(f"{point}: no configuration could be measured")
+            return
+        self.rows.append(row)
+        kept = {point.key: ((point.tokens, astuple(row.after)),)}
+        self.path = tuned.keep("gemm", point.gpu, kept)
+
+    def _skip(self, point: Point, reason: str) -> None:
+        self.skipped.append(f"{point}: {reason}")
+        self._visited += 1
+
+
+def on_current_gpu(points: Sequence[Point], seconds: float | None, progress: Progress) -> Run:
+    """A run that measures on torch's current GPU."""
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"seconds is {seconds}; expected a time above 0")
+    workers = min(os.cpu_count() or 1, _MOST_PROCESSES, torch.cuda.mem_get_info()[0] // _PROCESS_BYTES)
+
+    def precompile(jobs: Sequence[Job]) -> None:
+        compile_ahead(gemm.precompile, jobs, max(1, min(workers, len(jobs))))
+
+    bench = gemm.Bench()
+    return Run(points, bench.measure, precompile, math.inf if seconds is None else seconds, progress)
+
+
+def current_gpu() -> devices.DeviceFacts:
+    """Facts about torch's current GPU; RuntimeError where there is none that the kernels run on."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("isogemm.tune needs a GPU, and torch.cuda is not available here")
+    facts = devices.facts(torch.device("cuda"))
+    if reason := configs.usable(facts.arch):
+        raise RuntimeError(f"isogemm.tune cannot serve {facts.name}: {reason}")
+    return facts
+
+
+def _weight(point: Point) -> tuple[str, int, int]:
+    return point.number, point.n, point.k
+
+
+def _candidates(point: Point) -> list[Config]:
+    """The legal configs to measure; the first serves the point now."""
+    problem = point.problem
+    found = (selection.choose(problem).config, *selection.candidates(problem), *gemm.candidates(point))
+    return list(dict.fromkeys(found))
+
+
+def _row(point: Point, chosen: Sequence[Config], measured: Measured) -> Row | None:
+    """What was measured of the point and what is to serve it; None where no config counts."""
+    before, us = chosen[0], measured.us
+    times = {config: us[str(config)] for config in chosen if str(config) in us}
+    if not times:
+        return None
+    after = min(times, key=times.__getitem__)
+    if before in times and times[before] <= GAIN * times[after]:
+        after = before
+    return Row(point, before, after, times.get(before), times[after], us["torch"])

@@ -1,0 +1,183 @@
+"""What is to be tuned: weights and the products they are used in, from a text, a model, its config or its files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isogemm.core.device import matmul_precision
+from isogemm.core.errors import require_precision
+from isogemm.epilogues import spec
+from isogemm.gemm.op import SERVED
+from isogemm.nn.linear import Linear
+from isogemm.nn.mlp import MLP
+
+_SAFETENSORS_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_LARGEST_HEADER = 100 << 20  # bytes, the format's own limit
+_EXPECTED = "expected a module, [N, K] tensors, or sizes such as '4096x14336'"
+_EMBEDDING = re.compile(r"embed|wte|wpe", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight [n, k] and the kinds of products (`gemm.KINDS`) that run with it."""
+
+    n: int
+    k: int
+    dtype: torch.dtype
+    forward: tuple[str, ...] = ("linear",)
+    backward: tuple[str, ...] = ("dx", "dw")
+    number: str = ""  # its arithmetic, a name in ARITHMETIC
+
+
+def listed(found: Iterable[Weight], dtype: torch.dtype | None, precision: str | None) -> list[Weight]:
+    """The weights to tune, each shape once, with their arithmetic.
+
+    dtype: of all of them, as under autocast. precision: of float32, by default torch's setting.
+    """
+    require_precision(precision, torch.float32)
+    if dtype is not None and dtype not in SERVED:
+        raise ValueError(f"dtype is {dtype}; accepted: {', '.join(map(str, SERVED))}")
+    merged: dict[tuple[str, int, int], Weight] = {}
+    for each in found:
+        served = dtype or each.dtype
+        if served not in SERVED:
+            continue  # float64 and quantized weights are torch's
+        number = (precision or matmul_precision()) if served is torch.float32 else "half"
+        known = merged.get((number, each.n, each.k), replace(each, number=number))
+        merged[number, each.n, each.k] = replace(
+            known, forward=_union(known.forward, each.forward), backward=_union(known.backward, each.backward)
+        )
+    if not merged:
+        raise ValueError(f"weights: found no linear layer in {', '.join(map(str, SERVED))}")
+    return list(merged.values())
+
+
+def from_text(text: str) -> list[Weight]:
+    """The weights of a list such as 4096x14336,1024x4096: N x K, in bfloat16."""
+    sizes = [re.fullmatch(r"\s*([1-9]\d*)\s*x\s*([1-9]\d*)\s*", each) for each in text.split(",")]
+    if not all(sizes):
+        raise ValueError(f"weights is {text!r}; expected sizes N x K such as 4096x14336,1024x4096")
+    return [Weight(int(each[1]), int(each[2]), torch.bfloat16) for each in sizes if each]
+
+
+def from_torch(weights: Tensor | Iterable[Tensor] | torch.nn.Module) -> list[Weight]:
+    """The linear layers of a module, or [N, K] tensors."""
+    if isinstance(weights, torch.nn.Module):
+        return list(_of_modules(weights))
+    if not isinstance(weights, Iterable):
+        raise ValueError(f"weights is a {type(weights).__name__}; {_EXPECTED}")
+    made = []
+    for each in (weights,) if isinstance(weights, Tensor) else weights:
+        if not isinstance(each, Tensor) or each.ndim != 2 or not each.numel():
+            got = f"a tensor {list(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
+            raise ValueError(f"weights: got {got}; {_EXPECTED}")
+        made.append(_weight(each))
+    return made
+
+
+def from_config(path: Path) -> list[Weight]:
+    """The linear layers of a Hugging Face config.json, or of its folder: without a download, or memory for a model."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"config is {path}; expected a Hugging Face config.json, or a folder that has one")
+    try:
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "a config is read with transformers, which is not installed: pip install transformers, or give --weights",
+            name=error.name,
+        ) from error
+    causal: Any = AutoModelForCausalLM
+    other: Any = AutoModel
+    try:
+        config = AutoConfig.from_pretrained(file, trust_remote_code=False)
+        with torch.device("meta"):
+            try:
+                model = causal.from_config(config, trust_remote_code=False)
+            except ValueError:  # an encoder, or a model of images
+                model = other.from_config(config, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"config is {path}, of which transformers makes no model: {reason}") from error
+    return from_torch(model)
+
+
+def from_safetensors(path: Path) -> list[Weight]:
+    """The two-dimensional weights of a .safetensors file, or of all in a folder; no tensor is read.
+
+    Each is taken as [N, K]. Embeddings are left out, but for the largest one, which may be the head as well.
+    """
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"safetensors is {path}; expected a .safetensors file, or a folder that has some")
+    tensors = {name: weight for file in files for name, weight in _header(file)}
+    embeddings = [weight for name, weight in tensors.items() if _EMBEDDING.search(name)]
+    others = [weight for name, weight in tensors.items() if not _EMBEDDING.search(name)]
+    return others + sorted(embeddings, key=lambda weight: weight.n)[-1:]
+
+
+def _header(file: Path) -> Iterator[tuple[str, Weight]]:
+    """Names and weights of a file's matrices. It begins with the length of a JSON text, in 8 bytes, and that text."""
+    wrong = ValueError(f"safetensors: {file} is no safetensors file")
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            entries = json.loads(opened.read(length) if length <= _LARGEST_HEADER else b"")
+    except OSError as error:
+        raise ValueError(f"safetensors: {file}: {error.strerror}") from error
+    except ValueError:
+        raise wrong from None
+    if not isinstance(entries, dict):
+        raise wrong
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape = _SAFETENSORS_DTYPES.get(entry["dtype"]), list(map(int, entry["shape"]))
+        except (KeyError, TypeError, ValueError):
+            raise wrong from None
+        if dtype and len(shape) == 2 and min(shape) > 0 and name.endswith("weight"):
+            yield name, Weight(shape[0], shape[1], dtype)
+
+
+def _of_modules(model: torch.nn.Module) -> Iterator[Weight]:
+    """The linear layers, each with what its forward and its backward run."""
+    inside: set[torch.nn.Module] = set()  # layers whose forward does not run
+    module: Any
+    for module in model.modules():
+        if isinstance(module, MLP):
+            inside.update(module.modules())
+            yield from _of_mlp(module)
+        elif module in inside:
+            continue
+        elif isinstance(module, torch.nn.Linear):
+            activated = isinstance(module, Linear) and module.activation is not None
+            yield _weight(module.weight, forward=("activated" if activated else "linear",))
+        elif type(module).__name__ == "Conv1D" and module.weight.ndim == 2:  # GPT-2's, whose weight is transposed
+            yield _weight(module.weight, forward=("dx",), backward=("linear", "dw"))
+
+
+def _of_mlp(mlp: MLP) -> Iterator[Weight]:
+    gated = bool(spec.activation(mlp.activation).gate)
+    yield _weight(mlp.up.weight, forward=("gated" if gated else "activated",))
+    yield _weight(mlp.down.weight, backward=("gated gradient" if gated else "gradient", "dw"))
+
+
+def _union(*kinds: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(itertools.chain(*kinds)))
+
+
+def _weight(
+    tensor: Tensor, forward: tuple[str, ...] = Weight.forward, backward: tuple[str, ...] = Weight.backward
+) -> Weight:
+    n, k = tensor.shape
+    return Weight(n, k, tensor.dtype, forward, backward)

@@ -1,0 +1,120 @@
+"""Points are what calls ask for, candidates are legal, and a config with other bits does not count."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from isogemm.epilogues.operands import PLACES, TENSORS, Epilogue, Operands
+from isogemm.gemm import configs, fused, op
+from isogemm.gemm.configs import Config
+from isogemm.tuning import gemm
+from isogemm.tuning.common import ARITHMETIC
+from isogemm.tuning.gemm import Call, Point
+
+T, N, K = 48, 64, 32
+
+
+def _asked(kind, number):
+    """The problem of a call of this kind, as the library describes it."""
+    pytest.importorskip("triton")
+    dtype, precision = ARITHMETIC[number]
+    dtype = getattr(torch, dtype)
+    x, grad, weight = (torch.zeros(shape, dtype=dtype) for shape in ((T, K), (T, N), (N, K)))
+    if kind == "dx":
+        return op.problem_of(grad, weight, precision=precision)
+    if kind == "dw":
+        return op.problem_of(grad.mT, x, precision=precision, chunk=configs.token_chunk(N, K, str(dtype)))
+    if kind == "linear":
+        return op.problem_of(x, weight.mT, precision=precision)
+    gated = kind.startswith("gated")
+    operands = Operands(activation="swiglu" if gated else "gelu")
+    if kind in ("activated", "gated"):
+        return fused.problem_of(x, weight.mT, weight.mT if gated else None, operands, precision=precision)
+    hidden = op.problem_of(grad, weight, precision=precision)  # of the layer before, as fused.hidden_grad has it
+    return replace(hidden, epilogue=Epilogue(activation=operands.activation, gradient="pre"))
+
+
+@pytest.mark.parametrize("number", ARITHMETIC)
+@pytest.mark.parametrize("kind", gemm.KINDS)
+def test_a_point_s_key_is_that_of_the_call(kind, number):
+    asked = _asked(kind, number)
+    sizes = (asked.m, asked.n) if kind == "dw" else (asked.n, asked.k)
+    point = Point(kind, number, T, N, K)
+    assert point.key == (asked.number, asked.kind, *sizes)
+    problem = point.problem
+    assert (problem.m, problem.n, problem.k) == (asked.m, asked.n, asked.k)
+    assert (problem.a_strides, problem.b_strides) == (asked.a_strides, asked.b_strides)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("number", ARITHMETIC)
+@pytest.mark.parametrize("kind", gemm.KINDS)
+def test_there_are_legal_candidates_everywhere(kind, number, arch):
+    for tokens in (1, 16, 100, 4096):
+        point = Point(kind, number, tokens, 4096, 1024, arch)
+        made = gemm.candidates(point)
+        assert len(set(map(str, made))) == len(made) > 1
+        assert [configs.illegal(point.problem, config) for config in made] == [""] * len(made)
+
+
+def test_kernels_are_listed_once():
+    pytest.importorskip("triton")
+    points = [Point("linear", "half", tokens, n, 4096) for tokens in (1024, 2048) for n in (4096, 8192)]
+    chosen = {point: gemm.candidates(point) for point in points}
+    found = gemm.jobs(chosen)
+    assert len(found) < sum(map(len, chosen.values()))
+    of_first = {config for problem, config in gemm.jobs({points[0]: chosen[points[0]]}).values()}
+    assert gemm.canonical(points[0].problem) in of_first
+    assert gemm.jobs({point: [] for point in points}).keys() <= found.keys()
+
+
+class _Plan:
+    """Writes what it was made with; an exception is raised."""
+
+    def __init__(self, *results):
+        self.results = results
+
+    def run(self, inputs, out):
+        second = inputs[3 + PLACES["second"]]
+        for each, result in zip((out, second), self.results, strict=False):
+            if isinstance(result, Exception):
+                raise result
+            each[: len(result)] = result
+
+
+def test_a_config_counts_only_with_the_canonical_bits(monkeypatch):
+    point = Point("gated gradient", "half", 4, 8, 16)
+    right, second = torch.randn(4, 16), torch.randn(4, 16)
+    right[0, 0] = 0.0
+    off = right.clone()
+    off.view(torch.int32)[3, 5] ^= 1
+    negative_zero = right.clone()
+    negative_zero[0, 0] = -0.0
+    made = {
+        "same": _Plan(right, second),
+        "a bit": _Plan(off, second),
+        "a zero's sign": _Plan(negative_zero, second),
+        "unwritten": _Plan(right[:3], second),
+        "second": _Plan(right, second + 1),
+        "second unwritten": _Plan(right),
+        "launch": _Plan(RuntimeError("no resources")),
+        "compile": ValueError("no tile"),
+    }
+    chosen = [Config(16 << index, 16, 32, 4, 1) for index in range(len(made))]
+    plans = dict(zip(chosen, made.values(), strict=True)) | {gemm.canonical(point.problem): _Plan(right, second)}
+
+    def plan(problem, config):
+        if isinstance(plans[config], Exception):
+            raise plans[config]
+        return plans[config]
+
+    monkeypatch.setattr(gemm, "plan", plan)
+    read = [None] * len(TENSORS)
+    read[PLACES["second"]] = torch.empty(4, 16)
+    call = Call(torch.empty(4, 8), torch.empty(8, 16), None, read, torch.empty(4, 16))
+    found, differing = gemm._checked(point.problem, call, chosen)
+    names = dict(zip(map(str, chosen), made, strict=True))
+    assert [names[each] for each in found] == ["same"]
+    assert [names[each.partition(":")[0]] for each in differing] == [name for name in made if name != "same"]
+    assert [each.partition(": ")[2] for each in differing[-2:]] == ["RuntimeError", "ValueError"]

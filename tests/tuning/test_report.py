@@ -1,0 +1,42 @@
+"""What a report says."""
+
+from pathlib import Path
+
+import pytest
+
+from isogemm.gemm.configs import Config
+from isogemm.tuning.gemm import Point
+from isogemm.tuning.report import COLUMNS, Report, Row
+
+POINT = Point("linear", "half", 64, 4096, 14336)
+OLD, NEW = Config(64, 64, 64, 4, 3), Config(128, 128, 64, 8, 3)
+FASTER = Row(POINT, OLD, NEW, before_us=40.0, after_us=10.0, torch_us=20.0)
+SAME = Row(POINT, OLD, OLD, before_us=10.0, after_us=10.0, torch_us=5.0)
+UNKNOWN = Row(POINT, OLD, NEW, before_us=None, after_us=10.0, torch_us=80.0)
+
+
+def test_the_means_are_geometric():
+    report = Report("GPU", (FASTER, SAME, UNKNOWN), (), 0, Path("file.json"))
+    assert report.gain == pytest.approx(2.0)  # of 4 and 1
+    assert report.speedup == pytest.approx(2.0)  # of 2, 1/2 and 8
+    assert report.summary == [
+        "points on GPU: 3 measured, 2 faster now, 0 left for want of time",
+        "geometric means: 2.00x of before, 2.00x of torch",
+        "kept in file.json",
+    ]
+
+
+def test_it_prints_as_a_table():
+    lines = str(Report("GPU", (FASTER, UNKNOWN), (), 0, None)).splitlines()
+    assert lines[0].split(" | ") == ["| weight", *COLUMNS[1:-1], "torch / after |"]
+    assert lines[2] == "| 4096 x 14336 half | linear | 64 | 40.0 | 10.0 | 20.0 | 4.00x | 2.00x |"
+    assert lines[3] == "| 4096 x 14336 half | linear | 64 |  | 10.0 | 80.0 |  | 8.00x |"
+
+
+def test_what_is_missing_is_said():
+    report = Report("GPU", (), ("linear: RuntimeError", "dx: ValueError"), 7, None)
+    assert report.gain is report.speedup is None
+    assert report.summary == [
+        "points on GPU: 0 measured, 0 faster now, 7 left for want of time",
+        "2 not counted, such as linear: RuntimeError",
+    ]
