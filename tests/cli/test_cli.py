@@ -485,11 +485,11 @@ def test_get_keeps_the_order_of_registration(register):
 
 
 def test_doctor_names_releases_that_were_not_tested(monkeypatch, capsys):
-    from isogemm.core import private, versions
+    from isogemm.core import private
 
     assert main(["doctor"]) == 0
     assert "warning" not in capsys.readouterr().out
-    monkeypatch.setattr(versions, "TORCH", ("2.0.0", "2.1.0"))
+    monkeypatch.setattr(private, "TORCH", ("2.0.0", "2.1.0"))
     monkeypatch.setattr(private, "missing", lambda feature: ["torch._C:_foo"] if feature == private.AUTOFUSE else [])
     assert main(["doctor"]) == 0
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]

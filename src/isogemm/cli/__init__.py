@@ -37,7 +37,7 @@ from isogemm.cli.families import Family
 from isogemm.cli.terminal import Terminal
 from isogemm.cli.training import train_patchtst
 from isogemm.cli.tuning import show_tuned, tune
-from isogemm.core import files, private, versions
+from isogemm.core import files, private
 from isogemm.core.device import facts
 from isogemm.training import report as training_report
 from isogemm.training import results, world
@@ -68,7 +68,7 @@ def doctor(args: argparse.Namespace, terminal: Terminal) -> int:
     env = runner.environment(devices[0])
     terminal.line(f"isogemm {isogemm.__version__}")
     terminal.line(", ".join(f"{name} {env[name]}" for name in ("python", "torch", "triton", "driver")))
-    for warning in (versions.untested("torch", env["torch"]), versions.untested("triton", env["triton"])):
+    for warning in (private.untested("torch", env["torch"]), private.untested("triton", env["triton"])):
         if warning:
             terminal.line(f"warning: {warning}")
     for feature in (private.FAST_PATH, private.AUTOFUSE, private.COMPILE_FUSION):

@@ -1,4 +1,4 @@
-"""The private names of torch that isogemm uses, each with what needs it and the releases that have it.
+"""The releases of torch and Triton that were tested, and the private names of torch that isogemm uses.
 
 A release of torch may drop any of them. Then `find` gives None and the feature that needs the name is off: it says so,
 and results stay right. Other modules find their names here. Not listed, since torch documents them or has long kept
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from isogemm.core import versions
+# The releases on which the whole test suite passed; pyproject.toml has the bounds.
+TORCH = "2.11.0", "2.13.0", "2.15.0"
+TRITON = "3.6.0", "3.7.1", "3.9.0"
 
 # What is off where a name is missing.
 FAST_PATH = "eager fast path"  # calls go through torch.library's operators instead
@@ -33,7 +36,7 @@ BENCH = "benchmarks"
 class Name(NamedTuple):
     path: str  # module:attribute
     features: tuple[str, ...]
-    seen: tuple[str, ...] = versions.TORCH  # releases of torch that have it
+    seen: tuple[str, ...] = TORCH  # releases of torch that have it
 
 
 NAMES = (
@@ -145,3 +148,16 @@ def _warn_off(feature: str, lacking: tuple[str, ...]) -> None:
     warnings.warn(
         f"isogemm: {feature} is off: torch {torch.__version__} has no {what}. Results are not affected.", stacklevel=4
     )
+
+
+def untested(package: str, version: str) -> str:
+    """A warning where this torch or triton is newer than the last one tested, by its minor version; else empty."""
+    last = {"torch": TORCH, "triton": TRITON}[package][-1]
+    if _minor(version) <= _minor(last):
+        return ""
+    return f"{package} {version} is newer than {last}, the last release isogemm was tested with: run `isogemm verify`"
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """The first two numbers; none in what is no version."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
