@@ -98,6 +98,8 @@ def test_other_weights_are_not_the_tuned_ones():
     assert not tuned & set(gemm.OTHER_WEIGHTS)
     cases = [case for case in gemm.cases(CUDA, False) if case.op == "linear other"]
     assert len(cases) == 25 * 8
+    gradients = {case.label for case in gemm.cases(CUDA, False) if case.op in ("dX other", "dW other")}
+    assert len(gradients) == 2 * 25 * 3
     assert not any(case.op == "linear other" for case in gemm.cases(CUDA, True))
     assert not gemm._case("linear other", 1, 8, 8, "bfloat16").build(CPU).cpu_time
 

@@ -68,7 +68,6 @@ class _Operation:
 _FORWARD = _Operation(lambda m, n, k: ((m, k), (n, k)), lambda x, weight: (x, weight.t()), linear)
 OPERATIONS = {
     "linear": _FORWARD,
-    "linear other": _FORWARD,  # on OTHER_WEIGHTS
     "linear grad": _Operation(_FORWARD.shapes, _FORWARD.product, linear, with_grad=True),  # the forward of training
     "dX": _Operation(
         lambda m, n, k: ((m, n), (n, k)), lambda grad, weight: (grad, weight),
@@ -79,6 +78,8 @@ OPERATIONS = {
         lambda grad, x: op.weight_grad(grad, x, None, x.dtype, None),
     ),
 }  # fmt: skip
+OTHER = " other"  # an operation on OTHER_WEIGHTS
+OPERATIONS |= {name + OTHER: OPERATIONS[name] for name in ("linear", "dX", "dW")}
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
@@ -96,7 +97,9 @@ def cases(device: torch.device, quick: bool) -> Sequence[Case]:
         ]
     return [
         *_grid("linear", "bfloat16", "", WEIGHTS, TOKENS),
-        *_grid("linear other", "bfloat16", "", OTHER_WEIGHTS, OTHER_TOKENS),
+        *_grid("linear" + OTHER, "bfloat16", "", OTHER_WEIGHTS, OTHER_TOKENS),
+        *_grid("dX" + OTHER, "bfloat16", "", OTHER_WEIGHTS, THINNED[-3:]),
+        *_grid("dW" + OTHER, "bfloat16", "", OTHER_WEIGHTS, THINNED[-3:]),
         *_grid("linear grad", "bfloat16", "", WEIGHTS[1:2], (1, 64, 1024)),
         *_grid("dX", "bfloat16", "", WEIGHTS, TRAINING),
         *_grid("dW", "bfloat16", "", WEIGHTS, TRAINING),
@@ -159,7 +162,7 @@ def _case(name: str, m: int, n: int, k: int, dtype: str, precision: str = "", mo
             return _errors(first(variants), a.detach(), b.detach(), precision)
 
         info = served_by(variants["isogemm"][0])
-        return CaseRun(variants, check, info, cpu_time=name != "linear other")  # "linear" has the same calls
+        return CaseRun(variants, check, info, cpu_time=not name.endswith(OTHER))  # those without it have the same calls
 
     return Case("gemm", name, make_params(dtype, precision, m=m, n=n, k=k), 2.0 * m * n * k, size, build)
 
