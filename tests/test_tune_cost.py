@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from isogemm.core import tables
 from isogemm.gemm import configs, cost, selection
 from isogemm.gemm.configs import Config
+from isogemm.tuning.run import LIKELY
 from tuners import common, gemm
 from tuners import cost as fits
 from tuners.cost import Sample
@@ -73,6 +74,22 @@ def test_the_model_chooses_better_than_the_nearest_weight(samples):
     for key, ratios in model.items():
         assert _geomean(ratios) > _geomean(nearest[key]) + 0.02
         assert min(ratios) > min(nearest[key])
+
+
+def test_few_configurations_are_likely_and_the_best_is_among_them(samples):
+    """What `isogemm tune` measures where the model knows the problem, for weights that it never saw."""
+    seen, best, counts = _of(samples, ("half", "nn"), ("half", "nt")), [], []
+    for weight in sorted({sample.weight for sample in seen})[::3]:  # for the time it takes
+        made = fits.model(sample for sample in seen if sample.weight != weight)
+        for sample in seen:
+            if sample.weight == weight:
+                measured = [each for each in made[selection.model_key(sample.problem)] if each.config in sample.times]
+                likely = selection.within(LIKELY, sample.problem, measured)
+                assert selection.fastest(sample.problem, measured) in likely
+                best.append(min(sample.times.values()) / min(sample.times[config] for config in likely))
+                counts.append(len(likely) / len(sample.times))
+    assert _geomean(best) > 0.99
+    assert sum(counts) / len(counts) < 1 / 3
 
 
 def _geomean(ratios):

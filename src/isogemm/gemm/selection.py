@@ -71,6 +71,12 @@ def _modelled(problem: Problem) -> Config | None:
 
 def fastest(problem: Problem, measured: Iterable[Measured]) -> Config | None:
     """The configuration with the shortest predicted time; None where none of those measured serves the problem."""
+    close = within(_NEAR, problem, measured)
+    return close[0] if close else None
+
+
+def within(factor: float, problem: Problem, measured: Iterable[Measured]) -> list[Config]:
+    """The configurations whose predicted time is at most so many times the shortest, in their order."""
     predicted = []
     for each in measured:
         if not each.above < problem.m <= (each.most or problem.m):
@@ -78,11 +84,10 @@ def fastest(problem: Problem, measured: Iterable[Measured]) -> Config | None:
         usable_here = fitted(problem, each.config)
         if not illegal(problem, usable_here):
             changed = usable_here.kernel != each.config.kernel  # its operands lie otherwise: it was not measured so
-            predicted.append((changed, cost.microseconds(cost.terms(problem, usable_here), each.coefficients), each))
-    if not predicted:
-        return None
-    changed, least, _ = min(predicted, key=lambda each: each[:2])
-    return next(each.config for among, us, each in predicted if among == changed and us <= _NEAR * least)
+            us = cost.microseconds(cost.terms(problem, usable_here), each.coefficients)
+            predicted.append((changed, us, each.config))
+    among, least, _ = min(predicted, key=lambda each: each[:2], default=(False, 0.0, None))
+    return [config for changed, us, config in predicted if changed == among and us <= factor * least]
 
 
 def token_edges(problem: Problem, most: int) -> list[int]:
