@@ -24,7 +24,7 @@ from isogemm.gemm.configs import (
     workspace,
 )
 from isogemm.gemm.selection import candidates, choose, token_edges
-from isogemm.gemm.tables.sm_90 import TABLE
+from isogemm.gemm.tables.sm_90 import MODEL, TABLE
 
 
 @hypothesis.settings(max_examples=1500, deadline=None)
@@ -40,6 +40,17 @@ def test_chosen_is_legal_and_a_candidate(problem):
         assert fitted(problem, config) == config
         assert workspace(problem, config) <= WORKSPACE
         assert programs(problem, config) >= 1
+
+
+@pytest.mark.parametrize("key", MODEL, ids=" ".join)
+def test_whatever_the_model_may_choose_is_a_candidate(key):
+    """So `isogemm verify` compares it: many of the menu are in no table."""
+    number, kind = key
+    dtype, precision = ("bfloat16", "ieee") if number == "half" else ("float32", number)
+    epilogue = Epilogue(activation="gelu", gradient="pre") if kind.endswith("gradient") else NOTHING
+    problem = make_problem(4096, 512, 512, kind[:2], dtype, precision, epilogue=epilogue)
+    served = {fitted(problem, Config(*values)) for values, *_ in MODEL[key]}
+    assert served <= {*candidates(problem)}
 
 
 @hypothesis.settings(max_examples=300, deadline=None)
