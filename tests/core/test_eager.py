@@ -82,6 +82,19 @@ def test_others_stay_known_where_many_are_alike():
     assert known.find((2, "ieee"), (newest, weight)) is None
 
 
+def test_calls_of_many_layouts_are_known():
+    """Such as the last tokens of sequences of many lengths: their sizes are the same, their strides are not."""
+    weight, known = torch.randn(8, 16), KnownCalls(most_alike=8)
+    views = [torch.randn(3, tokens, 16)[:, -1] for tokens in range(1, 30)]
+    for view in views:
+        known.keep((1, "ieee"), (view, weight), view)
+    for view in views:
+        assert known.find((1, "ieee"), (view, weight)) is view
+    assert known.find((1, "ieee"), (torch.randn(3, 30, 16)[:, -1], weight)) is None
+    assert known.find((1, "ieee"), (views[0].to_sparse(), weight)) is None
+    assert known.find((1, "ieee"), (views[0].numpy(), weight)) is None
+
+
 def test_what_cannot_be_hashed_is_not_known():
     x, known = torch.randn(3, 16), KnownCalls()
     known.keep(([],), (x,), object())

@@ -173,7 +173,9 @@ def _other_cases():
     yield _problem(256, 1024, 8192, "tn", chunk=1024, **accumulated)
     yield _problem(4096, 4096, 8192, "tn", *NUMBERS["tf32"], chunk=4096, accumulate=True)
     yield _problem(4096, 4096, 8192, "tn", *NUMBERS["ieee"], chunk=4096, accumulate=True)
-    yield _problem(100, 1001, 999)
+    for tokens, epilogue in product((1, 16, 64, 100), (Epilogue(), KINDS["gated"])):  # rows that are read in pieces
+        yield _problem(tokens, 1001, 999, epilogue=epilogue)
+    yield _problem(1, 1001, 999, "nn", *NUMBERS["tf32"])
     yield _problem(100, 1001, 999, "tn", *NUMBERS["tf32"])
     yield _problem(100, 4096, 32768, chunk=8192, epilogue=BIASED)
     square = _problem(512, 512, 512)

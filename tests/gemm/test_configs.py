@@ -154,6 +154,17 @@ def test_tma_reads_rows_of_16_bytes_from_aligned_addresses(change):
     assert fitted(neither, tma).kernel == "pointer"
 
 
+@pytest.mark.parametrize("change", [{"a_aligned": False}, {"b_aligned": False}, {"a_strides": (1001, 1)}])
+@pytest.mark.parametrize("config", [Config(128, 64, 128, 4, 4), Config(32, 8, 512, 2, 4, swapped=True)], ids=str)
+def test_tiles_are_small_where_rows_are_read_in_pieces(config, change):
+    """By whichever kernel: each piece has its address in a register, and larger tiles would spill."""
+    aligned = make_problem(16, 1024, 1000)
+    assert fitted(aligned, config) == config
+    small = fitted(replace(aligned, **change), config)
+    assert (small.block_m, small.block_n, small.block_k) == (min(config.block_m, 64), config.block_n, 64)
+    assert fitted(replace(aligned, tma=False, **change), config) == config
+
+
 def test_tma_serves_no_batches_and_no_levels():
     tma = Config(128, 128, 64, 8, 3, "tma")
     for change in ({"batch": 2}, {"k_inner": 64}, {"arch": "sm_80"}, {"arch": "gfx942"}, {"tma": False}):

@@ -85,6 +85,9 @@ def test_terms_of_epilogues_and_chunks():
     assert cost.terms(slope, STREAM) == (*plain[:5], plain[2], *plain[6:])
     gated = replace(problem, epilogue=Epilogue(activation="swiglu", gradient="pre"))
     assert cost.terms(gated, STREAM)[5] == 2 * plain[2]
+    pair = replace(problem, epilogue=Epilogue(activation="swiglu"))
+    second = 1024 * 4096 * 2 / 4e6  # bytes of the other weight
+    assert cost.terms(pair, STREAM)[9] == pytest.approx(plain[9] + second)
     chunked = weight_grad(8192, 640, 1024)
     small = Config(64, 64, 64, 4, 3)
     assert cost.terms(chunked, small)[3] == chunked.chunks * cost.terms(chunked, small)[2]

@@ -24,7 +24,7 @@ from isogemm.gemm.configs import (
     workspace,
 )
 from isogemm.gemm.selection import candidates, choose, token_edges
-from isogemm.gemm.tables.sm_90 import TABLE
+from isogemm.gemm.tables.sm_90 import MODEL, TABLE
 
 
 @hypothesis.settings(max_examples=1500, deadline=None)
@@ -40,6 +40,17 @@ def test_chosen_is_legal_and_a_candidate(problem):
         assert fitted(problem, config) == config
         assert workspace(problem, config) <= WORKSPACE
         assert programs(problem, config) >= 1
+
+
+@pytest.mark.parametrize("key", MODEL, ids=" ".join)
+def test_whatever_the_model_may_choose_is_a_candidate(key):
+    """So `isogemm verify` compares it: many of the menu are in no table."""
+    number, kind = key
+    dtype, precision = ("bfloat16", "ieee") if number == "half" else ("float32", number)
+    epilogue = Epilogue(activation="gelu", gradient="pre") if kind.endswith("gradient") else NOTHING
+    problem = make_problem(4096, 512, 512, kind[:2], dtype, precision, epilogue=epilogue)
+    served = {fitted(problem, Config(*values)) for values, *_ in MODEL[key]}
+    assert served <= {*candidates(problem)}
 
 
 @hypothesis.settings(max_examples=300, deadline=None)
@@ -94,13 +105,19 @@ def test_every_choice_is_made_at_an_edge(kind, dtype, precision):
         edges = token_edges(kind(1, n, k, dtype, precision), most)
         assert edges == sorted(set(edges))
         assert (edges[0], edges[-1]) == (1, most)
-        at_edges = {choose(kind(tokens, n, k, dtype, precision)) for tokens in edges}
+        at_edges = {_kernel(kind(tokens, n, k, dtype, precision)) for tokens in edges}
         for tokens in (*range(1, 280), *range(280, most, 7)):
             chosen = choose(kind(tokens, n, k, dtype, precision))
-            assert chosen in at_edges, (tokens, n, k)
+            assert _kernel(kind(tokens, n, k, dtype, precision)) in at_edges, (tokens, n, k)
             if kind is not weight_grad:  # whose chunks are more at the next edge
                 edge = edges[bisect_left(edges, tokens)]
                 assert chosen == choose(kind(edge, n, k, dtype, precision)), (tokens, n, k)
+
+
+def _kernel(problem):
+    """What is compiled for a choice: with a mask where the last block of k is not full."""
+    config = choose(problem).config
+    return config, accumulation(problem, config), problem.k % config.block_k != 0
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])

@@ -1,7 +1,7 @@
 """warmup compiles for every number of tokens: nothing is bound later. Without a GPU: binding is only counted."""
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -11,12 +11,13 @@ pytest.importorskip("triton")
 import isogemm
 from isogemm.core import device as devices
 from isogemm.core import plan as runtime
+from isogemm.core import tuned
 from isogemm.core.launch import Launch
 from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs, describe, plan
 from isogemm.gemm import warmup as ahead
 from isogemm.gemm.api import linear, mlp
-from isogemm.gemm.configs import Problem
+from isogemm.gemm.configs import Config, Problem
 
 DEVICE = torch.device("cuda", 0)
 TOKENS = 300
@@ -109,6 +110,33 @@ def test_an_activated_layer_binds_nothing_later(bound, operation, activation, fr
         result = operation(x, **trained, activation=activation)
         result.backward(torch.zeros(result.shape, dtype=result.dtype))
     assert [launch.kernel.__name__ for launch in bound[count:]] == []
+
+
+@pytest.mark.parametrize("kind", ["nt", "nt activated", "nn", "nn gradient", "tn"])
+def test_tuned_steps_of_one_product_are_edges_of_its_layer(bound, kind, monkeypatch):
+    """Also a step between two powers of two, of the gradient or of the second weight alone."""
+    runtime.plans.clear()
+    facts = devices.DeviceFacts("here", "sm_90", 132, 232448, 0)
+    configs_of = (37, Config(64, 64, 64, 4, 3)), (97, Config(64, 64, 64, 4, 2)), (100, Config(64, 64, 64, 4, 4))
+    steps = tuple((tokens, astuple(config)) for tokens, config in configs_of)
+    table = {("half", kind, *sizes): steps for sizes in ((96, 64), (64, 96))}
+    monkeypatch.setattr(tuned, "load", lambda family, gpu: table if gpu == "here" else {})
+    monkeypatch.setattr(devices, "index_of", lambda device: 0)
+    monkeypatch.setattr(plan, "index_of", lambda device: 0)
+    monkeypatch.setattr(devices, "facts", lambda device: facts)
+    monkeypatch.setattr(devices, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    layer = isogemm.nn.MLP(64, 96, activation="gelu").to(torch.bfloat16)
+    isogemm.warmup(layer, tokens=128, backward=True)
+    count = len(bound)
+    for tokens in range(1, 129):
+        for trained in (False, True):
+            x = torch.zeros(tokens, 64, dtype=torch.bfloat16, requires_grad=trained)
+            with torch.set_grad_enabled(trained):
+                result = layer(x)
+            if trained:
+                result.backward(torch.zeros_like(result))
+    assert [str(launch.scalars) for launch in bound[count:]] == []
 
 
 def test_weights_that_come_one_by_one(bound, monkeypatch):

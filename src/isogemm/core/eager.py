@@ -64,7 +64,7 @@ class KnownCalls(Generic[Value]):
     __slots__ = ("_aligned", "_cache", "_is_plan", "_most_alike")
 
     def __init__(self, most_alike: int = 8, *, aligned: int | None = None, is_plan: bool = True) -> None:
-        """most_alike: entries for calls that their key does not tell apart.
+        """most_alike: entries for calls that their key does not tell apart; more are found by their strides too.
 
         is_plan: what is known is to be run at once: it is for calls without gradients, whose first `aligned` tensors
         (None: all) are aligned to 16 bytes.
@@ -93,7 +93,13 @@ class KnownCalls(Generic[Value]):
                     if each.data_ptr() & 15:
                         return None
                 return value
-        return None
+        if len(found) < self._most_alike:
+            return None
+        try:
+            key = _with_strides(key, tensors)
+        except (AttributeError, RuntimeError):  # no tensors, or without strides
+            return None
+        return self.find(key, tensors)
 
     def is_aligned(self, tensors: Sequence[Tensor]) -> bool:
         """Whether calls with such tensors can be known."""
@@ -111,11 +117,19 @@ class KnownCalls(Generic[Value]):
         is_like = likeness(tensors) if _HAS_FAST_PATH and self.is_aligned(tensors) else None
         if is_like is None:
             return
+        if alike is not None and len(alike) >= self._most_alike:
+            # Views of many layouts, such as the last token of sequences of many lengths.
+            key = _with_strides(key, tensors)
+            alike = self._cache.get(key)
         alike = self._cache.keep(key, []) if alike is None else alike
-        del alike[: len(alike) + 1 - self._most_alike]  # the oldest
+        del alike[: max(0, len(alike) + 1 - self._most_alike)]  # the oldest
         is_trained = self._is_plan and any(each.requires_grad for each in tensors)
         reads_setting = torch.float32 in (autocast_dtype(tensors[0]), *[each.dtype for each in tensors])
         alike.append((is_like, is_trained, fp32_precision("cuda", "matmul") if reads_setting else "", value))
+
+
+def _with_strides(key: Hashable, tensors: Sequence[Tensor]) -> Hashable:
+    return key, *[each.stride() for each in tensors]
 
 
 def _first_places(tensors: Sequence[object]) -> list[int]:

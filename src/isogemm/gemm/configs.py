@@ -434,16 +434,21 @@ _LEAST_SHARED_MEMORY = 101_376  # sm_86, sm_89, sm_120
 def fitted(problem: Problem, config: Config) -> Config:
     """The configuration with what the problem forces on it."""
     by_tma = reads_a_by_tma(problem, config), reads_b_by_tma(problem, config)
+    # Rows that TMA cannot read are read in pieces, each with an address in a register: smaller tiles.
+    pieces = problem.tma and problem.batch == 1 and not problem.k_inner and sm(problem.arch) >= 90
+    block_k, warps = min(config.block_k, 128 // ITEMSIZE[problem.dtype]), 2 if _turns(problem) else 4
     if config.kernel != "pointer" and not all(by_tma):
         kernel: Literal["tma", "pointer"] = "tma" if any(by_tma) else "pointer"
         config = replace(config, kernel=kernel, rest_n=0, residents=1)
-        if problem.tma and problem.batch == 1 and not problem.k_inner and sm(problem.arch) >= 90:
-            # Rows that TMA cannot read are read in pieces, each with an address in a register: smaller tiles.
-            block_k = min(config.block_k, 128 // ITEMSIZE[problem.dtype])
-            warps = 2 if _turns(problem) else 4
+        if pieces:
             config = replace(
                 config, block_m=64, block_n=min(config.block_n, 64), block_k=block_k, num_warps=warps, parts=1
             )  # fmt: skip
+    elif config.kernel == "pointer" and pieces and problem.number not in _PINNED and not _vectors(problem):
+        config = replace(
+            config, block_m=min(config.block_m, 64), block_n=min(config.block_n, 64), block_k=block_k,
+            num_warps=min(config.num_warps, warps),
+        )  # fmt: skip
     config = replace(config, block_k=_PINNED.get(problem.number, config.block_k))
     if problem.weights > 1:
         config = replace(config, rest_n=0)
@@ -487,6 +492,13 @@ def default(problem: Problem) -> Config:
     if problem.m <= 64:
         return Config(64, 64, 64 if problem.number == "half" else 32, num_warps=4, num_stages=3)
     return Config(128, 128, 64 if problem.number == "half" else 32, num_warps=8, num_stages=3, kernel="tma")
+
+
+def _vectors(problem: Problem) -> bool:
+    """Whether the rows of both operands can be read 16 bytes at a time, as TMA reads them."""
+    by_tma = Config(64, 64, 32, 4, 1, "tma")
+    operands = (problem.a_strides, problem.a_aligned), (problem.b_strides, problem.b_aligned)
+    return all(_by_tma(problem, by_tma, *operand) for operand in operands)
 
 
 def _by_tma(problem: Problem, config: Config, strides: tuple[int, int], aligned: bool) -> bool:

@@ -96,12 +96,16 @@ def token_edges(problem: Problem, most: int) -> list[int]:
     Tokens are the rows of A; in a weight gradient, its k.
     """
     edges = {*_GRID, *(tokens for tokens, _ in _table(problem))}
-    edges.update(size for tokens, _ in _tuned(problem) for size in (tokens // 2, tokens) if size)
-    if problem.layout == "tn":  # chunks that wait for each other, and a last block that is full
+    weight = {*_weight(problem)}
+    for (_, _, *sizes), steps in tuned.load("gemm", problem.gpu).items():
+        if not weight.isdisjoint(sizes):  # this weight, or another of its layer: they are warmed up together
+            edges.update(size for tokens, _ in steps for size in (tokens // 2, tokens))
+    edges = {size for size in edges if size < most} | {most}
+    if problem.layout == "tn":  # chunks that wait for each other, and a last block that is full or is not
         edges.update(size for chunks in (1, 2) for size in (problem.chunk * chunks, problem.chunk * chunks + 1))
         blocks = {config.block_k for config in candidates(problem)}
-        edges.update({-(-size // block) * block for size in edges for block in blocks})
-    return sorted(size for size in {*edges, most} if size <= most)
+        edges.update({size // block * block for size in edges for block in blocks}, {size - 1 for size in edges})
+    return sorted(size for size in edges if 0 < size <= most)
 
 
 def candidates(problem: Problem) -> tuple[Config, ...]:
