@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 from isogemm.core import tables
-from isogemm.gemm import configs, cost, selection
+from isogemm.gemm import configs, selection
 from isogemm.gemm.configs import Config
 from isogemm.tuning.run import LIKELY
 from tuners import common, gemm
@@ -39,10 +39,11 @@ def test_the_tables_have_the_fitted_model(samples):
         key = selection.model_key(sample.problem)
         for each, (_, _, _, coefficients) in zip(made[key], kept[key], strict=True):
             if each.config in sample.times:
-                terms = cost.terms(sample.problem, each.config)
-                assert cost.microseconds(terms, each.coefficients) == pytest.approx(
-                    cost.microseconds(terms, coefficients), rel=0.01
+                fitted, stated = (
+                    selection.microseconds(sample.problem, each.config, values)
+                    for values in (each.coefficients, coefficients)
                 )
+                assert fitted == pytest.approx(stated, rel=0.01)
 
 
 def test_the_readme_s_figures_are_judged_again(samples):
@@ -106,10 +107,10 @@ def test_the_fit_finds_coefficients_that_made_the_times():
         for tokens in (64, 256, 1024, 8192)
         for n, k in ((64, 64), (256, 4096), (4096, 256), (4096, 4096), (65536, 64))
     ]
-    made = [Sample(each, (1, 1), {config: cost.microseconds(cost.terms(each, config), true)}) for each in problems]
+    made = [Sample(each, (1, 1), {config: selection.microseconds(each, config, true)}) for each in problems]
     (found,) = fits.model(made)["half", "nt"]
     for sample in made:
-        time = cost.microseconds(cost.terms(sample.problem, config), found.coefficients)
+        time = selection.microseconds(sample.problem, config, found.coefficients)
         assert time == pytest.approx(sample.times[config], rel=0.03)
 
 

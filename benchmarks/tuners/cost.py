@@ -1,5 +1,5 @@
-"""Fits the model of a GEMM configuration's time (`isogemm.gemm.cost`) to recorded times, and judges it on weights that
-the fit has not seen."""
+"""Fits the model of a GEMM configuration's time (`isogemm.gemm.selection`) to recorded times, and judges it
+on weights that the fit has not seen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from isogemm.gemm import cost, selection
+from isogemm.gemm import selection
 from isogemm.gemm.configs import Config, Problem
 from isogemm.gemm.selection import Measured
 
@@ -109,7 +109,7 @@ def _fitted(samples: Collection[Sample]) -> tuple[Measured, ...]:
         for config, us in sample.times.items():
             by_config[config].append((sample.problem, us))
     arrays = {
-        config: (np.array([cost.terms(problem, config) for problem, _ in rows]), np.log([us for _, us in rows]))
+        config: (np.array([selection.terms(problem, config) for problem, _ in rows]), np.log([us for _, us in rows]))
         for config, rows in by_config.items()
     }
     shared = _fit(*map(np.concatenate, zip(*arrays.values(), strict=True)), _START, 1e-3)
@@ -146,10 +146,10 @@ def _fit(terms: Array, wanted: Array, start: Array, weight: float) -> Array:
     least = _loss(found, terms, wanted, start, weight)
     for _ in range(60):
         parts = terms * np.exp(found)
-        overlapped = np.sqrt((parts[:, cost.ADDED :] ** 2).sum(1))
-        predicted = parts[:, : cost.ADDED].sum(1) + overlapped
-        parts[:, cost.ADDED :] **= 2
-        parts[:, cost.ADDED :] /= overlapped[:, None]
+        overlapped = np.sqrt((parts[:, selection.ADDED :] ** 2).sum(1))
+        predicted = parts[:, : selection.ADDED].sum(1) + overlapped
+        parts[:, selection.ADDED :] **= 2
+        parts[:, selection.ADDED :] /= overlapped[:, None]
         slopes = parts / predicted[:, None]
         curvature = slopes.T @ slopes + weight * np.eye(len(found))
         gradient = slopes.T @ (np.log(predicted) - wanted) + weight * (found - start)
@@ -169,7 +169,7 @@ def _fit(terms: Array, wanted: Array, start: Array, weight: float) -> Array:
 
 def _loss(found: Array, terms: Array, wanted: Array, start: Array, weight: float) -> float:
     parts = terms * np.exp(found)
-    predicted = parts[:, : cost.ADDED].sum(1) + np.sqrt((parts[:, cost.ADDED :] ** 2).sum(1))
+    predicted = parts[:, : selection.ADDED].sum(1) + np.sqrt((parts[:, selection.ADDED :] ** 2).sum(1))
     return float(((np.log(predicted) - wanted) ** 2).sum() + weight * ((found - start) ** 2).sum())
 
 

@@ -1,19 +1,28 @@
 """From a problem to the configuration that serves it: no device, no tensors, but a file of the user's, read once.
 
-In this order: what `isogemm tune` measured on this GPU, what was measured of the same weight, the model of a
-configuration's time (`cost`), rules. None of it can change a bit of the result.
+In this order: what `isogemm tune` measured on this GPU, what was measured of the same weight, a model of a
+configuration's time, rules. None of it can change a bit of the result.
+
+The model has ten coefficients for each configuration:
+
+    us = c0 + c1 turns + c2 results + c3 flushes + c4 activated + c5 gradients
+         + hypot(c6 latency, c7 arithmetic, c8 cache, c9 memory)
+
+What overlaps is a root of squares, what does not is added. `terms` computes the quantities from the sizes,
+`benchmarks/tune.py gemm` fits the coefficients to measured times, and the tables keep them by architecture.
 """
 
 from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from isogemm.core import tables, tuned
-from isogemm.gemm import cost
+from isogemm.gemm import configs
 from isogemm.gemm.configs import Config, Problem, canonical, default, fitted, illegal
 
 Steps = tuple[tuple[int, Config], ...]  # (tokens up to, config), ascending
@@ -25,6 +34,14 @@ _GRID = (
     *(eighths << power for power in range(10, 20) for eighths in range(8, 16)),
 )  # fmt: skip
 _NEAR = 1.01  # of configurations this close the first of the menu serves: fewer kernels to compile
+
+ADDED = 6  # terms of the model that are added; the others overlap
+_REGISTERS = 65536  # of a multiprocessor
+_SHARED_MEMORY = 228 << 10  # bytes, likewise
+_RESERVED = 1024  # bytes of shared memory that each program takes besides its own
+_WARPS = 64
+_MOST_PROGRAMS = 16
+_OTHER_REGISTERS = 64  # of a thread, besides its sums
 
 
 class Choice(NamedTuple):
@@ -84,10 +101,56 @@ def within(factor: float, problem: Problem, measured: Iterable[Measured]) -> lis
         usable_here = fitted(problem, each.config)
         if not illegal(problem, usable_here):
             changed = usable_here.kernel != each.config.kernel  # its operands lie otherwise: it was not measured so
-            us = cost.microseconds(cost.terms(problem, usable_here), each.coefficients)
+            us = microseconds(problem, usable_here, each.coefficients)
             predicted.append((changed, us, each.config))
     among, least, _ = min(predicted, key=lambda each: each[:2], default=(False, 0.0, None))
     return [config for changed, us, config in predicted if changed == among and us <= factor * least]
+
+
+def microseconds(problem: Problem, config: Config, coefficients: Sequence[float]) -> float:
+    """Predicted time."""
+    parts = [coefficient * term for coefficient, term in zip(coefficients, terms(problem, config), strict=True)]
+    return sum(parts[:ADDED]) + math.hypot(*parts[ADDED:])
+
+
+def terms(problem: Problem, config: Config) -> tuple[float, ...]:
+    """What each coefficient is multiplied by, each of the order of one in a launch of a few microseconds."""
+    accumulation, e = configs.accumulation(problem, config), problem.epilogue
+    rows, columns = configs.tile(problem, config)
+    tiles, k, area = -(-problem.m // rows) * -(-problem.n // columns), problem.k, config.block_m * config.columns
+    flushed, partials = 0.0, 0.0  # finished chunks that wait in registers or the cache; in memory
+    if accumulation == "partials":
+        tiles, k, partials = tiles * problem.chunks, problem.chunk, 8e-6 * problem.m * problem.n * problem.chunks / 4
+    elif accumulation != "one":
+        flushed = problem.chunks
+    busiest = -(-tiles // problem.sm_count)  # tiles of the multiprocessor that has most
+    turns = -(-tiles // (problem.sm_count * residents(problem, config)))  # of them one after another
+    results = busiest * area / 4e4
+    item, out_item = configs.ITEMSIZE[problem.dtype], configs.ITEMSIZE[problem.out_dtype]
+    read = (problem.weights * problem.n + problem.m) * problem.k * item
+    return (
+        1.0,
+        turns,
+        results,
+        results * flushed + partials,
+        results if e.activation and not e.gradient else 0.0,
+        results * (1 + e.gated) if e.gradient else 0.0,
+        turns * k / config.block_k,  # latency: blocks of k that a program waits for
+        busiest * k * area / 3e6,  # arithmetic
+        tiles * (config.block_m + config.columns) * k * item / 5e6,  # cache: operands of all tiles
+        (read + problem.m * problem.n * out_item) / 4e6,  # memory: every operand once
+    )
+
+
+def residents(problem: Problem, config: Config) -> int:
+    """Programs that a multiprocessor runs side by side."""
+    if config.persistent:
+        return config.residents
+    threads = 32 * config.num_warps
+    registers = min(255, config.block_m * config.columns // threads + _OTHER_REGISTERS)
+    shared = configs.shared_memory(problem, config) + _RESERVED
+    fits = _SHARED_MEMORY // shared, _REGISTERS // (registers * threads), _WARPS // config.num_warps
+    return max(1, min(_MOST_PROGRAMS, *fits))
 
 
 def token_edges(problem: Problem, most: int) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 from gemm_problems import input_grad, linear, make_problem, weight_grad
 
 from isogemm.epilogues.operands import Epilogue
-from isogemm.gemm import configs, cost, selection
+from isogemm.gemm import configs, selection
 from isogemm.gemm.configs import Config
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ STREAM = Config(128, 256, 64, 8, 3, "stream", persistent=True)
 
 
 def _predicted(problem, measured):
-    return cost.microseconds(cost.terms(problem, configs.fitted(problem, measured.config)), measured.coefficients)
+    return selection.microseconds(problem, configs.fitted(problem, measured.config), measured.coefficients)
 
 
 @pytest.fixture(scope="module")
@@ -65,34 +65,36 @@ def test_more_work_takes_no_less_time(kind):
 def test_terms_count_what_a_launch_does():
     """By hand: 5 x 4 tiles of 128 x 256 on 132 multiprocessors, all at once; then 40 x 16, five times as many."""
     few = make_problem(640, 1024, 4096)
-    fixed, turns, results, flushes, activated, gradients, latency, arithmetic, cache, memory = cost.terms(few, STREAM)
+    fixed, turns, results, flushes, activated, gradients, latency, arithmetic, cache, memory = selection.terms(
+        few, STREAM
+    )
     assert (fixed, turns, flushes, activated, gradients) == (1, 1, 0, 0, 0)
     assert results == 128 * 256 / 4e4
     assert latency == 4096 / 64
     assert arithmetic == 4096 * 128 * 256 / 3e6
     assert cache == pytest.approx(20 * (128 + 256) * 4096 * 2 / 5e6)
     assert memory == pytest.approx((640 * 4096 + 1024 * 4096 + 640 * 1024) * 2 / 4e6)
-    many = cost.terms(make_problem(5120, 4096, 4096), STREAM)
+    many = selection.terms(make_problem(5120, 4096, 4096), STREAM)
     assert (many[1], many[6], many[7]) == (5, 5 * latency, 5 * arithmetic)
 
 
 def test_terms_of_epilogues_and_chunks():
     problem = make_problem(640, 1024, 4096)
-    plain = cost.terms(problem, STREAM)
-    relu = cost.terms(replace(problem, epilogue=Epilogue(activation="relu")), STREAM)
+    plain = selection.terms(problem, STREAM)
+    relu = selection.terms(replace(problem, epilogue=Epilogue(activation="relu")), STREAM)
     assert relu == (*plain[:4], plain[2], 0.0, *plain[6:])
     slope = replace(problem, epilogue=Epilogue(activation="gelu", gradient="pre"))
-    assert cost.terms(slope, STREAM) == (*plain[:5], plain[2], *plain[6:])
+    assert selection.terms(slope, STREAM) == (*plain[:5], plain[2], *plain[6:])
     gated = replace(problem, epilogue=Epilogue(activation="swiglu", gradient="pre"))
-    assert cost.terms(gated, STREAM)[5] == 2 * plain[2]
+    assert selection.terms(gated, STREAM)[5] == 2 * plain[2]
     pair = replace(problem, epilogue=Epilogue(activation="swiglu"))
     second = 1024 * 4096 * 2 / 4e6  # bytes of the other weight
-    assert cost.terms(pair, STREAM)[9] == pytest.approx(plain[9] + second)
+    assert selection.terms(pair, STREAM)[9] == pytest.approx(plain[9] + second)
     chunked = weight_grad(8192, 640, 1024)
     small = Config(64, 64, 64, 4, 3)
-    assert cost.terms(chunked, small)[3] == chunked.chunks * cost.terms(chunked, small)[2]
-    parallel = cost.terms(chunked, replace(small, parallel_chunks=True))
-    assert parallel[6] == -(-160 * chunked.chunks // (132 * cost.residents(chunked, small))) * chunked.chunk / 64
+    assert selection.terms(chunked, small)[3] == chunked.chunks * selection.terms(chunked, small)[2]
+    parallel = selection.terms(chunked, replace(small, parallel_chunks=True))
+    assert parallel[6] == -(-160 * chunked.chunks // (132 * selection.residents(chunked, small))) * chunked.chunk / 64
 
 
 def test_residents_fit_a_multiprocessor():
@@ -100,7 +102,7 @@ def test_residents_fit_a_multiprocessor():
         config = Config(64, columns, 64, warps, stages, "tma", pdl=True)
         if configs.illegal(make_problem(), config):
             continue
-        found = cost.residents(make_problem(), config)
+        found = selection.residents(make_problem(), config)
         assert found * configs.shared_memory(make_problem(), config) <= 228 << 10 or found == 1
         assert found * warps <= 64
-    assert cost.residents(make_problem(), replace(STREAM, residents=2)) == 2
+    assert selection.residents(make_problem(), replace(STREAM, residents=2)) == 2
