@@ -246,10 +246,12 @@ def jobs(chosen: Mapping[Point, Collection[Config]]) -> dict[tuple[object, ...],
     return found
 
 
-def precompile(job: Job) -> str:
-    """Compile a kernel; return why it failed, or nothing."""
+def precompile(job: Job, index: int | None = None) -> str:
+    """Compile a kernel; return why it failed, or nothing. index: of the GPU; None: this process's current one."""
     problem, config = job
     try:
+        if index is not None:
+            torch.cuda.set_device(index)
         plan(problem, config)
     except Exception as error:
         return f"{problem} {config}: {type(error).__name__}: {str(error)[-300:]}"
