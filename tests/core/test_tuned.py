@@ -118,6 +118,7 @@ UNUSABLE = {
     "another version's": json.dumps(content(version=tuned.VERSION + 1)),
     "families a list": json.dumps(content(families=[])),
     "an unknown family": json.dumps(content(families={"os": [entry()]})),
+    "a family whose configs are of two kinds": json.dumps(content(families={"tiny": [entry()]})),
     "entries by name": json.dumps(content(families={"gemm": {"key": []}})),
 }
 WRONG = {

@@ -168,7 +168,7 @@ def _fields(family: str) -> tuple[tuple[Any, int], ...]:
         config = importlib.import_module(f"isogemm.{family}.configs").Config
         hints = get_type_hints(config)
         return tuple((hints[each.name], 0 if each.default == 0 else 1) for each in fields(config))
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError) as error:  # TypeError: its Config is a union
         raise ValueError(f"{family!r} is no family with configs") from error
 
 

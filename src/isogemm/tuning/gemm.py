@@ -323,7 +323,7 @@ class Measured:
     """The times of a point, in microseconds a call, of "torch" and of each config by its str."""
 
     us: dict[str, float]
-    differing: list[str]  # configs with other bits, and those that failed, with the error's name
+    differing: list[str]  # configs that do not count, each with the reason: other bits, or an error's name
 
 
 class Bench:
@@ -372,5 +372,5 @@ def _checked(problem: Problem, call: Call, chosen: Sequence[Config]) -> tuple[di
         if same:
             plans[str(config)] = made
         else:
-            differing.append(str(config))
+            differing.append(f"{config}: other bits")
     return plans, differing
