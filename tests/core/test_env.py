@@ -42,6 +42,15 @@ def test_the_cache_folder(platform, expected, monkeypatch):
     assert env.read().cache == Path("/home/me/given")
 
 
+@pytest.mark.parametrize("given", ["", "relative", "./cache", "~no-such-user/cache"])
+def test_a_relative_cache_folder_is_ignored(given, monkeypatch):
+    """Else each working directory had one of its own."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    assert env.read().cache == Path("/home/me/.cache")
+
+
 def test_a_user_without_a_home(monkeypatch):
     """As in a container with a user that no one knows: the import works all the same."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -140,6 +141,22 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path):
         files.write(pipe, b"report")
         assert read.result(timeout=10) == b"report"
     assert pipe.is_fifo()
+
+
+@pytest.mark.skipif(files.fcntl is None, reason="needs flock")
+def test_a_child_does_not_keep_the_lock(tmp_path):
+    """As a data loader's worker, forked by another thread while this one held it."""
+    path = tmp_path / "lock"
+    with files.locked(path) as held:
+        child = subprocess.Popen(["sleep", "60"], pass_fds=[held.fileno()])
+        with path.open("ab") as other, pytest.raises(BlockingIOError):
+            files.lock(other, wait=False)
+    try:
+        with path.open("ab") as other:
+            files.lock(other, wait=False)
+    finally:
+        child.kill()
+        child.wait()
 
 
 @pytest.mark.skipif(files.fcntl is None, reason="needs flock")

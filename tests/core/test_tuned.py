@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import astuple, replace
+from pathlib import Path
 
 import pytest
 
@@ -117,6 +118,7 @@ UNUSABLE = {
     "another version's": json.dumps(content(version=tuned.VERSION + 1)),
     "families a list": json.dumps(content(families=[])),
     "an unknown family": json.dumps(content(families={"os": [entry()]})),
+    "a family whose configs are of two kinds": json.dumps(content(families={"tiny": [entry()]})),
     "entries by name": json.dumps(content(families={"gemm": {"key": []}})),
 }
 WRONG = {
@@ -136,6 +138,10 @@ WRONG = {
     "a config of floats": entry(steps=[step(config=(64.0, *SMALL[1:]))]),
     "a bool for a number": entry(steps=[step(config=(True, *SMALL[1:]))]),
     "a number for a bool": entry(steps=[step(config=(*SMALL[:-1], 1))]),
+    "a negative number": entry(steps=[step(config=(-64, *SMALL[1:]))]),
+    "no warps": entry(steps=[step(config=(*SMALL[:3], 0, *SMALL[4:]))]),
+    "no stages": entry(steps=[step(config=(*SMALL[:4], 0, *SMALL[5:]))]),
+    "stages without end": entry(steps=[step(config=(*SMALL[:4], 10**9, *SMALL[5:]))]),
     "an unknown kernel": entry(steps=[step(config=(*SMALL[:5], "magic", *SMALL[6:]))]),
 }
 UNUSABLE |= {name: json.dumps(content(families={"gemm": [each]})) for name, each in WRONG.items()}
@@ -244,6 +250,32 @@ def test_a_folder_that_cannot_be_written(cache):
     with pytest.raises(OSError, match="tuned") as error:
         tuned.keep("gemm", GPU, {KEY: ((16, SMALL),)})
     assert error.value.filename == str(tuned.path(GPU))
+    with pytest.raises(OSError, match="tuned"):
+        tuned.require_writable(GPU)
+
+
+def test_what_could_be_kept_can_be_asked(cache):
+    tuned.require_writable(GPU)
+    assert not tuned.path(GPU).exists()
+    tuned.keep("gemm", GPU, {KEY: ((16, SMALL),)})
+    tuned.require_writable(GPU)
+    assert KEY in tuned.load("gemm", GPU)
+    tuned.path(GPU).unlink()
+    tuned.path(GPU).mkdir()
+    with pytest.raises(IsADirectoryError, match="Is a directory") as error:
+        tuned.require_writable(GPU)
+    assert error.value.filename == str(tuned.path(GPU))
+
+
+def test_a_user_without_a_home(tmp_path, monkeypatch):
+    """No folder "~" is made in the working directory, and none is read there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(env, "settings", replace(env.settings, cache=Path("~/.cache")))
+    with pytest.raises(OSError, match="set XDG_CACHE_HOME"):
+        tuned.require_writable(GPU)
+    assert list(tmp_path.iterdir()) == []
+    place(WHOLE)
+    assert tuned.load("gemm", GPU) == {}
 
 
 @pytest.mark.skipif(files.fcntl is None, reason="needs flock")

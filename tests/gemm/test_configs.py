@@ -179,6 +179,8 @@ def test_tma_serves_no_batches_and_no_levels():
         (Config(128, 96, 64, 8, 3), "powers of two"),
         (Config(128, 128, 64, 6, 3), "powers of two"),
         (Config(8, 128, 64, 4, 3), "at least 16 x 8 x 16"),
+        (Config(64, 64, 64, 4, 0), "num_stages are at least 1"),
+        (Config(64, 64, 64, 4, -2), "num_stages are at least 1"),
         (Config(64, 64, 8192, 4, 1), "block_k divides the chunk"),
         (Config(64, 64, 64, 4, 3, rest_n=32), "rest_n is a power of two up to block_n, and read by TMA"),
         (Config(64, 64, 64, 4, 3, "tma", rest_n=128), "rest_n is a power of two up to block_n"),

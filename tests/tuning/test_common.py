@@ -2,8 +2,10 @@
 
 import operator
 import os
+import signal
 import subprocess
 import sys
+import time
 from functools import partial
 
 from isogemm.tuning.common import compile_ahead
@@ -18,6 +20,26 @@ def test_results_are_in_the_order_of_the_jobs():
 def test_a_process_that_dies_does_not_end_the_others():
     jobs = [partial(str, "done"), partial(os._exit, 3)]
     assert compile_ahead(operator.call, jobs, workers=1) == ["done", "a process died"]
+
+
+def test_interrupts_end_it_at_once():
+    """A second one too, and without a word from the pool's thread."""
+    code = (
+        "import time; from isogemm.tuning.common import compile_ahead\n"
+        "print('begun', flush=True)\ncompile_ahead(time.sleep, [60.0] * 9, 2)"
+    )
+    running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    running.stdout.readline()
+    time.sleep(3)  # until both processes compile
+    for _ in range(2):
+        running.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    try:
+        _, errors = running.communicate(timeout=20)
+    finally:
+        running.kill()
+    assert "KeyboardInterrupt" in errors
+    assert "Exception in thread" not in errors
 
 
 def test_a_script_without_a_main_guard_runs_once(tmp_path):

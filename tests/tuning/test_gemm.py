@@ -117,4 +117,4 @@ def test_a_config_counts_only_with_the_canonical_bits(monkeypatch):
     names = dict(zip(map(str, chosen), made, strict=True))
     assert [names[each] for each in found] == ["same"]
     assert [names[each.partition(":")[0]] for each in differing] == [name for name in made if name != "same"]
-    assert [each.partition(": ")[2] for each in differing[-2:]] == ["RuntimeError", "ValueError"]
+    assert [each.partition(": ")[2] for each in differing[-3:]] == ["other bits", "RuntimeError", "ValueError"]

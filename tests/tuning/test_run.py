@@ -292,6 +292,27 @@ def test_the_report_is_sorted_by_weight():
     ]
 
 
+def test_nothing_is_measured_that_could_not_be_kept(cache):
+    cache.write_text("a file")
+    fake, compiled = Fake(), []
+    with pytest.raises(OSError, match=r"cache.*tuned|tuned.*cache"):
+        made(fake, points(), precompile=compiled.append).run()
+    assert fake.visited == compiled == []
+
+
+def test_kernels_are_compiled_for_the_current_gpu(monkeypatch):
+    """Another process's current GPU is the first, which may be of another kind, or full."""
+    compiled = []
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (64 << 30, 64 << 30))
+    monkeypatch.setattr("torch.cuda.set_device", compiled.append)
+    monkeypatch.setattr(run.gemm, "plan", lambda problem, config: compiled.append(config))
+    monkeypatch.setattr(run, "compile_ahead", lambda one, jobs, workers: [one(job) for job in jobs])
+    (point, _) = points(tokens=[64])
+    run.on_current_gpu([point], None, lambda *step: None).precompile([(point.problem, "a config")])
+    assert compiled == [3, "a config"]
+
+
 @pytest.mark.parametrize("seconds", [0, -1.0, math.nan])
 def test_no_time(seconds):
     with pytest.raises(ValueError, match=f"seconds is {seconds}; expected a time above 0"):

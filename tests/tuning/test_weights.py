@@ -68,9 +68,38 @@ def test_torch_s_precision_is_the_default(monkeypatch):
     assert listed(from_torch(torch.empty(8, 16)), None, None)[0].number == "tf32"
 
 
+@pytest.mark.parametrize("asked", [None, "ieee"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        isogemm.nn.Linear(8, 16, precision="tf32x3"),
+        isogemm.nn.MLP(8, 16, activation="swiglu", precision="tf32x3"),
+        isogemm.nn.MLP(8, 16, activation="gelu", precision="tf32x3"),
+    ],
+)
+def test_a_module_s_own_precision_is_what_it_runs(module, asked):
+    assert {each.number for each in listed(from_torch(module), None, asked)} == {"tf32x3"}
+    assert {each.number for each in listed(from_torch(module), torch.bfloat16, asked)} == {"half"}
+
+
 def test_another_dtype_than_the_weights_own():
     (found,) = listed(from_torch(torch.empty(8, 16, dtype=torch.float64)), torch.bfloat16, None)
     assert found.number == "half"
+
+
+def test_packed_weights_have_other_sizes():
+    packed = nn.Linear(8, 16)
+    packed.weight = nn.Parameter(torch.zeros(64, 1, dtype=torch.uint8), requires_grad=False)  # as of bitsandbytes
+    found = listed(from_torch(nn.Sequential(packed, nn.Linear(4, 4))), torch.bfloat16, None)
+    assert sizes(found) == [(4, 4)]
+
+
+def test_layers_without_a_matrix():
+    assert list(from_torch(nn.Linear(8, 0))) == []
+    flat = nn.Linear(8, 16)
+    flat.weight = nn.Parameter(torch.zeros(128))
+    with pytest.raises(ValueError, match=r"a Linear has a weight \[128\]; expected \[N, K\], as before it is sharded"):
+        from_torch(flat)
 
 
 def test_weights_that_are_torch_s():
@@ -183,6 +212,22 @@ def test_a_config_of_nothing_known(config, tmp_path):
         from_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "3", "[]", json.dumps(LLAMA | {"hidden_size": "wide"}), json.dumps(LLAMA | {"hidden_size": -64}),
+        json.dumps(LLAMA | {"num_attention_heads": 0}), json.dumps({"model_type": "timm_wrapper"}),
+    ],
+)  # fmt: skip
+def test_a_config_of_which_no_model_is_made(content, tmp_path):
+    """Whatever transformers raises: of a missing package too."""
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"of which transformers makes no model: [^ ]") as error:
+        from_config(tmp_path)
+    assert "\n" not in str(error.value)
+
+
 def test_no_config(tmp_path):
     with pytest.raises(ValueError, match=r"config is .*; expected a Hugging Face config\.json"):
         from_config(tmp_path)
@@ -254,12 +299,21 @@ def test_a_file_as_safetensors_writes_it(tmp_path):
         b"", b"\x08\0\0\0\0\0\0\0", b"\xff" * 16, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 8) + b'{"a": 1}',
         struct.pack("<Q", 9) + b'{"a": {}}', struct.pack("<Q", 3) + b"\xff\xff\xff",
         struct.pack("<Q", 35) + b'{"a": {"dtype": "F32", "shape": 3}}',
+        struct.pack("<Q", 41) + b'{"a": {"dtype": "F32", "shape": [1e400]}}',
+        struct.pack("<Q", 100_000) + b"[" * 100_000,
     ],
 )  # fmt: skip
 def test_a_file_of_another_kind(content, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"model\.safetensors is no safetensors file"):
         from_safetensors(tmp_path)
+
+
+def test_a_pointer_of_git_lfs(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(ValueError, match="is a pointer of Git LFS; `git lfs pull`"):
+        from_safetensors(file)
 
 
 def test_no_safetensors_file(tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 from isogemm.cli.common import INTERRUPTED, OK, UsageError, values_as_usage
 from isogemm.cli.terminal import Terminal
-from isogemm.core import env, files, tuned
+from isogemm.core import env, tuned
 from isogemm.core.device import DeviceFacts, facts
 from isogemm.tuning import report, run, weights
 from isogemm.tuning.weights import Weight
@@ -28,7 +28,6 @@ def tune(args: argparse.Namespace, terminal: Terminal) -> int:
             terminal.line(str(point))
         terminal.line(f"{len(points)} points")
         return OK
-    files.require_writable(tuned.path(gpu.name).parent)  # before minutes of work
     code = OK
     with terminal.progress() as progress:
         with values_as_usage():

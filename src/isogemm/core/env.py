@@ -13,7 +13,7 @@ class Settings:
     disable_tiny: bool  # ISOGEMM_DISABLE_TINY=1: bmm always takes torch.bmm
     log: bool  # ISOGEMM_LOG=1: one line per dispatch, on stderr
     tuned: bool  # ISOGEMM_TUNED=0: what `isogemm tune` kept is ignored
-    cache: Path  # the user's folder for caches
+    cache: Path  # the user's folder for caches; not absolute where the user has no home
 
 
 def _flag(name: str, default: bool = False) -> bool:
@@ -29,11 +29,13 @@ def _flag(name: str, default: bool = False) -> bool:
 
 def _cache_folder() -> Path:
     """The user's folder for caches: XDG_CACHE_HOME, else what the platform has."""
-    given = os.environ.get("XDG_CACHE_HOME")
+    given = os.path.expanduser(os.environ.get("XDG_CACHE_HOME", ""))  # noqa: PTH111  Path's raises where there is no home
+    if not os.path.isabs(given):  # noqa: PTH117  to be ignored, says the specification: it would change with the folder
+        given = ""
     if sys.platform == "win32":
-        given = given or os.environ.get("LOCALAPPDATA")
+        given = given or os.environ.get("LOCALAPPDATA", "")
     default = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
-    return Path(os.path.expanduser(given or default))  # noqa: PTH111  Path's raises where there is no home
+    return Path(os.path.expanduser(given or default))  # noqa: PTH111
 
 
 def read() -> Settings:

@@ -106,6 +106,19 @@ def lock(file: BinaryIO, wait: bool = True) -> None:
             raise
 
 
+@contextmanager
+def locked(path: AnyPath) -> Iterator[BinaryIO]:
+    """Hold the lock of a file, which is made, until the block ends: a child forked meanwhile does not keep it."""
+    with Path(path).open("ab") as file:
+        lock(file)
+        try:
+            yield file
+        finally:
+            if fcntl is not None:
+                with suppress(OSError):
+                    fcntl.flock(file, fcntl.LOCK_UN)
+
+
 def _sync_folder(folder: Path) -> None:
     """Let a renaming survive a power failure, on file systems that can."""
     with suppress(OSError):

@@ -6,14 +6,16 @@ There is one file per GPU name, Triton version and VERSION. It holds a table for
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
+import itertools
 import json
 import os
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -25,6 +27,7 @@ from isogemm.core.tables import Table
 VERSION = 1
 
 _NOTHING: Table = {}
+_LARGEST = 4096  # of a config's numbers
 _UNUSABLE = (OSError, ValueError, RecursionError)  # what reading a damaged or foreign file raises
 
 
@@ -48,9 +51,22 @@ def load(family: str, gpu: str) -> Table:
 
     The file is read once per process, at the first call. One that cannot be used gives one warning.
     """
-    if not gpu or not env.settings.tuned:
+    if not gpu or not env.settings.tuned or not path(gpu).is_absolute():
         return _NOTHING
     return _tables(path(gpu), gpu).get(family, _NOTHING)
+
+
+def require_writable(gpu: str) -> None:
+    """Raise an OSError where `keep` could not write: before minutes of work."""
+    file = path(gpu)
+    if not file.is_absolute():
+        raise files.FileError(f"there is no home folder for {file}: set XDG_CACHE_HOME")
+    with files.naming(file):
+        files.require_writable(file.parent)
+        with _lock_file(file).open("ab"):
+            pass
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
 
 
 def keep(family: str, gpu: str, table: Table) -> Path:
@@ -62,8 +78,7 @@ def keep(family: str, gpu: str, table: Table) -> Path:
     file = path(gpu)
     with files.naming(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.with_name(f"{file.name}.lock").open("ab") as lock:
-            files.lock(lock)
+        with files.locked(_lock_file(file)):
             try:
                 known = _parsed(file, gpu)
             except _UNUSABLE:
@@ -72,6 +87,10 @@ def keep(family: str, gpu: str, table: Table) -> Path:
             files.write(file, _text(known, gpu).encode())
     _tables.cache_clear()
     return file
+
+
+def _lock_file(file: Path) -> Path:
+    return file.with_name(f"{file.name}.lock")
 
 
 def summary(gpu: str) -> Summary:
@@ -135,24 +154,29 @@ def _entry(family: str, entry: Any) -> tuple[tuple[Any, ...], tuple[tuple[int, A
 
 
 def _step(family: str, size: Any, values: Any) -> tuple[int, tuple[Any, ...]]:
-    types = _field_types(family)
+    kinds = _fields(family)
     _require(_size(size), f"{size!r} is no size")
-    values = _list(values, len(types))
-    _require(all(map(_accepts, types, values)), f"{values} is no config of {family}")
+    values = _list(values, len(kinds))
+    _require(all(itertools.starmap(_accepts, zip(kinds, values, strict=True))), f"{values} is no config of {family}")
     return size, tuple(values)
 
 
 @functools.cache
-def _field_types(family: str) -> tuple[Any, ...]:
-    """The types of the fields of a family's config."""
+def _fields(family: str) -> tuple[tuple[Any, int], ...]:
+    """The type of each field of a family's config, and the least number in it: 0 where that is the default."""
     try:
-        return tuple(get_type_hints(importlib.import_module(f"isogemm.{family}.configs").Config).values())
-    except (ImportError, AttributeError) as error:
+        config = importlib.import_module(f"isogemm.{family}.configs").Config
+        hints = get_type_hints(config)
+        return tuple((hints[each.name], 0 if each.default == 0 else 1) for each in fields(config))
+    except (ImportError, AttributeError, TypeError) as error:  # TypeError: its Config is a union
         raise ValueError(f"{family!r} is no family with configs") from error
 
 
-def _accepts(expected: Any, value: object) -> bool:
-    return value in get_args(expected) if get_origin(expected) is Literal else type(value) is expected
+def _accepts(kind: tuple[Any, int], value: object) -> bool:
+    expected, least = kind
+    if get_origin(expected) is Literal:
+        return value in get_args(expected)
+    return type(value) is expected and (type(value) is not int or least <= value <= _LARGEST)
 
 
 def _size(value: object) -> bool:

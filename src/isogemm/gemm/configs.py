@@ -295,8 +295,8 @@ def illegal(problem: Problem, config: Config) -> str:
     """Empty where `config` computes `problem`; else the rule it breaks. The one statement of legality."""
     if not power_of_two(config.block_m, config.block_n, config.block_k, config.num_warps, config.parts):
         return "blocks, num_warps and parts are powers of two"
-    if min(config.group, config.residents) < 1 or config.num_warps > _MOST_WARPS:
-        return f"group and residents are at least 1, num_warps at most {_MOST_WARPS}"
+    if min(config.group, config.residents, config.num_stages) < 1 or config.num_warps > _MOST_WARPS:
+        return f"group, residents and num_stages are at least 1, num_warps at most {_MOST_WARPS}"
     if config.block_m < 16 or config.block_n < 8 or config.block_k < 16:
         return "blocks are at least 16 x 8 x 16"
     if config.block_k != _PINNED.get(problem.number, config.block_k):

@@ -34,7 +34,7 @@ def tune(
         backward: the gradients too; by default of 256 tokens and more.
         seconds: begin no other point after so long; what was measured by then is kept.
         dtype: of all weights, in the place of their own, as under autocast.
-        precision: of float32 weights, see isogemm.linear.
+        precision: of float32 weights whose module has none of its own, see isogemm.linear.
         progress: called with the number of points that are done, that of all, and what comes next.
 
     Returns:

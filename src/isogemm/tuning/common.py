@@ -44,7 +44,12 @@ def _in_processes(
     with ProcessPoolExecutor(
         workers, context, signal.signal, ignored, max_tasks_per_child=max_tasks_per_child
     ) as pool, suppress(BrokenProcessPool):  # fmt: skip
-        results.extend(pool.map(compile_one, jobs))
+        try:
+            results.extend(future.result() for future in [pool.submit(compile_one, job) for job in jobs])
+        except KeyboardInterrupt:  # not after what they compile: a second one, meanwhile, would leave the pool hanging
+            for process in list(pool._processes.values()):
+                process.kill()
+            raise
     return results + ["a process died"] * (len(jobs) - len(results))
 
 

@@ -246,10 +246,12 @@ def jobs(chosen: Mapping[Point, Collection[Config]]) -> dict[tuple[object, ...],
     return found
 
 
-def precompile(job: Job) -> str:
-    """Compile a kernel; return why it failed, or nothing."""
+def precompile(job: Job, index: int | None = None) -> str:
+    """Compile a kernel; return why it failed, or nothing. index: of the GPU; None: this process's current one."""
     problem, config = job
     try:
+        if index is not None:
+            torch.cuda.set_device(index)
         plan(problem, config)
     except Exception as error:
         return f"{problem} {config}: {type(error).__name__}: {str(error)[-300:]}"
@@ -321,7 +323,7 @@ class Measured:
     """The times of a point, in microseconds a call, of "torch" and of each config by its str."""
 
     us: dict[str, float]
-    differing: list[str]  # configs with other bits, and those that failed, with the error's name
+    differing: list[str]  # configs that do not count, each with the reason: other bits, or an error's name
 
 
 class Bench:
@@ -370,5 +372,5 @@ def _checked(problem: Problem, call: Call, chosen: Sequence[Config]) -> tuple[di
         if same:
             plans[str(config)] = made
         else:
-            differing.append(str(config))
+            differing.append(f"{config}: other bits")
     return plans, differing

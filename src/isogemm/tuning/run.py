@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -67,7 +68,8 @@ class Run:
     _visited: int = field(default=0, init=False)
 
     def run(self) -> Report:
-        """Measure; the report is of all that was measured."""
+        """Measure; the report is of all that was measured. OSError before, where it could not be kept."""
+        tuned.require_writable(self.points[0].gpu)
         end = self.clock() + self.seconds
         try:
             for point, chosen in self._prepared(end):
@@ -133,13 +135,13 @@ def on_current_gpu(points: Sequence[Point], seconds: float | None, progress: Pro
     """A run that measures on torch's current GPU."""
     if seconds is not None and not seconds > 0:
         raise ValueError(f"seconds is {seconds}; expected a time above 0")
+    index = torch.cuda.current_device()
     workers = min(os.cpu_count() or 1, _MOST_PROCESSES, torch.cuda.mem_get_info()[0] // _PROCESS_BYTES)
 
     def precompile(jobs: Sequence[Job]) -> None:
-        compile_ahead(gemm.precompile, jobs, max(1, min(workers, len(jobs))))
+        compile_ahead(functools.partial(gemm.precompile, index=index), jobs, max(1, min(workers, len(jobs))))
 
-    bench = gemm.Bench()
-    return Run(points, bench.measure, precompile, math.inf if seconds is None else seconds, progress)
+    return Run(points, gemm.Bench().measure, precompile, math.inf if seconds is None else seconds, progress)
 
 
 def current_gpu() -> devices.DeviceFacts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from isogemm.nn.mlp import MLP
 
 _SAFETENSORS_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _LARGEST_HEADER = 100 << 20  # bytes, the format's own limit
+_GIT_LFS = b"version "  # begins a pointer of Git LFS, where the file itself begins with a length
 _EXPECTED = "expected a module, [N, K] tensors, or sizes such as '4096x14336'"
 _EMBEDDING = re.compile(r"embed|wte|wpe", re.IGNORECASE)
 
@@ -36,12 +38,13 @@ class Weight:
     forward: tuple[str, ...] = ("linear",)
     backward: tuple[str, ...] = ("dx", "dw")
     number: str = ""  # its arithmetic, a name in ARITHMETIC
+    precision: str | None = None  # of its module, where that has one of its own
 
 
 def listed(found: Iterable[Weight], dtype: torch.dtype | None, precision: str | None) -> list[Weight]:
     """The weights to tune, each shape once, with their arithmetic.
 
-    dtype: of all of them, as under autocast. precision: of float32, by default torch's setting.
+    dtype: of all of them, as under autocast. precision: of float32 where its module has none, by default torch's.
     """
     require_precision(precision, torch.float32)
     if dtype is not None and dtype not in SERVED:
@@ -49,9 +52,9 @@ def listed(found: Iterable[Weight], dtype: torch.dtype | None, precision: str | 
     merged: dict[tuple[str, int, int], Weight] = {}
     for each in found:
         served = dtype or each.dtype
-        if served not in SERVED:
-            continue  # float64 and quantized weights are torch's
-        number = (precision or matmul_precision()) if served is torch.float32 else "half"
+        if served not in SERVED or not each.dtype.is_floating_point:
+            continue  # float64 and quantized weights are torch's; those that are packed have other sizes
+        number = (each.precision or precision or matmul_precision()) if served is torch.float32 else "half"
         known = merged.get((number, each.n, each.k), replace(each, number=number))
         merged[number, each.n, each.k] = replace(
             known, forward=_union(known.forward, each.forward), backward=_union(known.backward, each.backward)
@@ -105,8 +108,8 @@ def from_config(path: Path) -> list[Weight]:
                 model = causal.from_config(config, trust_remote_code=False)
             except ValueError:  # an encoder, or a model of images
                 model = other.from_config(config, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
-        reason = str(error).partition("\n")[0]
+    except Exception as error:  # whatever a config makes transformers raise, of a field or of a missing package
+        reason = textwrap.shorten(str(error), 240) or type(error).__name__
         raise ValueError(f"config is {path}, of which transformers makes no model: {reason}") from error
     return from_torch(model)
 
@@ -130,11 +133,14 @@ def _header(file: Path) -> Iterator[tuple[str, Weight]]:
     wrong = ValueError(f"safetensors: {file} is no safetensors file")
     try:
         with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
+            start = opened.read(8)
+            if start == _GIT_LFS:
+                wrong = ValueError(f"safetensors: {file} is a pointer of Git LFS; `git lfs pull` fetches the file")
+            length = int.from_bytes(start, "little")
             entries = json.loads(opened.read(length) if length <= _LARGEST_HEADER else b"")
     except OSError as error:
         raise ValueError(f"safetensors: {file}: {error.strerror}") from error
-    except ValueError:
+    except (ValueError, RecursionError):
         raise wrong from None
     if not isinstance(entries, dict):
         raise wrong
@@ -143,7 +149,7 @@ def _header(file: Path) -> Iterator[tuple[str, Weight]]:
             continue
         try:
             dtype, shape = _SAFETENSORS_DTYPES.get(entry["dtype"]), list(map(int, entry["shape"]))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise wrong from None
         if dtype and len(shape) == 2 and min(shape) > 0 and name.endswith("weight"):
             yield name, Weight(shape[0], shape[1], dtype)
@@ -161,23 +167,37 @@ def _of_modules(model: torch.nn.Module) -> Iterator[Weight]:
             continue
         elif isinstance(module, torch.nn.Linear):
             activated = isinstance(module, Linear) and module.activation is not None
-            yield _weight(module.weight, forward=("activated" if activated else "linear",))
+            precision = module.precision if isinstance(module, Linear) else None
+            yield from _of_layer(module, precision, forward=("activated" if activated else "linear",))
         elif type(module).__name__ == "Conv1D" and module.weight.ndim == 2:  # GPT-2's, whose weight is transposed
-            yield _weight(module.weight, forward=("dx",), backward=("linear", "dw"))
+            yield from _of_layer(module, None, forward=("dx",), backward=("linear", "dw"))
 
 
 def _of_mlp(mlp: MLP) -> Iterator[Weight]:
     gated = bool(spec.activation(mlp.activation).gate)
-    yield _weight(mlp.up.weight, forward=("gated" if gated else "activated",))
-    yield _weight(mlp.down.weight, backward=("gated gradient" if gated else "gradient", "dw"))
+    yield from _of_layer(mlp.up, mlp.precision, forward=("gated" if gated else "activated",))
+    yield from _of_layer(mlp.down, mlp.precision, backward=("gated gradient" if gated else "gradient", "dw"))
+
+
+def _of_layer(
+    layer: Any,
+    precision: str | None,
+    forward: tuple[str, ...] = Weight.forward,
+    backward: tuple[str, ...] = Weight.backward,
+) -> Iterator[Weight]:
+    """The layer's weight, if it has any elements."""
+    weight = layer.weight
+    if weight.ndim != 2:  # sharded, or flattened with others
+        got = f"a {type(layer).__name__} has a weight {list(weight.shape)}"
+        raise ValueError(f"weights: {got}; expected [N, K], as before it is sharded")
+    if weight.numel():
+        yield replace(_weight(weight), forward=forward, backward=backward, precision=precision)
 
 
 def _union(*kinds: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(itertools.chain(*kinds)))
 
 
-def _weight(
-    tensor: Tensor, forward: tuple[str, ...] = Weight.forward, backward: tuple[str, ...] = Weight.backward
-) -> Weight:
+def _weight(tensor: Tensor) -> Weight:
     n, k = tensor.shape
-    return Weight(n, k, tensor.dtype, forward, backward)
+    return Weight(n, k, tensor.dtype)
