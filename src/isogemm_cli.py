@@ -31,7 +31,8 @@ exit status: 0, 1 if isogemm changed a bit that it promises or an error exceeds 
 TUNE_NOTES = """\
 Results do not change: a configuration counts only if it has the bits of the canonical one on this GPU.
 The choices are kept in the user's cache folder and serve every later process; ISOGEMM_TUNED=0 ignores them.
-exit status: 0, 2 wrong usage, no GPU or an output that cannot be written, 130 interrupted: what was measured is kept"""
+exit status: 0, 1 if a configuration has other bits, 2 wrong usage, no GPU or an output that cannot be written,
+130 interrupted: what was measured is kept"""
 TRAINING_FILES = """\
 DIR has checkpoint.pt, from which --resume goes on; best.pt, the weights of the least validation error; results.jsonl, a
 line per run that ended; losses and forecast as .svg and .png. One process at a time trains there. The first Ctrl-C or

@@ -33,10 +33,13 @@ def sandbox(monkeypatch, tmp_path):
 
 @pytest.fixture
 def measuring(monkeypatch):
-    """measuring(raising): a GPU where the last candidate is twice as fast; `raising` by the number of the point."""
+    """measuring(raising): a GPU where the last candidate is twice as fast; `raising` by the number of the point.
+
+    differing: configs that do not count.
+    """
     pytest.importorskip("triton")
 
-    def use(raising=None):
+    def use(raising=None, differing=()):
         count = []
 
         def measure(point, chosen):
@@ -44,7 +47,7 @@ def measuring(monkeypatch):
             if raising and len(count) in raising:
                 raise raising[len(count)]
             us = {str(config): 10.0 for config in chosen} | {str(chosen[-1]): 5.0, "torch": 15.0}
-            return gemm.Measured(us, [])
+            return gemm.Measured(us, [*differing])
 
         def on_gpu(points, seconds, progress):
             return run.Run(points, measure, lambda jobs: None, seconds or 1e9, progress)
@@ -88,6 +91,15 @@ def test_a_run_is_shown_and_kept(measuring, capsys):
     (steps,) = tuned.load("gemm", GPU).values()
     point = gemm.Point("linear", "half", 64, 4096, 14336, FACTS.arch, FACTS.sm_count)
     assert configs.Config(*dict(steps)[64]) == run._candidates(point)[-1]
+
+
+def test_a_config_with_other_bits_fails_the_command(measuring, capsys):
+    """It is not kept, but the contract does not hold on this GPU: nobody must miss that."""
+    measuring(differing=[f"tile: {gemm.OTHER_BITS}"])
+    assert main(["tune", "--weights", "4096x14336", "--tokens", "64"]) == 1
+    assert "run `isogemm verify`" in capsys.readouterr().out
+    measuring(differing=["tile: RuntimeError"])
+    assert main(["tune", "--weights", "4096x14336", "--tokens", "64"]) == 0
 
 
 def test_an_interrupt_shows_and_keeps_what_was_measured(measuring, capsys):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from isogemm.gemm.configs import Config
-from isogemm.tuning.gemm import Point
+from isogemm.tuning.gemm import OTHER_BITS, Point
 from isogemm.tuning.report import COLUMNS, Report, Row
 
 POINT = Point("linear", "half", 64, 4096, 14336)
@@ -31,6 +31,15 @@ def test_it_prints_as_a_table():
     assert lines[0].split(" | ") == ["| weight", *COLUMNS[1:-1], "torch / after |"]
     assert lines[2] == "| 4096 x 14336 half | linear | 64 | 40.0 | 10.0 | 20.0 | 4.00x | 2.00x |"
     assert lines[3] == "| 4096 x 14336 half | linear | 64 |  | 10.0 | 80.0 |  | 8.00x |"
+
+
+def test_other_bits_are_said_loudly():
+    skipped = "linear half 64: a: RuntimeError", f"linear half 64: b: {OTHER_BITS}"
+    report = Report("GPU", (SAME,), skipped, 0, None)
+    assert report.differing == (skipped[1],)
+    assert report.summary[-1].startswith("The contract does not hold here; run `isogemm verify`")
+    assert skipped[1] in report.summary[-1]
+    assert not Report("GPU", (SAME,), skipped[:1], 0, None).differing
 
 
 def test_what_is_missing_is_said():

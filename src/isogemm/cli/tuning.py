@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from isogemm.cli.common import INTERRUPTED, OK, UsageError, values_as_usage
+from isogemm.cli.common import FAILED, INTERRUPTED, OK, UsageError, values_as_usage
 from isogemm.cli.terminal import Terminal
 from isogemm.core import env, tuned
 from isogemm.core.device import DeviceFacts, facts
@@ -40,7 +40,7 @@ def tune(args: argparse.Namespace, terminal: Terminal) -> int:
     terminal.table(f"Tuned for {made.gpu}", report.COLUMNS, (row.cells for row in made.rows), key=3)
     for line in made.summary:
         terminal.line(line)
-    return code
+    return FAILED if made.differing else code
 
 
 def show_tuned(gpus: Iterable[torch.device], terminal: Terminal) -> None:

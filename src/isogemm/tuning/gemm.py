@@ -33,6 +33,7 @@ EPILOGUES = {  # what stands for a kind of epilogue: its kind of problem
     "gated gradient": Epilogue(activation="swiglu", gradient="pre"),
 }
 KINDS = ("linear", "dx", "dw", *EPILOGUES)
+OTHER_BITS = "other bits"  # why a config does not count that breaks the contract
 FORWARD = ("linear", "activated", "gated")  # x [tokens, k] times the weight's transpose; the others are of gradients
 
 
@@ -372,5 +373,5 @@ def _checked(problem: Problem, call: Call, chosen: Sequence[Config]) -> tuple[di
         if same:
             plans[str(config)] = made
         else:
-            differing.append(f"{config}: other bits")
+            differing.append(f"{config}: {OTHER_BITS}")
     return plans, differing

@@ -9,7 +9,7 @@ from statistics import geometric_mean
 
 from isogemm.bench.tables import markdown
 from isogemm.gemm.configs import Config
-from isogemm.tuning.gemm import Point
+from isogemm.tuning.gemm import OTHER_BITS, Point
 
 COLUMNS = ("weight", "kind", "tokens", "before, us", "after, us", "torch, us", "before / after", "torch / after")
 TEXTS = 2  # of the columns, from the left
@@ -67,6 +67,11 @@ class Report:
         return _mean(row.speedup for row in self.rows)
 
     @property
+    def differing(self) -> tuple[str, ...]:
+        """What has other bits than the canonical config on this GPU: the contract does not hold on it."""
+        return tuple(each for each in self.skipped if each.endswith(OTHER_BITS))
+
+    @property
     def summary(self) -> Sequence[str]:
         """The run in a few lines."""
         changed = sum(row.before != row.after for row in self.rows)
@@ -76,6 +81,8 @@ class Report:
             lines.append(f"geometric means: {self.gain:.2f}x of before, {self.speedup:.2f}x of torch")
         if self.skipped:
             lines.append(f"{len(self.skipped)} not counted, such as {self.skipped[0]}")
+        if self.differing:
+            lines.append(f"The contract does not hold here; run `isogemm verify`. Other bits: {self.differing[0]}")
         if self.path is not None:
             lines.append(f"kept in {self.path}")
         return lines
