@@ -2,9 +2,11 @@
 
     python benchmarks/fingerprint.py record before.json              # on a GPU: bits, device time and host time
     python benchmarks/fingerprint.py record before.json --simulated  # without one: machine code, grids and arguments
-    python benchmarks/fingerprint.py compare before.json after.json
+    python benchmarks/fingerprint.py compare --before before.json --after after.json
 
-A refactoring changes none of them. Results are hashed with their gradients; inputs are drawn from a seed.
+A refactoring changes none of them. Results are hashed with their gradients; inputs are drawn from a seed. On a GPU all
+processes compile and hash side by side first; then one process times. Record both versions twice, in turn, and compare
+with several files a side: the least of a case's times counts.
 """
 
 from __future__ import annotations
@@ -12,7 +14,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
+import multiprocessing
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -102,7 +108,6 @@ def _activated(activation: str, gated: bool, dtype: torch.dtype, precision: str 
     options: Any = {"activation": activation, "dropout_p": dropout_p, "precision": precision, **up}
 
     def run() -> tuple[torch.Tensor, ...]:
-        torch.manual_seed(0)
         return trained(isogemm.linear(x, weight, bias, **options), x, weight, bias, *up.values())
 
     return run
@@ -150,71 +155,121 @@ def _layer(sizes: tuple[int, ...], dtype: torch.dtype, precision: str | None, op
     given = isogemm.EncoderParameters(*parameters)
 
     def run() -> tuple[torch.Tensor, ...]:
-        torch.manual_seed(0)
         result = isogemm.encoder_layer(x, given, nhead=heads, precision=precision, **options)
         return trained(result[0] if options.get("return_scores") == "factors" else result, x, *parameters)
 
     return run
 
 
-def record(path: Path, simulated: bool, only: list[str]) -> None:
+def record_simulated(path: Path, chosen: dict[str, Callable[[], Run]]) -> None:
     global allocate
-    found: dict[str, Any] = {}
-    if simulated:
-        import simulated_gpu
+    import simulated_gpu
 
-        simulated_gpu.install()
-        allocate = simulated_gpu.allocate
-    else:
-        allocate = _on_gpu
-    for name, make in cases():
-        if only and not any(each in name for each in only):
-            continue
-        if simulated:
-            simulated_gpu.restart()
-            make()()
-            found[name] = simulated_gpu.launches()
-        else:
-            torch.manual_seed(0)
-            found[name] = _measured(make())
+    simulated_gpu.install()
+    allocate = simulated_gpu.allocate
+    found: dict[str, Any] = {}
+    for name, make in chosen.items():
+        simulated_gpu.restart()
+        make()()
+        found[name] = simulated_gpu.launches()
         print(name, flush=True)
+    _write(path, True, found)
+
+
+def record_measured(path: Path, chosen: dict[str, Callable[[], Run]], jobs: int, seconds: float) -> None:
+    """Hash the results in parallel, for at most so many seconds; then time those cases."""
+    end, found = time.monotonic() + seconds, dict[str, Any]()
+    with multiprocessing.get_context("spawn").Pool(jobs, _use_gpu) as pool:
+        hashed = pool.imap_unordered(_hashed, chosen.items())
+        for _ in chosen:
+            try:
+                name, bits, failure = hashed.next(max(end - time.monotonic(), 0.0))
+            except multiprocessing.TimeoutError:
+                break
+            if failure:
+                print(f"failed: {name}: {failure}", flush=True)
+            else:
+                found[name] = {"bits": bits}
+        pool.terminate()
+    print(f"{len(found)} of {len(chosen)} cases hashed", flush=True)
+    _write(path, False, found)
+    _use_gpu()
+    for name, make in chosen.items():
+        if name in found:
+            found[name] |= _times(make())
+    _write(path, False, found)
+
+
+def _write(path: Path, simulated: bool, found: dict[str, Any]) -> None:
     path.write_text(json.dumps({"simulated": simulated, "torch": torch.__version__, "cases": found}, indent=0))
+
+
+def _use_gpu() -> None:
+    global allocate
+    allocate = _on_gpu
 
 
 def _on_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(shape, device="cuda") / max(shape[-1] if shape else 1, 1) ** 0.5).to(dtype)
 
 
-def _measured(run: Run) -> dict[str, Any]:
+def _hashed(case: tuple[str, Callable[[], Run]]) -> tuple[str, str, str]:
+    """A case's name, a hash of its results, and why it failed if it did."""
+    name, make = case
+    bits = hashlib.sha256()
+    torch.manual_seed(0)
+    try:
+        run = make()
+        torch.manual_seed(0)  # of dropout
+        for each in run():
+            bits.update(each.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes())
+    except Exception as error:  # the other cases count all the same
+        return name, "", repr(error)
+    return name, bits.hexdigest(), ""
+
+
+def _times(run: Run) -> dict[str, Any]:
+    """Device time of a call, in a CUDA graph, and host time."""
     from isogemm.bench import timer
 
-    bits = hashlib.sha256()
-    for each in run():
-        bits.update(each.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes())
+    def launch() -> None:
+        run()
+
     device = torch.device("cuda")
-    times = timer.measure({"call": [run]}, device, repeats=9, eager=("call",))["call"]
-    return {"bits": bits.hexdigest(), "us": times, "host_us": timer.host_time({"call": [run]}, device)["call"]}
+    us = timer.measure({"call": [launch]}, device, repeats=7, budget_us=50_000.0)["call"]
+    return {"us": us, "host_us": timer.host_time({"call": [launch]}, device, bursts=10)["call"]}
 
 
-def compare(before: Path, after: Path) -> int:
+def compare(before: list[Path], after: list[Path]) -> int:
     """Print what differs; the number of cases whose bits or launches do."""
-    old, new = (json.loads(path.read_text()) for path in (before, after))
+    (old, *old_again), (new, *new_again) = (
+        [json.loads(path.read_text()) for path in paths] for paths in (before, after)
+    )
     names = [name for name in old["cases"] if name in new["cases"]]
     differing, slower = [], []
+    ratios: dict[str, list[float]] = {"us": [], "host_us": []}
     for name in names:
         first, second = old["cases"][name], new["cases"][name]
         if old["simulated"]:
             if first != second:
                 differing.append(f"{name}: {_difference(first, second)}")
             continue
-        if first["bits"] != second["bits"]:
+        runs = [[record["cases"][name] for record in records if name in record["cases"]] for records in
+                ((old, *old_again), (new, *new_again))]  # fmt: skip
+        if len({run["bits"] for run in (*runs[0], *runs[1])}) > 1:
             differing.append(f"{name}: bits")
         for what in ("us", "host_us"):
-            times = min(first[what]), min(second[what])
+            times = [min(min(run[what]) for run in of if what in run) for of in runs]
+            ratios[what].append(times[1] / times[0])
             if times[1] > _SLOWER * times[0]:
                 slower.append(f"{name}: {what} {times[0]:.2f}, now {times[1]:.2f} ({times[1] / times[0]:.3f}x)")
-    for line in (*differing, *slower):
+    alone = [f"{name}: in one record only" for name in old["cases"].keys() ^ new["cases"].keys()]
+    for line in (*alone, *differing, *slower):
         print(line)
+    for what, values in ratios.items():
+        if values:
+            mean = math.exp(sum(map(math.log, values)) / len(values))
+            print(f"{what}: {mean:.3f}x (geometric mean), {min(values):.3f} to {max(values):.3f}")
     what = "launches" if old["simulated"] else "bits"
     print(f"{len(names)} cases, {len(differing)} with other {what}, {len(slower)} times over {_SLOWER}x")
     return len(differing)
@@ -236,14 +291,20 @@ def main() -> int:
     recording.add_argument("path", type=Path)
     recording.add_argument("--simulated", action="store_true", help="record launches on a simulated H200")
     recording.add_argument("--only", nargs="*", default=[], help="parts of the names of cases")
-    comparing = commands.add_parser("compare", help="compare two records")
-    comparing.add_argument("before", type=Path)
-    comparing.add_argument("after", type=Path)
+    recording.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="processes that hash")
+    recording.add_argument("--seconds", type=float, default=3600.0, help="for how long to hash")
+    comparing = commands.add_parser("compare", help="compare two versions' records")
+    comparing.add_argument("--before", type=Path, nargs="+", required=True)
+    comparing.add_argument("--after", type=Path, nargs="+", required=True)
     options = parser.parse_args()
-    if options.command == "record":
-        record(options.path, options.simulated, options.only)
-        return 0
-    return min(compare(options.before, options.after), 1)
+    if options.command == "compare":
+        return min(compare(options.before, options.after), 1)
+    chosen = {name: make for name, make in cases() if not options.only or any(each in name for each in options.only)}
+    if options.simulated:
+        record_simulated(options.path, chosen)
+    else:
+        record_measured(options.path, chosen, options.jobs, options.seconds)
+    return 0
 
 
 if __name__ == "__main__":
