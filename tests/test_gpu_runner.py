@@ -84,7 +84,8 @@ def test_what_fails_is_shown_and_fails_the_run(folder, capfd):
 
 
 def test_long_files_begin_first():
-    parts = RUNNER["slices_of"]([Path("test_fusion.py"), Path("test_encoder_bits.py")])
+    files = [Path("test_fusion.py"), Path("test_encoder_bits.py")]
+    parts = RUNNER["slices_of"](files, {"test_encoder_*": 8, "*": 1})
     assert [str(each) for each in parts] == [*(f"test_encoder_bits {i}/8" for i in range(1, 9)), "test_fusion"]
 
 

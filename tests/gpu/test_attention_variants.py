@@ -172,12 +172,13 @@ FACTORED = [family for family in FAMILIES if family.startswith("fragments")]
 @pytest.mark.parametrize("factors", range(MOST_FACTORS + 1))
 @pytest.mark.parametrize("family", FACTORED)
 def test_earlier_layers(family, factors, tokens):
+    """With dropout every other time: the kernels of all combinations take minutes to compile."""
     mask, causal = TOKENS[tokens]
     precision = FAMILIES[family][2] or "ieee"
-    for dropout in (0.0, 0.2):
-        inputs = _factored(family, tokens, factors, dropout, mask, causal)
-        found = attention_by_head(inputs, precision, transposed=precision == "tf32")
-        _assert_results_close(found, inputs, precision)
+    dropout = 0.2 * ((factors + list(TOKENS).index(tokens)) % 2)
+    inputs = _factored(family, tokens, factors, dropout, mask, causal)
+    found = attention_by_head(inputs, precision, transposed=precision == "tf32")
+    _assert_results_close(found, inputs, precision)
 
 
 @pytest.mark.parametrize("factors", [1, 2])

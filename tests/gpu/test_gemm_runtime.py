@@ -56,7 +56,8 @@ def test_dispatch_log():
     assert log[0].config
     assert "bfloat16" in log[0].problem
     assert all(str(size) in log[0].problem for size in (64, 192, 256))
-    assert str(log[0]) == f"isogemm.matmul {log[0].problem}: gemm {log[0].config}"
+    assert log[0].source in ("table", "model")
+    assert str(log[0]) == f"isogemm.matmul {log[0].problem}: gemm {log[0].config} ({log[0].source})"
 
 
 def test_float64_is_torch():
