@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from isogemm.encoder.configs import Layer, WeightSums, projected_parts, tile_rows
+from isogemm.core.kernels import pdl_option
+from isogemm.core.launch import Launch
+from isogemm.encoder.configs import Layer, tile_rows
 from isogemm.encoder.parameters import EncoderDropout
 from isogemm.epilogues import device, random
 from isogemm.gemm.kernels.products import round_by_instruction
@@ -105,63 +109,62 @@ def projected_at(qkv_ptr, v_ptr, part, size, FIRST):
         return at
 
 
-# the launches' constants
+# the launches
 
 
-def project_constants(layer: Layer, biases: bool, backward: bool) -> dict[str, object]:
+def described(
+    kernel: Any, programs: int, scalars: tuple[Any, ...], layer: Layer, own: dict[str, object], **options: object
+) -> Launch:
+    """A launch of a kernel of the layer.
+
+    The kernel's constants, by their names, are those in `own`, else the layer's; options are added to the layer's.
+    """
+    known = _constants(layer) | own
+    constants = {name: known[name] for name in kernel.arg_names if name in known}
+    return Launch(kernel, programs, scalars, constants, options | {"enable_fp_fusion": False} | pdl_option(layer.pdl))
+
+
+def _constants(layer: Layer) -> dict[str, object]:
+    """What the layer alone decides of its kernels' constants."""
+    tiles = layer.chunk // tile_rows(layer)
     return {
+        "D": layer.d_model,
+        "DP": layer.padded,
         "F": layer.dim_feedforward,
         "HEAD": layer.head,
         "BY_HEAD": layer.by_head,
-        "NORM": layer.row_norm,
         "STACKED": layer.stacked,
-        "BIASES": biases,
-        "FIRST": projected_parts(layer, backward)[0],
-        "BACKWARD": backward,
+        "NORM": layer.norm,
+        "NORM_LAST": layer.norm_last,
+        "RESIDUAL": _residual(layer),
+        "RESIDUAL_NORMED": layer.residual_normed or not layer.norm_first,
+        "HIDDEN_DROPPED": random.threshold(layer.dropout.activation),
+        "DROPPED": random.threshold(layer.dropout.output),
+        "ACT": getattr(device, layer.activation),
+        "ACT_GRAD": getattr(device, f"{layer.activation}_derivative"),
+        "EXACT": layer.exact,
+        "PACKED": layer.packed_weights,
+        "TRANSPOSED": layer.transposed,
+        "OPERAND": TYPES[layer.operand],
+        "KIND": TYPES[layer.operand],
+        "PRECISION": layer.precision,
+        "INDEX": tl.int64 if layer.wide else tl.int32,
+        "NATIVE": not triton.knobs.runtime.interpret,
+        "CHUNK": layer.chunk,
+        "TILES": tiles,
+        "TILES_P": 1 << (tiles - 1).bit_length(),
+        "PDL": layer.pdl,
     }
+
+
+def _residual(layer: Layer) -> str:
+    """Where the residual's gradient is added to dx: "around" the norm, "through" it, or, of a batch norm, elsewhere."""
+    if not layer.norm_first or layer.residual_normed:
+        return "through"
+    return "" if layer.batch_norm else "around"
 
 
 def packing_programs(layer: Layer, side: int, transpose: bool) -> int:
     """Programs that `pack_weights` the weights, a tile of side x side each."""
     across, down = -(-layer.d_model // side), -(-layer.dim_feedforward // side)
     return across * across * (4 if transpose else 1) + 2 * across * down
-
-
-def activation_constants(layer: Layer, backward: bool) -> dict[str, object]:
-    of_forward = {"ACT": getattr(device, layer.activation)}
-    return of_forward | {"ACT_GRAD": getattr(device, f"{layer.activation}_derivative")} if backward else of_forward
-
-
-def weight_grads_constants(layer: Layer, sums: WeightSums) -> dict[str, object]:
-    tiles = layer.chunk // tile_rows(layer)
-    return {
-        "D": layer.d_model,
-        "SIZE": sums.size,
-        "CHUNK": layer.chunk,
-        "TILES": tiles,
-        "TILES_P": 1 << (tiles - 1).bit_length(),
-        "ADDED": sums.added,
-    }
-
-
-def feedforward_sizes(layer: Layer) -> dict[str, object]:
-    return {
-        "D": layer.d_model,
-        "F": layer.dim_feedforward,
-        "NORM": layer.norm,
-        "NORM_LAST": layer.norm_last,
-        "RESIDUAL_NORMED": layer.residual_normed or not layer.norm_first,
-        "HIDDEN_DROPPED": random.threshold(layer.dropout.activation),
-        "DROPPED": random.threshold(layer.dropout.output),
-    }
-
-
-def residual_of(layer: Layer) -> str:
-    """Where the residual's gradient meets dx: "around" the norm, "through" it, or, of a batch norm, elsewhere."""
-    if not layer.norm_first or layer.residual_normed:
-        return "through"
-    return "" if layer.batch_norm else "around"
-
-
-def index_type(layer: Layer) -> object:
-    return tl.int64 if layer.wide else tl.int32

@@ -17,7 +17,7 @@ from isogemm.attention.kernels.lanes import (
 from isogemm.core.kernels import start_launch
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs import Layer
-from isogemm.encoder.kernels.common import ACTIVATION, OUTPUT, activation_constants, feedforward_sizes, residual_of
+from isogemm.encoder.kernels.common import ACTIVATION, OUTPUT
 from isogemm.encoder.kernels.fragments import ops
 
 _MOST_REGISTERS = 128  # with which a multiprocessor holds two programs of eight warps
@@ -199,27 +199,11 @@ def _input_grad_rows_kernel(
 
 
 def describe_feedforward_backward(layer: Layer, warps: int, eps: float) -> Launch:
-    constants = {
-        **feedforward_sizes(layer),
-        **activation_constants(layer, backward=True),
-        "EXACT": layer.exact,
-        **ops.numbers_of(layer),
-        **ops.launch_of(layer, warps),
-    }
-    options = ops.options_of(layer, warps)
+    options = {}
     if layer.dropout.activation and layer.precision == "tf32" and layer.d_model == 32:
         options["maxnreg"] = _MOST_REGISTERS  # up to four values wait in memory while the loop runs
-    programs = ops.row_programs_of(layer, warps)
-    return Launch(_feedforward_backward_rows_kernel, programs, (layer.rows, eps), constants, options)
+    return ops.described_rows(_feedforward_backward_rows_kernel, layer, warps, eps, **options)
 
 
 def describe_input_grad(layer: Layer, warps: int, eps: float) -> Launch:
-    constants = {
-        "D": layer.d_model,
-        "NORM": layer.row_norm,
-        "RESIDUAL": residual_of(layer),
-        **ops.numbers_of(layer),
-        **ops.launch_of(layer, warps),
-    }
-    programs = ops.row_programs_of(layer, warps)
-    return Launch(_input_grad_rows_kernel, programs, (layer.rows, eps), constants, ops.options_of(layer, warps))
+    return ops.described_rows(_input_grad_rows_kernel, layer, warps, eps, {"NORM": layer.row_norm})

@@ -22,12 +22,10 @@ from isogemm.encoder.kernels.common import (
     ACTIVATION,
     OUTPUT,
     PROJECTION,
-    activation_constants,
-    feedforward_sizes,
+    described,
     in_proj,
     pack_weights,
     packing_programs,
-    project_constants,
     projected_at,
 )
 from isogemm.encoder.kernels.common import operand as as_operand
@@ -217,41 +215,22 @@ def describe_project(
     layer: Layer, warps: int, eps: float, sm_count: int, biases: bool, backward: bool, transpose: bool
 ) -> Launch:
     split = warps == 1  # programs compute one of q, k and v each
-    row_programs = ops.row_programs_of(layer, warps)
-    programs = row_programs * (3 - projected_parts(layer, backward)[0] if split else 1)
+    first, row_programs = projected_parts(layer, backward)[0], ops.row_programs(layer, warps)
+    programs = row_programs * (3 - first if split else 1)
     programs += row_programs if backward else packing_programs(layer, _SIDE, transpose)
-    constants = {
-        "D": layer.d_model,
-        **project_constants(layer, biases, backward),
-        "TRANSPOSE": transpose,
-        "SPLIT": split,
-        **ops.numbers_of(layer),
-        "SIDE": _SIDE,
-        **ops.launch_of(layer, warps),
-    }
+    own = {
+        "NORM": layer.row_norm, "BIASES": biases, "FIRST": first, "BACKWARD": backward, "TRANSPOSE": transpose,
+        "SPLIT": split, "SIDE": _SIDE, "BLOCK": 32 * warps,
+    }  # fmt: skip
     scalars = (layer.rows, eps, row_programs)
-    return Launch(_project_rows_kernel, programs, scalars, constants, ops.options_of(layer, warps))
+    return described(_project_rows_kernel, programs, scalars, layer, own, num_warps=warps, num_stages=1)
 
 
 def describe_out_project(layer: Layer, warps: int, eps: float) -> Launch:
-    constants = {
-        "D": layer.d_model,
-        "NORM": layer.row_norm if layer.residual_normed else "",
-        "DROPPED": random.threshold(layer.dropout.projection),
-        **ops.numbers_of(layer),
-        **ops.launch_of(layer, warps),
-    }
-    programs = ops.row_programs_of(layer, warps)
-    return Launch(_out_project_rows_kernel, programs, (layer.rows, eps), constants, ops.options_of(layer, warps))
+    norm = layer.row_norm if layer.residual_normed else ""
+    own = {"NORM": norm, "DROPPED": random.threshold(layer.dropout.projection)}
+    return ops.described_rows(_out_project_rows_kernel, layer, warps, eps, own)
 
 
 def describe_feedforward(layer: Layer, warps: int, eps: float) -> Launch:
-    constants = {
-        **feedforward_sizes(layer),
-        **activation_constants(layer, backward=False),
-        "EXACT": layer.exact,
-        **ops.numbers_of(layer),
-        **ops.launch_of(layer, warps),
-    }
-    programs = ops.row_programs_of(layer, warps)
-    return Launch(_feedforward_rows_kernel, programs, (layer.rows, eps), constants, ops.options_of(layer, warps))
+    return ops.described_rows(_feedforward_rows_kernel, layer, warps, eps)

@@ -6,6 +6,8 @@ packed (`pack_weights`): rounded or cast, and each block of 16 x 16 in the order
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -21,9 +23,9 @@ from isogemm.attention.kernels.lanes import (
     store_four,
     zero_block,
 )
-from isogemm.core.kernels import pdl_option
+from isogemm.core.launch import Launch
 from isogemm.encoder.configs import FRAGMENT_ROWS, Layer
-from isogemm.encoder.kernels.common import TYPES, index_type, scale_of_kept
+from isogemm.encoder.kernels.common import described, scale_of_kept
 
 # rows
 
@@ -321,17 +323,14 @@ def attended_rows(x_ptr, o_ptr, wo, bo, at, c, lane, D, KIND, BLOCK, NATIVE):
 # the launches
 
 
-def row_programs_of(layer: Layer, warps: int) -> int:
+def row_programs(layer: Layer, warps: int) -> int:
     return -(-layer.rows // (FRAGMENT_ROWS * warps))
 
 
-def numbers_of(layer: Layer) -> dict[str, object]:
-    return {"KIND": TYPES[layer.operand], "NATIVE": not triton.knobs.runtime.interpret, "INDEX": index_type(layer)}
-
-
-def launch_of(layer: Layer, warps: int) -> dict[str, object]:
-    return {"BLOCK": 32 * warps, "PDL": layer.pdl}
-
-
-def options_of(layer: Layer, warps: int) -> dict[str, object]:
-    return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False} | pdl_option(layer.pdl)
+def described_rows(
+    kernel: Any, layer: Layer, warps: int, eps: float, own: dict[str, object] | None = None, **options: object
+) -> Launch:
+    """A launch of a row kernel; `own`: constants instead of the layer's."""
+    own = {"BLOCK": 32 * warps} | (own or {})
+    options |= {"num_warps": warps, "num_stages": 1}
+    return described(kernel, row_programs(layer, warps), (layer.rows, eps), layer, own, **options)

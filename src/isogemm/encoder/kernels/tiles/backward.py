@@ -13,17 +13,7 @@ from isogemm.core.kernels import start_launch
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs import Layer, RowConfig, WeightConfig, WeightSums, tile_rows
 from isogemm.encoder.kernels.chunk_sums import add_tiles
-from isogemm.encoder.kernels.common import (
-    ACTIVATION,
-    OUTPUT,
-    TYPES,
-    activation_constants,
-    feedforward_sizes,
-    index_type,
-    residual_of,
-    scale_of_kept,
-    weight_grads_constants,
-)
+from isogemm.encoder.kernels.common import ACTIVATION, OUTPUT, described, scale_of_kept
 from isogemm.encoder.kernels.tiles import ops
 
 
@@ -293,55 +283,22 @@ def _transposed_tile(ptr, col, k, end, ld, COLS, BC, BK):
 
 
 def describe_feedforward_backward(layer: Layer, config: RowConfig, eps: float) -> Launch:
-    constants = (
-        ops.sizes(layer)
-        | feedforward_sizes(layer)
-        | {
-            "PACKED": layer.packed_weights,
-            "TRANSPOSED": layer.transposed,
-            "OPERAND": TYPES[layer.operand],
-            "PRECISION": layer.precision,
-            **activation_constants(layer, backward=True),
-            "EXACT": layer.exact,
-            "INDEX": index_type(layer),
-            **ops.blocks(layer, config),
-            "SLOTS": config.rows // tile_rows(layer),
-            "PDL": layer.pdl,
-        }
-    )
-    scalars = (layer.rows, eps, layer.ld)
-    programs = config.programs(layer)
-    return Launch(_feedforward_backward_kernel, programs, scalars, constants, ops.options(layer, config))
+    scalars, slots = (layer.rows, eps, layer.ld), config.rows // tile_rows(layer)
+    return ops.described_rows(_feedforward_backward_kernel, layer, config, scalars, SLOTS=slots)
 
 
 def describe_input_grad(layer: Layer, config: RowConfig, eps: float) -> Launch:
-    constants = ops.sizes(layer) | {
-        "NORM": layer.row_norm,
-        "RESIDUAL": residual_of(layer),
-        "PACKED": layer.packed_weights,
-        "TRANSPOSED": layer.transposed,
-        **ops.numbers(layer),
-        "BM": config.rows,
-        "BK": min(config.block, layer.padded),
-        "SLOTS": config.rows // tile_rows(layer),
-        "PDL": layer.pdl,
-    }
-    scalars = (layer.rows, eps, layer.ld)
-    return Launch(_input_grad_kernel, config.programs(layer), scalars, constants, ops.options(layer, config))
+    scalars, slots = (layer.rows, eps, layer.ld), config.rows // tile_rows(layer)
+    return ops.described_rows(_input_grad_kernel, layer, config, scalars, NORM=layer.row_norm, SLOTS=slots)
 
 
 def describe_weight_grads(layer: Layer, config: WeightConfig, sums: WeightSums) -> Launch:
     m0, n0, m1, n1 = sums.shapes
-    constants = {
-        "M0": m0, "N0": n0, "M1": m1, "N1": n1,
-        **weight_grads_constants(layer, sums),
-        "TRANSPOSED": layer.transposed,
-        **ops.numbers(layer),
-        "BM": config.block_m,
-        "BN": config.block_n,
-        "BK": config.block_k,
-        "PDL": layer.pdl,
-    }  # fmt: skip
     programs = (config.tiles(m0, n0) + config.tiles(m1, n1) + 1) * layer.chunks
+    own = {
+        "M0": m0, "N0": n0, "M1": m1, "N1": n1, "SIZE": sums.size, "ADDED": sums.added,
+        "BM": config.block_m, "BN": config.block_n, "BK": config.block_k,
+    }  # fmt: skip
     scalars = (layer.rows, layer.ld, *sums.offsets)
-    return Launch(_weight_grads_kernel, programs, scalars, constants, ops.options(layer, config))
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return described(_weight_grads_kernel, programs, scalars, layer, own, **options)

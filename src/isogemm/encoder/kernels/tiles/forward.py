@@ -17,14 +17,10 @@ from isogemm.encoder.kernels.common import (
     ACTIVATION,
     OUTPUT,
     PROJECTION,
-    TYPES,
-    activation_constants,
-    feedforward_sizes,
+    described,
     in_proj,
-    index_type,
     pack_weights,
     packing_programs,
-    project_constants,
     projected_at,
     scale_of_kept,
 )
@@ -195,57 +191,31 @@ def _feedforward_kernel(
 def describe_project(
     layer: Layer, config: RowConfig, eps: float, sm_count: int, biases: bool, backward: bool, transpose: bool
 ) -> Launch:
-    block = min(config.block, layer.padded)
-    blocks = len(projected_parts(layer, backward)) * -(-layer.d_model // block)
+    parts, block = projected_parts(layer, backward), min(config.block, layer.padded)
+    blocks = len(parts) * -(-layer.d_model // block)
     per_part = walkers(layer, config.rows, blocks, _TILES_AT_ONCE * sm_count)
     programs = per_part * blocks
     if layer.packed_weights and not backward:
         programs += packing_programs(layer, _SIDE, transpose)
-    constants = (
-        ops.sizes(layer)
-        | project_constants(layer, biases, backward)
-        | {
-            "PACKED": layer.packed_weights,
-            "TRANSPOSE": transpose,
-            **ops.numbers(layer),
-            "BM": config.rows,
-            "BN": block,
-            "SIDE": _SIDE,
-            "PDL": layer.pdl,
-        }
-    )
-    return Launch(_project_kernel, programs, (layer.rows, eps, per_part), constants, ops.options(layer, config))
+    own = {
+        "NORM": layer.row_norm, "BIASES": biases, "FIRST": parts[0], "BACKWARD": backward, "TRANSPOSE": transpose,
+        "SIDE": _SIDE, "BM": config.rows, "BN": block,
+    }  # fmt: skip
+    scalars = (layer.rows, eps, per_part)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return described(_project_kernel, programs, scalars, layer, own, **options)
 
 
 def describe_out_project(layer: Layer, config: RowConfig, eps: float) -> Launch:
-    constants = ops.sizes(layer) | {
-        "NORM": layer.row_norm if layer.residual_normed else "",
-        "DROPPED": random.threshold(layer.dropout.projection),
-        "PACKED": layer.packed_weights and not choose_warpgroup(layer).project,
-        **ops.numbers(layer),
-        "BM": config.rows,
-        "BK": min(config.block, layer.padded),
-        "PDL": layer.pdl,
-    }
-    programs = config.programs(layer)
-    return Launch(_out_project_kernel, programs, (layer.rows, eps), constants, ops.options(layer, config))
+    norm = layer.row_norm if layer.residual_normed else ""
+    dropped = random.threshold(layer.dropout.projection)
+    packed = layer.packed_weights and not choose_warpgroup(layer).project
+    scalars = (layer.rows, eps)
+    return ops.described_rows(
+        _out_project_kernel, layer, config, scalars, NORM=norm, DROPPED=dropped, PACKED=packed
+    )  # fmt: skip
 
 
 def describe_feedforward(layer: Layer, config: RowConfig, eps: float) -> Launch:
-    constants = (
-        ops.sizes(layer)
-        | feedforward_sizes(layer)
-        | {
-            "PACKED": layer.packed_weights,
-            "OPERAND": TYPES[layer.operand],
-            "PRECISION": layer.precision,
-            **activation_constants(layer, backward=False),
-            "EXACT": layer.exact,
-            "INDEX": index_type(layer),
-            "PARKED": layer.dtype == "float32",
-            **ops.blocks(layer, config),
-            "PDL": layer.pdl,
-        }
-    )
-    programs = config.programs(layer)
-    return Launch(_feedforward_kernel, programs, (layer.rows, eps), constants, ops.options(layer, config))
+    parked = layer.dtype == "float32"
+    return ops.described_rows(_feedforward_kernel, layer, config, (layer.rows, eps), PARKED=parked)

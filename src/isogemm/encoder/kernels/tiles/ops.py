@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from isogemm.core.kernels import pdl_option
-from isogemm.encoder.configs import Layer, RowConfig, WeightConfig
-from isogemm.encoder.kernels.common import TYPES, index_type, operand, scale_of_kept
+from isogemm.core.launch import Launch
+from isogemm.encoder.configs import Layer, RowConfig
+from isogemm.encoder.kernels.common import described, operand, scale_of_kept
 from isogemm.gemm.kernels.epilogue import is_kept
 from isogemm.gemm.kernels.products import multiply, round_by_instruction
 
@@ -210,21 +212,8 @@ def hidden(u, w1, b1, f, F, D, DP, PACKED, OPERAND, PRECISION, BM, BF):
     return z
 
 
-# the launches' constants
-
-
-def sizes(layer: Layer) -> dict[str, object]:
-    return {"D": layer.d_model, "DP": layer.padded}
-
-
-def numbers(layer: Layer) -> dict[str, object]:
-    return {"OPERAND": TYPES[layer.operand], "PRECISION": layer.precision, "INDEX": index_type(layer)}
-
-
-def blocks(layer: Layer, config: RowConfig) -> dict[str, object]:
-    return {"BM": config.rows, "BF": config.block, "BK": min(config.block, layer.padded)}
-
-
-def options(layer: Layer, config: RowConfig | WeightConfig) -> dict[str, object]:
-    made = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
-    return made | pdl_option(layer.pdl)
+def described_rows(kernel: Any, layer: Layer, config: RowConfig, scalars: tuple[Any, ...], **own: object) -> Launch:
+    """A launch of a row kernel; `own`: constants besides the tile's, or instead of the layer's."""
+    own = {"BM": config.rows, "BF": config.block, "BK": min(config.block, layer.padded)} | own
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return described(kernel, config.programs(layer), scalars, layer, own, **options)

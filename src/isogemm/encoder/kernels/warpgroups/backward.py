@@ -10,14 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 from isogemm.core.kernels import start_launch
 from isogemm.core.launch import Launch
 from isogemm.encoder.configs import GROUP_ROWS, Layer, WarpgroupConfig
-from isogemm.encoder.kernels.common import (
-    ACTIVATION,
-    OUTPUT,
-    activation_constants,
-    feedforward_sizes,
-    index_type,
-    residual_of,
-)
+from isogemm.encoder.kernels.common import ACTIVATION, OUTPUT
 from isogemm.encoder.kernels.warpgroups import ops
 
 _GROUP = gl.constexpr(GROUP_ROWS)
@@ -272,25 +265,10 @@ def _input_grad_warpgroup_kernel(
 
 
 def describe_feedforward_backward(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:
-    constants = feedforward_sizes(layer) | {
-        "TRANSPOSED": layer.transposed,
-        **activation_constants(layer, backward=True),
-        "INDEX": index_type(layer),
-        **ops.blocks(layer, config),
-    }
-    programs, scalars = config.programs(layer), (layer.rows, eps, layer.ld)
-    return Launch(_feedforward_backward_warpgroup_kernel, programs, scalars, constants, ops.options(layer, config))
+    scalars = (layer.rows, eps, layer.ld)
+    return ops.described_rows(_feedforward_backward_warpgroup_kernel, layer, config, scalars)
 
 
 def describe_input_grad(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:
-    constants = {
-        "D": layer.d_model,
-        "NORM": layer.row_norm,
-        "RESIDUAL": residual_of(layer),
-        "TRANSPOSED": layer.transposed,
-        "INDEX": index_type(layer),
-        "STAGES": config.stages,
-        **ops.blocks(layer, config),
-    }
-    programs, scalars = config.programs(layer), (layer.rows, eps, layer.ld)
-    return Launch(_input_grad_warpgroup_kernel, programs, scalars, constants, ops.options(layer, config))
+    scalars = (layer.rows, eps, layer.ld)
+    return ops.described_rows(_input_grad_warpgroup_kernel, layer, config, scalars, NORM=layer.row_norm)

@@ -13,12 +13,10 @@ from isogemm.encoder.configs import FRAGMENT_ROWS, Layer, WalkConfig, WarpgroupC
 from isogemm.encoder.kernels.common import (
     ACTIVATION,
     OUTPUT,
-    activation_constants,
-    feedforward_sizes,
+    described,
     in_proj,
     pack_weights,
     packing_programs,
-    project_constants,
     projected_at,
 )
 from isogemm.encoder.kernels.warpgroups import ops
@@ -298,30 +296,18 @@ def _feedforward_warpgroup_kernel(
 def describe_project(
     layer: Layer, config: WalkConfig, eps: float, sm_count: int, biases: bool, backward: bool, transpose: bool
 ) -> Launch:
-    parts = len(projected_parts(layer, backward))
-    per_part = walkers(layer, FRAGMENT_ROWS * config.warps, parts, config.at_once * sm_count)
-    programs = per_part * parts
+    parts = projected_parts(layer, backward)
+    per_part = walkers(layer, FRAGMENT_ROWS * config.warps, len(parts), config.at_once * sm_count)
+    programs = per_part * len(parts)
     if layer.packed_weights and not backward:
         programs += packing_programs(layer, _SIDE, transpose)
-    constants = {
-        "D": layer.d_model,
-        **project_constants(layer, biases, backward),
-        "TRANSPOSE": transpose,
-        **ops.numbers(layer),
-        "SIDE": _SIDE,
-        "WARPS": config.warps,
-        "PDL": layer.pdl,
-    }
+    own = {
+        "NORM": layer.row_norm, "BIASES": biases, "FIRST": parts[0], "BACKWARD": backward, "TRANSPOSE": transpose,
+        "SIDE": _SIDE, "WARPS": config.warps,
+    }  # fmt: skip
     scalars = (layer.rows, eps, per_part)
-    return Launch(_project_warpgroup_kernel, programs, scalars, constants, ops.options(layer, config))
+    return described(_project_warpgroup_kernel, programs, scalars, layer, own, num_warps=config.warps)
 
 
 def describe_feedforward(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:
-    constants = feedforward_sizes(layer) | {
-        **activation_constants(layer, backward=False),
-        **ops.numbers(layer),
-        "STAGES": config.stages,
-        **ops.blocks(layer, config),
-    }
-    scalars = (layer.rows, eps)
-    return Launch(_feedforward_warpgroup_kernel, config.programs(layer), scalars, constants, ops.options(layer, config))
+    return ops.described_rows(_feedforward_warpgroup_kernel, layer, config, (layer.rows, eps))

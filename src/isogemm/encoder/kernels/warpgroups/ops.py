@@ -11,6 +11,8 @@ changes; sums over rows are taken of 64.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from isogemm.core.kernels import pdl_option
-from isogemm.encoder.configs import Layer, WalkConfig, WarpgroupConfig
-from isogemm.encoder.kernels.common import TYPES, index_type, scale_of_kept
+from isogemm.core.launch import Launch
+from isogemm.encoder.configs import Layer, WarpgroupConfig
+from isogemm.encoder.kernels.common import described, scale_of_kept
 
 # Gluon builtins that Triton 3.9 renames: an asynchronous copy from global to shared memory, and a view of shared memory
 # with another shape and layout.
@@ -278,16 +280,9 @@ def attended(o_ptr, wo, bo, row, rows, D, WARPS, KIND):
     return s
 
 
-# the launches' constants
-
-
-def numbers(layer: Layer) -> dict[str, object]:
-    return {"KIND": TYPES[layer.operand], "INDEX": index_type(layer)}
-
-
-def blocks(layer: Layer, config: WarpgroupConfig) -> dict[str, object]:
-    return {"BF": config.block, "WARPS": config.warps, "PDL": layer.pdl}
-
-
-def options(layer: Layer, config: WalkConfig | WarpgroupConfig) -> dict[str, object]:
-    return {"num_warps": config.warps, "enable_fp_fusion": False} | pdl_option(layer.pdl)
+def described_rows(
+    kernel: Any, layer: Layer, config: WarpgroupConfig, scalars: tuple[Any, ...], **own: object
+) -> Launch:
+    """A launch of a row kernel; `own`: constants instead of the layer's."""
+    own = {"STAGES": config.stages, "BF": config.block, "WARPS": config.warps} | own
+    return described(kernel, config.programs(layer), scalars, layer, own, num_warps=config.warps)
