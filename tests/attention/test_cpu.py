@@ -2,13 +2,13 @@
 
 import math
 
+import plain_encoder_oracle
 import pytest
 import torch
 from attention_oracle import AttentionInputs, AttentionResults, torch_attention
 from torch.nn import functional as F
 
 from isogemm.attention import cpu
-from isogemm.encoder import reference
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.errors import assert_no_worse_than_torch
 from isogemm.verify.inputs import make_data
@@ -53,7 +53,7 @@ def test_attention_is_as_exact_as_torch(size, mask, is_causal):
 
     def in_torch(dtype):
         leaves = [each.to(dtype).requires_grad_() for each in (q, k, v)]
-        o = reference.attention(*leaves, nhead, mask, is_causal)
+        o = plain_encoder_oracle.attention(*leaves, nhead, mask, is_causal)
         return o.detach(), *torch.autograd.grad(o, leaves, grad.to(dtype))
 
     o, _, *gradients = _attention(q, k, v, mask, nhead, is_causal, grad)

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import plain_encoder_oracle
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import isogemm
 from isogemm import EncoderParameters
 from isogemm.attention.op import AttentionCall, attention
-from isogemm.encoder import composed, reference
+from isogemm.encoder import composed
 from isogemm.norm.op import encoder_norm
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.inputs import make_data
@@ -76,8 +77,8 @@ def test_layer_is_as_exact_as_torch(norm_first, norm, activation, separate, dtyp
     params = _params(separate=separate, dtype=dtype, norm=norm)
     options = {"norm_first": norm_first, "norm": norm, "activation": activation}
     actual = _run(isogemm.encoder_layer, x, params, grad, **options)
-    theirs = _run(reference.encoder_layer, x, params, grad, **options)
-    exact = _run(reference.encoder_layer, x.double(), _cast(params, torch.float64), grad, **options)
+    theirs = _run(plain_encoder_oracle.encoder_layer, x, params, grad, **options)
+    exact = _run(plain_encoder_oracle.encoder_layer, x.double(), _cast(params, torch.float64), grad, **options)
     for name, value in actual.items():
         assert value.dtype is dtype
         ours, allowed = (_root_mean_square(each - exact[name]) for each in (value.double(), theirs[name].double()))

@@ -1,9 +1,10 @@
 """Layers split at a norm, through their plan and autograd: batch norms, places of norms, dropout, residual scores."""
 
+import plain_encoder_oracle
 import pytest
 import torch
 
-from isogemm.encoder import buffers, fused, reference
+from isogemm.encoder import buffers, fused
 from isogemm.encoder.parameters import EncoderDropout, Options, RunningStatistics
 from isogemm.epilogues import random
 from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
@@ -69,7 +70,7 @@ def _assert_close(shape, bound=3e-6, dtype=torch.float32, previous=False, mask=N
         if running is not None:
             wide = [each.double() for each in running]
             of_norms = RunningStatistics(*wide[:2]), RunningStatistics(*wide[2:])
-        return reference.encoder_layer(
+        return plain_encoder_oracle.encoder_layer(
             x, encoder_parameters(parameters), nhead=shape.nhead, norm_first=options.norm_first,
             residual_normed=options.residual_normed, activation=options.activation, norm=options.norm,
             key_padding_mask=mask, is_causal=options.is_causal, running=of_norms, training=running is None,
@@ -193,7 +194,7 @@ def test_scores_by_factors(stack):
     def theirs(x, **parameters):
         scores = None
         for _ in range(3):
-            x, scores = reference.encoder_layer(
+            x, scores = plain_encoder_oracle.encoder_layer(
                 x, encoder_parameters(parameters), nhead=shape.nhead, activation="gelu", norm="batch_norm",
                 key_padding_mask=mask, scores=scores, return_scores=True,
             )  # fmt: skip

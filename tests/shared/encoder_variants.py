@@ -6,12 +6,12 @@ import copy
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import plain_encoder_oracle
 import torch
 from tensor_cases import NEARBY, nearby
 from torch import Tensor
 
 import isogemm
-from isogemm.encoder import reference
 from isogemm.encoder.parameters import EncoderDropout, RunningStatistics
 from isogemm.epilogues import random
 from isogemm.gemm.fused import new_seed
@@ -144,7 +144,7 @@ class _Case:
             compute = isogemm.encoder_layer
         else:
             given["keeping"] = None if self.keeping is None else tuple(each.to(dtype) for each in self.keeping)
-            compute = reference.encoder_layer
+            compute = plain_encoder_oracle.encoder_layer
         x = leaves["x"]
         for _ in range(variant.stack - 1):
             passed_on = given | {"return_scores": "factors" if ours else True}

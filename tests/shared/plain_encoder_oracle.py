@@ -1,4 +1,4 @@
-"""The encoder layer in plain torch, in the inputs' dtype: what tests and benchmarks compare with."""
+"""The encoder layer in plain torch, in the inputs' dtype: what tests compare with."""
 
 from __future__ import annotations
 
