@@ -1,6 +1,7 @@
 import os
 from dataclasses import replace
 
+import interpreted_ptx
 import numpy as np
 import pytest
 from interpreting import require_interpreter
@@ -63,6 +64,24 @@ def sound_interpreter():
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(builder, "create_splat", create_splat)
         monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreted_assembly():
+    """Triton's interpreter with the inline assembly that kernels here use.
+
+    Several results are a tuple of the language, which Python's own tuples refuse to take in by `+`.
+    """
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    def add_to(self, other):
+        return (*other, *self.values)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", interpreted_ptx.run)
+        monkeypatch.setattr(tl.core.tuple, "__radd__", add_to, raising=False)
         yield
 
 

@@ -8,8 +8,6 @@ both operands agree, and so is the order of a weight's rows in n.
 
 Tuples that a function takes are of one length each: Triton (3.6, 3.7) names a compiled function by its arguments' types
 in a row, and takes one for 14 and 16 values for one of 16 and 14.
-
-NATIVE = False is the same in plain Triton, for the interpreter.
 """
 
 from __future__ import annotations
@@ -23,19 +21,12 @@ from isogemm.gemm.kernels.products import round_by_instruction
 
 
 @triton.jit
-def load_four(at, NATIVE):
+def load_four(at):
     """Four float32 as they are, or 16-bit ones packed in two.
 
     Not pure: what is read again later, the compiler shall not keep in registers until then.
     """
-    if not NATIVE:
-        return (
-            tl.load(at).to(tl.float32),
-            tl.load(at + 1).to(tl.float32),
-            tl.load(at + 2).to(tl.float32),
-            tl.load(at + 3).to(tl.float32),
-        )
-    elif at.dtype.element_ty == tl.float32:
+    if at.dtype.element_ty == tl.float32:
         return tl.inline_asm_elementwise(
             "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [at],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
@@ -56,13 +47,10 @@ def _load_constant(at):
 
 
 @triton.jit
-def store_four(at, values, live, NATIVE):
+def store_four(at, values, live):
     """Four floats, as the type at `at`."""
     KIND: tl.constexpr = at.dtype.element_ty
-    if not NATIVE:
-        for i in tl.static_range(4):
-            tl.store(at + i, values[i].to(KIND), mask=live)
-    elif KIND == tl.float32:
+    if KIND == tl.float32:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }",
             "=r,l,f,f,f,f,r", [at.to(tl.int64), values[0], values[1], values[2], values[3], live.to(tl.int32)],
@@ -90,23 +78,12 @@ def packed(low, high, KIND):
 
 
 @triton.jit
-def rounded(x, KIND, NATIVE):
-    """One value of an operand that is not packed, to nearest."""
-    if NATIVE:
-        return round_by_instruction(x).to(tl.int32, bitcast=True)
-    elif KIND == tl.float32:
-        return round_by_instruction(x)
-    else:
-        return x.to(KIND).to(tl.float32)
-
-
-@triton.jit
-def operand(values, KIND, NATIVE):
+def operand(values, KIND):
     """Floats, an even number, as operands: TF32 for float32, or packed pairs."""
     made = ()
-    if KIND == tl.float32 or not NATIVE:
+    if KIND == tl.float32:
         for i in tl.static_range(len(values)):
-            made = made + (rounded(values[i], KIND, NATIVE),)
+            made = made + (round_by_instruction(values[i]).to(tl.int32, bitcast=True),)
     else:
         for i in tl.static_range(0, len(values), 2):
             made = made + (packed(values[i], values[i + 1], KIND),)
@@ -114,12 +91,10 @@ def operand(values, KIND, NATIVE):
 
 
 @triton.jit
-def floats(raw, KIND, NATIVE):
+def floats(raw, KIND):
     """Values loaded from memory of type KIND, as floats."""
     made = ()
-    if not NATIVE:
-        made = raw
-    elif KIND == tl.float32:
+    if KIND == tl.float32:
         for i in tl.static_range(len(raw)):
             made = made + (raw[i].to(tl.float32, bitcast=True),)
     else:
@@ -131,12 +106,12 @@ def floats(raw, KIND, NATIVE):
 
 
 @triton.jit
-def loaded_operand(raw, FROM, KIND, NATIVE):
+def loaded_operand(raw, FROM, KIND):
     """Values loaded from memory of type FROM, as an operand."""
-    if NATIVE and FROM == KIND and KIND != tl.float32:
+    if FROM == KIND and KIND != tl.float32:
         return raw
     else:
-        return operand(floats(raw, FROM, NATIVE), KIND, NATIVE)
+        return operand(floats(raw, FROM), KIND)
 
 
 # products
@@ -158,29 +133,9 @@ def instruction(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1, KIND):
 
 
 @triton.jit
-def _sixteen(x0, x1, x2, x3):
-    """Four columns of each lane, as a block of matrices [8, 16]."""
-    WARPS: tl.constexpr = x0.shape[0] // 32
-    return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), [WARPS, 8, 16])
-
-
-@triton.jit
-def _pairs(x):
-    """Columns 2 c and 2 c + 1 of matrices [8, 8], each lane's its own."""
-    WARPS: tl.constexpr = x.shape[0]
-    even, odd = tl.split(tl.reshape(x, [WARPS, 8, 4, 2]))
-    return tl.reshape(even, [WARPS * 32]), tl.reshape(odd, [WARPS * 32])
-
-
-@triton.jit
-def _eight_columns(c0, c1, c2, c3, a, b, KIND, NATIVE):
+def _eight_columns(c0, c1, c2, c3, a, b, KIND):
     """Two columns of each row, of eight in n, with a block's product taken in."""
-    if not NATIVE:
-        right = tl.permute(_sixteen(b[0], b[1], b[2], b[3]), [0, 2, 1])
-        x0, x1 = _pairs(tl.dot(_sixteen(a[0], a[1], a[2], a[3]), right, input_precision="ieee"))
-        y0, y1 = _pairs(tl.dot(_sixteen(a[4], a[5], a[6], a[7]), right, input_precision="ieee"))
-        return c0 + x0, c1 + x1, c2 + y0, c3 + y1
-    elif KIND == tl.float32:
+    if KIND == tl.float32:
         c0, c1, c2, c3 = instruction(c0, c1, c2, c3, a[0], a[4], a[1], a[5], b[0], b[1], KIND)
         return instruction(c0, c1, c2, c3, a[2], a[6], a[3], a[7], b[2], b[3], KIND)
     else:
@@ -188,10 +143,10 @@ def _eight_columns(c0, c1, c2, c3, a, b, KIND, NATIVE):
 
 
 @triton.jit
-def multiply(acc, a, b, KIND, NATIVE):
+def multiply(acc, a, b, KIND):
     """acc + a b^T: blocks acc and a; b: sixteen columns of the two rows of a weight that `weight_rows` gives."""
-    x0, x1, y0, y1 = _eight_columns(acc[0], acc[1], acc[4], acc[5], a, b[0], KIND, NATIVE)
-    x2, x3, y2, y3 = _eight_columns(acc[2], acc[3], acc[6], acc[7], a, b[1], KIND, NATIVE)
+    x0, x1, y0, y1 = _eight_columns(acc[0], acc[1], acc[4], acc[5], a, b[0], KIND)
+    x2, x3, y2, y3 = _eight_columns(acc[2], acc[3], acc[6], acc[7], a, b[1], KIND)
     return x0, x1, x2, x3, y0, y1, y2, y3
 
 
@@ -202,13 +157,10 @@ def weight_row(r):
 
 
 @triton.jit
-def load_weights(at, LD, KIND, NATIVE):
+def load_weights(at, LD, KIND):
     """Four columns of two rows of a weight, LD apart, as operands."""
     FROM: tl.constexpr = at.dtype.element_ty
-    return (
-        loaded_operand(load_four(at, NATIVE), FROM, KIND, NATIVE),
-        loaded_operand(load_four(at + 2 * LD, NATIVE), FROM, KIND, NATIVE),
-    )
+    return (loaded_operand(load_four(at), FROM, KIND), loaded_operand(load_four(at + 2 * LD), FROM, KIND))
 
 
 @triton.jit
@@ -224,13 +176,9 @@ def packed_place(n, k, K, KIND):
 
 
 @triton.jit
-def load_packed(at, lane, KIND, NATIVE):
+def load_packed(at, lane, KIND):
     """A block of a packed weight, the 256 elements at `at`, as operands."""
-    if not NATIVE:
-        SECOND: tl.constexpr = 128 if KIND == tl.float32 else 4
-        lane *= 4 if KIND == tl.float32 else 8
-        return load_four(at + lane, NATIVE), load_four(at + (lane + SECOND), NATIVE)
-    elif KIND == tl.float32:
+    if KIND == tl.float32:
         return _load_constant(at + lane * 4), _load_constant(at + (lane * 4 + 128))
     else:
         w0, w1, w2, w3 = _load_constant(at + lane * 8)
@@ -264,46 +212,27 @@ def _partner(x, DISTANCE):
 
 
 @triton.jit
-def row_sum(x, NATIVE):
+def row_sum(x):
     """The sum over a row's four lanes, in each of them."""
-    if NATIVE:
-        x += _partner(x, 1)
-        return x + _partner(x, 2)
-    else:
-        ROWS: tl.constexpr = x.shape[0] // 4
-        total = tl.sum(tl.reshape(x, [ROWS, 4]), axis=1, keep_dims=True)
-        return tl.reshape(tl.broadcast_to(total, [ROWS, 4]), [ROWS * 4])
+    x += _partner(x, 1)
+    return x + _partner(x, 2)
 
 
 @triton.jit
-def row_max(x, NATIVE):
-    if NATIVE:
-        x = tl.maximum(x, _partner(x, 1))
-        return tl.maximum(x, _partner(x, 2))
-    else:
-        ROWS: tl.constexpr = x.shape[0] // 4
-        top = tl.max(tl.reshape(x, [ROWS, 4]), axis=1, keep_dims=True)
-        return tl.reshape(tl.broadcast_to(top, [ROWS, 4]), [ROWS * 4])
+def row_max(x):
+    x = tl.maximum(x, _partner(x, 1))
+    return tl.maximum(x, _partner(x, 2))
 
 
 @triton.jit
-def column_sum(x, NATIVE):
+def column_sum(x):
     """The sum over a column's eight lanes, in each of them."""
-    if NATIVE:
-        x += _partner(x, 4)
-        x += _partner(x, 8)
-        return x + _partner(x, 16)
-    else:
-        WARPS: tl.constexpr = x.shape[0] // 32
-        total = tl.sum(tl.reshape(x, [WARPS, 8, 4]), axis=1, keep_dims=True)
-        return tl.reshape(tl.broadcast_to(total, [WARPS, 8, 4]), [WARPS * 32])
+    x += _partner(x, 4)
+    x += _partner(x, 8)
+    return x + _partner(x, 16)
 
 
 @triton.jit
-def across(x, NATIVE):
+def across(x):
     """x, words, of the lane two columns on or back in the row."""
-    if NATIVE:
-        return _partner(x.to(tl.float32, bitcast=True), 2).to(x.dtype, bitcast=True)
-    else:
-        LANES: tl.constexpr = x.shape[0]
-        return tl.reshape(tl.flip(tl.reshape(x, [LANES // 4, 2, 2]), 1), [LANES])
+    return _partner(x.to(tl.float32, bitcast=True), 2).to(x.dtype, bitcast=True)

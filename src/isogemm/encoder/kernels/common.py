@@ -149,7 +149,6 @@ def _constants(layer: Layer) -> dict[str, object]:
         "KIND": TYPES[layer.operand],
         "PRECISION": layer.precision,
         "INDEX": tl.int64 if layer.wide else tl.int32,
-        "NATIVE": not triton.knobs.runtime.interpret,
         "CHUNK": layer.chunk,
         "TILES": tiles,
         "TILES_P": 1 << (tiles - 1).bit_length(),

@@ -14,13 +14,13 @@ from isogemm.gemm.kernels.products import round_by_instruction
 
 
 @triton.jit
-def _delta(do, o, ROUNDED, KIND, NATIVE):
+def _delta(do, o, ROUNDED, KIND):
     """The sum of do o over all columns, of every row of which a lane holds pairs."""
     totals = ()
-    operands = ops.as_operands(do, ROUNDED, KIND, NATIVE)
+    operands = ops.as_operands(do, ROUNDED, KIND)
     for j in tl.static_range(len(do)):
-        left = floats(operands[j], KIND, NATIVE)  # as the products have it: what a key gives and takes is then the same
-        right = floats(o[j], KIND, NATIVE)
+        left = floats(operands[j], KIND)  # as the products have it: what a key gives and takes is then the same
+        right = floats(o[j], KIND)
         after = ()
         for i in tl.static_range(0, len(left), 2):
             product = left[i] * right[i] if j == 0 else tl.fma(left[i], right[i], totals[i // 2])
@@ -28,12 +28,12 @@ def _delta(do, o, ROUNDED, KIND, NATIVE):
         totals = after
     sums = ()
     for i in tl.static_range(len(totals)):
-        sums = sums + (row_sum(totals[i], NATIVE),)
+        sums = sums + (row_sum(totals[i]),)
     return sums
 
 
 @triton.jit
-def _write_grad(ptr, values, FIRST, factor, more, row, token, tokens, ld, head, c, live, D, KIND, NATIVE, TRANSPOSED):
+def _write_grad(ptr, values, FIRST, factor, more, row, token, tokens, ld, head, c, live, D, KIND, TRANSPOSED):
     """A result [16, D], values from FIRST on, times a factor, and more, to rows token and token + 8 of a head.
 
     TRANSPOSED: of a transpose, as TF32.
@@ -53,12 +53,12 @@ def _write_grad(ptr, values, FIRST, factor, more, row, token, tokens, ld, head, 
                 tl.store(to + ld, round_by_instruction(odd), mask=written & (column < D))
             else:
                 to = ptr + ((row + at) * ld + head * D) + column
-                ops.store_pair(to, even, odd, written & (column < D), KIND, NATIVE)
+                ops.store_pair(to, even, odd, written & (column < D), KIND)
 
 
 @triton.jit
 def _write_grads(
-    ptrs, values, factor, coming_ptr, row, all_rows, token, tokens, ld, head, c, live, D, KIND, NATIVE, TRANSPOSED
+    ptrs, values, factor, coming_ptr, row, all_rows, token, tokens, ld, head, c, live, D, KIND, TRANSPOSED
 ):
     """Results of all layers: the earlier ones' by head; this one's as `_write_grad` does, with what comes in for it."""
     BLOCKS: tl.constexpr = (D + 7) // 8
@@ -66,18 +66,18 @@ def _write_grads(
     for layer in tl.static_range(OWN):
         _write_grad(
             ptrs[layer], values, layer * BLOCKS, factor, None, row + head * all_rows, token, tokens, D, 0, c, live,
-            D, KIND, NATIVE, False,
+            D, KIND, False,
         )  # fmt: skip
     more = None
     if coming_ptr is not None:
         coming_at = ops.head_at(coming_ptr, row, head, D, all_rows, D, True)
         more = ()
-        raw = ops.load_rows(coming_at, D, token, tokens, c, D, KIND, NATIVE)
+        raw = ops.load_rows(coming_at, D, token, tokens, c, D, KIND)
         for j in tl.static_range(BLOCKS):
-            more = more + (floats(raw[j], KIND, NATIVE),)
+            more = more + (floats(raw[j], KIND),)
     _write_grad(
         ptrs[OWN], values, OWN * BLOCKS, factor, more, row, token, tokens, ld, head, c, live,
-        D, KIND, NATIVE, TRANSPOSED,
+        D, KIND, TRANSPOSED,
     )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def _clear_beyond(dq_ptr, dk_ptr, dv_ptr, end, ld, COLUMNS, BLOCK):
 def _grads_of_queries(
     program, q_ptrs, k_ptrs, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dq_ptrs,
     d_previous_ptr, dq_in_ptr, sequences, tokens, scale, root, ld_q, ld_k, ld_v, ld_do, ld_dq, mask_stride, mask_step,
-    dropped, kept_scale, H, D, KIND, NATIVE, MASK, CAUSAL, WIDE, EVEN, FETCH, BY_HEAD, TRANSPOSED, TILES, BLOCK,
+    dropped, kept_scale, H, D, KIND, MASK, CAUSAL, WIDE, EVEN, FETCH, BY_HEAD, TRANSPOSED, TILES, BLOCK,
 ):  # fmt: skip
     all_rows, r, c, first, sequence, head, live, row = ops.place(tokens, sequences, H, TILES, WIDE, BLOCK, program)
     q_at = ops.layers_at(q_ptrs, row, head, ld_q, all_rows, D, BY_HEAD)
@@ -113,11 +113,11 @@ def _grads_of_queries(
     q, do, lse, delta, dq = (), (), (), (), ()
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
-        q = q + (ops.load_operands(q_at, ld_q, token, tokens, c, ops.load_rows, BY_HEAD, D, KIND, NATIVE),)
-        values = ops.load_rows(do_at, ld_do, token, tokens, c, D, KIND, NATIVE)
-        do = do + (ops.as_operands(values, BY_HEAD, KIND, NATIVE),)
-        out = ops.load_rows(o_ptr + (row * (H * D) + head * D), H * D, token, tokens, c, D, KIND, NATIVE)
-        delta = delta + (_delta(values, out, BY_HEAD, KIND, NATIVE),)
+        q = q + (ops.load_operands(q_at, ld_q, token, tokens, c, ops.load_rows, BY_HEAD, D, KIND),)
+        values = ops.load_rows(do_at, ld_do, token, tokens, c, D, KIND)
+        do = do + (ops.as_operands(values, BY_HEAD, KIND),)
+        out = ops.load_rows(o_ptr + (row * (H * D) + head * D), H * D, token, tokens, c, D, KIND)
+        delta = delta + (_delta(values, out, BY_HEAD, KIND),)
         sums = ops.head_at(lse_ptr, row, head, H, all_rows, 1, BY_HEAD)
         upper = tl.load(sums + tl.minimum(token, tokens - 1) * (1 if BY_HEAD else H))
         lower = tl.load(sums + tl.minimum(token + 8, tokens - 1) * (1 if BY_HEAD else H))
@@ -137,12 +137,10 @@ def _grads_of_queries(
             words = ()
             for part in tl.static_range(PARTS):
                 key = begin + 8 * part
-                k = ops.load_operands(k_at, ld_k, key + r, tokens, c, ops.load_row, BY_HEAD, D, KIND, NATIVE, BOUNDED)
-                v = ops.as_operands(
-                    ops.load_row(v_at, ld_v, key + r, tokens, c, D, KIND, NATIVE, BOUNDED), BY_HEAD, KIND, NATIVE
-                )
+                k = ops.load_operands(k_at, ld_k, key + r, tokens, c, ops.load_row, BY_HEAD, D, KIND, BOUNDED)
+                v = ops.as_operands(ops.load_row(v_at, ld_v, key + r, tokens, c, D, KIND, BOUNDED), BY_HEAD, KIND)
                 along = ops.load_operands(
-                    k_at, ld_k, key + 2 * c, tokens, r, ops.load_column, BY_HEAD, D, KIND, NATIVE, BOUNDED
+                    k_at, ld_k, key + 2 * c, tokens, r, ops.load_column, BY_HEAD, D, KIND, BOUNDED
                 )
                 keys = (key + 2 * c, key + 2 * c + 1)
                 added = ()
@@ -153,17 +151,17 @@ def _grads_of_queries(
                 for n in tl.static_range(TILES):
                     query = first + 16 * n + r
                     if previous_at is not None:
-                        before = before + (ops.scores_of_rows(previous_at, query, keys[0], tokens, EVEN, WIDE, NATIVE),)
+                        before = before + (ops.scores_of_rows(previous_at, query, keys[0], tokens, EVEN, WIDE),)
                     if d_scores_at is not None:
-                        above = above + (ops.scores_of_rows(d_scores_at, query, keys[0], tokens, EVEN, WIDE, NATIVE),)
+                        above = above + (ops.scores_of_rows(d_scores_at, query, keys[0], tokens, EVEN, WIDE),)
                 after = ()
                 for n in tl.static_range(TILES):
                     if dropout is not None and part == 0:
                         words = words + (ops.random_words(dropout, begin // 2 + 2 * c, first // 2 + (8 * n + r), True),)
-                    s = ops.score_products(q[n], k, BLOCK, KIND, NATIVE)
-                    dp = ops.score_products(do[n], v, BLOCK, KIND, NATIVE)
+                    s = ops.score_products(q[n], k, BLOCK, KIND)
+                    dp = ops.score_products(do[n], v, BLOCK, KIND)
                     if previous_at is not None:
-                        s = ops.with_scores(s, before[n], root, EVEN, KIND, NATIVE)
+                        s = ops.with_scores(s, before[n], root, EVEN, KIND)
                     ds = ()
                     for i in tl.static_range(2):
                         query = first + (16 * n + 8 * i) + r
@@ -179,19 +177,19 @@ def _grads_of_queries(
                                 share = ops.kept(dp[2 * i + j], words[n][j][2 * i + part], dropout)
                                 found = p * tl.fma(share, kept_scale, -delta[n][i])
                             if d_scores_at is not None:
-                                coming = ops.score_values(above[n], EVEN, KIND, NATIVE)[2 * i + j]
+                                coming = ops.score_values(above[n], EVEN, KIND)[2 * i + j]
                                 found += tl.where(score == float("-inf"), 0.0, coming)
                             ds = ds + (found,)
                         if d_previous_at is not None:
                             even, odd = ds[2 * i], ds[2 * i + 1]
-                            ops.write_scores(d_previous_at, query, keys[0], even, odd, tokens, live, EVEN, WIDE, NATIVE)
-                    after = after + (ops.with_products(dq[n], operand(ds, KIND, NATIVE), along, KIND, NATIVE),)
+                            ops.write_scores(d_previous_at, query, keys[0], even, odd, tokens, live, EVEN, WIDE)
+                    after = after + (ops.with_products(dq[n], operand(ds, KIND), along, KIND),)
                 dq = after
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
         _write_grads(
             dq_ptrs, dq[n], 1.0 / root, dq_in_ptr, row, all_rows, token, tokens, ld_dq, head, c, live,
-            D, KIND, NATIVE, TRANSPOSED,
+            D, KIND, TRANSPOSED,
         )  # fmt: skip
 
 
@@ -199,7 +197,7 @@ def _grads_of_queries(
 def _grads_of_keys(
     program, q_ptrs, k_ptrs, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dk_ptrs,
     dv_ptr, dk_in_ptr, sequences, tokens, scale, root, ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_stride, mask_step,
-    dropped, kept_scale, H, D, KIND, NATIVE, MASK, CAUSAL, WIDE, FETCH, BY_HEAD, TRANSPOSED, TILES, BLOCK,
+    dropped, kept_scale, H, D, KIND, MASK, CAUSAL, WIDE, FETCH, BY_HEAD, TRANSPOSED, TILES, BLOCK,
 ):  # fmt: skip
     all_rows, r, c, first, sequence, head, live, row = ops.place(tokens, sequences, H, TILES, WIDE, BLOCK, program)
     q_at = ops.layers_at(q_ptrs, row, head, ld_q, all_rows, D, BY_HEAD)
@@ -218,8 +216,8 @@ def _grads_of_keys(
     k, v, added, dk, dv = (), (), (), (), ()
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
-        k = k + (ops.load_operands(k_at, ld_k, token, tokens, c, ops.load_rows, BY_HEAD, D, KIND, NATIVE),)
-        v = v + (ops.as_operands(ops.load_rows(v_at, ld_v, token, tokens, c, D, KIND, NATIVE), BY_HEAD, KIND, NATIVE),)
+        k = k + (ops.load_operands(k_at, ld_k, token, tokens, c, ops.load_rows, BY_HEAD, D, KIND),)
+        v = v + (ops.as_operands(ops.load_rows(v_at, ld_v, token, tokens, c, D, KIND), BY_HEAD, KIND),)
         if MASK != "":  # a key beyond the end takes part in nothing that is written
             added = added + (
                 (
@@ -242,17 +240,17 @@ def _grads_of_keys(
             words = ()
             for part in tl.static_range(PARTS):
                 query = begin + 8 * part
-                q = ops.load_operands(q_at, ld_q, query + r, tokens, c, ops.load_row, BY_HEAD, D, KIND, NATIVE, BOUNDED)
-                values = ops.load_row(do_at, ld_do, query + r, tokens, c, D, KIND, NATIVE, BOUNDED)
-                do = ops.as_operands(values, BY_HEAD, KIND, NATIVE)
-                out = ops.load_row(o_at, H * D, query + r, tokens, c, D, KIND, NATIVE, BOUNDED)
-                delta = _delta(values, out, BY_HEAD, KIND, NATIVE)
-                deltas = ops.of_columns(delta[0], c, NATIVE)
+                q = ops.load_operands(q_at, ld_q, query + r, tokens, c, ops.load_row, BY_HEAD, D, KIND, BOUNDED)
+                values = ops.load_row(do_at, ld_do, query + r, tokens, c, D, KIND, BOUNDED)
+                do = ops.as_operands(values, BY_HEAD, KIND)
+                out = ops.load_row(o_at, H * D, query + r, tokens, c, D, KIND, BOUNDED)
+                delta = _delta(values, out, BY_HEAD, KIND)
+                deltas = ops.of_columns(delta[0], c)
                 q_along = ops.load_operands(
-                    q_at, ld_q, query + 2 * c, tokens, r, ops.load_column, BY_HEAD, D, KIND, NATIVE, BOUNDED
+                    q_at, ld_q, query + 2 * c, tokens, r, ops.load_column, BY_HEAD, D, KIND, BOUNDED
                 )
-                do_along = ops.load_column(do_at, ld_do, query + 2 * c, tokens, r, D, KIND, NATIVE, BOUNDED)
-                do_along = ops.as_operands(do_along, BY_HEAD, KIND, NATIVE)
+                do_along = ops.load_column(do_at, ld_do, query + 2 * c, tokens, r, D, KIND, BOUNDED)
+                do_along = ops.as_operands(do_along, BY_HEAD, KIND)
                 lses = ()
                 for i in tl.static_range(2):  # beyond the end, queries that see nothing
                     token = query + i + 2 * c
@@ -273,10 +271,10 @@ def _grads_of_keys(
                         words = words + (
                             ops.random_words(dropout, first // 2 + (8 * n + r), begin // 2 + 2 * c, False),
                         )
-                    s = ops.score_products(k[n], q, BLOCK, KIND, NATIVE)
-                    dp = ops.score_products(v[n], do, BLOCK, KIND, NATIVE)
+                    s = ops.score_products(k[n], q, BLOCK, KIND)
+                    dp = ops.score_products(v[n], do, BLOCK, KIND)
                     if previous_at is not None:
-                        s = ops.with_scores(s, before[n], root, False, KIND, NATIVE)
+                        s = ops.with_scores(s, before[n], root, False, KIND)
                     shares, ds = (), ()
                     for i in tl.static_range(4):
                         key = first + (16 * n + 8 * (i // 2)) + r
@@ -295,19 +293,19 @@ def _grads_of_keys(
                         if d_scores_at is not None:
                             found += tl.where(score == float("-inf"), 0.0, above[n][i].to(tl.float32))
                         ds = ds + (found,)
-                    dvs = dvs + (ops.with_products(dv[n], operand(shares, KIND, NATIVE), do_along, KIND, NATIVE),)
-                    dks = dks + (ops.with_products(dk[n], operand(ds, KIND, NATIVE), q_along, KIND, NATIVE),)
+                    dvs = dvs + (ops.with_products(dv[n], operand(shares, KIND), do_along, KIND),)
+                    dks = dks + (ops.with_products(dk[n], operand(ds, KIND), q_along, KIND),)
                 dk = dks
                 dv = dvs
     for n in tl.static_range(TILES):
         token = first + 16 * n + r
         _write_grads(
             dk_ptrs, dk[n], 1.0 / root, dk_in_ptr, row, all_rows, token, tokens, ld_dk, head, c, live,
-            D, KIND, NATIVE, TRANSPOSED,
+            D, KIND, TRANSPOSED,
         )  # fmt: skip
         _write_grad(
             dv_ptr, dv[n], 0, 1.0 if dropout is None else kept_scale, None, row, token, tokens, ld_dv, head, c, live,
-            D, KIND, NATIVE, TRANSPOSED,
+            D, KIND, TRANSPOSED,
         )  # fmt: skip
 
 
@@ -318,7 +316,7 @@ def _attention_mma_backward_kernel(
     dq0_ptr, dk0_ptr, dq1_ptr, dk1_ptr, dq2_ptr, dk2_ptr, dq3_ptr, dk3_ptr, dq_in_ptr, dk_in_ptr,
     sequences, tokens, scale, root,
     ld_q, ld_k, ld_v, ld_do, ld_dq, ld_dk, ld_dv, mask_stride, mask_step, dropped, kept_scale,
-    H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr,
     TRANSPOSED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -336,7 +334,7 @@ def _attention_mma_backward_kernel(
             ops.all_layers(dq0_ptr, dq1_ptr, dq2_ptr, dq3_ptr, dq_ptr), d_previous_ptr, dq_in_ptr,
             sequences, tokens, scale, root,
             ld_q, ld_k, ld_v, ld_do, ld_dq, mask_stride, mask_step, dropped, kept_scale,
-            H, D, KIND, NATIVE, MASK, CAUSAL, WIDE, EVEN, FETCH, BY_HEAD, TRANSPOSED, TILES, BLOCK,
+            H, D, KIND, MASK, CAUSAL, WIDE, EVEN, FETCH, BY_HEAD, TRANSPOSED, TILES, BLOCK,
         )  # fmt: skip
     else:
         _grads_of_keys(
@@ -344,7 +342,7 @@ def _attention_mma_backward_kernel(
             d_scores_ptr, ops.all_layers(dk0_ptr, dk1_ptr, dk2_ptr, dk3_ptr, dk_ptr), dv_ptr, dk_in_ptr,
             sequences, tokens, scale, root,
             ld_q, ld_k, ld_v, ld_do, ld_dk, ld_dv, mask_stride, mask_step, dropped, kept_scale,
-            H, D, KIND, NATIVE, MASK, CAUSAL, WIDE, FETCH, BY_HEAD, TRANSPOSED, TILES, BLOCK,
+            H, D, KIND, MASK, CAUSAL, WIDE, FETCH, BY_HEAD, TRANSPOSED, TILES, BLOCK,
         )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ def _attention_mma_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, scores_ptr,
     q0_ptr, k0_ptr, q1_ptr, k1_ptr, q2_ptr, k2_ptr, q3_ptr, k3_ptr, sequences, tokens, scale, root,
     ld_q, ld_k, ld_v, mask_stride, mask_step, dropped, kept_scale,
-    H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASK: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -33,7 +33,7 @@ def _attention_mma_kernel(
     mask_at = mask_ptr + sequence.to(tl.int64) * mask_stride if MASK != "" else None
     q, tops, totals, outs = (), (), (), ()
     for n in tl.static_range(TILES):
-        q = q + (ops.load_operands(q_at, ld_q, first + 16 * n + r, tokens, c, ops.load_rows, BY_HEAD, D, KIND, NATIVE),)
+        q = q + (ops.load_operands(q_at, ld_q, first + 16 * n + r, tokens, c, ops.load_rows, BY_HEAD, D, KIND),)
         low = tl.full([BLOCK], float("-inf"), tl.float32)
         zero = tl.zeros([BLOCK], tl.float32)
         tops = tops + ((low, low),)
@@ -50,13 +50,13 @@ def _attention_mma_kernel(
         for key in tl.range(whole if BOUNDED else 0, tokens if BOUNDED else whole, 16):
             state = _attend(
                 state, q, k_at, v_at, mask_at, previous_at, scores_at, dropout, ld_k, ld_v, mask_step, key, first, r, c,
-                live, tokens, scale, root, D, KIND, NATIVE, MASK, CAUSAL, WIDE, EVEN, BY_HEAD, TILES, BLOCK, BOUNDED,
+                live, tokens, scale, root, D, KIND, MASK, CAUSAL, WIDE, EVEN, BY_HEAD, TILES, BLOCK, BOUNDED,
             )  # fmt: skip
     for n in tl.static_range(TILES):
         for i in tl.static_range(2):
             token = first + (16 * n + 8 * i) + r
             written = live & (token < tokens)
-            total = row_sum(state[1][n][i], NATIVE)
+            total = row_sum(state[1][n][i])
             empty = total == 0.0
             share = 1.0 / tl.where(empty, 1.0, total)
             if dropout is not None:
@@ -66,7 +66,7 @@ def _attention_mma_kernel(
                 out = state[2][n][j // 8]
                 column = j + 2 * c
                 even, odd = out[2 * i] * share, out[2 * i + 1] * share
-                ops.store_pair(at + column, even, odd, written & (column < D), KIND, NATIVE)
+                ops.store_pair(at + column, even, odd, written & (column < D), KIND)
             lse = tl.where(empty, float("inf"), state[0][n][i] * scale + tl.log2(total))
             lse_at = ops.head_at(lse_ptr, row, head, H, all_rows, 1, BY_HEAD)
             tl.store(lse_at + token * (1 if BY_HEAD else H), lse, mask=written & (c == 0))
@@ -75,16 +75,14 @@ def _attention_mma_kernel(
 @triton.jit
 def _attend(
     state, q, k_at, v_at, mask_at, previous_at, scores_at, dropout, ld_k, ld_v, mask_step, key, first, r, c, live,
-    tokens, scale, root, D, KIND, NATIVE, MASK, CAUSAL, WIDE, EVEN, BY_HEAD, TILES, BLOCK, BOUNDED,
+    tokens, scale, root, D, KIND, MASK, CAUSAL, WIDE, EVEN, BY_HEAD, TILES, BLOCK, BOUNDED,
 ):  # fmt: skip
     """The rows' (largest score, sum, o) with keys key .. key + 15 taken in; sums are a lane's own until the end."""
     k, v, added, keys = (), (), (), ()
     for i in tl.static_range(2):
-        k = k + (
-            ops.load_operands(k_at, ld_k, key + 8 * i + r, tokens, c, ops.load_row, BY_HEAD, D, KIND, NATIVE, BOUNDED),
-        )
-        along = ops.load_column(v_at, ld_v, key + 8 * i + 2 * c, tokens, r, D, KIND, NATIVE, BOUNDED)
-        v = v + (ops.as_operands(along, BY_HEAD, KIND, NATIVE),)
+        k = k + (ops.load_operands(k_at, ld_k, key + 8 * i + r, tokens, c, ops.load_row, BY_HEAD, D, KIND, BOUNDED),)
+        along = ops.load_column(v_at, ld_v, key + 8 * i + 2 * c, tokens, r, D, KIND, BOUNDED)
+        v = v + (ops.as_operands(along, BY_HEAD, KIND),)
         for j in tl.static_range(2):
             keys = keys + (key + (8 * i + j) + 2 * c,)
             if BOUNDED or MASK != "":
@@ -94,14 +92,14 @@ def _attend(
         for n in tl.static_range(TILES):
             query = first + 16 * n + r
             before = before + (
-                ops.scores_of_rows(previous_at, query, keys[0], tokens, EVEN, WIDE, NATIVE)
-                + ops.scores_of_rows(previous_at, query, keys[2], tokens, EVEN, WIDE, NATIVE),
+                ops.scores_of_rows(previous_at, query, keys[0], tokens, EVEN, WIDE)
+                + ops.scores_of_rows(previous_at, query, keys[2], tokens, EVEN, WIDE),
             )
     tops, totals, outs = (), (), ()
     for n in tl.static_range(TILES):
-        s = ops.score_products(q[n], k[0], BLOCK, KIND, NATIVE) + ops.score_products(q[n], k[1], BLOCK, KIND, NATIVE)
+        s = ops.score_products(q[n], k[0], BLOCK, KIND) + ops.score_products(q[n], k[1], BLOCK, KIND)
         if previous_at is not None:
-            s = ops.with_scores(s, before[n], root, EVEN, KIND, NATIVE)
+            s = ops.with_scores(s, before[n], root, EVEN, KIND)
         of_rows = ()
         for i in tl.static_range(2):
             query = first + (16 * n + 8 * i) + r
@@ -114,11 +112,11 @@ def _attend(
             if scores_at is not None:
                 for j in tl.static_range(0, 4, 2):
                     even, odd = seen[j] * (1.0 / root), seen[j + 1] * (1.0 / root)
-                    ops.write_scores(scores_at, query, keys[j], even, odd, tokens, live, EVEN, WIDE, NATIVE)
+                    ops.write_scores(scores_at, query, keys[j], even, odd, tokens, live, EVEN, WIDE)
             of_rows = of_rows + (
                 _attend_row(
                     state[0][n][i], state[1][n][i], seen[0], seen[1], seen[2], seen[3],
-                    scale, NATIVE, MASK != "" or CAUSAL or previous_at is not None,
+                    scale, MASK != "" or CAUSAL or previous_at is not None,
                 ),
             )  # fmt: skip
         tops = tops + ((of_rows[0][0], of_rows[1][0]),)
@@ -138,15 +136,15 @@ def _attend(
                     ops.kept(p[0], words[0][i], dropout), ops.kept(p[1], words[1][i], dropout),
                     ops.kept(p[2], words[0][2 + i], dropout), ops.kept(p[3], words[1][2 + i], dropout),
                 )  # fmt: skip
-            o = ops.with_products(o, operand(p, KIND, NATIVE), v[i], KIND, NATIVE)
+            o = ops.with_products(o, operand(p, KIND), v[i], KIND)
         outs = outs + (o,)
     return tops, totals, outs
 
 
 @triton.jit
-def _attend_row(top, total, s0, s1, s2, s3, scale, NATIVE, EMPTY):
+def _attend_row(top, total, s0, s1, s2, s3, scale, EMPTY):
     """A row's largest score and sum with four scores taken in; what earlier ones shrink by; the four's exponentials."""
-    above = tl.maximum(top, row_max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), NATIVE))
+    above = tl.maximum(top, row_max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3))))
     base = above
     if EMPTY:
         base = tl.where(above == float("-inf"), 0.0, above)

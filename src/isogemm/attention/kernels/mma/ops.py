@@ -30,17 +30,13 @@ from isogemm.epilogues.device import philox
 _KINDS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
 
-# the warp's instructions; NATIVE = False: the same in plain Triton, for the interpreter
+# the warp's instructions
 
 
 @triton.jit
-def _product(acc, a, b, KIND, NATIVE):
+def _product(acc, a, b, KIND):
     """acc [16, 8] + a [16, 8] b^T, b [8, 8] by rows."""
-    if not NATIVE:
-        c0, c1 = _half_product(acc[0], acc[1], a[0], a[1], b)
-        c2, c3 = _half_product(acc[2], acc[3], a[2], a[3], b)
-        return c0, c1, c2, c3
-    elif KIND == tl.float32:
+    if KIND == tl.float32:
         return instruction(acc[0], acc[1], acc[2], acc[3], a[0], a[2], a[1], a[3], b[0], b[1], KIND)
     else:
         NAME: tl.constexpr = "bf16" if KIND == tl.bfloat16 else "f16"
@@ -53,50 +49,29 @@ def _product(acc, a, b, KIND, NATIVE):
 
 
 @triton.jit
-def _half_product(even, odd, a0, a1, b):
-    """Rows r of the result's columns 2 c and 2 c + 1."""
-    WARPS: tl.constexpr = even.shape[0] // 32
-    left0 = tl.reshape(a0, [WARPS, 8, 1, 4])
-    left1 = tl.reshape(a1, [WARPS, 8, 1, 4])
-    right0 = tl.reshape(b[0], [WARPS, 1, 8, 4])
-    right1 = tl.reshape(b[1], [WARPS, 1, 8, 4])
-    found = tl.sum(left0 * right0 + left1 * right1, axis=3)
-    first, second = tl.split(tl.reshape(found, [WARPS, 8, 4, 2]))
-    return even + tl.reshape(first, [WARPS * 32]), odd + tl.reshape(second, [WARPS * 32])
-
-
-@triton.jit
-def as_operands(raw, ROUNDED, KIND, NATIVE):
+def as_operands(raw, ROUNDED, KIND):
     """Loaded values as operands, for every eight columns; ROUNDED: they are rounded already."""
     made = ()
     for j in tl.static_range(len(raw)):
-        if ROUNDED and NATIVE:
+        if ROUNDED:
             made = made + (raw[j],)
         else:
-            made = made + (loaded_operand(raw[j], KIND, KIND, NATIVE),)
+            made = made + (loaded_operand(raw[j], KIND, KIND),)
     return made
 
 
 @triton.jit
-def of_columns(x, c, NATIVE):
+def of_columns(x, c):
     """From a value for each row r, known to its lanes: those of rows 2 c and 2 c + 1, which are a result's columns."""
-    if NATIVE:
-        even = tl.inline_asm_elementwise(
-            "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, 8 * c],
-            dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-        odd = tl.inline_asm_elementwise(
-            "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, 8 * c + 4],
-            dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-        return even, odd
-    else:
-        WARPS: tl.constexpr = x.shape[0] // 32
-        rows = tl.sum(tl.reshape(x, [WARPS, 8, 4]), axis=2) * 0.25
-        even, odd = tl.split(tl.reshape(rows, [WARPS, 4, 2]))
-        even = tl.broadcast_to(tl.reshape(even, [WARPS, 1, 4]), [WARPS, 8, 4])
-        odd = tl.broadcast_to(tl.reshape(odd, [WARPS, 1, 4]), [WARPS, 8, 4])
-        return tl.reshape(even, [WARPS * 32]), tl.reshape(odd, [WARPS * 32])
+    return _of_lane(x, 8 * c), _of_lane(x, 8 * c + 4)
+
+
+@triton.jit
+def _of_lane(x, lane):
+    """x of the warp's lane with that number."""
+    return tl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, lane], dtype=tl.float32, is_pure=True, pack=1
+    )  # fmt: skip
 
 
 # memory
@@ -121,28 +96,22 @@ def fetch_layers(ats, ld, tokens, FETCH, BLOCK):
 
 
 @triton.jit
-def _pair(at, first, D, KIND, NATIVE):
+def _pair(at, first, D, KIND):
     """Columns first and first + 1 of the rows at `at`, zeros beyond D: two values, or a packed pair."""
     if D % 8 != 0:
-        return _load_pair(at + first, first < D, KIND, NATIVE)
-    elif NATIVE and KIND == tl.float32:
+        return _load_pair(at + first, first < D, KIND)
+    elif KIND == tl.float32:
         return tl.inline_asm_elementwise(
-            "ld.global.v2.b32 {$0, $1}, [$2];",
-            "=r,=r,l",
-            [at + first],
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
+            "ld.global.v2.b32 {$0, $1}, [$2];", "=r,=r,l", [at + first], dtype=(tl.int32, tl.int32), is_pure=True,
             pack=1,
-        )
+        )  # fmt: skip
     else:
-        return _load_pair(at + first, None, KIND, NATIVE)
+        return _load_pair(at + first, None, KIND)
 
 
 @triton.jit
-def _load_pair(at, inside, KIND, NATIVE):
-    if not NATIVE:
-        return _load(at, inside, 0.0).to(tl.float32), _load(at + 1, inside, 0.0).to(tl.float32)
-    elif KIND == tl.float32:
+def _load_pair(at, inside, KIND):
+    if KIND == tl.float32:
         return tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.v2.b32 {$0, $1}, [$2]; }",
             "=r,=r,l,r", [at, inside.to(tl.int32)], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
@@ -160,11 +129,8 @@ def _load(at, inside, other: tl.constexpr):
 
 
 @triton.jit
-def store_pair(at, even, odd, live, KIND, NATIVE):
-    if not NATIVE:
-        tl.store(at, even.to(KIND), mask=live)
-        tl.store(at + 1, odd.to(KIND), mask=live)
-    elif KIND == tl.float32:
+def store_pair(at, even, odd, live, KIND):
+    if KIND == tl.float32:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $4, 0; @p st.global.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0; }",
             "=r,l,f,f,r", [at.to(tl.int64), even, odd, live.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
@@ -183,28 +149,28 @@ def at_most_last(token, tokens, BOUNDED):
 
 
 @triton.jit
-def load_rows(at, ld, token, tokens, c, D, KIND, NATIVE, BOUNDED=True):
+def load_rows(at, ld, token, tokens, c, D, KIND, BOUNDED=True):
     """For every eight columns: rows token and token + 8 at columns 2 c and 2 c + 1; the last row for any beyond."""
     upper = at + at_most_last(token, tokens, BOUNDED) * ld
     lower = at + at_most_last(token + 8, tokens, BOUNDED) * ld
     found = ()
     for j in tl.static_range(0, D, 8):
-        found = found + (_pair(upper, j + 2 * c, D, KIND, NATIVE) + _pair(lower, j + 2 * c, D, KIND, NATIVE),)
+        found = found + (_pair(upper, j + 2 * c, D, KIND) + _pair(lower, j + 2 * c, D, KIND),)
     return found
 
 
 @triton.jit
-def load_row(at, ld, token, tokens, c, D, KIND, NATIVE, BOUNDED):
+def load_row(at, ld, token, tokens, c, D, KIND, BOUNDED):
     """`load_rows` of row token alone."""
     at += at_most_last(token, tokens, BOUNDED) * ld
     found = ()
     for j in tl.static_range(0, D, 8):
-        found = found + (_pair(at, j + 2 * c, D, KIND, NATIVE),)
+        found = found + (_pair(at, j + 2 * c, D, KIND),)
     return found
 
 
 @triton.jit
-def load_column(at, ld, token, tokens, r, D, KIND, NATIVE, BOUNDED):
+def load_column(at, ld, token, tokens, r, D, KIND, BOUNDED):
     """For every eight columns: column r at rows token and token + 1; the last row for any beyond."""
     upper = at + (at_most_last(token, tokens, BOUNDED) * ld + r)
     lower = at + (at_most_last(token + 1, tokens, BOUNDED) * ld + r)
@@ -215,9 +181,7 @@ def load_column(at, ld, token, tokens, r, D, KIND, NATIVE, BOUNDED):
             inside = j + r < D
         even = _load(upper + j, inside, 0.0)
         odd = _load(lower + j, inside, 0.0)
-        if not NATIVE:
-            found = found + ((even.to(tl.float32), odd.to(tl.float32)),)
-        elif KIND == tl.float32:
+        if KIND == tl.float32:
             found = found + ((even.to(tl.int32, bitcast=True), odd.to(tl.int32, bitcast=True)),)
         else:
             low = even.to(tl.uint16, bitcast=True).to(tl.uint32)
@@ -227,12 +191,12 @@ def load_column(at, ld, token, tokens, r, D, KIND, NATIVE, BOUNDED):
 
 
 @triton.jit
-def load_operands(ats, ld, token, tokens, lane, READ, ROUNDED, D, KIND, NATIVE, BOUNDED=True):
+def load_operands(ats, ld, token, tokens, lane, READ, ROUNDED, D, KIND, BOUNDED=True):
     """What READ, one of the three above, loads of every layer, as operands; ROUNDED: the last one's is rounded."""
     made = ()
     for layer in tl.static_range(len(ats)):
-        raw = READ(ats[layer], ld, token, tokens, lane, D, KIND, NATIVE, BOUNDED)
-        made = made + as_operands(raw, ROUNDED and layer == len(ats) - 1, KIND, NATIVE)
+        raw = READ(ats[layer], ld, token, tokens, lane, D, KIND, BOUNDED)
+        made = made + as_operands(raw, ROUNDED and layer == len(ats) - 1, KIND)
     return made
 
 
@@ -260,14 +224,14 @@ def _score(at, query, key, tokens, WIDE):
 
 
 @triton.jit
-def scores_of_rows(at, query, key, tokens, EVEN, WIDE, NATIVE):
+def scores_of_rows(at, query, key, tokens, EVEN, WIDE):
     """[16, 8] of the scores in memory from (query, key) on, 0 beyond the end; EVEN: so are the tokens, pairs are."""
     found = ()
     for i in tl.static_range(2):
         row = query + 8 * i
         if EVEN:
             inside = (row < tokens) & (key < tokens)
-            pair = _load_pair(_score_at(at, row, key, tokens, WIDE), inside, at.dtype.element_ty, NATIVE)
+            pair = _load_pair(_score_at(at, row, key, tokens, WIDE), inside, at.dtype.element_ty)
             found = found + pair
         else:
             found = found + (_score(at, row, key, tokens, WIDE), _score(at, row, key + 1, tokens, WIDE))
@@ -284,11 +248,11 @@ def scores_of_columns(at, query, key, tokens, WIDE):
 
 
 @triton.jit
-def score_values(raw, PAIRS, KIND, NATIVE):
+def score_values(raw, PAIRS, KIND):
     """Scores that were loaded, in pairs or one by one, as floats."""
     made = ()
     if PAIRS:
-        made = floats(raw, KIND, NATIVE)
+        made = floats(raw, KIND)
     else:
         for i in tl.static_range(len(raw)):
             made = made + (raw[i].to(tl.float32),)
@@ -296,9 +260,9 @@ def score_values(raw, PAIRS, KIND, NATIVE):
 
 
 @triton.jit
-def with_scores(s, raw, root, PAIRS, KIND, NATIVE):
+def with_scores(s, raw, root, PAIRS, KIND):
     """Products with scores of the layer before, in the products' units."""
-    values = score_values(raw, PAIRS, KIND, NATIVE)
+    values = score_values(raw, PAIRS, KIND)
     made = ()
     for i in tl.static_range(len(s)):
         made = made + (tl.fma(values[i], root, s[i]),)
@@ -306,13 +270,13 @@ def with_scores(s, raw, root, PAIRS, KIND, NATIVE):
 
 
 @triton.jit
-def write_scores(at, query, key, even, odd, tokens, live, EVEN, WIDE, NATIVE):
+def write_scores(at, query, key, even, odd, tokens, live, EVEN, WIDE):
     """Store a query's scores of keys key and key + 1."""
     KIND: tl.constexpr = at.dtype.element_ty
     live = live & (query < tokens)
     to = _score_at(at, query, key, tokens, WIDE)
     if EVEN:
-        store_pair(to, even, odd, live & (key < tokens), KIND, NATIVE)
+        store_pair(to, even, odd, live & (key < tokens), KIND)
     else:
         tl.store(to, even.to(KIND), mask=live & (key < tokens))
         tl.store(to + 1, odd.to(KIND), mask=live & (key + 1 < tokens))
@@ -348,21 +312,21 @@ def zero_results(N, BLOCK):
 
 
 @triton.jit
-def score_products(a, b, BLOCK, KIND, NATIVE):
+def score_products(a, b, BLOCK, KIND):
     """[16, 8] of a b^T over all columns."""
     zero = tl.zeros([BLOCK], tl.float32)
     acc = (zero, zero, zero, zero)
     for j in tl.static_range(len(a)):
-        acc = _product(acc, a[j], b[j], KIND, NATIVE)
+        acc = _product(acc, a[j], b[j], KIND)
     return acc
 
 
 @triton.jit
-def with_products(acc, a, b, KIND, NATIVE):
+def with_products(acc, a, b, KIND):
     """acc + a b for every eight columns of b."""
     made = ()
     for j in tl.static_range(len(acc)):
-        made = made + (_product(acc[j], a, b[j], KIND, NATIVE),)
+        made = made + (_product(acc[j], a, b[j], KIND),)
     return made
 
 
@@ -468,12 +432,11 @@ def constants_of(problem: Attention, config: MmaConfig, more: dict[str, object] 
         "H": problem.heads,
         "D": problem.head,
         "KIND": _KINDS[problem.dtype],
-        "NATIVE": not triton.knobs.runtime.interpret,
         "MASK": problem.mask,
         "CAUSAL": problem.causal,
         "WIDE": farthest >= 2**31,
         "EVEN": problem.residual and problem.tokens % 2 == 0,
-        "FETCH": read > CACHED and not triton.knobs.runtime.interpret,
+        "FETCH": read > CACHED,
         "BY_HEAD": problem.by_head,
         **(more or {}),
         "TILES": config.tiles,

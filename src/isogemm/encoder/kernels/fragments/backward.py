@@ -31,16 +31,16 @@ def _place_of_sums(norm_sums, r, c, live, D, BLOCK):
 
 
 @triton.jit
-def _store_sum(at, block, column, leads, NATIVE):
+def _store_sum(at, block, column, leads):
     """The warp's sum of a block's columns, to its place in one of the [6, D] sums; leads: whether this lane writes."""
     sums = ()
     for e in tl.static_range(4):
-        sums = sums + (column_sum(block[e] + block[e + 4], NATIVE),)
-    store_four(at + column, sums, leads, NATIVE)
+        sums = sums + (column_sum(block[e] + block[e + 4]),)
+    store_four(at + column, sums, leads)
 
 
 @triton.jit
-def _norm_backward(dn, x, mean, deviation, g_ptr, sums, which: tl.constexpr, leads, c, D, NORM, NATIVE):
+def _norm_backward(dn, x, mean, deviation, g_ptr, sums, which: tl.constexpr, leads, c, D, NORM):
     """The gradient of a norm's input x; the warp's part in those of its scale and shift: sums which, which + 1."""
     upper_along = tl.zeros_like(mean[0])
     lower_along = tl.zeros_like(mean[0])
@@ -49,11 +49,11 @@ def _norm_backward(dn, x, mean, deviation, g_ptr, sums, which: tl.constexpr, lea
     xhat, scaled = (), ()
     for i in tl.static_range(len(x)):  # block by block: the registers are wanted
         normal = ops.normalized_block(x[i], mean, deviation)
-        _store_sum(sums + (which + 1) * D, dn[i], 16 * i, leads, NATIVE)
-        _store_sum(sums + which * D, ops.block_product(dn[i], normal), 16 * i, leads, NATIVE)
+        _store_sum(sums + (which + 1) * D, dn[i], 16 * i, leads)
+        _store_sum(sums + which * D, ops.block_product(dn[i], normal), 16 * i, leads)
         block = dn[i]
         if g_ptr is not None:
-            block = ops.block_product(block, ops.columns_of(g_ptr, c, 16 * i, NATIVE))
+            block = ops.block_product(block, ops.columns_of(g_ptr, c, 16 * i))
         along = ops.block_product(block, normal)
         upper_along += ops.four_sum(along, 0)
         lower_along += ops.four_sum(along, 4)
@@ -62,8 +62,8 @@ def _norm_backward(dn, x, mean, deviation, g_ptr, sums, which: tl.constexpr, lea
             lower_away += ops.four_sum(block, 4)
         xhat = xhat + (normal,)
         scaled = scaled + (block,)
-    along = (row_sum(upper_along, NATIVE) * (1.0 / D), row_sum(lower_along, NATIVE) * (1.0 / D))
-    away = (row_sum(upper_away, NATIVE) * (1.0 / D), row_sum(lower_away, NATIVE) * (1.0 / D))
+    along = (row_sum(upper_along) * (1.0 / D), row_sum(lower_along) * (1.0 / D))
+    away = (row_sum(upper_away) * (1.0 / D), row_sum(lower_away) * (1.0 / D))
     made = ()
     for i in tl.static_range(len(x)):
         block = ()
@@ -80,37 +80,35 @@ def _feedforward_backward_rows_kernel(
     u_ptr, act_ptr, dz_ptr, dlast_ptr, ds_ptr, norm_sums, seed_ptr, left_ptr, rows, eps,
     D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr, RESIDUAL_NORMED: tl.constexpr,
     HIDDEN_DROPPED: tl.constexpr, DROPPED: tl.constexpr, ACT: tl.constexpr, ACT_GRAD: tl.constexpr,
-    EXACT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
+    EXACT: tl.constexpr, KIND: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     start_launch(PDL)
     r, c, at, live, inside = ops.place_rows(tl.program_id(0), rows, INDEX, BLOCK)
     lane = 4 * r + c
     sums, leads = _place_of_sums(norm_sums, r, c, live, D, BLOCK)
-    s = ops.attended_rows(x_ptr, o_ptr, wo, bo, inside, c, lane, D, KIND, BLOCK, NATIVE)
+    s = ops.attended_rows(x_ptr, o_ptr, wo, bo, inside, c, lane, D, KIND, BLOCK)
     if NORM == "batch_norm":
-        normed = ops.batch_normed_rows(s, norm_w, norm_b, c, D, NATIVE)
+        normed = ops.batch_normed_rows(s, norm_w, norm_b, c, D)
     else:
-        mean, deviation = ops.row_statistics(s, eps, D, NORM, NATIVE)
+        mean, deviation = ops.row_statistics(s, eps, D, NORM)
         if o_ptr is not None:
-            ops.store_rows(ds_ptr, s, at, live, c, D, NATIVE)  # parked there until the norm's gradient
-        normed = ops.normed_rows(s, mean, deviation, norm_w, norm_b, c, NATIVE)
-    ops.store_rows(u_ptr, normed, at, live, c, D, NATIVE)
-    u = ops.as_operands(normed, KIND, NATIVE)
-    dlast = ops.only_live(ops.load_rows(dy_ptr, inside, c, D, D, NATIVE), live)
+            ops.store_rows(ds_ptr, s, at, live, c, D)  # parked there until the norm's gradient
+        normed = ops.normed_rows(s, mean, deviation, norm_w, norm_b, c)
+    ops.store_rows(u_ptr, normed, at, live, c, D)
+    u = ops.as_operands(normed, KIND)
+    dlast = ops.only_live(ops.load_rows(dy_ptr, inside, c, D, D), live)
     if NORM_LAST:
-        total = ops.load_rows(sum_ptr, inside, c, D, D, NATIVE)
-        last_mean, last_deviation = ops.row_statistics(total, eps, D, NORM, NATIVE)
-        dlast = _norm_backward(
-            dlast, total, last_mean, last_deviation, last_w, sums, 2, leads, c, D, NORM, NATIVE
-        )  # fmt: skip
-        ops.store_rows(dlast_ptr, dlast, at, live, c, D, NATIVE)
+        total = ops.load_rows(sum_ptr, inside, c, D, D)
+        last_mean, last_deviation = ops.row_statistics(total, eps, D, NORM)
+        dlast = _norm_backward(dlast, total, last_mean, last_deviation, last_w, sums, 2, leads, c, D, NORM)
+        ops.store_rows(dlast_ptr, dlast, at, live, c, D)
     if DROPPED > 0:
-        dlast = ops.dropped_rows(dlast, seed_ptr, OUTPUT, at, c, DROPPED, NATIVE)
-        ops.store_rows(left_ptr, dlast, at, live, c, D, NATIVE)
+        dlast = ops.dropped_rows(dlast, seed_ptr, OUTPUT, at, c, DROPPED)
+        ops.store_rows(left_ptr, dlast, at, live, c, D)
     for i in tl.static_range(D // 16):  # linear2's bias, here and exactly: torch rounds none of it
-        _store_sum(sums + 4 * D, dlast[i], 16 * i, leads, NATIVE)
-    d_operand = ops.as_operands(dlast, KIND, NATIVE)
+        _store_sum(sums + 4 * D, dlast[i], 16 * i, leads)
+    d_operand = ops.as_operands(dlast, KIND)
     if HIDDEN_DROPPED > 0:
         seed = tl.load(seed_ptr) + ACTIVATION
         later = ops.no_words(BLOCK)
@@ -119,13 +117,13 @@ def _feedforward_backward_rows_kernel(
         tl.debug_barrier()  # warps that stay together find the weights in the cache
         if HIDDEN_DROPPED > 0:
             if f % 2 == 0:
-                words, later = ops.words_of_rows(seed, at, f // 2, c, NATIVE)
+                words, later = ops.words_of_rows(seed, at, f // 2, c)
             else:
                 words = later
-        z = ops.times_block(u, w1, lane, f, D, BLOCK, KIND, NATIVE)
-        dz = ops.times_block(d_operand, w2_t, lane, f, D, BLOCK, KIND, NATIVE)
+        z = ops.times_block(u, w1, lane, f, D, BLOCK, KIND)
+        dz = ops.times_block(d_operand, w2_t, lane, f, D, BLOCK, KIND)
         if b1 is not None:
-            z = ops.block_sum(z, ops.columns_of(b1, c, 16 * f, NATIVE))
+            z = ops.block_sum(z, ops.columns_of(b1, c, 16 * f))
         active, slope = (), ()
         for e in tl.static_range(8):
             active = active + (ACT(z[e], EXACT),)
@@ -134,33 +132,33 @@ def _feedforward_backward_rows_kernel(
             kept = ops.keeping_of(words, HIDDEN_DROPPED)
             active = ops.block_product(active, kept)
             slope = ops.block_product(slope, kept)
-        ops.store_block(act_ptr, active, at, live, c, 16 * f, F, NATIVE)
-        ops.store_block(dz_ptr, slope, at, live, c, 16 * f, F, NATIVE)
-        du = ops.with_block(du, operand(slope, KIND, NATIVE), w1_t, lane, f, F, KIND, NATIVE)
+        ops.store_block(act_ptr, active, at, live, c, 16 * f, F)
+        ops.store_block(dz_ptr, slope, at, live, c, 16 * f, F)
+        du = ops.with_block(du, operand(slope, KIND), w1_t, lane, f, F, KIND)
     if NORM == "batch_norm":
         ds = du
         if RESIDUAL_NORMED:
-            ds = ops.block_sums(ds, ops.load_rows(dy_ptr, inside, c, D, D, NATIVE))
+            ds = ops.block_sums(ds, ops.load_rows(dy_ptr, inside, c, D, D))
     else:
         if o_ptr is None:
-            s = ops.only_live(ops.load_rows(x_ptr, inside, c, D, D, NATIVE), live)
+            s = ops.only_live(ops.load_rows(x_ptr, inside, c, D, D), live)
         else:
-            s = ops.only_live(ops.load_rows(ds_ptr, inside, c, D, D, NATIVE), live)
+            s = ops.only_live(ops.load_rows(ds_ptr, inside, c, D, D), live)
         if NORM_LAST:
-            du = ops.block_sums(du, ops.only_live(ops.load_rows(dlast_ptr, inside, c, D, D, NATIVE), live))
+            du = ops.block_sums(du, ops.only_live(ops.load_rows(dlast_ptr, inside, c, D, D), live))
         elif RESIDUAL_NORMED:
-            du = ops.block_sums(du, ops.only_live(ops.load_rows(dy_ptr, inside, c, D, D, NATIVE), live))
+            du = ops.block_sums(du, ops.only_live(ops.load_rows(dy_ptr, inside, c, D, D), live))
         WHICH: tl.constexpr = 0 if NORM_LAST else 2
-        ds = _norm_backward(du, s, mean, deviation, norm_w, sums, WHICH, leads, c, D, NORM, NATIVE)
+        ds = _norm_backward(du, s, mean, deviation, norm_w, sums, WHICH, leads, c, D, NORM)
         if not RESIDUAL_NORMED:
-            ds = ops.block_sums(ds, ops.load_rows(dy_ptr, inside, c, D, D, NATIVE))
-    ops.store_rows(ds_ptr, ds, at, live, c, D, NATIVE)
+            ds = ops.block_sums(ds, ops.load_rows(dy_ptr, inside, c, D, D))
+    ops.store_rows(ds_ptr, ds, at, live, c, D)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _input_grad_rows_kernel(
     x_ptr, norm_w, norm_b, in_proj_t, dqkv_ptr, ds_ptr, n_ptr, dx_ptr, norm_sums, residual_ptr, rows, eps,
-    D: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
+    D: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr,
     INDEX: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_launch(PDL)
@@ -173,29 +171,29 @@ def _input_grad_rows_kernel(
     dn = zero_blocks(D // 16, BLOCK)
     for k in tl.range(0, 3 * D // 16):
         tl.debug_barrier()  # warps that stay together find the weights in the cache
-        above = loaded_operand(load_four(upper + 16 * k, NATIVE), FROM, KIND, NATIVE)
-        grad = above + loaded_operand(load_four(lower + 16 * k, NATIVE), FROM, KIND, NATIVE)
-        dn = ops.with_block(dn, grad, in_proj_t, lane, k, 3 * D, KIND, NATIVE)
+        above = loaded_operand(load_four(upper + 16 * k), FROM, KIND)
+        grad = above + loaded_operand(load_four(lower + 16 * k), FROM, KIND)
+        dn = ops.with_block(dn, grad, in_proj_t, lane, k, 3 * D, KIND)
     dn = ops.only_live(dn, live)
     if NORM != "":
-        x = ops.load_rows(x_ptr, inside, c, D, D, NATIVE)
-        mean, deviation = ops.row_statistics(x, eps, D, NORM, NATIVE)
+        x = ops.load_rows(x_ptr, inside, c, D, D)
+        mean, deviation = ops.row_statistics(x, eps, D, NORM)
         for i in tl.static_range(D // 16):
-            normed = ops.normed_block(x[i], mean, deviation, norm_w, norm_b, c, 16 * i, NATIVE)
-            ops.store_block(n_ptr, normed, at, live, c, 16 * i, D, NATIVE)
+            normed = ops.normed_block(x[i], mean, deviation, norm_w, norm_b, c, 16 * i)
+            ops.store_block(n_ptr, normed, at, live, c, 16 * i, D)
         if RESIDUAL == "through":
-            residual = ops.load_rows(ds_ptr if residual_ptr is None else residual_ptr, inside, c, D, D, NATIVE)
+            residual = ops.load_rows(ds_ptr if residual_ptr is None else residual_ptr, inside, c, D, D)
             dn = ops.block_sums(dn, ops.only_live(residual, live))
-        dn = _norm_backward(dn, x, mean, deviation, norm_w, sums, 0, leads, c, D, NORM, NATIVE)
+        dn = _norm_backward(dn, x, mean, deviation, norm_w, sums, 0, leads, c, D, NORM)
     for i in tl.static_range(D // 16):
-        ds = ops.only_live(ops.load_rows(ds_ptr + 16 * i, inside, c, D, 16, NATIVE), live)
-        _store_sum(sums + 5 * D, ds[0], 16 * i, leads, NATIVE)  # out_proj's bias, here and exactly
+        ds = ops.only_live(ops.load_rows(ds_ptr + 16 * i, inside, c, D, 16), live)
+        _store_sum(sums + 5 * D, ds[0], 16 * i, leads)  # out_proj's bias, here and exactly
         dx = dn[i]
         if RESIDUAL == "around" or (RESIDUAL == "through" and NORM == ""):
             if residual_ptr is not None:
-                ds = ops.load_rows(residual_ptr + 16 * i, inside, c, D, 16, NATIVE)
+                ds = ops.load_rows(residual_ptr + 16 * i, inside, c, D, 16)
             dx = ops.block_sum(dx, ds[0])
-        ops.store_block(dx_ptr, dx, at, live, c, 16 * i, D, NATIVE)
+        ops.store_block(dx_ptr, dx, at, live, c, 16 * i, D)
 
 
 def describe_feedforward_backward(layer: Layer, warps: int, eps: float) -> Launch:

@@ -42,47 +42,47 @@ def place_rows(first_program, rows, INDEX, BLOCK):
 
 
 @triton.jit
-def load_rows(ptr, at, c, LD, COLUMNS, NATIVE):
+def load_rows(ptr, at, c, LD, COLUMNS):
     """Both rows as blocks of floats."""
-    return load_operands(ptr, at, c, LD, COLUMNS, None, NATIVE)
+    return load_operands(ptr, at, c, LD, COLUMNS, None)
 
 
 @triton.jit
-def load_operands(ptr, at, c, LD, COLUMNS, KIND, NATIVE):
+def load_operands(ptr, at, c, LD, COLUMNS, KIND):
     """Both rows as operands of type KIND; as floats where that is None."""
     upper = ptr + (at[0] * LD + 4 * c)
     lower = ptr + (at[1] * LD + 4 * c)
     made = ()
     for i in tl.static_range(0, COLUMNS, 16):
-        made = made + (_four(upper + i, KIND, NATIVE) + _four(lower + i, KIND, NATIVE),)
+        made = made + (_four(upper + i, KIND) + _four(lower + i, KIND),)
     return made
 
 
 @triton.jit
-def _four(at, KIND, NATIVE):
-    raw = load_four(at, NATIVE)
+def _four(at, KIND):
+    raw = load_four(at)
     if KIND is None:
-        return floats(raw, at.dtype.element_ty, NATIVE)
+        return floats(raw, at.dtype.element_ty)
     else:
-        return loaded_operand(raw, at.dtype.element_ty, KIND, NATIVE)
+        return loaded_operand(raw, at.dtype.element_ty, KIND)
 
 
 @triton.jit
-def store_block(ptr, block, at, live, c, column, LD, NATIVE):
-    store_four(ptr + (at[0] * LD + column + 4 * c), block[0:4], live[0], NATIVE)
-    store_four(ptr + (at[1] * LD + column + 4 * c), block[4:8], live[1], NATIVE)
+def store_block(ptr, block, at, live, c, column, LD):
+    store_four(ptr + (at[0] * LD + column + 4 * c), block[0:4], live[0])
+    store_four(ptr + (at[1] * LD + column + 4 * c), block[4:8], live[1])
 
 
 @triton.jit
-def store_rows(ptr, blocks, at, live, c, LD, NATIVE):
+def store_rows(ptr, blocks, at, live, c, LD):
     for i in tl.static_range(len(blocks)):
-        store_block(ptr, blocks[i], at, live, c, 16 * i, LD, NATIVE)
+        store_block(ptr, blocks[i], at, live, c, 16 * i, LD)
 
 
 @triton.jit
-def columns_of(ptr, c, column, NATIVE):
+def columns_of(ptr, c, column):
     """Four elements of a vector, for each of both rows."""
-    four = floats(load_four(ptr + (column + 4 * c), NATIVE), ptr.dtype.element_ty, NATIVE)
+    four = floats(load_four(ptr + (column + 4 * c)), ptr.dtype.element_ty)
     return four + four
 
 
@@ -111,18 +111,18 @@ def block_product(a, b):
 
 
 @triton.jit
-def as_operands(blocks, KIND, NATIVE):
+def as_operands(blocks, KIND):
     made = ()
     for i in tl.static_range(len(blocks)):
-        made = made + (operand(blocks[i], KIND, NATIVE),)
+        made = made + (operand(blocks[i], KIND),)
     return made
 
 
 @triton.jit
-def plus_vector(blocks, ptr, c, NATIVE):
+def plus_vector(blocks, ptr, c):
     made = ()
     for i in tl.static_range(len(blocks)):
-        made = made + (block_sum(blocks[i], columns_of(ptr, c, 16 * i, NATIVE)),)
+        made = made + (block_sum(blocks[i], columns_of(ptr, c, 16 * i)),)
     return made
 
 
@@ -144,24 +144,24 @@ def four_sum(block, first: tl.constexpr):
 
 
 @triton.jit
-def row_sums(blocks, NATIVE):
+def row_sums(blocks):
     """Sums of both rows over all columns."""
     upper = four_sum(blocks[0], 0)
     lower = four_sum(blocks[0], 4)
     for i in tl.static_range(1, len(blocks)):
         upper += four_sum(blocks[i], 0)
         lower += four_sum(blocks[i], 4)
-    return row_sum(upper, NATIVE), row_sum(lower, NATIVE)
+    return row_sum(upper), row_sum(lower)
 
 
 # norms
 
 
 @triton.jit
-def row_statistics(x, eps, D, NORM, NATIVE):
+def row_statistics(x, eps, D, NORM):
     """Each row's mean (0 for RMSNorm) and 1 / deviation."""
     if NORM == "layer_norm":
-        upper, lower = row_sums(x, NATIVE)
+        upper, lower = row_sums(x)
         mean = (upper * (1.0 / D), lower * (1.0 / D))
     else:
         mean = (tl.zeros_like(x[0][0]), tl.zeros_like(x[0][0]))
@@ -172,7 +172,7 @@ def row_statistics(x, eps, D, NORM, NATIVE):
             away = x[i][e] - mean[e // 4]
             block = block + (away * away,)
         squares = squares + (block,)
-    upper, lower = row_sums(squares, NATIVE)
+    upper, lower = row_sums(squares)
     return mean, (1.0 / tl.sqrt_rn(upper * (1.0 / D) + eps), 1.0 / tl.sqrt_rn(lower * (1.0 / D) + eps))
 
 
@@ -185,36 +185,36 @@ def normalized_block(block, mean, deviation):
 
 
 @triton.jit
-def normed_block(block, mean, deviation, g_ptr, b_ptr, c, column, NATIVE):
+def normed_block(block, mean, deviation, g_ptr, b_ptr, c, column):
     block = normalized_block(block, mean, deviation)
     if g_ptr is not None:
-        block = block_product(block, columns_of(g_ptr, c, column, NATIVE))
+        block = block_product(block, columns_of(g_ptr, c, column))
     if b_ptr is not None:
-        block = block_sum(block, columns_of(b_ptr, c, column, NATIVE))
+        block = block_sum(block, columns_of(b_ptr, c, column))
     return block
 
 
 @triton.jit
-def normed_rows(x, mean, deviation, g_ptr, b_ptr, c, NATIVE):
+def normed_rows(x, mean, deviation, g_ptr, b_ptr, c):
     """The norm of rows x with these statistics."""
     made = ()
     for i in tl.static_range(len(x)):
-        made = made + (normed_block(x[i], mean, deviation, g_ptr, b_ptr, c, 16 * i, NATIVE),)
+        made = made + (normed_block(x[i], mean, deviation, g_ptr, b_ptr, c, 16 * i),)
     return made
 
 
 @triton.jit
-def batch_normed_rows(x, statistics, b_ptr, c, D, NATIVE):
+def batch_normed_rows(x, statistics, b_ptr, c, D):
     """The batch norm of rows x, of its statistics [4, D]: of which the mean and the scale are read."""
     made = ()
     for i in tl.static_range(len(x)):
-        mean = columns_of(statistics, c, 16 * i, NATIVE)
-        scale = columns_of(statistics + 2 * D, c, 16 * i, NATIVE)
+        mean = columns_of(statistics, c, 16 * i)
+        scale = columns_of(statistics + 2 * D, c, 16 * i)
         block = ()
         for e in tl.static_range(8):
             block = block + ((x[i][e] - mean[e]) * scale[e],)
         if b_ptr is not None:
-            block = block_sum(block, columns_of(b_ptr, c, 16 * i, NATIVE))
+            block = block_sum(block, columns_of(b_ptr, c, 16 * i))
         made = made + (block,)
     return made
 
@@ -223,7 +223,7 @@ def batch_normed_rows(x, statistics, b_ptr, c, D, NATIVE):
 
 
 @triton.jit
-def _random_words(seed, row, group, c, NATIVE):
+def _random_words(seed, row, group, c):
     """The generator's words of a row's 32 columns: for a lane's four in the first sixteen, and for its four in the
     others: two words each, for two columns each.
 
@@ -236,16 +236,16 @@ def _random_words(seed, row, group, c, NATIVE):
     for words in tl.static_range(2):
         low, high = (w0, w1) if words == 0 else (w2, w3)
         own = tl.where(second, high, low)
-        other = across(tl.where(second, low, high), NATIVE)
+        other = across(tl.where(second, low, high))
         made = made + ((tl.where(second, other, own), tl.where(second, own, other)),)
     return made
 
 
 @triton.jit
-def words_of_rows(seed, at, group, c, NATIVE):
+def words_of_rows(seed, at, group, c):
     """The generator's words of a block and of the next one."""
-    upper = _random_words(seed, at[0], group, c, NATIVE)
-    lower = _random_words(seed, at[1], group, c, NATIVE)
+    upper = _random_words(seed, at[0], group, c)
+    lower = _random_words(seed, at[1], group, c)
     return upper[0] + lower[0], upper[1] + lower[1]
 
 
@@ -266,9 +266,9 @@ def keeping_of(words, DROPPED):
 
 
 @triton.jit
-def dropped_rows(blocks, seed_ptr, PLACE, at, c, DROPPED, NATIVE):
+def dropped_rows(blocks, seed_ptr, PLACE, at, c, DROPPED):
     """Dropout of whole rows, at most 32 columns."""
-    words = words_of_rows(tl.load(seed_ptr) + PLACE, at, 0, c, NATIVE)
+    words = words_of_rows(tl.load(seed_ptr) + PLACE, at, 0, c)
     made = ()
     for i in tl.static_range(len(blocks)):
         made = made + (block_product(blocks[i], keeping_of(words[i], DROPPED)),)
@@ -279,45 +279,43 @@ def dropped_rows(blocks, seed_ptr, PLACE, at, c, DROPPED, NATIVE):
 
 
 @triton.jit
-def times_block(a, w, lane, first, K, BLOCK, KIND, NATIVE):
+def times_block(a, w, lane, first, K, BLOCK, KIND):
     """One block of columns of a W^T; first: the block's place among the weight's, K columns deep."""
     acc = zero_block(BLOCK)
     for i in tl.static_range(len(a)):
-        acc = multiply(acc, a[i], load_packed(w + (first * (K // 16) + i) * 256, lane, KIND, NATIVE), KIND, NATIVE)
+        acc = multiply(acc, a[i], load_packed(w + (first * (K // 16) + i) * 256, lane, KIND), KIND)
     return acc
 
 
 @triton.jit
-def with_block(acc, a, w, lane, k, K, KIND, NATIVE):
+def with_block(acc, a, w, lane, k, K, KIND):
     """acc + a W^T for a block a of k, all columns of the result."""
     made = ()
     for j in tl.static_range(len(acc)):
-        made = made + (
-            multiply(acc[j], a, load_packed(w + (j * (K // 16) + k) * 256, lane, KIND, NATIVE), KIND, NATIVE),
-        )
+        made = made + (multiply(acc[j], a, load_packed(w + (j * (K // 16) + k) * 256, lane, KIND), KIND),)
     return made
 
 
 @triton.jit
-def projected_rows(o_ptr, wo, bo, at, c, lane, D, KIND, BLOCK, NATIVE):
+def projected_rows(o_ptr, wo, bo, at, c, lane, D, KIND, BLOCK):
     """o Wo + bo."""
-    o = load_operands(o_ptr, at, c, D, D, KIND, NATIVE)
+    o = load_operands(o_ptr, at, c, D, D, KIND)
     s = ()
     for j in tl.static_range(D // 16):
-        s = s + (times_block(o, wo, lane, j, D, BLOCK, KIND, NATIVE),)
+        s = s + (times_block(o, wo, lane, j, D, BLOCK, KIND),)
     if bo is not None:
-        s = plus_vector(s, bo, c, NATIVE)
+        s = plus_vector(s, bo, c)
     return s
 
 
 @triton.jit
-def attended_rows(x_ptr, o_ptr, wo, bo, at, c, lane, D, KIND, BLOCK, NATIVE):
+def attended_rows(x_ptr, o_ptr, wo, bo, at, c, lane, D, KIND, BLOCK):
     """x + o Wo + bo, or without o, x."""
     if o_ptr is None:
-        return load_rows(x_ptr, at, c, D, D, NATIVE)
+        return load_rows(x_ptr, at, c, D, D)
     else:
-        s = projected_rows(o_ptr, wo, bo, at, c, lane, D, KIND, BLOCK, NATIVE)
-        return block_sums(s, load_rows(x_ptr, at, c, D, D, NATIVE))
+        s = projected_rows(o_ptr, wo, bo, at, c, lane, D, KIND, BLOCK)
+        return block_sums(s, load_rows(x_ptr, at, c, D, D))
 
 
 # the launches

@@ -22,14 +22,14 @@ _WARPS = 2
 
 
 @triton.jit
-def _load(ptr, row, end, column, COLUMNS, LAST, NATIVE):
+def _load(ptr, row, end, column, COLUMNS, LAST):
     """Four columns of row `row`, and of the fourth after it, as floats; zeros beyond the columns, and LAST the end."""
     inside = column < COLUMNS
     at = ptr + tl.minimum(column, COLUMNS - 4)
     made = ()
     for i in tl.static_range(2):
         here = row + 4 * i
-        four = floats(load_four(at + tl.minimum(here, end - 1) * COLUMNS, NATIVE), ptr.dtype.element_ty, NATIVE)
+        four = floats(load_four(at + tl.minimum(here, end - 1) * COLUMNS), ptr.dtype.element_ty)
         kept = inside & (here < end) if LAST else inside
         for e in tl.static_range(4):
             made = made + (tl.where(kept, four[e], 0.0),)
@@ -37,40 +37,19 @@ def _load(ptr, row, end, column, COLUMNS, LAST, NATIVE):
 
 
 @triton.jit
-def _multiplied(acc, left, right, NATIVE):
+def _multiplied(acc, left, right):
     """acc + left^T right of eight rows. acc: four products [16, 8] for even and odd pairs of left's columns each."""
-    a = operand(left, tl.float32, NATIVE)
-    b = operand(right, tl.float32, NATIVE)
+    a = operand(left, tl.float32)
+    b = operand(right, tl.float32)
     made = ()
     for m in tl.static_range(2):
-        upper = a[2 * m], a[2 * m + 4]
-        lower = a[2 * m + 1], a[2 * m + 5]
         for n in tl.static_range(4):
-            made = made + (_sixteen_by_eight(acc[4 * m + n], upper, lower, (b[n], b[n + 4]), NATIVE),)
+            c = acc[4 * m + n]
+            c = instruction(
+                c[0], c[1], c[2], c[3], a[2 * m], a[2 * m + 1], a[2 * m + 4], a[2 * m + 5], b[n], b[n + 4], tl.float32
+            )  # fmt: skip
+            made = made + (c,)
     return made
-
-
-@triton.jit
-def _sixteen_by_eight(c, upper, lower, right, NATIVE):
-    """c with the products of rows k = c and k = c + 4 added; upper and lower: rows r and r + 8 of the result."""
-    if NATIVE:
-        return instruction(
-            c[0], c[1], c[2], c[3], upper[0], lower[0], upper[1], lower[1], right[0], right[1], tl.float32
-        )  # fmt: skip
-    else:
-        WARPS: tl.constexpr = c[0].shape[0] // 32
-        near = tl.reshape(right[0], [WARPS, 1, 8, 4])
-        far = tl.reshape(right[1], [WARPS, 1, 8, 4])
-        above = tl.reshape(upper[0], [WARPS, 8, 1, 4]) * near + tl.reshape(upper[1], [WARPS, 8, 1, 4]) * far
-        below = tl.reshape(lower[0], [WARPS, 8, 1, 4]) * near + tl.reshape(lower[1], [WARPS, 8, 1, 4]) * far
-        x0, x1 = tl.split(tl.reshape(tl.sum(above, axis=3), [WARPS, 8, 4, 2]))
-        y0, y1 = tl.split(tl.reshape(tl.sum(below, axis=3), [WARPS, 8, 4, 2]))
-        return (
-            c[0] + tl.reshape(x0, [WARPS * 32]),
-            c[1] + tl.reshape(x1, [WARPS * 32]),
-            c[2] + tl.reshape(y0, [WARPS * 32]),
-            c[3] + tl.reshape(y1, [WARPS * 32]),
-        )
 
 
 @triton.jit
@@ -82,7 +61,7 @@ def _added_columns(sums, left):
 
 
 @triton.jit
-def _chunk_product(left_ptr, right_ptr, weight, bias, item, start, rows, M, N, CHUNK, SUMS, BLOCK, NATIVE):
+def _chunk_product(left_ptr, right_ptr, weight, bias, item, start, rows, M, N, CHUNK, SUMS, BLOCK):
     """Tile `item` (a lane's own) of a chunk's left^T right, and the sums of left's columns."""
     COLS: tl.constexpr = (N + _SIDE - 1) // _SIDE
     TILES: tl.constexpr = (M + _SIDE - 1) // _SIDE * COLS
@@ -100,20 +79,20 @@ def _chunk_product(left_ptr, right_ptr, weight, bias, item, start, rows, M, N, C
     for _ in tl.static_range(8):
         acc = acc + ((zero, zero, zero, zero),)
     sums = (zero, zero, zero, zero)
-    left = _load(left_ptr, start + c, end, m, M, False, NATIVE)
-    right = _load(right_ptr, start + c, end, n + 4 * r, N, False, NATIVE)
+    left = _load(left_ptr, start + c, end, m, M, False)
+    right = _load(right_ptr, start + c, end, n + 4 * r, N, False)
     for k in tl.range(start, full, 8):
-        next_left = _load(left_ptr, k + 8 + c, end, m, M, False, NATIVE)  # on their way while these are multiplied
-        next_right = _load(right_ptr, k + 8 + c, end, n + 4 * r, N, False, NATIVE)
-        acc = _multiplied(acc, left, right, NATIVE)
+        next_left = _load(left_ptr, k + 8 + c, end, m, M, False)  # on their way while these are multiplied
+        next_right = _load(right_ptr, k + 8 + c, end, n + 4 * r, N, False)
+        acc = _multiplied(acc, left, right)
         if SUMS:
             sums = _added_columns(sums, left)
         left = next_left
         right = next_right
     if full < end:
-        left = _load(left_ptr, full + c, end, m, M, True, NATIVE)
-        right = _load(right_ptr, full + c, end, n + 4 * r, N, True, NATIVE)
-        acc = _multiplied(acc, left, right, NATIVE)
+        left = _load(left_ptr, full + c, end, m, M, True)
+        right = _load(right_ptr, full + c, end, n + 4 * r, N, True)
+        acc = _multiplied(acc, left, right)
         if SUMS:
             sums = _added_columns(sums, left)
     for i in tl.static_range(2):
@@ -124,12 +103,12 @@ def _chunk_product(left_ptr, right_ptr, weight, bias, item, start, rows, M, N, C
                 four = ()
                 for e in tl.static_range(4):
                     four = four + (acc[4 * i + e][2 * half + odd],)
-                store_four(weight + (row * N + column), four, live & (row < M) & (column < N), NATIVE)
+                store_four(weight + (row * N + column), four, live & (row < M) & (column < N))
     if SUMS:
         four = ()
         for e in tl.static_range(4):
-            four = four + (row_sum(sums[e], NATIVE),)
-        store_four(bias + m, four, live & (m < M) & (n == 0) & (c == 0), NATIVE)
+            four = four + (row_sum(sums[e]),)
+        store_four(bias + m, four, live & (m < M) & (n == 0) & (c == 0))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -137,7 +116,7 @@ def _weight_grads_rows_kernel(
     left0, right0, left1, right1, norm_sums, partials, rows, weight0, bias0, weight1, norms,
     M0: tl.constexpr, N0: tl.constexpr, M1: tl.constexpr, N1: tl.constexpr, PROGRAMS0: tl.constexpr,
     PROGRAMS1: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
-    TILES_P: tl.constexpr, ADDED: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr,
+    TILES_P: tl.constexpr, ADDED: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     # A program's warps add up tiles of left0^T right0 or of left1^T right1 over one chunk of rows, and left0's columns;
@@ -152,12 +131,10 @@ def _weight_grads_rows_kernel(
     warp = tl.arange(0, BLOCK) // 32
     if group < PROGRAMS0:
         item = group * (BLOCK // 32) + warp
-        _chunk_product(
-            left0, right0, to + weight0, to + bias0, item, start, rows, M0, N0, CHUNK, True, BLOCK, NATIVE
-        )  # fmt: skip
+        _chunk_product(left0, right0, to + weight0, to + bias0, item, start, rows, M0, N0, CHUNK, True, BLOCK)
     elif group < PROGRAMS0 + PROGRAMS1:
         item = (group - PROGRAMS0) * (BLOCK // 32) + warp
-        _chunk_product(left1, right1, to + weight1, to, item, start, rows, M1, N1, CHUNK, False, BLOCK, NATIVE)
+        _chunk_product(left1, right1, to + weight1, to, item, start, rows, M1, N1, CHUNK, False, BLOCK)
     else:
         add_tiles(norm_sums, to + norms, chunk, rows, D, CHUNK, TILES, TILES_P, ADDED)
 

@@ -211,9 +211,7 @@ def describe_out_project(layer: Layer, config: RowConfig, eps: float) -> Launch:
     dropped = random.threshold(layer.dropout.projection)
     packed = layer.packed_weights and not choose_warpgroup(layer).project
     scalars = (layer.rows, eps)
-    return ops.described_rows(
-        _out_project_kernel, layer, config, scalars, NORM=norm, DROPPED=dropped, PACKED=packed
-    )  # fmt: skip
+    return ops.described_rows(_out_project_kernel, layer, config, scalars, NORM=norm, DROPPED=dropped, PACKED=packed)
 
 
 def describe_feedforward(layer: Layer, config: RowConfig, eps: float) -> Launch:

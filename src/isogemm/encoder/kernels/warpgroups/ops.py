@@ -66,9 +66,7 @@ TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
 @gluon.jit
 def rounded(x):
-    return gl.inline_asm_elementwise(
-        "cvt.rn.tf32.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )  # fmt: skip
+    return gl.inline_asm_elementwise("cvt.rn.tf32.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
