@@ -15,7 +15,7 @@ from isogemm.core.operator import Operator, refuse_second_derivative
 from isogemm.core.plan import dense, placed
 from isogemm.core.plan import run_launch as run
 from isogemm.gemm import autograd, fused_autograd
-from isogemm.gemm.autograd import Accumulated, parameter
+from isogemm.gemm.autograd import Accumulated, main_grad_of, parameter
 from isogemm.gemm.configs import BIAS_BLOCKS
 from isogemm.gemm.describe import flat
 from isogemm.gemm.op import require_total
@@ -36,17 +36,17 @@ class RunningStatistics(NamedTuple):
 
 def _owners(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
     """The operators' owner, main_grad, bias_owner and bias_main_grad."""
-    owners, main_grads = autograd.with_main_grad(parameter(weight), parameter(bias))
-    return owners[0], main_grads[0], owners[1], main_grads[1]
+    weight, bias = parameter(weight), parameter(bias)
+    return weight, main_grad_of(weight), bias, main_grad_of(bias)
 
 
 def _gradients(
-    ctx: Any, x: Tensor, accumulated: Sequence[Accumulated],
-    backward: Callable[[bool, bool], tuple[Tensor, Sequence[Tensor | None]]],
+    ctx: Any, x: Tensor, backward: Callable[[bool, bool], tuple[Tensor, Sequence[Tensor | None]]],
     deliver: Callable[[Tensor, torch.dtype, Accumulated], Tensor | None],
 ) -> _Gradients:  # fmt: skip
     """The gradients of x, weight and bias; None where not needed, and where added to a main_grad."""
     needs_x, *needs = ctx.needs_input_grad[:3]
+    accumulated = list(map(autograd.given_or_accumulated, ctx.given, needs))
     for name, (_, total), needed in zip(("weight", "bias"), accumulated, needs, strict=True):
         if needed and total is not None:  # check both before either is changed
             require_total(f"the norm's {name}.main_grad", total, x.shape[-1:], x.device)
@@ -69,35 +69,10 @@ def encoder_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps: float, dtype: torch.dtype
 ) -> Tensor:
     """norm(x) * weight + bias over x's last dimension, in fp32, rounded to `dtype`; differentiable."""
-    tensors = [each for each in (x, weight, bias) if each is not None]
-    if through_dispatcher(*tensors):
-        owners = _owners(weight, bias)
-        return cast(Tensor, encoder_norm_operator.op(x, weight, bias, *owners, norm, eps, dtype))
-    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        owners = parameter(weight), parameter(bias)
-        return cast(Tensor, cast(Any, _Norm).apply(x, weight, bias, owners, norm, eps, dtype))
-    return _norm(x, weight, bias, norm, eps, dtype)
+    return encoder_norm_operator(x, weight, bias, *_owners(weight, bias), norm, eps, dtype)
 
 
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, owners: Any, *rest: Any) -> Tensor:
-        _keep_norm(ctx, x, weight, bias, *rest)
-        ctx.owners = owners
-        return _norm(x, weight, bias, *rest)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        accumulated = list(map(autograd.accumulated, ctx.owners, ctx.needs_input_grad[1:3]))
-        return *_norm_gradients(ctx, grad, accumulated), None, None, None, None
-
-
-def _keep_norm(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps: float, _: Any) -> None:
-    ctx.save_for_backward(x, weight)
-    ctx.norm, ctx.eps, ctx.dtypes = norm, eps, _dtypes(weight, bias)
-
-
-def _norm_gradients(ctx: Any, grad: Tensor, accumulated: Sequence[Accumulated]) -> _Gradients:
+def _norm_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_derivative("encoder_norm")
     x, weight = ctx.saved_tensors
 
@@ -108,7 +83,7 @@ def _norm_gradients(ctx: Any, grad: Tensor, accumulated: Sequence[Accumulated]) 
     def deliver(sums: Tensor, dtype: torch.dtype, owner: Accumulated) -> Tensor | None:
         return fused_autograd.of_sums(sums, BIAS_BLOCKS, dtype, owner)
 
-    return _gradients(ctx, x, accumulated, backward, deliver)
+    return *_gradients(ctx, x, backward, deliver), *(None,) * 7
 
 
 def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps: float, dtype: torch.dtype) -> Tensor:
@@ -171,18 +146,10 @@ def batch_norm(
         mean, var = running.mean, running.var
     if mean is None:
         require_rows(x)
-    tensors = [each for each in (x, weight, bias, mean, var) if each is not None]
-    if through_dispatcher(*tensors):
-        owners = _owners(weight, bias)
-        y, statistics = batch_norm_operator.op(x, weight, bias, mean, var, *owners, eps, dtype)
-    elif torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        owners = parameter(weight), parameter(bias)
-        y, statistics = cast(Any, _BatchNorm).apply(x, weight, bias, mean, var, owners, eps, dtype)
-    else:
-        y, statistics = _batch_norm(x, weight, bias, mean, var, eps, dtype)
+    y, statistics = batch_norm_operator(x, weight, bias, mean, var, *_owners(weight, bias), eps, dtype)
     if from_batch and running is not None:
         update_running(statistics, running if x.numel() else running._replace(mean=None, var=None))
-    return cast(Tensor, y)
+    return y
 
 
 def require_rows(x: Tensor) -> None:
@@ -203,32 +170,9 @@ def update_running(statistics: Tensor, *running: RunningStatistics) -> None:
     update(statistics, *[value for one in running for value in one[:4]])
 
 
-class _BatchNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        x, weight, bias, mean, var, ctx.owners, eps, dtype = args
-        y, statistics = _batch_norm(x, weight, bias, mean, var, eps, dtype)
-        _keep_batch_norm(ctx, x, weight, bias, mean, statistics)
-        ctx.set_materialize_grads(False)
-        return y, statistics
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, of_statistics: None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 8
-        accumulated = list(map(autograd.accumulated, ctx.owners, ctx.needs_input_grad[1:3]))
-        return *_batch_norm_gradients(ctx, grad, accumulated), *(None,) * 5
-
-
-def _keep_batch_norm(
-    ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, statistics: Tensor
-) -> None:
-    ctx.save_for_backward(x, statistics)
-    ctx.mark_non_differentiable(statistics)
-    ctx.from_batch, ctx.dtypes = mean is None, _dtypes(weight, bias)
-
-
-def _batch_norm_gradients(ctx: Any, grad: Tensor, accumulated: Sequence[Accumulated]) -> _Gradients:
+def _batch_norm_gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 11
     refuse_second_derivative("batch_norm")
     x, statistics = ctx.saved_tensors
 
@@ -241,7 +185,7 @@ def _batch_norm_gradients(ctx: Any, grad: Tensor, accumulated: Sequence[Accumula
             return gradient.to(dtype)
         return fused_autograd.of_sums(gradient[None], BIAS_BLOCKS, dtype, owner)
 
-    return _gradients(ctx, x, accumulated, backward, deliver)
+    return *_gradients(ctx, x, backward, deliver), *(None,) * 8
 
 
 def _batch_norm(
@@ -375,28 +319,28 @@ _OWNERS = "Tensor? owner, Tensor? main_grad, Tensor? bias_owner, Tensor? bias_ma
 # owners and totals are not saved tensors: another micro-batch's backward may change a main_grad before this one's.
 
 
-def _keep_norm_call(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, owner, main_grad, bias_owner, bias_main_grad, *rest = inputs
-    _keep_norm(ctx, x, weight, bias, *rest)
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, owner, main_grad, bias_owner, bias_main_grad, ctx.norm, ctx.eps, _ = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.dtypes = _dtypes(weight, bias)
     ctx.given = (owner, main_grad), (bias_owner, bias_main_grad)
 
 
-def _keep_batch_norm_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep_batch_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, bias, mean, _, owner, main_grad, bias_owner, bias_main_grad, _, _ = inputs
-    _keep_batch_norm(ctx, x, weight, bias, mean, output[1])
+    ctx.save_for_backward(x, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.from_batch, ctx.dtypes = mean is None, _dtypes(weight, bias)
     ctx.given = (owner, main_grad), (bias_owner, bias_main_grad)
-
-
-def _given(ctx: Any) -> list[Accumulated]:
-    return list(map(autograd.given_or_accumulated, ctx.given, ctx.needs_input_grad[1:3]))
 
 
 encoder_norm_operator = Operator(
     f"encoder_norm(Tensor x, Tensor? weight, Tensor? bias, {_OWNERS}, str norm, float eps, ScalarType dtype) -> Tensor",
     _encoder_norm_op,
     _encoder_norm_fake,
-    keep=_keep_norm_call,
-    backward=lambda ctx, grad: (*_norm_gradients(ctx, grad, _given(ctx)), *(None,) * 7),
+    keep=_keep_norm,
+    backward=_norm_gradients,
 )
 encoder_norm_backward = Operator(
     "encoder_norm_backward(Tensor grad, Tensor x, Tensor? weight, str norm, float eps, bool of_weight, "
@@ -409,8 +353,8 @@ batch_norm_operator = Operator(
     "ScalarType dtype) -> (Tensor, Tensor)",
     _batch_norm_op,
     _batch_norm_fake,
-    keep=_keep_batch_norm_call,
-    backward=lambda ctx, grad, _: (*_batch_norm_gradients(ctx, grad, _given(ctx)), *(None,) * 8),
+    keep=_keep_batch_norm,
+    backward=_batch_norm_gradients,
 )
 batch_norm_backward = Operator(
     "batch_norm_backward(Tensor grad, Tensor x, Tensor statistics, bool from_batch, bool of_parameters) "
