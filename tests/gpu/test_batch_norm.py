@@ -137,8 +137,8 @@ def test_rows_behind_the_last_are_in_no_sum():
     ):
         assert_bitwise_equal(got, same)
     statistics, moments = torch.empty(4, 32, device="cuda"), torch.empty(2, 3, 32, device="cuda")
-    kernels.describe_moments(70, 32).run(memory, moments)
-    kernels.describe_statistics(70, 32, EPS).run(moments, None, None, None, statistics)
+    kernels.describe("moments", 70, 32).run(memory, moments)
+    kernels.describe("statistics", 70, 32, eps=EPS).run(moments, None, None, None, statistics)
     assert statistics.isfinite().all()
 
 
@@ -148,11 +148,11 @@ def test_offsets_past_32_bits():
     x = torch.ones(rows, 128, dtype=torch.bfloat16, device="cuda")
     x[last] = _normal(70, 128, dtype=torch.bfloat16)
     y, moments, statistics = torch.empty_like(x), torch.empty(2**18 + 2, 3, 128, device="cuda"), _normal(4, 128)
-    kernels.describe_normalise(rows, 128).run(x, statistics, None, y)
-    kernels.describe_moments(rows, 128).run(x, moments)
+    kernels.describe("normalise", rows, 128).run(x, statistics, None, y)
+    kernels.describe("moments", rows, 128).run(x, moments)
     few, of_few = torch.empty_like(y[last]), torch.empty(2, 3, 128, device="cuda")
-    kernels.describe_normalise(70, 128).run(x[last].clone(), statistics, None, few)
-    kernels.describe_moments(70, 128).run(x[last].clone(), of_few)
+    kernels.describe("normalise", 70, 128).run(x[last].clone(), statistics, None, few)
+    kernels.describe("moments", 70, 128).run(x[last].clone(), of_few)
     assert_bitwise_equal(y[last], few)
     assert_bitwise_equal(moments[-2:], of_few)
 
@@ -180,13 +180,13 @@ def test_dropout_of_the_gradient(width, dtype):
     )  # fmt: skip
     statistics = _normal(4, width, seed=2)
     dx, dropped, alone = (torch.full((300, width), torch.nan, device="cuda") for _ in range(3))
-    launch = kernels.describe_batch_norm_backward(300, width, 0.3, place=1)
+    launch = kernels.describe("batch_norm_backward", 300, width, p=0.3, PLACE=1)
     launch.run(grad, None, statistics, None, residual, dx, dropped, seed)
     assert_bitwise_equal(dx, grad.float() * statistics[2] + residual.float())
     kept = random.kept(seed + 1, 300, width, 0.3)
     scale = torch.tensor(random.scale(0.3), device="cuda", dtype=torch.float32)
     assert_bitwise_equal(dropped, torch.where(kept, dx * scale, 0.0))
-    kernels.describe_dropped(300, width, 0.3, place=1).run(dx, seed, alone)
+    kernels.describe("dropped", 300, width, p=0.3, PLACE=1).run(dx, seed, alone)
     assert_bitwise_equal(alone, dropped)
 
 
@@ -195,7 +195,6 @@ def test_overlapping_launches_wait_for_each_other(rows):
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("launches overlap from sm_90 on")
     x, grad, width, groups = _normal(rows, 128), _normal(rows, 128, seed=1), 128, configs.groups(rows)
-    height = configs.GROUP_ROWS if groups else configs.TILE_ROWS
 
     def chain(pdl):
         def empty(*shape):
@@ -204,16 +203,16 @@ def test_overlapping_launches_wait_for_each_other(rows):
         tiles, parts = empty(-(-rows // configs.TILE_ROWS), 3, width), empty(groups, 3, width)
         sums, part_sums = empty(len(tiles), 2, width), empty(groups, 2, width)
         statistics, coefficients, y, dx = empty(4, width), empty(2, width), empty(*x.shape), empty(*x.shape)
-        kernels.describe_moments(rows, width, pdl).run(x, tiles)
-        kernels.describe_group_moments(rows, width, pdl=pdl).run(tiles, parts)  # of none: no launch
-        launch = kernels.describe_statistics(rows, width, EPS, height, pdl)
+        kernels.describe("moments", rows, width, pdl=pdl).run(x, tiles)
+        kernels.describe("group_moments", rows, width, pdl=pdl).run(tiles, parts)  # of none: no launch
+        launch = kernels.describe("statistics", rows, width, eps=EPS, pdl=pdl)
         launch.run(parts if groups else tiles, None, None, None, statistics)
-        kernels.describe_normalise(rows, width, pdl).run(x, statistics, None, y)
-        kernels.describe_gradient_sums(rows, width, pdl=pdl).run(grad, x, statistics, sums)
-        kernels.describe_group_sums(rows, width, pdl=pdl).run(sums, part_sums)
-        launch = kernels.describe_coefficients(rows, width, height=height, pdl=pdl)
+        kernels.describe("normalise", rows, width, pdl=pdl).run(x, statistics, None, y)
+        kernels.describe("gradient_sums", rows, width, pdl=pdl).run(grad, x, statistics, sums)
+        kernels.describe("group_sums", rows, width, pdl=pdl).run(sums, part_sums)
+        launch = kernels.describe("coefficients", rows, width, pdl=pdl)
         launch.run(part_sums if groups else sums, statistics, coefficients, None, None)
-        launch = kernels.describe_batch_norm_backward(rows, width, pdl=pdl)
+        launch = kernels.describe("batch_norm_backward", rows, width, pdl=pdl)
         launch.run(grad, x, statistics, coefficients, None, dx, None, None)
         return y, dx
 

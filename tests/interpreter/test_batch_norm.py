@@ -38,8 +38,8 @@ def _tiles(rows):
 def _statistics(x, weight=None):
     rows, d = x.shape
     moments, statistics = _nans(_tiles(rows), 3, d), _nans(4, d)
-    kernels.describe_moments(rows, d).run(_among_nans(x), moments)
-    kernels.describe_statistics(rows, d, EPS).run(moments, None, None, weight, statistics)
+    kernels.describe("moments", rows, d).run(_among_nans(x), moments)
+    kernels.describe("statistics", rows, d, eps=EPS).run(moments, None, None, weight, statistics)
     return statistics
 
 
@@ -85,7 +85,7 @@ def test_nan_stays_in_its_column():
 def test_statistics_of_running_ones():
     mean, variance, weight = _normal(5).half(), _normal(5, seed=1).square(), _normal(5, seed=2).bfloat16()
     statistics = _nans(4, 5)
-    kernels.describe_statistics(77, 5, EPS).run(None, mean, variance, weight, statistics)
+    kernels.describe("statistics", 77, 5, eps=EPS).run(None, mean, variance, weight, statistics)
     inverse = (variance.double() + EPS).rsqrt()
     expected = torch.stack([mean.double(), inverse, inverse * weight.double(), variance.double()])
     assert_no_worse_than_torch(statistics, expected.float(), expected)
@@ -95,9 +95,9 @@ def test_groups_of_tiles():
     rows, d = 2050 * TILE_ROWS - 7, 5
     means, squares = _normal(2050, d), _normal(2050, d, seed=1).square() * TILE_ROWS
     moments, parts = torch.stack([means + 3, means / 2**26, squares], 1), _nans(configs.groups(rows), 3, d)
-    kernels.describe_group_moments(rows, d).run(_among_nans(moments), parts)
+    kernels.describe("group_moments", rows, d).run(_among_nans(moments), parts)
     statistics = _nans(4, d)
-    kernels.describe_statistics(rows, d, EPS, height=GROUP_ROWS).run(parts, None, None, None, statistics)
+    kernels.describe("statistics", rows, d, eps=EPS).run(parts, None, None, None, statistics)
     counts = torch.full((2050, 1), float(TILE_ROWS), dtype=torch.float64)
     counts[-1] -= 7
     of_tiles = moments[:, 0].double() + moments[:, 1].double()
@@ -108,8 +108,8 @@ def test_groups_of_tiles():
 
     sums, parts, coefficients = _normal(2050 * 2, 6, d), _nans(configs.groups(rows), 2, d), _nans(2, d)
     sums[1::2] = math.nan  # a tile's other slot is zeros, and need not be read
-    kernels.describe_group_sums(rows, d, slots=2, width=6, which=3).run(sums, parts)
-    launch = kernels.describe_coefficients(rows, d, height=GROUP_ROWS)
+    kernels.describe("group_sums", rows, d, SLOTS=2, WIDTH=6, WHICH=3).run(sums, parts)
+    launch = kernels.describe("coefficients", rows, d)
     launch.run(parts, statistics, coefficients, None, None)
     of_product, of_grad = sums[::2, 3:5].double().sum(0)
     exact = torch.stack([of_grad / rows, of_product / rows * statistics[1]])
@@ -118,13 +118,13 @@ def test_groups_of_tiles():
 
 def test_few_tiles_are_not_grouped():
     assert configs.groups(GROUP_ROWS) == configs.groups(2048 * TILE_ROWS) == 0
-    assert configs.groups(2048 * TILE_ROWS + 1) == configs.groups(2048 * 16 + 1, height=16) == 2048 // GROUP + 1
+    assert configs.groups(2048 * TILE_ROWS + 1) == 2048 // GROUP + 1
 
 
 def _sums(grad, x, statistics):
     rows, d = x.shape
     sums = _nans(_tiles(rows), 2, d)
-    kernels.describe_gradient_sums(rows, d).run(_among_nans(grad), _among_nans(x), statistics, sums)
+    kernels.describe("gradient_sums", rows, d).run(_among_nans(grad), _among_nans(x), statistics, sums)
     return sums
 
 
@@ -137,10 +137,10 @@ def test_forward_and_backward_of_the_batchs_statistics(size, dtype):
     statistics = _statistics(x, weight)
     y, dx, coefficients = _nans(*size, dtype=dtype), _nans(*size, dtype=dtype), _nans(2, d)
     of_weight, of_bias = _nans(d), _nans(d)
-    kernels.describe_normalise(rows, d).run(x, statistics, bias, y)
+    kernels.describe("normalise", rows, d).run(x, statistics, bias, y)
     sums = _sums(grad, x, statistics)
-    kernels.describe_coefficients(rows, d).run(sums, statistics, coefficients, of_weight, of_bias)
-    backward = kernels.describe_batch_norm_backward(rows, d)
+    kernels.describe("coefficients", rows, d).run(sums, statistics, coefficients, of_weight, of_bias)
+    backward = kernels.describe("batch_norm_backward", rows, d)
     backward.run(grad, x, statistics, coefficients, None, dx, None, None)
 
     def in_torch(dtype, of_parameters):
@@ -159,14 +159,15 @@ def test_tiles_with_slots_of_their_own():
     """Two rows of six, in the first of a tile's four slots; zeros in the others."""
     x, grad = _normal(100, 20), _normal(100, 20, seed=1)
     statistics, sums = _statistics(x), _nans(8, 6, 20)
-    kernels.describe_gradient_sums(100, 20, slots=4, width=6, which=2).run(grad, x, statistics, sums)
+    kernels.describe("gradient_sums", 100, 20, SLOTS=4, WIDTH=6, WHICH=2).run(grad, x, statistics, sums)
     plain = _sums(grad, x, statistics)
     assert_bitwise_equal(sums[::4, 2:4], plain)
     assert not sums.view(2, 4, 6, 20)[:, 1:, 2:4].any()
     assert sums[:, [0, 1, 4, 5]].isnan().all()
     coefficients = [_nans(2, 20), _nans(2, 20)]
-    kernels.describe_coefficients(100, 20, slots=4, width=6, which=2).run(sums, statistics, coefficients[0], None, None)
-    kernels.describe_coefficients(100, 20).run(plain, statistics, coefficients[1], None, None)
+    launch = kernels.describe("coefficients", 100, 20, SLOTS=4, WIDTH=6, WHICH=2)
+    launch.run(sums, statistics, coefficients[0], None, None)
+    kernels.describe("coefficients", 100, 20).run(plain, statistics, coefficients[1], None, None)
     assert_bitwise_equal(*coefficients)
 
 
@@ -185,8 +186,8 @@ def test_bits_of_a_row_are_its_own_once_the_statistics_are_known(width):
     def both(at):
         rows = len(x[at])
         y, dx = _nans(rows, width), _nans(rows, width)
-        kernels.describe_normalise(rows, width).run(x[at], statistics, bias, y)
-        backward = kernels.describe_batch_norm_backward(rows, width)
+        kernels.describe("normalise", rows, width).run(x[at], statistics, bias, y)
+        backward = kernels.describe("batch_norm_backward", rows, width)
         backward.run(grad[at], x[at], statistics, coefficients, None, dx, None, None)
         return y, dx
 
@@ -202,14 +203,14 @@ def test_residual_and_dropout(width, p):
     x, grad, residual = (_normal(70, width, seed=seed) for seed in range(3))
     statistics, seed = _statistics(x), torch.tensor([2**40 + 5])
     plain, dx, dropped, alone = (_nans(70, width) for _ in range(4))
-    launch = kernels.describe_batch_norm_backward(70, width, p, place=1)
+    launch = kernels.describe("batch_norm_backward", 70, width, p=p, PLACE=1)
     launch.run(grad, None, statistics, None, None, plain, None, None)
     assert_bitwise_equal(plain, grad * statistics[2])
     launch.run(grad, None, statistics, None, residual, dx, dropped, seed)
     assert_bitwise_equal(dx, plain + residual)
     kept = random.kept(seed + 1, 70, width, p)
     assert_bitwise_equal(dropped, torch.where(kept, dx * torch.tensor(random.scale(p)), 0.0))
-    kernels.describe_dropped(70, width, p, place=1).run(dx, seed, alone)
+    kernels.describe("dropped", 70, width, p=p, PLACE=1).run(dx, seed, alone)
     assert_bitwise_equal(alone, dropped)
 
 

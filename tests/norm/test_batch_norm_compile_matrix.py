@@ -19,15 +19,15 @@ KINDS = {"seed": "*i64", "batches0": "*i64", "batches1": "*i64"}
 
 def jobs(d=128, dtype="*fp32", pdl=True):
     launches = [
-        kernels.describe_moments(ROWS, d, pdl),
-        kernels.describe_group_moments(ROWS, d, pdl=pdl),
-        kernels.describe_statistics(ROWS, d, 1e-5, pdl=pdl),
-        kernels.describe_normalise(ROWS, d, pdl),
-        kernels.describe_gradient_sums(ROWS, d, 4, 6, 2, pdl),
-        kernels.describe_group_sums(ROWS, d, 4, 6, 2, pdl=pdl),
-        kernels.describe_coefficients(ROWS, d, 4, 6, 2, pdl=pdl),
-        kernels.describe_batch_norm_backward(ROWS, d, 0.2, 1, pdl),
-        kernels.describe_dropped(ROWS, d, 0.2, 1, pdl),
+        kernels.describe("moments", ROWS, d, pdl=pdl),
+        kernels.describe("group_moments", ROWS, d, pdl=pdl),
+        kernels.describe("statistics", ROWS, d, eps=1e-5, pdl=pdl),
+        kernels.describe("normalise", ROWS, d, pdl=pdl),
+        kernels.describe("gradient_sums", ROWS, d, SLOTS=4, WIDTH=6, WHICH=2, pdl=pdl),
+        kernels.describe("group_sums", ROWS, d, SLOTS=4, WIDTH=6, WHICH=2, pdl=pdl),
+        kernels.describe("coefficients", ROWS, d, SLOTS=4, WIDTH=6, WHICH=2, pdl=pdl),
+        kernels.describe("batch_norm_backward", ROWS, d, p=0.2, PLACE=1, pdl=pdl),
+        kernels.describe("dropped", ROWS, d, p=0.2, PLACE=1, pdl=pdl),
         kernels.describe_running(d, (0.1, None), pdl),
     ]
     return [_job(launch, d, dtype) for launch in launches]

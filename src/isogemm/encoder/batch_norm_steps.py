@@ -12,7 +12,7 @@ from isogemm.encoder.buffers import TILE_SUMS, Buffers
 from isogemm.encoder.configs import Layer, tile_rows
 from isogemm.encoder.parameters import EncoderDropout
 from isogemm.encoder.schedule import Argument, Buffer, Step
-from isogemm.norm.configs import GROUP_ROWS, TILE_ROWS, groups
+from isogemm.norm.configs import TILE_ROWS, groups
 
 if TYPE_CHECKING:
     from isogemm.core.launch import Launch
@@ -37,7 +37,7 @@ class BatchNormSteps:
                 moments = self._buffers.groups
         running = (None, None) if self._layer.from_batch else (norm.mean, norm.var)
         arguments = (moments, *running, norm.weight, norm.statistics)
-        return [*steps, self._step("statistics", number, arguments, self._eps, height=self._height)]
+        return [*steps, self._step("statistics", number, arguments, eps=self._eps)]
 
     def normalise(self, number: int, of: Argument, to: Argument) -> Step:
         norm = self._buffers.norms[number]
@@ -52,35 +52,30 @@ class BatchNormSteps:
         """
         buffers, statistics = self._buffers, self._buffers.norms[number].statistics
         sums = buffers.attention_sums if to is buffers.dx else buffers.feedforward_sums
-        places = (TILE_ROWS // tile_rows(self._layer), len(TILE_SUMS), TILE_SUMS.index(f"g{number}"))
-        steps = [self._step("gradient_sums", number, (grad, of, statistics, sums), *places)]
+        slots, which = TILE_ROWS // tile_rows(self._layer), TILE_SUMS.index(f"g{number}")
+        places = {"SLOTS": slots, "WIDTH": len(TILE_SUMS), "WHICH": which}
+        steps = [self._step("gradient_sums", number, (grad, of, statistics, sums), **places)]
         coefficients: Argument = None
         if self._layer.from_batch:
             coefficients = buffers.coefficients
             if self._groups:
-                steps.append(self._step("group_sums", number, (sums, buffers.groups), *places))
-                sums, places = buffers.groups, (1, 2, 0)
+                steps.append(self._step("group_sums", number, (sums, buffers.groups), **places))
+                sums, places = buffers.groups, {}
             arguments = (sums, statistics, coefficients, None, None)
-            steps.append(self._step("coefficients", number, arguments, *places, height=self._height))
+            steps.append(self._step("coefficients", number, arguments, **places))
         seed, p = (buffers.seed, self._layer.dropout.projection) if dropped else (None, 0.0)
         last = (grad, of, statistics, coefficients, around, to, dropped, seed)
-        return [*steps, self._step("batch_norm_backward", number, last, p, _PROJECTION)]
+        return [*steps, self._step("batch_norm_backward", number, last, p=p, PLACE=_PROJECTION)]
 
     def dropped(self, of: Buffer, to: Buffer) -> Step:
         """Apply out_proj's dropout."""
-        return self._step("dropped", 0, (of, self._buffers.seed, to), self._layer.dropout.projection, _PROJECTION)
+        p = self._layer.dropout.projection
+        return self._step("dropped", 0, (of, self._buffers.seed, to), p=p, PLACE=_PROJECTION)
 
-    @property
-    def _height(self) -> int:
-        """Rows of one of the moments or sums that are combined last."""
-        return GROUP_ROWS if self._groups else TILE_ROWS
+    def _step(self, name: str, number: int, arguments: tuple[Argument, ...], **options: Any) -> Step:
+        return Step((name, number), partial(self._describe, name, **options), arguments)
 
-    def _step(self, name: str, number: int, arguments: tuple[Argument, ...], *args: Any, **options: Any) -> Step:
-        return Step((name, number), partial(self._describe, f"describe_{name}", *args, **options), arguments)
-
-    def _describe(self, name: str, *args: Any, **options: Any) -> Launch:
+    def _describe(self, name: str, **options: Any) -> Launch:
         from isogemm.norm.kernels import batch_norm
 
-        describe = getattr(batch_norm, name)
-        launch: Launch = describe(self._layer.rows, self._layer.d_model, *args, pdl=self._layer.pdl, **options)
-        return launch
+        return batch_norm.describe(name, self._layer.rows, self._layer.d_model, pdl=self._layer.pdl, **options)

@@ -45,6 +45,6 @@ GROUP_ROWS = GROUP * TILE_ROWS
 _UNGROUPED = 2048  # up to so many tiles, one launch reads them as fast as two
 
 
-def groups(rows: int, height: int = TILE_ROWS) -> int:
-    """Number of groups of tiles of `height` rows that are combined first; 0 where there are few tiles."""
-    return -(-rows // (GROUP * height)) if rows > _UNGROUPED * height else 0
+def groups(rows: int) -> int:
+    """Number of groups of tiles that are combined first; 0 where there are few tiles."""
+    return -(-rows // GROUP_ROWS) if rows > _UNGROUPED * TILE_ROWS else 0

@@ -205,17 +205,17 @@ def _batch_norm(
     from isogemm.norm.kernels import batch_norm as kernels
 
     rows, x = _rows(x), placed(x)
-    moments, height = None, configs.TILE_ROWS
+    moments = None
     if mean is None:
-        moments = _partials(x, -(-rows // height), 3)
-        run(kernels.describe_moments(rows, d), (x, moments))
+        moments = _partials(x, -(-rows // configs.TILE_ROWS), 3)
+        run(kernels.describe("moments", rows, d), (x, moments))
         if groups := configs.groups(rows):
-            tiles, moments, height = moments, _partials(x, groups, 3), configs.GROUP_ROWS
-            run(kernels.describe_group_moments(rows, d), (tiles, moments))
+            tiles, moments = moments, _partials(x, groups, 3)
+            run(kernels.describe("group_moments", rows, d), (tiles, moments))
     statistics = torch.empty((4, d), dtype=torch.float32, device=x.device)
     given = dense(mean), dense(var), dense(weight)
-    run(kernels.describe_statistics(rows, d, eps, height), (moments, *given, statistics))
-    run(kernels.describe_normalise(rows, d), (x, statistics, dense(bias), y))
+    run(kernels.describe("statistics", rows, d, eps=eps), (moments, *given, statistics))
+    run(kernels.describe("normalise", rows, d), (x, statistics, dense(bias), y))
     return y, statistics
 
 
@@ -240,16 +240,15 @@ def _batch_norm_backward(
     gradients = [torch.empty(d if of_parameters else 0, dtype=torch.float32, device=x.device) for _ in range(2)]
     coefficients = torch.empty((2, d), dtype=torch.float32, device=x.device) if from_batch else None
     if from_batch or of_parameters:
-        sums, height = _partials(x, -(-rows // configs.TILE_ROWS), 2), configs.TILE_ROWS
-        run(kernels.describe_gradient_sums(rows, d), (grad, x, statistics, sums))
+        sums = _partials(x, -(-rows // configs.TILE_ROWS), 2)
+        run(kernels.describe("gradient_sums", rows, d), (grad, x, statistics, sums))
         if groups := configs.groups(rows):
-            tiles, sums, height = sums, _partials(x, groups, 2), configs.GROUP_ROWS
-            run(kernels.describe_group_sums(rows, d), (tiles, sums))
+            tiles, sums = sums, _partials(x, groups, 2)
+            run(kernels.describe("group_sums", rows, d), (tiles, sums))
         written = gradients if of_parameters else (None, None)
-        last = kernels.describe_coefficients(rows, d, height=height)
-        run(last, (sums, statistics, coefficients, *written))
+        run(kernels.describe("coefficients", rows, d), (sums, statistics, coefficients, *written))
     tensors = (grad, x, statistics, coefficients, None, dx, None, None)
-    run(kernels.describe_batch_norm_backward(rows, d), tensors)
+    run(kernels.describe("batch_norm_backward", rows, d), tensors)
     return dx, gradients[0], gradients[1]
 
 

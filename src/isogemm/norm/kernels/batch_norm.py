@@ -6,7 +6,8 @@ left, in fp64. Rows that only fill a tile are not counted. Given the statistics,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -15,13 +16,14 @@ from isogemm.core.kernels import pdl_option, start_launch
 from isogemm.core.launch import Launch
 from isogemm.epilogues import random
 from isogemm.gemm.kernels.epilogue import is_kept
-from isogemm.norm.configs import GROUP, TILE_ROWS, groups
+from isogemm.norm.configs import GROUP, GROUP_ROWS, TILE_ROWS, groups
 
 _COLUMNS = 64  # of a tile
 _ELEMENTS = 2048  # of a tile whose rows do not meet
 _GROUP_COLUMNS = 32
 _LAST_COLUMNS = 8  # one sector of memory
 _AT_ONCE = 512  # tiles on their way
+_TILE_ROWS = tl.constexpr(TILE_ROWS)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -29,7 +31,8 @@ def _moments_kernel(
     x_ptr, moments, rows,
     D: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # The deviations from a first mean tell what its rounding took.
+    # moments [tiles, 3, D]: mean, its rounding error, sum of squared deviations. The deviations from a first mean tell
+    # what its rounding took.
     start_launch(PDL)
     tile, _, col, live, at = _place(rows, D, INDEX, BM, BC)
     x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)  # [BM, BC]
@@ -88,12 +91,12 @@ def _combined(moments, first, end, col, rows, D, HEIGHT, BT, BC):
 
 
 @triton.jit
-def _group(rows, D, HEIGHT, GROUP, BC):
-    """A program's group of parts, the first of them and the one behind the last, and its columns [BC]."""
+def _group(rows, D, GROUP, BC):
+    """A program's group of tiles, the first of them and the one behind the last, and its columns [BC]."""
     ACROSS: tl.constexpr = (D + BC - 1) // BC
     group = tl.program_id(0) // ACROSS
     first = group * GROUP
-    return group, first, tl.minimum(first + GROUP, tl.cdiv(rows, HEIGHT)), _columns(D, BC)
+    return group, first, tl.minimum(first + GROUP, tl.cdiv(rows, _TILE_ROWS)), _columns(D, BC)
 
 
 @triton.jit
@@ -104,11 +107,12 @@ def _columns(D, BC):
 @triton.jit(do_not_specialize=["rows"])
 def _group_moments_kernel(
     moments, groups, rows,
-    D: tl.constexpr, HEIGHT: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # From the tiles' moments to those of groups of tiles [groups, 3, D].
     start_launch(PDL)
-    group, first, end, col = _group(rows, D, HEIGHT, GROUP, BC)
-    mean, squares = _combined(moments, first, end, col, rows, D, HEIGHT, GROUP, BC)
+    group, first, end, col = _group(rows, D, GROUP, BC)
+    mean, squares = _combined(moments, first, end, col, rows, D, _TILE_ROWS, GROUP, BC)
     to = groups + (group.to(tl.int64) * (3 * D) + col)[None, :]
     tl.store(to, mean.to(tl.float32), mask=(col < D)[None, :])
     tl.store(to + D, (mean - mean.to(tl.float32).to(tl.float64)).to(tl.float32), mask=(col < D)[None, :])
@@ -120,6 +124,8 @@ def _statistics_kernel(
     moments, running_mean, running_var, weight, statistics, rows, eps,
     D: tl.constexpr, HEIGHT: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # statistics [4, D]: mean, 1 / deviation, that times weight (None: 1), unbiased variance. They come from moments of
+    # HEIGHT rows each, or where moments is None from the running statistics.
     start_launch(PDL)
     col = _columns(D, BC)
     live = (col < D)[None, :]
@@ -164,6 +170,8 @@ def _gradient_sums_kernel(
     D: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, WHICH: tl.constexpr, INDEX: tl.constexpr,
     BM: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # sums [tiles * SLOTS, WIDTH, D]: in the first of a tile's slots, the sums of grad * xhat and of grad are rows WHICH
+    # and WHICH + 1; in its other slots zeros.
     start_launch(PDL)
     tile, _, col, live, at = _place(rows, D, INDEX, BM, BC)
     grad = tl.load(grad_ptr + at, mask=live, other=0.0).to(tl.float32)  # [BM, BC]
@@ -198,11 +206,12 @@ def _summed(sums, first, end, col, D, SLOTS, WIDTH, WHICH, BT, BC):
 @triton.jit(do_not_specialize=["rows"])
 def _group_sums_kernel(
     sums, groups, rows,
-    D: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, WHICH: tl.constexpr, HEIGHT: tl.constexpr,
-    GROUP: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, WHICH: tl.constexpr, GROUP: tl.constexpr,
+    BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # From the tiles' sums to those of groups of tiles [groups, 2, D].
     start_launch(PDL)
-    group, first, end, col = _group(rows, D, HEIGHT, GROUP, BC)
+    group, first, end, col = _group(rows, D, GROUP, BC)
     of_product, of_grad = _summed(sums, first, end, col, D, SLOTS, WIDTH, WHICH, GROUP, BC)
     to = groups + (group.to(tl.int64) * (2 * D) + col)[None, :]
     tl.store(to, of_product.to(tl.float32), mask=(col < D)[None, :])
@@ -215,6 +224,8 @@ def _coefficients_kernel(
     D: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, WHICH: tl.constexpr, HEIGHT: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # coefficients [2, D]: the means over all rows of grad, and of grad * xhat times 1 / deviation. sums: of HEIGHT rows
+    # each. coefficients and the gradients may be None.
     start_launch(PDL)
     col = _columns(D, BC)
     live = (col < D)[None, :]
@@ -243,6 +254,9 @@ def _batch_norm_backward_kernel(
     grad_ptr, x_ptr, statistics, coefficients, residual_ptr, dx_ptr, dropped_ptr, seed, rows, threshold, kept_scale,
     D: tl.constexpr, PLACE: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # dx = scale * (grad - c0 - (x - mean) * c1) + residual. Without coefficients, of running statistics, scale * grad +
+    # residual: x is not read. dropped: dx after dropout at PLACE, a field of EncoderDropout's by number. coefficients,
+    # residual, and dropped with seed may be None.
     start_launch(PDL)
     _, row, col, live, at = _place(rows, D, INDEX, BM, BC)
     dx = tl.load(grad_ptr + at, mask=live, other=0.0).to(tl.float32)  # [BM, BC]
@@ -302,6 +316,7 @@ def _running_kernel(
     statistics0, mean0, var0, batches0, statistics1, mean1, var1, batches1, momentum0, momentum1,
     D: tl.constexpr, CUMULATIVE0: tl.constexpr, CUMULATIVE1: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # One norm, or two, a program each. Each of mean, var and batches may be None.
     start_launch(PDL)
     if tl.program_id(0) == 0:
         _update_running(statistics0, mean0, var0, batches0, momentum0, D, CUMULATIVE0, BLOCK)
@@ -309,118 +324,62 @@ def _running_kernel(
         _update_running(statistics1, mean1, var1, batches1, momentum1, D, CUMULATIVE1, BLOCK)
 
 
-def describe_moments(rows: int, d: int, pdl: bool = False) -> Launch:
-    """Launch on x and moments [tiles, 3, D] (out): mean, its rounding error, sum of squared deviations."""
-    return _by_tile(_moments_kernel, rows, d, TILE_ROWS, (rows,), {}, pdl)
-
-
-def describe_group_moments(rows: int, d: int, height: int = TILE_ROWS, pdl: bool = False) -> Launch:
-    """Launch on moments of `height` rows each and moments of groups [groups(rows, height), 3, D] (out)."""
-    return _by_group(_group_moments_kernel, rows, d, {}, height, pdl)
-
-
-def describe_statistics(rows: int, d: int, eps: float, height: int = TILE_ROWS, pdl: bool = False) -> Launch:
-    """Launch on moments, running_mean, running_var, weight and statistics (out).
-
-    Those are [4, D]: mean, 1 / deviation, that times weight (None: 1), unbiased variance. Of the batch, by moments of
-    `height` rows each, or where those are None the running ones.
-    """
-    return _by_columns(_statistics_kernel, d, (rows, eps), {}, height, pdl)
-
-
-def describe_normalise(rows: int, d: int, pdl: bool = False) -> Launch:
-    """Launch on x, statistics, bias and y (out)."""
-    return _by_tile(_normalise_kernel, rows, d, _height(d), (rows,), {}, pdl)
-
-
-def describe_gradient_sums(
-    rows: int, d: int, slots: int = 1, width: int = 2, which: int = 0, pdl: bool = False
+def describe(
+    name: str, rows: int, d: int, *, eps: float = 0.0, p: float = 0.0, pdl: bool = False, **constants: int
 ) -> Launch:
-    """Launch on grad, x, statistics and sums [tiles * slots, width, D] (out).
-
-    There, in the first of a tile's slots, the sums of grad * xhat and of grad are rows which and which + 1; in its
-    other slots zeros.
-    """
-    constants = {"SLOTS": slots, "WIDTH": width, "WHICH": which}
-    return _by_tile(_gradient_sums_kernel, rows, d, TILE_ROWS, (rows,), constants, pdl)
-
-
-def describe_group_sums(
-    rows: int, d: int, slots: int = 1, width: int = 2, which: int = 0, height: int = TILE_ROWS, pdl: bool = False
-) -> Launch:
-    """Launch on such sums of `height` rows each and sums of groups [groups(rows, height), 2, D] (out)."""
-    constants = {"SLOTS": slots, "WIDTH": width, "WHICH": which}
-    return _by_group(_group_sums_kernel, rows, d, constants, height, pdl)
-
-
-def describe_coefficients(
-    rows: int, d: int, slots: int = 1, width: int = 2, which: int = 0, height: int = TILE_ROWS, pdl: bool = False
-) -> Launch:
-    """Launch on sums, statistics, coefficients [2, D] and weight's and bias' gradients (out; None if not wanted).
-
-    The coefficients are the means over all rows of grad, and of grad * xhat times 1 / deviation. sums: as above, of
-    `height` rows each.
-    """
-    constants = {"SLOTS": slots, "WIDTH": width, "WHICH": which}
-    return _by_columns(_coefficients_kernel, d, (rows,), constants, height, pdl)
-
-
-def describe_batch_norm_backward(rows: int, d: int, p: float = 0.0, place: int = 0, pdl: bool = False) -> Launch:
-    """Launch on grad, x, statistics, coefficients, residual, dx and dropped (out), and seed.
-
-    dx = scale * (grad - c0 - (x - mean) * c1) + residual. Without coefficients, of running statistics, scale * grad +
-    residual: x is not read. dropped: what dropout with probability p makes of dx at this place, a field of
-    EncoderDropout's by number. coefficients, residual, and dropped with seed may be None.
-    """
-    scalars = (rows, random.threshold(p), random.scale(p))
-    return _by_tile(_batch_norm_backward_kernel, rows, d, _height(d), scalars, {"PLACE": place}, pdl)
-
-
-def describe_dropped(rows: int, d: int, p: float, place: int, pdl: bool = False) -> Launch:
-    """Launch on x, seed, and x after dropout with probability p at this place (out)."""
-    scalars = (rows, random.threshold(p), random.scale(p))
-    return _by_tile(_dropped_kernel, rows, d, _height(d), scalars, {"PLACE": place}, pdl)
+    """Launch of the kernel `name` on rows [rows, d]. p: dropout's probability. constants: if not at their default."""
+    kernel, division = _KERNELS[name]
+    programs, num_warps, sizes = division(rows, d)
+    of_call = {"rows": rows, "eps": eps, "threshold": random.threshold(p), "kept_scale": random.scale(p)}
+    known = {"D": d, "SLOTS": 1, "WIDTH": 2, "WHICH": 0, "PLACE": 0, "PDL": pdl} | sizes | constants
+    scalars = tuple(of_call[scalar] for scalar in kernel.arg_names if scalar in of_call)
+    picked = {constant: known[constant] for constant in kernel.arg_names if constant in known}
+    return Launch(kernel, programs, scalars, picked, _options(num_warps, pdl))
 
 
 def describe_running(d: int, momenta: Sequence[float | None], pdl: bool = False) -> Launch:
-    """Launch on statistics, mean, var, batches, and the four of a second norm or None; momenta: of one or both.
-
-    Each of mean, var and batches may be None.
-    """
+    """Launch on statistics, mean, var, batches, and the four of a second norm or None; momenta: of one or both."""
     first, second = momenta[0], momenta[-1]
     constants = {"D": d, "CUMULATIVE0": first is None, "CUMULATIVE1": second is None, "BLOCK": 128, "PDL": pdl}
     scalars = (first or 0.0, second or 0.0)
     return Launch(_running_kernel, len(momenta), scalars, constants, _options(1, pdl))
 
 
-def _height(d: int) -> int:
-    """Rows of a tile in the kernels whose rows are independent."""
-    return _ELEMENTS // min(_padded(d), _COLUMNS)
+_Division = tuple[int, int, dict[str, object]]  # a launch's programs, their warps, and the constants that follow
 
 
-def _by_tile(
-    kernel: object, rows: int, d: int, height: int, scalars: tuple[object, ...], constants: dict[str, object],
-    pdl: bool,
-) -> Launch:  # fmt: skip
+def _by_tile(rows: int, d: int, height: int = TILE_ROWS) -> _Division:
     columns = min(_padded(d), _COLUMNS)
     sizes = {"INDEX": tl.int64 if (rows + height) * d >= 2**31 else tl.int32, "BM": height, "BC": columns}
-    programs = -(-rows // height) * -(-d // columns)
-    num_warps = max(1, min(4, height * columns // 256))
-    constants = {"D": d} | constants | sizes | {"PDL": pdl}
-    return Launch(kernel, programs, scalars, constants, _options(num_warps, pdl))
+    return -(-rows // height) * -(-d // columns), max(1, min(4, height * columns // 256)), sizes
 
 
-def _by_group(kernel: object, rows: int, d: int, constants: dict[str, object], height: int, pdl: bool) -> Launch:
-    sizes = {"HEIGHT": height, "GROUP": GROUP, "BC": _GROUP_COLUMNS, "PDL": pdl}
-    programs = groups(rows, height) * -(-d // _GROUP_COLUMNS)
-    return Launch(kernel, programs, (rows,), {"D": d} | constants | sizes, _options(4, pdl))
+def _by_rows(rows: int, d: int) -> _Division:
+    """By tiles whose height does not matter: their rows are independent."""
+    return _by_tile(rows, d, _ELEMENTS // min(_padded(d), _COLUMNS))
 
 
-def _by_columns(
-    kernel: object, d: int, scalars: tuple[object, ...], constants: dict[str, object], height: int, pdl: bool
-) -> Launch:
-    sizes = {"HEIGHT": height, "BT": _AT_ONCE, "BC": _LAST_COLUMNS, "PDL": pdl}
-    return Launch(kernel, -(-d // _LAST_COLUMNS), scalars, {"D": d} | constants | sizes, _options(16, pdl))
+def _by_group(rows: int, d: int) -> _Division:
+    return groups(rows) * -(-d // _GROUP_COLUMNS), 4, {"GROUP": GROUP, "BC": _GROUP_COLUMNS}
+
+
+def _by_columns(rows: int, d: int) -> _Division:
+    """A program combines all groups, or all tiles if there are no groups, of a few columns."""
+    sizes = {"HEIGHT": GROUP_ROWS if groups(rows) else TILE_ROWS, "BT": _AT_ONCE, "BC": _LAST_COLUMNS}
+    return -(-d // _LAST_COLUMNS), 16, sizes
+
+
+_KERNELS: dict[str, tuple[Any, Callable[[int, int], _Division]]] = {
+    "moments": (_moments_kernel, _by_tile),
+    "group_moments": (_group_moments_kernel, _by_group),
+    "statistics": (_statistics_kernel, _by_columns),
+    "normalise": (_normalise_kernel, _by_rows),
+    "gradient_sums": (_gradient_sums_kernel, _by_tile),
+    "group_sums": (_group_sums_kernel, _by_group),
+    "coefficients": (_coefficients_kernel, _by_columns),
+    "batch_norm_backward": (_batch_norm_backward_kernel, _by_rows),
+    "dropped": (_dropped_kernel, _by_rows),
+}
 
 
 def _padded(d: int) -> int:
