@@ -141,7 +141,7 @@ def candidates(point: Point) -> list[_Values]:
             return []
         blocks = (16, 32, 64)
         chunks = [size for size in (16, 32, 64, 128, 256) if size <= point.width]
-        stages = (1, 2, 3) if point.launch == "attention" else (1,)  # see attention_configs.choose_backward
+        stages = (1, 2, 3) if point.launch == "attention" else (1,)  # see attention_configs.choose
         return list(itertools.product(blocks, blocks, (point.width,), chunks, (4, 8), stages))
     if point.launch == "weight_grads":
         sizes = [size for size in (16, 32, 64, 128) if size <= max(64, point.width)]
@@ -232,15 +232,16 @@ class Pass:
 @contextlib.contextmanager
 def _chosen(made: Variant) -> Iterator[None]:
     """The variant's configs instead of the tables'."""
-    with contextlib.ExitStack() as stack:
-        for module, name, config in (
-            (configs, "choose", made.tiles),
-            (configs, "choose_warpgroup", made.groups),
-            (attention_configs, "choose", made.attention),
-            (attention_configs, "choose_backward", made.attention_backward),
-        ):
-            if config is not None:
-                stack.enter_context(mock.patch.object(module, name, return_value=config))
+    choose = attention_configs.choose
+
+    def choose_attention(problem: attention_configs.Attention) -> attention_configs.DotConfig:
+        return (made.attention_backward if problem.backward else made.attention) or choose(problem)
+
+    with (
+        mock.patch.object(configs, "choose", return_value=made.tiles),
+        mock.patch.object(configs, "choose_warpgroup", return_value=made.groups),
+        mock.patch.object(attention_configs, "choose", choose_attention),
+    ):
         yield
 
 

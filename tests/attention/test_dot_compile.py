@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from compile_matrix import CompileJob, compile_job, limit_violations
 
-from isogemm.attention.configs import Attention, choose, choose_backward
+from isogemm.attention.configs import Attention, choose
 from isogemm.attention.kernels import dot
 
 HEADS = (64,)
@@ -38,7 +38,7 @@ def _job(head, number, backward, mask, causal):
     heads, tokens, tensors = 4, 128, 14 if backward else 9
     strides = (3 * heads * head,) * (6 if backward else 3)
     problem = Attention(64, tokens, heads, head, dtype, precision, strides, causal, mask, (tokens, 1))
-    config = (choose_backward if backward else choose)(problem)
+    config = choose(problem)
     launch = (dot.describe_attention_backward if backward else dot.describe_attention)(problem, config)
     names = launch.kernel.arg_names
     absent = ["previous_ptr", "seed_ptr", "scores_ptr", "d_scores_ptr", "d_previous_ptr"] + ["mask_ptr"] * (not mask)

@@ -41,7 +41,7 @@ def _factored(head, dtype, precision):
 
 
 def _job(problem):
-    launch = (kernels.describe_attention_backward if problem.backward else kernels.describe_attention)(problem)
+    launch = kernels.describe(problem)
     names = launch.kernel.arg_names[: -len(launch.constants)][: -len(launch.scalars)]
     absent = ["mask_ptr"] + ([] if problem.dropout else ["seed_ptr"])
     if not problem.residual:

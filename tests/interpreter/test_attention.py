@@ -7,7 +7,7 @@ import torch
 from attention_oracle import AttentionInputs, AttentionResults, attention_by_head, torch_attention
 
 from isogemm.attention import kernels
-from isogemm.attention.configs import Attention, DotConfig, MmaConfig, choose, choose_backward, choose_mma
+from isogemm.attention.configs import Attention, DotConfig, MmaConfig, choose, choose_mma
 from isogemm.attention.kernels import dot, mma
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.errors import assert_no_worse_than_torch
@@ -78,9 +78,7 @@ def _launch(inputs, precision="ieee", mask=None, causal=False, config=None):
     describe(problem, config or choose(problem)).run(q, k, v, mask, None, None, o, lse, None)
     problem = _problem(inputs, precision, mask, causal, (3 * width,) * 6)
     describe = mma.describe_attention_backward if isinstance(config, MmaConfig) else dot.describe_attention_backward
-    describe(problem, config or choose_backward(problem)).run(
-        q, k, v, mask, None, None, o, lse, do, None, dq, dk, dv, None
-    )
+    describe(problem, config or choose(problem)).run(q, k, v, mask, None, None, o, lse, do, None, dq, dk, dv, None)
     o, dq, dk, dv = (x.reshape(inputs.q.shape) for x in (o, dq, dk, dv))
     return Results(o, lse.reshape(sequences, tokens, heads), dq, dk, dv)
 
@@ -275,7 +273,7 @@ def test_wide_offsets():
     dot.describe_attention(problem, choose(problem)).run(q, k, v, None, None, None, o, lse, None)
     problem = _problem(inputs, "ieee", None, False, (stride,) * 3 + (head,) * 3)
     do = inputs.do.reshape(tokens, head)
-    dot.describe_attention_backward(problem, choose_backward(problem)).run(
+    dot.describe_attention_backward(problem, choose(problem)).run(
         q, k, v, None, None, None, o, lse, do, None, dq, dk, dv, None
     )
     results = Results(*(x.reshape(1, tokens, 1, -1) for x in (o, lse, dq, dk, dv)))
@@ -314,8 +312,8 @@ def _launch_variant(inputs, precision="ieee"):
     lse = torch.full((sequences, tokens, inputs.nhead), torch.nan)
     scores, d_previous = (None if x is None else torch.full_like(x, torch.nan) for x in (inputs.of_scores, previous))
     given = (q, k, v, mask, previous, inputs.seed, o, lse)
-    kernels.describe_attention(problem(3)).run(*given, scores)
-    kernels.describe_attention_backward(problem(6)).run(*given, do, inputs.of_scores, dq, dk, dv, d_previous)
+    kernels.describe(problem(3)).run(*given, scores)
+    kernels.describe(problem(6)).run(*given, do, inputs.of_scores, dq, dk, dv, d_previous)
     return AttentionResults(o, scores, dq, dk, dv, d_previous)
 
 

@@ -121,18 +121,18 @@ class DotConfig:
 
 
 def choose(problem: Attention) -> DotConfig:
-    """The forward blocks: large ones that spill nothing and fit 99 KB of shared memory."""
-    config = _measured(problem, "forward")
-    return replace(config, block_k=config.block_k // _too_many(problem, config))
+    """Blocks of a long head: large ones that spill nothing and fit 99 KB of shared memory.
 
-
-def choose_backward(problem: Attention) -> DotConfig:
-    """The backward blocks.
-
-    One stage: Triton 3.6 refills the buffer of a tile that is also read into registers (do, q) while wgmma reads it.
+    In the backward one stage: Triton 3.6 refills the buffer of a tile that is also read into registers (do, q) while
+    wgmma reads it.
     """
-    config = _measured(problem, "backward")
-    return replace(config, block_q=config.block_q // _too_many(problem, config))
+    number = "half" if problem.dtype != "float32" else "tf32" if problem.precision == "tf32" else "ieee"
+    table = tables.load("attention", problem.arch)[number, "backward" if problem.backward else "forward"]
+    config = DotConfig(*tables.at(table, problem.head))
+    shrink = _too_many(problem, config)
+    if problem.backward:
+        return replace(config, block_q=config.block_q // shrink)
+    return replace(config, block_k=config.block_k // shrink)
 
 
 def _too_many(problem: Attention, config: DotConfig) -> int:
@@ -211,8 +211,3 @@ def threads(problem: Attention, own: int) -> int:
         return -(-problem.tokens // own)
     pairs = problem.tokens // 16 * 8 + min(problem.tokens % 16, 8)
     return -(-pairs // (own // 2))
-
-
-def _measured(problem: Attention, launch: str) -> DotConfig:
-    number = "half" if problem.dtype != "float32" else "tf32" if problem.precision == "tf32" else "ieee"
-    return DotConfig(*tables.at(tables.load("attention", problem.arch)[number, launch], problem.head))

@@ -160,8 +160,8 @@ def _attention_on_gpu(call: AttentionCall, direction: str, *tensors: Tensor | No
         previous = placed(previous)
     if not forward and last is not None:
         rest[1] = placed(last)
-    describe = kernels.describe_attention if forward else kernels.describe_attention_backward
-    run_launch(describe(problem), (q, k, v, mask, previous, seed if call.dropout else None, o, lse, *rest))
+    tensors = (q, k, v, mask, previous, seed if call.dropout else None, o, lse, *rest)
+    run_launch(kernels.describe(problem), tensors)
 
 
 def _attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:

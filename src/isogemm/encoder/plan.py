@@ -403,4 +403,4 @@ class Plan:
             kernels.backend(), layer.pdl, layer.by_head, backward and layer.transposed,
             layer.dropout.attention, layer.previous, scores, layer.factors, added, layer.arch,
         )  # fmt: skip
-        return kernels.describe_attention_backward(problem) if backward else kernels.describe_attention(problem)
+        return kernels.describe(problem)

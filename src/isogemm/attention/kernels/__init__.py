@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from isogemm.attention import configs
@@ -14,26 +16,22 @@ def backend() -> str:
     return "hip" if torch.version.hip else "cuda"
 
 
-def describe_attention(problem: Attention) -> Launch:
-    """The forward's launch on q, k, v, mask, previous, seed, o, lse and scores; None where absent.
+def describe(problem: Attention) -> Launch:
+    """Launch of the forward or the backward. Arguments, None for absent ones:
 
-    With factors, q0, k0, .. q3, k3 follow.
+    - forward: q, k, v, mask, previous, seed, o, lse, scores; with factors also q0, k0, .. q3, k3.
+    - backward: q, k, v, mask, previous, seed, o, lse, do, d_scores, dq, dk, dv, d_previous; with factors, or with
+      gradients of q and k that come in, also q0, k0, .. q3, k3, dq0, dk0, .. dq3, dk3, dq_in, dk_in.
     """
+    formulation: Any
+    config: Any
     if configs.fits_mma(problem):
-        return mma.describe_attention(problem, configs.choose_mma(problem))
-    if problem.head <= configs.SHORT_HEAD:
-        return registers.describe_attention(problem, configs.choose_registers(problem))
-    return dot.describe_attention(problem, configs.choose(problem))
-
-
-def describe_attention_backward(problem: Attention) -> Launch:
-    """The backward's launch on q, k, v, mask, previous, seed, o, lse, do, d_scores, dq, dk, dv and d_previous.
-
-    With factors, or with gradients of q and k that come in, q0, k0, .. q3, k3, dq0, dk0, .. dq3, dk3, dq_in and dk_in
-    follow. None where absent.
-    """
-    if configs.fits_mma(problem):
-        return mma.describe_attention_backward(problem, configs.choose_mma(problem))
-    if problem.head <= configs.SHORT_HEAD:
-        return registers.describe_attention_backward(problem, configs.choose_registers_backward(problem))
-    return dot.describe_attention_backward(problem, configs.choose_backward(problem))
+        formulation, config = mma, configs.choose_mma(problem)
+    elif problem.head > configs.SHORT_HEAD:
+        formulation, config = dot, configs.choose(problem)
+    else:
+        choose = configs.choose_registers_backward if problem.backward else configs.choose_registers
+        formulation, config = registers, choose(problem)
+    describe = formulation.describe_attention_backward if problem.backward else formulation.describe_attention
+    launch: Launch = describe(problem, config)
+    return launch
