@@ -23,9 +23,10 @@ def _normal(*shape, seed=0, dtype=torch.float32):
 def _attention(q, k, v, mask, nhead, is_causal, grad):
     """o, lse, dq, dk, dv."""
     o, lse = torch.full(q.shape, math.nan, dtype=q.dtype), torch.full((*q.shape[:2], nhead), math.nan)
-    cpu.attention(q, k, v, mask, nhead, is_causal, o, lse)
+    call = cpu.AttentionCall(q, k, v, mask, nhead, is_causal, None)
+    cpu.attention(call, o, lse)
     gradients = [torch.full(q.shape, math.nan, dtype=q.dtype) for _ in range(3)]
-    cpu.attention_backward(grad, q, k, v, mask, nhead, is_causal, *gradients)
+    cpu.attention_backward(call, grad, None, *gradients)
     return o, lse, *gradients
 
 
@@ -72,11 +73,11 @@ def test_residual_scores_and_dropout_are_as_exact_as_torch(size, mask, dropout, 
     previous[0, 0, 0, 0] = -math.inf
     of_keys, is_causal, seed = _mask(mask, sequences, tokens), mask == "none", torch.tensor([-(2**40) + 3])
     inputs = AttentionInputs(q, k, v, grad, nhead, of_keys, is_causal, previous, of_scores, seed, dropout)
-    extras = cpu.Extras(previous, dropout, seed)
+    call = cpu.AttentionCall(q, k, v, of_keys, nhead, is_causal, None, previous, seed, dropout, scores=True)
     o, *gradients = (torch.full(q.shape, math.nan) for _ in range(4))
     scores, d_previous = torch.full((2, *previous.shape), math.nan)
-    cpu.attention(q, k, v, of_keys, nhead, is_causal, o, torch.empty(sequences, tokens, nhead), scores, extras)
-    cpu.attention_backward(grad, q, k, v, of_keys, nhead, is_causal, *gradients, of_scores, d_previous, extras)
+    cpu.attention(call, o, torch.empty(sequences, tokens, nhead), scores)
+    cpu.attention_backward(call, grad, of_scores, *gradients, d_previous=d_previous)
     theirs, exact = torch_attention(inputs, torch.float32), torch_attention(inputs, torch.float64)
     ours = AttentionResults(o, scores, *gradients, d_previous)
     for name, *found in zip(ours._fields, ours, theirs, exact, strict=True):

@@ -18,32 +18,49 @@ from isogemm.epilogues import elementary, random
 _TILE = 2**19  # scores computed at a time
 
 
-class Extras(NamedTuple):
-    """Optional inputs of attention besides masks."""
+class AttentionCall(NamedTuple):
+    """The arguments of `attention` that are read again in the backward."""
 
-    previous: Tensor | None = None  # scores [S, H, T, T] that are added
-    dropout: float = 0.0
-    seed: Tensor | None = None
+    q: Tensor  # [S, T, H * d], or [S, T, 3 H * d] with k and v after it
+    k: Tensor | None
+    v: Tensor | None
+    mask: Tensor | None  # [S, T]: bool, True for a key to leave out, or floating point, added to the scores
+    nhead: int
+    is_causal: bool
+    precision: str | None
+    previous: Tensor | None = None  # [S, H, T, T] in q's dtype, added to the scores
+    seed: Tensor | None = None  # of dropout, int64
+    dropout: float = 0.0  # of the weights
+    scores: bool = False  # whether they are a result
 
+    def parts(self, packed: Tensor, *rest: Tensor | None) -> list[Tensor]:
+        """q, k and v, or what is laid out like them: views."""
+        if self.k is None:
+            return list(packed.chunk(3, dim=-1))
+        return [packed, *(each for each in rest if each is not None)]
 
-_PLAIN = Extras()
+    @property
+    def width(self) -> int:
+        return self.q.shape[-1] // (3 if self.k is None else 1)
+
+    def empty_scores(self, wanted: bool) -> Tensor:
+        sequences, tokens, _ = self.q.shape
+        return self.q.new_empty((sequences, self.nhead, tokens, tokens) if wanted else 0)
 
 
 @torch.no_grad()
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, nhead: int, is_causal: bool, o: Tensor, lse: Tensor,
-    scores: Tensor | None = None, extras: Extras = _PLAIN,
-) -> None:  # fmt: skip
-    """Attention of q, k and v [S, T, H * d], written to o and lse; see `isogemm.attention.op.attention`."""
-    queries, keys, values = (_by_head(each, nhead) for each in (q, k, v))
-    of_keys = None if mask is None else _by_key(mask, nhead)
+def attention(call: AttentionCall, o: Tensor, lse: Tensor, scores: Tensor | None = None) -> None:
+    """Write o, lse and, where wanted, the scores; see `isogemm.attention.op.attention`."""
+    nhead = call.nhead
+    queries, keys, values = (_by_head(each, nhead) for each in call.parts(*call[:3]))
+    of_keys = None if call.mask is None else _by_key(call.mask, nhead)
     result, logs = torch.empty_like(queries), torch.empty_like(queries[:, :1])
     for part in _parts(queries):
-        found = _scores(queries, keys, of_keys, is_causal, extras.previous, part)
+        found = _scores(queries, keys, of_keys, call, part)
         if scores is not None:
             scores.flatten(0, 1)[part] = found.permute(2, 0, 1)
         weights, total, largest = _softmax(found)
-        share = _dropped(weights, extras, part)
+        share = _dropped(weights, call, part)
         result[..., part] = _weighed(share, values[..., part]).div_(total[:, None])
         empty = largest == -math.inf
         log = elementary.log(total).add_(largest).mul_(math.log2(math.e))
@@ -54,24 +71,24 @@ def attention(
 
 @torch.no_grad()
 def attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, nhead: int, is_causal: bool,
-    dq: Tensor, dk: Tensor, dv: Tensor, of_scores: Tensor | None = None, d_previous: Tensor | None = None,
-    extras: Extras = _PLAIN,
+    call: AttentionCall, grad: Tensor, of_scores: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
+    d_previous: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The gradients of `attention`'s q, k, v and `previous`, of o's `grad` and that of the scores.
 
     The softmax is computed again: by way of the lse it would be less exact.
     """
-    above, queries, keys, values = (_by_head(each, nhead) for each in (grad, q, k, v))
-    of_keys = None if mask is None else _by_key(mask, nhead)
+    nhead = call.nhead
+    above, queries, keys, values = (_by_head(each, nhead) for each in (grad, *call.parts(*call[:3])))
+    of_keys = None if call.mask is None else _by_key(call.mask, nhead)
     scale = 1.0 / math.sqrt(queries.shape[1])
     d_queries, d_keys, d_values = map(torch.empty_like, (queries, keys, values))
     for part in _parts(queries):
-        found = _scores(queries, keys, of_keys, is_causal, extras.previous, part)
+        found = _scores(queries, keys, of_keys, call, part)
         left_out = found == -math.inf
         weights, total, _ = _softmax(found)
         weights /= total[:, None]
-        d_scores = _dropped(_products(above[..., part], values[..., part]), extras, part)
+        d_scores = _dropped(_products(above[..., part], values[..., part]), call, part)
         d_scores -= _ascending(d_scores * weights)[:, None]
         d_scores *= weights
         if of_scores is not None:
@@ -81,7 +98,7 @@ def attention_backward(
         d_scores *= scale
         d_queries[..., part] = _weighed(d_scores, keys[..., part])
         d_keys[..., part] = _weighed(d_scores.transpose(0, 1), queries[..., part])
-        share = _dropped(weights, extras, part)
+        share = _dropped(weights, call, part)
         d_values[..., part] = _weighed(share.transpose(0, 1), above[..., part])
     for gradient, computed in ((dq, d_queries), (dk, d_keys), (dv, d_values)):
         gradient.copy_(_merged(computed, nhead))
@@ -121,14 +138,14 @@ def _of_matrices(x: Tensor, part: slice) -> Tensor:
     return x.flatten(0, 1)[part].float().permute(1, 2, 0)
 
 
-def _dropped(weights: Tensor, extras: Extras, part: slice) -> Tensor:
+def _dropped(weights: Tensor, call: AttentionCall, part: slice) -> Tensor:
     """A part's [T, T, n] with dropout."""
-    if not extras.dropout:
+    if not call.dropout:
         return weights
-    assert extras.seed is not None
+    assert call.seed is not None
     tokens, _, count = weights.shape
-    kept = random.kept_weights(extras.seed, count, tokens, extras.dropout, part.start).permute(1, 2, 0)
-    return (weights * random.scale(extras.dropout)).masked_fill_(~kept, 0.0)
+    kept = random.kept_weights(call.seed, count, tokens, call.dropout, part.start).permute(1, 2, 0)
+    return (weights * random.scale(call.dropout)).masked_fill_(~kept, 0.0)
 
 
 def _parts(queries: Tensor) -> Iterator[slice]:
@@ -138,20 +155,18 @@ def _parts(queries: Tensor) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, count, step))
 
 
-def _scores(
-    queries: Tensor, keys: Tensor, mask: Tensor | None, is_causal: bool, previous: Tensor | None, part: slice
-) -> Tensor:
+def _scores(queries: Tensor, keys: Tensor, mask: Tensor | None, call: AttentionCall, part: slice) -> Tensor:
     """Scores of a part [T, T, n], by query and key."""
     scores = _products(queries[..., part], keys[..., part]).div_(math.sqrt(queries.shape[1]))
-    if previous is not None:
-        scores += _bounded(_of_matrices(previous, part))
+    if call.previous is not None:
+        scores += _bounded(_of_matrices(call.previous, part))
     if mask is not None:
         of_part = mask[:, part]
         if mask.dtype is torch.bool:
             scores.masked_fill_(of_part, -math.inf)
         else:
             scores += of_part
-    if is_causal:
+    if call.is_causal:
         later = torch.ones(scores.shape[:2], dtype=torch.bool).triu_(1)
         scores.masked_fill_(later[..., None], -math.inf)
     return scores

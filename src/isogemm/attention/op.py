@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from isogemm.attention import configs, cpu
 from isogemm.attention.configs import Attention
+from isogemm.attention.cpu import AttentionCall
 from isogemm.core.dispatch import record_operator
 from isogemm.core.operator import Operator, refuse_second_derivative
 from isogemm.core.plan import placed, run_launch
 from isogemm.gemm.describe import dtype_name
-
-
-class AttentionCall(NamedTuple):
-    """The arguments of `attention` that are read again in the backward."""
-
-    q: Tensor  # [S, T, H * d], or [S, T, 3 H * d] with k and v after it
-    k: Tensor | None
-    v: Tensor | None
-    mask: Tensor | None  # [S, T]: bool, True for a key to leave out, or floating point, added to the scores
-    nhead: int
-    is_causal: bool
-    precision: str | None
-    previous: Tensor | None = None  # [S, H, T, T] in q's dtype, added to the scores
-    seed: Tensor | None = None  # of dropout, int64
-    dropout: float = 0.0  # of the weights
-    scores: bool = False  # whether they are a result
-
-    def parts(self, packed: Tensor, *rest: Tensor | None) -> list[Tensor]:
-        """q, k and v, or what is laid out like them: views."""
-        if self.k is None:
-            return list(packed.chunk(3, dim=-1))
-        return [packed, *(each for each in rest if each is not None)]
-
-    @property
-    def width(self) -> int:
-        return self.q.shape[-1] // (3 if self.k is None else 1)
-
-    @property
-    def extras(self) -> cpu.Extras:
-        return cpu.Extras(self.previous, self.dropout, self.seed)
-
-    def empty_scores(self, wanted: bool) -> Tensor:
-        sequences, tokens, _ = self.q.shape
-        return self.q.new_empty((sequences, self.nhead, tokens, tokens) if wanted else 0)
-
 
 _TENSORS = ("q", "k", "v", "mask", "previous", "seed")
 
@@ -84,20 +50,24 @@ def _gradients(ctx: Any, grad: Tensor | None, of_lse: None, of_scores: Tensor | 
 def _attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The result, log2 of every query's sum of exp2(score * log2(e)) [S, T, H], +inf where it has no keys; scores."""
     call = AttentionCall(*args)
+    o, lse, result = _empty_results(call)
+    if not o.numel():
+        return o, lse, result
+    scores = result if call.scores else None
+    if call.q.is_cuda:
+        given = (*call.parts(*call[:3]), call.mask, call.previous, call.seed)
+        _attention_on_gpu(call, "forward", *given, o, lse, scores)
+    else:
+        cpu.attention(call, o, lse, scores)
+    record_operator("attention", call.q)
+    return o, lse, result
+
+
+def _empty_results(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     sequences, tokens, _ = call.q.shape
     o = call.q.new_empty((sequences, tokens, call.width))
     lse = call.q.new_empty((sequences, tokens, call.nhead), dtype=torch.float32)
-    result = call.empty_scores(call.scores)
-    if not o.numel():
-        return o, lse, result
-    q, k, v = call.parts(*call[:3])
-    scores = result if call.scores else None
-    if call.q.is_cuda:
-        _attention_on_gpu(call, "forward", q, k, v, call.mask, call.previous, call.seed, o, lse, scores)
-    else:
-        cpu.attention(q, k, v, call.mask, call.nhead, call.is_causal, o, lse, scores, call.extras)
-    record_operator("attention", call.q)
-    return o, lse, result
+    return o, lse, call.empty_scores(call.scores)
 
 
 def _attention_backward(
@@ -108,16 +78,13 @@ def _attention_backward(
     found = _like_operands(call, of_previous)
     if not o.numel():
         return found
-    q, k, v = call.parts(*call[:3])
     dq, dk, dv = call.parts(*found[:3])
     d_previous = found[3] if of_previous else None
     if call.q.is_cuda:
-        given = (q, k, v, call.mask, call.previous, call.seed, o, lse, grad.contiguous(), of_scores)
+        given = (*call.parts(*call[:3]), call.mask, call.previous, call.seed, o, lse, grad.contiguous(), of_scores)
         _attention_on_gpu(call, "backward", *given, dq, dk, dv, d_previous)
     else:
-        cpu.attention_backward(
-            grad, q, k, v, call.mask, call.nhead, call.is_causal, dq, dk, dv, of_scores, d_previous, call.extras
-        )
+        cpu.attention_backward(call, grad, of_scores, dq, dk, dv, d_previous)
     record_operator("attention_backward", call.q)
     return found
 
@@ -165,11 +132,7 @@ def _attention_on_gpu(call: AttentionCall, direction: str, *tensors: Tensor | No
 
 
 def _attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    call = AttentionCall(*args)
-    sequences, tokens, _ = call.q.shape
-    o = call.q.new_empty((sequences, tokens, call.width))
-    lse = call.q.new_empty((sequences, tokens, call.nhead), dtype=torch.float32)
-    return o, lse, call.empty_scores(call.scores)
+    return _empty_results(AttentionCall(*args))
 
 
 def _attention_backward_fake(
