@@ -109,7 +109,7 @@ class Partials(NamedTuple):
 
     @classmethod
     def of(cls, name: str, layer: Layer, sizes: Mapping[str, int]) -> Partials:
-        offsets, size = laid_out(sizes)
+        offsets, size = layout.in_a_row(sizes, alignment=1)
         return cls(Buffer(name, torch.float32, layer.chunks * size), offsets, size)
 
 
@@ -172,7 +172,7 @@ class Buffers:
         if layer.packed_weights:
             square, long = d * d, d * f
             sizes = (square, long, long, 3 * square, long, long, square, 3 * square)
-            offsets, size = laid_out(dict(zip(Operands._fields, sizes, strict=True)))
+            offsets, size = layout.in_a_row(dict(zip(Operands._fields, sizes, strict=True)), alignment=1)
             self.operands = Operands(
                 *(Buffer(f"packed {name}", operand, size - at, self.kept.packed, at) for name, at in offsets.items())
             )
@@ -222,15 +222,6 @@ def _views(whole: Buffer, step: int) -> list[Buffer]:
     return [
         Buffer(f"{whole.name}[{i}]", whole.dtype, whole.elements - i * step, whole, i * step) for i in range(3)
     ]  # fmt: skip
-
-
-def laid_out(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Offsets of parts that lie one after another, and their size in all."""
-    offsets, end = {}, 0
-    for name, size in sizes.items():
-        offsets[name] = end
-        end += size
-    return offsets, end
 
 
 def _packed_size(layer: Layer) -> int:

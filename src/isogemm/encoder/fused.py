@@ -138,10 +138,16 @@ class _Layer(torch.autograd.Function):
         call = _Call(x, ExtraInputs(*tensors[:again], *ctx.running), tensors[again:], kind, of_forward)
         coming = dict(zip(kind.names, more, strict=True))
         incoming = IncomingGrads(torch.zeros_like(x) if dy is None else dy, coming.get("scores"), coming.get("qk"))
+        wanted = needed[_FIRST:]
+        gradients: Sequence[Tensor | None]
         if [each for each in ctx.owners if getattr(each, "main_grad", None) is not None]:
-            dx, of_added, gradients = _accumulate(ctx, call, incoming, saved)
+            totals = [accumulated(owner, want)[1] for owner, want in zip(ctx.owners, wanted, strict=True)]
+            dx, of_added, gradients = call.accumulate(incoming, saved, totals, wanted)
+            for owner, total in zip(ctx.owners, totals, strict=True):
+                if total is not None:
+                    owner.grad_added_to_main_grad = True
         else:
-            into = call.plan.gradients(needed[_FIRST:])
+            into = call.plan.gradients(wanted)
             dx, of_added = call.backward(incoming, saved, into)
             gradients = into.tensors
         found = [each if need else None for each, need in zip((dx, *of_added), needed[2:_FIRST], strict=True)]
@@ -153,19 +159,6 @@ _apply: Any = super(torch.autograd.Function, _Layer).apply
 
 
 _OfTensors = Sequence[Tensor | None]  # gradients
-
-
-def _accumulate(
-    ctx: Any, call: _Call, incoming: IncomingGrads, saved: SavedForBackward
-) -> tuple[Tensor, _OfTensors, _OfTensors]:
-    """Run the backward and accumulate into the parameters' main_grads."""
-    needed = ctx.needs_input_grad[_FIRST:]
-    totals = [accumulated(owner, need)[1] for owner, need in zip(ctx.owners, needed, strict=True)]
-    dx, of_added, gradients = call.accumulate(incoming, saved, totals, needed)
-    for owner, total in zip(ctx.owners, totals, strict=True):
-        if total is not None:
-            owner.grad_added_to_main_grad = True
-    return dx, of_added, gradients
 
 
 class _Call:

@@ -20,13 +20,13 @@ class Span(NamedTuple):
         return self.first <= other.last and other.first <= self.last
 
 
-def in_a_row(sizes: Mapping[_Key, int]) -> tuple[dict[_Key, int], int]:
-    """Offsets of parts that lie one after another, and their bytes in all. Sizes may be symbolic."""
+def in_a_row(sizes: Mapping[_Key, int], alignment: int = ALIGNMENT) -> tuple[dict[_Key, int], int]:
+    """Offsets of parts that lie one after another, and their total size. Sizes may be symbolic."""
     offsets: dict[_Key, int] = {}
     end = 0
     for name, size in sizes.items():
         offsets[name] = end
-        end += _aligned(size)
+        end += _aligned(size, alignment)
     return offsets, end
 
 
@@ -49,5 +49,5 @@ def sharing(spans: Mapping[_Key, Span], limit: int | None = None) -> tuple[dict[
     return offsets, max((offset + _aligned(spans[name].size) for name, offset in offsets.items()), default=0)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def _aligned(size: int, alignment: int = ALIGNMENT) -> int:
+    return -(-size // alignment) * alignment

@@ -14,7 +14,6 @@ from isogemm.encoder.parameters import EncoderDropout
 from isogemm.epilogues import device, random
 from isogemm.gemm.kernels.products import round_by_instruction
 
-TYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 # Offsets of dropout's seed at its places.
 PROJECTION = tl.constexpr(EncoderDropout._fields.index("projection"))
 ACTIVATION = tl.constexpr(EncoderDropout._fields.index("activation"))
@@ -145,8 +144,8 @@ def _constants(layer: Layer) -> dict[str, object]:
         "EXACT": layer.exact,
         "PACKED": layer.packed_weights,
         "TRANSPOSED": layer.transposed,
-        "OPERAND": TYPES[layer.operand],
-        "KIND": TYPES[layer.operand],
+        "OPERAND": getattr(tl, layer.operand),
+        "KIND": getattr(tl, layer.operand),
         "PRECISION": layer.precision,
         "INDEX": tl.int64 if layer.wide else tl.int32,
         "CHUNK": layer.chunk,

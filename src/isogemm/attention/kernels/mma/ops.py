@@ -27,9 +27,6 @@ from isogemm.attention.kernels.lanes import floats, instruction, loaded_operand,
 from isogemm.core.kernels import pdl_option
 from isogemm.epilogues.device import philox
 
-_KINDS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
-
-
 # the warp's instructions
 
 
@@ -431,7 +428,7 @@ def constants_of(problem: Attention, config: MmaConfig, more: dict[str, object] 
     return {
         "H": problem.heads,
         "D": problem.head,
-        "KIND": _KINDS[problem.dtype],
+        "KIND": getattr(tl, problem.dtype),
         "MASK": problem.mask,
         "CAUSAL": problem.causal,
         "WIDE": farthest >= 2**31,
