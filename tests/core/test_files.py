@@ -143,6 +143,16 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path):
     assert pipe.is_fifo()
 
 
+@pytest.mark.parametrize("content", [b"", b"one line\n"])
+def test_a_seal_shows_any_change(content):
+    data = files.sealed(content)
+    assert files.unsealed(data) == content
+    for place in range(len(data)):
+        for changed in (data[:place], data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]):
+            with pytest.raises(ValueError, match="checksum"):
+                files.unsealed(changed)
+
+
 @pytest.mark.skipif(files.fcntl is None, reason="needs flock")
 def test_a_child_does_not_keep_the_lock(tmp_path):
     """As a data loader's worker, forked by another thread while this one held it."""

@@ -39,15 +39,14 @@ def forget():
 
 
 def content(**changes):
-    header = {"gpu": GPU, "triton": tuned._triton(), "version": tuned.VERSION}
-    entry = {"key": list(KEY), "steps": [[16, list(SMALL)], [8192, list(LARGE)]]}
-    return header | {"families": {"gemm": [entry]}} | changes
+    record = json.loads(tuned._text({"gemm": {KEY: ((16, SMALL), (8192, LARGE))}}, GPU))
+    return files.sealed(json.dumps(record | changes).encode())
 
 
-def place(text):
+def place(data):
     file = tuned.path(GPU)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
+    file.write_bytes(data)
     forget()
     return file
 
@@ -62,11 +61,10 @@ def test_what_is_kept_is_served():
     assert Config(*tuned.load("gemm", GPU)[KEY][0][1]).swapped
     assert tuned.load("gemm", "NVIDIA B200") == tuned.load("encoder", GPU) == {}
     assert tuned.summary(GPU) == tuned.Summary(file, entries=2, points=3)
-    assert json.loads(file.read_text()) | {"families": 0} == content(families=0)
 
 
 def test_the_file_is_of_the_gpu_triton_and_version(cache, monkeypatch):
-    expected = f"isogemm/tuned/nvidia-h200-triton-{tuned._triton()}-v{tuned.VERSION}.json"
+    expected = f"isogemm/tuned/nvidia-h200-triton-{tuned._triton()}-v{tuned.VERSION}.txt"
     assert tuned.path(GPU) == cache / expected
     tuned.keep("gemm", GPU, {KEY: ((16, SMALL),)})
     monkeypatch.setattr(tuned, "VERSION", tuned.VERSION + 1)
@@ -97,61 +95,29 @@ def test_processes_that_write_at_once_lose_nothing(cache):
     assert left == {tuned.path(GPU).name, f"{tuned.path(GPU).name}.lock"}
 
 
-def step(size=16, config=SMALL):
-    return [size, config if config is None else list(config)]
-
-
-def entry(key=KEY, steps=None):
-    return {"key": list(key), "steps": [step()] if steps is None else steps}
-
-
-WHOLE = json.dumps(content())
+WHOLE = content()
 UNUSABLE = {
-    "empty": "",
+    "empty": b"",
     "truncated": WHOLE[:-40],
-    "not JSON": "no JSON",
-    "not text": "\udc80",
-    "nested": "[" * 100_000,
-    "a list": "[]",
-    "another GPU's": json.dumps(content(gpu="NVIDIA H100")),
-    "another Triton's": json.dumps(content(triton="1.0.0")),
-    "another version's": json.dumps(content(version=tuned.VERSION + 1)),
-    "families a list": json.dumps(content(families=[])),
-    "an unknown family": json.dumps(content(families={"os": [entry()]})),
-    "a family whose configs are of two kinds": json.dumps(content(families={"tiny": [entry()]})),
-    "entries by name": json.dumps(content(families={"gemm": {"key": []}})),
+    "without a checksum": WHOLE[:-79],
+    "a config edited by hand": WHOLE.replace(b"[64, 16, 128,", b"[64, 16, 512,"),
+    "not text": b"\x80",
+    "another GPU's": content(gpu="NVIDIA H100"),
+    "another Triton's": content(triton="1.0.0"),
+    "another version's": content(version=tuned.VERSION + 1),
+    "configs of other fields": content(configs={"gemm": tuned._fields("gemm").removesuffix(", pdl: bool")}),
+    "an unknown family": content(families={"os": []}),
 }
-WRONG = {
-    "no steps": entry(steps=[]),
-    "steps missing": {"key": list(KEY)},
-    "a key of numbers below 1": entry(key=("half", "nt", 0, 8)),
-    "a key with a float": entry(key=("half", "nt", 8.0, 8)),
-    "a key with a bool": entry(key=("half", "nt", True, 8)),
-    "steps that descend": entry(steps=[step(64), step(16)]),
-    "steps twice": entry(steps=[step(), step()]),
-    "a size of 0": entry(steps=[step(0)]),
-    "a size in words": entry(steps=[step("16")]),
-    "a size that is a bool": entry(steps=[step(True)]),
-    "no config": entry(steps=[step(config=None)]),
-    "a config that is too short": entry(steps=[step(config=SMALL[:-1])]),
-    "a config that is too long": entry(steps=[step(config=(*SMALL, False))]),
-    "a config of floats": entry(steps=[step(config=(64.0, *SMALL[1:]))]),
-    "a bool for a number": entry(steps=[step(config=(True, *SMALL[1:]))]),
-    "a number for a bool": entry(steps=[step(config=(*SMALL[:-1], 1))]),
-    "a negative number": entry(steps=[step(config=(-64, *SMALL[1:]))]),
-    "no warps": entry(steps=[step(config=(*SMALL[:3], 0, *SMALL[4:]))]),
-    "no stages": entry(steps=[step(config=(*SMALL[:4], 0, *SMALL[5:]))]),
-    "stages without end": entry(steps=[step(config=(*SMALL[:4], 10**9, *SMALL[5:]))]),
-    "an unknown kernel": entry(steps=[step(config=(*SMALL[:5], "magic", *SMALL[6:]))]),
-}
-UNUSABLE |= {name: json.dumps(content(families={"gemm": [each]})) for name, each in WRONG.items()}
 
 
-@pytest.mark.parametrize("text", UNUSABLE.values(), ids=UNUSABLE)
-def test_an_unusable_file_is_ignored_with_one_warning(text):
-    file = tuned.path(GPU)
-    file.parent.mkdir(parents=True)
-    file.write_bytes(text.encode(errors="surrogateescape"))
+def test_the_unusable_files_differ_from_a_usable_one():
+    assert WHOLE not in UNUSABLE.values()
+    assert len(files.unsealed(WHOLE)) == len(WHOLE) - 79
+
+
+@pytest.mark.parametrize("data", UNUSABLE.values(), ids=UNUSABLE)
+def test_an_unusable_file_is_ignored_with_one_warning(data):
+    file = place(data)
     with pytest.warns(RuntimeWarning) as warned:
         assert [tuned.load("gemm", GPU) for _ in range(3)] == [{}] * 3
     assert len(warned) == 1

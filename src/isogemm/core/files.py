@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ try:
 except ModuleNotFoundError:  # Windows: locks are not taken there
     fcntl = None  # type: ignore[assignment]
 
+_SEAL = b"isogemm sha256 "  # then the digest of all before it
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # of a file system without them
 
 AnyPath = str | os.PathLike[str]
@@ -56,6 +58,19 @@ def write(path: AnyPath, content: bytes) -> None:
             with suppress(OSError):
                 unfinished.unlink()
         _sync_folder(target.parent)
+
+
+def sealed(content: bytes) -> bytes:
+    """The content with a checksum at its end, which `unsealed` compares."""
+    return content + _SEAL + hashlib.sha256(content).hexdigest().encode()
+
+
+def unsealed(data: bytes) -> bytes:
+    """The content that was given to `sealed`; ValueError where the checksum differs or is missing."""
+    content = data[: -len(_SEAL) - 64]
+    if data != sealed(content):
+        raise ValueError("it is damaged: its checksum differs")
+    return content
 
 
 def refresh(path: Path, text: str) -> bool:
