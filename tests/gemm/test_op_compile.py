@@ -54,8 +54,8 @@ def _operators():
         ],
         "weight_grad": [(grad, x), (grad, x, "ieee"), (grad.transpose(0, 1), x.transpose(0, 1)), (grad[0, 0], x[0, 0])],
         "bias_grad": [(grad,), (grad[0, 0],), (grad.double(),)],
-        "add_weight_grad": [(_normal(5, 9, seed=6), grad, x, weight), (_normal(9, 5).T, grad, x, weight, "ieee")],
-        "add_bias_grad": [(_normal(5, seed=7), grad, bias)],
+        "add_weight_grad": [(_normal(5, 9, seed=6), weight, grad, x), (_normal(9, 5).T, weight, grad, x, "ieee")],
+        "add_bias_grad": [(_normal(5, seed=7), bias, grad)],
     }
 
 

@@ -142,4 +142,4 @@ def test_token_sums_are_validated(grad, x, message):
     with pytest.raises(ValueError, match=message):
         torch.ops.isogemm.weight_grad(grad, x)
     with pytest.raises(ValueError, match=message):
-        torch.ops.isogemm.add_weight_grad(torch.zeros(4, 6), grad, x, torch.zeros(4, 6))
+        torch.ops.isogemm.add_weight_grad(torch.zeros(4, 6), torch.zeros(4, 6), grad, x)

@@ -308,7 +308,7 @@ def test_opcheck():
     torch.library.opcheck(operators.weight_grad.default, (grad, x.detach(), "ieee"), **close)
     torch.library.opcheck(operators.bias_grad.default, (grad,), **close)
     main_grad = torch.zeros_like(weight)
-    torch.library.opcheck(operators.add_weight_grad.default, (main_grad, grad, x.detach(), weight.detach()), **close)
+    torch.library.opcheck(operators.add_weight_grad.default, (main_grad, weight.detach(), grad, x.detach()), **close)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

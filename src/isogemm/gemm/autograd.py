@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -90,22 +91,12 @@ def _linear_gradients(
 
 def of_weight(grad: Tensor, x: Tensor, precision: str | None, accumulated: Accumulated) -> Tensor | None:
     """The [N, K] weight's gradient; None where it was added to a main_grad."""
-    owner, main_grad = accumulated
-    if owner is None or main_grad is None:
-        return weight_grad(grad, x, precision)
-    run = add_weight_grad.op if through_dispatcher(main_grad, grad, x) else op.add_weight_grad
-    run(main_grad, grad, x, owner, precision)
-    return None
+    return None if add_weight_grad(accumulated, grad, x, precision) else weight_grad(grad, x, precision)
 
 
 def of_bias(grad: Tensor, dtype: torch.dtype, accumulated: Accumulated) -> Tensor | None:
     """The [N] bias's gradient; None where it was added to a main_grad."""
-    owner, main_grad = accumulated
-    if owner is None or main_grad is None:
-        return bias_grad(grad).to(dtype)
-    run = add_bias_grad.op if through_dispatcher(main_grad, grad) else op.add_bias_grad
-    run(main_grad, grad, owner)
-    return None
+    return None if add_bias_grad(accumulated, grad) else bias_grad(grad).to(dtype)
 
 
 def _matmul_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -229,34 +220,58 @@ bias_grad = Operator(
 )
 
 
-def _add_weight_grad(main_grad: Tensor, grad: Tensor, x: Tensor, owner: Tensor, precision: str | None = None) -> None:
-    if op.is_added("the weight", owner):
-        op.add_weight_grad(main_grad, grad, x, owner, precision)
+class MainGradAdder:
+    """Adds a gradient to its parameter's main_grad; under torch.compile as the operator isogemm::add_<name>."""
+
+    def __init__(
+        self, name: str, of: str, arguments: str, shape: Callable[..., Any], compute: Callable[..., object]
+    ) -> None:
+        """Register the operator.
+
+        Args:
+            name: of the gradient.
+            of: the parameter's name in error messages.
+            arguments: what the gradient is computed from, as in a schema, tensors first.
+            shape: the gradient's, from these arguments.
+            compute: adds the gradient to its first argument, the main_grad; these arguments follow.
+        """
+        self._of, self._shape, self._compute = of, shape, compute
+        self._tensors = arguments.count("Tensor ")
+        schema = f"add_{name}(Tensor(a!) main_grad, Tensor owner, {arguments}) -> ()"
+        self._operator: Operator[None] = Operator(schema, self._run, self._check)
+
+    def __call__(self, accumulated: Accumulated, *args: Any) -> bool:
+        """Add the gradient; False where there is no main_grad to add it to."""
+        owner, main_grad = accumulated
+        if owner is None or main_grad is None:
+            return False
+        add = self._operator.op if through_dispatcher(main_grad, *args[: self._tensors]) else self._add
+        add(main_grad, owner, *args)
+        return True
+
+    def _run(self, main_grad: Tensor, owner: Tensor, *args: Any) -> None:
+        if op.is_added(f"the {self._of}", owner):
+            self._add(main_grad, owner, *args)
+
+    def _add(self, main_grad: Tensor, owner: Tensor, *args: Any) -> None:
+        self._check(main_grad, owner, *args)
+        self._compute(main_grad, *args)
+        owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # what Megatron-style trainers look for
+
+    def _check(self, main_grad: Tensor, owner: Tensor, *args: Any) -> None:
+        op.require_total(f"{self._of}.main_grad", main_grad, self._shape(*args), args[0].device)
 
 
-def _add_weight_grad_fake(main_grad: Tensor, grad: Tensor, x: Tensor, *_: Any) -> None:
-    op.require_total("weight.main_grad", main_grad, (grad.shape[-1], x.shape[-1]), x.device)
-
-
-add_weight_grad = Operator(
-    "add_weight_grad(Tensor(a!) main_grad, Tensor grad, Tensor x, Tensor owner, str? precision=None) -> ()",
-    _add_weight_grad,
-    _add_weight_grad_fake,
-)
-
-
-def _add_bias_grad(main_grad: Tensor, grad: Tensor, owner: Tensor) -> None:
-    if op.is_added("the bias", owner):
-        op.add_bias_grad(main_grad, grad, owner)
-
-
-def _add_bias_grad_fake(main_grad: Tensor, grad: Tensor, owner: Tensor) -> None:
-    op.require_total("bias.main_grad", main_grad, grad.shape[-1:], grad.device)
-
-
-add_bias_grad = Operator(
-    "add_bias_grad(Tensor(a!) main_grad, Tensor grad, Tensor owner) -> ()", _add_bias_grad, _add_bias_grad_fake
-)
+add_weight_grad = MainGradAdder(
+    "weight_grad", "weight", "Tensor grad, Tensor x, str? precision=None",
+    shape=lambda grad, x, precision=None: (grad.shape[-1], x.shape[-1]),
+    compute=lambda main_grad, grad, x, precision=None: op.weight_grad(grad, x, main_grad, torch.float32, precision),
+)  # fmt: skip
+add_bias_grad = MainGradAdder(
+    "bias_grad", "bias", "Tensor grad",
+    shape=lambda grad: grad.shape[-1:],
+    compute=lambda main_grad, grad: op.bias_grad(grad, main_grad, torch.float32),
+)  # fmt: skip
 
 
 def parameter(x: Tensor | None) -> Tensor | None:

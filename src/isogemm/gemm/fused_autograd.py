@@ -247,12 +247,15 @@ class Dz(NamedTuple):
 
 def of_sums(sums: Tensor, together: int, dtype: torch.dtype, accumulated: autograd.Accumulated) -> Tensor | None:
     """A [N] gradient from its sums over blocks of rows; None where it was added to a main_grad."""
-    owner, main_grad = accumulated
-    if owner is None or main_grad is None:
-        return fused_op.chunk_sums(sums, together, dtype)
-    add = fused_op.add_chunk_sums.op if through_dispatcher(sums) else fused_op.accumulate_chunk_sums
-    add(main_grad, sums, together, owner)
-    return None
+    added = _add_chunk_sums(accumulated, sums, together)
+    return None if added else fused_op.chunk_sums(sums, together, dtype)
+
+
+_add_chunk_sums = autograd.MainGradAdder(
+    "chunk_sums", "bias", "Tensor partial, int together",
+    shape=lambda partial, together: partial.shape[-1:],
+    compute=lambda main_grad, partial, together: fused.chunk_sums(partial, together, main_grad, torch.float32),
+)  # fmt: skip
 
 
 def _of_pre_activation(

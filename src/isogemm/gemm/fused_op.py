@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isogemm.core.operator import Operator
 from isogemm.epilogues.operands import DIFFERENTIABLE, SCHEMA, Operands
-from isogemm.gemm import configs, describe, fused, op
+from isogemm.gemm import configs, describe, fused
 from isogemm.gemm import torch_forms as forms
 
 
@@ -175,22 +175,6 @@ def _activation_grad_fake(grad: Tensor, dtype: torch.dtype, sums: bool, *args: A
     return dz, grad.new_empty(shape, dtype=torch.float32)
 
 
-def accumulate_chunk_sums(main_grad: Tensor, partial: Tensor, together: int, owner: Tensor) -> None:
-    """Accumulate into the owner's main_grad, and tell it so."""
-    op.require_total("bias.main_grad", main_grad, partial.shape[-1:], partial.device)
-    fused.chunk_sums(partial, together, main_grad, torch.float32)
-    owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-
-
-def _add_chunk_sums(main_grad: Tensor, partial: Tensor, together: int, owner: Tensor) -> None:
-    if op.is_added("the bias", owner):
-        accumulate_chunk_sums(main_grad, partial, together, owner)
-
-
-def _add_chunk_sums_fake(main_grad: Tensor, partial: Tensor, together: int, owner: Tensor) -> None:
-    op.require_total("bias.main_grad", main_grad, partial.shape[-1:], partial.device)
-
-
 def _hidden_grad(grad: Tensor, weight: Tensor, precision: str | None, sums: bool, *args: Any) -> tuple[Tensor, Tensor]:
     call = GradientCall(*args)
     assert call.saved is not None
@@ -261,11 +245,6 @@ chunk_sums = Operator(
     "chunk_sums(Tensor partial, int together, ScalarType dtype) -> Tensor",
     lambda partial, together, dtype: fused.chunk_sums(partial, together, None, dtype),
     lambda partial, together, dtype: partial.new_empty(partial.shape[-1:], dtype=dtype),
-)
-add_chunk_sums = Operator(
-    "add_chunk_sums(Tensor(a!) main_grad, Tensor partial, int together, Tensor owner) -> ()",
-    _add_chunk_sums,
-    _add_chunk_sums_fake,
 )
 hidden_grad = Operator(
     f"hidden_grad(Tensor grad, Tensor weight, str? precision, bool sums, {_OF_FORWARD}) -> (Tensor, Tensor)",

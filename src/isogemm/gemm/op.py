@@ -357,17 +357,3 @@ def _product_elsewhere(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: tor
 
 def _added(result: Tensor, total: Tensor | None) -> Tensor:
     return result if total is None else total.add_(result)
-
-
-def add_weight_grad(main_grad: Tensor, grad: Tensor, x: Tensor, owner: Tensor, precision: str | None = None) -> None:
-    """Accumulate into the owner's main_grad, and tell it so."""
-    require_total("weight.main_grad", main_grad, (grad.shape[-1], x.shape[-1]), x.device)
-    weight_grad(grad, x, main_grad, torch.float32, precision)
-    owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # what Megatron-style trainers look for
-
-
-def add_bias_grad(main_grad: Tensor, grad: Tensor, owner: Tensor) -> None:
-    """Accumulate into the owner's main_grad, and tell it so."""
-    require_total("bias.main_grad", main_grad, grad.shape[-1:], grad.device)
-    bias_grad(grad, main_grad, torch.float32)
-    owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]
