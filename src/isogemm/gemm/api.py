@@ -195,7 +195,7 @@ def plain_linear(
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
         differentiable: Any = autograd.Linear
-        owned = autograd.Owners(owner, bias_owner)
+        owned = autograd.parameter(owner), autograd.parameter(bias_owner)
         result = differentiable.apply(x, weight, bias, owned, out_dtype, resolve_precision(x, precision))
         return cast(Tensor, result)
     plan = plans.get(op.linear_key(x, weight, bias, out_dtype, precision)) if x.is_cuda else None

@@ -15,15 +15,6 @@ from isogemm.gemm import op
 from isogemm.gemm.describe import broadcast
 
 
-class Owners:
-    """The parameters themselves, where autocast multiplies by copies: they carry main_grad."""
-
-    __slots__ = ("bias", "weight")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = parameter(weight), parameter(bias)
-
-
 class Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -31,7 +22,7 @@ class Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        owners: Owners,
+        owners: tuple[Tensor | None, Tensor | None],  # weight and bias before autocast's cast: they carry main_grad
         out_dtype: torch.dtype | None,
         precision: str | None,
     ) -> Tensor:
@@ -41,8 +32,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        totals = accumulated(ctx.owners.weight, needs_weight), accumulated(ctx.owners.bias, needs_bias)
+        totals = map(accumulated, ctx.owners, ctx.needs_input_grad[1:3])
         return *_linear_gradients(ctx, grads[0], *totals), None, None, None
 
 
