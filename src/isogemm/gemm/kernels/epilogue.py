@@ -139,24 +139,12 @@ def _aux(at, row, col, M, N, stride_m, stride_n, INDEX: tl.constexpr):
 @triton.jit
 def _user(z, row, col, M, N, e, steps, E: tl.constexpr, ACT: tl.constexpr, INDEX: tl.constexpr):
     """A registered epilogue."""
-    if E.aux > 0:
-        a0 = _aux(e[_AUX], row, col, M, N, steps[_AUX_ROW], steps[_AUX_ROW + 1], INDEX)
-    if E.aux > 1:
-        a1 = _aux(e[_AUX + 1], row, col, M, N, steps[_AUX_ROW + 2], steps[_AUX_ROW + 3], INDEX)
-    if E.aux > 2:
-        a2 = _aux(e[_AUX + 2], row, col, M, N, steps[_AUX_ROW + 4], steps[_AUX_ROW + 5], INDEX)
-    if E.aux > 3:
-        a3 = _aux(e[_AUX + 3], row, col, M, N, steps[_AUX_ROW + 6], steps[_AUX_ROW + 7], INDEX)
-    if E.aux == 0:
-        return ACT(z, col, row)
-    elif E.aux == 1:
-        return ACT(z, col, row, a0)
-    elif E.aux == 2:
-        return ACT(z, col, row, a0, a1)
-    elif E.aux == 3:
-        return ACT(z, col, row, a0, a1, a2)
-    else:
-        return ACT(z, col, row, a0, a1, a2, a3)
+    COUNT: tl.constexpr = E.aux
+    aux = ()
+    for i in tl.static_range(COUNT):
+        stride_m, stride_n = steps[_AUX_ROW + 2 * i], steps[_AUX_ROW + 2 * i + 1]
+        aux += (_aux(e[_AUX + i], row, col, M, N, stride_m, stride_n, INDEX),)
+    return ACT(z, col, row, *aux)
 
 
 @triton.jit
@@ -373,12 +361,7 @@ def finish(
             at_m = m + part * WIDTH if SWAPPED else m
             at_n = n if SWAPPED else n + part * WIDTH
             total = sums[part]
-            if ACCUMULATION == "partials":
-                _write(
-                    total, total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, BM, WIDTH, C_TMA,
-                    SWAPPED, E, BIAS_FIRST, ACT, SLOPE, INDEX,
-                )  # fmt: skip
-            elif ACCUMULATION == "scratch":
+            if ACCUMULATION == "scratch":
                 kept = kept_here + (tl.arange(0, BM)[:, None] * BN + (part * WIDTH + tl.arange(0, WIDTH)[None, :]))
                 if first_chunk:
                     total += 0.0
@@ -394,7 +377,7 @@ def finish(
                     if BARRIER:
                         tl.debug_barrier()  # another thread may be the one to load it
             else:
-                if ACCUMULATE or ACCUMULATION == "in place":
+                if ACCUMULATION == "in place" or (ACCUMULATE and ACCUMULATION != "partials"):
                     if SWAPPED:
                         row = (at_m + tl.arange(0, WIDTH))[None, :]
                         col = (at_n + tl.arange(0, BM))[:, None]
@@ -405,7 +388,7 @@ def finish(
                     if not ACCUMULATE:
                         live = live & (not first_chunk)
                     total += tl.load(c + (row.to(INDEX) * stride_cm + col.to(INDEX) * stride_cn), mask=live, other=0.0)
-                elif not BIAS_FIRST:
+                elif not BIAS_FIRST and ACCUMULATION != "partials":
                     total += 0.0  # a sum that underflowed to -0 is +0, as one with more padding is
                 _write(
                     total, total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, BM, WIDTH, C_TMA,
