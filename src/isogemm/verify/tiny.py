@@ -13,8 +13,8 @@ from isogemm.core import device as devices
 from isogemm.core import tables
 from isogemm.core.dispatch import dispatch_log
 from isogemm.core.precision import of_cuda_products
-from isogemm.gemm.reference import round_to_tf32
-from isogemm.tiny import configs, op, reference
+from isogemm.gemm import reference
+from isogemm.tiny import configs, op
 from isogemm.tiny.api import bmm
 from isogemm.tiny.configs import Config, DotConfig, Problem, RegistersConfig
 from isogemm.verify.checks import Check, CheckResult, run_trials, skip
@@ -141,11 +141,11 @@ def largest_errors(a: Tensor, b: Tensor, precision: str) -> dict[str, float]:
         x, y, ours = a[part], b[part], whole[part]
         # cuBLAS takes TF32 or not as it likes; the exact product of rounded operands is TF32's own error.
         if precision == "tf32":
-            torchs = reference.bmm(round_to_tf32(x), round_to_tf32(y)).float()
+            torchs = reference.matmul(reference.round_to_tf32(x), reference.round_to_tf32(y)).float()
         else:
             with of_cuda_products(precision or None):
                 torchs = torch.bmm(x, y)
-        found = assert_no_worse_than_torch(ours, torchs, reference.bmm(x, y), scale=reference.bmm_scale(x, y))
+        found = assert_no_worse_than_torch(ours, torchs, reference.matmul(x, y), scale=reference.matmul_scale(x, y))
         for name, each in (("isogemm", found.actual), ("torch", found.torch)):
             errors[name] = max(errors[name], each.max_scaled)
     return errors
