@@ -139,14 +139,12 @@ def test_tuned_steps_of_one_product_are_edges_of_its_layer(bound, kind, monkeypa
     assert [str(launch.scalars) for launch in bound[count:]] == []
 
 
-def test_weights_that_come_one_by_one(bound, monkeypatch):
-    """A generator's are all seen, by the activated layers and by the plain ones."""
-    seen = {}
-    monkeypatch.setattr(ahead, "_layers", lambda weights, *rest: seen.setdefault("layers", list(weights)) and [])
-    monkeypatch.setattr(ahead, "_each", lambda weights, bias: seen.setdefault("each", list(weights)) and [])
+def test_weights_that_come_one_by_one():
+    """A generator's are all seen, as plain layers and as activated ones."""
     weights = [torch.zeros(8, 16), torch.zeros(16, 8)]
-    ahead.warmup((each for each in weights), 4, True, False, "relu", None, None, None)
-    assert list(map(len, seen.values())) == [2, 2]
+    layers = ahead._layers((each for each in weights), True, "relu", None)
+    seen = [(layer.weight, layer.activation, layer.bias.shape) for layer in layers]
+    assert seen == [(each, name, each.shape[:1]) for each in weights for name in ("", "relu")]
 
 
 def test_warmup_has_nothing_to_do_on_the_cpu():

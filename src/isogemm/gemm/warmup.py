@@ -32,37 +32,25 @@ def warmup(
 ) -> int:
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}; expected at least 1")
-    if not isinstance(weights, Tensor | torch.nn.Module):
-        weights = list(weights)  # walked over twice
     before = compiled()
-    seen: set[tuple[object, ...]] = set()
     layers = {layer.key: layer for layer in _layers(weights, bias, activation, activation_args)}
     for layer in layers.values():
-        if layer.weight.is_cuda and layer.weight.dtype in op.SERVED:
-            _fused(layer, tokens, backward, out_dtype, precision)
-    for weight, biased in _each(weights, bias):
-        key = (weight.shape, weight.stride(), weight.dtype, weight.device, aligned(weight), biased)
-        if not weight.is_cuda or weight.dtype not in op.SERVED or key in seen:
+        if not layer.weight.is_cuda or layer.weight.dtype not in op.SERVED:
             continue  # nothing is compiled for the CPU and for float64
-        seen.add(key)
-        forward = _forward(weight, biased, out_dtype, precision)
-        for problem in (*_every(forward, tokens), *(_gradients(forward, tokens) if backward else ())):
-            plan.plan_for(problem, weight.device)
-        if backward and biased:
-            for bias_gradient in _bias_gradients(forward, tokens):
-                plan.bias_grad_plan(bias_gradient, weight.device)
+        compile_layer = _fused if layer.activation else _plain
+        compile_layer(layer, tokens, backward, out_dtype, precision)
     return compiled() - before
 
 
 class _Layer(NamedTuple):
-    """A layer that an activation follows, and the one after it inside an mlp."""
+    """A layer, the activation that follows it, and the layer after that inside an mlp."""
 
     weight: Tensor
-    weight_up: Tensor | None
-    bias: Tensor | None
-    bias_up: Tensor | None
-    activation: str
-    arguments: tuple[float, ...]
+    weight_up: Tensor | None = None
+    bias: Tensor | None = None
+    bias_up: Tensor | None = None
+    activation: str = ""
+    arguments: tuple[float, ...] = ()
     down: Tensor | None = None
     bias_down: Tensor | None = None
     dropouts: tuple[float, float] = (0, 0)  # of an mlp: of its hidden value, and after it
@@ -84,9 +72,12 @@ def _layers(
     activation: str | None,
     activation_args: Mapping[str, float] | None,
 ) -> Iterator[_Layer]:
+    """The layers without their activations, then with them."""
     if isinstance(weights, torch.nn.Module):
         module: Any  # an isogemm.nn.Linear or MLP, which are above here
         for module in weights.modules():
+            if isinstance(module, torch.nn.Linear):
+                yield _Layer(module.weight, bias=module.bias)
             name = getattr(module, "activation", None)
             if not isinstance(name, str) or name not in spec.ACTIVATIONS:
                 continue
@@ -100,13 +91,19 @@ def _layers(
                     first.weight, weight_up, first.bias, bias_up, name, arguments, module.down.weight,
                     module.down.bias, (module.hidden_dropout_p, module.dropout_p),
                 )  # fmt: skip
-    elif activation is not None:
+        return
+    arguments = ()
+    if activation is not None:
         entry = spec.activation(activation)
         if entry.gate:
             raise ValueError(f"activation is {activation!r}, of two weights; expected one of one, or a module")
         arguments = spec.argument_values(entry, activation_args)
-        for weight, biased in _each(weights, bias):
-            like = torch.empty(weight.shape[0], dtype=weight.dtype, device=weight.device) if biased else None
+    for weight in (weights,) if isinstance(weights, Tensor) else weights:
+        if not isinstance(weight, Tensor) or weight.ndim != 2:
+            raise ValueError(f"weights: got {_describe(weight)}; expected [N, K] tensors or a module")
+        like = torch.empty(weight.shape[0], dtype=weight.dtype, device=weight.device) if bias else None
+        yield _Layer(weight, bias=like)
+        if activation is not None:
             yield _Layer(weight, None, like, None, activation, arguments)
 
 
@@ -154,20 +151,19 @@ def _dropout(p: float, device: torch.device) -> dict[str, Any]:
     return {"dropout_p": p, "seed": fused.new_seed(device) if p else None}
 
 
-def _each(weights: Tensor | Iterable[Tensor] | torch.nn.Module, bias: bool) -> Iterator[tuple[Tensor, bool]]:
-    if isinstance(weights, torch.nn.Module):
-        for module in weights.modules():
-            if isinstance(module, torch.nn.Linear):
-                yield module.weight, module.bias is not None
-        return
-    for weight in (weights,) if isinstance(weights, Tensor) else weights:
-        if not isinstance(weight, Tensor) or weight.ndim != 2:
-            raise ValueError(f"weights: got {_describe(weight)}; expected [N, K] tensors or a module")
-        yield weight, bias
-
-
 def _describe(value: object) -> str:
     return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _plain(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | None, precision: str | None) -> None:
+    """Compile a layer without an activation."""
+    weight, biased = layer.weight, layer.bias is not None
+    forward = _forward(weight, biased, out_dtype, precision)
+    for problem in (*_every(forward, tokens), *(_gradients(forward, tokens) if backward else ())):
+        plan.plan_for(problem, weight.device)
+    if backward and biased:
+        for bias_gradient in _bias_gradients(forward, tokens):
+            plan.bias_grad_plan(bias_gradient, weight.device)
 
 
 def _forward(weight: Tensor, bias: bool, out_dtype: torch.dtype | None, precision: str | None) -> Problem:
