@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import isogemm
 from isogemm.core import launch
-from isogemm.core.launch import BoundKernel, Launch, TensorMap, bind
+from isogemm.core.launch import BoundKernel, Launch, TensorMap
 
 OPTIONS = {"enable_fp_fusion": False}
 
@@ -30,14 +30,14 @@ def scale(x, n, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
 
 def test_only_compiled_kernels_bind():
     with pytest.raises(TypeError, match=r"^kernel is a function; expected a compiled @triton\.jit function"):
-        bind(lambda: None, (), {}, {})
+        Launch(lambda: None, 1, (), {}, {}).bind()
 
 
 @pytest.mark.skipif(interpreting(), reason="the interpreter is on")
 @pytest.mark.parametrize("constants", [{}, {"FACTOR": 2}, {"BLOCK": 8, "FACTOR": 2}, {"FACTOR": 2, "SIZE": 8}])
 def test_constants_must_match_the_kernel(constants):
     with pytest.raises(TypeError, match=r"^constants are .*; scale expects \['FACTOR', 'BLOCK'\]"):
-        bind(scale, (1, 2), constants, OPTIONS)
+        Launch(scale, 1, (2,), constants, OPTIONS).bind(1)
     with pytest.raises(TypeError, match=r"scale expects \['FACTOR', 'BLOCK'\]"):
         Launch(scale, 1, (2,), constants, OPTIONS).check(tensors=1)
 
@@ -45,7 +45,7 @@ def test_constants_must_match_the_kernel(constants):
 @pytest.mark.skipif(interpreting(), reason="the interpreter is on")
 def test_too_few_arguments():
     with pytest.raises(TypeError, match=r"scale expects \['n', 'FACTOR', 'BLOCK'\]"):
-        bind(scale, (1,), {"FACTOR": 2, "BLOCK": 8}, OPTIONS)
+        Launch(scale, 1, (), {"FACTOR": 2, "BLOCK": 8}, OPTIONS).bind(1)
 
 
 @pytest.mark.skipif(interpreting(), reason="the interpreter is on")
@@ -53,12 +53,7 @@ def test_fusion_of_multiply_adds_is_never_left_to_triton():
     """Bits depend on it, and its default on Triton's version: no way to compile or launch a kernel leaves it open."""
     constants = {"FACTOR": 2, "BLOCK": 8}
     open_launch = Launch(scale, 1, (2,), constants, {"num_warps": 4})
-    for way in (
-        lambda: bind(scale, (1, 2), constants, {"num_warps": 4}),
-        lambda: open_launch.check(tensors=1),
-        lambda: open_launch.run(None),
-        lambda: open_launch.bind(None),
-    ):
+    for way in (lambda: open_launch.check(tensors=1), lambda: open_launch.run(None), lambda: open_launch.bind(None)):
         with pytest.raises(TypeError, match=r"^options of scale are \['num_warps'\]; expected enable_fp_fusion"):
             way()
 

@@ -61,21 +61,33 @@ class Launch:
 
     def run(self, *tensors: Any, numbers: tuple[float | None, ...] = ()) -> None:
         """Launch through Triton's JIT, as its interpreter needs it; a pair of tensors where a map is of two."""
-        check_options(self.kernel, self.options)
+        self._check_options()
         if self.programs:
             arguments = (*self._described(tensors), *self.scalars, *(numbers or self.numbers))
             self.kernel[(self.programs,)](*arguments, **self.constants, **self.options)
 
     def check(self, tensors: int) -> None:
         """Raise unless its constants are those that the kernel takes after so many tensors, the scalars and the
-        numbers, and its options are complete."""
-        check_constants(self.kernel, tensors + len(self.scalars) + len(self.numbers), self.constants)
-        check_options(self.kernel, self.options)
+        numbers, in the kernel's order, and its options are complete."""
+        names = list(self.kernel.arg_names[tensors + len(self.scalars) + len(self.numbers) :])
+        if names != list(self.constants):
+            raise TypeError(f"constants are {list(self.constants)}; {self.kernel.__name__} expects {names}")
+        self._check_options()
+
+    def _check_options(self) -> None:
+        """Raise unless enable_fp_fusion is set: bits depend on it, and its default on Triton's version."""
+        if "enable_fp_fusion" not in self.options:
+            found = f"options of {self.kernel.__name__} are {list(self.options)}"
+            raise TypeError(f"{found}; expected enable_fp_fusion among them")
 
     def bind(self, *tensors: Any) -> BoundKernel:
         """Compile on the current device for tensors like these."""
+        if not isinstance(self.kernel, JITFunction):
+            raise TypeError(f"kernel is a {type(self.kernel).__name__}; expected a compiled @triton.jit function")
+        self.check(len(tensors))
         arguments = (*self._described(tensors), *self.scalars, *self.numbers)
-        return bind(self.kernel, arguments, self.constants, self.options)
+        compiled = self.kernel.warmup(*arguments, grid=(1,), **self.constants, **self.options)
+        return BoundKernel(compiled, list(self.constants.values()))
 
     def _described(self, tensors: Sequence[Any]) -> list[Any]:
         """The tensors as Triton's JIT takes them."""
@@ -178,34 +190,6 @@ class BoundKernel:
             return found
 
         return describe
-
-
-def check_constants(kernel: Any, given: int, constants: Mapping[str, object]) -> None:
-    """Raise unless these are the kernel's arguments after so many given ones, in their order."""
-    names = list(kernel.arg_names[given:])
-    if names != list(constants):
-        raise TypeError(f"constants are {list(constants)}; {kernel.__name__} expects {names}")
-
-
-def check_options(kernel: Any, options: Mapping[str, object]) -> None:
-    """Raise unless enable_fp_fusion is set: bits depend on it, and its default on Triton's version."""
-    if "enable_fp_fusion" not in options:
-        raise TypeError(f"options of {kernel.__name__} are {list(options)}; expected enable_fp_fusion among them")
-
-
-def bind(
-    kernel: Any, args: Sequence[object], constants: Mapping[str, object], options: Mapping[str, object]
-) -> BoundKernel:
-    """Compile `kernel` on the current device for arguments like `args`.
-
-    `args` come first in the kernel's signature, `constants` (its constexprs) last and in the same order.
-    """
-    if not isinstance(kernel, JITFunction):
-        raise TypeError(f"kernel is a {type(kernel).__name__}; expected a compiled @triton.jit function")
-    check_constants(kernel, len(args), constants)
-    check_options(kernel, options)
-    compiled = kernel.warmup(*args, grid=(1,), **constants, **options)
-    return BoundKernel(compiled, list(constants.values()))
 
 
 @functools.cache
