@@ -9,11 +9,11 @@ from gemm_problems import NUMBERS, input_grad, make_problem, weight_grad
 from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import (
+    BIAS_BLOCK_T,
     BIAS_CHUNK,
     BIAS_ROWS,
     DTYPES,
     ActivationGradProblem,
-    BiasGradConfig,
     BiasGradProblem,
     Config,
     accumulation,
@@ -47,7 +47,7 @@ def test_the_chunk_follows_the_weight_alone(dtype, precision):
 
 
 def test_chunks_of_bias_gradients():
-    assert BIAS_CHUNK % BiasGradConfig().block_t == 0
+    assert BIAS_CHUNK % BIAS_BLOCK_T == 0
     assert BIAS_CHUNK % BIAS_ROWS == 0
 
 

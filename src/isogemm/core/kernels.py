@@ -21,7 +21,7 @@ def round_to_tf32(x):
 def start_launch(PDL: tl.constexpr):
     """Wait for the previous launch and let the next one start early (programmatic dependent launch).
 
-    Must come first in a kernel that is launched with `pdl_option`.
+    A kernel that is launched with `pdl_option` calls it before it reads or writes memory.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

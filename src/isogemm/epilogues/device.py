@@ -162,10 +162,7 @@ def gelu_tanh_derivative(z, EXACT: tl.constexpr):
 
 @triton.jit
 def quick_gelu(z, EXACT: tl.constexpr):
-    if EXACT:
-        return z * _logistic(z * _QUICK, True)
-    else:
-        return z * _logistic(z * _QUICK, False)
+    return z * _logistic(z * _QUICK, EXACT)
 
 
 @triton.jit

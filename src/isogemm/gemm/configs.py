@@ -25,6 +25,7 @@ _PINNED = {"ieee": 16, "tf32x3": 32}  # block_k, where bits follow it
 BIAS_CHUNK = 1024  # tokens of one sum in a bias gradient; divides every weight's chunk
 BIAS_ROWS = 64  # tokens of one sum that a product's epilogue makes for it
 BIAS_BLOCKS = BIAS_CHUNK // BIAS_ROWS  # of those in a chunk
+BIAS_BLOCK_N, BIAS_BLOCK_T = 32, 64  # columns and tokens of a tile in the kernel; a bias gradient's bits depend on T
 _SPLIT_CHUNKS = 3  # in a bias gradient, that are summed side by side
 _SPLIT_COLUMNS = 8192  # from which on they are summed one after another
 _FEW_PROGRAMS = 128  # about one a multiprocessor
@@ -175,16 +176,6 @@ class Config:
 
 
 @dataclass(frozen=True)
-class BiasGradConfig:
-    """How the kernels sum gradients over the tokens, whatever their sizes."""
-
-    block_n: int = 32
-    block_t: int = 64  # tokens whose sums are apart until a chunk ends: bits follow it
-    num_warps: int = 4
-    num_stages: int = 6
-
-
-@dataclass(frozen=True)
 class BiasGradProblem:
     """The sum of a [t, n] gradient over its rows."""
 
@@ -249,12 +240,12 @@ class ActivationGradProblem:
     @property
     def chunk(self) -> int:
         """Rows of a program: with sums those of one sum."""
-        return BIAS_CHUNK if self.sums else 2 * BiasGradConfig.block_t
+        return BIAS_CHUNK if self.sums else 2 * BIAS_BLOCK_T
 
     @property
     def block_n(self) -> int:
         """Columns of a program: fewer where some multiprocessors would have none, or tiles too little room."""
-        narrow, wide = BiasGradConfig.block_n, 2 * BiasGradConfig.block_n
+        narrow, wide = BIAS_BLOCK_N, 2 * BIAS_BLOCK_N
         if self.epilogue.gated and self.dtype != "bfloat16":  # both factors are kept in float32
             return narrow
         return wide if -(-self.n // wide) * -(-self.t // self.chunk) > _FEW_PROGRAMS else narrow

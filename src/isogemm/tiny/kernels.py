@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isogemm.core.kernels import round_to_tf32
+from isogemm.core.kernels import pdl_option, round_to_tf32, start_launch
 from isogemm.core.launch import Launch
 from isogemm.tiny.configs import Config, DotConfig, Problem, programs, unit
 
@@ -106,9 +106,7 @@ def _registers_kernel(
     acc = ()
     for _ in tl.static_range(ROWS * COLS):
         acc = acc + (tl.zeros((BLOCK, VEC), dtype=tl.float32),)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    start_launch(PDL)
     k = tl.zeros((), dtype=INDEX)
     TAIL: tl.constexpr = K % UNROLL
     for _ in range(K // UNROLL):
@@ -156,9 +154,7 @@ def _dot_kernel(
     a_ptr += matrix * stride_ab
     b_ptr += matrix * stride_bb
     acc = tl.zeros((BM, BN), dtype=tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    start_launch(PDL)
     for start in tl.range(0, K, BK):
         k = start + tl.arange(0, BK).to(INDEX)
         a_live = (m[:, None] < M) & (k[None, :] < K)
@@ -188,9 +184,7 @@ def describe_bmm(problem: Problem, config: Config) -> Launch:
         "INDEX": tl.int64 if max(offsets) >= 2**31 else tl.int32,
         "PDL": config.pdl,
     }
-    options: dict[str, object] = {"num_warps": config.num_warps, "enable_fp_fusion": False}
-    if config.pdl:
-        options["launch_pdl"] = True
+    options = {"num_warps": config.num_warps, "enable_fp_fusion": False} | pdl_option(config.pdl)
     kernel: Any
     if isinstance(config, DotConfig):
         kernel = _dot_kernel

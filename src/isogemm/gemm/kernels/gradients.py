@@ -7,7 +7,7 @@ import triton.language as tl
 
 from isogemm.core.launch import Launch
 from isogemm.gemm import configs
-from isogemm.gemm.configs import ActivationGradProblem, BiasGradConfig, BiasGradProblem
+from isogemm.gemm.configs import BIAS_BLOCK_N, BIAS_BLOCK_T, ActivationGradProblem, BiasGradProblem
 from isogemm.gemm.kernels.epilogue import (
     is_kept,
     read_matrix,
@@ -146,11 +146,10 @@ def describe_chunk_sums(count: int, n: int, together: int, stride: int, accumula
 
 def describe_bias_grad(problem: BiasGradProblem) -> Launch:
     """The launch that sums [t, n] over t; its addresses are the gradient and the sum, or its chunks' sums."""
-    config, split = BiasGradConfig(), problem.split
+    split = problem.split
     constants: dict[str, object] = {
         "UNITS": (configs.unit(problem.n), configs.unit(problem.strides[0])), "CHUNK": problem.chunk,
-        "BN": config.block_n, "BT": config.block_t,
-        "STAGES": config.num_stages if problem.vectors else _NO_OVERLAP,
+        "BN": BIAS_BLOCK_N, "BT": BIAS_BLOCK_T, "STAGES": 6 if problem.vectors else _NO_OVERLAP,
         "LEVELS": 2 if problem.t_inner else 1, "ACCUMULATE": problem.accumulate and not split, "SPLIT": split,
         "INDEX": index_type(problem.reach),
     }  # fmt: skip
@@ -158,23 +157,22 @@ def describe_bias_grad(problem: BiasGradProblem) -> Launch:
         problem.t, problem.n, *problem.strides, 1 if split else problem.out_stride,
         *((problem.t_inner, problem.t_outer) if problem.t_inner else (None, None))
     )  # fmt: skip
-    options = {"num_warps": config.num_warps, "enable_fp_fusion": False}
-    programs = -(-problem.n // config.block_n) * (problem.chunks if split else 1)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    programs = -(-problem.n // BIAS_BLOCK_N) * (problem.chunks if split else 1)
     return Launch(_bias_grad_kernel, programs, scalars, constants, options)
 
 
 def describe_activation_grad(problem: ActivationGradProblem) -> Launch:
     """The launch that computes dz; its addresses are the gradient, what was saved, the seed, dz and the sums."""
-    config = BiasGradConfig()
     act, slope = activation_functions(problem.epilogue)
     constants: dict[str, object] = {
         "UNITS": (configs.unit(problem.n), configs.unit(problem.stride)), "CHUNK": problem.chunk,
-        "BN": problem.block_n, "BT": config.block_t,
+        "BN": problem.block_n, "BT": BIAS_BLOCK_T,
         "STAGES": 3 if problem.sums and problem.vectors else _NO_OVERLAP, "SUMS": problem.sums, "E": problem.epilogue,
         "ACT": act, "SLOPE": slope, "INDEX": index_type(problem.reach),
     }  # fmt: skip
     programs = -(-problem.n // problem.block_n) * -(-problem.t // problem.chunk)
     numbers = (1, 1.0) if problem.epilogue.dropout else (None, None)
-    options = {"num_warps": 2 * config.num_warps, "enable_fp_fusion": False}
+    options = {"num_warps": 8, "enable_fp_fusion": False}
     scalars = (problem.t, problem.n, problem.stride)
     return Launch(_activation_grad_kernel, programs, scalars, constants, options, numbers=numbers)

@@ -13,7 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from isogemm.core.kernels import round_to_tf32
+from isogemm.core.kernels import pdl_option, round_to_tf32, start_launch
 from isogemm.core.launch import Launch, TensorMap
 from isogemm.epilogues import device, operands, spec
 from isogemm.epilogues.operands import Epilogue
@@ -201,9 +201,7 @@ def _gemm_kernel(
         tiles *= tl.cdiv(K, CHUNK)
     if BATCHED:
         tiles *= batch
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    start_launch(PDL)
     program = tl.program_id(0)
     for tile in tl.range(program, tiles if PERSISTENT else program + 1, tl.num_programs(0)):
         layer = tile // (m_tiles * n_tiles)  # of the batch, or of the chunks
@@ -516,12 +514,8 @@ def _read_scalars(problem: Problem) -> tuple[int | None, ...]:
 
 
 def _options(config: Config) -> dict[str, object]:
-    options: dict[str, object] = {
-        "num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False,
-    }  # fmt: skip
-    if config.pdl:
-        options["launch_pdl"] = True
-    return options
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
+    return options | pdl_option(config.pdl)
 
 
 def _reach(problem: Problem) -> int:
