@@ -36,7 +36,6 @@ BENCH = "benchmarks"
 class Name(NamedTuple):
     path: str  # module:attribute
     features: tuple[str, ...]
-    seen: tuple[str, ...] = TORCH  # releases of torch that have it
 
 
 NAMES = (

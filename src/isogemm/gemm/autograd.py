@@ -140,27 +140,16 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *_linear_gradients(ctx, grad, *totals), None, None, None, None, None, None
 
 
-def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, owner: Tensor | None, main_grad: Tensor | None,
-    bias_owner: Tensor | None, bias_main_grad: Tensor | None, out_dtype: torch.dtype | None = None,
-    precision: str | None = None,
-) -> Tensor:  # fmt: skip
-    return op.linear(x, weight, bias, out_dtype, precision)
-
-
-def _linear_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, owner: Tensor | None, main_grad: Tensor | None,
-    bias_owner: Tensor | None, bias_main_grad: Tensor | None, out_dtype: torch.dtype | None = None,
-    precision: str | None = None,
-) -> Tensor:  # fmt: skip
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    *_, out_dtype, precision = rest
     op.validate_linear(x, weight, bias, out_dtype, precision)
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
 
 
 linear = Operator(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? owner, Tensor? main_grad, Tensor? bias_owner, "
-    "Tensor? bias_main_grad, ScalarType? out_dtype=None, str? precision=None) -> Tensor",
-    _linear,
+    "Tensor? bias_main_grad, ScalarType? out_dtype, str? precision) -> Tensor",
+    lambda x, weight, bias, *rest: op.linear(x, weight, bias, *rest[-2:]),
     _linear_fake,
     keep=_keep_linear,
     backward=_linear_backward,

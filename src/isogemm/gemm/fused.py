@@ -101,8 +101,6 @@ def _validate_aux(operands: Operands, shape: Sequence[int], x: Tensor, accepted:
     if len(operands.aux) != entry.aux:
         raise ValueError(f"aux has {len(operands.aux)} tensors; epilogue {entry.name!r} reads {entry.aux}")
     for index, tensor in enumerate(operands.aux):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"aux[{index}] is a {type(tensor).__name__}; expected a torch.Tensor")
         try:
             fits = describe.broadcast(tensor.shape, shape) == tuple(shape)
         except RuntimeError:
@@ -111,8 +109,6 @@ def _validate_aux(operands: Operands, shape: Sequence[int], x: Tensor, accepted:
 
 
 def _require(name: str, tensor: Tensor, shape: Sequence[int], x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor {list(shape)}")
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(shape)}")
     if tensor.dtype not in dtypes:
