@@ -107,9 +107,9 @@ def test_a_prepared_launch_is_the_same_launch(monkeypatch):
 
 
 def test_hooks_are_noticed(monkeypatch):
-    assert not launch.is_heard()
+    assert not launch.has_launch_hooks()
     monkeypatch.setattr(knobs.runtime, "launch_exit_hook", repr)
-    assert launch.is_heard()
+    assert launch.has_launch_hooks()
 
 
 def test_launch_tells_profilers(monkeypatch):

@@ -1,4 +1,4 @@
-"""Facts about a device, asked from the device, and torch's own precision setting."""
+"""Properties of a device, and torch's precision setting for float32 products."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def matmul_precision() -> str:
     return "tf32" if fp32_precision("cuda", "matmul") == "tf32" else "ieee"
 
 
-# torch.compile cannot trace it, and compiles anew where the setting changes: what torch.compiler.assume_constant_result
-# does, which imports all of torch.compile.
+# torch.compile cannot trace it: it takes the result as a constant, and recompiles where the setting changes. So does
+# torch.compiler.assume_constant_result, which imports all of torch.compile.
 matmul_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-# What torch.backends.cuda.matmul.fp32_precision reads, at half its cost: it is asked at every call.
+# As torch.backends.cuda.matmul.fp32_precision, at half its cost: every call reads it.
 fp32_precision: Callable[[str, str], str] = private.find("torch._C:_get_fp32_precision_getter") or (
     lambda backend, op: torch.backends.cuda.matmul.fp32_precision
 )
 
-# torch.cuda.current_device, without asking whether CUDA is there.
+# As torch.cuda.current_device, without the check whether CUDA is initialised.
 current_device: Callable[[], int] = private.find("torch._C:_cuda_getDevice") or torch.cuda.current_device
 
 

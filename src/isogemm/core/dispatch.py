@@ -28,7 +28,7 @@ class Dispatch:
 
 _logs: list[list[Dispatch]] = []
 
-# True while anybody listens: the one thing a call looks at.
+# Whether dispatches are recorded. Calls check only this.
 active = env.settings.log
 
 
@@ -47,7 +47,7 @@ def dispatch_log() -> Iterator[list[Dispatch]]:
 
 
 def record_operator(name: str, x: Any) -> None:
-    """Note a call of an encoder's operator on x."""
+    """Record a call of an encoder operator on x."""
     if active:
         path, reason = ("encoder", "on a GPU") if x.is_cuda else ("cpu", "not on a GPU")
         record(Dispatch(name, path, f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}", "", reason))

@@ -1,4 +1,4 @@
-"""Whether a call may go straight to its kernel, or must go through the dispatcher first; calls that are known."""
+"""Checks whether a call must go through the dispatcher, and a cache of calls that need not: `KnownCalls`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ def through_dispatcher(*tensors: Tensor) -> bool:
 
 
 def is_intercepted() -> bool:
-    """Whether a torch function mode is on. It is to see a call as one, as it does torch's own: not what is inside."""
+    """Whether a torch function mode is on. It must see one call of isogemm, not the torch calls inside."""
     return has_torch_function(NO_TENSOR) and not is_compiling()
 
 
 def likeness(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Whether other tensors are like these in all but memory, at a tenth of the cost of asking each; None if special.
+    """Return a check whether other tensors are like these in all but memory; None if one of these is special.
 
-    In type, dispatch keys, dtype, device, sizes, strides, whether they require a gradient, and which are the same.
+    It compares types, dispatch keys, dtypes, devices, sizes, strides, whether they require a gradient, and which of
+    them are the same tensor. In Python that would take ten times as long.
     """
     if _TensorGuards is None or _any_special(tensors):
         return None
@@ -56,7 +57,7 @@ def likeness(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
 
 
 class KnownCalls(Generic[Value]):
-    """What served a call, for the calls in eager mode that are like it in all but memory.
+    """A cache of what served a call, found again by eager calls that are like it in all but memory.
 
     "Like it": the same key, tensors alike (`likeness`) and, with float32, the same precision of torch's products.
     """
@@ -64,21 +65,21 @@ class KnownCalls(Generic[Value]):
     __slots__ = ("_aligned", "_cache", "_is_plan", "_most_alike")
 
     def __init__(self, most_alike: int = 8, *, aligned: int | None = None, is_plan: bool = True) -> None:
-        """most_alike: entries for calls that their key does not tell apart; more are found by their strides too.
+        """most_alike: entries per key. Beyond that, the strides become part of the key.
 
-        is_plan: what is known is to be run at once: it is for calls without gradients, whose first `aligned` tensors
-        (None: all) are aligned to 16 bytes.
+        is_plan: the values are plans. They serve calls without gradients, whose first `aligned` tensors (None: all)
+        are aligned to 16 bytes.
         """
         self._is_plan, self._aligned = is_plan, aligned if is_plan else 0
         self._cache: Cache[list[tuple[Callable[..., bool], bool, str, Value]]] = Cache(4096)
         self._most_alike = most_alike
 
     def find(self, key: Hashable, tensors: Sequence[Tensor]) -> Value | None:
-        """What served a call like this one; None where it is not known, or must go through the dispatcher.
+        """Return what served a call like this one; None where it is not known, or must go through the dispatcher.
 
-        The caller has looked for torch function modes (`is_intercepted`) and for a tracer, before it asked for sizes.
+        The caller checks for torch function modes (`is_intercepted`) and for a tracer, before it reads sizes.
         """
-        # The guards do not see the modes of fakes and proxies.
+        # The guards do not check for the modes of fake and proxy tensors.
         if is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0:
             return None
         try:
@@ -133,13 +134,13 @@ def _with_strides(key: Hashable, tensors: Sequence[Tensor]) -> Hashable:
 
 
 def _first_places(tensors: Sequence[object]) -> list[int]:
-    """Where each was given first."""
+    """For each object, the index where it occurs first."""
     ids = list(map(id, tensors))
     return [ids.index(each) for each in ids]
 
 
 def in_transform(*tensors: Tensor) -> bool:
-    """Inside forward-mode AD or vmap and its kin, which torch's own operators know and a custom one does not."""
+    """Whether a call is inside forward-mode AD, vmap or another transform, where custom operators have no rule."""
     return (
         forward_ad_level() >= 0
         or (_interpreter is not None and _interpreter() is not None)
@@ -157,8 +158,8 @@ def refuse_transforms(name: str, *tensors: Tensor) -> None:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast makes of matrix products where x is; None where it is off."""
-    kind = "cuda" if x.is_cuda else x.device.type  # which takes longer to ask
+    """The dtype that autocast gives to matrix products on x's device; None where it is off."""
+    kind = "cuda" if x.is_cuda else x.device.type  # x.device takes longer
     # Not is_autocast_available: torch 2.11 cannot trace it.
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
@@ -166,7 +167,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _any_special(tensors: Sequence[Tensor]) -> bool:
-    """A subclass, or without memory that a kernel could read as it stands."""
+    """Whether one is a subclass, or has no memory that a kernel could read as it is."""
     try:
         for x in tensors:
             if type(x) not in PLAIN or x.is_neg() or x.is_nested or (not x.data_ptr() and x.numel()):
@@ -176,12 +177,12 @@ def _any_special(tensors: Sequence[Tensor]) -> bool:
     return False
 
 
-# Looked up once: they are asked at every call.
-NO_TENSOR = (None,)  # has_torch_function then asks for a mode alone
+# Looked up once, since every call needs them.
+NO_TENSOR = (None,)  # has_torch_function then checks for modes only
 is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 _HAS_FAST_PATH = not private.is_off(private.FAST_PATH)
 _TensorGuards = private.find("torch._C._dynamo.guards:TensorGuards")
-# Without the fast path there is always one: no call is known.
+# Without the fast path, pretend that there is one: then no call is known.
 _dispatch_modes = private.find("torch._C:_len_torch_dispatch_stack") if _HAS_FAST_PATH else lambda: 1
 _interpreter = private.find("torch._C:_functorch.peek_interpreter_stack")
 _is_batched = private.find("torch._C:_functorch.is_legacy_batchedtensor")

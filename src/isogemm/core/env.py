@@ -1,4 +1,4 @@
-"""The only reader of the process environment. Read once, at import: a call pays nothing for it."""
+"""Settings from environment variables, read once at import. No other module reads the environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of arguments. Every message names the argument, what came and what would do."""
+"""Checks of arguments. Every message names the argument, its value and what is accepted."""
 
 from __future__ import annotations
 

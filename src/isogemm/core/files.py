@@ -28,7 +28,7 @@ class FileError(OSError):
 
 @contextmanager
 def naming(path: AnyPath) -> Iterator[None]:
-    """Let an OSError name this path: those of a write or a sync name none, those of `write` a temporary file."""
+    """Let an OSError name this path. Those of a write or a sync name none, those of `write` a temporary file."""
     try:
         yield
     except OSError as error:
@@ -39,7 +39,7 @@ def naming(path: AnyPath) -> Iterator[None]:
 
 def write(path: AnyPath, content: bytes) -> None:
     """Replace a file. Whoever reads it, or kills this process, finds all of the old content or all of the new."""
-    target = Path(os.path.realpath(path))  # of a link, the file
+    target = Path(os.path.realpath(path))  # the file that a link points to
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     with naming(path):
         if Path(path).exists() and not Path(path).is_file():  # a device or a pipe, which keeps no content
@@ -82,7 +82,7 @@ def refresh(path: Path, text: str) -> bool:
 
 
 def append(path: AnyPath, line: str) -> None:
-    """Add a line, which others may do as well. Where that fails, the file is left as it was."""
+    """Append a line; several processes may do so. Where that fails, the file is left as it was."""
     with naming(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with Path(path).open("a+b", buffering=0) as file:
@@ -102,7 +102,7 @@ def append(path: AnyPath, line: str) -> None:
 
 
 def require_writable(folder: AnyPath) -> None:
-    """Make the folder, and a file in it: before the work whose result belongs there."""
+    """Raise an OSError where no file can be written in the folder, before the work is done; create the folder."""
     probe = Path(folder) / f".probe.{os.getpid()}"
     with naming(folder):
         probe.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ def lock(file: BinaryIO, wait: bool = True) -> None:
 
 @contextmanager
 def locked(path: AnyPath) -> Iterator[BinaryIO]:
-    """Hold the lock of a file, which is made, until the block ends: a child forked meanwhile does not keep it."""
+    """Create a file and hold its lock until the block ends, even where a child was forked inside."""
     with Path(path).open("ab") as file:
         lock(file)
         try:

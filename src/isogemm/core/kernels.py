@@ -1,4 +1,4 @@
-"""What the kernels of several families share."""
+"""Helpers of the kernels of several families."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def round_to_tf32(x):
-    """To nearest, ties to even, as the copy engine does.
+    """Round float32 to TF32, to nearest, ties to even, as TMA does.
 
-    The tensor core would truncate, and make an infinity of some NaNs.
+    The tensor core would truncate, and turn some NaNs into infinities.
     """
     bits = x.to(tl.int32, bitcast=True)
     rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).to(tl.float32, bitcast=True)

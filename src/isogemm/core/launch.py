@@ -1,4 +1,4 @@
-"""Launching a compiled kernel by its handle, past the JIT's per-call work.
+"""Launches of compiled kernels by their handle, without the JIT's work per call.
 
 Triton's JIT spends 31 us a call (H200 host) on binding arguments and finding the compiled kernel again. A caller that
 keeps a `BoundKernel` per problem, with everything Triton specialises on in its own key, pays 7 us. Descriptors for TMA
@@ -31,14 +31,14 @@ current_stream: Any = private.find("torch._C:_cuda_getCurrentRawStream") or (
 
 _TFLOAT32 = 11  # CU_TENSOR_MAP_DATA_TYPE_TFLOAT32: the copy engine rounds float32 as it reads
 _OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.float32}  # for Triton's checks of alignment
-_MOST_MAPS = 256  # addresses kept per plan and argument: a model's weights of one shape, and what its layers pass on
+_MOST_MAPS = 256  # TMA descriptors kept per plan and argument: one per address, such as each layer's weight
 
 
 @dataclass(frozen=True)
 class TensorMap:
     """A matrix in memory as TMA reads or writes it, a block at a time.
 
-    With three axes, two matrices of one shape: the first stride is their distance, known with their addresses.
+    Three axes describe two matrices of one shape: the first stride is their distance, known with their addresses.
     """
 
     shape: tuple[int, ...]
@@ -49,26 +49,26 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Launch:
-    """All that a launch needs but its tensors, which come first among the kernel's arguments."""
+    """A launch without its tensors, which come first among the kernel's arguments."""
 
     kernel: Any
     programs: int
-    scalars: tuple[Any, ...]  # after the tensors; None: the kernel has no use for it here
+    scalars: tuple[Any, ...]  # after the tensors; None where the kernel does not use it
     constants: dict[str, object]
     options: dict[str, object]
     maps: tuple[TensorMap | None, ...] = ()  # for each of the first tensors: how TMA sees it, or None
     numbers: tuple[float | None, ...] = ()  # after the scalars: placeholders for numbers that come with a call
 
     def run(self, *tensors: Any, numbers: tuple[float | None, ...] = ()) -> None:
-        """Launch through Triton's JIT, as its interpreter needs it; a pair of tensors where a map is of two."""
+        """Launch through Triton's JIT, for its interpreter; a pair of tensors where a map is of two matrices."""
         self._check_options()
         if self.programs:
             arguments = (*self._described(tensors), *self.scalars, *(numbers or self.numbers))
             self.kernel[(self.programs,)](*arguments, **self.constants, **self.options)
 
     def check(self, tensors: int) -> None:
-        """Raise unless its constants are those that the kernel takes after so many tensors, the scalars and the
-        numbers, in the kernel's order, and its options are complete."""
+        """Raise unless the constants are the kernel's arguments after so many tensors, the scalars and the numbers, and
+        the options are complete."""
         names = list(self.kernel.arg_names[tensors + len(self.scalars) + len(self.numbers) :])
         if names != list(self.constants):
             raise TypeError(f"constants are {list(self.constants)}; {self.kernel.__name__} expects {names}")
@@ -140,10 +140,10 @@ class BoundKernel:
         self.launch(device, programs, (*args, *self.constants))
 
     def launch(self, device: int, programs: int, arguments: Sequence[Any]) -> None:
-        """The same with the kernel's constants among the arguments, as its last."""
+        """Launch with all of the kernel's arguments, its constants last."""
         stream, runtime = current_stream(device), knobs.runtime
         enter, leave, described = runtime.launch_enter_hook, runtime.launch_exit_hook, None
-        # Nobody listens to an empty chain, but Triton would call it.
+        # A chain without hooks counts as none; Triton would call it.
         enter = enter if enter is not None and getattr(enter, "calls", True) else None
         leave = leave if leave is not None and getattr(leave, "calls", True) else None
         if enter is not None:
@@ -156,7 +156,7 @@ class BoundKernel:
             self._launch(programs, 1, 1, stream, self._function, *self._before, *hooks, *arguments)
 
     def prepared(self, stream: int, programs: int, args: Sequence[Any]) -> Callable[[], None]:
-        """A launch with these arguments on that stream, of which no hook hears: with nothing left to do but it."""
+        """Return a function that launches with these arguments on that stream, without Triton's launch hooks."""
         rest: tuple[Any, ...] = (*args, *self.constants)
         if self._grouped:
             rest = (*self._after, rest)
@@ -166,13 +166,13 @@ class BoundKernel:
         )  # fmt: skip
 
     def described_by(self, seen: TensorMap) -> int:
-        """How many arguments describe a matrix."""
+        """Number of kernel arguments that describe a matrix for TMA."""
         return 1 + 2 * len(seen.shape) if self.direct else 1
 
     def describer(self, index: int, seen: TensorMap, device: int) -> Callable[[Any], tuple[Any, ...]]:
-        """For the kernel's `index`-th descriptor: from an address to the arguments that describe the matrix there.
+        """Return a function from an address to the arguments of the kernel's `index`-th TMA descriptor.
 
-        From a pair of addresses, where the map is of two matrices.
+        Where the map is of two matrices, it takes a pair of addresses.
         """
         meta = self._encoders[index]
         describe_at = _encoded if self.direct else _unencoded
@@ -194,7 +194,7 @@ class BoundKernel:
 
 @functools.cache
 def descriptors_usable() -> bool:
-    """Whether this Triton's launcher is one that takes descriptors made here."""
+    """Whether this Triton's launcher takes TMA descriptors that were encoded here."""
     try:
         _internals()
         from triton.backends.nvidia.driver import wrap_handle_tensordesc
@@ -206,7 +206,7 @@ def descriptors_usable() -> bool:
 
 
 def _below_descriptors(launch: Any) -> Callable[..., None]:
-    """What Triton's launcher of kernels with descriptors calls when it has made them."""
+    """Return what Triton's launcher of kernels with descriptors calls once it has encoded them."""
     inside = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))
     return cast("Callable[..., None]", inside["launcher"].cell_contents)
 
@@ -231,7 +231,7 @@ def _internals() -> _Internals:
 def _encoded(
     address: int, strides: list[int], meta: Mapping[str, Any], seen: TensorMap, device: int
 ) -> tuple[Any, ...]:
-    """A descriptor as the innermost launcher takes it."""
+    """Return a descriptor as Triton's innermost launcher takes it."""
     encode, element_types = _internals().encode, _internals().element_types
     element = _TFLOAT32 if seen.round_to_tf32 else element_types[meta["elem_type"]]
     _enter_context(device)
@@ -243,7 +243,7 @@ def _encoded(
 def _unencoded(
     address: int, strides: list[int], meta: Mapping[str, Any], seen: TensorMap, device: int
 ) -> tuple[Any, ...]:
-    """A descriptor as Triton's outermost launcher takes it, to be encoded at every launch."""
+    """Return a descriptor as Triton's outer launcher takes it, which encodes it at every launch."""
     base = SimpleNamespace(data_ptr=lambda: address, dtype=_OF_SIZE[meta["elem_size"]])
     rounding = {"round_f32_to_tf32": True} if seen.round_to_tf32 else {}  # since Triton 3.7
     return (TensorDescriptor(base, list(seen.shape), strides, list(seen.block), **rounding),)
@@ -275,10 +275,10 @@ class _Launcher(NamedTuple):
 
 
 def _launcher(compiled: Any, described: bool) -> _Launcher | None:
-    """Triton's innermost launcher; None, with a warning for CUDA, where it is not called in a known way.
+    """Return Triton's innermost launcher; None, with a warning for CUDA, where it is not called in a known way.
 
-    Around it Triton allocates scratch memory, which no kernel here wants, and makes every descriptor again at every
-    call. How it is called depends on Triton's version, so it is read off one call of a copy that launches nothing.
+    The outer one allocates scratch memory, which no kernel here needs, and encodes every descriptor at every call. How
+    it calls the innermost one depends on Triton's version: that is read off one call of a copy that launches nothing.
     """
     outer, given = compiled.run, [object() for _ in range(10)]  # grid, stream, function, metadata and hooks, argument
     seen: list[Any] = []
@@ -307,7 +307,7 @@ def _warn_of_slow_launches(reason: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def is_heard() -> bool:
-    """Whether anyone listens to launches."""
+def has_launch_hooks() -> bool:
+    """Whether a hook is called at launches, such as a profiler's."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

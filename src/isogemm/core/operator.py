@@ -1,4 +1,4 @@
-"""One declaration per operator: schema, implementation, fake and gradients.
+"""Declarations of operators: schema, implementation, fake and gradients in one place.
 
 A declared operator is called like a function. In eager mode, on plain tensors, the implementation runs at once (inside
 an autograd Function where a gradient is wanted). Under torch.compile, fake tensors, dispatch modes and tensor
@@ -81,7 +81,7 @@ class Operator(Generic[Result]):
         return self.run(*args)
 
     def differentiable(self, *args: Any) -> Result:
-        """The same where it is known that the call need not go through the dispatcher."""
+        """Run a call that is known not to need the dispatcher."""
         if self._apply is not None and torch.is_grad_enabled():
             for place in self._places:
                 if args[place] is not None and args[place].requires_grad:
@@ -90,7 +90,7 @@ class Operator(Generic[Result]):
 
 
 def _function(name: str, run: Callable[..., Any], keep: Callable[..., None], backward: Callable[..., Any]) -> Any:
-    """The autograd Function of eager mode."""
+    """Return the autograd Function of eager mode."""
 
     def forward(ctx: Any, *args: Any) -> Any:
         output = run(*args)

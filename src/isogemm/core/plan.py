@@ -1,7 +1,7 @@
-"""The launch runtime: what a call allocates and launches, made once per problem and then only run.
+"""Plans: what a call allocates and launches, made once per problem and then only run.
 
-A launch is bound to a compiled kernel by everything that Triton specialises on (`compiled_for`). A `Plan` is one call's
-launches with all arguments filled in but the addresses. What is made once is kept in a `Cache`.
+`compiled_for` compiles a launch's kernel once for everything that Triton specialises on. A `Plan` is one call's
+launches with all arguments filled in but the addresses. Both are kept in a `Cache`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class FreedOperandError(RuntimeError):
 
 
 class Cache(dict[Any, Value]):
-    """A dictionary that is emptied when it is full: what it held is made again. `clear_caches` empties all."""
+    """A dictionary that is emptied when it is full, since entries can be made again. `clear_caches` empties all."""
 
     __slots__ = ("_most",)
     _all: list[Cache[Any]] = []  # noqa: RUF012
 
     def __init__(self, most: int = 8192, *, listed: bool = True) -> None:
-        """most: entries; a serving process sees many numbers of tokens. listed: False for one inside another's."""
+        """most: entries. listed: whether `clear_caches` empties it; False for a cache that another one holds."""
         super().__init__()
         self._most = most
         if listed:
@@ -130,7 +130,7 @@ def compiled() -> int:
 def make_step(
     launch: Launch, places: Sequence[Place | None], device: torch.device, *, in_capture: bool = False
 ) -> Step:
-    """One launch of a plan, compiled where it is not yet; `places` are the kernel's first arguments."""
+    """Return one launch of a plan, compiled if needed; `places` are the kernel's first arguments."""
     index = devices.index_of(device)
     bound = compiled_for(launch, [place and place[0] for place in places], device, in_capture=in_capture)
     arguments: list[Any] = []
@@ -156,10 +156,10 @@ def compiled_for(
     launch: Launch, seen: Sequence[Seen | None], device: torch.device, *, tensors: Sequence[Tensor | None] = (),
     in_capture: bool = False,
 ) -> BoundKernel:  # fmt: skip
-    """The launch's kernel compiled for tensors of these dtypes and alignments.
+    """Return the launch's kernel, compiled for tensors of these dtypes and alignments.
 
-    tensors: to compile for, instead of dummies. in_capture: whether to try it while a CUDA graph is captured, too: for
-    operations that have a fallback.
+    tensors: to compile for, instead of dummies. in_capture: also compile while a CUDA graph is captured, for operations
+    that have a fallback.
     """
     parameters = launch.kernel.params[len(seen) : len(seen) + len(launch.scalars)]
     key = (
@@ -180,7 +180,7 @@ def compiled_for(
 
 
 def _seen_by_triton(parameter: Any, scalar: object) -> object:
-    """What a kernel is compiled for of one scalar: its type, and what it is divisible by unless that is opted out."""
+    """What Triton specialises on in a scalar: its type, and unless opted out whether it is 1 or a multiple of 16."""
     if not isinstance(scalar, int):
         return type(scalar)
     wide = scalar >= 2**31
@@ -209,7 +209,7 @@ def seen_of(x: Tensor) -> Seen:
 
 
 def placed(x: Tensor) -> Tensor:
-    """x contiguous and 16-byte aligned: the order of a row's sums depends on how it is loaded."""
+    """Return x contiguous and 16-byte aligned: the order of a row's sums depends on how it is loaded."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
@@ -219,6 +219,6 @@ def dense(x: Tensor | None) -> Tensor | None:
 
 
 def contiguous(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A shape and its strides."""
+    """Return a shape and its contiguous strides."""
     strides = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)
     return tuple(shape), tuple(strides)[::-1]

@@ -1,4 +1,4 @@
-"""torch's own precision of float32 products: changed for a while, and put back as it was."""
+"""Context managers that change torch's precision of float32 products and restore it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 from isogemm.core.device import matmul_precision
 
-_changing = threading.Lock()  # the settings; not while they are used
-_turn = threading.RLock()  # of those who need one precision of CUDA's products
+_changing = threading.Lock()  # held while a setting is changed, not while it is used
+_turn = threading.RLock()  # held by the caller that needs one precision of CUDA's products
 
 
 @contextmanager
 def of_cuda_products(precision: str | None) -> Iterator[None]:
-    """torch's float32 products on a GPU in "tf32", or in "ieee" for any other; None: as they are set.
+    """Compute torch's float32 products on a GPU in "tf32", or in "ieee" for any other name; None changes nothing.
 
-    The setting is the process's: calls that need one wait for each other, other threads can see it changed.
+    The setting is the process's. Callers wait for each other; other threads can see it changed.
     """
     if precision is None:
         yield
@@ -35,7 +35,7 @@ def of_cuda_products(precision: str | None) -> Iterator[None]:
 
 @contextmanager
 def overridden(backend: str, precision: str) -> Iterator[None]:
-    """Another setting of a backend's products ("cuda" or "mkldnn"); then as it was set, or inherited."""
+    """Change the precision of a backend's products ("cuda" or "mkldnn"), then restore it, whether set or inherited."""
     levels = _LEVELS[backend]
     with _changing:
         before = _own_setting(levels)
@@ -48,10 +48,10 @@ def overridden(backend: str, precision: str) -> Iterator[None]:
 
 
 def _own_setting(levels: Sequence[Any]) -> str:
-    """What was set at the last level itself, "none" where it inherits from those before.
+    """Return what was set at the last level itself, "none" where it inherits from those before.
 
-    torch tells only what is in effect. What the level before does not have was set here; what it has, and what changes
-    with it, is inherited: other threads can see that change.
+    torch shows only what is in effect. A value that differs from the level before was set here. An equal one is
+    inherited if it changes with that level, which is tried: other threads can see that change.
     """
     *before, level = levels
     effective = cast(str, level.fp32_precision)

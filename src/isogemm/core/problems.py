@@ -1,4 +1,4 @@
-"""What problems of several families have in common. Pure: no device, no tensors."""
+"""Helpers for the problems of several families. Pure: no device, no tensors."""
 
 from __future__ import annotations
 

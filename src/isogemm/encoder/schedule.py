@@ -94,7 +94,7 @@ class Schedule:
             (*addresses, *[0 if each is None else each.data_ptr() for each in others]),
         )
         launches = self._kept.get(key)
-        runtime = launching.knobs.runtime  # `launching.is_heard`, without its frame
+        runtime = launching.knobs.runtime  # `launching.has_launch_hooks`, without its frame
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         if launches is None or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             self._run_anew(key, tensors)
@@ -104,7 +104,7 @@ class Schedule:
 
     def _run_anew(self, key: tuple[int, tuple[int, ...]], tensors: Sequence[Tensor | None]) -> None:
         stream, addresses = key
-        heard, launches = self._launching.is_heard(), []
+        heard, launches = self._launching.has_launch_hooks(), []
         if not self._kernels:
             self._kernels = [self._compiled(*each, tensors) for each in zip(self._steps, self._places, strict=True)]
         pointers = [addresses[i] + offset if addresses[i] else None for i, offset in self._pointers]
