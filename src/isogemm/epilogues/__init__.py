@@ -1,4 +1,4 @@
-"""The epilogue library: what may follow a product in its one launch."""
+"""The epilogue library: what may follow a product in the same launch."""
 
 from isogemm.epilogues.spec import ACTIVATIONS, Activation, UserEpilogue, of_module, options_of, recognise, register
 

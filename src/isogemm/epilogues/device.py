@@ -1,8 +1,8 @@
-"""The device forms of what `spec` lists: of fp32 tiles, elementwise.
+"""The activations of `spec` in Triton: elementwise, on fp32 tiles.
 
-EXACT: the operations of torch's own CUDA kernels, in their order (verified for every 16-bit number); else shorter forms
-whose error a 16-bit result does not show: below 2e-4 of the value where |z| <= 5 and 1e-7 beyond; of gelu's derivative,
-6e-5.
+EXACT: the operations of torch's own CUDA kernels, in their order (verified for every 16-bit number). Otherwise shorter
+forms, whose error a 16-bit result does not show: below 2e-4 of the value where |z| <= 5 and 1e-7 beyond; 6e-5 for
+gelu's derivative.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from triton.language.extra import libdevice
 
 from isogemm.epilogues import random
 
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # libdevice is not, nor the tensor core's bf16
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter has no libdevice
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
@@ -29,7 +29,7 @@ _STEP, _OTHER_STEP = map(tl.constexpr, random.KEY_STEPS)
 def philox(seed, c0, c1, c2):
     """The four words of `random`'s generator for counters (c0, c1, c2, 0), int32 tensors of one shape.
 
-    By products of 64 bits: tl.philox asks for their halves one by one, which takes twice the multiplications.
+    It uses 64-bit products: tl.philox computes each half of a product by itself, with twice the multiplications.
     """
     c0, c1, c2 = c0.to(tl.uint32, bitcast=True), c1.to(tl.uint32, bitcast=True), c2.to(tl.uint32, bitcast=True)
     c3 = tl.zeros(c0.shape, tl.uint32)
@@ -188,7 +188,7 @@ def silu_derivative(z, EXACT: tl.constexpr):
 @triton.jit
 def tanh(z, EXACT: tl.constexpr):
     if EXACT:
-        return tl.where(tl.abs(z) < 1e-30, z, _tanh(z))  # which would flush the smallest to zero
+        return tl.where(tl.abs(z) < 1e-30, z, _tanh(z))  # _tanh would flush the smallest to zero
     else:
         return _tanh(z)
 

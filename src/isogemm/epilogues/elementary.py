@@ -1,9 +1,9 @@
-"""Elementary functions whose bits, on the CPU, do not depend on an element's place.
+"""Elementary functions whose CPU results do not depend on an element's position.
 
-torch computes whole vectors by one function and the elements left over at the end of a thread's share by another: its
-bits follow the size, the threads and the vector unit. These functions are sums, products, quotients and shifts in
-float64, one torch operation each, which every unit rounds alike; the result is rounded to the argument's dtype. Their
-error is below 0.71 ulp of a float32. On a GPU and for float64 they are torch's own.
+torch computes whole vectors by one function and the rest of a thread's share by another, so its bits depend on the
+size, the number of threads and the vector unit. These functions use sums, products, quotients and shifts in float64,
+one torch operation each, which round alike everywhere; the result is rounded to the argument's dtype. Their error is
+below 0.71 ulp of a float32. On a GPU and for float64 they are torch's own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 Form = Callable[[Tensor], Tensor]
 
-_SHARE = 32768  # elements of a thread at a time: torch shares out no fewer, and a core's cache holds them
+_SHARE = 32768  # elements per thread and block: the fewest that torch gives to a thread, and a core's cache holds them
 _BITS = 52  # of a float64's fraction
 _ROUND = 1.5 * 2.0**_BITS  # added to a number, it leaves the nearest integer in the lowest bits
 _SQRT_HALF = 0.7071067811865476
@@ -43,8 +43,8 @@ _CUBIC = 0.044715  # of gelu's tanh form
 _SQRT_2_OVER_PI = 0.7978845608028654
 
 
-def _placeless(torchs: Form, derivative: Form) -> Callable[[Form], Form]:
-    """Put a function of float64, which it may overwrite, in the place of `torchs` on the CPU."""
+def _replacing(torchs: Form, derivative: Form) -> Callable[[Form], Form]:
+    """Replace `torchs` on the CPU by a function of a float64 tensor, which it may overwrite."""
 
     def of(function: Form) -> Form:
         def in_blocks(x: Tensor) -> Tensor:
@@ -125,13 +125,13 @@ def _erf(x: Tensor) -> Tensor:
     return value.div_(_polynomial(square, _ERF_Q)).clamp_(-1, 1)
 
 
-@_placeless(torch.exp, lambda x: exp(x))
+@_replacing(torch.exp, lambda x: exp(x))
 def exp(x: Tensor) -> Tensor:
     above, below = _power(x)
     return above.div_(below)
 
 
-@_placeless(torch.log, torch.reciprocal)
+@_replacing(torch.log, torch.reciprocal)
 def log(x: Tensor) -> Tensor:
     """The natural logarithm of positive normal numbers and NaN; of others it is wrong."""
     bits = x.view(torch.int64)
@@ -142,12 +142,12 @@ def log(x: Tensor) -> Tensor:
     return series.add_(exponent.double().mul_(_LN_2)).add_(x.sub_(x))
 
 
-@_placeless(torch.erf, lambda x: exp(-x * x) * (2 / math.sqrt(math.pi)))
+@_replacing(torch.erf, lambda x: exp(-x * x) * (2 / math.sqrt(math.pi)))
 def erf(x: Tensor) -> Tensor:
     return _erf(x)
 
 
-@_placeless(torch.tanh, lambda x: 1 - tanh(x) ** 2)
+@_replacing(torch.tanh, lambda x: 1 - tanh(x) ** 2)
 def tanh(x: Tensor) -> Tensor:
     even, odd, exponent = _quotient(x * 2)
     power = exponent.add_(_ONE_BITS).view(torch.float64)  # 2^n
@@ -155,7 +155,7 @@ def tanh(x: Tensor) -> Tensor:
     return (less * even).add_(more * odd).div_(more.mul_(even).add_(less.mul_(odd))).copysign_(x)
 
 
-@_placeless(torch.sigmoid, lambda x: sigmoid(x) * sigmoid(-x))
+@_replacing(torch.sigmoid, lambda x: sigmoid(x) * sigmoid(-x))
 def sigmoid(x: Tensor) -> Tensor:
     return _logistic(x)
 
@@ -165,7 +165,7 @@ def silu_derivative(x: Tensor) -> Tensor:
     return gate + x * gate * (1 - gate)
 
 
-@_placeless(F.silu, silu_derivative)
+@_replacing(F.silu, silu_derivative)
 def silu(x: Tensor) -> Tensor:
     return _gated(x, x.clone())
 
@@ -175,7 +175,7 @@ def gelu_derivative(x: Tensor) -> Tensor:
     return 0.5 * (1 + erf(x * _SQRT_HALF)) + x * density
 
 
-@_placeless(F.gelu, gelu_derivative)
+@_replacing(F.gelu, gelu_derivative)
 def gelu(x: Tensor) -> Tensor:
     return _erf(x * _SQRT_HALF).add_(1).mul_(x.mul_(0.5))
 
@@ -186,7 +186,7 @@ def gelu_tanh_derivative(x: Tensor) -> Tensor:
     return 0.5 * (1 + inner) + 0.5 * x * (1 - inner * inner) * slope
 
 
-@_placeless(functools.partial(F.gelu, approximate="tanh"), gelu_tanh_derivative)
+@_replacing(functools.partial(F.gelu, approximate="tanh"), gelu_tanh_derivative)
 def gelu_tanh(x: Tensor) -> Tensor:
     inner = (x * x).mul_(2 * _SQRT_2_OVER_PI * _CUBIC).add_(2 * _SQRT_2_OVER_PI).mul_(x)
     return _gated(x, inner)

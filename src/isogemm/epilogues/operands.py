@@ -63,7 +63,7 @@ class Operands(NamedTuple):
 
     @property
     def saved_hidden(self) -> str:
-        """The same inside an mlp, which keeps the result: relu's sign is in it, through a dropout too."""
+        """The same for an mlp's first layer, whose result is kept: it shows relu's sign, even after dropout."""
         return "out" if self.activation == "relu" else "pre"
 
     def compiled(self, dtype: torch.dtype, precision: str | None, save: str) -> Epilogue:
@@ -133,9 +133,9 @@ SCHEMA = ", ".join(
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What a kernel does with its sums: what is compiled in, operands and numbers apart.
+    """What a kernel does with its sums, as far as it is compiled in: not the operands, and not the numbers.
 
-    Of a gradient: the gradient of dropout on the sums, times the activation's derivative.
+    With `gradient`: the sums times dropout's gradient and the activation's derivative.
     """
 
     bias: Literal["", "n", "m"] = ""
@@ -154,7 +154,7 @@ class Epilogue:
     dropout: bool = False
     residual: bool = False
     gradient: Literal["", "mask", "out", "pre"] = ""  # what the derivative is read from
-    sums: bool = False  # of the gradient over rows, too
+    sums: bool = False  # also write the gradient's sums over rows
 
     @property
     def gated(self) -> bool:
@@ -162,18 +162,18 @@ class Epilogue:
 
     @property
     def paired(self) -> bool:
-        """Two products, side by side in a tile."""
+        """Whether a tile holds two products side by side."""
         return self.gated and not self.gradient
 
     @property
     def bias_first(self) -> bool:
-        """The biases come right after the sums, so that they can be loaded before these are complete."""
+        """Whether biases are added right after the sums, so that they can be loaded before these are complete."""
         between = self.alpha or self.row_scale or self.col_scale or self.beta or self.eager
         return (self.bias == "n" or self.bias_up) and not between
 
     @property
     def plain(self) -> bool:
-        """Nothing but a bias along n, which every kernel adds."""
+        """Whether there is nothing but a bias along n, which every kernel adds."""
         return self == Epilogue(bias=self.bias) and self.bias != "m"
 
 

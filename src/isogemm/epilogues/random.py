@@ -1,11 +1,11 @@
 """The dropout generator: Philox 4x32-10 keyed by the seed.
 
-Of rows and columns it counts (group of columns, row). One call serves 8 columns, 16 bits each: those whose numbers
-agree but for bits 0, 3 and 4, which a thread holds together in a tensor core's result. An element's mask depends on
+For a matrix the counters are (group of columns, row). One call serves 8 columns, 16 bits each: those whose indices
+differ only in bits 0, 3 and 4, which a thread holds together in a tensor core's result. An element's mask depends on
 (seed, row, column) alone.
 
-Of attention's weights it counts (group of keys, group of queries, matrix). One call serves two queries and two keys,
-whose numbers agree but for bit 3: so does a thread hold them, whichever of the two are its rows.
+For attention's weights they are (group of keys, group of queries, matrix). One call serves two queries and two keys,
+whose indices differ only in bit 3: a thread holds them together, whether its rows are queries or keys.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ LEVELS = 1 << 16  # to which a probability is rounded
 
 
 def threshold(p: float) -> int:
-    """An element is dropped where its 16 bits are below it."""
+    """The number below which an element's 16 bits drop it."""
     return round(p * LEVELS)
 
 
 def scale(p: float) -> float:
-    """Factor of the kept elements, so that the mean stays; 0 where none is kept."""
+    """Factor for the kept elements, which preserves the mean; 0 where none is kept."""
     dropped = threshold(p)
     return LEVELS / (LEVELS - dropped) if dropped < LEVELS else 0.0
 
 
 def kept(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
-    """[rows, columns] bool; seed: an int64 tensor of one element."""
+    """The mask of kept elements, [rows, columns] bool; seed: an int64 tensor of one element."""
     row, blocks = torch.arange(rows, device=seed.device)[:, None], -(-columns // 32)
     words = torch.stack(_philox(seed, torch.arange(4 * blocks, device=seed.device)[None, :], row))
     halves = torch.stack((words & 0xFFFF, words >> 16), -1)  # of a column: bits 3 and 4, row, 5 and up, 1 and 2, 0
@@ -42,7 +42,7 @@ def kept(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
 
 
 def kept_weights(seed: Tensor, matrices: int, tokens: int, p: float, first: int = 0) -> Tensor:
-    """[matrices, tokens (queries), tokens (keys)] bool, of matrices first, first + 1, ...: sequence * heads + head."""
+    """The mask [matrices, tokens (queries), tokens (keys)] from matrix `first` on; matrix = sequence * heads + head."""
     matrix = torch.arange(first, first + matrices, device=seed.device)[:, None, None]
     blocks = -(-tokens // 16)
     group = torch.arange(8 * blocks, device=seed.device)

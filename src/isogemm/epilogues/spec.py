@@ -1,7 +1,7 @@
-"""What may follow a product, each entry stated once: its name, torch form, derivative and what its backward reads.
+"""The activations, each stated once: name, torch form, derivative and what the backward reads; registered epilogues.
 
-The device form of an entry is the function of the same name in `device`. A torch form is written in torch's operations
-and those of `elementary`, which take their place on the CPU, so that it is also what `rounding="eager"` computes.
+The device form of an entry is the function of the same name in `device`. A torch form uses torch's operations and those
+of `elementary`, which replace torch's on the CPU. It is also what `rounding="eager"` computes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Activation:
     gate: str = ""  # the activation of the gate, where there is one
     functions: tuple[Callable[..., Any], ...] = ()  # torch's functions and methods for it
     modules: tuple[type[Module], ...] = ()
-    options: Mapping[str, object] = field(default_factory=dict)  # what those must be called with to mean it
-    has_torchs_bits: bool = True  # the exact device form: one torch operation, bit for bit
+    options: Mapping[str, object] = field(default_factory=dict)  # what those are called with for this activation
+    has_torchs_bits: bool = True  # the exact device form has the bits of one torch operation
     levels_off: bool = True  # the derivative is constant on either side of float16's range
 
 
@@ -132,7 +132,7 @@ ACTIVATIONS |= {
 
 @dataclass(frozen=True)
 class UserEpilogue:
-    """A function of the user's: `function` on the device, `torch` elsewhere and for gradients."""
+    """A registered epilogue: `function` on the device, `torch` elsewhere and for gradients."""
 
     name: str
     function: Any  # @triton.jit (acc, col, row, *aux): fp32 tiles that broadcast to acc's
@@ -145,16 +145,16 @@ MOST_AUX = 4
 
 
 def register(name: str, function: Any, torch_form: Form) -> UserEpilogue:
-    """Make an epilogue of your own known to `matmul_fused(..., epilogue=name, aux=...)`, in the activation's place.
+    """Register an epilogue of your own for `matmul_fused(..., epilogue=name, aux=...)`, in place of the activation.
 
     Args:
         name: an identifier, not an activation's.
         function: @triton.jit function (acc, col, row, *aux) of fp32 tiles: the pre-activation [BM, BN], its column and
-            row numbers and the aux tensors there, all broadcasting to acc. It may not mix elements (no reductions):
-            the tile's shape is not yours to know.
-        torch_form: the same of whole tensors, differentiable: what the CPU computes and gradients come from.
+            row numbers and the aux tensors there, all broadcasting to acc. It may not mix elements (no reductions),
+            since the tile's shape may change.
+        torch_form: the same for whole tensors, differentiable. The CPU runs it, and gradients are computed from it.
 
-    Registered again under its name, it replaces the former.
+    Registering a name again replaces its epilogue.
     """
     if not isinstance(name, str) or not name.isidentifier() or name in ACTIVATIONS:
         raise ValueError(f"name is {name!r}; expected an identifier that is no activation's")
@@ -180,7 +180,7 @@ def activation(name: str) -> Activation:
 
 
 def levels_off(name: str) -> bool:
-    """Whether an activation does; "" stands for a registered epilogue, of which it is not known."""
+    """`Activation.levels_off`; False for "", a registered epilogue, where it is unknown."""
     return bool(name) and ACTIVATIONS[name].levels_off
 
 
@@ -193,7 +193,7 @@ def registered(name: str) -> UserEpilogue:
 
 
 def argument_values(entry: Activation, given: Mapping[str, float] | None) -> tuple[float, ...]:
-    """Those given and the defaults of the rest, in the entry's order."""
+    """The values of an activation's arguments, given or default, in the entry's order."""
     if not given:
         return tuple(entry.arguments.values())
     for name, value in given.items():
@@ -214,7 +214,7 @@ for _entry in _PLAIN:
     for _module in _entry.modules:
         _BY_MODULE.setdefault(_module, []).append(_entry)
 
-# What the C functions among them take after their input, in order.
+# The positional parameters after the input of those that are C functions.
 _POSITIONAL: dict[Any, tuple[str, ...]] = {
     F.gelu: ("approximate",),
     F.relu: ("inplace",),
@@ -226,7 +226,7 @@ _POSITIONAL: dict[Any, tuple[str, ...]] = {
 def recognise(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[str, dict[str, float]] | None:
-    """The activation that a call of a torch function or method is, and its arguments; None where it is none."""
+    """Return the activation that a torch function or method computes, and its arguments; None if it is none."""
     entries = _BY_FUNCTION.get(function)
     if entries is None or not args:
         return None
@@ -238,7 +238,7 @@ def recognise(
 
 
 def of_module(module: torch.nn.Module) -> tuple[str, dict[str, float]] | None:
-    """The activation that a module is, and its arguments; None where it is none."""
+    """Return the activation that a module computes, and its arguments; None if it is none."""
     entries = _BY_MODULE.get(type(module))
     if entries is None:
         return None
@@ -246,7 +246,7 @@ def of_module(module: torch.nn.Module) -> tuple[str, dict[str, float]] | None:
 
 
 def options_of(kind: type[torch.nn.Module]) -> set[str]:
-    """The attributes that an activation's module is told by; not whether it works in place: nothing else sees that."""
+    """The attributes that tell which activation a module is; not `inplace`, which makes no difference here."""
     return {name for entry in _BY_MODULE.get(kind, ()) for name in (*entry.options, *entry.arguments)} - {"inplace"}
 
 

@@ -58,10 +58,10 @@ def bmm(a: Tensor, b: Tensor, *, precision: str | None = None) -> Tensor:
             return plan.run((a, b))
         except (torch.OutOfMemoryError, FreedOperandError):
             raise
-        except Exception:  # below the same is tried again, and torch serves where it fails
+        except Exception:  # the call is tried again below, and served by torch if it fails again
             _known.clear()
     if type(a) in PLAIN and a.is_cuda and not (through_dispatcher(a, b) or torch.is_autocast_enabled("cuda")):
-        found = op.served.get(op.key(a, b, precision))  # one that is known was valid
+        found = op.served.get(op.key(a, b, precision))  # a known call was validated
         if found is not None:
             result = bmm_operator.differentiable(a, b, precision)
             if found.plan is not None and key is not None and not result.requires_grad:
@@ -119,7 +119,7 @@ bmm_operator = Operator(
 
 
 def _autocast(a: Tensor, b: Tensor, precision: str | None) -> tuple[Tensor, Tensor, str | None]:
-    """What autocast makes of torch.bmm's arguments: each operand in its own turn."""
+    """Cast the arguments as autocast does for torch.bmm, each operand by itself."""
     dtype = autocast_dtype(a)
     if dtype is None:
         return a, b, precision
@@ -128,7 +128,7 @@ def _autocast(a: Tensor, b: Tensor, precision: str | None) -> tuple[Tensor, Tens
 
 
 def _concerns_tiny(a: Tensor, b: Tensor, precision: str | None) -> bool:
-    """False where torch.bmm serves whatever the gate says, and its own autograd with it."""
+    """Whether a tiny kernel may serve; else torch.bmm does, with its own autograd."""
     if not a.is_cuda or a.dtype not in _SERVED:
         return False
     a_shape, b_shape = a.shape, b.shape

@@ -1,8 +1,7 @@
 """Which problems the tiny kernels serve, with which kernel and which tile. Pure: no device, no tensors.
 
-What may depend on what: the path is a function of (m, n, k, number type, strides) alone, and a matrix's bits never
-follow the batch around it. Tile, warps and stages, which do not change bits, may; and the kernel where both give the
-same bits.
+The path depends on (m, n, k, number type, strides) alone, and a matrix's bits never depend on the batch around it. The
+tile, warps and stages do not change bits and may depend on the batch. So may the kernel where both give the same bits.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ def illegal(problem: Problem, config: Config) -> str:
         if config.block_k < _MASKED_K_STEP or not power_of_two(config.block_m, config.block_n, config.block_k):
             return f"blocks are powers of two, block_k at least {_MASKED_K_STEP}"
         if problem.k % _MASKED_K_STEP == 0 and problem.k % config.block_k:
-            return "block_k pads a k that needs no padding: a zero's sign could follow it"
+            return "block_k pads a k that needs no padding: a zero's sign could depend on it"
         return ""
     if not power_of_two(config.vec, config.a_vec, config.b_vec) or max(config.a_vec, config.b_vec) > 4:
         return "vector widths are 1, 2 or 4"
@@ -189,7 +188,7 @@ def _registers(problem: Problem) -> RegistersConfig:
         rows, cols = (rows // 2, cols) if rows >= cols else (rows, cols // 2)
     a_vec = a_vector(problem)
     b_vec = b_vector(problem) if vec == 1 else 1
-    # One warp a program has registers for all its loads at once; four fill the SM where each has little to do.
+    # A program of one warp has registers for all loads at once. Four fill the SM where a thread has little to do.
     many = _fills(problem, rows, cols * vec, warps=32)
     num_warps = 4 if k <= 4 or (many and rows * cols * vec * k < 64) else 1
     config = RegistersConfig(rows, cols, vec, a_vec, b_vec, _unroll(k, max(a_vec, b_vec)), num_warps)
@@ -197,7 +196,7 @@ def _registers(problem: Problem) -> RegistersConfig:
 
 
 def _registers_tile(problem: Problem) -> tuple[int, int, int]:
-    """Rows, columns and vector width of a thread's tile where there are matrices enough."""
+    """Rows, columns and vector width of a thread's tile where there are enough matrices."""
     m, n, k = problem.m, problem.n, problem.k
     vec = n_vector(problem)
     if vec > 1:
@@ -217,13 +216,13 @@ def _registers_tile(problem: Problem) -> tuple[int, int, int]:
 
 
 def _fills(problem: Problem, rows: int, columns: int, warps: int = 16) -> bool:
-    """Whether threads of such tiles give every SM so many warps; 16 hide the latency of memory."""
+    """Whether threads with such tiles give every SM that many warps; 16 hide the latency of memory."""
     threads = problem.batch * _ceil(problem.m, rows) * _ceil(problem.n, columns)
     return threads >= 32 * warps * problem.sm_count
 
 
 def _unroll(k: int, step: int) -> int:
-    """All of a short k; of a long one about 8, without a rest where that can be."""
+    """Steps of k per iteration: all of a short k, else about 8, without a remainder where possible."""
     if k <= 16:
         return k
     whole = max((u for u in range(step, 11, step) if k % u == 0), default=1)
@@ -234,7 +233,7 @@ def _dot(problem: Problem) -> DotConfig:
     m, n, k = problem.m, problem.n, problem.k
     block_m, block_n, block_k = _next_power_of_two(m, 16), _next_power_of_two(n, 8), _MASKED_K_STEP
     few, many = 4 * problem.sm_count, problem.batch > 16 * problem.sm_count
-    if block_m == 64 and (k <= block_k or block_n == 8):  # a short walk: smaller tiles, less padding of m
+    if block_m == 64 and (k <= block_k or block_n == 8):  # a short loop over k: smaller tiles, less padding of m
         block_m = 16 if m <= 48 or 2 * problem.batch < few else 32
     if k == 64 and block_m * block_n <= 256:
         block_k = 64 if many else 32
@@ -250,7 +249,7 @@ def _dot(problem: Problem) -> DotConfig:
 
 
 def _uses_pdl(problem: Problem, config: Config) -> bool:
-    """Worth 0.5 us of a chain of small grids; in large ones waiting programs take the place of working ones."""
+    """Whether to use PDL: it saves 0.5 us per small grid; in large ones waiting programs displace working ones."""
     return sm(problem.arch) >= 90 and programs(problem, config) <= 16 * problem.sm_count
 
 

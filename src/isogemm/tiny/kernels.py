@@ -1,7 +1,7 @@
 """The kernels of the tiny family and their launchers.
 
-Both kernels walk k in ascending order into one fp32 sum per element, and give ieee float32 the same bits. `registers`
-multiplies in fp32 whatever the precision: exact for 16-bit operands, at least what was asked for float32 ones.
+Both kernels add over k in ascending order, into one fp32 sum per element, and give the same bits for ieee float32.
+`registers` multiplies in fp32 for any precision: exact for 16-bit operands, for float32 at least what was asked for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from isogemm.tiny.configs import Config, DotConfig, Problem, programs, unit
 
 @triton.jit
 def _aligned(stride, UNIT: tl.constexpr):
-    """The same stride, seen by the compiler to be a multiple of UNIT: 16-byte loads where rows are 48 bytes apart."""
+    """The same stride, known to the compiler as a multiple of UNIT: 16-byte loads where rows are 48 bytes apart."""
     return stride // UNIT * UNIT
 
 
@@ -44,7 +44,7 @@ def _registers_steps(
     ROWS: tl.constexpr, COLS: tl.constexpr, VEC: tl.constexpr, A_VEC: tl.constexpr, B_VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each thread's ROWS * COLS sums [BLOCK, VEC] with k .. k + STEPS - 1 added; all loads before the arithmetic."""
+    """Add k .. k + STEPS - 1 to each thread's ROWS * COLS sums [BLOCK, VEC]; all loads come before the arithmetic."""
     M_STEP: tl.constexpr = (M + ROWS - 1) // ROWS
     N_STEP: tl.constexpr = (N + COLS * VEC - 1) // (COLS * VEC) * VEC
     b = ()  # per column, STEPS of [BLOCK, VEC]

@@ -1,6 +1,6 @@
 """`isogemm::bmm` without autograd: what serves a call, and the fallback to torch.bmm.
 
-What serves a call is found by its key, a dictionary look-up; choosing and compiling it happens once.
+A call's key finds what serves it, by a dictionary look-up. Choosing and compiling happen once per key.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def bmm(a: Tensor, b: Tensor, precision: str | None = None) -> Tensor:
 
 
 def torch_bmm(a: Tensor, b: Tensor, precision: str | None) -> Tensor:
-    """torch.bmm, with torch's own autograd, where the tiny family has no part."""
+    """Call torch.bmm, with torch's own autograd, where no tiny kernel may serve."""
     if dispatch.active and not torch.compiler.is_compiling():
         problem = problem_of(a, b, precision, placed=False)
         reason = unserved(problem, a.is_cuda) or "inside a transform"
@@ -70,7 +70,7 @@ def torch_bmm(a: Tensor, b: Tensor, precision: str | None) -> Tensor:
 
 
 def key(a: Tensor, b: Tensor, precision: str | None) -> tuple[Any, ...]:
-    """All that a plan depends on: the arguments' validity and Triton's specialisation of them included."""
+    """All that a plan depends on, including the arguments' validity and what Triton specialises on."""
     return (
         a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
         a.get_device(), b.get_device(), resolve_precision(a, precision), env.settings.disable_tiny,
@@ -90,7 +90,7 @@ def _find(a: Tensor, b: Tensor, precision: str | None) -> Served:
 def problem_of(a: Tensor, b: Tensor, precision: str | None, *, placed: bool = True) -> Problem:
     """The problem of multiplying these tensors; an operand the batch shares has batch stride 0.
 
-    `placed`: whether they have an address, by which their alignment is known.
+    placed: whether they have addresses, which show their alignment.
     """
     facts = devices.facts(a.device)
     a_strides, b_strides = a.stride(), b.stride()
@@ -111,7 +111,7 @@ def problem_of(a: Tensor, b: Tensor, precision: str | None, *, placed: bool = Tr
 
 
 def unserved(problem: Problem, on_gpu: bool) -> str:
-    """Why the tiny kernels cannot serve here, whatever the gate says; empty where they can."""
+    """Why the tiny kernels cannot serve here, regardless of the gate; empty where they can."""
     if env.settings.disable_tiny:
         return "ISOGEMM_DISABLE_TINY is set"
     if not on_gpu:
@@ -150,7 +150,7 @@ def tiny_plan(problem: Problem, config: Config, device: torch.device) -> Plan:
 
 
 def _after_failure(found: Served, a: Tensor, b: Tensor, error: Exception) -> Served:
-    """A launch failed: torch serves this problem from now on."""
+    """Let torch serve this problem from now on, after a launch failed."""
     problem = found.dispatch.problem
     instead = Served(None, Dispatch("bmm", "torch", problem, "", _warn(problem, error)), found.precision)
     if not torch.cuda.is_current_stream_capturing():
