@@ -1,7 +1,7 @@
-"""Chains without tensors: what the rules say about a pattern of calls, decided once and remembered.
+"""What a pattern of calls fuses to: decided once by the rules, without tensors, and remembered.
 
-A `Chain` is a product and its epilogue. Its operands are places among the tensors that a node holds. What a call makes
-of it depends on the function, on the shapes, dtypes, devices and (in a step) layouts of the tensors, and on the other
+A `Chain` is a product and its epilogue. Its operands are indices into the tensors that a node holds. How a call changes
+it depends on the function, on the shapes, dtypes, devices and (in a step) layouts of the tensors, and on the other
 arguments. These are the key of `remembered`.
 """
 
@@ -28,7 +28,7 @@ _LONGEST = 64  # steps of a chain
 
 
 class Operand(NamedTuple):
-    """A tensor as far as the rules look at it."""
+    """What the rules read of a tensor."""
 
     place: int  # among the inputs of its chain
     shape: Sequence[int]
@@ -196,7 +196,7 @@ def _operands(args: Sequence[Any], kwargs: Kwargs) -> int:
 
 
 def _extend_one(function: Function, args: Sequence[Any], kwargs: Kwargs, call: Any) -> _Grown | str:
-    """Take in a call with one part; `call` is its normal form where it is a sum or a product."""
+    """Add a call that has one part to its chain; `call` is its normal form where it is a sum or a product."""
     part = next(x for x in args if type(x) is Part)
     first = None if call is None else call.right if function in rules.REVERSED else call.left
     if type(first) is Operand and not first.is_in_order:
@@ -209,14 +209,14 @@ def _extend_one(function: Function, args: Sequence[Any], kwargs: Kwargs, call: A
 
 
 def _extend_pair(function: Function, args: Sequence[Any], kwargs: Kwargs, call: Any, pair: Pair) -> _Grown | str:
-    """Take in a call with two parts: a sum, a gate and what it lets through, or z * sigmoid(z)."""
+    """Add a call that has two parts to a chain: a sum, act(gate) * up, or z * sigmoid(z)."""
     if call is None or (function in rules.SUMS and Operand in (type(call.left_scale), type(call.right_scale))):
         return UNKNOWN_FORM
     if function in rules.FACTORS:
         return "it is divided by a product" if call.divides else _two_products(call.left, call.right, pair)
     if pair.are_related:
         return "it is added to what was made of it"
-    # The one with less behind it takes the other, which keeps its own epilogue.
+    # The chain with fewer steps adds the other's result, which keeps its own epilogue.
     left, right = call.left, call.right
     if len(left.chain.arguments) < len(right.chain.arguments):
         left, right = right, left
@@ -241,7 +241,7 @@ def _grown(part: Part, arguments: Arguments | str, other: Part | None = None) ->
 
 
 def _two_products(left: Part, right: Part, pair: Pair) -> _Grown | str:
-    """Multiply a gate and what it lets through, or z and sigmoid(z)."""
+    """Multiply act(gate) and up, or z and sigmoid(z)."""
     for z, other, is_step in ((left, right, pair.second_of_first), (right, left, pair.first_of_second)):
         if is_step and other.chain.arguments.get("activation") == "sigmoid":
             arguments = rules.activated(z.chain.arguments, "silu", {})
@@ -258,7 +258,7 @@ def _two_products(left: Part, right: Part, pair: Pair) -> _Grown | str:
 
 
 def _moved(chain: Chain, after: Chain, *, same_left: bool) -> tuple[Product, Arguments]:
-    """Return the chain with its inputs behind another's."""
+    """Return the chain's product and arguments, with its inputs counted after another chain's."""
 
     def moved(value: Any) -> Any:
         return value._replace(place=value.place + after.inputs) if type(value) is Operand else value

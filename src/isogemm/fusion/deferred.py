@@ -112,7 +112,7 @@ class _Pending(torch.autograd.Function):
         taken, again = node.taken, torch.is_grad_enabled()
         if taken is None and node.chain.is_drawn:
             raise RuntimeError("an autograd.Function that did not read it took the result of a deferred dropout")
-        if taken is None or (again and not node.chain.is_drawn):  # gradients of gradients go through what they came by
+        if taken is None or (again and not node.chain.is_drawn):  # again, with a graph for second derivatives
             taken = _compute_apart(node, "a backward reads it")
         is_kept = again or _keeps_graph()
         found = torch.autograd.grad(
@@ -122,11 +122,11 @@ class _Pending(torch.autograd.Function):
         grads = dict(zip(taken.aliases, found, strict=True))
         if not is_kept:
             ctx.node = None
-        return None, *(grads.pop(id(x), None) for x in node.inputs)  # one that is an input twice has it once
+        return None, *(grads.pop(id(x), None) for x in node.inputs)  # an input that occurs twice gets it once
 
 
 class _Carrier(torch.autograd.Function):
-    """The identity on x in given memory: a deferred tensor's value, or x's own for an alias."""
+    """The identity function of x. Its result is given: a deferred tensor's value, or x's own memory for an alias."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, memory: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -138,7 +138,7 @@ class _Carrier(torch.autograd.Function):
 
 
 class Block:
-    """One entered `autofuse`."""
+    """An `autofuse` block that was entered."""
 
     __slots__ = ("_entered", "dropout", "last_state", "ledger", "report")
 
@@ -209,11 +209,11 @@ class Node:
 
     @functools.cached_property
     def memories(self) -> frozenset[Memory]:
-        """Where the operands lie."""
+        """The operands' address ranges."""
         return frozenset(map(memory_of, self.inputs))
 
     def reads_from(self, written: Pieces[None]) -> bool:
-        """Whether an operand lies there, or a result from which it may be computed."""
+        """Whether this memory holds an operand, or a result from which the node may be computed."""
         results = [memory_of(x) for each in self.ancestors() if (x := each.computed()) is not None]
         return any(map(written.overlap, (*self.memories, *results)))
 
@@ -229,7 +229,7 @@ class Ledger:
         self._refs: list[Ref] = []  # deferred tensors in the order of the calls; some are dead or computed
         self._results: set[Memory] = set()  # of computed ones, which pending steps may read
         self._most = _FEW  # entries of these two before they are tidied
-        self._readers: Pieces[tuple[int, Ref]] = Pieces()  # by operand: index into _refs, and the entry there
+        self._readers: Pieces[tuple[int, Ref]] = Pieces()  # by operand's memory: index into _refs, and the entry there
         self._indexed = 0  # how many of _refs are in _readers
         self._entries = 0  # of _readers
         self._most_entries = _FEW

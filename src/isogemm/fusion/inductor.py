@@ -135,14 +135,14 @@ def fuse(graph: Graph, report: Report) -> None:
         if any(_parse(_PRODUCTS, _call(node)) for node in graph.nodes):
             report.add_left("all products", "the graph is of torch.func or forward-mode AD")
         return
-    for gated in (True, False):  # a gate takes the product it multiplies before that one is fused on its own
+    for gated in (True, False):  # a gate needs the product that it multiplies before that is fused on its own
         for node in list(graph.nodes):
             if not node._erased and (start := _begin(node)) is not None:
                 _fuse_from(graph, start, report, gated)
 
 
 def _fuse_from(graph: Graph, start: _Chain, report: Report, gated: bool) -> None:
-    """Fuse the longest chain from here that can be."""
+    """Fuse the longest possible chain from this product on."""
     chains, reason = _grow(start)
     chains = [
         chain
@@ -158,7 +158,7 @@ def _fuse_from(graph: Graph, start: _Chain, report: Report, gated: bool) -> None
     while chains and (refused := _fuse_chain(graph, chains.pop(), report)):
         refusals.append(refused)
         if gated and not chains:
-            return  # the other round fuses what it can of it, and says why not more
+            return  # the second round fuses what it can of it, and reports why not more
     if reason := next(iter(refusals), reason):
         report.add_left(what, reason)
 
@@ -227,7 +227,7 @@ def _grow(start: _Chain) -> tuple[list[_Chain], str]:
 
 
 def _followed(chain: _Chain, user: Node) -> _Chain | str | None:
-    """Take one of the value's users into the chain, or say why not; None where it is no step of an epilogue."""
+    """Add one of the value's users to the chain, or say why not; None where it is no step of an epilogue."""
     call = _call(user)
     if call is None:
         return None
@@ -266,7 +266,7 @@ def _extended(chain: _Chain, call: _Call, user: Node) -> _Chain | str | None:
 
 
 def _gated(gate: _Chain, factor: Node, user: Node) -> _Chain | str:
-    """Take in act(x @ gate) * (x @ up), if nothing else reads the two products and the sum of the second's bias."""
+    """Add act(x @ gate) * (x @ up), if nothing else reads the two products and the sum of the second's bias."""
     up = _begin(factor)
     for operand in factor.all_input_nodes if up is None else ():
         start = _begin(operand) if len(operand.users) == 1 else None
@@ -281,7 +281,7 @@ def _gated(gate: _Chain, factor: Node, user: Node) -> _Chain | str:
 
 
 def _viewed(chain: _Chain, user: Node) -> _Chain | None:
-    """Take in the view of a flat product [B T, N] as [B, T, N]: the steps after it work on either."""
+    """Add the view of a flat product [B T, N] as [B, T, N]: the steps after it work on either."""
     like, product = _like(user), chain.product
     if chain.view is not None or len(product.shape) != 2 or not isinstance(like, _Like):
         return None
@@ -296,7 +296,7 @@ _TOLERANCE = 1e-8  # of its constants
 
 
 def _written_out(chain: _Chain) -> _Chain | None:
-    """Take in an activation written as a formula: the nodes computed from the value and numbers alone.
+    """Add an activation written as a formula: the nodes computed from the value and numbers alone.
 
     Only analytic functions are taken: two that agree on an interval agree everywhere.
     """
@@ -492,7 +492,7 @@ class _Like(NamedTuple):
 
 
 def _like(operand: Any) -> Any:
-    """Return a node's shape, dtype and device, None if it is no plain tensor; anything else stands for itself."""
+    """Return a node's shape, dtype and device, None if it is no plain tensor; return anything else as it is."""
     return _like_value(operand.meta.get("example_value")) if isinstance(operand, Node) else operand
 
 

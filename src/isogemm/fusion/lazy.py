@@ -377,7 +377,7 @@ def _layout(x: torch.Tensor) -> bool | tuple[int, ...]:
 
 
 def _seen(args: Iterable[Any], kwargs: Kwargs, *, with_layouts: bool) -> list[Any] | None:
-    """Return what a pattern has of the arguments (nodes for deferred ones); None where one cannot be remembered."""
+    """Return the arguments' part of a pattern (nodes for deferred ones); None where one cannot be remembered."""
     parts: list[Any] = []
     for x in (*args, *kwargs.values()):
         kind = type(x)
@@ -393,7 +393,7 @@ def _seen(args: Iterable[Any], kwargs: Kwargs, *, with_layouts: bool) -> list[An
 
 
 def _symbols(args: Iterable[Any], kwargs: Kwargs, inputs: int) -> tuple[Sequence[Any], Kwargs]:
-    """Return the arguments (nodes for deferred ones) as chains.py takes them, behind a number of inputs."""
+    """Return the arguments (nodes for deferred ones) as chains.py takes them; `inputs` is the first operand's place."""
     numbers, places = itertools.count(), itertools.count(inputs)
 
     def symbol(x: Any) -> Any:
@@ -407,7 +407,7 @@ def _symbols(args: Iterable[Any], kwargs: Kwargs, inputs: int) -> tuple[Sequence
 
 
 def _unreadable(tensors: Iterable[torch.Tensor]) -> str:
-    """Say why they have no stamps."""
+    """Say why these tensors have no stamps."""
     has_main_grad = any(hasattr(x, "main_grad") for x in tensors)
     return "a weight has a main_grad, which isogemm.linear would accumulate into" if has_main_grad else NOT_PLAIN
 

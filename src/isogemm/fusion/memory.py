@@ -13,7 +13,7 @@ _Note = TypeVar("_Note")
 
 
 def memory_of(x: torch.Tensor) -> Memory:
-    """The address range of x's storage. Aliases made by NumPy and DLPack overlap it; their storages are others."""
+    """The address range of x's storage. Aliases made by NumPy and DLPack overlap it, with storages of their own."""
     try:
         storage = x.untyped_storage()
         start = storage.data_ptr()
@@ -35,7 +35,7 @@ class Pieces(Generic[_Note]):
             self.add(memory, note)
 
     def add(self, memory: Memory, note: _Note) -> None:
-        """Note something of a range. Pieces that it overlaps are merged."""
+        """Add a note to a range. Pieces that it overlaps are merged."""
         start, end = memory
         those = self._overlapping(memory)
         if those:
@@ -53,7 +53,7 @@ class Pieces(Generic[_Note]):
         return bool(self._overlapping(memory))
 
     def on(self, memory: Memory) -> Iterator[_Note]:
-        """The notes on the pieces that it overlaps."""
+        """Yield the notes on the pieces that a range overlaps."""
         for index in self._overlapping(memory):
             yield from self.notes[index]
 

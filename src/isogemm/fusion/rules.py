@@ -244,9 +244,9 @@ def extended(
     value: Any,
     look: Callable[[Any], Any],
 ) -> Arguments | str | None:
-    """Take in a call that has the chain's `value` among its arguments; None where it is no step of an epilogue.
+    """Add a call that has the chain's `value` among its arguments; None where it is no step of an epilogue.
 
-    `look` gives an operand's shape, dtype and device; a number stands for itself.
+    `look` returns an operand's shape, dtype and device, and a number itself.
     """
     if (call := parse(SUMS, function, args, kwargs)) is not None:
         own, addend, scale = call.left_scale, call.right, call.right_scale
