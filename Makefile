@@ -68,7 +68,7 @@ format: $(READY)  ## rewrite the code in the project's style
 	$(BIN)/ruff format
 
 docs: $(READY)  ## rewrite the generated tables of README and docs from benchmarks/results
-	$(BIN)/python -m isogemm report --docs
+	$(BIN)/python benchmarks/documents.py
 
 gpu-test:  ## tests that need a GPU, side by side, with the python3 that is there
 	$(PYTHON) tests/gpu $(if $(GPU_JOBS),--jobs $(GPU_JOBS)) $(ARGS)

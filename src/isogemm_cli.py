@@ -140,13 +140,11 @@ def parser() -> argparse.ArgumentParser:
         help="append to this .jsonl file, or in this folder to one per GPU and family (default: %(default)s)",
     )  # fmt: skip
 
-    added = command("report", "make an HTML report or tables from measurements", html)
+    added = command("report", "make an HTML report from measurements", html)
     added.add_argument(
         "--results", type=Path, nargs="+", default=[], metavar="PATH",
         help=f".jsonl files, or folders of them (default: {RECORDED}, or {BUILD} where there are none in that)",
     )  # fmt: skip
-    text = "instead rewrite the generated tables of README.md, docs/ and src/ in this folder"
-    added.add_argument("--docs", action="store_true", help=text)
 
     text = "count changed bits, measure errors and times of every family here"
     added = command("demo", text, device, html, epilog=DEMO_CODES)

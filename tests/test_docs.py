@@ -6,40 +6,26 @@ from statistics import median
 
 import pytest
 
-from isogemm.bench import headline, store, swapped_models, tables
-from isogemm.cli.families import FAMILIES
+import documents
+from isogemm.bench import headline, store
 from isogemm.core import tables as measured
-from isogemm.training import report, results
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.md")]
 
 
 @pytest.fixture(scope="module")
-def rows():
-    return store.read(*sorted(ROOT.glob("benchmarks/results/*/*.jsonl")))
+def generated():
+    return documents.generated(documents.RESULTS)
 
 
-@pytest.fixture(scope="module")
-def runs():
-    files = sorted(ROOT.glob("benchmarks/results/*/training/*.jsonl"))
-    return [run for file in files for run in results.read(file)]
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_figures_are_the_measured_ones(document, rows, runs):
-    views = [family.view for family in FAMILIES if family.view]
-    made = tables.tables(rows, views) | report.tables(runs) | swapped_models.tables(ROOT / "benchmarks" / "results")
-    made["headline"] = headline.table(headline.recorded(rows, report.figures(runs)))
+@pytest.mark.parametrize("document", documents.documents(ROOT), ids=lambda path: str(path.relative_to(ROOT)))
+def test_figures_are_the_measured_ones(document, generated):
     text = document.read_text(encoding="utf-8")
-    assert tables.rendered(text, made) == text, "run make docs"
+    assert documents.rendered(text, generated[0]) == text, "run make docs"
 
 
-def test_headline_figures_in_the_package_are_the_measured_ones(rows, runs):
-    made = headline.recorded(rows, report.figures(runs))
-    path = Path(headline.__file__).with_name(headline.FILE)
-    assert headline.dumps(made) == path.read_text(encoding="utf-8"), "run make docs"
-    assert headline.shipped() == made
+def test_headline_figures_in_the_package_are_the_measured_ones(generated):
+    assert headline.shipped() == generated[1], "run make docs"
 
 
 @pytest.mark.parametrize("family", ["gemm", "tiny"])

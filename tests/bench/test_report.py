@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from isogemm.bench import ceilings, demo, headline, report, tables
+from figures import tables
+from isogemm.bench import ceilings, demo, headline, report
 from isogemm.bench.demo import Accuracy, Bits, DemoResult
 from isogemm.bench.extras import need
-from isogemm.bench.headline import Figure, Recorded
+from isogemm.bench.headline import Recorded
 from isogemm.bench.store import Row
 from isogemm.bench.views import FamilyView
 
@@ -145,7 +146,7 @@ def test_bench_imports_without_its_extras() -> None:
     code = (
         "import sys\n"
         "for name in ('rich', 'jinja2', 'matplotlib'): sys.modules[name] = None\n"
-        "from isogemm.bench import plots, report, runner, tables, timer\n"
+        "from isogemm.bench import plots, report, runner, timer\n"
         "try: report.render([])\n"
         "except ModuleNotFoundError as error: print(error)\n"
     )
@@ -173,9 +174,8 @@ def test_training_steps_are_drawn_with_their_memory_and_arithmetic(
 
 
 RECORDED = Recorded(
-    "GPU X", "2.11.0", "3.6.0", ("2026-01-02", "2026-01-03"), ("0123456789ab",),
-    (Figure("linear", "torch (cuBLAS)", 1.25, 0.5, 2.0, 4),),
-)  # fmt: skip
+    "GPU X", "GPU X: torch 2.11.0, Triton 3.6.0.", [["linear", "torch (cuBLAS)", "1.25x", "0.50x to 2.00x", "4"]]
+)
 
 
 def demo_page(**fields: object) -> report.DemoPage:

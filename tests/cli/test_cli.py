@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import isogemm
-from isogemm.bench import ceilings, headline, report, store
+from isogemm.bench import ceilings, report, store
 from isogemm.bench.cases import Case, CaseRun
 from isogemm.bench.demo import Accuracy, Bits, DemoResult
 from isogemm.cli import families, terminal
@@ -317,39 +317,6 @@ def test_report_without_its_extra(monkeypatch, capsys):
     without(monkeypatch, "jinja2")
     assert main(["report", "--results", "rows.jsonl"]) == 2
     assert "pip install isogemm[bench]" in capsys.readouterr().err
-
-
-def test_docs_rewrites_the_marked_tables(capsys):
-    main(["bench", "--out", "rows.jsonl"])
-    Path("README.md").write_text("# A\n<!-- figures:fake-headline -->\nold\n<!-- /figures -->\nend\n")
-    assert main(["report", "--docs", "--results", "rows.jsonl"]) == 0
-    text = Path("README.md").read_text()
-    assert "old" not in text
-    assert "geomean" in text
-    assert text.endswith("end\n")
-    assert "rewritten: README.md" in capsys.readouterr().out
-
-
-def test_docs_with_an_unmeasured_table(capsys):
-    main(["bench", "--out", "rows.jsonl"])
-    Path("README.md").write_text("<!-- figures:other -->\n<!-- /figures -->\n")
-    assert main(["report", "--docs", "--results", "rows.jsonl"]) == 2
-    assert "README.md: figures:other is not measured" in capsys.readouterr().err
-
-
-def test_docs_writes_the_headline_figures(monkeypatch):
-    main(["bench", "--out", "rows.jsonl"])
-    Path("README.md").write_text("<!-- figures:headline -->\n<!-- /figures -->\n")
-    assert main(["report", "--docs", "--results", "rows.jsonl"]) == 2  # a CPU has none
-    recorded = headline.shipped()
-    monkeypatch.setattr(headline, "recorded", lambda rows, more: recorded)
-    assert main(["report", "--docs", "--results", "rows.jsonl"]) == 0
-    assert "| linear, bf16, tuned weights |" in Path("README.md").read_text()
-    file = Path("src/isogemm/bench/headline.json")
-    assert not file.exists()  # not the folder of the sources
-    file.parent.mkdir(parents=True)
-    main(["report", "--docs", "--results", "rows.jsonl"])
-    assert headline.loads(file.read_text()) == recorded
 
 
 def test_demo(style, capsys):

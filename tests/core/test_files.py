@@ -39,16 +39,6 @@ def test_a_write_makes_folders_and_leaves_nothing_else(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_refresh_writes_only_what_changed(tmp_path):
-    path = tmp_path / "benchmarks.md"
-    for text in ("one\n", "two\n"):
-        assert files.refresh(path, text)
-        assert path.read_text() == text
-        written = path.stat().st_ino  # a file that is written is a new one
-        assert not files.refresh(path, text)
-        assert path.stat().st_ino == written
-
-
 @pytest.mark.parametrize("at", ["write", "sync", "rename"])
 def test_a_write_that_fails_leaves_the_file(at, tmp_path, monkeypatch):
     path = tmp_path / "file"

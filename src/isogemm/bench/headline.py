@@ -1,166 +1,25 @@
-"""The headline figures: a short list of speed-ups made from recorded GPU measurements.
-
-The README shows them, and so does `isogemm demo` on a machine without a GPU, from `headline.json` in this folder.
-`isogemm report --docs` writes both.
-"""
+"""Speed recorded on GPUs, which `isogemm demo` shows on a machine without one. benchmarks/documents.py writes it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from importlib import resources
-
-from isogemm.bench import summary
-from isogemm.bench.store import Row, newest
-from isogemm.bench.tables import markdown
-from isogemm.bench.views import number_type
+from typing import NamedTuple
 
 FILE = "headline.json"
 COLUMNS = ("isogemm", "compared with", "speed-up", "range", "points")
 MEANING = "Speed-up is the other's time / isogemm's time: larger is better. Geometric mean and range over the points."
 
 
-@dataclass(frozen=True)
-class Figure:
-    """isogemm's speed-up over something else: geometric mean and range of a set of points."""
-
-    what: str
-    against: str
-    speedup: float
-    least: float
-    most: float
-    points: int
-
-    @property
-    def cells(self) -> list[str]:
-        """A table line with COLUMNS."""
-        span = f"{self.least:.2f}x to {self.most:.2f}x" if self.points > 1 else ""
-        return [self.what, self.against, f"{self.speedup:.2f}x", span, str(self.points)]
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The figures of one GPU, and where they come from."""
+class Recorded(NamedTuple):
+    """Figures of one GPU, as text."""
 
     gpu: str
-    torch: str
-    triton: str
-    dates: tuple[str, ...]  # the first and the last
-    commits: tuple[str, ...]
-    figures: tuple[Figure, ...]
-
-    @property
-    def source(self) -> str:
-        """Text such as "NVIDIA H200, 2026-11-15 to 2026-11-16: torch 2.11.0, Triton 3.6.0, commits 0123456789ab." """
-        dates, commits = " to ".join(dict.fromkeys(self.dates)), ", ".join(self.commits)
-        of = "commit" if len(self.commits) == 1 else "commits"
-        return f"{self.gpu}, {dates}: torch {self.torch}, Triton {self.triton}, {of} {commits}."
-
-
-@dataclass(frozen=True)
-class _Line:
-    """Which points a figure is made of, and which two variants it compares."""
-
-    what: str
-    against: str
-    family: str
-    ops: Collection[str]
-    numbers: Collection[str] = ()  # number types; any if empty
-    rivals: Sequence[str] = ("torch",)  # variants; the first that a point has
-    ours: str = "isogemm"
-    params: Mapping[str, Collection[int | str]] = field(default_factory=dict)  # what a point's may be
-
-    def points(self, rows: Iterable[Row]) -> list[Row]:
-        return [
-            row
-            for row in rows
-            if row.family == self.family
-            and row.op in self.ops
-            and (not self.numbers or number_type(row.params) in self.numbers)
-            and all(row.params.get(name) in values for name, values in self.params.items())
-            and self.ours in row.us
-            and any(rival in row.us for rival in self.rivals)
-        ]
-
-    def figure(self, points: Sequence[Row]) -> Figure:
-        rivals = (next(row.us[rival] for rival in self.rivals if rival in row.us) for row in points)
-        ratios = [us / row.us[self.ours] for us, row in zip(rivals, points, strict=True)]
-        return figure(self.what, self.against, ratios)
-
-
-COMPILED = "torch.compile + CUDA graph"
-LINES = (
-    _Line("linear, bf16, tuned weights", "torch (cuBLAS)", "gemm", ["linear"], ["bf16"]),
-    _Line("linear, bf16, other weights", "torch (cuBLAS)", "gemm", ["linear other"], ["bf16"]),
-    _Line(
-        "linear, bf16, other weights, 256 and 1024 tokens", "torch (cuBLAS)", "gemm", ["linear other"], ["bf16"],
-        params={"m": [256, 1024]},
-    ),
-    _Line("linear, bf16", "batch-invariant kernel, one fixed tile", "gemm", ["linear"], ["bf16"], ["fixed tile"]),
-    _Line("linear, fp32 without TF32", "torch (cuBLAS)", "gemm", ["linear"], ["fp32 ieee"]),
-    _Line("weight gradient into an fp32 main_grad, bf16", "torch (cuBLAS)", "gemm", ["main_grad"], ["bf16"]),
-    _Line(
-        "linear + bias + relu or gelu, bf16", "torch eager", "fused", ["bias relu", "bias gelu_tanh", "bias gelu"],
-        ["bf16"], ["eager", "torch"],  # where torch has a fused call, its eager operations are a variant of their own
-    ),
-    _Line("bmm of matrices up to 64 x 64", "torch.bmm", "tiny", ["bmm", "bmm random"], params={"cache": ["cold"]}),
-    _Line("encoder layers, d_model 16 to 768, training step", COMPILED, "encoder", ["training step"]),
-    _Line("PatchTST, training step", COMPILED, "patchtst", ["whole training step"], ours="isogemm + compile"),
-)  # fmt: skip
-
-
-def figure(what: str, against: str, ratios: Sequence[float]) -> Figure:
-    """The figure of some ratios, with digits enough that a table rounds it as it would the ratios."""
-    mean, least, most = (round(each, 9) for each in (summary.geomean(ratios), min(ratios), max(ratios)))
-    return Figure(what, against, mean, least, most, len(ratios))
-
-
-def recorded(rows: Iterable[Row], more: Iterable[tuple[Figure, Mapping[str, str]]] = ()) -> list[Recorded]:
-    """The figures of every GPU that was measured; of points measured more than once, the newest.
-
-    more: figures made of something else than rows, with their environments. They come last.
-    """
-    more = list(more)
-    made = []
-    for gpu, mine in summary.by_gpu(newest(rows)).items():
-        if gpu.startswith("CPU"):
-            continue
-        lines = [(line, points) for line in LINES if (points := line.points(mine))]
-        others = [(each, env) for each, env in more if env["gpu"] == gpu]
-        figures = [*(line.figure(points) for line, points in lines), *(each for each, _ in others)]
-        environments = [*(row.env for _, points in lines for row in points), *(env for _, env in others)]
-        if figures:
-            environments.sort(key=lambda env: env["date"])
-            torch, triton = (" and ".join(sorted({env[name] for env in environments})) for name in ("torch", "triton"))
-            dates = environments[0]["date"][:10], environments[-1]["date"][:10]
-            commits = tuple(dict.fromkeys(env["commit"] for env in environments))
-            made.append(Recorded(gpu, torch, triton, dates, commits, tuple(figures)))
-    return made
-
-
-def table(measured: Iterable[Recorded]) -> str:
-    """A table per GPU for a document, with its meaning and its source."""
-    parts = []
-    for gpu in measured:
-        lines = markdown(COLUMNS, [each.cells for each in gpu.figures], texts=2)
-        parts.append(f"{lines}\n{MEANING}\n{gpu.source}\n")
-    return "\n".join(parts)
-
-
-def dumps(measured: Iterable[Recorded]) -> str:
-    """The content of FILE."""
-    return json.dumps([asdict(each) for each in measured], indent=1) + "\n"
-
-
-def loads(text: str) -> list[Recorded]:
-    records = json.loads(text)
-    for each in records:
-        each["figures"] = [Figure(**figure) for figure in each["figures"]]
-        each |= {name: tuple(each[name]) for name in ("dates", "commits", "figures")}
-    return [Recorded(**each) for each in records]
+    source: str  # GPU, dates, versions and commits
+    lines: list[list[str]]  # cells of a table with COLUMNS
 
 
 def shipped() -> list[Recorded]:
     """Load the figures that came with the package."""
-    return loads((resources.files("isogemm.bench") / FILE).read_text(encoding="utf-8"))
+    text = (resources.files("isogemm.bench") / FILE).read_text(encoding="utf-8")
+    return [Recorded(**each) for each in json.loads(text)]

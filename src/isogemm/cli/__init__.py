@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import isogemm
-from isogemm.bench import ceilings, headline, report, runner, store, summary, swapped_models, tables
+from isogemm.bench import ceilings, headline, report, runner, store, summary
 from isogemm.bench import demo as demos
 from isogemm.bench.cases import Case
 from isogemm.bench.demo import DemoResult
@@ -44,9 +44,6 @@ from isogemm.training import results, world
 from isogemm.verify.checks import Check, CheckResult
 from isogemm_cli import BUILD, RECORDED
 from isogemm_cli import main as main
-
-IMAGES = Path("docs/images")
-HEADLINE = Path("src/isogemm/bench") / headline.FILE
 
 
 def run(args: argparse.Namespace) -> int:
@@ -142,28 +139,10 @@ def bench(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def make_report(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Make the HTML report, or the tables of the documents, from JSON lines."""
+    """Make the HTML report from JSON lines."""
     rows, runs = _recorded(args.results or [path for path in (RECORDED, BUILD) if any(path.rglob("*.jsonl"))][:1])
-    if not args.docs:
-        report.write(args.out, rows, _views(), training_report.sections(runs))
-        terminal.line(f"report: {args.out}")
-        return OK
-    recorded = headline.recorded(rows, training_report.figures(runs))
-    made = tables.tables(rows, _views()) | training_report.tables(runs) | swapped_models.tables(RECORDED)
-    if recorded:
-        made["headline"] = headline.table(recorded)
-    training_report.save_plots(runs, IMAGES)
-    rewritten = []
-    for document in [Path("README.md"), *sorted(Path("docs").rglob("*.md")), *sorted(Path("src").rglob("*.md"))]:
-        try:
-            text = tables.rendered(document.read_text(encoding="utf-8"), made)
-        except ValueError as error:
-            raise UsageError(f"{document}: {error}") from error
-        rewritten += [document] if files.refresh(document, text) else []
-    if recorded and HEADLINE.parent.is_dir():
-        rewritten += [HEADLINE] if files.refresh(HEADLINE, headline.dumps(recorded)) else []
-    for file in rewritten:
-        terminal.line(f"rewritten: {file}")
+    report.write(args.out, rows, _views(), training_report.sections(runs))
+    terminal.line(f"report: {args.out}")
     return OK
 
 
@@ -184,7 +163,7 @@ def demo(args: argparse.Namespace, terminal: Terminal) -> int:
     terminal.table(demos.ACCURACY, *demos.accuracy_table(shown))
     recorded = headline.shipped() if on_cpu else []
     for gpu in recorded:
-        terminal.table(f"Speed, recorded on {gpu.gpu}", headline.COLUMNS, (each.cells for each in gpu.figures))
+        terminal.table(f"Speed, recorded on {gpu.gpu}", headline.COLUMNS, gpu.lines)
         terminal.line(f"{headline.MEANING}\n{gpu.source}")
     local = f"Speed on this CPU, which says nothing about a GPU ({describe(device)})" if on_cpu else "Speed"
     terminal.table(local, *demos.speed_table(shown))

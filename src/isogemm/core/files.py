@@ -73,14 +73,6 @@ def unsealed(data: bytes) -> bytes:
     return content
 
 
-def refresh(path: Path, text: str) -> bool:
-    """Write the text where the file has another, or there is none; return whether anything changed."""
-    changed = not path.exists() or path.read_text(encoding="utf-8") != text
-    if changed:
-        write(path, text.encode())
-    return changed
-
-
 def append(path: AnyPath, line: str) -> None:
     """Append a line; several processes may do so. Where that fails, the file is left as it was."""
     with naming(path):

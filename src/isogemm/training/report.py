@@ -1,16 +1,13 @@
-"""Recorded runs in the documents and in the HTML report: a table that compares backends, losses and a forecast."""
+"""Recorded runs in the HTML report: a table that compares backends, losses and a forecast."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
-from isogemm.bench import headline
 from isogemm.bench import plots as pages
+from isogemm.bench.cells import Cell
 from isogemm.bench.extras import need
-from isogemm.bench.headline import Figure
 from isogemm.bench.report import Plot, Section, Table
-from isogemm.bench.tables import Cell, markdown
 from isogemm.training import plots, results
 from isogemm.training.results import Record
 
@@ -33,47 +30,17 @@ def _but_backend(made: Record) -> tuple[object, ...]:
     return options, len(made["epochs"]), [made["env"][name] for name in ("gpu", "torch", "triton", "driver")]
 
 
-def tables(records: Iterable[Record]) -> dict[str, str]:
-    """Tables by the name of a document's marker, `training-PRESET`."""
-    made = {}
-    for preset, runs in by_preset(records).items():
-        columns, lines = results.comparison(runs)
-        made[f"training-{preset}"] = f"{_source(runs)}\n\n{markdown(columns, lines)}"
-    return made
-
-
-def figures(records: Iterable[Record]) -> list[tuple[Figure, Mapping[str, str]]]:
-    """Headline figures: isogemm's speed in training over torch.compile's, with the run's environment."""
-    made = []
-    for preset, runs in by_preset(records).items():
-        by_backend = {each["run"]["backend"]: each for each in reversed(runs)}
-        ours, rival = (by_backend.get(name) for name in ("isogemm", "compile"))
-        if ours is not None and rival is not None:
-            what = f"PatchTST, training run of {len(ours['epochs'])} epochs ({preset})"
-            made.append((headline.figure(what, headline.COMPILED, [results.speedup(ours, rival)]), ours["env"]))
-    return made
-
-
-def save_plots(records: Iterable[Record], folder: Path) -> list[Path]:
-    """Write the plots as images for the documents."""
-    written = []
-    for preset, runs in by_preset(records).items():
-        for name, plot in _plots(runs).items():
-            written += plots.save(folder / f"{preset}-{name}", plot)
-    return written
-
-
 def sections(records: Iterable[Record]) -> list[Section]:
     made = []
     for preset, runs in by_preset(records).items():
         columns, lines = results.comparison(runs)
         table = Table(columns, [[Cell(text) for text in line] for line in lines])
-        drawn = [Plot(name, _svg(f"{preset}: {name}", plot), []) for name, plot in _plots(runs).items()]
-        made.append(Section(f"Training run: {preset}", _source(runs), table, drawn))
+        drawn = [Plot(name, _svg(f"{preset}: {name}", plot), []) for name, plot in plots_of(runs).items()]
+        made.append(Section(f"Training run: {preset}", source(runs), table, drawn))
     return made
 
 
-def _plots(runs: Sequence[Record]) -> Mapping[str, plots.Plot]:
+def plots_of(runs: Sequence[Record]) -> Mapping[str, plots.Plot]:
     return {"losses": plots.losses(runs), "forecast": plots.forecast(runs)}
 
 
@@ -85,7 +52,7 @@ def _svg(name: str, plot: plots.Plot) -> str:
     return pages.drawing(name, plot.height, draw)
 
 
-def _source(runs: Sequence[Record]) -> str:
+def source(runs: Sequence[Record]) -> str:
     env = runs[0]["env"]
     facts = [f"{name} {env[name]}" for name in ("torch", "triton", "driver")]
     commits = " and ".join(dict.fromkeys(each["env"]["commit"] for each in runs))

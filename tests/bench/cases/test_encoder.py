@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isogemm.bench import runner, store, tables
+from figures import tables
+from isogemm.bench import runner, store
 from isogemm.bench.cases import encoder
 from isogemm.verify.compare import compare_bits
 from isogemm.verify.encoder_reference import products_of_tf32

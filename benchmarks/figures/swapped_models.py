@@ -7,7 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from isogemm.bench.tables import markdown, source
+from figures.tables import source
+from isogemm.bench.cells import markdown
 
 _MEASURED = (("train", "wall", "training step"), ("decode", "host", "decoded token, host"))
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from isogemm.bench import tables
+from figures import tables
 from isogemm.bench.store import Row
-from isogemm.bench.views import FamilyView, number_type, view_of
+from isogemm.bench.views import FamilyView
 
 VIEW = FamilyView("tiny", "Tiny batched GEMM", ("m", "n", "k"))
 
@@ -68,61 +68,6 @@ def test_devices_and_commits_are_told_apart(make_row: Callable[..., Row]) -> Non
     assert "GPU X: torch 2.11.0, triton 3.6.0, driver 1.2, commit 0123456789ab and aaaaaaaaaaaa, " in text
     assert ", 2026-01-02 to 2026-02-02." in text
     assert "GPU Y: torch 2.11.0, triton 3.6.0, driver 1.2, commit fedcba987654, 2026-03-04." in text
-
-
-DOCUMENT = "# Title\n\n<!-- figures:a -->\nold\n<!-- /figures -->\n\ntext\n\n<!-- figures:b -->\n<!-- /figures -->\n"
-
-
-def test_marked_places_are_filled_in() -> None:
-    text = tables.rendered(DOCUMENT, {"a": "| A |\n", "b": "| B |\n", "c": "unused"})
-    assert text == (
-        "# Title\n\n<!-- figures:a -->\n\n| A |\n\n<!-- /figures -->\n\n"
-        "text\n\n<!-- figures:b -->\n\n| B |\n\n<!-- /figures -->\n"
-    )
-    assert tables.rendered(text, {"a": "| A |\n", "b": "| B |\n"}) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("<!-- figures:z -->\n<!-- /figures -->", "figures:z is not measured; there are: a"),
-        ("<!-- figures:a -->\n", "<!-- figures:a --> stands alone"),
-        ("<!-- figures:a -->\n<!-- figures:a -->\n<!-- /figures -->", "figures:a has no closing"),
-        ("<!-- /figures -->", "<!-- /figures --> stands alone"),
-    ],
-)
-def test_bad_markers_are_refused(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tables.rendered(text, {"a": "A"})
-
-
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        ({"dtype": "float32", "precision": "tf32"}, "fp32 tf32"),
-        ({"dtype": "float32"}, "fp32 ieee"),
-        ({"dtype": "bfloat16", "precision": ""}, "bf16"),
-        ({"dtype": "int8"}, "int8"),
-        ({}, ""),
-    ],
-)
-def test_number_type(params: dict[str, int | str], expected: str) -> None:
-    assert number_type(params) == expected
-
-
-def test_a_family_without_a_view_gets_one_from_its_parameters(make_row: Callable[..., Row]) -> None:
-    assert view_of("tiny", [make_row(cache="cold")]) == FamilyView("tiny", "tiny", ("m", "n", "k"))
-    assert view_of("tiny", [], [VIEW]) is VIEW
-
-
-def test_cpu_time_is_that_of_the_smallest_batch(make_row: Callable[..., Row]) -> None:
-    """A large batch, where both variants wait for the device, does not flatter the mean."""
-    rows = [
-        make_row(256, (8, 8, 8), cpu={"isogemm": [30.0], "torch": [20.0]}),
-        make_row(256, (3, 5, 7), cpu={"isogemm": [48.0], "torch": [20.0]}),
-        make_row(65536, (8, 8, 8), cpu={"isogemm": [50.0], "torch": [100.0]}),
-    ]
-    assert tables.host_cell(rows, VIEW).text == "1.90x (worst 2.40x) at batch 256"
 
 
 def test_peers_stand_beside_isogemm(make_row: Callable[..., Row]) -> None:

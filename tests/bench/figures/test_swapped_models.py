@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from isogemm.bench import swapped_models
+from figures import swapped_models
 
 
 def record(model: str, date: str) -> str:
