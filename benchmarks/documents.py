@@ -37,7 +37,7 @@ def main() -> None:
 def generated(folder: Path) -> tuple[dict[str, str], list[Recorded]]:
     """The tables by name, and the headline figures, of a folder of results."""
     rows, runs = store.read(*sorted(folder.glob("*/*.jsonl"))), _runs(folder)
-    views = [family.view for family in FAMILIES if family.view is not None]
+    views = [family.bench.VIEW for family in FAMILIES]
     made = tables.tables(rows, views) | training.tables(runs) | swapped_models.tables(folder)
     measured = headline.recorded(rows, training.figures(runs))
     if measured:

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import isogemm
+from isogemm import cli
 from isogemm.bench import ceilings, report, store
 from isogemm.bench.cases import Case, CaseRun
 from isogemm.bench.demo import Accuracy, Bits, DemoResult
+from isogemm.bench.views import FamilyView
 from isogemm.cli import families, terminal
 from isogemm.cli.families import Family
 from isogemm.training import report as training_report
@@ -37,6 +39,8 @@ SHOWN = DemoResult(
     isogemm_us=2.0,
     note="its mean is not promised",
 )
+
+VIEW = FamilyView("fake", "Fake", ("m",))
 
 Register = Callable[..., None]
 
@@ -65,20 +69,20 @@ def sum_case(correct: bool = True, **params: int) -> Case:
 
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Register:
-    """Makes a fake family, with these fields, the only one there is."""
+    """Makes a fake family the only one there is; `fields` replace what its modules have."""
 
-    def register(**fields: object) -> None:
-        fake = Family(
-            name="fake",
-            summary="sums",
-            usability=lambda device: [Usability(False, "sum_kernel", f"{device} has no [tensor] cores")],
-            checks=[check_giving(PASSING)],
-            cases=lambda device, quick: [sum_case()],
-            demo=lambda device: SHOWN,
-        )
-        monkeypatch.setattr(families, "FAMILIES", (replace(fake, **fields),))
+    def register(checks: list[Check] | None = None, **fields: object) -> None:
+        bench = {"cases": lambda device, quick: [sum_case()], "demo": lambda device: SHOWN, "VIEW": VIEW}
+        verify = SimpleNamespace(CHECKS=[check_giving(PASSING)] if checks is None else checks)
+        fake = Family("fake", "sums", _no_tensor_cores, SimpleNamespace(**bench | fields), verify)
+        monkeypatch.setattr(families, "FAMILIES", (fake,))
+        monkeypatch.setattr(cli, "compile_ahead", lambda module, device, trials: None)
 
     return register
+
+
+def _no_tensor_cores(device: torch.device) -> list[Usability]:
+    return [Usability(False, "sum_kernel", f"{device} has no [tensor] cores")]
 
 
 @pytest.fixture(autouse=True)
@@ -227,13 +231,13 @@ def test_bench_of_a_part(register, monkeypatch, capsys):
     assert "--only: no case has 'n=4' in its label" in capsys.readouterr().err
 
 
-def test_families_compile_ahead(register):
+def test_families_compile_ahead(register, monkeypatch):
     asked = []
     register(
         cases=lambda device, quick: [sum_case(n=n) for n in (1, 2)],
         compile_cases=lambda device, cases: asked.append([case.params["n"] for case in cases]),
-        compile_checks=lambda device, trials: asked.append(trials),
     )
+    monkeypatch.setattr(cli, "compile_ahead", lambda module, device, trials: asked.append(trials))
     main(["bench"])
     main(["bench", "--only", "n=2"])
     main(["verify", "--trials", "3"])
@@ -301,7 +305,7 @@ def test_bench_adds_nothing_to_a_torn_line(capsys):
 )
 def test_an_output_that_cannot_be_written_is_noticed_at_once(arguments, register, capsys):
     Path("file").write_text("mine")
-    register(cases=lambda device, quick: [], demo=None, compile_cases=None)
+    register(cases=lambda device, quick: [], demo=None)
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith(f"isogemm {arguments[0]}: error: file")
 

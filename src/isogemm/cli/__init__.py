@@ -42,6 +42,7 @@ from isogemm.core.device import facts
 from isogemm.training import report as training_report
 from isogemm.training import results, world
 from isogemm.verify.checks import Check, CheckResult
+from isogemm.verify.trials import compile_ahead
 from isogemm_cli import BUILD, RECORDED
 from isogemm_cli import main as main
 
@@ -91,10 +92,11 @@ def verify(args: argparse.Namespace, terminal: Terminal) -> int:
     with values_as_usage():
         chosen = families.get(args.family)
     results = []
-    checks = [(family, check) for family in chosen for check in family.checks]
+    checks = []
     for family in chosen:
-        if family.compile_checks is not None:
-            family.compile_checks(device, args.trials)
+        if family.verify is not None:
+            compile_ahead(family.verify, device, args.trials)
+            checks += [(family, check) for check in family.verify.CHECKS]
     with terminal.progress() as progress:
         for done, (family, check) in enumerate(checks):
             progress(done, len(checks), f"{family.name}: {check.name}")
@@ -130,8 +132,8 @@ def bench(args: argparse.Namespace, terminal: Terminal) -> int:
             raise UsageError(f"--only: no case has {' or '.join(map(repr, args.only))} in its label")
     files.require_writable(args.out.parent if args.out.suffix == ".jsonl" else args.out)
     for family in chosen:
-        if family.compile_cases is not None:
-            family.compile_cases(device, [case for case in cases if case.family == family.name])
+        if hasattr(family.bench, "compile_cases"):
+            family.bench.compile_cases(device, [case for case in cases if case.family == family.name])
     rows, failures = _measure(cases, device, args.out, terminal, args.commit)
     _speed_table(rows, terminal)
     terminal.line(f"{args.out}: {len(rows)} rows appended")
@@ -187,7 +189,7 @@ def demo(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _views() -> list[FamilyView]:
-    return [family.view for family in families.get() if family.view is not None]
+    return [family.bench.VIEW for family in families.get()]
 
 
 def _device_row(device: torch.device) -> list[str]:
@@ -212,7 +214,7 @@ def _run_demos(device: torch.device, terminal: Terminal) -> list[tuple[str, Demo
             progress(done, len(chosen), family.name)
             torch.manual_seed(0)
             try:
-                result = family.demo(device)
+                result = family.bench.demo(device)
             except Exception as error:  # whatever a family raises, the others are still shown
                 result = DemoResult(family.summary, failure=f"{type(error).__name__}: {error}")
             shown.append((family.name, result))
@@ -220,7 +222,7 @@ def _run_demos(device: torch.device, terminal: Terminal) -> list[tuple[str, Demo
 
 
 def _cases(chosen: Sequence[Family], device: torch.device, quick: bool) -> list[Case]:
-    return [*ceilings.cases(device), *(case for family in chosen for case in family.cases(device, quick))]
+    return [*ceilings.cases(device), *(case for family in chosen for case in family.bench.cases(device, quick))]
 
 
 def _measure(

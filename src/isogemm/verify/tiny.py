@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from isogemm.core import device as devices
 from isogemm.core import tables
 from isogemm.core.dispatch import dispatch_log
 from isogemm.core.precision import of_cuda_products
@@ -17,12 +16,11 @@ from isogemm.gemm import reference
 from isogemm.tiny import configs, op
 from isogemm.tiny.api import bmm
 from isogemm.tiny.configs import Config, DotConfig, Problem, RegistersConfig
-from isogemm.verify.checks import Check, CheckResult, run_trials, skip
 from isogemm.verify.compare import BitDiff, compare_bits
 from isogemm.verify.errors import assert_no_worse_than_torch
 from isogemm.verify.inputs import DATA_KINDS, make_operands
 from isogemm.verify.poison import poisoned_allocations
-from isogemm.verify.trials import other_work
+from isogemm.verify.trials import Trial, other_work
 
 
 class Setting:
@@ -55,10 +53,9 @@ def operands(
 def _products(a: Tensor, b: Tensor, precision: str) -> dict[str, Tensor]:
     """The results of each kernel, whatever the gate says, and of the public call if a tiny kernel serves it."""
     problem = op.problem_of(a, b, precision)
-    with poisoned_allocations():
-        products = {kernel: _product(a, b, problem, configs.choose(problem, kernel)) for kernel in configs.KERNELS}
-        with dispatch_log() as log:
-            public = bmm(a, b, precision=precision or None)
+    products = {kernel: _product(a, b, problem, configs.choose(problem, kernel)) for kernel in configs.KERNELS}
+    with dispatch_log() as log:
+        public = bmm(a, b, precision=precision or None)
     return products | {"bmm": public} if log[0].path == "tiny" else products
 
 
@@ -151,30 +148,24 @@ def largest_errors(a: Tensor, b: Tensor, precision: str) -> dict[str, float]:
     return errors
 
 
-def _check(name: str, what: str, trial: Callable[[Setting], Iterator[BitDiff]], covered: str) -> Check:
-    def run(device: torch.device, trials: int) -> CheckResult:
-        reason = "not on a GPU: torch.bmm serves, which promises nothing about bits"
-        if device.type == "cuda":
-            reason = configs.usable(devices.facts(device).arch)
-        if reason:
-            return skip(name, reason)
-        return run_trials(name, trials, lambda seed: trial(Setting(seed, device)), covered=covered)
+_NO_CPU = "not on a GPU: torch.bmm serves, which promises nothing about bits"
 
-    return Check(name, what, run)
-
-
-CHECKS = (
-    _check(
+TRIALS = (
+    Trial(
         "batch invariance", "a matrix has the same bits in any batch, at any position", _batch_invariance,
-        "batch 2 in 3 .. 65536, any position",
+        "batch 2 in 3 .. 65536, any position", gpu_only=_NO_CPU,
     ),
-    _check("run to run", "a call has the same bits every time", _run_to_run, "4 runs, other work beside"),
-    _check(
+    Trial(
+        "run to run", "a call has the same bits every time", _run_to_run, "4 runs, other work beside", gpu_only=_NO_CPU
+    ),
+    Trial(
         "any tile", "every configuration of a kernel gives the same bits", _any_tile,
-        "two other tiles of each kernel; in ieee, both kernels",
+        "two other tiles of each kernel; in ieee, both kernels", gpu_only=_NO_CPU,
     ),
-    _check(
+    Trial(
         "accuracy", "the error is at most twice torch's and one ulp", _accuracy,
-        "twice torch's error and one ulp, against fp64",
+        "twice torch's error and one ulp, against fp64", gpu_only=_NO_CPU,
     ),
 )  # fmt: skip
+
+CHECKS = tuple(each.check(Setting) for each in TRIALS)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -257,6 +258,8 @@ def sampled(size: int, most: int, rng: random.Random, device: torch.device) -> T
 
 # Trials as checks.
 
+NO_TILES = "there are no tiles to choose from on the CPU"
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -266,18 +269,13 @@ class Trial:
     what: str  # the property, one sentence
     run: Callable[[Any], Iterator[BitDiff]]  # takes the family's Setting
     covered: str
-    tiles_only: bool = False  # about the choice of a tile: nothing to check on the CPU
-    cpu_only: bool = False
+    gpu_only: str = ""  # the reason
+    cpu_only: str = ""
 
-    def check(self, setting: Callable[[int, torch.device], Setting]) -> Check:
+    def check(self, setting: Callable[[int, torch.device], Any]) -> Check:
         def run(device: torch.device, trials: int) -> CheckResult:
             gpu = device.type == "cuda"
-            if gpu:
-                reason = configs.usable(devices.facts(device).arch)
-                if self.cpu_only:
-                    reason = reason or "on a GPU a part of the kernels, which the other checks run"
-            else:
-                reason = "there are no tiles to choose from on the CPU" if self.tiles_only else ""
+            reason = configs.usable(devices.facts(device).arch) or self.cpu_only if gpu else self.gpu_only
             if reason:
                 return skip(self.name, reason)
             covered = self.covered.format(most=(GPU if gpu else CPU).most)
@@ -288,7 +286,7 @@ class Trial:
 
         return Check(self.name, self.what, run)
 
-    def _run(self, each: Setting) -> Iterator[BitDiff]:
+    def _run(self, each: Any) -> Iterator[BitDiff]:
         before = torch.get_num_threads()
         if each.device.type == "cpu":
             torch.set_num_threads(each.threads)
@@ -299,11 +297,12 @@ class Trial:
             torch.set_num_threads(before)
 
 
-def compile_ahead(module: str, device: torch.device, trials: int) -> None:
+def compile_ahead(module: ModuleType, device: torch.device, trials: int) -> None:
     """Compile, on all cores, the kernels that these trials of the module's TRIALS launch."""
     if not configs.usable(devices.facts(device).arch):
-        places = [place for place, each in enumerate(import_module(module).TRIALS) if not each.cpu_only]
-        run_in_processes(_rehearse, device, [(module, seed, place) for seed in range(trials) for place in places])
+        places = [place for place, each in enumerate(module.TRIALS) if not each.cpu_only]
+        jobs = [(module.__name__, seed, place) for seed in range(trials) for place in places]
+        run_in_processes(_rehearse, device, jobs)
 
 
 def _rehearse(device: str, job: tuple[str, int, int]) -> None:
