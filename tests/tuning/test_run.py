@@ -304,7 +304,7 @@ def test_kernels_are_compiled_for_the_current_gpu(monkeypatch):
     """Another process's current GPU is the first, which may be of another kind, or full."""
     compiled = []
     monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (64 << 30, 64 << 30))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (64 << 30, 64 << 30))
     monkeypatch.setattr("torch.cuda.set_device", compiled.append)
     monkeypatch.setattr(run.gemm, "plan", lambda problem, config: compiled.append(config))
     monkeypatch.setattr(run, "compile_ahead", lambda one, jobs, workers: [one(job) for job in jobs])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
@@ -23,6 +22,7 @@ from isogemm.tuning.common import compile_ahead
 from isogemm.tuning.gemm import Job, Measured, Point
 from isogemm.tuning.report import Report, Row
 from isogemm.tuning.weights import Weight
+from isogemm.verify.parallel import process_count
 
 TOKENS = (1, 4096, 64, 512, 16, 2048, 256, 8192, 128, 1024)  # the most useful first: a run may end early
 FEWEST_BACKWARD = 256  # of TOKENS, in gradients
@@ -30,8 +30,7 @@ FEWEST_BACKWARD = 256  # of TOKENS, in gradients
 LIKELY = 1.3
 GAIN = 1.015  # what serves a point stays unless another config is faster by more: times vary by about as much
 
-_MOST_PROCESSES = 16  # that compile: each takes seconds to start
-_PROCESS_BYTES = 2 << 30  # device memory of one
+_PROCESS_BYTES = 2 << 30  # device memory of a process that compiles
 
 
 def points(
@@ -136,10 +135,10 @@ def on_current_gpu(points: Sequence[Point], seconds: float | None, progress: Pro
     if seconds is not None and not seconds > 0:
         raise ValueError(f"seconds is {seconds}; expected a time above 0")
     index = torch.cuda.current_device()
-    workers = min(os.cpu_count() or 1, _MOST_PROCESSES, torch.cuda.mem_get_info()[0] // _PROCESS_BYTES)
 
     def precompile(jobs: Sequence[Job]) -> None:
-        compile_ahead(functools.partial(gemm.precompile, index=index), jobs, max(1, min(workers, len(jobs))))
+        processes = process_count(len(jobs), torch.device("cuda", index), _PROCESS_BYTES)
+        compile_ahead(functools.partial(gemm.precompile, index=index), jobs, processes)
 
     return Run(points, gemm.Bench().measure, precompile, math.inf if seconds is None else seconds, progress)
 

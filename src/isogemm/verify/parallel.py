@@ -1,17 +1,23 @@
-"""Compilation on all cores: work done in other processes for what it leaves in Triton's cache."""
+"""Work in other processes, on all cores, for what it leaves in Triton's cache."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import ModuleType
 from typing import TypeVar
 
 import torch
 
-_PROCESS_BYTES = 8 << 30  # device memory per process
+_MOST_PROCESSES = 16  # each takes seconds to start
+_PROCESS_BYTES = 8 << 30  # device memory of a process that runs cases or trials
 
 Job = TypeVar("Job")
 
@@ -21,11 +27,47 @@ def run_in_processes(function: Callable[[str, Job], object], device: torch.devic
 
     Exceptions are dropped: the later call that repeats the work raises them again.
     """
-    if device.type != "cuda" or not jobs:
-        return
-    room = torch.cuda.mem_get_info(device)[0] // _PROCESS_BYTES
-    workers = max(1, min(len(jobs), os.cpu_count() or 1, room))
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for future in [pool.submit(function, str(device), job) for job in jobs]:
-            with suppress(Exception):
-                future.result()
+    if device.type == "cuda" and jobs:
+        in_processes(partial(_try, function, str(device)), jobs, process_count(len(jobs), device, _PROCESS_BYTES))
+
+
+def process_count(jobs: int, device: torch.device, process_bytes: int) -> int:
+    """Number of processes for the jobs: what the cores and the free device memory allow, at least 1."""
+    room = torch.cuda.mem_get_info(device)[0] // process_bytes
+    return max(1, min(jobs, os.cpu_count() or 1, _MOST_PROCESSES, room))
+
+
+def in_processes(
+    function: Callable[[Job], str], jobs: Sequence[Job], workers: int, max_tasks_per_child: int | None = None
+) -> list[str]:
+    """The results of all jobs. A process that dies takes the unfinished jobs with it."""
+    results: list[str] = []
+    ignored = signal.SIGINT, signal.SIG_IGN  # Ctrl-C is for this process
+    context = multiprocessing.get_context("spawn")
+    with _without_script(), ProcessPoolExecutor(
+        workers, context, signal.signal, ignored, max_tasks_per_child=max_tasks_per_child
+    ) as pool, suppress(BrokenProcessPool):  # fmt: skip
+        try:
+            results.extend(future.result() for future in [pool.submit(function, job) for job in jobs])
+        except KeyboardInterrupt:  # not after what they compile: a second one, meanwhile, would leave the pool hanging
+            for process in list(pool._processes.values()):
+                process.kill()
+            raise
+    return results + ["a process died"] * (len(jobs) - len(results))
+
+
+def _try(function: Callable[[str, Job], object], device: str, job: Job) -> str:
+    with suppress(Exception):
+        function(device, job)
+    return ""
+
+
+@contextmanager
+def _without_script() -> Iterator[None]:
+    """Keep new processes from running the user's script again, which may have no `if __name__ == "__main__"`."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
