@@ -77,18 +77,16 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], Any]:
     ("spoil", "message"),
     [
         (change(schema=2), "schema: expected 1, got 2"),
-        (change(extra=1), r"unknown fields: \['extra'\]"),
-        (lambda record: {k: v for k, v in record.items() if k != "env"}, r"missing fields: \['env'\]"),
-        (change(flops="many"), "flops: expected a finite number >= 0, got 'many'"),
-        (change(flops=math.inf), "flops: expected a finite number"),
-        (change(times_us={"torch": []}), "times_us: expected lists of positive numbers"),
-        (change(times_us={"torch": [0.0]}), "times_us"),
-        (change(times_us={}), "times_us"),
-        (change(cpu_us={"torch": 1.0}), "cpu_us"),
-        (change(params={"m": True}), "params: expected integers and strings"),
-        (change(params={"m": 1.5}), "params"),
-        (change(env={"gpu": "GPU X"}), "env: expected strings commit, date"),
-        (change(error={"torch": math.nan}), "error"),
+        (change(extra=1), "unexpected keyword argument 'extra'"),
+        (lambda record: {k: v for k, v in record.items() if k != "env"}, "missing .* 'env'"),
+        (change(flops=math.inf), "expected finite numbers, got Infinity"),
+        (change(times_us={"torch": []}), "expected lists of positive times"),
+        (change(times_us={"torch": [0.0]}), "expected lists of positive times"),
+        (change(times_us={}), "times_us: expected at least one variant"),
+        (change(times_us=[1.0]), "not a measurement"),
+        (change(cpu_us={"torch": 1.0}), "not a measurement"),
+        (change(env={"gpu": "GPU X"}), "env: expected commit, date"),
+        (change(error={"torch": math.nan}), "expected finite numbers, got NaN"),
         (lambda record: [record], "expected an object, got list"),
     ],
 )
@@ -98,7 +96,7 @@ def test_a_bad_row_is_refused_with_its_file_and_line(
     path = tmp_path / "bad.jsonl"
     good = store.dumps(make_row())
     path.write_text(f"{good}\n{json.dumps(spoil(json.loads(good)))}\n")
-    with pytest.raises(store.StoreError, match=rf"bad\.jsonl:2: .*{message}"):
+    with pytest.raises(ValueError, match=rf"bad\.jsonl:2: .*{message}"):
         store.read(path)
 
 
@@ -106,14 +104,16 @@ def test_a_bad_row_is_refused_with_its_file_and_line(
 def test_a_line_that_is_not_json_is_refused(make_row: Callable[..., Row], tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(f"{store.dumps(make_row())}\n{line}\n")
-    with pytest.raises(store.StoreError, match=r"bad\.jsonl:2: not JSON"):
+    with pytest.raises(ValueError, match=r"bad\.jsonl:2: not JSON"):
         store.read(path)
 
 
 def test_a_bad_row_is_not_written(make_row: Callable[..., Row], tmp_path: Path) -> None:
     path = tmp_path / "tiny.jsonl"
-    with pytest.raises(store.StoreError, match="error"):
+    with pytest.raises(ValueError, match="not JSON compliant"):
         store.append(path, [replace(make_row(), error={"isogemm": math.nan})])
+    with pytest.raises(ValueError, match="positive times"):
+        store.append(path, [replace(make_row(), times_us={"isogemm": [0.0]})])
     assert not path.exists()
 
 

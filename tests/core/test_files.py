@@ -173,3 +173,20 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     refuse(errno.EIO)
     with pytest.raises(OSError, match="rows"):
         files.append(tmp_path / "rows", "2")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"), [("{", "not JSON: "), ("", "not JSON: "), ("[NaN]", "got NaN"), ("[]", "no object")]
+)
+def test_a_bad_line_is_named(tmp_path, line, message):
+    def parse(value):
+        if not isinstance(value, dict):
+            raise ValueError("no object")
+        return value
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{}\n')
+    assert files.read_lines(path, parse) == [{"a": 1}, {}]
+    path.write_text(f"{{}}\n{line}\n")
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:2: .*{message}"):
+        files.read_lines(path, parse)

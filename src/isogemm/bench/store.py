@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,10 +16,6 @@ from isogemm.core.files import AnyPath
 
 SCHEMA = 1
 ENV_KEYS = ("commit", "date", "gpu", "driver", "torch", "triton", "python")
-
-
-class StoreError(ValueError):
-    """A line that is not a row of this schema."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +88,8 @@ def append(path: AnyPath, rows: Iterable[Row]) -> int:
 
 
 def read(*paths: AnyPath) -> list[Row]:
-    """Every row of the files, in order. A bad line raises StoreError with its file and line."""
-    rows = []
-    for path in paths:
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-            try:
-                rows.append(loads(line))
-            except StoreError as error:
-                raise StoreError(f"{path}:{number}: {error}") from error
-    return rows
+    """Every row of the files, in order. ValueError for a bad line names its file and line."""
+    return [row for path in paths for row in files.read_lines(path, parse)]
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
@@ -121,64 +109,33 @@ def results_file(root: AnyPath, gpu: str, family: str) -> Path:
 
 
 def dumps(row: Row) -> str:
-    """The row as one line of JSON; raises StoreError for a row that `loads` would refuse."""
+    """The row as one line of JSON; ValueError for a row that `parse` would refuse."""
+    _check(row)
     record = {"schema": SCHEMA, **asdict(row)}
     if not row.cpu_us:
         del record["cpu_us"]
-    _validate(record)
     return json.dumps(record, allow_nan=False)
 
 
-def loads(line: str) -> Row:
-    """The row of one line of JSON."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise StoreError(f"not JSON: {error}") from error
-    _validate(record)
-    del record["schema"]
-    return Row(**record)
-
-
-def _validate(record: Any) -> None:
+def parse(record: Any) -> Row:
+    """The row of a line's JSON; ValueError if it is none."""
     if not isinstance(record, dict):
-        raise StoreError(f"expected an object, got {type(record).__name__}")
+        raise ValueError(f"expected an object, got {type(record).__name__}")
     if record.get("schema") != SCHEMA:
-        raise StoreError(f"schema: expected {SCHEMA}, got {record.get('schema')!r}")
-    missing = [name for name in _FIELDS if name not in record and name != "cpu_us"]
-    unknown = [name for name in record if name not in _FIELDS and name != "schema"]
-    if missing or unknown:
-        raise StoreError(f"missing fields: {missing or 'none'}; unknown fields: {unknown or 'none'}")
-    for name, (expected, valid) in _FIELDS.items():
-        if name in record and not valid(record[name]):
-            raise StoreError(f"{name}: expected {expected}, got {record[name]!r}")
+        raise ValueError(f"schema: expected {SCHEMA}, got {record.get('schema')!r}")
+    try:
+        row = Row(**{name: value for name, value in record.items() if name != "schema"})
+        _check(row)
+    except (TypeError, AttributeError) as error:  # fields missing, unknown or of another type
+        raise ValueError(f"not a measurement: {error}") from error
+    return row
 
 
-def _number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and bool(value >= 0)
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _times(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(_number(item) and item > 0 for item in value)
-
-
-def _mapping(valid: Any) -> Any:
-    return lambda value: isinstance(value, dict) and all(valid(item) for item in value.values())
-
-
-_FIELDS: dict[str, tuple[str, Any]] = {
-    "family": ("a string", _text),
-    "op": ("a string", _text),
-    "params": ("integers and strings by name", _mapping(lambda value: type(value) in (int, str))),
-    "flops": ("a finite number >= 0", _number),
-    "bytes": ("a finite number >= 0", _number),
-    "info": ("strings by name", _mapping(_text)),
-    "error": ("finite numbers >= 0 by variant", _mapping(_number)),
-    "times_us": ("lists of positive numbers by variant", lambda value: bool(value) and _mapping(_times)(value)),
-    "env": (f"strings {', '.join(ENV_KEYS)}", lambda value: _mapping(_text)(value) and set(ENV_KEYS) == set(value)),
-    "cpu_us": ("lists of positive numbers by variant", _mapping(_times)),
-}
+def _check(row: Row) -> None:
+    for times in (row.times_us, row.cpu_us):
+        if not all(each and min(each) > 0 for each in times.values()):
+            raise ValueError(f"expected lists of positive times by variant, got {times!r}")
+    if not row.times_us:
+        raise ValueError("times_us: expected at least one variant")
+    if set(row.env) != set(ENV_KEYS):
+        raise ValueError(f"env: expected {', '.join(ENV_KEYS)}, got {', '.join(row.env)}")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import hashlib
+
+
+import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 try:
     import fcntl
@@ -20,6 +23,7 @@ _SEAL = b"isogemm sha256 "  # then the digest of all before it
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # of a file system without them
 
 AnyPath = str | os.PathLike[str]
+Parsed = TypeVar("Parsed")
 
 
 class FileError(OSError):
@@ -71,6 +75,23 @@ def unsealed(data: bytes) -> bytes:
     if data != sealed(content):
         raise ValueError("it is damaged: its checksum differs")
     return content
+
+
+def read_lines(path: AnyPath, parse: Callable[[Any], Parsed]) -> list[Parsed]:
+    """Parse the JSON value on each line of a file. A ValueError, also one of `parse`, names the file and the line."""
+    parsed = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            parsed.append(parse(json.loads(line, parse_constant=_refuse)))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not JSON: {error}; if the line is cut off, remove it") from error
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
+    return parsed
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"expected finite numbers, got {name}")
 
 
 def append(path: AnyPath, line: str) -> None:

@@ -42,47 +42,35 @@ def record(run: Run, outcome: Outcome, env: Mapping[str, str], preset: str) -> R
 
 def append(path: AnyPath, made: Record) -> None:
     """Add a run, whole or not at all. No other process writes the file: `folder.claimed`."""
-    lines = [*_lines(Path(path)), json.dumps(made, allow_nan=False)]
-    files.write(path, "".join(f"{line}\n" for line in lines).encode())
+    path = Path(path)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    files.write(path, "".join(f"{line}\n" for line in (*lines, json.dumps(made, allow_nan=False))).encode())
 
 
 def read(path: AnyPath) -> list[Record]:
-    """The runs recorded there, none where there is no file. ValueError for a line that is not one: cut off, say."""
-    return [_parsed(f"{path}, line {number}", line) for number, line in enumerate(_lines(Path(path)), 1)]
+    """The runs recorded there, none where there is no file. ValueError for a line that is not one names it."""
+    return files.read_lines(path, _parse) if Path(path).exists() else []
 
 
 def holds_runs(path: AnyPath) -> bool:
     """Whether a file's first line is of a run, and not a measurement."""
-    return "epochs" in _object(next(iter(_lines(Path(path))), ""))
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
+        return '"epochs":' in file.readline()
+
+
+def _parse(made: Any) -> Record:
+    missing = [name for name in _FIELDS if name not in made] if isinstance(made, dict) else ["epochs"]
+    if missing:
+        raise ValueError(f"not a recorded run: it has no {missing[0]!r}; remove the line, or choose another folder")
+    if made["schema"] != SCHEMA:
+        raise ValueError(f"schema {made['schema']!r}; expected {SCHEMA}")
+    return dict(made)
 
 
 def of_run(records: Sequence[Record], run: Run) -> Record | None:
     """The record of this very run, with all its epochs' times and errors."""
     epochs = [asdict(epoch) for epoch in run.epochs]
     return next((each for each in records if each["run"] == run.identity and each["epochs"] == epochs), None)
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-
-
-def _parsed(where: str, line: str) -> Record:
-    made = _object(line)
-    if missing := [name for name in _FIELDS if name not in made]:
-        what = f"it has no {missing[0]!r}" if made else "it is cut off, or no JSON"
-        raise ValueError(f"{where}: not a recorded run: {what}; remove the line, or choose another folder")
-    if made["schema"] != SCHEMA:
-        raise ValueError(f"{where}: schema {made['schema']!r}; expected {SCHEMA}")
-    return made
-
-
-def _object(line: str) -> Record:
-    """The JSON object in a line; empty if the line holds none."""
-    try:
-        made = json.loads(line)
-    except json.JSONDecodeError:
-        return {}
-    return made if isinstance(made, dict) else {}
 
 
 def backend(made: Record) -> str:
