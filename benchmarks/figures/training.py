@@ -9,7 +9,7 @@ from figures import headline
 from figures.headline import Environment, Figure
 from isogemm.bench.cells import markdown
 from isogemm.training import plots, results
-from isogemm.training.report import by_preset, plots_of, source
+from isogemm.training.report import by_preset, source
 from isogemm.training.results import Record
 
 
@@ -38,6 +38,6 @@ def save_plots(records: Iterable[Record], folder: Path) -> list[Path]:
     """Write the plots as images for the documents."""
     written = []
     for preset, runs in by_preset(records).items():
-        for name, plot in plots_of(runs).items():
-            written += plots.save(folder / f"{preset}-{name}", plot)
+        for name, draw in plots.PLOTS.items():
+            written += plots.save(folder / f"{preset}-{name}", draw, runs)
     return written

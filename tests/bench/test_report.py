@@ -103,14 +103,17 @@ def test_plots_share_no_ids(rows: list[Row]) -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_plot_colours_follow_the_scheme(rows: list[Row]) -> None:
+def test_plots_and_their_keys_are_inverted_for_the_dark_scheme(rows: list[Row]) -> None:
     html = report.render(rows, [VIEW])
-    assert "prefers-color-scheme: dark" in html
-    figures = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
+    dark = html[html.index("@media (prefers-color-scheme: dark)") :]
+    assert "figure svg, .keys i { filter: invert(1)" in dark[: dark.index("@media (min-width")]
+    figures = re.findall(r"<figure>.*?</figure>", html, re.DOTALL)
     assert len(figures) == 4  # a roofline and two groups; one group where there are no ceilings
-    for svg in figures:
-        assert not re.search(r"#0a0[bc]", svg)
-        assert "var(--muted)" in svg
+    for figure in figures:
+        colours = re.findall(r'style="background: (#\w+)"', figure)
+        svg = figure[figure.index("<svg") :]
+        assert colours
+        assert all(colour in svg for colour in colours)
 
 
 def test_points_have_tooltips(rows: list[Row]) -> None:

@@ -24,7 +24,7 @@ SAVE = plots.save
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An empty one, and no plots: they take longer than a run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plots, "save", lambda path, plot: [])
+    monkeypatch.setattr(plots, "save", lambda path, draw, records: [])
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ RUN = [*DATA, "--backend", "torch", "--dropout", "0.1", "--checkpoint-steps", "5
 def in_an_empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And no plots: they take longer than a run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plots, "save", lambda path, plot: [])
+    monkeypatch.setattr(plots, "save", lambda path, draw, records: [])
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The weights of an uninterrupted run."""
     out = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "save", lambda path, plot: [])
+        patch.setattr(plots, "save", lambda path, draw, records: [])
         assert train(*RUN, "--out", str(out)) == 0
     return final(str(out))
 
@@ -262,7 +262,7 @@ import os, signal, sys
 from isogemm import cli
 from isogemm.training import plots
 
-plots.save = lambda path, plot: []
+plots.save = lambda path, draw, records: []
 replace = os.replace
 
 def run(out, *arguments, kill_at=0):
@@ -360,7 +360,7 @@ def test_a_full_standard_output_is_named(capsys):
     """The run is recorded, with its plots: there is nothing to resume."""
     saved = []
     with pytest.MonkeyPatch.context() as patch, Path("/dev/full").open("w") as full:
-        patch.setattr(plots, "save", lambda path, plot: saved.append(path) or [])
+        patch.setattr(plots, "save", lambda path, draw, records: saved.append(path) or [])
         patch.setattr(sys, "stdout", full)
         assert train(*RUN, "--out", "out") == 2
         with contextlib.suppress(OSError):

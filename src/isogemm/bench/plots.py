@@ -1,4 +1,4 @@
-"""The report's plots, as SVG to inline in HTML, coloured by the page's CSS variables."""
+"""The report's plots, as SVG to inline in HTML. Their colours are of the light theme; the page inverts them in dark."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from html import escape
 from typing import Any, ParamSpec
@@ -19,58 +18,41 @@ from isogemm.bench.views import FamilyView, number_type
 
 _P = ParamSpec("_P")
 
-SERIES = 6  # categorical colours the page defines
+INK, MUTED, LINE, BAD = "#1a1f26", "#616b78", "#e1e5ea", "#c02b3c"
+SERIES = ("#2563eb", "#d9730d", "#16885a", "#8b46c9", "#c7305f", "#0e7c93")  # of categories
+_RAMP = ("#86b4f5", "#0b2c66")  # of ordered values, the faintest first
 
-# matplotlib wants real colours: these stand for CSS ones until the SVG is written.
-_STAND_INS = {f"#0a0b{i:02x}": f"var(--{name})" for i, name in enumerate(("ink", "muted", "line", "paper", "bad"))}
-_INK, _MUTED, _LINE, _PAPER, _BAD = _STAND_INS
+STYLE: dict[str, Any] = {  # for matplotlib's rc_context
+    "svg.fonttype": "none", "font.size": 8.0, "text.color": INK,
+    "axes.labelcolor": MUTED, "axes.edgecolor": LINE, "axes.axisbelow": True,
+    "axes.spines.top": False, "axes.spines.right": False, "grid.color": LINE, "grid.linewidth": 0.6,
+    "xtick.color": LINE, "ytick.color": LINE, "xtick.labelcolor": MUTED, "ytick.labelcolor": INK,
+}  # fmt: skip
 
 _WIDTH = 6.0  # inches
 _TICK_STEPS = ((10, (1, 1.5, 2, 3, 4, 6, 8)), (30, (1, 2, 3, 5)), (1000, (1, 3)), (math.inf, (1,)))
 
 
-@dataclass(frozen=True)
-class Palette:
-    """Colours to give to matplotlib; by default those of the report's light theme."""
-
-    ink: str = "#1a1f26"
-    muted: str = "#616b78"
-    line: str = "#e1e5ea"
-    series: tuple[str, ...] = ("#2563eb", "#d9730d", "#16885a", "#8b46c9", "#c7305f", "#0e7c93")
-
-    @property
-    def style(self) -> dict[str, Any]:
-        """Settings for matplotlib's rc_context."""
-        return {
-            "svg.fonttype": "none", "font.size": 8.0, "text.color": self.ink,
-            "axes.labelcolor": self.muted, "axes.edgecolor": self.line, "axes.axisbelow": True,
-            "axes.spines.top": False, "axes.spines.right": False, "grid.color": self.line, "grid.linewidth": 0.6,
-            "xtick.color": self.line, "ytick.color": self.line,
-            "xtick.labelcolor": self.muted, "ytick.labelcolor": self.ink,
-        }  # fmt: skip
-
-
 def _styled(draw: Callable[_P, str]) -> Callable[_P, str]:
     @wraps(draw)
     def styled(*args: _P.args, **kwargs: _P.kwargs) -> str:
-        with need("matplotlib").rc_context(Palette(_INK, _MUTED, _LINE).style):
+        with need("matplotlib").rc_context(STYLE):
             return draw(*args, **kwargs)
 
     return styled
 
 
 def series_colour(index: int) -> str:
-    """The CSS colour of a category."""
-    return f"var(--series-{index % SERIES})"
+    """The colour of a category."""
+    return SERIES[index % len(SERIES)]
 
 
 def ramp_colours(values: Sequence[int | str]) -> dict[int | str, str]:
-    """CSS colours for ordered values, from faint to strong."""
+    """Colours for ordered values, from faint to strong."""
+    colours = need("matplotlib.colors")
+    ramp = colours.LinearSegmentedColormap.from_list("ramp", _RAMP)
     steps = max(1, len(values) - 1)
-    return {
-        value: f"color-mix(in oklab, var(--ramp-from), var(--ramp-to) {round(100 * i / steps)}%)"
-        for i, value in enumerate(values)
-    }
+    return {value: colours.to_hex(ramp(i / steps)) for i, value in enumerate(values)}
 
 
 @_styled
@@ -78,7 +60,7 @@ def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
     """A line per shape, a dot per column value: speed-up over torch and, beside it, what of the roof was reached."""
     shapes = summary.shapes(rows, view)
     canvas, left, right = _two_panels(shapes)
-    colours = {value: canvas.colour(css) for value, css in ramp_colours(summary.columns(rows, view)).items()}
+    colours = ramp_colours(summary.columns(rows, view))
     lines: dict[str, list[tuple[float, float]]] = {shape: [] for shape in shapes}
     for row in sorted(rows, key=lambda row: summary.sort_key(view.column_value(row.params))):
         ratio, shape = row.speedup, view.shape_label(row.params)
@@ -92,11 +74,11 @@ def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
         canvas.point(right, reached, y, colour, tip)
     for y, points in enumerate(lines.values()):
         for axes, values in zip((left, right), zip(*points, strict=True), strict=False):
-            axes.plot([min(values), max(values)], [y, y], color=_LINE, linewidth=2.5, zorder=1)
+            axes.plot([min(values), max(values)], [y, y], color=LINE, linewidth=2.5, zorder=1)
     ratios = [ratio for points in lines.values() for ratio, _ in points]
     most = max(reached for points in lines.values() for _, reached in points)
     left.set_xlabel("speed-up over torch")
-    left.axvline(1.0, color=_MUTED, linewidth=0.8)
+    left.axvline(1.0, color=MUTED, linewidth=0.8)
     low, high = min(min(ratios) / 1.08, 0.92), max(max(ratios) * 1.08, 1.08)
     if high / low > 3:
         left.set_xscale("log")
@@ -105,13 +87,13 @@ def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
     else:
         left.locator_params(axis="x", nbins=6)
     left.set_xlim(low, high)
-    left.axvspan(low, 1.0, color=_BAD, alpha=0.07, linewidth=0)
+    left.axvspan(low, 1.0, color=BAD, alpha=0.07, linewidth=0)
     left.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     if ceilings.bytes_per_s is None:
         right.set(xlabel="memory traffic, GB/s", xlim=(0, 1.08 * most))
         right.locator_params(axis="x", nbins=5)
     else:
-        right.axvline(100, color=_MUTED, linewidth=0.8)
+        right.axvline(100, color=MUTED, linewidth=0.8)
         right.set(xlabel="% of the measured roof", xlim=(0, max(105.0, 1.05 * most)))
     return canvas.svg(f"speed-up {view.family} {rows[0].gpu} {view.group_label(rows[0].op, rows[0].params)}")
 
@@ -129,11 +111,11 @@ def steps(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
         memory = {name: float(row.info[key]) for name in variants if (key := f"{name} peak MiB") in row.info}
         for axes, measured, unit in ((left, points, "ms"), (right, memory, "MiB")):
             for name, value in measured.items():
-                colour = canvas.colour(series_colour(variants.index(name)))
+                colour = series_colour(variants.index(name))
                 tip = f"{view.shape_label(row.params)}, {name}: {summary.digits(value)} {unit}"
                 canvas.point(axes, value, y, colour, tip)
         if floor is not None:
-            left.plot([floor / 1e3], [y], "|", color=_MUTED, markersize=9, zorder=2)
+            left.plot([floor / 1e3], [y], "|", color=MUTED, markersize=9, zorder=2)
         times += [*points.values(), *([] if floor is None else [floor / 1e3])]
         sizes += memory.values()
     for axes, values, label in ((left, times, "time of a step, ms"), (right, sizes, "peak memory, MiB")):
@@ -162,12 +144,12 @@ def roofline(rows: Sequence[Row], view: FamilyView, bytes_per_s: float, flops_pe
     end = max(ridges, default=right)
     canvas = _Canvas(_WIDTH, 3.6)
     axes = canvas.figure.subplots()
-    axes.plot([left, end], [left * bytes_per_s, end * bytes_per_s], color=_MUTED, linewidth=1.2)
+    axes.plot([left, end], [left * bytes_per_s, end * bytes_per_s], color=MUTED, linewidth=1.2)
     for number, roof in roofs.items():
-        colour = canvas.colour(series_colour(numbers.index(number)))
+        colour = series_colour(numbers.index(number))
         axes.plot([roof / bytes_per_s, right], [roof, roof], color=colour, linewidth=1.2)
     for row, intensity, rate in zip(points, intensities, rates, strict=True):
-        colour = canvas.colour(series_colour(numbers.index(number_type(row.params))))
+        colour = series_colour(numbers.index(number_type(row.params)))
         place = columns.index(view.column_value(row.params)) / max(1, len(columns) - 1)
         canvas.point(axes, intensity, rate, colour, point_label(row, view), 3.5 + 3.5 * place)
     bottom, top = min(rates) / 2, max([*rates, end * bytes_per_s]) * 2
@@ -177,7 +159,7 @@ def roofline(rows: Sequence[Row], view: FamilyView, bytes_per_s: float, flops_pe
     axes.set_yticks(ticks := _log_ticks(bottom, top), [summary.rate_text(tick) for tick in ticks])
     axes.minorticks_off()
     axes.tick_params(length=0)
-    axes.tick_params(axis="y", labelcolor=_MUTED)
+    axes.tick_params(axis="y", labelcolor=MUTED)
     axes.grid()
     return canvas.svg(f"roofline {view.family} {rows[0].gpu}")
 
@@ -195,50 +177,36 @@ def point_label(row: Row, view: FamilyView) -> str:
     return f"{where} ({view.group_label(row.op, row.params)}): {summary.digits(row.best_us)} us{ratio}"
 
 
-@_styled
-def drawing(name: str, height: float, draw: Callable[[Any, Palette], None]) -> str:
-    """Let `draw` fill a figure, in the page's colours; returns the SVG."""
-    canvas = _Canvas(_WIDTH, height)
-    series = tuple(canvas.colour(series_colour(index)) for index in range(SERIES))
-    draw(canvas.figure, Palette(_INK, _MUTED, _LINE, series))
-    return canvas.svg(name)
-
-
 class _Canvas:
-    """A figure whose points have tooltips and whose colours are CSS."""
+    """A figure whose points have tooltips."""
 
     def __init__(self, width: float, height: float) -> None:
         self.figure = need("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
-        self._css = dict(_STAND_INS)
         self._tips: list[str] = []
-
-    def colour(self, css: str) -> str:
-        """A colour to give to matplotlib for a CSS colour."""
-        known = {name: stand_in for stand_in, name in self._css.items()}
-        stand_in = known.get(css, f"#0a0c{len(self._css):02x}")
-        self._css[stand_in] = css
-        return stand_in
 
     def point(self, axes: Any, x: float, y: float, colour: str, tip: str, size: float = 6.0) -> None:
         gid = f"tip{len(self._tips)}"
         self._tips.append(tip)
-        edge = {"markeredgecolor": _PAPER, "markeredgewidth": 0.6}
+        edge = {"markeredgecolor": "white", "markeredgewidth": 0.6}
         axes.plot([x], [y], "o", color=colour, markersize=size, zorder=3, gid=gid, **edge)
 
     def svg(self, name: str) -> str:
-        """The figure as an <svg> element; `name` is its accessible name, and keeps its ids its own."""
-        text = io.StringIO()
-        with need("matplotlib").rc_context({"svg.hashsalt": name}):
-            self.figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-        svg = text.getvalue()
-        svg = svg[svg.index("<svg") :]
-        svg = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", svg, flags=re.DOTALL)
-        start = rf'<svg \1 role="img" aria-label="{escape(name)}">'
-        svg = re.sub(r'<svg[^>]*(viewBox="[^"]*")[^>]*>', start, svg, count=1)
-        svg = re.sub(r'<g id="tip(\d+)">', lambda m: f"<g><title>{escape(self._tips[int(m[1])])}</title>", svg)
-        used = set(re.findall(r"#(\w+)", svg))
-        svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)
-        return re.sub(r"#0a0[bc][0-9a-f]{2}", lambda m: self._css[m[0]], svg)
+        return svg(self.figure, name, self._tips)
+
+
+def svg(figure: Any, name: str, tips: Sequence[str] = ()) -> str:
+    """The figure as an <svg> element; `name` is its accessible name, and keeps its ids its own."""
+    text = io.StringIO()
+    with need("matplotlib").rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    made = text.getvalue()
+    made = made[made.index("<svg") :]
+    made = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", made, flags=re.DOTALL)
+    start = rf'<svg \1 role="img" aria-label="{escape(name)}">'
+    made = re.sub(r'<svg[^>]*(viewBox="[^"]*")[^>]*>', start, made, count=1)
+    made = re.sub(r'<g id="tip(\d+)">', lambda m: f"<g><title>{escape(tips[int(m[1])])}</title>", made)
+    used = set(re.findall(r"#(\w+)", made))
+    return re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", made)
 
 
 def _two_panels(lines: Sequence[str]) -> tuple[_Canvas, Any, Any]:

@@ -127,7 +127,7 @@ def _plots(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> 
             rate = limits.flops_per_s.get(number)
             roof = f"{summary.rate_text(rate)} roof" if rate else "compute roof not measured"
             keys.append(Key(f"{number or 'points'} ({roof})", plots.series_colour(index)))
-        keys.append(Key(f"copy bandwidth {limits.bytes_per_s / 1e9:.0f} GB/s", "var(--muted)", "line"))
+        keys.append(Key(f"copy bandwidth {limits.bytes_per_s / 1e9:.0f} GB/s", plots.MUTED, "line"))
         if len(summary.columns(rows, view)) > 1:
             keys.append(Key(f"larger dot: larger {view.column}"))
         made.append(Plot("Roofline", plots.roofline(rows, view, limits.bytes_per_s, limits.flops_per_s), keys))

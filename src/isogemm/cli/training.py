@@ -185,8 +185,8 @@ def _prefixed(prefix: str, progress: runner.Progress) -> runner.Progress:
 def _show_training(records: Sequence[results.Record], out: Path, terminal: Terminal, device: str) -> None:
     written, unplotted = [out / folder.RESULTS], ""
     try:  # before the tables: whoever reads those may stop
-        written += plots.save(out / "losses", plots.losses(records))
-        written += plots.save(out / "forecast", plots.forecast(records))
+        for name, draw in plots.PLOTS.items():
+            written += plots.save(out / name, draw, records)
     except ModuleNotFoundError as error:
         unplotted = f"no plots: {error}"
     for record in records:

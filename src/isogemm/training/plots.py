@@ -6,34 +6,26 @@ import io
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from isogemm.bench.extras import need
-from isogemm.bench.plots import Palette
+from isogemm.bench.plots import INK, MUTED, SERIES, STYLE
 from isogemm.core import files
 from isogemm.core.files import AnyPath
 from isogemm.training.results import Record, backend
 
-
-def style(colours: Palette) -> dict[str, Any]:
-    """Settings for matplotlib's rc_context."""
-    return {
-        **colours.style, "ytick.labelcolor": colours.muted, "axes.titlesize": 8.0, "axes.grid": True,
-        "legend.frameon": False, "lines.linewidth": 1.4,
-    }  # fmt: skip
+_STYLE = {
+    **STYLE, "ytick.labelcolor": MUTED, "axes.titlesize": 8.0, "axes.grid": True,
+    "legend.frameon": False, "lines.linewidth": 1.4,
+}  # fmt: skip
 
 
-class Plot(NamedTuple):
-    height: float  # inches
-    draw: Callable[[Any, Palette], None]  # onto a matplotlib figure, with the palette's style
-
-
-def losses(records: Sequence[Record]) -> Plot:
-    """Training and validation errors by epoch, and validation errors by time: a colour per run."""
-
-    def draw(figure: Any, colours: Palette) -> None:
+def losses(records: Sequence[Record]) -> Any:
+    """A figure of training and validation errors by epoch, and validation errors by time: a colour per run."""
+    with need("matplotlib").rc_context(_STYLE):
+        figure = _figure(2.6)
         by_epoch, by_time = figure.subplots(1, 2, sharey=True, width_ratios=[1.3, 1])
-        for each, line in zip(records, _lines(records, colours), strict=True):
+        for each, line in zip(records, _lines(records), strict=True):
             epochs = each["epochs"]
             numbers = range(1, len(epochs) + 1)
             val = [epoch["val_mse"] for epoch in epochs]
@@ -54,41 +46,40 @@ def losses(records: Sequence[Record]) -> Plot:
             axis.set_major_formatter(lambda value, _: f"{value:g}")
         for axes in (by_epoch, by_time):
             axes.tick_params(which="both", length=0)
+    return figure
 
-    return Plot(2.6, draw)
 
-
-def forecast(records: Sequence[Record]) -> Plot:
-    """A test window's channels, the end of what was seen and then the truth; a colour per run's forecast."""
-
+def forecast(records: Sequence[Record]) -> Any:
+    """A figure of a test window's channels, the end of what was seen and then the truth; a colour per forecast."""
     shown = records[0]["forecast"]
-
-    def draw(figure: Any, colours: Palette) -> None:
+    with need("matplotlib").rc_context(_STYLE):
+        figure = _figure(0.6 + 1.1 * len(shown["channels"]))
         rows = figure.subplots(len(shown["channels"]), 1, sharex=True, squeeze=False)[:, 0]
         for channel, axes in enumerate(rows):
             truth = shown["truth"][channel]
             history = shown["history"][channel][-3 * len(truth) :]
-            axes.plot(range(1 - len(history), 1), history, color=colours.muted)
-            axes.plot(range(len(truth) + 1), [history[-1], *truth], color=colours.ink, label="truth")
-            for each, line in zip(records, _lines(records, colours), strict=True):
+            axes.plot(range(1 - len(history), 1), history, color=MUTED)
+            axes.plot(range(len(truth) + 1), [history[-1], *truth], color=INK, label="truth")
+            for each, line in zip(records, _lines(records), strict=True):
                 values = [history[-1], *each["forecast"]["forecast"][channel]]
                 axes.plot(range(len(values)), values, linestyle="--", label=backend(each), **line)
-            axes.axvline(0, color=colours.muted, linewidth=0.8)
+            axes.axvline(0, color=MUTED, linewidth=0.8)
             axes.set_title(shown["channels"][channel], loc="left")
             axes.tick_params(length=0)
         rows[0].legend(fontsize=7, ncols=len(records) + 1, loc="lower right", bbox_to_anchor=(1, 1))
         rows[-1].set_xlabel("rows from the forecast's begin")
+    return figure
 
-    return Plot(0.6 + 1.1 * len(shown["channels"]), draw)
+
+PLOTS: dict[str, Callable[[Sequence[Record]], Any]] = {"losses": losses, "forecast": forecast}
 
 
-def save(path: AnyPath, plot: Plot) -> list[Path]:
-    """Write a plot as .svg and .png; returns both paths."""
+def save(path: AnyPath, draw: Callable[[Sequence[Record]], Any], records: Sequence[Record]) -> list[Path]:
+    """Write a plot of PLOTS as .svg and .png; returns both paths."""
     path = Path(path)
-    colours, written = Palette(), [path.with_suffix(suffix) for suffix in (".svg", ".png")]
-    with need("matplotlib").rc_context({**style(colours), "svg.hashsalt": path.name}):
-        figure = need("matplotlib.figure").Figure(figsize=(7.0, plot.height), layout="constrained", facecolor="white")
-        plot.draw(figure, colours)
+    written = [path.with_suffix(suffix) for suffix in (".svg", ".png")]
+    with need("matplotlib").rc_context({**_STYLE, "svg.hashsalt": path.name}):
+        figure = draw(records)
         for file in written:
             image, form = io.BytesIO(), file.suffix[1:]
             figure.savefig(image, format=form, dpi=160, metadata={"Date": None} if form == "svg" else {})
@@ -96,10 +87,11 @@ def save(path: AnyPath, plot: Plot) -> list[Path]:
     return written
 
 
-def _lines(records: Sequence[Record], colours: Palette) -> list[dict[str, Any]]:
+def _figure(height: float) -> Any:
+    return need("matplotlib.figure").Figure(figsize=(7.0, height), layout="constrained", facecolor="white")
+
+
+def _lines(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Line styles: those drawn first are wider, since runs of one seed coincide."""
     count = len(records)
-    return [
-        {"color": colours.series[index % len(colours.series)], "linewidth": 1.4 * (count - index)}
-        for index in range(count)
-    ]
+    return [{"color": SERIES[index % len(SERIES)], "linewidth": 1.4 * (count - index)} for index in range(count)]

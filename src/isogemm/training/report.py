@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from isogemm.bench import plots as pages
 from isogemm.bench.cells import Cell
-from isogemm.bench.extras import need
+from isogemm.bench.plots import svg
 from isogemm.bench.report import Plot, Section, Table
 from isogemm.training import plots, results
 from isogemm.training.results import Record
@@ -35,21 +34,9 @@ def sections(records: Iterable[Record]) -> list[Section]:
     for preset, runs in by_preset(records).items():
         columns, lines = results.comparison(runs)
         table = Table(columns, [[Cell(text) for text in line] for line in lines])
-        drawn = [Plot(name, _svg(f"{preset}: {name}", plot), []) for name, plot in plots_of(runs).items()]
+        drawn = [Plot(name, svg(draw(runs), f"{preset}: {name}"), []) for name, draw in plots.PLOTS.items()]
         made.append(Section(f"Training run: {preset}", source(runs), table, drawn))
     return made
-
-
-def plots_of(runs: Sequence[Record]) -> Mapping[str, plots.Plot]:
-    return {"losses": plots.losses(runs), "forecast": plots.forecast(runs)}
-
-
-def _svg(name: str, plot: plots.Plot) -> str:
-    def draw(figure: object, palette: pages.Palette) -> None:
-        with need("matplotlib").rc_context(plots.style(palette)):
-            plot.draw(figure, palette)
-
-    return pages.drawing(name, plot.height, draw)
 
 
 def source(runs: Sequence[Record]) -> str:
