@@ -8,9 +8,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from isogemm_options import BACKENDS, PRESETS, Architecture, Config
 
 BUILD = Path("build")
 REPORT = BUILD / "isogemm-report.html"
@@ -40,60 +43,8 @@ SIGTERM writes a checkpoint and ends the run.
 torchrun --nproc-per-node N -m isogemm train-patchtst ... shares every batch among N processes.
 exit status: 0, 1 if the loss is not finite, 2 wrong usage, data or files, 130 stopped"""
 
-# The presets of `isogemm.training`, and an option for every field of its dataclasses: a test compares them.
-PRESETS = {
-    "reference": "28,000 windows of 20 channels, 24 -> 24, 5 patches, d_model 64, 2 layers, LayerNorm",
-    "ettm1": "336 -> 96, 42 patches, d_model 128, 3 layers, BatchNorm, 7 channels",
-    "etth1": "ettm1 with d_model 16, 4 heads, dropout 0.3",
-    "weather": "ettm1 with 21 channels",
-    "electricity": "ettm1 with 321 channels, batch 32",
-    "patchtst64": "ettm1 with 512 -> 96, 64 patches",
-}
-BACKENDS = ("torch", "compile", "isogemm")
 DTYPES = ("bfloat16", "float16", "float32")
 PRECISIONS = ("ieee", "tf32", "tf32x3")
-CHOICES = {
-    "norm": ("batch", "layer"),
-    "activation": ("gelu", "relu"),
-    "backend": BACKENDS,
-    "precision": ("ieee", "tf32", "bf16"),
-}
-MODEL_OPTIONS: Mapping[str, tuple[type, str]] = {
-    "channels": (int, "of the synthetic data; a CSV has its own"),
-    "inputs": (int, "rows that a forecast sees"),
-    "horizon": (int, "rows to forecast"),
-    "patch": (int, "rows in a patch"),
-    "stride": (int, "rows from one patch to the next"),
-    "pad_end": (bool, "one more patch, of the last value repeated"),
-    "layers": (int, "encoder layers"),
-    "d_model": (int, "width of a layer"),
-    "nhead": (int, "attention heads"),
-    "dim_feedforward": (int, "width of its feed-forward part"),
-    "norm": (str, "BatchNorm1d or LayerNorm"),
-    "activation": (str, "of the feed-forward part"),
-    "pre_norm": (bool, "norms before the attention and the feed-forward part; residuals start after them"),
-    "res_attention": (bool, "a layer adds its attention scores to those of the one before"),
-    "dropout": (float, "in the embedding and the layers"),
-    "attention_dropout": (float, "of the attention's weights"),
-    "head_dropout": (float, "of the forecast"),
-    "revin": (bool, "normalise each window by its own mean and deviation"),
-    "affine": (bool, "with a learned scale and shift of each channel"),
-    "subtract_last": (bool, "its last value instead of its mean"),
-}
-RUN_OPTIONS: Mapping[str, tuple[type, str]] = {
-    "backend": (str, "torch, torch.compile, or torch with isogemm's encoder layers"),
-    "batch": (int, "windows of a step, over all processes; in training an incomplete last one is dropped"),
-    "lr": (float, "AdamW's learning rate"),
-    "weight_decay": (float, "AdamW's"),
-    "seed": (int, "of the weights, the order of windows and dropout"),
-    "precision": (
-        str,
-        "of products on a GPU: float32, rounded to TF32, or in bfloat16 by autocast (that on the CPU too)",
-    ),
-    "compile_rest": (bool, "with isogemm, torch.compile of what is around the layers"),
-    "graph": (bool, "a step is a CUDA graph (on a GPU: default for compile and isogemm, not for torch)"),
-    "graph_steps": (int, "or a graph is so many steps"),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -181,9 +132,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     text = "of synthetic data, where there is no CSV (default: preset's)"
     data.add_argument("--rows", type=int, metavar="N", help=text)
     run = parser.add_argument_group("run")
-    text = "; ".join(f"{name}: {summary}" for name, summary in PRESETS.items()) + " (default: %(default)s)"
+    text = "; ".join(f"{name}: {preset.summary}" for name, preset in PRESETS.items()) + " (default: %(default)s)"
     run.add_argument("--preset", choices=PRESETS, default="reference", help=text)
-    _add_fields(run, RUN_OPTIONS)
+    _add_fields(run, Config)
     text = f"train with each of these backends, without checkpoints (default: {' '.join(BACKENDS)})"
     run.add_argument("--compare", nargs="*", choices=BACKENDS, metavar="BACKEND", help=text)
     run.add_argument("--epochs", type=int, metavar="N", help="(default: preset's)")
@@ -196,19 +147,23 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--checkpoint-epochs", type=int, default=1, metavar="N", help="from one to the next (default: 1)")
     out.add_argument("--checkpoint-steps", type=int, metavar="N", help="and one every N steps of an epoch")
     out.add_argument("--commit", metavar="HASH", help="the commit to record, where git cannot tell")
-    _add_fields(parser.add_argument_group("model"), MODEL_OPTIONS)
+    _add_fields(parser.add_argument_group("model"), Architecture)
 
 
-def _add_fields(group: Any, options: Mapping[str, tuple[type, str]]) -> None:
-    """An option per field of a dataclass, None where it is not given."""
-    for name, (kind, text) in options.items():
-        option = f"--{name.replace('_', '-')}"
-        if kind is bool:
-            group.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=text)
-        elif name in CHOICES:
-            group.add_argument(option, choices=CHOICES[name], help=text)
+def _add_fields(group: Any, options: type[Architecture] | type[Config]) -> None:
+    """An option for every field that has a help, None where it is not given."""
+    for each in fields(options):
+        if "help" not in each.metadata:
+            continue
+        name, text, choices = f"--{each.name.replace('_', '-')}", each.metadata["help"], each.metadata["choices"]
+        if each.type in ("bool", "bool | None"):
+            group.add_argument(name, action=argparse.BooleanOptionalAction, default=None, help=text)
+        elif choices:
+            group.add_argument(name, choices=choices, help=text)
+        elif each.type == "float":
+            group.add_argument(name, type=float, metavar="P", help=text)
         else:
-            group.add_argument(option, type=kind, metavar="P" if kind is float else "N", help=text)
+            group.add_argument(name, type=int, metavar="N", help=text)
 
 
 def _version() -> str:

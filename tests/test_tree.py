@@ -33,7 +33,6 @@ ELSEWHERE = {
     "cli/*.py": "tests/cli/test_cli.py runs each command",
     "training/benchmark.py": "tests/training/test_command.py: --compare",
     "training/checkpoints.py": "tests/training/test_folder.py and test_loop.py",
-    "training/config.py": "tests/training/test_command.py",
     "training/plots.py": "tests/training/test_report.py",
     "training/results.py": "tests/training/test_folder.py",
 }

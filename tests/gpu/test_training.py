@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isogemm.training.config import PRESETS
 from isogemm.training.loop import CHECKPOINT, Plan, Run, Stopped
 from isogemm.training.series import cut, synthetic
 from isogemm.training.steps import Objective, Training
 from isogemm.training.world import World
+from isogemm_options import PRESETS
 
 SMALL = {"channels": 3, "d_model": 32, "nhead": 4, "dim_feedforward": 64, "batch": 16}
 OFFICIAL = {"norm": "batch", "res_attention": True, "dropout": 0.2, "attention_dropout": 0.1}

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from isogemm.training.config import PRESETS, Config
 from isogemm.training.loop import Run
 from isogemm.training.series import Series, synthetic
 from isogemm.training.world import World
+from isogemm_options import PRESETS, Config
 
 TINY = {
     "channels": 2, "inputs": 16, "horizon": 4, "patch": 4, "stride": 4, "d_model": 8, "nhead": 2,

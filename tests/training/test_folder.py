@@ -194,7 +194,7 @@ def test_one_process_fails_and_the_others_with_it(tmp_path):
     """Over gloo: the first cannot write its checkpoint, the others end as well; then a file that the second lacks."""
     program = """
 from isogemm.training import checkpoints
-from isogemm.training.config import PRESETS
+from isogemm_options import PRESETS
 from isogemm.training.loop import Plan, Run
 from isogemm.training.series import synthetic
 from isogemm.training.world import FailedElsewhere, World

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from isogemm.training.config import PRESETS
-from isogemm.training.model import Architecture, EncoderLayer, Forecaster, MultiheadAttention
+from isogemm.training.model import EncoderLayer, Forecaster, MultiheadAttention
+from isogemm_options import PRESETS, Architecture
 
 SMALL = {"channels": 3, "inputs": 32, "horizon": 6, "layers": 2, "d_model": 8, "nhead": 2, "dim_feedforward": 12}
 

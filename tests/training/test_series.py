@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from isogemm.training.series import Series, SeriesError, cut, read_csv, synthetic, synthetic_rows
+from isogemm_options import PRESETS
 
 GOOD = (
     "date,load,oil temperature\n2016-07-01 00:00:00,5.5,30\n2016-07-01 01:00:00,-6e-1, 31.25\n2016-07-01 02:00:00,0,1\n"
@@ -184,3 +185,8 @@ def test_synthetic_series_are_reproducible_and_their_own():
 def test_rows_for_so_many_windows(train_windows, window):
     rows = synthetic_rows(train_windows, window)
     assert rows * 7 // 10 - window + 1 == train_windows
+
+
+def test_the_reference_has_as_many_windows_as_it_says():
+    reference = PRESETS["reference"]
+    assert reference.rows == synthetic_rows(28_000, reference.config.model.inputs + reference.config.model.horizon)

@@ -17,9 +17,8 @@ from isogemm.bench import runner
 from isogemm.cli.common import FAILED, INTERRUPTED, OK, UsageError, describe, find_device, in_words, values_as_usage
 from isogemm.cli.terminal import STANDARD_OUTPUT, Terminal
 from isogemm.training import folder, loop, plots, results, world
-from isogemm.training.config import BACKENDS, PRESETS, Config
-from isogemm.training.model import Architecture
 from isogemm.training.series import Series, read_csv, synthetic
+from isogemm_options import BACKENDS, PRESETS, Architecture, Config
 
 
 class Asked(NamedTuple):

@@ -21,12 +21,12 @@ from isogemm.bench.views import FamilyView
 from isogemm.core import private
 from isogemm.core.dispatch import dispatch_log
 from isogemm.integrations.patchtst import accelerate
-from isogemm.training.config import PRESETS, Config
 from isogemm.training.model import Forecaster
 from isogemm.training.series import Windows, cut, synthetic, synthetic_rows
 from isogemm.training.steps import Objective
 from isogemm.verify.parallel import run_in_processes
 from isogemm.verify.precision import set_fp32_precision
+from isogemm_options import PRESETS, Config
 
 OP = "whole training step"
 _SHAPE = ("layers", "batch", "channels", "patches", "d_model", "nhead", "dim_feedforward")

@@ -17,13 +17,13 @@ from isogemm.core.files import AnyPath
 from isogemm.integrations import patchtst
 from isogemm.training import checkpoints
 from isogemm.training.checkpoints import CheckpointError, Every
-from isogemm.training.config import Config
 from isogemm.training.folder import BEST, CHECKPOINT
-from isogemm.training.model import Architecture, Forecaster
+from isogemm.training.model import Forecaster
 from isogemm.training.series import Series, SeriesError, cut
 from isogemm.training.steps import Evaluation, Objective, Training, random_state, set_random_state
 from isogemm.training.world import World
 from isogemm.verify.precision import fp32_precision
+from isogemm_options import Architecture, Config
 
 Progress = Callable[[int, int, str], None]  # steps done, steps in all, what was reached
 

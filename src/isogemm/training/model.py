@@ -2,65 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-NORMS = ("batch", "layer")
+from isogemm_options import Architecture
+
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
-ACTIVATIONS = tuple(_ACTIVATIONS)
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """The sizes and options of a `Forecaster`; defaults are the official implementation's."""
-
-    channels: int
-    inputs: int
-    horizon: int
-    patch: int = 16
-    stride: int = 8
-    pad_end: bool = True  # the last value is repeated, by a stride: one more patch
-    layers: int = 3
-    d_model: int = 128
-    nhead: int = 16
-    dim_feedforward: int = 256
-    norm: str = "batch"
-    activation: str = "gelu"
-    pre_norm: bool = False
-    res_attention: bool = True
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    head_dropout: float = 0.0
-    revin: bool = True
-    affine: bool = False
-    subtract_last: bool = False
-
-    def __post_init__(self) -> None:
-        sizes = "channels inputs horizon patch stride layers d_model nhead dim_feedforward"
-        for name in sizes.split():
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-        for name in ("dropout", "attention_dropout", "head_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more, below 1")
-        if self.d_model % self.nhead:
-            raise ValueError(f"nhead is {self.nhead}, which does not divide d_model {self.d_model}")
-        for name, accepted in (("norm", NORMS), ("activation", ACTIVATIONS)):
-            if getattr(self, name) not in accepted:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: {', '.join(accepted)}")
-        if self.padded < self.patch:
-            raise ValueError(f"patch is {self.patch}, longer than the input of {self.padded}")
-
-    @property
-    def padded(self) -> int:
-        return self.inputs + (self.stride if self.pad_end else 0)
-
-    @property
-    def patches(self) -> int:
-        return (self.padded - self.patch) // self.stride + 1
 
 
 class Forecaster(nn.Module):
