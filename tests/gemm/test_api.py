@@ -6,12 +6,13 @@ import strategies
 import torch
 from cpu_tensors import CONTRACT, DTYPES, HALVES, integers
 from hypothesis import strategies as st
+from nonfinite import assert_same_nonfinite
 from tensor_cases import ODD_SIZES
 from torch.nn import functional as F
 
 import isogemm
 from isogemm.verify.compare import assert_bitwise_equal
-from isogemm.verify.errors import assert_no_worse_than_torch, assert_same_nonfinite
+from isogemm.verify.errors import assert_no_worse_than_torch
 from isogemm.verify.inputs import make_data, make_operands, with_layout
 from isogemm.verify.poison import poisoned_allocations
 

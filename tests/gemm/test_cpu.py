@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nonfinite import assert_same_nonfinite
 from strategies import float_dtypes, seeds, sizes
 from tensor_cases import FLOAT_DTYPES
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import isogemm
 from isogemm.gemm import cpu
 from isogemm.verify.compare import assert_bitwise_equal
-from isogemm.verify.errors import assert_no_worse_than_torch, assert_same_nonfinite
+from isogemm.verify.errors import assert_no_worse_than_torch
 from isogemm.verify.inputs import DATA_KINDS, LAYOUTS, make_data, make_operands, with_layout
 from isogemm.verify.poison import poisoned_allocations
 

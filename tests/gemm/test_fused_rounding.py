@@ -7,13 +7,13 @@ import torch
 from cpu_tensors import CONTRACT, HALVES, normal
 from fused_cases import COMBINATIONS, fused_operands, gated_operands
 from fused_forms import doubled, fused_form, gated_form
+from nonfinite import assert_same_nonfinite
 
 import isogemm
 from isogemm.epilogues import spec
 from isogemm.verify.activations import ACTIVATION_FORMS as ACTIVATIONS
 from isogemm.verify.activations import GATE_FORMS as GATED
 from isogemm.verify.compare import assert_bitwise_equal
-from isogemm.verify.errors import assert_same_nonfinite
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

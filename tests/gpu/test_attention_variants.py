@@ -3,6 +3,7 @@
 import pytest
 import torch
 from attention_oracle import AttentionInputs, AttentionResults, attention_by_head, torch_attention
+from nonfinite import assert_same_nonfinite
 
 from isogemm.attention import op
 from isogemm.attention.configs import MOST_FACTORS, MmaConfig
@@ -78,7 +79,8 @@ def _assert_results_close(found, inputs, precision):
     for name, ours, theirs, right in zip(found._fields, found, peer, exact, strict=True):
         if ours is not None:
             theirs = theirs.to(ours.dtype)
-            assert_no_worse_than_torch(ours, theirs, right, factor=4, ulps=8, match_nonfinite=True, what=name)
+            assert_same_nonfinite(ours, right, name)
+            assert_no_worse_than_torch(ours, theirs, right, factor=4, ulps=8, what=name)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

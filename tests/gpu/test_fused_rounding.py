@@ -6,12 +6,12 @@ import pytest
 import torch
 from fused_forms import fused_form, gated_form
 from fused_gpu_cases import COMBINATIONS, EVERYTHING, NUMBERS, SHORT, fused_operands, normal
+from nonfinite import assert_same_nonfinite
 
 import isogemm
 from isogemm.verify.activations import ACTIVATION_FORMS as ACTIVATIONS
 from isogemm.verify.activations import GATE_FORMS as GATED
 from isogemm.verify.compare import assert_bitwise_equal
-from isogemm.verify.errors import assert_same_nonfinite
 from isogemm.verify.inputs import make_data
 
 DEVICE = "cuda"

@@ -5,11 +5,12 @@ import pytest
 import strategies
 import torch
 from hypothesis import strategies as st
+from nonfinite import assert_same_nonfinite
 from torch.nn import functional as F
 
 import isogemm
 from isogemm.verify.compare import assert_bitwise_equal
-from isogemm.verify.errors import assert_no_worse_than_torch, assert_same_nonfinite, measure_errors
+from isogemm.verify.errors import assert_no_worse_than_torch, measure_errors
 from isogemm.verify.inputs import LAYOUTS, make_data, make_operands, with_layout
 from isogemm.verify.poison import poisoned_allocations
 

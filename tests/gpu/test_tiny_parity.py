@@ -5,11 +5,11 @@ import pytest
 import strategies
 import torch
 from hypothesis import strategies as st
+from nonfinite import assert_same_nonfinite
 
 import isogemm
 from isogemm.tiny import configs
 from isogemm.verify.compare import assert_bitwise_equal
-from isogemm.verify.errors import assert_same_nonfinite
 from isogemm.verify.inputs import LAYOUTS, make_operands, with_layout
 from isogemm.verify.poison import poisoned_allocations
 

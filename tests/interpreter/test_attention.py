@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from attention_oracle import AttentionInputs, AttentionResults, attention_by_head, torch_attention
+from nonfinite import assert_same_nonfinite
 
 from isogemm.attention import kernels
 from isogemm.attention.configs import Attention, DotConfig, MmaConfig, choose, choose_mma
@@ -110,7 +111,8 @@ def _assert_close(results, inputs, precision="ieee", mask=None, causal=False):
     peer = _torch(inputs, mask, causal, torch.float16 if precision == "tf32" else inputs.q.dtype)
     for name, actual, torchs, right in zip(Results._fields, results, peer, exact, strict=True):
         torchs = torchs.to(actual.dtype)
-        assert_no_worse_than_torch(actual, torchs, right, factor=4, ulps=4, match_nonfinite=True, what=name)
+        assert_same_nonfinite(actual, right, name)
+        assert_no_worse_than_torch(actual, torchs, right, factor=4, ulps=4, what=name)
 
 
 @pytest.mark.parametrize(("tokens", "head"), SIZES)
@@ -328,7 +330,8 @@ def _assert_results_close(found, inputs, precision):
         if ours is None:
             continue
         torchs = torchs.to(ours.dtype)
-        assert_no_worse_than_torch(ours, torchs, right, factor=4, ulps=8, match_nonfinite=True, what=name)
+        assert_same_nonfinite(ours, right, name)
+        assert_no_worse_than_torch(ours, torchs, right, factor=4, ulps=8, what=name)
 
 
 VARIANTS = {  # of tokens, mask, causal, residual, dropout

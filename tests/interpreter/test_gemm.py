@@ -6,13 +6,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from nonfinite import assert_same_nonfinite
 
 from isogemm.gemm import configs, op
 from isogemm.gemm.configs import BiasGradProblem, Config, Problem
 from isogemm.gemm.kernels import gradients as kernels_gradients
 from isogemm.gemm.kernels import products as kernels
 from isogemm.verify.compare import assert_bitwise_equal
-from isogemm.verify.errors import assert_same_nonfinite
 from isogemm.verify.inputs import make_data, make_operands, with_layout
 
 GUARD = 16  # elements on either side of an output that must stay as they were

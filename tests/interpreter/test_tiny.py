@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from nonfinite import assert_same_nonfinite
 
 from isogemm.gemm.reference import round_to_tf32
 from isogemm.tiny import configs, op
 from isogemm.tiny.configs import DotConfig, Problem, RegistersConfig
 from isogemm.tiny.kernels import launch_bmm
 from isogemm.verify.compare import assert_bitwise_equal
-from isogemm.verify.errors import assert_same_nonfinite
 from isogemm.verify.inputs import make_operands, with_layout
 
 SHAPES = [  # batch, m, k, n

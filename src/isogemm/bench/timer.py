@@ -21,6 +21,7 @@ _CPU_CACHE_BYTES = 32 << 20  # torch does not know the CPU's cache; larger than 
 _MOST_ROTATIONS = 2048
 _LEAST_REPEATS = 5
 _EAGER_SAMPLE_US = 10_000.0  # beside which the wait for the last call is nothing
+_MOST_CALLS = 4096  # of a measurement
 _CACHE_MULTIPLE = 4  # a cyclic walk over 4x the cache finds ~2 % of it there, even under random replacement
 
 
@@ -42,11 +43,11 @@ def rotations(bytes_per_set: float, device: torch.device, most: int = _MOST_ROTA
 
 def measure(
     variants: Mapping[str, Sequence[Thunk]], device: torch.device, *, repeats: int = 20, warmup: int = 3,
-    sample_us: float = 200.0, most_calls: int = 4096, budget_us: float = 250_000.0, eager: Collection[str] = (),
+    sample_us: float = 200.0, budget_us: float = 250_000.0, eager: Collection[str] = (),
 ) -> dict[str, list[float]]:  # fmt: skip
     """Time every variant: `repeats` raw measurements each, in microseconds per call.
 
-    A measurement walks the variant's thunks as often as it takes to last `sample_us`, within `most_calls`. On
+    A measurement walks the variant's thunks as often as it takes to last `sample_us`, within 4096 calls. On
     CUDA the walk is one graph; elsewhere, and for the variants in `eager`, it is a loop, timed to the end of its work.
     Where all variants together would pass `budget_us`, they are measured fewer times, but at least 5 where `repeats`
     allows.
@@ -55,9 +56,9 @@ def measure(
     gpu = device.type == "cuda"
     with torch.cuda.device(device) if gpu else nullcontext(), _collector_paused():
         walks = {
-            name: _graph_walk(thunks, sample_us, most_calls)
+            name: _graph_walk(thunks, sample_us)
             if gpu and name not in eager
-            else _loop_walk(thunks, device, _EAGER_SAMPLE_US if gpu else sample_us, most_calls)
+            else _loop_walk(thunks, device, _EAGER_SAMPLE_US if gpu else sample_us)
             for name, thunks in variants.items()
         }
         round_us = sum(walk.cost_us for walk in walks.values())
@@ -138,7 +139,7 @@ class _Graph:
         return float(self.start.elapsed_time(self.end)) * 1e3 / self.calls
 
 
-def _graph_walk(thunks: Sequence[Thunk], sample_us: float, most_calls: int) -> _Walk:
+def _graph_walk(thunks: Sequence[Thunk], sample_us: float) -> _Walk:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compile, and let libraries initialise, outside the capture
@@ -148,17 +149,17 @@ def _graph_walk(thunks: Sequence[Thunk], sample_us: float, most_calls: int) -> _
     graph = _Graph(thunks, 1)
     graph.sample()
     call_us = graph.sample()
-    passes = _passes(call_us, len(thunks), sample_us, most_calls)
+    passes = _passes(call_us, len(thunks), sample_us)
     if passes > 1:
         del graph  # its memory, before the next is captured
         graph = _Graph(thunks, passes)
     return _Walk(graph.sample, 2 * call_us * graph.calls)
 
 
-def _loop_walk(thunks: Sequence[Thunk], device: torch.device, sample_us: float, most_calls: int) -> _Walk:
+def _loop_walk(thunks: Sequence[Thunk], device: torch.device, sample_us: float) -> _Walk:
     _loop_us(thunks, device)
     call_us = _loop_us(thunks, device)
-    walk = list(thunks) * _passes(call_us, len(thunks), sample_us, most_calls)
+    walk = list(thunks) * _passes(call_us, len(thunks), sample_us)
     return _Walk(partial(_loop_us, walk, device), call_us * len(walk))
 
 
@@ -173,9 +174,9 @@ def _loop_us(thunks: Sequence[Thunk], device: torch.device, *, wait: bool = True
     return (time.perf_counter() - start) * 1e6 / len(thunks)
 
 
-def _passes(call_us: float, calls: int, sample_us: float, most_calls: int) -> int:
+def _passes(call_us: float, calls: int, sample_us: float) -> int:
     wanted = math.ceil(sample_us / max(call_us * calls, 1e-3))
-    return max(1, min(wanted, most_calls // calls))
+    return max(1, min(wanted, _MOST_CALLS // calls))
 
 
 def _require_thunks(variants: Mapping[str, Sequence[Thunk]]) -> None:

@@ -45,23 +45,20 @@ def measure_errors(actual: Tensor, reference: Tensor, *, scale: Tensor | None = 
 
 def assert_no_worse_than_torch(
     actual: Tensor, torch_result: Tensor, reference: Tensor, *, factor: float = 2.0, ulps: float = 1,
-    scale: Tensor | None = None, match_nonfinite: bool = False, what: str = "",
+    scale: Tensor | None = None, what: str = "",
 ) -> Comparison:  # fmt: skip
     """Assert, for every element whose fp64 reference is finite in the result's dtype,
 
         |actual - reference| <= factor * E * scale + ulps * ulp(reference)
 
     where E = max(|torch_result - reference| / scale) over the elements that torch has finite, ulp(x) is the
-    spacing of the result's dtype at x, and `scale` is as in `measure_errors`. With `match_nonfinite`, NaN,
-    +Inf and -Inf must also stand exactly where the reference, rounded to the dtype, has them.
+    spacing of the result's dtype at x, and `scale` is as in `measure_errors`.
     """
     __tracebackhide__ = True
     _require_reference(actual, reference, "actual")
     _require_reference(torch_result, reference, "torch_result")
     if actual.dtype != torch_result.dtype:
         raise AssertionError(f"{_prefix(what)}dtype {actual.dtype}, but torch's result is {torch_result.dtype}")
-    if match_nonfinite:
-        assert_same_nonfinite(actual, reference, what)
     finite, magnitude, natural = _magnitudes(reference, actual.dtype, scale)
     torch_error = _absolute_error(torch_result, reference, finite & torch_result.isfinite())
     allowed = factor * _largest(_ratio(torch_error, natural)) * natural + ulps * _ulp(magnitude, actual.dtype)
@@ -78,21 +75,6 @@ def assert_no_worse_than_torch(
             f"error {error[coordinate].item():.3g}, allowed {allowed[coordinate].item():.3g}"
         )
     return Comparison(*(measure_errors(each, reference, scale=scale) for each in (actual, torch_result)))
-
-
-def assert_same_nonfinite(actual: Tensor, reference: Tensor, what: str = "") -> None:
-    """Assert that NaN, +Inf and -Inf stand where `reference`, rounded to `actual`'s dtype, has them."""
-    __tracebackhide__ = True
-    rounded = reference.to(actual.dtype)
-    for name, present in (("NaN", torch.isnan), ("+Inf", torch.isposinf), ("-Inf", torch.isneginf)):
-        differs = present(actual) != present(rounded)
-        if bool(differs.any()):
-            coordinate = tuple(differs.nonzero()[0].tolist())
-            raise AssertionError(
-                f"{_prefix(what)}{name} in other places than the reference ({int(differs.sum())} elements), "
-                f"first at {coordinate}: got {actual[coordinate].item()!r}, "
-                f"reference {reference[coordinate].item()!r}"
-            )
 
 
 def _require_reference(result: Tensor, reference: Tensor, name: str) -> None:

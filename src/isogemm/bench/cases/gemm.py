@@ -180,14 +180,13 @@ def _errors(thunks: Mapping[str, Thunk], a: Tensor, b: Tensor, precision: str) -
     return errors
 
 
-def _main_grad_case(tokens: int, n: int, k: int, dtype: str = "bfloat16", micro_batch: int = MICRO_BATCH) -> Case:
-    """The weight's gradient accumulated into fp32 over micro-batches; the error is the rms of the total."""
-    element = getattr(torch, dtype)
-    params = make_params(dtype, m=micro_batch, n=n, k=k) | {"tokens": tokens}
-    size = float(element.itemsize * tokens * (n + k) + 8 * n * k * (tokens // micro_batch))
+def _main_grad_case(tokens: int, n: int, k: int, micro_batch: int = MICRO_BATCH) -> Case:
+    """A bfloat16 weight's gradient, accumulated into fp32 over micro-batches; the error is the rms of the total."""
+    params = make_params("bfloat16", m=micro_batch, n=n, k=k) | {"tokens": tokens}
+    size = float(2 * tokens * (n + k) + 8 * n * k * (tokens // micro_batch))
 
     def build(device: torch.device) -> CaseRun:
-        grad, x = (torch.randn((tokens, width), dtype=element, device=device) for width in (n, k))
+        grad, x = (torch.randn((tokens, width), dtype=torch.bfloat16, device=device) for width in (n, k))
         parts = list(zip(torch.split(grad, micro_batch), torch.split(x, micro_batch), strict=True))
         total = torch.zeros((n, k), device=device)
         ways = {"isogemm": _accumulate, "torch": _torch_accumulate}
