@@ -189,7 +189,7 @@ def test_a_flipped_bit_is_refused(start, tmp_path):
         bad = bytearray(good)
         bad[bit // 8] ^= 1 << bit % 8
         path.write_bytes(bad)
-        with pytest.raises(CheckpointError, match=r"\.pt: (damaged|not a checkpoint)"):
+        with pytest.raises(CheckpointError, match=r"\.pt: not a checkpoint, or damaged"):
             checkpoints.load(path)
     path.write_bytes(good)
     checkpoints.load(path)
@@ -201,7 +201,7 @@ def test_a_file_that_was_cut_off_is_refused(start, tmp_path):
     good = path.read_bytes()
     for length in (0, 1, 60, 79, 80, len(good) // 2, len(good) - 80, len(good) - 79, len(good) - 1):
         path.write_bytes(good[:length])
-        with pytest.raises(CheckpointError, match=r"\.pt: (damaged|not a checkpoint)"):
+        with pytest.raises(CheckpointError, match=r"\.pt: not a checkpoint, or damaged"):
             checkpoints.load(path)
 
 
@@ -209,19 +209,6 @@ def test_torch_reads_a_checkpoint(tmp_path):
     checkpoints.save(tmp_path / "x.pt", {"value": torch.arange(3)})
     assert torch.load(tmp_path / "x.pt", weights_only=True)["value"].tolist() == [0, 1, 2]
     assert zipfile.ZipFile(tmp_path / "x.pt").testzip() is None
-
-
-def test_an_earlier_versions_checkpoint_goes_on_with_a_word(start, tmp_path):
-    whole = start()
-    whole.fit(Plan(epochs=2))
-    start().fit(Plan(epochs=1, folder=tmp_path))
-    path = tmp_path / CHECKPOINT
-    torch.save({**checkpoints.load(path), "schema": 1}, path)
-    resumed = start()
-    with pytest.warns(UserWarning, match=r"checkpoint\.pt: written by an earlier version, without a checksum"):
-        resumed.resume(path)
-    resumed.fit(Plan(epochs=2))
-    assert_same_bits(weights(resumed), weights(whole))
 
 
 def spoiled(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

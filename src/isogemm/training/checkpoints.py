@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from isogemm.core import files
 from isogemm.core.files import AnyPath
 
 SCHEMA = 2
-_UNSEALED = 1  # the schema before: the same, without a checksum
 
 _SEAL = b"isogemm sha256 "  # then the digest of all before it: the comment that a zip archive may end with
 _SEAL_BYTES = len(_SEAL) + 64
@@ -39,7 +37,7 @@ def save(path: AnyPath, state: Mapping[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save({"schema": SCHEMA, **state}, buffer)
     content = buffer.getvalue()[:-2] + _SEAL_BYTES.to_bytes(2, "little")  # the comment's length is the archive's end
-    files.write(path, content + _SEAL + hashlib.sha256(content).hexdigest().encode())
+    files.write(path, content + _seal(content))
 
 
 def load(path: AnyPath) -> dict[str, Any]:
@@ -48,24 +46,19 @@ def load(path: AnyPath) -> dict[str, Any]:
         raise CheckpointError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
     data = path.read_bytes()
     content, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
-    sealed = seal.startswith(_SEAL)
-    if sealed and seal[len(_SEAL) :] != hashlib.sha256(content).hexdigest().encode():
-        raise CheckpointError(_damaged(path))
+    if seal != _seal(content):
+        raise CheckpointError(f"{path}: not a checkpoint, or damaged: use a copy of it, or train again")
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # pickle's, zipfile's and torch's own
         raise CheckpointError(f"{path}: not a checkpoint: {' '.join(str(error).split())[:200]}") from error
-    if not isinstance(state, dict) or state.get("schema") not in (SCHEMA, _UNSEALED):
+    if not isinstance(state, dict) or state.get("schema") != SCHEMA:
         raise CheckpointError(f"{path}: not a checkpoint of this version")
-    if not sealed and state["schema"] == SCHEMA:
-        raise CheckpointError(_damaged(path))
-    if state["schema"] == _UNSEALED:
-        warnings.warn(f"{path}: written by an earlier version, without a checksum: damage would not show", stacklevel=2)
     return state
 
 
-def _damaged(path: Path) -> str:
-    return f"{path}: damaged: its checksum differs; use a copy of it, or train again"
+def _seal(content: bytes) -> bytes:
+    return _SEAL + hashlib.sha256(content).hexdigest().encode()
 
 
 def require_same(path: AnyPath, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
