@@ -37,9 +37,9 @@ The choices are kept in the user's cache folder and serve every later process; I
 exit status: 0, 1 if a configuration has other bits, 2 wrong usage, no GPU or an output that cannot be written,
 130 interrupted: what was measured is kept"""
 TRAINING_FILES = """\
-DIR has checkpoint.pt, from which --resume goes on; best.pt, the weights of the least validation error; results.jsonl, a
-line per run that ended; losses and forecast as .svg and .png. One process at a time trains there. The first Ctrl-C or
-SIGTERM writes a checkpoint and ends the run.
+Files in DIR: checkpoint.pt, which --resume continues; best.pt, the weights with the lowest validation error;
+results.jsonl, one line per finished run; losses and forecast as .svg and .png. One process at a time trains there.
+The first Ctrl-C or SIGTERM writes a checkpoint and ends the run.
 torchrun --nproc-per-node N -m isogemm train-patchtst ... shares every batch among N processes.
 exit status: 0, 1 if the loss is not finite, 2 wrong usage, data or files, 130 stopped"""
 
@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     device = argparse.ArgumentParser(add_help=False)
     device.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: the first GPU, else the CPU)")
     html = argparse.ArgumentParser(add_help=False)
-    html.add_argument("--out", type=Path, default=REPORT, metavar="FILE", help="report (default: %(default)s)")
+    html.add_argument("--out", type=Path, default=REPORT, metavar="FILE", help="HTML file (default: %(default)s)")
 
     def command(name: str, summary: str, *parents: argparse.ArgumentParser, epilog: str = "") -> Any:
         description = f"{summary[0].upper()}{summary[1:]}."
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         "--only", nargs="+", action="extend", default=[], metavar="TEXT",
         help="only cases with one of these in their label, as progress shows it, such as 'gemm linear m=1 '",
     )  # fmt: skip
-    added.add_argument("--commit", metavar="HASH", help="the commit to record, where git cannot tell")
+    added.add_argument("--commit", metavar="HASH", help="commit to record, if git cannot tell")
     added.add_argument(
         "--out", type=Path, default=BUILD / "isogemm-bench.jsonl", metavar="PATH",
         help="append to this .jsonl file, or in this folder to one per GPU and family (default: %(default)s)",
@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
         help=f".jsonl files, or folders of them (default: {RECORDED}, or {BUILD} where there are none in that)",
     )  # fmt: skip
 
-    text = "count changed bits, measure errors and times of every family here"
+    text = "count bits that change with the batch, and measure errors and times, for every family"
     added = command("demo", text, device, html, epilog=DEMO_CODES)
     text = "then run the quick benchmark and add it to the report (default: on a GPU)"
     added.add_argument("--bench", action=argparse.BooleanOptionalAction, default=None, help=text)
@@ -115,21 +115,21 @@ def _add_tuning(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or its folder")
     source.add_argument("--weights", metavar="NxK,...", help="sizes of weights, such as 4096x14336,1024x4096")
     source.add_argument("--safetensors", type=Path, metavar="PATH", help="a .safetensors file, or a folder of them")
-    text = "rows of x, the most useful first (default: ten numbers from 1 to 8192)"
+    text = "numbers of rows of x, the most useful first (default: ten from 1 to 8192)"
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help=text)
-    text = "the gradients too (by default of 256 tokens and more)"
+    text = "tune the gradients too (by default for 256 tokens and more)"
     parser.add_argument("--backward", action="store_true", help=text)
-    parser.add_argument("--seconds", type=float, metavar="N", help="stop after so long; what was measured is kept")
-    text = "of all weights (default: their own; bfloat16 with --weights)"
+    parser.add_argument("--seconds", type=float, metavar="N", help="stop after N seconds; what was measured is kept")
+    text = "dtype of all weights (default: their own; bfloat16 with --weights)"
     parser.add_argument("--dtype", choices=DTYPES, help=text)
-    parser.add_argument("--precision", choices=PRECISIONS, help="of float32 weights (default: torch's setting)")
+    parser.add_argument("--precision", choices=PRECISIONS, help="for float32 weights (default: torch's setting)")
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured; needs no GPU")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument("--csv", type=Path, metavar="FILE", help="a header, then a date and numbers in each line (ETT)")
-    text = "of synthetic data, where there is no CSV (default: preset's)"
+    text = "rows of synthetic data, without a CSV (default: the preset's)"
     data.add_argument("--rows", type=int, metavar="N", help=text)
     run = parser.add_argument_group("run")
     text = "; ".join(f"{name}: {preset.summary}" for name, preset in PRESETS.items()) + " (default: %(default)s)"
@@ -137,16 +137,17 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     _add_fields(run, Config)
     text = f"train with each of these backends, without checkpoints (default: {' '.join(BACKENDS)})"
     run.add_argument("--compare", nargs="*", choices=BACKENDS, metavar="BACKEND", help=text)
-    run.add_argument("--epochs", type=int, metavar="N", help="(default: preset's)")
-    run.add_argument("--patience", type=int, metavar="N", help="end after N epochs without a lower validation error")
+    run.add_argument("--epochs", type=int, metavar="N", help="number of epochs (default: the preset's)")
+    run.add_argument("--patience", type=int, metavar="N", help="stop after N epochs without a lower validation error")
     out = parser.add_argument_group("output")
-    text = "of all that is written (default: %(default)s)"
+    text = "folder for all output (default: %(default)s)"
     out.add_argument("--out", type=Path, default=BUILD / "train-patchtst", metavar="DIR", help=text)
-    out.add_argument("--resume", action="store_true", help="go on from DIR/checkpoint.pt, to the bits of one long run")
+    text = "continue from DIR/checkpoint.pt; the bits are those of an uninterrupted run"
+    out.add_argument("--resume", action="store_true", help=text)
     out.add_argument("--overwrite", action="store_true", help="discard the checkpoints of another run in DIR")
-    out.add_argument("--checkpoint-epochs", type=int, default=1, metavar="N", help="from one to the next (default: 1)")
-    out.add_argument("--checkpoint-steps", type=int, metavar="N", help="and one every N steps of an epoch")
-    out.add_argument("--commit", metavar="HASH", help="the commit to record, where git cannot tell")
+    out.add_argument("--checkpoint-epochs", type=int, default=1, metavar="N", help="epochs per checkpoint (default: 1)")
+    out.add_argument("--checkpoint-steps", type=int, metavar="N", help="also a checkpoint every N steps of an epoch")
+    out.add_argument("--commit", metavar="HASH", help="commit to record, if git cannot tell")
     _add_fields(parser.add_argument_group("model"), Architecture)
 
 

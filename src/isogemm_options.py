@@ -21,28 +21,28 @@ def option(text: str, default: Any = MISSING, choices: tuple[str, ...] = ()) -> 
 class Architecture:
     """The sizes and options of a `Forecaster`; defaults are the official implementation's."""
 
-    channels: int = option("of the synthetic data; a CSV has its own")
-    inputs: int = option("rows that a forecast sees")
+    channels: int = option("channels of synthetic data (a CSV has its own)")
+    inputs: int = option("input rows of a forecast")
     horizon: int = option("rows to forecast")
-    patch: int = option("rows in a patch", 16)
-    stride: int = option("rows from one patch to the next", 8)
-    pad_end: bool = option("one more patch, of the last value repeated", True)
-    layers: int = option("encoder layers", 3)
-    d_model: int = option("width of a layer", 128)
-    nhead: int = option("attention heads", 16)
-    dim_feedforward: int = option("width of its feed-forward part", 256)
+    patch: int = option("rows per patch", 16)
+    stride: int = option("rows from the start of one patch to the next", 8)
+    pad_end: bool = option("repeat the last value to fill one more patch", True)
+    layers: int = option("number of encoder layers", 3)
+    d_model: int = option("width of the model", 128)
+    nhead: int = option("number of attention heads", 16)
+    dim_feedforward: int = option("width of the feed-forward part", 256)
     norm: str = option("BatchNorm1d or LayerNorm", "batch", ("batch", "layer"))
-    activation: str = option("of the feed-forward part", "gelu", ("gelu", "relu"))
+    activation: str = option("activation of the feed-forward part", "gelu", ("gelu", "relu"))
     pre_norm: bool = option(
-        "norms before the attention and the feed-forward part; residuals start after them", False
+        "norms before attention and feed-forward; residuals start from the normed value", False
     )  # fmt: skip
-    res_attention: bool = option("a layer adds its attention scores to those of the one before", True)
-    dropout: float = option("in the embedding and the layers", 0.0)
-    attention_dropout: float = option("of the attention's weights", 0.0)
-    head_dropout: float = option("of the forecast", 0.0)
-    revin: bool = option("normalise each window by its own mean and deviation", True)
-    affine: bool = option("with a learned scale and shift of each channel", False)
-    subtract_last: bool = option("its last value instead of its mean", False)
+    res_attention: bool = option("each layer adds the attention scores of the one before", True)
+    dropout: float = option("dropout in the embedding and the layers", 0.0)
+    attention_dropout: float = option("dropout of the attention weights", 0.0)
+    head_dropout: float = option("dropout of the forecast", 0.0)
+    revin: bool = option("normalise each window by its own mean and standard deviation", True)
+    affine: bool = option("learn a scale and shift per channel in that normalisation", False)
+    subtract_last: bool = option("subtract a window's last value instead of its mean", False)
 
     def __post_init__(self) -> None:
         sizes = "channels inputs horizon patch stride layers d_model nhead dim_feedforward"
@@ -73,19 +73,19 @@ class Config:
 
     model: Architecture
     backend: str = option("torch, torch.compile, or torch with isogemm's encoder layers", "isogemm", BACKENDS)
-    batch: int = option("windows of a step, over all processes; in training an incomplete last one is dropped", 128)
-    lr: float = option("AdamW's learning rate", 1e-4)
-    weight_decay: float = option("AdamW's", 0.01)
-    seed: int = option("of the weights, the order of windows and dropout", 0)
+    batch: int = option("windows per step, over all processes; training drops an incomplete last batch", 128)
+    lr: float = option("learning rate of AdamW", 1e-4)
+    weight_decay: float = option("weight decay of AdamW", 0.01)
+    seed: int = option("seed of the weights, the order of windows and dropout", 0)
     precision: str = option(
-        "of products on a GPU: float32, rounded to TF32, or in bfloat16 by autocast (that on the CPU too)",
+        "matmuls on a GPU: in float32, in TF32, or in bfloat16 by autocast (bf16 on the CPU too)",
         "tf32", ("ieee", "tf32", "bf16"),
     )  # fmt: skip
-    compile_rest: bool = option("with isogemm, torch.compile of what is around the layers", False)
+    compile_rest: bool = option("with isogemm, torch.compile what surrounds the encoder layers", False)
     graph: bool | None = option(
-        "a step is a CUDA graph (on a GPU: default for compile and isogemm, not for torch)", None
+        "run a step as a CUDA graph (on a GPU, default for compile and isogemm, not for torch)", None
     )  # fmt: skip
-    graph_steps: int = option("or a graph is so many steps", 1)
+    graph_steps: int = option("steps in one graph", 1)
 
     def __post_init__(self) -> None:
         _require_choices(self)

@@ -84,8 +84,8 @@ def test_a_run_is_shown_and_kept(measuring, capsys):
     assert f"Tuned for {GPU}" in shown.out
     assert "4096 x 14336 half" in shown.out
     assert shown.out.count("3.00x") == 3
-    assert "points on Some GPU: 2 measured, 2 faster now, 0 left" in shown.out
-    assert "geometric means: 2.00x of before, 3.00x of torch" in shown.out
+    assert "points on Some GPU: 2 measured, 2 faster now, 0 not reached" in shown.out
+    assert "geometric mean speed-up: 2.00x over before, 3.00x over torch" in shown.out
     assert f"kept in {tuned.path(GPU)}" in shown.out
     assert "[2/2] linear half 512 tokens, weight 4096 x 14336" in shown.err
     (steps,) = tuned.load("gemm", GPU).values()
@@ -106,7 +106,7 @@ def test_an_interrupt_shows_and_keeps_what_was_measured(measuring, capsys):
     measuring({2: KeyboardInterrupt()})
     assert main(["tune", "--weights", "4096x14336", "--tokens", "64", "512"]) == 130
     shown = capsys.readouterr().out
-    assert "1 measured, 1 faster now, 1 left for want of time" in shown
+    assert "1 measured, 1 faster now, 1 not reached" in shown
     assert tuned.summary(GPU).entries == 1
 
 

@@ -114,7 +114,7 @@ def test_what_its_submodules_would_have_to_compute(reason):
         EncoderLayer.from_torch(changed)
     layer = make_layer()
     layer._modules.update(changed._modules)
-    with pytest.raises(RuntimeError, match=f"this EncoderLayer computes past its submodules, but .*{reason}"):
+    with pytest.raises(RuntimeError, match=f"this EncoderLayer does not call its submodules, but .*{reason}"):
         layer(make_input())
 
 

@@ -23,7 +23,7 @@ def test_masks():
     torch.testing.assert_close(expected, theirs(x, causal, is_causal=True))
     for mask in (causal, causal.isinf()):
         assert_bitwise_equal(layer(x, mask, is_causal=True), expected)
-        with pytest.raises(ValueError, match=r"src_mask comes without is_causal=True; .*the causal one alone"):
+        with pytest.raises(ValueError, match=r"src_mask needs is_causal=True; other masks"):
             layer(x, mask)
     padding = torch.zeros(PADDED.shape).masked_fill_(PADDED, -torch.inf)
     assert_bitwise_equal(
@@ -83,7 +83,7 @@ def test_in_a_stack_with_a_causal_mask():
     torch.testing.assert_close(ours(x, causal), theirs(x, causal))
     torch.testing.assert_close(ours(x, causal, is_causal=True), theirs(x, causal))
     torch.testing.assert_close(ours(x[0], causal), theirs(x[0], causal))
-    with pytest.raises(ValueError, match="src_mask comes without is_causal=True"):
+    with pytest.raises(ValueError, match="src_mask needs is_causal=True"):
         ours(x, causal.roll(1, 0))
 
 

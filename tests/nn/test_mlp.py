@@ -268,7 +268,7 @@ def _replace_forward(module):
 def test_a_layer_that_needs_its_forward_is_told(change, reason):
     module = MLP(17, 33, 9)
     change(module)
-    with pytest.raises(RuntimeError, match=f"up {reason}, and MLP reads its weight alone"):
+    with pytest.raises(RuntimeError, match=f"up {reason}, but MLP reads only its weight"):
         module(_normal(5, 17))
 
 

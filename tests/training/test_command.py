@@ -179,7 +179,7 @@ def test_impossible_requests_are_one_line(arguments, message, capsys):
 
 def test_data_that_is_not_synthetic_has_its_own_sizes(capsys):
     assert train("--csv", str(write_csv()), "--channels", "2") == 2
-    assert "--rows, --channels: of synthetic data, but there is --csv" in capsys.readouterr().err
+    assert "--rows, --channels: only for synthetic data, not with --csv" in capsys.readouterr().err
 
 
 def test_another_configuration_is_not_resumed(capsys):

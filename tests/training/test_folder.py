@@ -107,7 +107,7 @@ def test_a_run_that_ended_is_not_recorded_again(whole, capsys):
     shown, before = capsys.readouterr().out, contents()
     assert train(*RUN, "--out", "out", "--resume") == 0
     out = capsys.readouterr().out
-    assert "out: this run has ended and is recorded; --epochs above 2 goes on" in out
+    assert "out: this run has ended and is recorded; --epochs above 2 continues it" in out
     assert shown.splitlines()[-3] in out  # the table
     assert contents() == before
     assert train(*RUN, "--out", "other", "--seed", "1") == 0

@@ -20,8 +20,8 @@ def test_the_means_are_geometric():
     assert report.gain == pytest.approx(2.0)  # of 4 and 1
     assert report.speedup == pytest.approx(2.0)  # of 2, 1/2 and 8
     assert report.summary == [
-        "points on GPU: 3 measured, 2 faster now, 0 left for want of time",
-        "geometric means: 2.00x of before, 2.00x of torch",
+        "points on GPU: 3 measured, 2 faster now, 0 not reached",
+        "geometric mean speed-up: 2.00x over before, 2.00x over torch",
         "kept in file.json",
     ]
 
@@ -46,6 +46,6 @@ def test_what_is_missing_is_said():
     report = Report("GPU", (), ("linear: RuntimeError", "dx: ValueError"), 7, None)
     assert report.gain is report.speedup is None
     assert report.summary == [
-        "points on GPU: 0 measured, 0 faster now, 7 left for want of time",
+        "points on GPU: 0 measured, 0 faster now, 7 not reached",
         "2 not counted, such as linear: RuntimeError",
     ]

@@ -204,11 +204,11 @@ def test_a_model_that_is_no_causal_lm(config):
 
 def test_a_config_of_nothing_known(config, tmp_path):
     pytest.importorskip("transformers")
-    with pytest.raises(ValueError, match=r"config is .*config\.json, of which transformers makes no model: ") as error:
+    with pytest.raises(ValueError, match=r"config is .*json, from which transformers cannot make a model: ") as error:
         from_config(config({"model_type": "nonesuch"}))
     assert "\n" not in str(error.value)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="of which transformers makes no model"):
+    with pytest.raises(ValueError, match="from which transformers cannot make a model"):
         from_config(tmp_path)
 
 
@@ -223,7 +223,7 @@ def test_a_config_of_which_no_model_is_made(content, tmp_path):
     """Whatever transformers raises: of a missing package too."""
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"of which transformers makes no model: [^ ]") as error:
+    with pytest.raises(ValueError, match=r"from which transformers cannot make a model: [^ ]") as error:
         from_config(tmp_path)
     assert "\n" not in str(error.value)
 

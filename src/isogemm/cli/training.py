@@ -44,9 +44,9 @@ def train_patchtst(args: argparse.Namespace, terminal: Terminal) -> int:
             is_of_run = error.errno is not None and error.filename not in (None, STANDARD_OUTPUT)
             if not (is_of_run and asked.plan.folder and (args.out / folder.CHECKPOINT).exists()):
                 raise
-            raise UsageError(f"{in_words(error)}; --resume then goes on from the last checkpoint") from error
+            raise UsageError(f"{in_words(error)}; --resume then continues from the last checkpoint") from error
     if stop() and code == OK:
-        terminal.line("stopped, after the run had ended: it is recorded")
+        terminal.line("stopped after the run had ended; it is recorded")
         return INTERRUPTED
     return code
 
@@ -60,14 +60,14 @@ def _asked(args: argparse.Namespace) -> Asked:
         if getattr(args, option) and args.compare is not None:
             raise ValueError(f"--{option}: not with --compare, which writes no checkpoints")
     if args.resume and args.overwrite:
-        raise ValueError("--overwrite: not with --resume, which goes on with the run that is there")
+        raise ValueError("--overwrite: not with --resume, which continues the run that is there")
     if args.resume and not (args.out / folder.CHECKPOINT).exists():
-        raise ValueError(f"{args.out / folder.CHECKPOINT}: no such file; without --resume a run begins there")
+        raise ValueError(f"{args.out / folder.CHECKPOINT}: no such file; leave out --resume to start a run there")
     if args.backend is not None and args.compare is not None:
         raise ValueError("--backend: not with --compare, which names those to compare")
     if args.csv is not None:
         if args.rows is not None or args.channels is not None:
-            raise ValueError("--rows, --channels: of synthetic data, but there is --csv")
+            raise ValueError("--rows, --channels: only for synthetic data, not with --csv")
         series = read_csv(args.csv)
         config = preset.with_options({**given, "channels": len(series.channels)})
     else:
@@ -146,7 +146,7 @@ def _train(
         if run.ended(plan) and (known := here.of_each(results.of_run(earlier, run))[0]):
             if here.leads:
                 run.mend_best(args.out)
-                more = f"--epochs above {len(run.epochs)} goes on"
+                more = f"--epochs above {len(run.epochs)} continues it"
                 terminal.line(f"{args.out}: this run has ended and is recorded; {more}")
                 _show_training([known], args.out, terminal, describe(here.device))
             return OK
@@ -154,7 +154,7 @@ def _train(
             with terminal.progress(here.leads) as progress:
                 outcome = run.fit(plan, _prefixed(f"{backend}: ", progress), stop)
         except loop.Stopped as stopped:
-            terminal.line(f"stopped {stopped}{'; --resume goes on from there' if plan.folder else ''}")
+            terminal.line(f"stopped {stopped}{'; --resume continues from there' if plan.folder else ''}")
             code = INTERRUPTED
             break
         except loop.Diverged as diverged:

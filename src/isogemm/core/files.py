@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-
-
 import json
 import os
 import threading

@@ -134,9 +134,9 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
             is_causal: attend to no later token.
         """
         if reason := _unlike(self):
-            raise RuntimeError(f"this EncoderLayer computes past its submodules, but {reason}")
+            raise RuntimeError(f"this EncoderLayer does not call its submodules, but {reason}")
         if src_mask is not None and not is_causal:
-            raise ValueError("src_mask comes without is_causal=True; of such masks the causal one alone is computed")
+            raise ValueError("src_mask needs is_causal=True; other masks are not supported")
         if src.is_nested:
             raise ValueError(
                 "src is a NestedTensor; expected a padded one and src_key_padding_mask "

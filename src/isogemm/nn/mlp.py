@@ -101,7 +101,7 @@ class MLP(torch.nn.Module):
         gate, up, down = self.gate, self.up, self.down
         for name, layer in (("gate", gate), ("up", up), ("down", down)):
             if layer is not None and (reason := read_past_forward(layer)):
-                raise RuntimeError(f"{name} {reason}, and MLP reads its weight alone; use isogemm.nn.Linear layers")
+                raise RuntimeError(f"{name} {reason}, but MLP reads only its weight; use isogemm.nn.Linear layers")
         first, second = (up, None) if gate is None else (gate, up)
         return mlp(
             x,
@@ -162,5 +162,5 @@ def _shared(name: str, module: torch.nn.Linear) -> Linear:
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from None
     if reason := read_past_forward(module):
-        raise ValueError(f"{name} {reason}, and MLP reads its weight alone")
+        raise ValueError(f"{name} {reason}, but MLP reads only its weight")
     return made

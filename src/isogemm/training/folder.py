@@ -49,7 +49,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def require_no_run(folder: Path) -> None:
     if there := [name for name in (CHECKPOINT, BEST) if (folder / name).exists()]:
-        resumed = "--resume goes on with it, " if CHECKPOINT in there else ""
+        resumed = "--resume continues it, " if CHECKPOINT in there else ""
         raise FileError(
             f"{folder}: holds {' and '.join(there)} of another run; {resumed}--overwrite discards it, "
             "--out names another folder"

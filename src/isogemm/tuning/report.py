@@ -75,10 +75,10 @@ class Report:
     def summary(self) -> Sequence[str]:
         """The run in a few lines."""
         changed = sum(row.before != row.after for row in self.rows)
-        counts = f"{len(self.rows)} measured, {changed} faster now, {self.unvisited} left for want of time"
+        counts = f"{len(self.rows)} measured, {changed} faster now, {self.unvisited} not reached"
         lines = [f"points on {self.gpu}: {counts}"]
         if self.gain is not None and self.speedup is not None:
-            lines.append(f"geometric means: {self.gain:.2f}x of before, {self.speedup:.2f}x of torch")
+            lines.append(f"geometric mean speed-up: {self.gain:.2f}x over before, {self.speedup:.2f}x over torch")
         if self.skipped:
             lines.append(f"{len(self.skipped)} not counted, such as {self.skipped[0]}")
         if self.differing:

@@ -110,7 +110,7 @@ def from_config(path: Path) -> list[Weight]:
                 model = other.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever a config makes transformers raise, of a field or of a missing package
         reason = textwrap.shorten(str(error), 240) or type(error).__name__
-        raise ValueError(f"config is {path}, of which transformers makes no model: {reason}") from error
+        raise ValueError(f"config is {path}, from which transformers cannot make a model: {reason}") from error
     return from_torch(model)
 
 
