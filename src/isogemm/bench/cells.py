@@ -51,7 +51,7 @@ def headline_cells(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceili
 
 
 def _peer_cell(rows: Iterable[Row], peer: str, view: FamilyView) -> Cell:
-    """isogemm's speed-up over the peer, or the peer's over torch, as the view has it."""
+    """isogemm's speed-up over the peer if the view is `against` it, else the peer's over torch."""
     if view.against:
         speed = summary.speedups(in_torchs_place(row, peer) for row in rows)
     else:
@@ -60,7 +60,7 @@ def _peer_cell(rows: Iterable[Row], peer: str, view: FamilyView) -> Cell:
 
 
 def in_torchs_place(row: Row, rival: str) -> Row:
-    """The row as if `rival` were torch; without torch where it has none."""
+    """Return the row with the rival's times as torch's; without torch's if the rival was not measured."""
     times = {name: each for name, each in row.times_us.items() if name != "torch"}
     if rival in row.times_us:
         times["torch"] = row.times_us[rival]

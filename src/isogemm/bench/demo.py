@@ -101,7 +101,7 @@ def count_changes(
 
 
 def result_and_gradient(model: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Tensor:
-    """A model's result for x [sequences, tokens, width], and next to it the gradient of x."""
+    """Return a model's result for x [sequences, tokens, width] and the gradient of x, concatenated."""
     leaf = x.detach().requires_grad_()
     out = model(leaf)
     (found,) = torch.autograd.grad(out, leaf, grad)

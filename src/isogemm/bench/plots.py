@@ -57,7 +57,7 @@ def ramp_colours(values: Sequence[int | str]) -> dict[int | str, str]:
 
 @_styled
 def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
-    """A line per shape, a dot per column value: speed-up over torch and, beside it, what of the roof was reached."""
+    """A line per shape, a dot per column value: speed-up over torch, and the fraction of the roof that was reached."""
     shapes = summary.shapes(rows, view)
     canvas, left, right = _two_panels(shapes)
     colours = ramp_colours(summary.columns(rows, view))
@@ -195,7 +195,7 @@ class _Canvas:
 
 
 def svg(figure: Any, name: str, tips: Sequence[str] = ()) -> str:
-    """The figure as an <svg> element; `name` is its accessible name, and keeps its ids its own."""
+    """Return the figure as an <svg> element; `name` is its accessible name and makes its ids unique."""
     text = io.StringIO()
     with need("matplotlib").rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})

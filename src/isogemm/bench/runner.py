@@ -21,14 +21,14 @@ from isogemm.bench.store import Row
 Progress = Callable[[int, int, str], None]  # cases done, cases in all, the one about to run ("" at the end)
 
 _MOST_BURSTS = 15
-_BURST_US = 20_000.0  # slow calls are long or many launches: fewer of them to a burst
-_HOST_US = 100_000.0  # about what a variant's bursts may take in all
-_LONGEST_CALL_US = 2_000.0  # beside a longer call its CPU time is nothing
+_BURST_US = 20_000.0  # at most this long: fewer slow calls to a burst
+_HOST_US = 100_000.0  # about the longest for all bursts of a variant
+_LONGEST_CALL_US = 2_000.0  # of a longer call the CPU time does not matter
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A case that gave no time, and why."""
+    """A case that could not be measured, and why."""
 
     label: str
     stage: str  # "build", "check" or "time"
@@ -37,7 +37,7 @@ class Failure:
 
 @dataclass
 class Runner:
-    """Measures cases on a device; `failures` collects the cases that gave no time."""
+    """Measures cases on a device; `failures` collects those that could not be measured."""
 
     device: torch.device
     repeats: int = 12
@@ -46,7 +46,7 @@ class Runner:
     failures: list[Failure] = field(default_factory=list)
 
     def rows(self, cases: Sequence[Case]) -> Iterator[Row]:
-        """A row for each case whose check passed, as soon as it is measured."""
+        """Yield a row for each case whose check passed, as soon as it is measured."""
         env = environment(self.device) if self.env is None else self.env
         for done, case in enumerate(cases):
             self.progress(done, len(cases), case.label)
@@ -95,7 +95,7 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, st
 
 
 def _commit() -> str:
-    """The commit these sources are tracked at; an installed copy inside someone's checkout is not."""
+    """Return the commit that tracks these sources; "" for an installed copy inside another checkout."""
     here = Path(__file__).resolve()
     if not _output("git", "-C", str(here.parent), "ls-files", "--error-unmatch", here.name):
         return "unknown"

@@ -25,7 +25,7 @@ class Speedups:
 
 
 def is_behind(ratio: float) -> bool:
-    """Below 1 as it is printed, with two decimals."""
+    """Whether the ratio prints as below 1.00x."""
     return round(ratio, 2) < 1
 
 

@@ -1,4 +1,4 @@
-"""Times of variants, measured in turn: on the device (CUDA graphs), of eager calls, on the host. And peak memory."""
+"""Times variants in turn: on the device (CUDA graphs), in eager calls, on the host. And measures peak memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Sampler = Callable[[], float]  # one measurement, in microseconds per call
 _CPU_CACHE_BYTES = 32 << 20  # torch does not know the CPU's cache; larger than most per-core shares
 _MOST_ROTATIONS = 2048
 _LEAST_REPEATS = 5
-_EAGER_SAMPLE_US = 10_000.0  # beside which the wait for the last call is nothing
-_MOST_CALLS = 4096  # of a measurement
+_EAGER_SAMPLE_US = 10_000.0  # so long that waiting for the last call does not matter
+_MOST_CALLS = 4096  # in a measurement
 _CACHE_MULTIPLE = 4  # a cyclic walk over 4x the cache finds ~2 % of it there, even under random replacement
 
 
@@ -164,7 +164,7 @@ def _loop_walk(thunks: Sequence[Thunk], device: torch.device, sample_us: float) 
 
 
 def _loop_us(thunks: Sequence[Thunk], device: torch.device, *, wait: bool = True) -> float:
-    """Call the thunks, and wait for the end of their work if so asked; microseconds per call."""
+    """Call the thunks, with `wait` also for the end of their work; return microseconds per call."""
     _synchronize(device)
     start = time.perf_counter()
     for thunk in thunks:

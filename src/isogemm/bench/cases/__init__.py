@@ -38,7 +38,7 @@ class Case:
 
 @dataclass
 class CaseRun:
-    """A case with its inputs in place."""
+    """A case whose inputs are made: what to time and how to check it."""
 
     variants: dict[str, list[Thunk]]  # "isogemm", "torch", ...: one thunk per rotated input set
     check: Callable[[], dict[str, float]]  # against fp64 on poisoned outputs: errors by variant, or raises
@@ -58,24 +58,24 @@ def use_precision(precision: str, device: torch.device) -> None:
 
 
 def served_by(thunk: Callable[[], object]) -> dict[str, str]:
-    """The path and config that serve a call of isogemm's, for `CaseRun.info`."""
+    """Return the path and config that serve a call, for `CaseRun.info`."""
     with dispatch_log() as log:
         thunk()
     return {"path": log[0].path, "config": log[0].config}
 
 
 def rotated(functions: Mapping[str, Callable[..., Tensor]], sets: Sequence[Sequence[Tensor]]) -> dict[str, list[Thunk]]:
-    """Variants of a case: a call of each function on every set of operands."""
+    """Make the variants of a case: each function bound to every set of operands."""
     return {name: [partial(function, *operands) for operands in sets] for name, function in functions.items()}
 
 
 def first(variants: Mapping[str, Sequence[Thunk]]) -> dict[str, Thunk]:
-    """Each variant's call on the first set."""
+    """Return each variant's call on the first set of operands."""
     return {name: thunks[0] for name, thunks in variants.items()}
 
 
 def finite_results(thunks: Mapping[str, Thunk]) -> Iterator[tuple[str, Tensor]]:
-    """The variants' results on poisoned memory; AssertionError unless every element is finite, and so written."""
+    """Yield the variants' results on poisoned memory; AssertionError if an element is not finite (not written, say)."""
     for name, thunk in thunks.items():
         result = on_poison(name, thunk).detach()
         if not bool(result.isfinite().all()):
@@ -84,7 +84,7 @@ def finite_results(thunks: Mapping[str, Thunk]) -> Iterator[tuple[str, Tensor]]:
 
 
 def on_poison(name: str, call: Callable[[], Result]) -> Result:
-    """Call a variant with poisoned allocations; "compiled" ones allocate their memory elsewhere."""
+    """Call a variant with poisoned allocations, except "compiled" ones, which allocate in another way."""
     if name == "compiled":
         return call()
     with poisoned_allocations():

@@ -37,7 +37,7 @@ Model = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers one after the other: pre-norm, gelu, no mask."""
+    """A stack of layers: pre-norm, gelu, no mask."""
 
     layers: int
     sequences: int
@@ -57,12 +57,12 @@ class Stack:
 
     @property
     def flops(self) -> float:
-        """Arithmetic of the products, forward and backward: each has two more for its gradients."""
+        """FLOP of the products, forward and backward: each product has two more for its gradients."""
         attention = 4 * self.rows * self.tokens * self.d_model
         return 3.0 * self.layers * (2 * self.rows * self.weights + attention)
 
     def bytes(self, itemsize: int) -> float:
-        """Layer by layer: x and y forward; x, dy and dx backward; weights twice and their gradients."""
+        """Least traffic: per layer x and y forward; x, dy and dx backward; weights twice and their gradients."""
         return float(self.layers * itemsize * (5 * self.rows * self.d_model + 3 * self.weights))
 
     def model(self, device: torch.device, dtype: torch.dtype) -> nn.Sequential:
@@ -132,7 +132,7 @@ class Training:
         return peak_bytes(step, self.x.device)
 
     def kept_bytes(self, model: Model) -> int:
-        """Bytes that a forward pass saves for the backward one, without its result."""
+        """Bytes that the forward saves for the backward, without the result."""
         self.clear()
         before = torch.cuda.memory_allocated(self.x.device)
         out = model(self.x)
@@ -168,7 +168,7 @@ def _stack(params: Params) -> Stack:
 def _models(
     stack: Stack, dtype: torch.dtype, device: torch.device, *, compiled: bool
 ) -> tuple[Training, nn.Sequential, dict[str, Model]]:
-    """A batch, torch's model, and what is measured, all of the same parameters."""
+    """Return a batch, torch's model and the models to measure, all with the same parameters."""
     eager = stack.model(device, dtype)
     shape = (stack.sequences, stack.tokens, stack.d_model)
     x, grad = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
@@ -183,7 +183,7 @@ def _models(
 
 
 def _case(stack: Stack, dtype: str, precision: str = "", *, compiled: bool = True) -> Case:
-    """Forward and backward; on a GPU one graph has both, and both are timed eagerly as well."""
+    """Forward and backward; on a GPU in one CUDA graph, and eagerly as well."""
     element = getattr(torch, dtype)
 
     def build(device: torch.device) -> CaseRun:

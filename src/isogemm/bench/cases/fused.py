@@ -50,7 +50,7 @@ CPU_SHAPES = ((512, 1024, 1024), (64, 4096, 1024), (1, 4096, 1024))
 COMPUTE_BOUND = 800  # FLOP per element moved: twice where an H200's measured ceilings meet, in 16 bits and in TF32
 TUNED = "max-autotune-no-cudagraphs"
 
-Forward = Callable[..., Tensor]  # of x and what follows it
+Forward = Callable[..., Tensor]  # takes x and further operands
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class _Operation:
     isogemm: Forward
     torch: Forward
     torch_call: str
-    products: int = 1  # of m n k
-    calls: int = 1  # how often the operands are read and the result written
+    products: int = 1  # number of m x n x k products
+    calls: int = 1  # times that the operands are read and the result is written
     peers: Mapping[str, Forward] = field(default_factory=dict)
 
 
@@ -90,7 +90,7 @@ def _biased(activation: str, *, on_gpu: bool) -> _Operation:
 
 
 def _plain_code(x: Tensor, b: Tensor, bias: Tensor) -> list[Tensor]:
-    """All alive until the end: a deferred tensor that nobody holds is never computed."""
+    """Keep all results until the end: a deferred tensor that nobody holds is never computed."""
     return [torch.relu(x @ b + bias) for _ in range(4)]
 
 
@@ -206,7 +206,7 @@ def _compile(device: str, job: tuple[str, dict[str, int | str]]) -> None:
 
 
 def _operands(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, fan_in: int) -> list[Tensor]:
-    """x of variance 1, and weights that keep it: an activation that nothing saturates."""
+    """Make x of variance 1, and weights that keep the variance, so that no activation saturates."""
     first, *others = (torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
     return [first, *(each * (fan_in**-0.5 if each.ndim > 1 else 1.0) for each in others)]
 
@@ -275,7 +275,7 @@ def _errors(thunks: Mapping[str, Thunk], layer: Layer, x: Tensor, precision: str
 def _block_case(
     name: str, shape: tuple[int, int, int], dtype: str, precision: str = "", *, compiled: bool = True
 ) -> Case:
-    """Forward and backward; on a GPU one graph has both. The memory is what a step has at most, its operands aside."""
+    """Forward and backward; on a GPU in one CUDA graph. Peak memory is without the operands."""
     m, n, k = shape
     chosen, element = BLOCKS[name], getattr(torch, dtype)
     shapes = chosen.shapes(m, n, k)
@@ -330,7 +330,7 @@ def _block_errors(functions: Mapping[str, Forward], operands: Sequence[Tensor], 
 
 
 def _autofuse_case(dtype: str, precision: str = "") -> Case:
-    """Small, so that CPU time dominates: in the block, as plain code, and as the calls that it becomes."""
+    """Small products, so that CPU time dominates: under autofuse, as plain code, and as the fused calls."""
     return _case("autofuse", DEFERRED, dtype, precision, most_sets=1)
 
 

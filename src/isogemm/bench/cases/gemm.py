@@ -46,7 +46,7 @@ OTHER_WEIGHTS = (  # of public models, none of them among the tuned ones
 OTHER_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
 TOKENS = tuple(2**i for i in range(14))  # 1 .. 8192
 THINNED = (1, 16, 64, 256, 1024, 4096)  # of the other dtypes: every other one of TOKENS, about
-IEEE_WEIGHTS = ((4096, 4096), (1024, 4096), (4096, 14336), (8192, 8192))  # its calls are long
+IEEE_WEIGHTS = ((4096, 4096), (1024, 4096), (4096, 14336), (8192, 8192))  # few: ieee calls are slow
 TRAINING = (256, 512, 1024, 2048, 4096, 8192)
 CPU_WEIGHTS = ((1024, 1024), (4096, 1024), (1024, 4096), (1000, 1000))
 CPU_TOKENS = (1, 8, 128, 512)
@@ -57,7 +57,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class _Operation:
-    """An operation of a layer with an [n, k] weight on m tokens, and the product that it is."""
+    """An operation of a layer with an [n, k] weight on m tokens, and the matrix product that it is."""
 
     shapes: Callable[[int, int, int], tuple[tuple[int, int], tuple[int, int]]]  # (m, n, k) -> its two operands'
     product: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # operands -> [M, K], [K, N]
