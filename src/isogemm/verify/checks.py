@@ -12,7 +12,7 @@ from isogemm.verify.compare import BitDiff
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found. A skipped one neither passed nor failed."""
+    """Result of a check. A skipped check neither passed nor failed."""
 
     name: str
     trials: int  # run
@@ -32,7 +32,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Check:
-    """A property, and how to try it `trials` times on a device."""
+    """A property, and a function that tries it on a device."""
 
     name: str
     what: str  # the property, one sentence

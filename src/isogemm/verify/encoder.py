@@ -32,7 +32,7 @@ _JUDGED_ELEMENTS = 1 << 18  # most elements of x where gradients are compared wi
 
 
 class Setting(trials.Setting):
-    """A layer with its options and parameters, and sequences for it."""
+    """A layer with its options and parameters, and sequences to compute."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(seed, device)
@@ -78,7 +78,7 @@ class Setting(trials.Setting):
         return with_tensors(params, (each.clone() for _, each in params.named()))
 
     def rows(self, sequences: int) -> Tensor:
-        """x and the mask of each sequence in one row, so that sequences are cut, moved and padded with their masks."""
+        """Return x and the mask of each sequence in one row, so that sequences are cut, moved and padded with masks."""
         shape = (sequences * self.shape.tokens, self.shape.d_model)
         x = make_data(self.kind, shape, seed=self.seed, dtype=self.dtype, device=self.device)
         parts = [x.view(sequences, self.shape.tokens * self.shape.d_model)]
@@ -102,7 +102,7 @@ class Setting(trials.Setting):
     def gradient_of_x(
         self, x: Tensor, mask: Tensor | None, grad: Tensor, params: EncoderParameters
     ) -> Sequence[Tensor]:
-        """Return the result, and dx."""
+        """Return the result and dx."""
         x = x.detach().requires_grad_()
         out = self.layer(x, mask, params)
         return out.detach(), torch.autograd.grad(out, x, grad)[0]

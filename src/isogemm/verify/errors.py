@@ -1,4 +1,4 @@
-"""Errors measured in fp64, and judged by the error torch itself makes at that dtype."""
+"""Errors measured in fp64, and bounds for them: multiples of torch's own error at that dtype."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Errors:
 
 
 class Comparison(NamedTuple):
-    """The library's errors beside torch's."""
+    """isogemm's errors and torch's."""
 
     actual: Errors
     torch: Errors

@@ -26,9 +26,9 @@ from isogemm.verify.trials import Rows, Trained, Trial, torch_product
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
 _TORCH_FORMS = ACTIVATION_FORMS | GATE_FORMS
-_MORE = 64, 4096  # rows, and elements, on which torch's error is measured as well
-_TILES = 6  # configurations of a trial
-_LEAST = 64  # least sizes of a layer whose gradients are judged by torch's, which may be exact on few elements
+_MORE = 64, 4096  # further rows, and elements, on which torch's error is measured
+_TILES = 6  # configurations per trial
+_LEAST = 64  # least sizes for comparing gradients with torch's, which may be exact on few elements
 
 
 def _gain_and_shift(acc, col, row, gain, shift):  # type: ignore[no-untyped-def]
@@ -91,7 +91,7 @@ class Layer:
     def after(
         self, product: Tensor, up: Tensor | None, tokens: Tokens, forms: Mapping[str, Form] = _TORCH_FORMS
     ) -> Tensor:
-        """What follows the products, in torch's operations, each rounded to the products' dtype."""
+        """Compute the epilogue in torch's operations, each rounded to the products' dtype."""
         z = self.before(product, tokens)
         if self.activation:
             z = forms[self.activation](z, **self.arguments)
@@ -103,7 +103,7 @@ class Layer:
         return z if tokens.residual is None else tokens.residual + z
 
     def before(self, product: Tensor, tokens: Tokens) -> Tensor:
-        """The pre-activation."""
+        """Compute the pre-activation."""
         z = product * self.alpha
         for scale in (None if tokens.row_scale is None else tokens.row_scale[:, None], self.col_scale):
             z = z if scale is None else z * scale
@@ -114,7 +114,7 @@ class Layer:
         return z if self.bias is None else z + self.bias
 
     def sizes(self, product: Tensor, up: Tensor | None, tokens: Tokens) -> Tensor:
-        """The unit of an element's error, from |x| |weight|: no activation but relu2 grows faster than its argument."""
+        """Return the unit of each element's error, from |x| |weight|: only relu2 grows faster than its argument."""
         named = {name: getattr(self, name) for name in ("bias", "bias_up", "col_scale", "gain", "alpha", "beta")}
         absolute: Any = {name: None if each is None else abs(each) for name, each in named.items()}
         activation = "relu2" if self.activation == "relu2" else ""
@@ -173,7 +173,7 @@ def assert_accurate(
 
 
 class Setting(trials.Setting):
-    """A layer with one of the activations, or none, and what else the seed puts into its epilogue."""
+    """A layer with an activation or none, and further epilogue operands drawn from the seed."""
 
     def __init__(self, seed: int, device: torch.device, least: int = 1) -> None:
         super().__init__(seed, device)
@@ -236,7 +236,7 @@ class Setting(trials.Setting):
         return self.layer(b.mT), self.tokens_of(self.packed(x))
 
     def forward(self, m: int) -> tuple[Tensor, list[Rows]]:
-        """Rows, and the ways: with an fp32 result, with one of its own dtype, rounding as torch does, and an mlp."""
+        """Return rows, and the ways to compute them: fp32 result, result of their dtype, eager rounding, an mlp."""
         x, b = self.operands(m, self.k, self.n)
         layer = self.layer(b.mT)
 
@@ -261,7 +261,7 @@ class Setting(trials.Setting):
         )  # fmt: skip
 
     def input_gradient(self, m: int) -> tuple[Tensor, list[Rows]]:
-        """Rows with their gradient, and dX of the layer and of an mlp."""
+        """Return rows with their gradient, and dX of the layer and of an mlp."""
         x, b = self.operands(m, self.k, self.n)
         layer, down = self.layer(b.mT), self._down()
         widest = max(self.n, self.k)
@@ -340,9 +340,9 @@ class _TorchProduct(torch.autograd.Function):
 
 
 def _assert_trained_accurately(each: Setting) -> None:
-    """Results and gradients of one layer and of two, the largest error of each by torch's.
+    """Compare results and gradients of one layer and of two with fp64: the largest error of each against torch's.
 
-    No pre-activation is near 0, where a derivative may jump: there the right one is a matter of rounding.
+    No pre-activation is near 0, where a derivative may jump and rounding decides which value is right.
     """
     m = min(each.rng.choice(each.sizes.edges), 1000)
     layer, tokens, down = _smooth(each, m)
@@ -378,7 +378,7 @@ def _assert_trained_accurately(each: Setting) -> None:
 
 
 def _smooth(each: Setting, m: int) -> tuple[Layer, Tokens, Tensor]:
-    """A layer whose products have a sign for each column, and sizes for which activations are curved."""
+    """Make a layer whose products have one sign per column and sizes at which activations are curved."""
     sign = each.normal(each.n, 1, seed=20).sign()
     size = 4 ** torch.linspace(-1, 1, each.n, device=each.device, dtype=each.dtype)[:, None] / each.k
     layer = each.layer(sign * size * each.normal(each.n, each.k).abs())
@@ -407,7 +407,7 @@ def training_step(function: Callable[..., Tensor], operands: Sequence[Tensor], g
 
 
 def assert_largest_error(found: Tensor, torchs: Tensor, exact: Tensor, *, factor: float = 2, what: str) -> None:
-    """Assert an error of at most `factor` times torch's, and one ulp of the largest element."""
+    """Assert that the error is at most `factor` times torch's plus one ulp of the largest element."""
     ours, theirs = (float((each.double() - exact).abs().max()) for each in (found, torchs))
     allowed = factor * theirs + torch.finfo(found.dtype).eps * float(exact.abs().max())
     if not ours <= allowed:
@@ -457,7 +457,7 @@ def _dropout(each: Setting) -> Iterator[BitDiff]:
 
 
 def _activations(each: Setting) -> Iterator[BitDiff]:
-    """Each one in float32, where torch's own functions differ most, on every number of threads."""
+    """Compute every activation in float32, where torch's own functions depend most on the place."""
     shapes = (100, 48), (201, 48), (201, 48)
     x, weight, up = (make_data("normal", shape, seed=each.seed + at, device="cpu") for at, shape in enumerate(shapes))
     for name, entry in ACTIVATIONS.items():

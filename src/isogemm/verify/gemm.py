@@ -26,7 +26,7 @@ class Setting(trials.Setting):
         return configs.accumulation_chunk(k, *names)
 
     def forward(self, m: int) -> tuple[Tensor, list[Rows]]:
-        """x, and the ways to multiply it: with an fp32 result, and with one of its own dtype."""
+        """Return x, and the ways to multiply it: with an fp32 result, and with one of its own dtype."""
         x, b = self.operands(m, self.k, self.n)
         weight, bias = with_layout(b.mT, self.layouts[1]), self.normal(self.n)
 
@@ -37,7 +37,7 @@ class Setting(trials.Setting):
         return x, [way(out) for out in dict.fromkeys((self.wide, None))]
 
     def input_gradient(self, m: int) -> tuple[Tensor, list[Rows]]:
-        """grad, and the ways to its dX: the product itself with an fp32 result, and autograd's."""
+        """Return grad, and the ways to compute dX: the product with an fp32 result, and autograd."""
         grad, weight = self.operands(m, self.n, self.k)
         weight = with_layout(weight, self.layouts[1])
 

@@ -1,4 +1,4 @@
-"""Work in other processes, on all cores, for what it leaves in Triton's cache."""
+"""Runs jobs in other processes, on all cores, to fill Triton's cache."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def process_count(jobs: int, device: torch.device, process_bytes: int) -> int:
 def in_processes(
     function: Callable[[Job], str], jobs: Sequence[Job], workers: int, max_tasks_per_child: int | None = None
 ) -> list[str]:
-    """The results of all jobs. A process that dies takes the unfinished jobs with it."""
+    """Return the results of all jobs. If a process dies, unfinished jobs give "a process died"."""
     results: list[str] = []
     ignored = signal.SIGINT, signal.SIG_IGN  # Ctrl-C is for this process
     context = multiprocessing.get_context("spawn")

@@ -1,4 +1,4 @@
-"""Uninitialised memory that shows: allocations filled with NaN while a test runs."""
+"""Fills uninitialised memory with NaN while a test runs, so that unwritten elements show."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALLOCATORS: tuple[tuple[Any, str], ...] = (
 
 
 def poison_value(dtype: torch.dtype) -> complex | float | int | bool:
-    """The value least likely to pass for a result: NaN, the largest integer, True."""
+    """Return the value least likely to pass for a result: NaN, the largest integer, True."""
     if dtype.is_complex:
         return complex(float("nan"), float("nan"))
     if dtype.is_floating_point:

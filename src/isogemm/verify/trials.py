@@ -1,4 +1,4 @@
-"""Trials made from a seed, and the properties that rows and micro-batches must have."""
+"""Seeded trials, and the properties that rows and micro-batches must have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from isogemm.verify.precision import fp32_precision
 
 NUMBERS = (("bfloat16", ""), ("float16", ""), ("float32", "ieee"), ("float32", "tf32"), ("float32", "tf32x3"))
 LAYOUTS = ("contiguous", "transposed", "sliced", "strided", "misaligned")
-THREADS = (1, 2, 3, 4, 8, 16)  # CPU threads, besides the default; 20 trials meet each with float32
+THREADS = (1, 2, 3, 4, 8, 16)  # CPU threads, besides the default; 20 trials use each with float32
 
 Rows = Callable[[Tensor], Tensor]  # [rows, ...] -> [rows, ...], each row on its own
 Property = Callable[[Rows, Tensor, random.Random], Iterator[BitDiff]]
@@ -36,7 +36,7 @@ class Sizes:
     """Problem sizes that a device computes quickly."""
 
     weights: tuple[tuple[int, int], ...]  # n, k
-    edges: tuple[int, ...]  # batch sizes beside which configurations may change
+    edges: tuple[int, ...]  # batch sizes at which configurations may change
     most: int  # rows
     most_tokens: int  # largest number of elements of a weight gradient's operand, beyond two chunks
 
@@ -72,7 +72,7 @@ class Trained:
 
 
 class Setting(abc.ABC):
-    """One weight's shape, dtype, data and strides, all from the seed and the same in every check.
+    """Shape, dtype, data and strides of one weight, drawn from the seed: the same in every check.
 
     Subclasses say what is computed.
     """
@@ -129,11 +129,11 @@ class Setting(abc.ABC):
         return left.mT.contiguous(), x
 
 
-# Properties of each row, whatever its batch.
+# Properties of each row, in any batch.
 
 
 def needle(way: Rows, rows: Tensor, rng: random.Random) -> Iterator[BitDiff]:
-    """Place the first row at a random half of the positions, then at the others."""
+    """Check the first row at a random half of all positions, then at the others."""
     alone, others = way(rows[:1]), rows.flip(0)
     half = torch.tensor([rng.random() < 0.5 for _ in range(len(rows))], device=rows.device)
     for there in (half, ~half):
@@ -182,7 +182,7 @@ def other_work(device: torch.device) -> Iterator[None]:
 
 
 def of_rows(*properties: Property, gradient: bool = False) -> Callable[[Setting], Iterator[BitDiff]]:
-    """A trial of these properties, of the forward or of the input's gradient."""
+    """Make a trial of these properties, for the forward or for the input's gradient."""
 
     def trial(each: Setting) -> Iterator[BitDiff]:
         if len(properties) > 1:
@@ -238,7 +238,7 @@ def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Iterator[BitDif
 
 
 def torch_product(a: Tensor, b: Tensor, out_dtype: torch.dtype, precision: str) -> Tensor:
-    """Multiply with torch, whose error is the measure of ours."""
+    """Multiply with torch, whose error ours is compared with."""
     # cuBLAS takes TF32 or not as it likes; the exact product of rounded operands is TF32's own error.
     if precision == "tf32" and a.is_cuda:
         return reference.matmul(reference.round_to_tf32(a), reference.round_to_tf32(b)).float()
