@@ -140,7 +140,7 @@ def _case(preset: str, precision: str, *, compiled: bool = True, batch: int = 0)
 
 
 def _errors(config: Config, device: torch.device) -> dict[str, float]:
-    """The largest over the parameters, relative to each gradient's norm; without dropout, against fp64."""
+    """Return each variant's largest gradient error against fp64, relative to the gradient's norm; without dropout."""
     whole = replace(config, model=replace(config.model, dropout=0.0))
     steps = _steps(whole, device, compiled=False)
     exact = _exact(steps["torch"])

@@ -1,4 +1,4 @@
-"""A run: epochs of steps, an evaluation after each, checkpoints from which it goes on with the same bits."""
+"""A training run: epochs, an evaluation after each, and checkpoints that resume it to the same bits."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Plan:
     """Length of a run, and its checkpoints. Does not affect the bits of the weights."""
 
     epochs: int = 10
-    patience: int | None = None  # epochs without a lower validation error, then it ends
+    patience: int | None = None  # stop after so many epochs without a lower validation error
     folder: AnyPath | None = None  # of the checkpoints; None: none are written
-    checkpoint_epochs: int = 1  # from one to the next
-    checkpoint_steps: int | None = None  # and inside an epoch
+    checkpoint_epochs: int = 1  # epochs between checkpoints
+    checkpoint_steps: int | None = None  # steps between checkpoints inside an epoch
 
     def __post_init__(self) -> None:
         for name in ("epochs", "patience", "checkpoint_epochs", "checkpoint_steps"):
@@ -91,7 +91,7 @@ class Outcome:
 
 
 class Run:
-    """A model in training, and how far it is."""
+    """A model in training and its progress."""
 
     def __init__(self, config: Config, series: Series, world: World) -> None:
         self.config, self.world, self.series = config, world, series
@@ -119,10 +119,10 @@ class Run:
             self.model.parameters(), config.lr, weight_decay=config.weight_decay, fused=True, capturable=self._on_gpu
         )
         self.epochs: list[Epoch] = []
-        self._losses = torch.zeros(0)  # of this epoch's steps so far
-        self._spent_s = 0.0  # on them
-        self._total_s = 0.0  # before it was resumed
-        self._begun = 0.0  # when it would have, without the stops
+        self._losses = torch.zeros(0)  # of the steps done in this epoch
+        self._spent_s = 0.0  # time of these steps
+        self._total_s = 0.0  # time before the run was resumed
+        self._begun = 0.0  # start time of an equally long run without stops
         self._best: dict[str, Any] = {}  # epoch, and model
         self._best_written = 0
 
@@ -136,11 +136,11 @@ class Run:
 
     @property
     def captured(self) -> bool:
-        """Whether a step is a CUDA graph. Not where processes share it: it waits for the others."""
+        """Whether a step is a CUDA graph: never with several processes, which wait for each other."""
         return self.config.captures(self.world.device.type) and self.world.size == 1
 
     def resume(self, path: AnyPath) -> None:
-        """Go on from a checkpoint of this very run: CheckpointError for any other file."""
+        """Continue from a checkpoint of this run; CheckpointError for any other file."""
         state = self._loaded(path)
         self.model.load_state_dict(state["model"])
         groups = self.optimizer.state_dict()["param_groups"]  # options, which `identity` has
@@ -153,7 +153,7 @@ class Run:
     def fit(
         self, plan: Plan, progress: Progress = lambda *_: None, stop: Callable[[], bool] = lambda: False
     ) -> Outcome:
-        """Train to the plan's end. Where `stop` comes true, a checkpoint is written between two steps: Stopped."""
+        """Train to the plan's end. Once `stop` returns True, write a checkpoint between two steps and raise Stopped."""
         world, windows = self.world, self.windows
         own = self.config.precision in ("ieee", "tf32") and self._on_gpu
         with fp32_precision(self.config.precision if own else ""):
@@ -233,7 +233,7 @@ class Run:
             self._save(plan)
 
     def _train(self, training: Training, plan: Plan, progress: Progress, stop: Callable[[], bool]) -> None:
-        """Run the epoch's remaining steps; waits for the device at checkpoints and at the end only."""
+        """Run the epoch's remaining steps; wait for the device only at checkpoints and at the end."""
         done, before = len(self._losses), len(self.epochs)
         text = f"epoch {before + 1}/{plan.epochs}{f', {self.epochs[-1]}' if before else ''}"
         due = plan.checkpoint_steps or self.steps
@@ -256,7 +256,7 @@ class Run:
                 begun = time.perf_counter()
 
     def _batches(self, epoch: int) -> Tensor:
-        """[steps, batch]: where its windows begin, in an order that depends on the seed and the epoch only."""
+        """First rows of the windows [steps, batch], in an order that depends only on the seed and the epoch."""
         of_epoch = torch.randint(2**32, (epoch,), generator=torch.Generator().manual_seed(self.config.seed))[-1]
         generator = torch.Generator().manual_seed(int(of_epoch))
         part = self.windows.train
@@ -264,7 +264,7 @@ class Run:
         return (part.first + order).view(self.steps, self.config.batch)
 
     def _errors(self, evaluation: Evaluation) -> tuple[float, float]:
-        """Mean squared and absolute error."""
+        """Return the mean squared and the mean absolute error."""
         self.model.eval()
         self.world.spread(self.model.buffers())  # batch norm's statistics are each process's own
         squared, absolute = (self.world.sum(evaluation.sums()) / evaluation.terms).tolist()
@@ -293,14 +293,14 @@ class Run:
         if self._best and self._best["epoch"] != self._best_written:
             self._write_best(folder)
             self._best_written = self._best["epoch"]
-        checkpoints.save(folder / CHECKPOINT, state)  # last: a run that it says has ended is complete
+        checkpoints.save(folder / CHECKPOINT, state)  # last: once it is there, the others are complete
 
     def _write_best(self, folder: Path) -> None:
         scaling = {"mean": self.windows.mean, "std": self.windows.std}
         checkpoints.save(folder / BEST, {"run": self.identity, **self._best, **scaling})
 
     def mend_best(self, folder: Path) -> None:
-        """Write the best weights again, where their file is gone, damaged or another run's."""
+        """Write the best weights again if their file is missing, damaged or another run's."""
         try:
             there = checkpoints.load(folder / BEST)
         except checkpoints.CheckpointError:
@@ -309,7 +309,7 @@ class Run:
             self._write_best(folder)
 
     def _loaded(self, path: AnyPath) -> dict[str, Any]:
-        """A checkpoint that `_write` could have written in this run."""
+        """Load a checkpoint that `_write` could have written in this run."""
         state = checkpoints.load(path)
         if isinstance(state.get("run"), dict):
             checkpoints.require_same(path, state["run"], self.identity)
@@ -362,7 +362,7 @@ class Run:
 
 
 def best_forecaster(path: AnyPath) -> tuple[Forecaster, Tensor, Tensor]:
-    """From a run's best.pt: the model in eval mode, and the mean and deviation [channels] to scale its data by."""
+    """Load a run's best.pt: the model in eval mode, and the mean and deviation [channels] to scale its data by."""
     state = checkpoints.load(path)
     checkpoints.require_structure(path, state.get("run"), dict, "state['run']")
     types = get_type_hints(Architecture)

@@ -12,7 +12,7 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
 
 
 class Forecaster(nn.Module):
-    """x [batch, channels, inputs] -> [batch, channels, horizon], each channel by itself with the same weights."""
+    """PatchTST: x [batch, channels, inputs] -> [batch, channels, horizon]; every channel separately, same weights."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Forecaster(nn.Module):
 
 
 class RevIN(nn.Module):
-    """Reversible instance normalisation: a window's mean and deviation are taken out, and put back in the forecast."""
+    """Reversible instance normalisation: removes a window's mean and deviation, restores them in the forecast."""
 
     eps = 1e-5
 

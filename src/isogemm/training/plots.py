@@ -92,6 +92,6 @@ def _figure(height: float) -> Any:
 
 
 def _lines(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Line styles: those drawn first are wider, since runs of one seed coincide."""
+    """Line style of each run: earlier ones are wider, since runs with the same seed coincide."""
     count = len(records)
     return [{"color": SERIES[index % len(SERIES)], "linewidth": 1.4 * (count - index)} for index in range(count)]

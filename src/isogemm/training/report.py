@@ -12,7 +12,7 @@ from isogemm.training.results import Record
 
 
 def by_preset(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """The newest run of each backend, among those that differ from the newest of all in the backend alone."""
+    """Runs by preset: the newest run of each backend, of those with the newest run's other options and environment."""
     runs: dict[str, list[Record]] = {}
     for each in records:
         runs.setdefault(each["preset"], []).append(each)

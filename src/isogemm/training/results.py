@@ -1,4 +1,4 @@
-"""A run as one line of JSON, from which tables and plots are made; and the table that compares backends."""
+"""Recorded runs, one line of JSON each, and the table that compares backends."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _parse(made: Any) -> Record:
 
 
 def of_run(records: Sequence[Record], run: Run) -> Record | None:
-    """The record of this very run, with all its epochs' times and errors."""
+    """Find the record of this run, with the same times and errors in all epochs."""
     epochs = [asdict(epoch) for epoch in run.epochs]
     return next((each for each in records if each["run"] == run.identity and each["epochs"] == epochs), None)
 

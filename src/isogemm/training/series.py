@@ -1,4 +1,4 @@
-"""A multivariate series: read from a CSV or made, split in three parts, cut into windows."""
+"""A multivariate series: read from a CSV or synthetic, split in three parts, cut into windows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SeriesError(ValueError):
 
 @dataclass(frozen=True)
 class Series:
-    """Rows in the order of time; `name` is the file's, or says how they were made."""
+    """Rows in order of time; `name` is the file's, or says how they were made."""
 
     name: str
     channels: tuple[str, ...]
@@ -53,14 +53,14 @@ class Series:
 
 
 def read_csv(path: AnyPath) -> Series:
-    """A header, then a date and a number per channel in each line, as the ETT files have it."""
+    """Read a header, then a date and a number per channel in each line, as in the ETT files."""
     path = Path(path)
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:  # what is no text is then no number
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:  # invalid bytes are no number
         return _Csv(path, file).series()
 
 
 def synthetic(rows: int, channels: int, seed: int = 0) -> Series:
-    """Hourly channels with a daily and a weekly season, a trend and noise, each its own."""
+    """Make hourly channels, each with its own daily and weekly season, trend and noise."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(low: float, high: float) -> Tensor:
@@ -82,14 +82,14 @@ def synthetic_rows(train_windows: int, window: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """The windows of a part: the first one's row, and how many there are, one per row."""
+    """The windows of a part: the row of the first one, and their number, one per row."""
 
     first: int
     count: int
 
 
 class Windows(NamedTuple):
-    """Scaled values, and where each part's windows begin: `inputs` rows, then the `horizon` rows to forecast."""
+    """Scaled values and the windows of each part: `inputs` rows, then the `horizon` rows to forecast."""
 
     values: Tensor  # [channels, rows] float32
     inputs: int
@@ -110,7 +110,7 @@ class Windows(NamedTuple):
 
 
 def cut(series: Series, inputs: int, horizon: int) -> Windows:
-    """70% of the rows to train on, the last 20% to test, between them those to validate.
+    """Split a series: 70% of the rows to train on, the last 20% to test, those between to validate.
 
     A validation or test window may begin in the part before, but what it forecasts is its own part's. Each channel is
     scaled by the mean and standard deviation of its training rows; one that is constant there is only shifted.
@@ -146,7 +146,7 @@ def cut(series: Series, inputs: int, horizon: int) -> Windows:
 
 
 def _scaling(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean and the deviation of each column: of a constant one exact, and where squares under- or overflow."""
+    """Mean and deviation of each column; exact for constant columns, safe where squares under- or overflow."""
     mean = values[0] + (values - values[0]).mean(0)
     centred = values - mean
     _, exponent = torch.frexp(centred.abs().amax(0))
@@ -154,7 +154,7 @@ def _scaling(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_lost(values: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Columns in which over half of the distinct values coincide when scaled to float32."""
+    """Find columns in which over half of the distinct values coincide when scaled to float32."""
     ordered = values.sort(0).values
     scaled = ((ordered - mean) / std).float()
     steps, left = ((each[1:] != each[:-1]).sum(0) for each in (ordered, scaled))

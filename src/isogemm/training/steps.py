@@ -1,6 +1,4 @@
-"""A training step and an evaluation, each a sequence of launches that asks the host for nothing: a CUDA graph of it
-needs a replay alone, without a copy.
-"""
+"""Training steps and evaluations that need nothing from the host while they run: CUDA graphs can replay them."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ _WARMUPS = 3  # steps before a capture: compilation, libraries' workspaces, the 
 
 
 class Objective(nn.Module):
-    """Forecasts the windows of a batch: their mean squared error, or sums of errors."""
+    """Loss of a batch of windows: the mean squared error, or sums of errors."""
 
     def __init__(self, model: nn.Module, windows: Windows, autocast: torch.dtype | None = None) -> None:
         super().__init__()
@@ -30,7 +28,8 @@ class Objective(nn.Module):
     def forward(self, values: Tensor, batches: Tensor, position: Tensor, summed: bool = False) -> Tensor:
         """values [channels, rows], batches [batches, batch]: the rows at which their windows begin, position [1].
 
-        The mean squared error; or the sums of squared and of absolute errors in float64, without windows below 0.
+        Returns the mean squared error; with `summed` the sums of squared and absolute errors in float64, without the
+        windows whose row is below 0.
         """
         starts = batches.index_select(0, position)[0]
         windows = values.unfold(1, self.inputs + self.horizon, 1).transpose(0, 1)
@@ -45,7 +44,7 @@ class Objective(nn.Module):
 
 
 class Training:
-    """An epoch's steps. Its batches and losses are on the device, and a counter of the steps done."""
+    """The steps of an epoch, with batches, losses and a step counter on the device."""
 
     def __init__(
         self, objective: nn.Module, optimizer: torch.optim.Optimizer, values: Tensor, shape: tuple[int, int]
@@ -58,20 +57,20 @@ class Training:
         self._launches: list[tuple[int, Callable[[], object]]] = [(1, self._step)]
 
     def begin(self, batches: Tensor, losses: Tensor) -> None:
-        """batches [steps, batch]: where the windows of each step begin; losses: of the steps that were done before."""
+        """Start an epoch. batches [steps, batch]: first rows of the windows; losses: of the steps that are done."""
         self._batches.copy_(batches)
         self._losses.zero_()
         self._losses[: len(losses)] = losses.to(self._losses)
         self._position.fill_(len(losses))
 
     def advance(self, most: int) -> int:
-        """Launch a step, or as many as a graph has, `most` at most; returns how many."""
+        """Launch one step, or as many as a graph has, at most `most`; return how many."""
         count, launch = next(each for each in self._launches if each[0] <= most)
         launch()
         return count
 
     def losses(self, done: int) -> Tensor:
-        """The losses of the epoch's first steps."""
+        """Return the losses of the epoch's first `done` steps."""
         return self._losses[:done]
 
     def prepare(self, model: nn.Module, graph_steps: int = 0) -> None:
@@ -98,7 +97,7 @@ class Training:
 
 
 class Evaluation:
-    """Mean squared and absolute error over a part's windows, all of them: the last batch is filled up and masked."""
+    """Sums of errors over all windows of a part; the last batch is padded and masked."""
 
     def __init__(
         self, objective: nn.Module, windows: Windows, part: Part, batch: int, rank: int = 0, of: int = 1
@@ -156,7 +155,7 @@ def captured(step: Callable[[], object], times: int = 1, pool: Any = None) -> to
 
 @contextmanager
 def unchanged(tensors: Iterable[Tensor], optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
-    """The tensors, the optimizer's state and the generators are afterwards as they were, in the same memory."""
+    """Restore the tensors, the optimizer's state and the generators after the block, in the same memory."""
 
     def state() -> list[Tensor]:
         return [each for one in optimizer.state.values() for each in one.values() if isinstance(each, Tensor)]

@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 
 
 class FailedElsewhere(Exception):
-    """Another process of the run failed, and says why."""
+    """Another process of the run failed, and reports why."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class World:
         return self.rank == 0
 
     def share(self, batches: Tensor) -> Tensor:
-        """This process's part of every batch. [batches, batch] -> [batches, batch / size]"""
+        """Return this process's part of every batch: [batches, batch] -> [batches, batch / size]."""
         return batches.chunk(self.size, 1)[self.rank]
 
     def mean(self, values: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class World:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Fail in all processes where one fails in this block, instead of waiting for it. No collective inside."""
+        """Raise in all processes if one raises in this block, so that none waits. No collective may run inside."""
         failure = None
         try:
             yield
@@ -72,7 +72,7 @@ class World:
 
 @contextmanager
 def entered(device: torch.device) -> Iterator[World]:
-    """The processes of torchrun, if it started this one: over NCCL on a GPU each, over gloo on the CPU."""
+    """Join the processes of torchrun, if it started this one: by NCCL with a GPU each, by gloo on the CPU."""
     gpu = device.type == "cuda"
     if not (distributed.is_available() and distributed.is_torchelastic_launched()):
         with torch.cuda.device(device) if gpu else nullcontext():
