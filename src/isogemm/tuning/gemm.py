@@ -26,15 +26,15 @@ from isogemm.verify.compare import compare_bits
 
 Job = tuple[Problem, Config]  # to compile
 
-EPILOGUES = {  # what stands for a kind of epilogue: its kind of problem
+EPILOGUES = {  # kind of problem: the epilogue measured for it
     "activated": Epilogue(bias="n", activation="gelu_tanh"),
     "gated": Epilogue(activation="swiglu"),
     "gradient": Epilogue(activation="gelu", gradient="pre"),  # of the hidden layer, in the product that gives it
     "gated gradient": Epilogue(activation="swiglu", gradient="pre"),
 }
 KINDS = ("linear", "dx", "dw", *EPILOGUES)
-OTHER_BITS = "other bits"  # why a config does not count that breaks the contract
-FORWARD = ("linear", "activated", "gated")  # x [tokens, k] times the weight's transpose; the others are of gradients
+OTHER_BITS = "other bits"  # the reason for a config that breaks the contract
+FORWARD = ("linear", "activated", "gated")  # x [tokens, k] times the weight's transpose; the others are gradients
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ def candidates(point: Point) -> list[Config]:
             config = replace(config, persistent=config.persistent or waits, pdl=False)
             chosen.append(replace(config, parallel_chunks=True))
         chosen.append(config)
-    if point.kind in EPILOGUES:  # which would spill registers with so wide a tile
+    if point.kind in EPILOGUES:  # these would spill registers with so wide a tile
         chosen = [config for config in chosen if not (config.rest_n and config.num_warps == 4)]
     fitted = (configs.fitted(problem, config) for config in chosen)
     return list(dict.fromkeys(config for config in fitted if not configs.illegal(problem, config)))
 
 
 def _small(problem: Problem) -> Iterator[Config]:
-    """The weight's tile is the left operand, the tokens a few columns."""
+    """Few tokens: swapped operands, the weight's tile on the left and the tokens as columns."""
     wide = 2 if problem.dtype != "float32" else 1
     columns = 8 if problem.m <= 8 else 16
     for block_m, block_k, warps, stages in (
@@ -179,7 +179,7 @@ def _large(problem: Problem) -> Iterator[Config]:
 
 
 def _across(problem: Problem) -> Iterator[Config]:
-    """TF32 that is not along k in memory: warpgroups would have it turned first, single warps read it as it lies."""
+    """TF32 operands not contiguous along k: wgmma would need a transposed copy, single warps read them in place."""
     for block_m, block_n, block_k, warps, stages in (
         (64, 64, 32, 2, 4), (64, 64, 64, 2, 2), (32, 128, 32, 4, 4), (32, 64, 32, 2, 5), (64, 32, 32, 2, 5),
         (32, 256, 32, 4, 3), (32, 32, 32, 1, 6), (128, 128, 32, 8, 3), (64, 64, 32, 4, 3),
@@ -195,7 +195,7 @@ def _across(problem: Problem) -> Iterator[Config]:
 
 
 def _fma(problem: Problem) -> Iterator[Config]:
-    """ieee: block_k is pinned; operands pass through registers."""
+    """ieee: block_k is fixed; operands pass through registers."""
     if problem.m <= 16:
         for block_m, warps, stages in ((16, 2, 8), (32, 4, 8), (32, 2, 8), (64, 4, 8), (64, 2, 6)):
             yield Config(block_m, 8 if problem.m <= 8 else 16, 16, warps, stages, swapped=True, pdl=True)
@@ -207,7 +207,7 @@ def _fma(problem: Problem) -> Iterator[Config]:
 
 
 def _split(problem: Problem) -> Iterator[Config]:
-    """tf32x3: three products of halves that are made in registers."""
+    """tf32x3: three products of operand halves, which are split in registers."""
     for block_m, block_n, warps, stages in (
         (16, 32, 2, 5), (16, 64, 4, 5), (16, 128, 4, 4), (32, 64, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3),
         (64, 128, 8, 3),
@@ -248,7 +248,7 @@ def jobs(chosen: Mapping[Point, Collection[Config]]) -> dict[tuple[object, ...],
 
 
 def precompile(job: Job, index: int | None = None) -> str:
-    """Compile a kernel; return why it failed, or nothing. index: of the GPU; None: this process's current one."""
+    """Compile a kernel; return why it failed, or "". index: the GPU; None for the current one."""
     problem, config = job
     try:
         if index is not None:
@@ -260,7 +260,7 @@ def precompile(job: Job, index: int | None = None) -> str:
 
 
 class Operands:
-    """Weights of one shape, enough of them to be cold when their turn comes, and tokens to go with them."""
+    """Weights of one shape, enough of them that each is cold in cache at its turn, and tokens for them."""
 
     def __init__(self, n: int, k: int, dtype: torch.dtype) -> None:
         self.n, self.k, self.dtype = n, k, dtype
@@ -268,7 +268,6 @@ class Operands:
         self.weights = torch.randn(self.sets, n, k, device="cuda", dtype=dtype)
 
     def calls(self, point: Point) -> list[Call]:
-        """The point's products."""
         t, problem = point.tokens, point.problem
         x = torch.randn(t, self.k, device="cuda", dtype=self.dtype)
         grad = torch.randn(t, self.n, device="cuda", dtype=self.dtype)
@@ -305,7 +304,7 @@ class Call:
 
     @property
     def results(self) -> tuple[torch.Tensor, ...]:
-        """All that a launch writes."""
+        """All tensors that a launch writes."""
         second = self.read[PLACES["second"]]
         return (self.out,) if second is None else (self.out, second)
 
@@ -313,7 +312,7 @@ class Call:
         plan.run((self.a, self.b, self.b_up, *self.read), self.out)
 
     def run_torch(self) -> None:
-        """The bare product: what every epilogue is compared with."""
+        """Run torch's plain product, which every epilogue is compared with."""
         torch.mm(self.a, self.b, out=self.out)
         if self.b_up is not None:
             torch.mm(self.a, self.b_up, out=self.out)

@@ -20,20 +20,20 @@ class Row:
     """A point's times in microseconds per call, and the configs they are of."""
 
     point: Point
-    before: Config  # what served it
-    after: Config  # what serves it now: the same where nothing was clearly faster
+    before: Config  # served the point before
+    after: Config  # serves it now; the same if nothing was clearly faster
     before_us: float | None  # None where it could not be measured
     after_us: float
     torch_us: float
 
     @property
     def gain(self) -> float | None:
-        """The time before over that after."""
+        """Time before / time after."""
         return None if self.before_us is None else self.before_us / self.after_us
 
     @property
     def speedup(self) -> float:
-        """torch's time over that after."""
+        """torch's time / time after."""
         return self.torch_us / self.after_us
 
     @property
@@ -53,22 +53,22 @@ class Report:
     gpu: str
     rows: tuple[Row, ...]
     skipped: tuple[str, ...]  # configs and points that could not be measured, and configs with other bits
-    unvisited: int  # points for which there was no time
+    unvisited: int  # points that were not reached
     path: Path | None  # of the file; None where nothing was kept
 
     @property
     def gain(self) -> float | None:
-        """Geometric mean of the times before over those after; None where there are none."""
+        """Geometric mean of the rows' gains; None without rows."""
         return _mean(row.gain for row in self.rows)
 
     @property
     def speedup(self) -> float | None:
-        """Geometric mean of torch's times over those after."""
+        """Geometric mean of the rows' speed-ups over torch; None without rows."""
         return _mean(row.speedup for row in self.rows)
 
     @property
     def differing(self) -> tuple[str, ...]:
-        """What has other bits than the canonical config on this GPU: the contract does not hold on it."""
+        """Configs whose bits differ from the canonical config's: the contract does not hold on this GPU."""
         return tuple(each for each in self.skipped if each.endswith(OTHER_BITS))
 
     @property

@@ -1,4 +1,4 @@
-"""A tuning run: points are measured one after another, and what is faster is kept at once."""
+"""A tuning run: measures one point after another and keeps the fastest config of each at once."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from isogemm.tuning.report import Report, Row
 from isogemm.tuning.weights import Weight
 from isogemm.verify.parallel import process_count
 
-TOKENS = (1, 4096, 64, 512, 16, 2048, 256, 8192, 128, 1024)  # the most useful first: a run may end early
-FEWEST_BACKWARD = 256  # of TOKENS, in gradients
+TOKENS = (1, 4096, 64, 512, 16, 2048, 256, 8192, 128, 1024)  # most useful first: a run may end early
+FEWEST_BACKWARD = 256  # least of TOKENS at which gradients are measured
 # times the shortest predicted time; on weights that the model never saw, 0.995 of the best speed is within it
 LIKELY = 1.3
-GAIN = 1.015  # what serves a point stays unless another config is faster by more: times vary by about as much
+GAIN = 1.015  # least speed-up for which a point's config is replaced: times vary by about as much
 
 _PROCESS_BYTES = 2 << 30  # device memory of a process that compiles
 
@@ -53,7 +53,7 @@ def points(
 
 @dataclass
 class Run:
-    """Measures points until they end, or the time does; what was measured is kept whatever ends it."""
+    """Measures points until all are done or time is up. Whatever ends it, what was measured is kept."""
 
     points: Sequence[Point]
     measure: Callable[[Point, Sequence[Config]], Measured]
@@ -67,7 +67,7 @@ class Run:
     _visited: int = field(default=0, init=False)
 
     def run(self) -> Report:
-        """Measure; the report is of all that was measured. OSError before, where it could not be kept."""
+        """Measure the points and report them. OSError, before measuring, if results could not be kept."""
         tuned.require_writable(self.points[0].gpu)
         end = self.clock() + self.seconds
         try:
@@ -92,7 +92,7 @@ class Run:
         return Report(self.points[0].gpu, tuple(rows), tuple(self.skipped), left, self.path)
 
     def _prepared(self, end: float) -> Iterator[tuple[Point, list[Config]]]:
-        """Points and their candidates, whose kernels are compiled: those of one number of tokens together."""
+        """Yield points with their compiled candidates; points with the same number of tokens are compiled together."""
         compiled: set[tuple[object, ...]] = set()
         for tokens, together in itertools.groupby(self.points, key=lambda point: point.tokens):
             chosen = {}
@@ -131,7 +131,7 @@ class Run:
 
 
 def on_current_gpu(points: Sequence[Point], seconds: float | None, progress: Progress) -> Run:
-    """A run that measures on torch's current GPU."""
+    """Make a run that measures on torch's current GPU."""
     if seconds is not None and not seconds > 0:
         raise ValueError(f"seconds is {seconds}; expected a time above 0")
     index = torch.cuda.current_device()
@@ -144,7 +144,7 @@ def on_current_gpu(points: Sequence[Point], seconds: float | None, progress: Pro
 
 
 def current_gpu() -> devices.DeviceFacts:
-    """Facts about torch's current GPU; RuntimeError where there is none that the kernels run on."""
+    """Return facts about torch's current GPU; RuntimeError if the kernels cannot run on it, or there is none."""
     if not torch.cuda.is_available():
         raise RuntimeError("isogemm.tune needs a GPU, and torch.cuda is not available here")
     facts = devices.facts(torch.device("cuda"))
@@ -171,7 +171,7 @@ def _candidates(point: Point) -> list[Config]:
 
 
 def _row(point: Point, chosen: Sequence[Config], measured: Measured) -> Row | None:
-    """What was measured of the point and what is to serve it; None where no config counts."""
+    """Make the report's row: times before and after, and the config to keep; None if no config could be measured."""
     before, us = chosen[0], measured.us
     times = {config: us[str(config)] for config in chosen if str(config) in us}
     if not times:
