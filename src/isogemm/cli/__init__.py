@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def doctor(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Versions, devices, and which kernels serve calls on them."""
+    """Show versions, devices, and which kernels serve calls on them."""
     devices = all_devices()
     env = runner.environment(devices[0])
     terminal.line(f"isogemm {isogemm.__version__}")
@@ -149,7 +149,7 @@ def make_report(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def demo(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Bits, accuracy and speed of every family, and a report."""
+    """Show bits, accuracy and speed of every family, and write a report."""
     device = find_device(args.device)
     files.require_writable(args.out.parent)  # before minutes of work
     on_cpu = device.type == "cpu"
@@ -240,7 +240,7 @@ def _measure(
 
 
 def _recorded(paths: Sequence[Path]) -> tuple[list[Row], list[results.Record]]:
-    """The measurements, and the training runs, of these files and of those below these folders."""
+    """Read the measurements and the training runs in these files, and in files below these folders."""
     rows: list[Row] = []
     runs: list[results.Record] = []
     with values_as_usage():
@@ -268,7 +268,7 @@ def _speed_table(rows: Sequence[Row], terminal: Terminal) -> None:
 
 
 def _failure_table(failures: Sequence[runner.Failure], terminal: Terminal) -> int:
-    """Show the cases that gave no time; the exit code they call for."""
+    """Show the cases that could not be measured; return the exit status."""
     lines = [[failure.label, failure.stage, failure.message] for failure in failures]
     terminal.table("Failures", ["case", "stage", "message"], lines)
     return FAILED if failures else OK

@@ -67,7 +67,7 @@ class Terminal:
 
     @contextmanager
     def progress(self, shown: bool = True) -> Iterator[Progress]:
-        """Shows how many steps are done and which one begins: a bar on a terminal, lines elsewhere."""
+        """Show how many steps are done and which one begins: a bar on a terminal, lines elsewhere."""
         if not shown or self._err is None or not self._err.is_terminal:
             yield _line_per_step() if shown else lambda done, total, step: None
             return
@@ -114,7 +114,7 @@ class Column:
 
     @property
     def least(self) -> int:
-        """The width at which no number is broken, and no word but a long one."""
+        """Smallest width that breaks no number, and only long words."""
         words = " ".join((self.name, *self.cells)).split()
         return max(*map(len, self.cells if self.numeric else ()), min(_NARROWEST, max(map(len, words), default=1)), 1)
 

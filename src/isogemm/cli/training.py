@@ -84,7 +84,7 @@ def _asked(args: argparse.Namespace) -> Asked:
 
 @contextmanager
 def _stop_requests(noted: bool) -> Iterator[Callable[[], bool]]:
-    """Note the first SIGINT or SIGTERM, and yield a function that says whether it came; a second one acts as usual."""
+    """Catch the first SIGINT or SIGTERM; yield a function that says whether it came. A second one acts as usual."""
     came: list[int] = []
 
     def note(number: int, frame: object) -> None:
@@ -113,7 +113,7 @@ def _free_memory(compiled: bool) -> None:
 
 @contextmanager
 def _claimed(out: Path, here: world.World) -> Iterator[None]:
-    """The folder of a run, for the process that writes there."""
+    """Hold the lock of a run's folder, in the process that writes there."""
     with ExitStack() as held:
         with here.together():
             if here.leads:
@@ -124,11 +124,11 @@ def _claimed(out: Path, here: world.World) -> Iterator[None]:
 def _train(
     args: argparse.Namespace, asked: Asked, here: world.World, stop: Callable[[], bool], terminal: Terminal
 ) -> int:
-    """Train with each backend, record and show the runs that ended; the exit status."""
+    """Train with each backend, record and show the runs that ended; return the exit status."""
     config, plan, series = asked
     file = args.out / folder.RESULTS
     with values_as_usage(), here.together():
-        earlier = results.read(file) if here.leads else []  # which also finds a torn line before, not after training
+        earlier = results.read(file) if here.leads else []  # finds a broken line before training, not after
         if here.leads and plan.folder and not (args.resume or args.overwrite):
             folder.require_no_run(args.out)
     records, code = [], OK

@@ -1,4 +1,4 @@
-"""`isogemm tune`: measure configs for a model's weights on this GPU. And what `doctor` shows of them."""
+"""`isogemm tune`: measures configs for a model's weights on this GPU. And what `doctor` shows of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tune(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def show_tuned(gpus: Iterable[torch.device], terminal: Terminal) -> None:
-    """Say what is tuned for these GPUs."""
+    """Print what is tuned for these GPUs."""
     for name in dict.fromkeys(facts(device).name for device in gpus):
         kept = tuned.summary(name)
         if not env.settings.tuned:
@@ -67,7 +67,7 @@ def _weights(args: argparse.Namespace) -> list[Weight]:
 
 
 def _gpu(dry_run: bool) -> DeviceFacts:
-    """The GPU to tune for; for a list of points any will do."""
+    """Return facts about the GPU to tune for; a dry run needs none."""
     try:
         return run.current_gpu()
     except RuntimeError as error:
