@@ -320,7 +320,6 @@ def _multiplied_by_torch(module: torch.nn.Module) -> str:
 
 
 def _note(module: torch.nn.Module) -> str:
-    """Return the report's note on a module that is replaced."""
     if isinstance(module, torch.nn.TransformerEncoderLayer):
         attention = module.self_attn
         return slower_than_torch(attention.embed_dim, attention.num_heads, module.linear1.weight.dtype)
