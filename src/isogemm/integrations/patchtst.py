@@ -140,14 +140,14 @@ class _Choices(NamedTuple):
     precision: str | None
     activation: str  # isogemm.encoder_layer's name
     types: tuple[type, ...]  # of the modules that are known by type
-    activation_options: tuple[tuple[str, object], ...]  # attributes of its module, by which it was told
+    activation_options: tuple[tuple[str, object], ...]  # attributes of its module that identify it
     scores_read: bool
-    by_factors: bool = False  # its stack only hands scores on, and is short enough to do so by factors
+    by_factors: bool = False  # its stack only passes scores on, and is short enough to pass factors
     usual_scale: bool = True  # of the state_dict that was loaded last: torch.compile cannot read a tensor's value
 
 
 class _Accelerated(PastForwards):
-    """The first base of an accelerated layer's class; the second is the class it had."""
+    """First base of an accelerated layer's class; the second is its original class."""
 
     family: ClassVar[Family]
     isogemm_choices: _Choices
@@ -322,7 +322,6 @@ def _other_dtype(parts: Parts, x: Tensor) -> str:
 
 
 def _note(parts: Parts) -> str:
-    """Return the report's note on a layer that is swapped."""
     weight = parameter(parts.q, "weight")
     if weight.device.type == "cpu":
         return "slower than torch's on the CPU, where isogemm gives reproducible bits and no speed"
