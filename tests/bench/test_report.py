@@ -145,6 +145,13 @@ def test_an_empty_report_says_so(tmp_path: Path) -> None:
     assert "no measurements were given" in path.read_text()
 
 
+def test_a_report_of_training_runs_alone_is_not_empty() -> None:
+    runs = report.Section("Training run", "GPU X", report.Table(["backend"], [[report.Cell("torch")]]), [])
+    html = report.render([], sections=[runs])
+    assert "Training run" in html
+    assert "nothing to show" not in html
+
+
 def test_bench_imports_without_its_extras() -> None:
     code = (
         "import sys\n"
