@@ -9,6 +9,7 @@ from encoder_oracle import assert_encoder_no_worse, isogemm_encoder
 from gradients import gradients_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import with_layout
 from strategies import float_dtypes, seeds, sizes
 
 import isogemm
@@ -20,7 +21,7 @@ from isogemm.verify.encoder_reference import (
     encoder_tensors,
     torch_encoder,
 )
-from isogemm.verify.inputs import make_data, with_layout
+from isogemm.verify.inputs import make_data
 from isogemm.verify.poison import poisoned_allocations
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -110,7 +110,7 @@ def test_neighbours_do_not_matter(m, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "broadcast"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("m", [1, 20, 100])
 def test_memory_does_not_matter(m, layout, dtype):
     """Strides and alignment of x and bias, and alignment of the weight; its strides too where the height is free."""
@@ -270,7 +270,7 @@ def test_micro_batches(which, chunk, n, k, dtype):
 
 
 @pytest.mark.parametrize("which", GRADIENTS)
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "broadcast"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_from_any_memory(layout, which):
     operands = _token_case(300, 33, 20, torch.bfloat16)
     awkward = (with_layout(y, layout) for y in operands)

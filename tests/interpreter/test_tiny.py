@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from layouts import with_layout
 from nonfinite import assert_same_nonfinite
 
 from isogemm.gemm.reference import round_to_tf32
@@ -9,7 +10,7 @@ from isogemm.tiny import configs, op
 from isogemm.tiny.configs import DotConfig, Problem, RegistersConfig
 from isogemm.tiny.kernels import launch_bmm
 from isogemm.verify.compare import assert_bitwise_equal
-from isogemm.verify.inputs import make_operands, with_layout
+from isogemm.verify.inputs import make_operands
 
 SHAPES = [  # batch, m, k, n
     (2, 1, 1, 1),

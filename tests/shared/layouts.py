@@ -6,9 +6,23 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from isogemm.verify.inputs import layouts_for, with_layout
+from isogemm.verify import inputs
 
-LAYOUTS = ("transposed", "strided", "broadcast", "turned")
+EVERY_LAYOUT = (*inputs.LAYOUTS, "broadcast")
+_VARIED = ("transposed", "strided", "broadcast", "turned")
+
+
+def with_layout(x, layout):
+    """`inputs.with_layout`, or "broadcast": the first element of axis 0, repeated with stride 0."""
+    if layout == "broadcast":
+        return inputs.with_layout(x[:1], "contiguous").expand(x.shape) if len(x) else x.clone()
+    return inputs.with_layout(x, layout)
+
+
+def layouts_for(ndim):
+    """Those of EVERY_LAYOUT that a tensor of `ndim` axes can have."""
+    least = {"contiguous": 0, "misaligned": 0, "transposed": 2, "broadcast": 3}
+    return tuple(layout for layout in EVERY_LAYOUT if ndim >= least.get(layout, 1))
 
 
 def _arranged(x, layout):
@@ -21,8 +35,8 @@ def variations(tensors):
     """(what, tensors): as they are, and every one in every layout, another one each at a time; of a dict of tensors."""
     yield "as they are", tensors
     matrices = [name for name, x in tensors.items() if x.ndim and x.is_floating_point()]
-    for first in range(len(LAYOUTS)):
-        chosen = dict(zip(matrices, itertools.islice(itertools.cycle(LAYOUTS), first, None), strict=False))
+    for first in range(len(_VARIED)):
+        chosen = dict(zip(matrices, itertools.islice(itertools.cycle(_VARIED), first, None), strict=False))
         yield str(chosen), tensors | {name: _arranged(tensors[name], layout) for name, layout in chosen.items()}
 
 

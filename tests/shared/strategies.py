@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from hypothesis import strategies as st
+from layouts import layouts_for
 from tensor_cases import FLOAT_DTYPES, ODD_SIZES, TensorCase
 
-from isogemm.verify.inputs import DATA_KINDS, layouts_for
+from isogemm.verify.inputs import DATA_KINDS
 
 
 def sizes(max_size: int, *, min_size: int = 1) -> st.SearchStrategy[int]:

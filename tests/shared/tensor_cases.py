@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from layouts import with_layout
 
-from isogemm.verify.inputs import make_data, with_layout
+from isogemm.verify.inputs import make_data
 
 ODD_SIZES = (1, 3, 17, 63, 65, 127, 1000)
 

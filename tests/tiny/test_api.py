@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from layouts import with_layout
 from torch.autograd import gradcheck, gradgradcheck
 
 import isogemm
 from isogemm.core import env
 from isogemm.tiny import api
 from isogemm.verify.compare import assert_bitwise_equal
-from isogemm.verify.inputs import make_operands, with_layout
+from isogemm.verify.inputs import make_operands
 from isogemm.verify.poison import poisoned_allocations
 
 SOURCE = Path(__file__).parents[2] / "src"

@@ -6,11 +6,10 @@ from isogemm.verify.compare import compare_bits
 
 def test_result_states():
     assert CheckResult("x", 3, 0, 0).passed
-    assert CheckResult("x", 3, 1, 9).failed
-    assert CheckResult("x", 0, 0, 0).failed
+    assert not CheckResult("x", 3, 1, 9).passed
+    assert not CheckResult("x", 0, 0, 0).passed
     skipped = skip("x", "no GPU")
     assert not skipped.passed
-    assert not skipped.failed
     assert skipped.skipped == "no GPU"
 
 
@@ -27,7 +26,7 @@ def test_run_trials_counts_and_keeps_the_first_failure():
 
     result = run_trials("rows", 4, trial, covered="four rows")
     assert (result.trials, result.failures, result.differing) == (4, 2, 6)
-    assert result.failed
+    assert not result.passed
     assert result.detail.startswith("trial 1: 2 of 4 elements differ (50.00%), first at (1,)")
 
 
@@ -40,7 +39,7 @@ def test_run_trials_reports_exceptions_and_mismatches():
     assert (result.failures, result.differing) == (1, 0)
     assert result.detail == "trial 1: AssertionError: seed is one"
     mismatch = run_trials("rows", 1, lambda seed: [compare_bits(torch.ones(2), torch.ones(3))])
-    assert mismatch.failed
+    assert not mismatch.passed
     assert "shape (3,)" in mismatch.detail
 
 

@@ -25,10 +25,6 @@ class CheckResult:
     def passed(self) -> bool:
         return not self.skipped and self.trials > 0 and self.failures == 0
 
-    @property
-    def failed(self) -> bool:
-        return not self.skipped and not self.passed
-
 
 @dataclass(frozen=True)
 class Check:

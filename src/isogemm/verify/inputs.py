@@ -95,21 +95,10 @@ DATA_KINDS = tuple(_MAKERS)
 
 
 def with_layout(tensor: Tensor, layout: str) -> Tensor:
-    """The same shape and values in other memory, one of `LAYOUTS`; what lies outside the view is poison.
-
-    "broadcast" repeats the first element of axis 0 with stride 0, so its values are not the given ones.
-    """
+    """The same shape and values in other memory, one of `LAYOUTS`; what lies outside the view is poison."""
     if layout not in _LAYOUTS:
         raise ValueError(f"layout: got {layout!r}, expected one of {', '.join(LAYOUTS)}")
-    least, arrange = _LAYOUTS[layout]
-    if tensor.dim() < least:
-        raise ValueError(f"layout {layout!r} needs at least {least} axes, got shape {tuple(tensor.shape)}")
-    return arrange(tensor.detach())
-
-
-def layouts_for(ndim: int) -> tuple[str, ...]:
-    """The layouts that a tensor of `ndim` axes can have."""
-    return tuple(name for name, (least, _) in _LAYOUTS.items() if ndim >= least)
+    return _LAYOUTS[layout](tensor.detach())
 
 
 def _poisoned_buffer(like: Tensor, shape: list[int]) -> Tensor:
@@ -133,15 +122,11 @@ def _misaligned(tensor: Tensor) -> Tensor:
     return _poisoned_buffer(tensor, [tensor.numel() + 2])[1:-1].view(tensor.shape).copy_(tensor)
 
 
-_LAYOUTS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {  # name: (least axes, arrange)
-    "contiguous": (0, _contiguous),
-    "transposed": (2, lambda tensor: _contiguous(tensor.mT).mT),
-    "sliced": (1, _sliced),
-    "strided": (1, _strided),
-    "broadcast": (
-        3,
-        lambda tensor: _contiguous(tensor[:1]).expand(tensor.shape) if len(tensor) else _contiguous(tensor),
-    ),
-    "misaligned": (0, _misaligned),
+_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": _contiguous,
+    "transposed": lambda tensor: _contiguous(tensor.mT).mT,
+    "sliced": _sliced,
+    "strided": _strided,
+    "misaligned": _misaligned,
 }
 LAYOUTS = tuple(_LAYOUTS)

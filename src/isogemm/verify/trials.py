@@ -18,13 +18,12 @@ from isogemm.core import device as devices
 from isogemm.gemm import configs, reference
 from isogemm.verify.checks import Check, CheckResult, run_trials, skip
 from isogemm.verify.compare import BitDiff, compare_bits
-from isogemm.verify.inputs import DATA_KINDS, make_data, make_operands
+from isogemm.verify.inputs import DATA_KINDS, LAYOUTS, make_data, make_operands
 from isogemm.verify.parallel import run_in_processes
 from isogemm.verify.poison import poisoned_allocations
 from isogemm.verify.precision import fp32_precision
 
 NUMBERS = (("bfloat16", ""), ("float16", ""), ("float32", "ieee"), ("float32", "tf32"), ("float32", "tf32x3"))
-LAYOUTS = ("contiguous", "transposed", "sliced", "strided", "misaligned")
 THREADS = (1, 2, 3, 4, 8, 16)  # CPU threads, besides the default; 20 trials use each with float32
 
 Rows = Callable[[Tensor], Tensor]  # [rows, ...] -> [rows, ...], each row on its own
