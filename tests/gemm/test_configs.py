@@ -101,9 +101,9 @@ def test_sums_over_rows_are_of_whole_blocks():
 def test_long_walks_are_cut():
     """For 16-bit operands with a float32 result sooner: their rounding hides nothing."""
     for dtype in DTYPES:
-        assert accumulation_chunk(configs.LONGEST_WALK, dtype, dtype) == 0
-        chunk = accumulation_chunk(configs.LONGEST_WALK + 1, dtype, dtype)
-        assert 0 < chunk <= configs.LONGEST_WALK
+        assert accumulation_chunk(configs.LONGEST_SUM, dtype, dtype) == 0
+        chunk = accumulation_chunk(configs.LONGEST_SUM + 1, dtype, dtype)
+        assert 0 < chunk <= configs.LONGEST_SUM
         assert chunk & (chunk - 1) == 0
     wide = accumulation_chunk(4096, "bfloat16", "float32")
     assert 0 < wide < 4096
@@ -197,7 +197,7 @@ def test_illegal_configs_are_told_why(config, rule):
 
 def test_rules_of_numbers_and_chunks():
     for precision in ("ieee", "tf32x3"):
-        assert "its bits follow it" in illegal(
+        assert "its bits depend on it" in illegal(
             make_problem(dtype="float32", precision=precision), Config(64, 64, 64, 4, 2)
         )
     assert "not swapped" in illegal(

@@ -213,7 +213,7 @@ def test_a_batch_of_products_is_each_of_them():
 
 def test_k_longer_than_one_walk():
     """Sums that are cut: in the output's own memory where it is fp32, elsewhere beside it."""
-    x, weight, _ = _operands("bf16", configs.LONGEST_WALK + 1000, 256)
+    x, weight, _ = _operands("bf16", configs.LONGEST_SUM + 1000, 256)
     bias = make_data("normal", (256,), seed=3, dtype=torch.bfloat16, device=DEVICE)
     whole = _linear("bf16", x, weight)
     served = _gemm("bf16", x, weight.T, chunk=_accumulation("bf16", x.shape[1]))

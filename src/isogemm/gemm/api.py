@@ -160,13 +160,13 @@ def linear(
 def plain_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, precision: str | None
 ) -> Tensor:
-    """`linear` without an epilogue: the path whose host time counts, one call per linear layer and token."""
+    """`linear` without an epilogue: the path whose host time matters most, one call per layer and token."""
     if has_torch_function(NO_TENSOR) and not is_compiling():  # `is_intercepted`, without its frame
         given: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "out_dtype": out_dtype, "precision": precision}
         return handle_torch_function(linear, (), **given)
     key = plan = None
     try:
-        # A tracer would note down that the sizes were asked for.
+        # A tracer would record that the sizes were read.
         if not (is_tracing() or (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))):
             key = x.shape, weight.shape, bias is None, out_dtype, precision
     except (AttributeError, RuntimeError):  # no tensors, or nested ones
@@ -268,11 +268,11 @@ def _fused(
         and x.layout is weight.layout is torch.strided and not x.is_nested
     ):  # fmt: skip
         key = [function, x.shape, weight.shape, out_dtype, precision]
-        for name, value in epilogue.items():  # which arguments are tensors counts, and all of any other
+        for name, value in epilogue.items():  # of a tensor, that it is one; of other arguments, their values
             if isinstance(value, Tensor):
                 tensors.append(value)
                 key += name, Tensor
-            elif name in _FACTORS and type(value) in (int, float):  # a number of the call, or nothing
+            elif name in _FACTORS and type(value) in (int, float):  # only whether the number has an effect
                 key += name, value == _FACTORS[name]
             else:
                 key += name, type(value), tuple(value.items()) if isinstance(value, dict) else value
@@ -334,10 +334,10 @@ _BY_ROW = [name for name, shape in SHAPES.items() if shape.startswith("m")]  # t
 
 
 class _Known(NamedTuple):
-    """A fused call whose plan is known; without a plan, one that has to be prepared every time."""
+    """A fused call whose plan is known; without a plan, a call that must be prepared every time."""
 
     plan: Plan | None
-    places: tuple[int | None, ...]  # of the plan's inputs among the call's tensors, of which a new seed is the last
+    places: tuple[int | None, ...]  # of the plan's inputs among the call's tensors; a new seed is the last of these
     numbers: tuple[float | None, ...]
 
 
@@ -346,7 +346,7 @@ _known_fused: KnownCalls[_Known] = KnownCalls()
 
 
 def _known(call: Call, tensors: list[Tensor]) -> _Known | None:
-    """How to run calls like this one, if its plan reads the call's own tensors where they lie."""
+    """How to run calls like this one, if its plan reads the call's own tensors without copies."""
     operands = call.operands
     if operands.epilogue or operands.aux or autocast_dtype(call.x) is not None:
         return None
@@ -395,8 +395,8 @@ def mlp(
 ) -> Tensor:
     """residual + dropout(dropout(act(x @ weight.T + bias)) @ weight_down.T + bias_down), two launches.
 
-    As two calls of `linear`, but for the backward: the activation's derivative is the epilogue of the product that
-    gives its gradient, and what is kept for it is let go as soon as it was read.
+    As two calls of `linear`, except in the backward: the activation's derivative is the epilogue of the product that
+    computes its gradient, and what is saved for it is freed as soon as it was read.
     """
     if is_intercepted():
         return handle_torch_function(mlp, (), **locals())
@@ -448,7 +448,7 @@ def _mlp_calls(
     x: Tensor, weight: Tensor, weight_down: Tensor, first: Mapping[str, Any], second: Mapping[str, Any],
     hidden_dropout_p: float, dropout_p: float, out_dtype: torch.dtype | None, precision: str | None,
 ) -> tuple[Call, Call]:  # fmt: skip
-    """The two layers of an `mlp`; the second's x is yet to be the first's result."""
+    """The two layers of an `mlp`; the second's x is a placeholder for the first's result."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}; expected a torch.Tensor [..., K]")
     require_tensor("weight", weight, 2, "[hidden, K]")
@@ -470,7 +470,7 @@ def _call(
     precision: str | None,
     by_rows: bool,
 ) -> Call:
-    """The call that the arguments mean, after autocast; the tensors' shapes are checked by what serves them."""
+    """Make the call from the arguments, after autocast; what serves it checks the tensors' shapes."""
     get = epilogue.get
     activation, activation_args, dropout_p = get("activation"), get("activation_args"), get("dropout_p", 0)
     arguments: tuple[float, ...] = ()
@@ -530,7 +530,7 @@ _C, _ALPHA, _BETA = (PLACES[name] for name in ("c", "alpha", "beta"))
 
 
 def _require_tensors(operands: Mapping[str, Any], aux: Sequence[Any]) -> None:
-    """Raise where an argument that is to be a tensor is none."""
+    """Raise where an argument that must be a tensor is none."""
     named = {name: each for name, each in operands.items() if each is not None and name not in _FACTORS}
     for name, each in {**named, **{f"aux[{index}]": each for index, each in enumerate(aux)}}.items():
         if not isinstance(each, Tensor):

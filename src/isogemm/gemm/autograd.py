@@ -37,20 +37,20 @@ class Linear(torch.autograd.Function):
 
 
 def _keep_factors(ctx: Any, a: Tensor, b: Tensor, precision: str | None) -> None:
-    """Keep each factor of a product where the other's gradient is wanted."""
+    """Save each factor of a product if the other's gradient is needed."""
     needs_a, needs_b = ctx.needs_input_grad[:2]
     ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
     ctx.shapes, ctx.dtype, ctx.precision = (a.shape, b.shape), a.dtype, precision
 
 
-Accumulated = tuple[Tensor | None, Tensor | None]  # a parameter, and its main_grad if that is added to
+Accumulated = tuple[Tensor | None, Tensor | None]  # a parameter, and its main_grad if the gradient is added to that
 
 
 def accumulated(owner: Tensor | None, needed: bool) -> Accumulated:
-    """The owner's main_grad, if the backward under way accumulates: it adds to `.grad`, and not with a graph.
+    """The owner, and its main_grad if the running backward accumulates into `.grad`, without a graph.
 
-    torch.autograd.grad returns gradients and accumulates none; a main_grad holds no graph, for which there is `.grad`.
-    A tensor hook is to see the gradient, and may change it: that goes to `.grad` too.
+    torch.autograd.grad returns gradients instead. Under create_graph the gradient goes to `.grad`, since a main_grad
+    holds no graph; so it does where a tensor hook must see the gradient.
     """
     main_grad = main_grad_of(owner) if needed and not torch.is_grad_enabled() else None
     if owner is None or main_grad is None or op.has_hooks(owner):
@@ -69,7 +69,7 @@ def _linear_gradients(
     unrounded, grad = grad, grad.to(ctx.dtype)
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     shape = ctx.shapes[1]
-    if needs_weight and weight_accumulated[1] is not None:  # both, before either is touched
+    if needs_weight and weight_accumulated[1] is not None:  # check both before either is changed
         op.require_total("weight.main_grad", weight_accumulated[1], shape, grad.device)
     if needs_bias and bias_accumulated[1] is not None:
         op.require_total("bias.main_grad", bias_accumulated[1], shape[:1], grad.device)
@@ -106,14 +106,14 @@ def _matmul_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | N
 
 
 def _product_summed_to(shape: torch.Size, a: Tensor, b: Tensor, precision: str | None) -> Tensor:
-    """A broadcast operand's gradient: a @ b, summed in float32 over what was broadcast; torch.sum's order is fixed."""
+    """A broadcast operand's gradient: a @ b, summed in float32 over the broadcast sizes; torch.sum's order is fixed."""
     summed = shape[:-2] != broadcast(a.shape[:-2], b.shape[:-2])
     product = matmul(a, b, torch.float32 if summed and a.dtype.itemsize == 2 else None, precision)
     return product.sum_to_size(shape).to(a.dtype) if summed else product
 
 
 def _weight_grad_gradients(ctx: Any, above: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of W = G^T X, whose own is `above`: dG = X dW^T and dX = G dW."""
+    """Gradients of W = G^T X: dG = X dW^T and dX = G dW, where dW is `above`."""
     grad, x = ctx.saved_tensors
     d_grad = by_rows(x, above.mT, ctx.precision) if ctx.needs_input_grad[0] else None
     d_x = by_rows(grad, above, ctx.precision) if ctx.needs_input_grad[1] else None
@@ -131,7 +131,7 @@ def _keep_resolved(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _keep_resolved(ctx, inputs, output)
-    # Not saved tensors: another micro-batch's backward may change a main_grad before this one's does.
+    # Not saved tensors: the backward of another micro-batch may change a main_grad in between.
     ctx.totals = inputs[3:5], inputs[5:7]
 
 
@@ -254,23 +254,23 @@ add_bias_grad = MainGradAdder(
 
 
 def parameter(x: Tensor | None) -> Tensor | None:
-    """x, where its gradient may be accumulated: nothing else is to be kept alive for a main_grad."""
+    """x if its gradient may be accumulated, else None: other tensors should not be kept alive for a main_grad."""
     return x if x is not None and x.is_leaf and x.requires_grad else None
 
 
 def main_grad_of(parameter: Tensor | None) -> Tensor | None:
-    """That of a leaf: of anything else no gradient is accumulated."""
+    """A leaf's main_grad; None for other tensors, whose gradients are not accumulated."""
     main_grad = getattr(parameter, "main_grad", None)
     return cast("Tensor | None", main_grad) if main_grad is not None and cast(Any, parameter).is_leaf else None
 
 
 def with_main_grad(*parameters: Tensor | None) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-    """The parameters that have a main_grad, and those."""
+    """The parameters that have a main_grad (None for the others), and their main_grads."""
     main_grads = tuple(map(main_grad_of, parameters))
     owners = (None if main_grad is None else of for of, main_grad in zip(parameters, main_grads, strict=True))
     return tuple(owners), main_grads
 
 
 def given_or_accumulated(given: Accumulated, needed: bool) -> Accumulated:
-    """`accumulated`; in a graph that is traced, what was given: its main_grads are arguments, and the operators ask."""
+    """`accumulated`; while tracing, what was given: main_grads are then arguments, and the add_* operators ask."""
     return accumulated(given[0], needed) if given[0] is None or type(given[0]) in PLAIN else given

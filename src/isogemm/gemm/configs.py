@@ -1,7 +1,7 @@
 """Problems of the GEMM family and the tiles that may serve them; `selection` chooses. Pure: no device, no tensors.
 
-A problem's bits are a function of its operands, its precision and its chunk. The chunk is a function of the weight's
-shape and dtype; everything in a Config may follow M.
+A problem's bits depend on its operands, its precision and its chunk. The chunk depends on the weight's shape and dtype.
+Everything in a Config may depend on M.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from isogemm.epilogues.spec import levels_off
 DTYPES = tuple(ITEMSIZE)
 
 WORKSPACE = 64 << 20  # bytes, the most that finished chunks may take
-LONGEST_WALK = 16384  # k of one sum in a product; longer ones are cut
-_CUT_WALK = 8192
-_PINNED = {"ieee": 16, "tf32x3": 32}  # block_k, where bits follow it
+LONGEST_SUM = 16384  # k of one sum in a product; longer ones are cut
+_CUT_SUM = 8192
+_PINNED = {"ieee": 16, "tf32x3": 32}  # block_k, where bits depend on it
 BIAS_CHUNK = 1024  # tokens of one sum in a bias gradient; divides every weight's chunk
 BIAS_ROWS = 64  # tokens of one sum that a product's epilogue makes for it
-BIAS_BLOCKS = BIAS_CHUNK // BIAS_ROWS  # of those in a chunk
+BIAS_BLOCKS = BIAS_CHUNK // BIAS_ROWS  # of those sums in a chunk
 BIAS_BLOCK_N, BIAS_BLOCK_T = 32, 64  # columns and tokens of a tile in the kernel; a bias gradient's bits depend on T
-_SPLIT_CHUNKS = 3  # in a bias gradient, that are summed side by side
-_SPLIT_COLUMNS = 8192  # from which on they are summed one after another
+_SPLIT_CHUNKS = 3  # least number of chunks that a bias gradient sums in parallel
+_SPLIT_COLUMNS = 8192  # from this many columns on, chunks are summed one after another
 _FEW_PROGRAMS = 128  # about one a multiprocessor
 _LARGEST_CHUNK = 4096  # tokens of one sum in a weight gradient
 
-_WIDE_WALK = 1024  # k of one sum in a float32 result of 16-bit operands, whose rounding hides nothing
+_WIDE_SUM = 1024  # k of one sum in a float32 result of 16-bit operands: no rounding hides its error
 _REGISTERS = 64  # of a thread, for finished chunks
 _MOST_WARPS = 16
 
@@ -88,10 +88,10 @@ class Problem:
             parts.append(f"chunk {self.chunk}")
         if self.accumulate:
             parts.append("accumulated")
-        return " ".join((*parts, *self._followed()))
+        return " ".join((*parts, *self._epilogue_names()))
 
-    def _followed(self) -> tuple[str, ...]:
-        """The epilogue in words."""
+    def _epilogue_names(self) -> tuple[str, ...]:
+        """Names of what the epilogue does."""
         e = self.epilogue
         names = [name for name in ("alpha", "row_scale", "col_scale", "beta", "bias") if getattr(e, name)]
         names += [name for name in (e.activation, e.user) if name]
@@ -105,24 +105,24 @@ class Problem:
 
     @property
     def chunks(self) -> int:
-        """How many sums an element has."""
+        """Number of sums per element."""
         return -(-self.k // self.chunk) if self.chunk else 1
 
     @property
     def kind(self) -> str:
-        """The layout and how much follows the sums: what configurations are measured for."""
+        """The layout and the kind of epilogue, for which configurations are measured."""
         e = self.epilogue
         followed = " gated" * e.gated + " gradient" * bool(e.gradient)
         return self.layout + (followed or " activated" * bool(e.activation or e.user))
 
     @property
     def weights(self) -> int:
-        """How many B there are."""
+        """Number of B operands."""
         return 2 if self.epilogue.paired else 1
 
     @property
     def number(self) -> str:
-        """The kind of arithmetic, by which the tables are sorted."""
+        """The kind of arithmetic, part of the tables' keys."""
         return self.precision if self.dtype == "float32" else "half"
 
     @property
@@ -148,12 +148,12 @@ class Config:
     block_k: int
     num_warps: int
     num_stages: int
-    kernel: Literal["pointer", "tma", "stream"] = "pointer"  # how operands are read: stream is TMA without a pause
+    kernel: Literal["pointer", "tma", "stream"] = "pointer"  # how operands are read; stream: TMA, across tiles
     swapped: bool = False  # computed as C^T = B^T A^T; block_m and block_n are of C^T
-    group: int = 8  # rows of tiles that are neighbours in time
+    group: int = 8  # rows of tiles that run one after another, for the cache
     persistent: bool = False  # a few programs per SM, several tiles each; stream is always
-    parts: int = 1  # in which a tile leaves the registers, side by side
-    rest_n: int = 0  # of tma: a tile has so many columns more
+    parts: int = 1  # column parts that a tile is stored in
+    rest_n: int = 0  # with tma: additional columns of a tile
     residents: int = 1  # programs of a persistent grid per SM
     parallel_chunks: bool = False  # the chunks of a tile in different programs
     pdl: bool = False  # let the next kernel's launch overlap this one's end
@@ -202,7 +202,7 @@ class BiasGradProblem:
 
     @property
     def split(self) -> bool:
-        """Whether chunks are summed side by side, and then added in a launch of its own: where columns are too few."""
+        """Whether chunks are summed in parallel and then added by a second launch, since there are few columns."""
         fits = 4 * self.chunks * self.n <= WORKSPACE
         return self.chunks >= _SPLIT_CHUNKS and self.n < _SPLIT_COLUMNS and fits
 
@@ -244,7 +244,7 @@ class ActivationGradProblem:
 
     @property
     def block_n(self) -> int:
-        """Columns of a program: fewer where some multiprocessors would have none, or tiles too little room."""
+        """Columns of a program: fewer where SMs would be idle, or registers too few."""
         narrow, wide = BIAS_BLOCK_N, 2 * BIAS_BLOCK_N
         if self.epilogue.gated and self.dtype != "bfloat16":  # both factors are kept in float32
             return narrow
@@ -272,12 +272,12 @@ def token_chunk(n: int, k: int, dtype: str) -> int:
 def accumulation_chunk(k: int, dtype: str, out_dtype: str) -> int:
     """k of one sum in a product; 0 where it is one sum. Tensor cores truncate: a long sum is less exact."""
     if dtype != out_dtype:
-        return _WIDE_WALK if k > _WIDE_WALK else 0
-    return _CUT_WALK if k > LONGEST_WALK else 0
+        return _WIDE_SUM if k > _WIDE_SUM else 0
+    return _CUT_SUM if k > LONGEST_SUM else 0
 
 
 def canonical(problem: Problem) -> Config:
-    """The plainest configuration: small, pointer loads, no overlap. The others are compared with it."""
+    """The plainest configuration: small tiles, pointer loads, no pipelining. The others are compared with it."""
     rows = BIAS_ROWS if problem.epilogue.sums else 32
     return Config(rows, 32, _PINNED.get(problem.number, 32), num_warps=4, num_stages=1)
 
@@ -291,7 +291,7 @@ def illegal(problem: Problem, config: Config) -> str:
     if config.block_m < 16 or config.block_n < 8 or config.block_k < 16:
         return "blocks are at least 16 x 8 x 16"
     if config.block_k != _PINNED.get(problem.number, config.block_k):
-        return f"{problem.number} has block_k {_PINNED[problem.number]}: its bits follow it"
+        return f"{problem.number} has block_k {_PINNED[problem.number]}: its bits depend on it"
     if problem.number == "tf32x3" and config.swapped:
         return "tf32x3 is not swapped: its small products would change places"
     if problem.chunk % config.block_k:
@@ -362,19 +362,19 @@ def tile(problem: Problem, config: Config) -> tuple[int, int]:
 
 
 def width(problem: Problem, config: Config) -> int:
-    """Columns of a tile that leave the registers at once: not all of them with sums that waited in memory."""
+    """Columns of a tile that are stored at once: not all of them if sums are read back from memory."""
     waited = config.parts == 1 and accumulation(problem, config) in ("scratch", "in place")
     columns = config.block_n if config.swapped else config.block_n // problem.weights
     return max(8, min(columns // (2 if waited else config.parts), config.rest_n or columns))
 
 
 def warpgroups(config: Config) -> bool:
-    """Whether its tiles are large enough for instructions of four warps."""
+    """Whether its tiles are large enough for wgmma, the instructions of four warps."""
     return config.block_m >= 64 and config.num_warps >= 4
 
 
-def _turns(problem: Problem) -> bool:
-    """Whether warpgroups would have to turn an operand first: in TF32 they read them along k alone. Warps do not."""
+def _needs_transposing(problem: Problem) -> bool:
+    """Whether wgmma needs an operand transposed first: in TF32 it reads only along k. mma does not."""
     return problem.number == "tf32" and problem.layout != "nt" and sm(problem.arch) >= 90
 
 
@@ -389,7 +389,7 @@ def reads_b_by_tma(problem: Problem, config: Config) -> bool:
 
 
 def writes_c_by_tma(problem: Problem, config: Config) -> bool:
-    """Only what is rounded once and written once, row by row."""
+    """Whether C is stored by TMA: only where it is written once, by rows."""
     if config.swapped or problem.accumulate or accumulation(problem, config) in ("in place", "partials"):
         return False
     row = problem.c_strides[0] * ITEMSIZE[problem.out_dtype]
@@ -397,19 +397,19 @@ def writes_c_by_tma(problem: Problem, config: Config) -> bool:
 
 
 def shared_memory(problem: Problem, config: Config) -> int:
-    """Bytes, about: the stages of both operands and, with TMA, the tile on its way out."""
+    """Estimated bytes: the stages of both operands and, with TMA, the tile that is stored."""
     stages = max(1, config.num_stages)
     operands = stages * (config.block_m + config.columns) * config.block_k * ITEMSIZE[problem.dtype]
     part = config.block_m * width(problem, config)
     out = part * ITEMSIZE[problem.out_dtype] if writes_c_by_tma(problem, config) else 0
     if config.kernel == "stream" and (accumulation(problem, config) == "scratch" or not out):
-        out += 4 * part  # sums on their way to and from memory, while the next operands arrive
+        out += 4 * part  # sums that are copied to and from memory, while the next operands are loaded
     e = problem.epilogue
     if config.kernel == "stream" and (e.residual or e.beta or e.aux or e.saves == "pre" or e.gradient):
         odd = not problem.read_aligned or any((stride or 0) % 16 for stride in problem.read_strides[: len(MATRICES)])
-        # Read an element at a time: the sums are transposed to meet them.
+        # They are read an element at a time: the sums are transposed to match.
         wide = problem.reads_float32 or odd or e.aux or problem.keeps_float32
-        out += part * (4 if wide else ITEMSIZE[problem.out_dtype])  # on their way to the registers
+        out += part * (4 if wide else ITEMSIZE[problem.out_dtype])  # on the way to the registers
     if (
         problem.number == "tf32" and config.kernel != "pointer" and warpgroups(config)
     ):  # operands transposed, at most twice
@@ -423,11 +423,11 @@ _LEAST_SHARED_MEMORY = 101_376  # sm_86, sm_89, sm_120
 
 
 def fitted(problem: Problem, config: Config) -> Config:
-    """The configuration with what the problem forces on it."""
+    """Adapt a configuration to what the problem requires."""
     by_tma = reads_a_by_tma(problem, config), reads_b_by_tma(problem, config)
     # Rows that TMA cannot read are read in pieces, each with an address in a register: smaller tiles.
     pieces = problem.tma and problem.batch == 1 and not problem.k_inner and sm(problem.arch) >= 90
-    block_k, warps = min(config.block_k, 128 // ITEMSIZE[problem.dtype]), 2 if _turns(problem) else 4
+    block_k, warps = min(config.block_k, 128 // ITEMSIZE[problem.dtype]), 2 if _needs_transposing(problem) else 4
     if config.kernel != "pointer" and not all(by_tma):
         kernel: Literal["tma", "pointer"] = "tma" if any(by_tma) else "pointer"
         config = replace(config, kernel=kernel, rest_n=0, residents=1)
@@ -452,7 +452,7 @@ def fitted(problem: Problem, config: Config) -> Config:
     if config.parallel_chunks and (problem.chunks < 2 or not problem.epilogue.plain):
         config = replace(config, parallel_chunks=False)
     wide = problem.dtype != problem.out_dtype and not problem.accumulate
-    in_registers = problem.weights > 1 or (wide and problem.chunk == _WIDE_WALK)
+    in_registers = problem.weights > 1 or (wide and problem.chunk == _WIDE_SUM)
     if in_registers and accumulation(problem, config) in ("in place", "scratch"):
         config = Config(128, 128, config.block_k, 8, 4, "tma" if all(by_tma) else "pointer")  # chunks in registers
     if accumulation(problem, config) == "scratch":
@@ -464,21 +464,21 @@ def fitted(problem: Problem, config: Config) -> Config:
         at_once = 16 * 32 * config.num_warps  # 16 of a thread
         config = replace(config, parts=max(config.parts, config.block_m * config.block_n // at_once))
     while config.kernel == "stream" and config.parts < 4 and illegal(problem, config).startswith("takes"):
-        config = replace(config, parts=2 * config.parts)  # less on its way at once, before fewer stages
+        config = replace(config, parts=2 * config.parts)  # store less at once, before using fewer stages
     while config.num_stages > 1 and illegal(problem, config).startswith("takes"):
         config = replace(config, num_stages=config.num_stages - 1)
     return config
 
 
 def default(problem: Problem) -> Config:
-    """Without measurements: tiles that fit the problem and any architecture."""
+    """The configuration without measurements: tiles that suit the problem on any architecture."""
     sums = problem.epilogue.sums
     if problem.number in _PINNED:
         rows = 128 if problem.m > 128 and problem.number == "tf32x3" else 64 if problem.m > 32 or sums else 16
         return Config(rows, 64, _PINNED[problem.number], num_warps=8 if rows == 128 else 4, num_stages=2)
     if problem.m <= 16 and not sums:
         return Config(64, 16, 128 if problem.number == "half" else 64, num_warps=4, num_stages=3, swapped=True)
-    if _turns(problem):
+    if _needs_transposing(problem):
         return Config(64, 64, 32, num_warps=2, num_stages=4, kernel="tma")
     if problem.m <= 64:
         return Config(64, 64, 64 if problem.number == "half" else 32, num_warps=4, num_stages=3)

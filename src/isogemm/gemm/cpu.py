@@ -1,14 +1,13 @@
-"""The CPU backend: torch's fp32 matmul, called so that a row's bits do not depend on the call around it.
+"""The CPU backend: torch's fp32 matmul, called so that a row's bits do not depend on the other rows.
 
-torch.mm alone is not row-invariant: with M, N and the threads the library (MKL) changes where it cuts K, and for few
-rows or columns it sums in several lanes. With AVX-512 and few threads (up to 6 on an Intel CPU, 2 on an AMD one), calls
-of K <= 384 and at least 16 rows and columns were all measured to be one ascending chain of fused multiply-adds from
-zero, whatever their height, orientation, strides or alignment. So K is walked in steps of at most 384, a step's chain
-added to the sum, and fewer than 16 rows or columns are padded. Elsewhere (AVX2, more threads) bits follow the height of
-a call, for which `_is_any_height` probes once; then every call of a weight has one height, on x copied to one layout.
-Which one is probed as well: at some, bits follow a row's place among the others too (AVX2, 32 rows shared by three
-threads). 16-bit operands are widened, a tile of the weight at a time: exact, and without bf16 units faster than torch's
-own product.
+torch.mm alone is not row-invariant: MKL splits K differently for other M, N and threads, and for few rows or columns it
+sums in several lanes. With AVX-512 and few threads (up to 6 on an Intel CPU, 2 on an AMD one), all measured calls of
+K <= 384 and at least 16 rows and columns are one ascending chain of fused multiply-adds from zero, for any height,
+orientation, strides or alignment. So K is processed in steps of at most 384, whose chains are added, and fewer than 16
+rows or columns are padded. Elsewhere (AVX2, more threads) bits depend on the height (number of rows) of a call, which
+`_is_any_height` probes once. Then every call of a weight has one height, on x copied to one layout. Which height is
+probed too: at some, bits also depend on a row's position (AVX2, 32 rows shared by three threads). 16-bit operands are
+widened, a tile of the weight at a time: exact, and without bf16 units faster than torch's own product.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from torch import Tensor
 from isogemm.core.precision import overridden
 
 _K_STEP = 384
-_TOKEN_STEP = 64  # of dW; divides a chunk. Chains of 128 passed twice torch's error in 3 of 300 draws
+_TOKEN_STEP = 64  # of dW; divides a chunk. Chains of 128 exceeded twice torch's error in 3 of 300 draws
 _BIAS_STEP = 128  # of db
 _LEAST = 16  # rows and columns of a call
-_TURNED = 64  # below this many rows the library is faster with the weight as the left operand
+_TRANSPOSED_BELOW = 64  # rows; with fewer, MKL is faster with the weight as the left operand
 _MOST = 1024  # rows of a call
-_FIXED = (32, 48, 64, 96, 128)  # rows of every call, where bits follow the height; the first that serves
+_FIXED = (32, 48, 64, 96, 128)  # rows of every call, where bits depend on the height; the first that is usable
 _TILE = 1024  # columns of a 16-bit weight, widened at a time
 
 _Arguments = ParamSpec("_Arguments")
 
 
 class _Ieee:
-    """fp32 products in fp32, whatever torch.set_float32_matmul_precision says, while any thread is inside.
+    """Context: fp32 products in fp32, regardless of torch.set_float32_matmul_precision, while any thread is inside.
 
-    torch's setting is left alone where it says so already.
+    torch's setting is changed only where needed.
     """
 
     def __init__(self) -> None:
@@ -64,7 +63,7 @@ _ieee = _Ieee()
 
 
 def _exact(function: Callable[_Arguments, Tensor]) -> Callable[_Arguments, Tensor]:
-    """Without autograd, and in ieee fp32."""
+    """Run a function without autograd and in ieee fp32."""
 
     @functools.wraps(function)
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Tensor:
@@ -109,7 +108,7 @@ def weight_grad(grad: Tensor, x: Tensor, total: Tensor | None, dtype: torch.dtyp
         end = min(first + chunk, tokens)
         for start in range(first, end, step):
             stop = min(start + step, end)
-            # A lone token would be fused into the sum, and is a chain of its own only when padded.
+            # MKL fuses a single token into the sum; padded, it is a chain of its own.
             length = step if fixed else -((start - stop) // _LEAST) * _LEAST
             left = _widened(grad[start:stop], length, len(partial), copy=fixed)
             right = _widened(x[start:stop], length, partial.shape[1], copy=fixed)
@@ -119,7 +118,7 @@ def weight_grad(grad: Tensor, x: Tensor, total: Tensor | None, dtype: torch.dtyp
         return grad.new_zeros((n, k), dtype=dtype)
     if total is not None:
         return sums
-    is_padded = n < _LEAST or k < _LEAST  # a part of more memory, which is not to live as long
+    is_padded = n < _LEAST or k < _LEAST  # a view of more memory, which should be freed
     return sums.to(dtype, memory_format=torch.contiguous_format, copy=is_padded)
 
 
@@ -152,7 +151,7 @@ def row_sums(x: Tensor, height: int) -> Tensor:
 
 
 def _multiply(x: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out [M, N] = x [M, K] @ b [K, N] + bias [N], nothing empty but K."""
+    """out [M, N] = x [M, K] @ b [K, N] + bias [N]; only K may be 0."""
     m, n = out.shape
     tile = n if b.dtype == torch.float32 else _TILE
     most, height = _MOST, 0
@@ -174,7 +173,7 @@ def _multiply_tile(x: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> No
     rows, k = x.shape
     m, n = out.shape
     columns = max(n, _LEAST)
-    own = rows < _TURNED or n < columns or m < rows or out.dtype != torch.float32
+    own = rows < _TRANSPOSED_BELOW or n < columns or m < rows or out.dtype != torch.float32
     sums = _sums_like(x, columns) if own else out
     if k <= _K_STEP:
         torch.mm(x, _widened(b, k, columns), out=sums)
@@ -191,18 +190,18 @@ def _multiply_tile(x: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> No
 
 
 def _even_step(k: int) -> int:
-    """K in as few steps as can be, about equal (a short chain is an accurate one), at multiples of 32."""
+    """The step for as few steps of K as possible, about equal (short chains are accurate), a multiple of 32."""
     steps = -(-k // _K_STEP)
     return -(-k // (32 * steps)) * 32
 
 
 def _padded(x: Tensor, height: int) -> Tensor:
-    """Rows as a call needs them."""
+    """x with the number of rows that a call needs."""
     return _widened(x, height or max(len(x), _LEAST), x.shape[1], copy=height > 0)
 
 
 def _widened(x: Tensor, rows: int, columns: int, *, copy: bool = False) -> Tensor:
-    """x in fp32 with zeros after it up to [rows, columns]; x itself where it is that, unless `copy`."""
+    """x in fp32, padded with zeros to [rows, columns]; x itself if nothing changes, unless `copy`."""
     if x.shape == (rows, columns) and not copy:
         return x if x.dtype == torch.float32 else x.float()
     wide = x.new_zeros((rows, columns), dtype=torch.float32)
@@ -218,12 +217,12 @@ def _is_any_height(threads: int) -> bool:
     def normal(rows: int) -> Tensor:
         return torch.randn(rows, _K_STEP, generator=generator, dtype=torch.float32, device="cpu")
 
-    for columns in (_LEAST, 17, 33, 65, 256, 600):  # one more than a multiple: where a split among threads shows
+    for columns in (_LEAST, 17, 33, 65, 256, 600):  # one more than a multiple, where a split among threads shows
         x, weight = normal(200), normal(columns)
-        with torch.autocast("cpu", enabled=False):  # found once, wherever the first call stands
+        with torch.autocast("cpu", enabled=False):  # found once, also if the first call is under autocast
             low = torch.cat([torch.mm(weight, x[at : at + 20].t()).t() for at in range(0, 200, 20)])
             calls = [torch.mm(weight, x[:rows].t()).t() for rows in (_LEAST, 17, 33)]
-            calls += [torch.mm(x[:rows], weight.t()) for rows in (_TURNED, 65, 100, 200)]
+            calls += [torch.mm(x[:rows], weight.t()) for rows in (_TRANSPOSED_BELOW, 65, 100, 200)]
         if not all(torch.equal(call, low[: len(call)]) for call in calls):
             return False
     return True
@@ -233,7 +232,7 @@ def _is_any_height(threads: int) -> bool:
 def _rows_and_height(threads: int, k: int, n: int) -> tuple[int, int]:
     """Rows computed per call, and the call's height, for a weight [k, n]; used where bits depend on the height.
 
-    The first height at which a row has the same bits at every place. Where there is none, one row per call.
+    It is the first height at which a row's bits do not depend on its position. Where there is none, one row per call.
     """
     step = max(k, 1) if k <= _K_STEP else _even_step(k)
     depths = {min(step, k - start) for start in range(0, k, step)}
@@ -265,9 +264,9 @@ def _is_any_place(height: int, depth: int, width: int) -> bool:
 def _sums_like(x: Tensor, columns: int) -> Tensor:
     """An empty [rows, columns] result for a product of x; stored transposed where x has few rows."""
     rows = len(x)
-    return x.new_empty((columns, rows)).t() if rows < _TURNED else x.new_empty((rows, columns))
+    return x.new_empty((columns, rows)).t() if rows < _TRANSPOSED_BELOW else x.new_empty((rows, columns))
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which products of this dtype are summed, and followed by their epilogue."""
+    """The dtype in which products of this dtype are summed, and their epilogue is computed."""
     return torch.promote_types(dtype, torch.float32)

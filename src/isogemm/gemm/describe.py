@@ -1,4 +1,4 @@
-"""From tensors to problems: leading sizes merged, strides and alignment read off."""
+"""From tensors to problems: merged leading sizes, strides and alignment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def product(
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     (am, ak), (bk, bn) = a.stride()[-2:], b.stride()[-2:]
     levels = _levels(a.shape[:-2], a.stride()[:-2], b.stride()[:-2])
-    while levels and levels[-1][2] == 0 and (m == 1 or levels[-1][1] == m * am):  # rows of one matrix, all of them
+    while levels and levels[-1][2] == 0 and (m == 1 or levels[-1][1] == m * am):  # all rows of one matrix
         size, stride, _ = levels.pop()
         m, am = m * size, stride if m == 1 else am
     if len(levels) > 2:
@@ -77,14 +77,14 @@ def bias_grad(grad: Tensor, total: Tensor | None, dtype: torch.dtype) -> BiasGra
 
 
 def by_token(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same tensors, made contiguous if their leading sizes have more than the two levels that a kernel takes."""
+    """Make tensors contiguous if their leading sizes have more than the two levels that a kernel takes."""
     if grad.ndim > 3 and len(_levels(grad.shape[:-1], grad.stride()[:-1], x.stride()[:-1])) > 2:
         return grad.contiguous(), x.contiguous()
     return grad, x
 
 
 def flat(x: Tensor) -> Tensor:
-    """[*, N] as [tokens, N], empty sizes too."""
+    """View [*, N] as [tokens, N], also with empty sizes."""
     return x.reshape(rows(x), x.shape[-1])
 
 
@@ -104,7 +104,7 @@ def accumulation_chunk(a: Tensor, out_dtype: torch.dtype) -> int:
 
 
 def aligned(x: Tensor) -> bool:
-    """To 16 bytes, as TMA and wide loads need."""
+    """Whether x is aligned to 16 bytes, as TMA and wide loads need."""
     return x.data_ptr() % 16 == 0
 
 
@@ -126,7 +126,7 @@ def _levels(sizes: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ..
 
 
 def _matrix_strides(sizes: tuple[int, int], strides: tuple[int, int]) -> tuple[int, int]:
-    """Strides of (rows, columns); where a size is 1, whose stride means nothing, as in a contiguous matrix."""
+    """Strides of (rows, columns). For a size of 1, whose stride means nothing, that of a contiguous matrix."""
     (rows, columns), (row, column) = sizes, strides
     if columns == 1:
         column = 1 if row != 1 else rows

@@ -24,12 +24,12 @@ from isogemm.gemm.plan import activation_grad_plan, chunk_sums_plan, gemm_plan
 ROUNDINGS = ("once", "eager")
 
 
-Names = tuple[str, str, str, str]  # what the caller calls x, the weight, its bias and the dropout's probability
+Names = tuple[str, str, str, str]  # the caller's names of x, the weight, its bias and the dropout's probability
 _NAMES: Names = ("a", "b", "bias", "dropout_p")
 
 
 def names_of(by_rows: bool) -> Names:
-    """In `linear`, where the weights are [N, K], or else in `matmul_fused`."""
+    """The names in `linear`, where the weights are [N, K], or else in `matmul_fused`."""
     return ("x", "weight", "bias", "dropout_p") if by_rows else _NAMES
 
 
@@ -117,7 +117,7 @@ def _require(name: str, tensor: Tensor, shape: Sequence[int], x: Tensor, dtypes:
 
 
 def new_seed(device: torch.device) -> Tensor:
-    """Drawn on the device from torch's generator: another one at every replay of a captured graph."""
+    """Draw a seed on the device from torch's generator: each replay of a CUDA graph draws another."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
@@ -132,7 +132,7 @@ def fused(
     *,
     by_rows: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The result [..., N] of x [..., K] and, where asked to save it, a mask or the pre-activation.
+    """The result [..., N] of x [..., K] and, if `save` is set, a mask or the pre-activation.
 
     by_rows: the weights are [N, K], else [K, N].
     """
@@ -166,7 +166,7 @@ def find(
     x: Tensor, weight: Tensor, weight_up: Tensor | None, operands: Operands, out_dtype: torch.dtype | None,
     precision: str | None, by_rows: bool,
 ) -> tuple[Plan, list[Tensor | None]] | None:  # fmt: skip
-    """The plan of a `fused` that saves nothing and its inputs; None where there is none yet."""
+    """The plan of a `fused` call that saves nothing, and its inputs; None if there is no plan yet."""
     if weight_up is not None:
         weight, weight_up = _alike(weight, weight_up)
     precision = devices.resolve_precision(x, precision)
@@ -205,7 +205,7 @@ def problem_of(
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
 ) -> Problem:
-    """The problem of `fused`, of tensors on a GPU, x [M, K]."""
+    """Describe a `fused` call of tensors on a GPU, x [M, K]."""
     precision, dtype = devices.resolve_precision(x, precision), out_dtype or x.dtype
     return _problem(x, b, b_up, operands, dtype, precision, "", _operands(x, b.shape[1], operands))
 
@@ -213,7 +213,7 @@ def problem_of(
 def gemm(
     x: Tensor, b: Tensor, b_up: Tensor | None, operands: Operands, *, config: Config | None = None, **how: Any
 ) -> Tensor:
-    """`fused` by a configuration of the caller's, how: as in `problem_of`. For tests and `verify`."""
+    """`fused` with a given configuration; how: as in `problem_of`. For tests and `verify`."""
     problem = problem_of(x, b, b_up, operands, **how)
     read = _operands(x, b.shape[1], operands)
     plan = _plan(x, b, problem, config, getattr(torch, problem.out_dtype), read)
@@ -244,19 +244,19 @@ def apart(b: Tensor, b_up: Tensor) -> tuple[bool, bool]:
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """x whose rows have one stride, copied where they do not."""
+    """x, copied unless its rows have one stride."""
     return x if x.ndim == 2 or x.is_contiguous() else describe.flat(x).view(x.shape)
 
 
 def _alike(weight: Tensor, weight_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Two weights that one kernel reads: with the same strides, and at two places."""
+    """Make two weights readable by one kernel: with the same strides, at different addresses."""
     if weight.stride() != weight_up.stride():
         weight, weight_up = weight.contiguous(), weight_up.contiguous()
     return weight, weight_up.clone() if weight.data_ptr() == weight_up.data_ptr() else weight_up
 
 
 def _operands(x: Tensor, n: int, operands: Operands) -> list[Tensor | None]:
-    """What the epilogue reads, in the kernels' order, as they read it: vectors, and matrices by rows."""
+    """What the epilogue reads, in the kernels' order and layout: contiguous vectors, matrices by rows."""
     read = [each if each is None else prepare(each) for prepare, each in zip(_PREPARED, operands, strict=False)]
     read += [operands.seed, None, None]
     if operands.aux:
@@ -289,7 +289,7 @@ def _layout(x: Tensor | None) -> tuple[Any, ...] | None:
 
 
 def saved_like(x: Tensor, shape: Sequence[int], save: str, operands: Operands) -> Tensor | None:
-    """Memory for what `save` says, of a result of this shape."""
+    """Allocate what `save` names, for a result of this shape."""
     if save == "pre":
         dtype = forms.saved_dtype(operands.activation, x.dtype)
         return x.new_empty((2, *shape) if operands.gated else shape, dtype=dtype)
@@ -339,7 +339,7 @@ def _in_torch(
     x: Tensor, b: Tensor, b_up: Tensor | None, operands: Operands, out_dtype: torch.dtype, precision: str | None,
     save: str,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The epilogue in torch's operations: on the CPU, of float64, of nothing, and where torch's are several."""
+    """Compute in torch's operations: on the CPU, for float64, empty tensors, and eager rounding of some activations."""
     with torch.no_grad():
         dtype = out_dtype if operands.eager else cpu.sums_dtype(x.dtype)
         sums, up = (None if each is None else _sums(x, each, dtype, precision) for each in (b, b_up))
@@ -374,10 +374,10 @@ def _sums(x: Tensor, b: Tensor, dtype: torch.dtype, precision: str | None) -> Te
 def activation_grad(
     grad: Tensor, saved: Tensor | None, kind: str, operands: Operands, dtype: torch.dtype, sums: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """dz [..., N] (gated: [2, ..., N], of the gate and of up) in `dtype`, from that of dropout(act(z)).
+    """dz [..., N] (gated: [2, ..., N], of the gate and of up) in `dtype`, from the gradient of dropout(act(z)).
 
-    saved: z, act(z) or a mask, as `kind` says. sums: on a GPU also the sums of dz over chunks of rows, in the same
-    pass: `chunk_sums` makes the bias's gradient of them.
+    saved: z, act(z) or a mask, as `kind` says. sums: on a GPU also sum dz over chunks of rows in the same pass;
+    `chunk_sums` turns these into the bias's gradient.
     """
     n = grad.shape[-1]
     if not grad.is_cuda or dtype is torch.float64 or not grad.numel():
@@ -418,7 +418,7 @@ def activation_grad(
 
 
 def chunk_sums(partial: Tensor, together: int, total: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The [N] sum of [count, N] sums: `together` neighbours by halves, then those from first to last.
+    """Add [count, N] sums -> [N]: `together` neighbours by halves, then the results from first to last.
 
     Added to `total` where given.
     """
@@ -453,10 +453,10 @@ def hidden_grad(
     sums: bool,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """dz as `activation_grad` has it, from the gradient of dropout(act(z)) @ weight.T: one launch.
+    """dz as in `activation_grad`, from the gradient of dropout(act(z)) @ weight.T, in one launch.
 
-    sums: also those of dz over blocks of BIAS_ROWS rows, [ceil(rows / BIAS_ROWS), N] (gated: two); not of float64.
-    config: one of the caller's, for tests.
+    sums: also sum dz over blocks of BIAS_ROWS rows, [ceil(rows / BIAS_ROWS), N] (gated: two); not for float64.
+    config: given by tests, else chosen.
     """
     grad = grad.to(weight.dtype)
     if not grad.is_cuda or grad.dtype is torch.float64 or 0 in (*grad.shape, weight.shape[1]):

@@ -1,7 +1,7 @@
 """Gradients of products with an epilogue: dz first, in one pass or in the GEMM above, then the products.
 
-What is saved of an activation is listed in `epilogues.spec`: a bit per element, the result itself, or the
-pre-activation. Of the operands those are kept that a wanted gradient reads (`torch_forms.READ_BY`).
+`epilogues.spec` lists what is saved for an activation: a bit per element, the result itself, or the pre-activation. An
+operand is kept if a needed gradient reads it (`torch_forms.READ_BY`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OWNED = ("weight", "bias", "weight_up", "bias_up")  # parameters, which may have
 
 
 def run(call: Call) -> Tensor:
-    """The result of a validated call, by the way that torch needs."""
+    """Run a validated call: through the dispatcher, with autograd, or directly."""
     tensors = [each for each in call.tensors if each is not None]
     tensors += call.operands.aux
     if through_dispatcher(*tensors):
@@ -51,10 +51,10 @@ def run(call: Call) -> Tensor:
 
 
 class _Fused(torch.autograd.Function):
-    """Takes a call and those of its tensors that are there; gives the result, and the pre-activation where it is kept.
+    """Takes a call and its tensors that are not None; returns the result, and the pre-activation if it is kept.
 
-    The pre-activation is a result so that a second derivative passes through it. Where its signs are kept, which have
-    none, an empty tensor stands for it: the second derivative is zero, as torch's, and not missing.
+    The pre-activation is returned so that a second derivative passes through it. Where only its signs are kept, an
+    empty tensor replaces it, so that the second derivative is zero, as in torch, and not missing.
     """
 
     @staticmethod
@@ -75,23 +75,23 @@ class _Fused(torch.autograd.Function):
 
 
 def needed_by(ctx: Any) -> tuple[bool, ...]:
-    """Which gradients are wanted, of a call's tensors and aux; none of those that are not there."""
+    """Which gradients are needed, of a call's tensors and aux; False for tensors that are None."""
     needs = iter(ctx.needs_input_grad[1:])
     return *[there and next(needs) for there in ctx.present], *needs
 
 
 def of_present(ctx: Any, gradients: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
-    """Those of the tensors that are there."""
+    """The gradients of the tensors that are not None."""
     return itertools.compress(gradients, itertools.chain(ctx.present, itertools.repeat(True)))
 
 
 def _wants_dz(needs: Sequence[bool]) -> bool:
-    """Whether a gradient is wanted that passes the activation: any but the residual's."""
+    """Whether a gradient is needed that passes the activation: any but the residual's."""
     return True in needs[:_RESIDUAL] or True in needs[_RESIDUAL + 1 :]
 
 
 def _save(operands: Operands, wanted: bool) -> str:
-    """What the forward writes besides its result."""
+    """What the forward saves besides its result."""
     kind = operands.saved
     return kind if wanted and kind != "out" else ""
 
@@ -107,9 +107,9 @@ def _keep(
     ctx: Any, call: Call, tensors: Sequence[Tensor | None], needs: tuple[bool, ...], result: Tensor,
     saved: Tensor | None, passed: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """Keep what the gradients that are wanted read: no more. Gives what is kept of the activation.
+    """Save only what the needed gradients read. Return what is saved for the activation.
 
-    passed: what a second derivative of zero passes through.
+    passed: the tensor to which a second derivative of zero goes.
     """
     operands = call.operands
     ctx.dtypes = [each if each is None else each.dtype for each in tensors]
@@ -130,15 +130,15 @@ _NUMBERS = Operands._fields.index("seed") + 1  # the place where the operands' t
 
 
 def _kept(ctx: Any) -> tuple[Call, Tensor | None, Tensor | None]:
-    """The call, with those of its tensors that were kept, and what was of the activation."""
+    """The call with the tensors that were saved, what was saved for the activation, and `passed`."""
     (*tensors,) = ctx.saved_tensors
     read, (saved, passed, seed), aux = tensors[:_COUNT], tensors[_COUNT : _COUNT + 3], tensors[_COUNT + 3 :]
     operands = Operands._make((*read[3:], tuple(aux), seed, *ctx.operands))
     return Call._make((*read[:3], operands, *ctx.rest)), saved, passed
 
 
-class Flat(torch.autograd.Function):
-    """x, with a path to `passed` along which zeros go: a derivative that is zero, and not missing."""
+class ZeroPath(torch.autograd.Function):
+    """The identity of x, with a zero gradient for `passed`: its derivative is zero, not missing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, passed: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def _gradients(
     if grad is not None:
         dz = _of_pre_activation(grad, saved, ctx.kind, operands, dtype, of_aux, sums)
         if passed is not None and is_differentiated():
-            dz = dz._replace(value=cast(Any, Flat).apply(dz.value, passed))
+            dz = dz._replace(value=cast(Any, ZeroPath).apply(dz.value, passed))
     if of_saved is not None:
         value = of_saved if grad is None else dz.value + of_saved
         dz = dz._replace(value=value.to(dtype), sums=None)
@@ -210,7 +210,7 @@ def _gradients(
 
 
 def main_grads_of(call: Call, needed: dict[str, bool], weight_shape: Sequence[int]) -> dict[str, autograd.Accumulated]:
-    """The parameters that this backward adds to the main_grad of; all are checked before any is touched."""
+    """The parameters to whose main_grad this backward adds; all are checked before any is changed."""
     owners: dict[str, autograd.Accumulated] = {}
     for name, given in zip(OWNED, zip(call.owners, call.main_grads, strict=True), strict=True):
         owner, total = owners[name] = autograd.given_or_accumulated(given, needed[name])
@@ -221,15 +221,15 @@ def main_grads_of(call: Call, needed: dict[str, bool], weight_shape: Sequence[in
 
 
 class Dz(NamedTuple):
-    """dz, its sums over blocks of rows where they came with it, and the gradients of a registered epilogue's aux."""
+    """dz, its sums over blocks of rows if known, and the gradients of a registered epilogue's aux."""
 
     value: Tensor
     sums: Tensor | None
     of_aux: Sequence[Tensor | None]
-    together: int = 1  # how many of the sums make a chunk
+    together: int = 1  # sums per chunk
 
     def half(self, index: int) -> Dz:
-        """That of the gate or of up."""
+        """The part of the gate (0) or of up (1)."""
         return Dz(self.value[index], None if self.sums is None else self.sums[index], (), self.together)
 
     def of_bias(self, dtype: torch.dtype, accumulated: autograd.Accumulated) -> Tensor | None:
@@ -237,9 +237,7 @@ class Dz(NamedTuple):
         if sums is None:
             if self.together == 1 or self.value.dtype is torch.float64 or not self.value.numel():
                 return autograd.of_bias(self.value, dtype, accumulated)
-            sums = cpu.row_sums(
-                _rows(self.value), configs.BIAS_ROWS
-            )  # lost on the way: the same, in torch's operations
+            sums = cpu.row_sums(_rows(self.value), configs.BIAS_ROWS)  # the sums were lost: compute them with torch
         if sums.requires_grad and (accumulated[0] is None or accumulated[1] is None):
             return sum(cpu.row_sums(sums, self.together), torch.zeros_like(sums[0])).to(dtype)
         return of_sums(sums, self.together, dtype, accumulated)
@@ -280,7 +278,7 @@ def _of_pre_activation(
 
 
 def is_differentiated() -> bool:
-    """In a backward: whether its gradients are to have gradients, and so are computed in torch's operations."""
+    """Whether a backward runs under create_graph: it then uses torch's operations."""
     return torch.is_grad_enabled() and not is_compiling()
 
 
@@ -299,7 +297,7 @@ def activation_grad(
 def of_both_weights(
     call: Call, dz: Dz, needed: dict[str, bool], owners: dict[str, autograd.Accumulated]
 ) -> dict[str, Tensor | None]:
-    """The gradients of both weights and biases in act(gate) * up, whose dz is [2, ..., N]; all of one dtype."""
+    """The gradients of x, both weights and both biases in act(gate) * up, from dz [2, ..., N]; all of one dtype."""
     found: dict[str, Tensor | None] = {}
     gate, up = dz.half(0), dz.half(1)
     for half, weight, bias in ((gate, "weight", "bias"), (up, "weight_up", "bias_up")):
@@ -316,12 +314,12 @@ def of_both_weights(
 
 
 def _product(call: Call, dtype: torch.dtype | None) -> Tensor:
-    """The product itself, computed again."""
+    """Recompute the product itself."""
     return autograd.matmul(_rows(call.x), call.columns[0], dtype, call.precision)
 
 
 def _over_columns(x: Tensor) -> Tensor:
-    """[..., N] -> [...], in the order of a bias's gradient: independent of the rows around."""
+    """Sum [..., N] -> [...] in the order of a bias's gradient: independent of the other rows."""
     return autograd.bias_grad(_rows(x).mT).view(x.shape[:-1])
 
 
@@ -330,7 +328,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def no_gradient(argument: object) -> object:
-    """As register_autograd wants it: a list for a list of tensors, or of nothing."""
+    """No gradient, as register_autograd wants it: a list for a list of tensors or an empty one."""
     listed = isinstance(argument, list) and all(isinstance(each, Tensor) for each in argument)
     return [None] * len(cast(list[object], argument)) if listed else None
 

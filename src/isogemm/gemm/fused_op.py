@@ -15,7 +15,7 @@ from isogemm.gemm import torch_forms as forms
 
 
 class Call(NamedTuple):
-    """A product with an epilogue. The operator isogemm::fused takes its fields, and those of the operands in place."""
+    """A product with an epilogue. The operator isogemm::fused takes its fields, with `operands` unpacked."""
 
     x: Tensor  # [..., K]
     weight: Tensor
@@ -30,7 +30,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of_operator(cls, args: Sequence[Any]) -> Call:
-        """From the operator's arguments, where a tuple has become a list."""
+        """Make a call from the operator's arguments, whose tuples have become lists."""
         given = [tuple(each) if isinstance(each, list) else each for each in args]
         return cls._make((*given[:3], Operands._make(given[3:_AFTER]), *given[_AFTER:]))
 
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """The differentiable arguments, but aux."""
+        """The differentiable arguments, except aux."""
         return *self[:3], *self.operands[: len(DIFFERENTIABLE)]
 
     @property
@@ -111,13 +111,13 @@ class MlpCall(NamedTuple):
 
     @property
     def written(self) -> str:
-        """What the first layer writes besides its result."""
+        """What the first layer saves besides its result."""
         kind = self.hidden.saved_hidden
         return kind if self.save and kind != "out" else ""
 
 
 def run_mlp(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, the hidden value and its pre-activation; those empty where they are not kept."""
+    """The result, the hidden value and its pre-activation; the latter two empty if not kept."""
     call = MlpCall(*args)
     h, z = fused.fused(
         call.x, call.weight, call.weight_up, call.hidden, None, call.precision, call.written, by_rows=True
@@ -139,7 +139,7 @@ def mlp_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class GradientCall(NamedTuple):
-    """The arguments that isogemm::activation_grad and ::hidden_grad end with: of the forward's epilogue."""
+    """The last arguments of isogemm::activation_grad and ::hidden_grad: the forward's epilogue."""
 
     saved: Tensor | None
     kind: str
@@ -213,7 +213,7 @@ def _epilogue_grad(
 
 
 def _apart_from(grad: Tensor, gradient: Tensor) -> Tensor:
-    """An operator's results are its own."""
+    """A gradient that does not share grad's memory: an operator may not return its input."""
     return gradient.clone() if gradient.data_ptr() == grad.data_ptr() else gradient
 
 

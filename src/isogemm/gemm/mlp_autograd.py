@@ -1,7 +1,7 @@
-"""Gradients of two layers in one call, `nn.MLP`'s.
+"""Gradients of `mlp`: two layers in one call.
 
-In eager mode each part of the backward is a node of its own, so that what it read is let go when it is done: `_Through`
-takes the gradient to z, `_Down` then gives those of the second layer, and `_Hidden` of the first.
+In eager mode each part of the backward is a node of its own, so that what it read is freed once it has run. `_Through`
+computes the gradient of z, then `_Down` those of the second layer, and `_Hidden` those of the first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from isogemm.epilogues import random
 from isogemm.epilogues.operands import Operands
 from isogemm.gemm import autograd, configs, cpu, fused, fused_autograd, fused_op, op
 from isogemm.gemm import torch_forms as forms
-from isogemm.gemm.fused_autograd import OWNED, TENSORS, Dz, Flat, is_differentiated
+from isogemm.gemm.fused_autograd import OWNED, TENSORS, Dz, ZeroPath, is_differentiated
 from isogemm.gemm.fused_op import Call, MlpCall
 
 
@@ -28,12 +28,12 @@ def validate(hidden: Call, down: Call) -> None:
     if not hidden.operands.activation:
         raise ValueError("activation is None; expected one")
     fused.validate(hidden.x, *hidden.columns, hidden.operands, None, hidden.precision, _HIDDEN_NAMES)
-    h = hidden.x.new_empty(1).expand(*hidden.x.shape[:-1], hidden.columns[0].shape[-1])  # like the one to come
+    h = hidden.x.new_empty(1).expand(*hidden.x.shape[:-1], hidden.columns[0].shape[-1])  # as the hidden value
     fused.validate(h, *down.columns, down.operands, down.out_dtype, down.precision, _DOWN_NAMES)
 
 
 def run(hidden: Call, down: Call) -> Tensor:
-    """`down` of the result of `hidden`, both valid; down.x is yet to be that."""
+    """Run both validated layers; down.x is replaced by the result of `hidden`."""
     tensors = [each for each in (*hidden.tensors[:5], *down.tensors[1:]) if each is not None]
     operands = hidden.operands
     differentiated = torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]
@@ -102,12 +102,12 @@ class _Hidden(torch.autograd.Function):
         call = ctx.call._replace(x=x, weight=weight, weight_up=weight_up)
         needed = dict.fromkeys(TENSORS, False) | dict(zip(TENSORS, fused_autograd.needed_by(ctx), strict=False))
         owners = fused_autograd.main_grads_of(call, needed, ctx.weight_shape)
-        found = _of_first_layer(call, _handed_on(grads[1]), needed, owners)
+        found = _of_first_layer(call, _with_row_sums(grads[1]), needed, owners)
         return None, *fused_autograd.of_present(ctx, [found.get(name) for name in TENSORS[:5]])
 
 
 class _Wide(torch.autograd.Function):
-    """z in float32, whose gradient is that of its place (see _Hidden)."""
+    """z in float32, whose gradient goes to its `place` (see _Hidden)."""
 
     @staticmethod
     def forward(ctx: Any, place: Tensor, wide: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def _of_first_layer(
 
 
 class _Down(torch.autograd.Function):
-    """The second layer, h given; the gradient is that of h @ weight.T + bias, before its dropout."""
+    """The second layer, applied to h; its gradient is that of h @ weight.T + bias, before dropout."""
 
     @staticmethod
     def forward(
@@ -154,7 +154,7 @@ class _Down(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(h if ctx.needs_input_grad[5] else None, first.seed)
         ctx.dtype = h.dtype
-        # Alive where a second derivative may be asked for; else they are to go before h does.
+        # Alive if a second derivative may be computed; otherwise they should be freed before h.
         ctx.z = [weakref.ref(each) for each in (z, wide) if each is not None]
         ctx.first, ctx.owners, ctx.shape = _without_tensors(first), call.owners, weight.shape
         ctx.precision = call.precision
@@ -164,13 +164,13 @@ class _Down(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         h, seed = ctx.saved_tensors
         needs_weight, needs_bias = ctx.needs_input_grad[5:7]
-        if torch.is_grad_enabled() and ctx.needs_input_grad[3] and needs_weight:  # h is to be a function of z
+        if torch.is_grad_enabled() and ctx.needs_input_grad[3] and needs_weight:  # h must be a function of z
             kept = [each() for each in ctx.z]
             if any(each is None for each in kept):
                 raise RuntimeError(
                     "a second derivative of mlp under saved-tensor hooks (a checkpoint): call isogemm.linear twice"
                 )
-            h = _again(_differentiable_z(*kept), ctx.first._replace(seed=seed), ctx.dtype)
+            h = _recomputed_hidden(_differentiable_z(*kept), ctx.first._replace(seed=seed), ctx.dtype)
         owners = list(map(autograd.accumulated, ctx.owners[:2], (needs_weight, needs_bias)))
         for (_, total), name, shape in zip(owners, ("weight", "bias"), (ctx.shape, ctx.shape[:1]), strict=True):
             if total is not None:
@@ -200,7 +200,7 @@ class _Through(torch.autograd.Function):
         ctx.first, ctx.dropout_p, ctx.precision = _without_tensors(first), call.operands.dropout_p, call.precision
         ctx.sums = any(bias is not None and bias.requires_grad for bias in (first.bias, first.bias_up))
         ctx.residual_dtype = None if residual is None else residual.dtype
-        ctx.mark_dirty(result)  # which makes it this node's own, not a view
+        ctx.mark_dirty(result)  # makes it this node's output, not a view
         return result
 
     @staticmethod
@@ -219,47 +219,47 @@ class _Through(torch.autograd.Function):
 
 
 def _without_tensors(first: Operands) -> Operands:
-    """As its derivative reads it, which no bias is part of."""
+    """The operands that the derivative reads, without tensors."""
     return first._replace(bias=None, bias_up=None, seed=None)
 
 
 class _RowSums(NamedTuple):
-    """What dz carries along the engine's edge, as its attribute `row_sums`."""
+    """Sums that dz carries through autograd, as its attribute `row_sums`."""
 
     sums: Tensor
-    version: int  # dz's, when they were made
+    version: int  # dz's version when they were computed
 
 
 def _hidden_grad(
     grad: Tensor, weight: Tensor, z: Tensor, wide: Tensor | None, first: Operands, precision: str | None, sums: bool
 ) -> Tensor:
-    """dz, for `_handed_on` at the other end of the engine's edge."""
+    """dz, with its row sums as an attribute, which `_with_row_sums` reads in the next node."""
     if is_differentiated():
         sums_dtype = cpu.sums_dtype(weight.dtype)
         out_dtype = sums_dtype if sums_dtype is not weight.dtype else None
         above = autograd.matmul(grad.to(weight.dtype), weight, out_dtype, precision)
         z = _differentiable_z(z, wide)
         dz = forms.activation_grad(above, z, first.saved_hidden, first, weight.dtype)
-        return cast(Tensor, cast(Any, Flat).apply(dz, z))  # relu's derivative does not lead to z
+        return cast(Tensor, cast(Any, ZeroPath).apply(dz, z))  # relu's derivative has no graph to z
     z = z if wide is None else wide
     dz, partial = fused.hidden_grad(grad, weight, z, first.saved_hidden, first, precision, sums)
-    if partial is not None and not dz.is_inference():  # which has no version
+    if partial is not None and not dz.is_inference():  # an inference tensor has no version
         dz.row_sums = _RowSums(partial, dz._version)  # type: ignore[attr-defined]
     return dz
 
 
-def _handed_on(dz: Tensor) -> Dz:
-    """dz with the sums it carries, unless it was changed since, or is another tensor: a sum, or a hook's."""
+def _with_row_sums(dz: Tensor) -> Dz:
+    """dz with the sums it carries, unless it was changed since, or another tensor came, such as a hook's."""
     carried: _RowSums | None = getattr(dz, "row_sums", None)
     sums = carried.sums if carried is not None and carried.version == dz._version else None
     return Dz(dz, sums, (), configs.BIAS_BLOCKS)
 
 
-def _again(z: Tensor, first: Operands, dtype: torch.dtype) -> Tensor:
-    """dropout(act(z)), differentiable."""
+def _recomputed_hidden(z: Tensor, first: Operands, dtype: torch.dtype) -> Tensor:
+    """Recompute dropout(act(z)), differentiable."""
     wide = z.to(cpu.sums_dtype(dtype))
     gate, up = (wide[0], wide[1]) if first.gated else (wide, None)
-    if first.saved_hidden == "out":  # dropout has been, with its scale, which relu lets through
+    if first.saved_hidden == "out":  # z is after dropout and its scale, whose signs relu keeps
         wide = torch.relu(gate)
         scale = random.scale(first.dropout_p) if first.dropout_p else 1.0
         return (wide.detach() + (wide - wide.detach()) * scale).to(dtype)

@@ -28,7 +28,7 @@ ACCEPTED = (*SERVED, torch.float64)
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, precision: str | None) -> Tensor:
-    """[*, M, K] @ [*, K, N] (+ [N]) -> [*, M, N]; the leading sizes are broadcast."""
+    """Multiply [*, M, K] @ [*, K, N] (+ [N]) -> [*, M, N]; the leading sizes are broadcast."""
     bias = None if bias is None else bias.contiguous()
     if not a.is_cuda or a.dtype is torch.float64:
         validate(a, b, bias, out_dtype, precision)
@@ -45,7 +45,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | 
 def product_key(
     a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, precision: str | None
 ) -> tuple[Any, ...]:
-    """All that a plan depends on; precision is resolved."""
+    """All that a plan depends on; precision must be resolved."""
     return (
         "matmul", a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
         a.get_device(), b.get_device(), bias_key(bias), out_dtype, precision,
@@ -55,7 +55,7 @@ def product_key(
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, precision: str | None
 ) -> Tensor:
-    """[*, K] @ [N, K]^T (+ [N]) -> [*, N]."""
+    """Multiply [*, K] @ [N, K]^T (+ [N]) -> [*, N]."""
     bias = None if bias is None else bias.contiguous()
     if x.is_cuda:
         key = linear_key(x, weight, bias, out_dtype, precision)
@@ -73,7 +73,7 @@ def linear(
 def linear_key(
     x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, precision: str | None
 ) -> tuple[Any, ...]:
-    """All that a plan depends on: the arguments' validity and Triton's specialisation of them included."""
+    """All that a plan depends on, including the arguments' validity and what Triton specialises on."""
     return (
         "linear", x.dtype, weight.dtype, x.shape, weight.shape, x.stride(), weight.stride(), x.data_ptr() & 15,
         weight.data_ptr() & 15, x.get_device(), weight.get_device(), bias_key(bias), out_dtype,
@@ -86,7 +86,7 @@ def bias_key(bias: Tensor | None) -> tuple[Any, ...] | None:
 
 
 def weight_grad(grad: Tensor, x: Tensor, total: Tensor | None, dtype: torch.dtype, precision: str | None) -> Tensor:
-    """grad [*, N], x [*, K]: their [N, K] product over all tokens, chunk by chunk; added to `total` where given."""
+    """Multiply grad [*, N]^T @ x [*, K] -> [N, K], a sum over all tokens in chunks; added to `total` where given."""
     if grad.shape[:-1] != x.shape[:-1]:
         validate_token_sum(grad, x, precision)
     grad, x = describe.by_token(grad, x)
@@ -116,7 +116,7 @@ def weight_grad(grad: Tensor, x: Tensor, total: Tensor | None, dtype: torch.dtyp
 
 
 def bias_grad(grad: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """grad [*, N]: its [N] sum over all tokens, chunk by chunk; added to `total` where given."""
+    """Sum grad [*, N] over all tokens in chunks -> [N]; added to `total` where given."""
     grad, _ = describe.by_token(grad, grad)
     n = grad.shape[-1]
     if not grad.is_cuda or grad.dtype is torch.float64:
@@ -137,7 +137,7 @@ def bias_grad(grad: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def gemm(a: Tensor, b: Tensor, *, config: Config | None = None, **how: Any) -> Tensor:
-    """One product by a configuration of the caller's, on a GPU, of at most two batch levels: for tests and `verify`.
+    """Multiply with a given configuration, on a GPU, with at most two batch levels: for tests and `verify`.
 
     how: as in `problem_of`; a `total` is accumulated into and returned.
     """
@@ -157,7 +157,7 @@ def problem_of(
     chunk: int = 0,
     total: Tensor | None = None,
 ) -> Problem:
-    """The problem of multiplying these tensors; `chunk` as in Problem; `total`: float32 [M, N] to add to."""
+    """Describe the product of these tensors; `chunk` as in Problem; `total`: float32 [M, N] to add to."""
     batch = describe.broadcast(a.shape[:-2], b.shape[:-2])
     a, b = (x.expand(*batch, *x.shape[-2:]) for x in (a, b))
     problem = describe.product(a, b, bias, out_dtype or a.dtype, devices.resolve_precision(a, precision), chunk)
@@ -170,7 +170,7 @@ def problem_of(
 
 
 def require_total(name: str, total: Tensor, shape: Sequence[int], device: torch.device) -> None:
-    """What gradients are accumulated into: float32, of the parameter's shape."""
+    """Raise unless gradients can be accumulated into `total`: float32, of the parameter's shape."""
     if not isinstance(total, Tensor):
         raise TypeError(f"{name} is a {type(total).__name__}; expected a torch.Tensor")
     if total.dtype is not torch.float32:
@@ -181,9 +181,9 @@ def require_total(name: str, total: Tensor, shape: Sequence[int], device: torch.
 
 
 def accumulates(parameter: Tensor) -> bool:
-    """Whether the backward under way accumulates the gradient of a leaf; raises where torch.autograd.grad returns it.
+    """Whether the running backward accumulates the gradient of a leaf; raises where torch.autograd.grad returns it.
 
-    Asks for the leaf's own node: under autocast a cast stands between it and the product.
+    It asks for the leaf's own node, since under autocast a cast lies between the leaf and the product.
     """
     return _will_execute is None or bool(_will_execute(get_gradient_edge(parameter).node))
 
@@ -205,7 +205,7 @@ def is_added(name: str, owner: Tensor) -> bool:
             f"{name} has a main_grad and a hook, which would see no gradient: it was compiled to be added to that. "
             "Remove the hook, or compile without the main_grad"
         )
-    if not _CAN_ASK or _graph_task() < 0:  # outside of a backward it was called for itself
+    if not _CAN_ASK or _graph_task() < 0:  # called by the user, outside of a backward
         return True
     with private.autograd_below_dispatcher():
         try:
@@ -294,7 +294,7 @@ def _multiply(
     out_dtype: torch.dtype | None,
     precision: str | None,
 ) -> Tensor:
-    """A product whose plan is not known yet, or has more than one."""
+    """Multiply where no plan is known yet, or several plans are needed."""
     shape = (*describe.broadcast(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     dtype = out_dtype or a.dtype
     if 0 in shape:
@@ -313,7 +313,7 @@ def _multiply(
 
 
 def _multiply_into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, precision: str | None) -> None:
-    """More than two levels of batch: a launch for each place in the outer ones."""
+    """Multiply with more than two batch levels: a launch for each index of the outer ones."""
     key = (
         "into", a.dtype, out.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
         out.data_ptr() & 15, a.get_device(), bias_key(bias), precision,
@@ -334,7 +334,7 @@ def _is_empty(problem: Problem, out: Tensor) -> bool:
     return problem.k == 0 or out.numel() == 0
 
 
-# where no kernel of ours serves: the CPU backend, and torch for float64
+# Where no kernel of isogemm serves: the CPU backend, and torch for float64.
 
 
 def _elsewhere(name: str, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:

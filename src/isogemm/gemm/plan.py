@@ -18,7 +18,7 @@ _A, _B, _B_UP, _READ = range(INPUTS, INPUTS + 4)
 
 
 def plan_for(problem: Problem, device: torch.device) -> Plan:
-    """Plan of a problem without a batch, from its description alone: what is not compiled yet is compiled."""
+    """Plan of a problem without a batch, from its description alone; compiles its kernels if needed."""
     return gemm_plan("matmul", (problem.m, problem.n), getattr(torch, problem.out_dtype), device, problem)
 
 
@@ -33,7 +33,7 @@ def gemm_plan(
 ) -> Plan:
     """Plan of inputs (a, b, second weight, *read); read: how Triton sees these, by default the bias alone.
 
-    config: one of the caller's, instead of the one that is chosen.
+    config: used instead of the one that would be chosen.
     """
     from isogemm.gemm.kernels import products as kernels
 
@@ -111,7 +111,7 @@ def activation_grad_plan(
 def chunk_sums_plan(
     count: int, n: int, together: int, dtype: torch.dtype, stride: int | None, device: torch.device
 ) -> Plan:
-    """Plan of the input [count, n] sums, `together` to a chunk; added to what there is, `stride` apart, where given."""
+    """Plan of the input [count, n] sums, `together` to a chunk; with `stride`, added to a total with that stride."""
     from isogemm.gemm.kernels import gradients as kernels
 
     launch = kernels.describe_chunk_sums(count, n, together, stride or 1, stride is not None)

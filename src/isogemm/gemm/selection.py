@@ -1,14 +1,14 @@
-"""From a problem to the configuration that serves it: no device, no tensors, but a file of the user's, read once.
+"""From a problem to the configuration that serves it: no device, no tensors, but the user's file, read once.
 
-In this order: what `isogemm tune` measured on this GPU, what was measured of the same weight, a model of a
-configuration's time, rules. None of it can change a bit of the result.
+In this order: what `isogemm tune` measured on this GPU, what was measured for the same weight, a model of a
+configuration's time, rules. The choice cannot change a bit of the result.
 
 The model has ten coefficients for each configuration:
 
     us = c0 + c1 turns + c2 results + c3 flushes + c4 activated + c5 gradients
          + hypot(c6 latency, c7 arithmetic, c8 cache, c9 memory)
 
-What overlaps is a root of squares, what does not is added. `terms` computes the quantities from the sizes,
+Terms that overlap are a root of squares, the others are added. `terms` computes the quantities from the sizes,
 `benchmarks/tune.py gemm` fits the coefficients to measured times, and the tables keep them by architecture.
 """
 
@@ -28,12 +28,12 @@ from isogemm.gemm.configs import Config, Problem, canonical, default, fitted, il
 Steps = tuple[tuple[int, Config], ...]  # (tokens up to, config), ascending
 Source = Literal["tuned", "table", "model", "default"]
 
-# Numbers of tokens at which the model is asked: it sees any other as the next larger one.
+# Numbers of tokens for which the model is evaluated; any other is rounded up to one of these.
 _GRID = (
     *(1 << power for power in range(6)), 64, 96, 128, 192, *range(256, 2048, 128), *range(2048, 8192, 512),
     *(eighths << power for power in range(10, 20) for eighths in range(8, 16)),
 )  # fmt: skip
-_NEAR = 1.01  # of configurations this close the first of the menu serves: fewer kernels to compile
+_NEAR = 1.01  # of configurations this close, the first of the menu serves: fewer kernels to compile
 
 ADDED = 6  # terms of the model that are added; the others overlap
 _REGISTERS = 65536  # of a multiprocessor
@@ -87,20 +87,20 @@ def _modelled(problem: Problem) -> Config | None:
 
 
 def fastest(problem: Problem, measured: Iterable[Measured]) -> Config | None:
-    """The configuration with the shortest predicted time; None where none of those measured serves the problem."""
+    """The configuration with the shortest predicted time; None if none serves the problem."""
     close = within(_NEAR, problem, measured)
     return close[0] if close else None
 
 
 def within(factor: float, problem: Problem, measured: Iterable[Measured]) -> list[Config]:
-    """The configurations whose predicted time is at most so many times the shortest, in their order."""
+    """The configurations whose predicted time is at most `factor` times the shortest, in their order."""
     predicted = []
     for each in measured:
         if not each.above < problem.m <= (each.most or problem.m):
             continue
         usable_here = fitted(problem, each.config)
         if not illegal(problem, usable_here):
-            changed = usable_here.kernel != each.config.kernel  # its operands lie otherwise: it was not measured so
+            changed = usable_here.kernel != each.config.kernel  # other operand layouts, for which it was not measured
             us = microseconds(problem, usable_here, each.coefficients)
             predicted.append((changed, us, each.config))
     among, least, _ = min(predicted, key=lambda each: each[:2], default=(False, 0.0, None))
@@ -114,7 +114,7 @@ def microseconds(problem: Problem, config: Config, coefficients: Sequence[float]
 
 
 def terms(problem: Problem, config: Config) -> tuple[float, ...]:
-    """What each coefficient is multiplied by, each of the order of one in a launch of a few microseconds."""
+    """The model's terms, one per coefficient, each of the order of one in a launch of a few microseconds."""
     accumulation, e = configs.accumulation(problem, config), problem.epilogue
     rows, columns = configs.tile(problem, config)
     tiles, k, area = -(-problem.m // rows) * -(-problem.n // columns), problem.k, config.block_m * config.columns
@@ -123,8 +123,8 @@ def terms(problem: Problem, config: Config) -> tuple[float, ...]:
         tiles, k, partials = tiles * problem.chunks, problem.chunk, 8e-6 * problem.m * problem.n * problem.chunks / 4
     elif accumulation != "one":
         flushed = problem.chunks
-    busiest = -(-tiles // problem.sm_count)  # tiles of the multiprocessor that has most
-    turns = -(-tiles // (problem.sm_count * residents(problem, config)))  # of them one after another
+    busiest = -(-tiles // problem.sm_count)  # tiles of the SM that has most
+    turns = -(-tiles // (problem.sm_count * residents(problem, config)))  # how many of them run one after another
     results = busiest * area / 4e4
     item, out_item = configs.ITEMSIZE[problem.dtype], configs.ITEMSIZE[problem.out_dtype]
     read = (problem.weights * problem.n + problem.m) * problem.k * item
@@ -143,7 +143,7 @@ def terms(problem: Problem, config: Config) -> tuple[float, ...]:
 
 
 def residents(problem: Problem, config: Config) -> int:
-    """Programs that a multiprocessor runs side by side."""
+    """Programs that an SM runs side by side."""
     if config.persistent:
         return config.residents
     threads = 32 * config.num_warps
@@ -154,17 +154,17 @@ def residents(problem: Problem, config: Config) -> int:
 
 
 def token_edges(problem: Problem, most: int) -> list[int]:
-    """Numbers of tokens, up to `most`, among which every choice for problems like this one is made.
+    """Numbers of tokens, up to `most`, at which the choice for problems like this one may change.
 
     Tokens are the rows of A; in a weight gradient, its k.
     """
     edges = {*_GRID, *(tokens for tokens, _ in _table(problem))}
     weight = {*_weight(problem)}
     for (_, _, *sizes), steps in tuned.load("gemm", problem.gpu).items():
-        if not weight.isdisjoint(sizes):  # this weight, or another of its layer: they are warmed up together
+        if not weight.isdisjoint(sizes):  # this weight, or another one of its layer: they are warmed up together
             edges.update(size for tokens, _ in steps for size in (tokens // 2, tokens))
     edges = {size for size in edges if size < most} | {most}
-    if problem.layout == "tn":  # chunks that wait for each other, and a last block that is full or is not
+    if problem.layout == "tn":  # one chunk or several, and a last block that is full or not
         edges.update(size for chunks in (1, 2) for size in (problem.chunk * chunks, problem.chunk * chunks + 1))
         blocks = {config.block_k for config in candidates(problem)}
         edges.update({size // block * block for size in edges for block in blocks}, {size - 1 for size in edges})
@@ -188,7 +188,7 @@ def menu(problem: Problem) -> tuple[Measured, ...]:
 
 
 def model_key(problem: Problem) -> tuple[str, str]:
-    """What has coefficients of its own: arithmetic and layout, and gradients of activations."""
+    """Key of the model's coefficients: arithmetic, layout, and whether it is an activation's gradient."""
     return problem.number, problem.layout + " gradient" * bool(problem.epilogue.gradient)
 
 
@@ -206,7 +206,7 @@ def _with_tokens(problem: Problem, tokens: int) -> Problem:
 
 
 def _tuned(problem: Problem) -> Steps:
-    """What the user measured of this weight: each step serves from more than half of its number of tokens."""
+    """What the user measured for this weight: a step serves from more than half of its number of tokens on."""
     if problem.batch > 1:
         return ()
     steps = tuned.load("gemm", problem.gpu).get((problem.number, problem.kind, *_weight(problem)), ())
@@ -214,14 +214,14 @@ def _tuned(problem: Problem) -> Steps:
 
 
 def _table(problem: Problem) -> Steps:
-    """What the tables have of this weight."""
+    """The table's steps for this weight."""
     known = _tables(problem.arch, problem.number, problem.kind) if problem.batch == 1 else {}
     return known.get(_weight(problem), ())
 
 
 @functools.cache
 def _tables(arch: str, number: str, kind: str) -> dict[tuple[int, int], Steps]:
-    """Measured configurations by weight; empty where none are."""
+    """Measured configurations by weight; empty if there are none."""
     if not tables.measured("gemm", arch):
         return {}
     return {

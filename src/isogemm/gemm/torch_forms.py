@@ -1,6 +1,6 @@
-"""Epilogues and their gradients in torch's operations: what the CPU computes, and second derivatives.
+"""Epilogues and their gradients in torch's operations, for the CPU and for second derivatives.
 
-Computed in the sums' dtype; with rounding="eager" that is the result's.
+They are computed in the sums' dtype, which with rounding="eager" is the result's.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from isogemm.gemm import cpu
 
 
 def saved_dtype(activation: str, dtype: torch.dtype) -> torch.dtype:
-    """In which a pre-activation is kept, of operands in `dtype`; activation: "" for a registered epilogue.
+    """The dtype in which a pre-activation is saved, for operands in `dtype`; activation: "" for a registered epilogue.
 
-    Sums in float32 may leave float16's range where the result does not. That does no harm to a derivative that is
-    constant outside of it; the others are read from float32.
+    float32 sums may leave float16's range where the result does not. That does not change a derivative that is constant
+    outside of it; for the others the pre-activation is saved in float32.
     """
     return torch.float32 if dtype is torch.float16 and not spec.levels_off(activation) else dtype
 
 
 def kept(z: Tensor, dtype: torch.dtype) -> Tensor:
-    """z as it is kept for the backward: what is finite stays so in float16."""
+    """z as it is saved for the backward: finite values stay finite in float16."""
     most = torch.finfo(torch.float16).max
     return (torch.where(z.isfinite(), z.clamp(-most, most), z) if dtype is torch.float16 else z).to(dtype)
 
@@ -70,7 +70,7 @@ def after_activation(z: Tensor, up: Tensor | None, operands: Operands) -> Tensor
 
 
 def dropped(value: Tensor, operands: Operands) -> Tensor:
-    """Zero, or scaled up: of a value, and of a gradient."""
+    """Apply dropout to a value or a gradient."""
     assert operands.seed is not None
     n = value.shape[-1]
     kept = random.kept(operands.seed, value.numel() // max(n, 1), n, operands.dropout_p).view(value.shape)
@@ -100,13 +100,13 @@ def unpacked(mask: Tensor, n: int) -> Tensor:
 
 
 def derivative(saved: Tensor, kind: str, operands: Operands, n: int, dtype: torch.dtype) -> Tensor:
-    """act' [..., N]; gated: of both factors, [2, ..., N]."""
+    """act'(z) [..., N]; gated: the derivatives of both factors, [2, ..., N]."""
     entry = spec.ACTIVATIONS[operands.activation]
     if operands.gated:
         gate, up = saved.to(dtype)
         return torch.stack((up * entry.derivative(gate), entry.torch(gate)))
     if kind == "mask":
-        saved = unpacked(saved, n).to(dtype) * 2 - 1  # any two numbers with the signs
+        saved = unpacked(saved, n).to(dtype) * 2 - 1  # numbers with these signs
     form = entry.of_output if kind == "out" else entry.derivative
     assert form is not None
     return form(saved.to(dtype), *operands.arguments)
@@ -135,7 +135,7 @@ def epilogue_grad(
     """A registered epilogue's gradients, from its torch form: dz in `dtype` and, where wanted, the aux tensors'."""
 
     def operand(x: Tensor, want: bool) -> Tensor:
-        # An alias: one operand may be made from another, which is for the engine to follow.
+        # An alias: one operand may be computed from another, and autograd handles that.
         return x.view_as(x) if create_graph else x.detach().requires_grad_(want)
 
     with torch.enable_grad(), private.autograd_below_dispatcher():
@@ -156,7 +156,7 @@ def epilogue_grad(
     return [None if each is None else each.contiguous() for each in gradients]
 
 
-# Which gradients read an argument's value. Those of the scales compute the product again.
+# Which gradients read an argument's value. Those of the scales recompute the product.
 READ_BY = {
     "x": ("weight", "weight_up", "alpha", "row_scale", "col_scale"),
     "weight": ("x", "alpha", "row_scale", "col_scale"),
@@ -178,9 +178,9 @@ def operand_gradients(
     over_rows: Callable[[Tensor], Tensor],
     over_columns: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor | None]:
-    """The gradients of c and the scales, from that of the pre-activation.
+    """The gradients of c and the scales, from that of the pre-activation, dz.
 
-    product: the product again, in a dtype (None: as it is). over_rows, over_columns: sums [..., N] -> [N] and [...].
+    product: recomputes it in a dtype (None: the operands'). over_rows, over_columns: sums [..., N] -> [N] and [...].
     """
     found: dict[str, Tensor | None] = {}
     wide = cpu.sums_dtype(dz.dtype)
@@ -214,7 +214,7 @@ def operand_gradients(
 
 
 def scaled(dz: Tensor, operands: Operands) -> Tensor:
-    """The gradient of the product itself: times alpha, row_scale and col_scale."""
+    """The gradient of the product itself: dz times alpha, row_scale and col_scale."""
     row_scale, col_scale, alpha, value = operands.row_scale, operands.col_scale, operands.alpha, operands.alpha_value
     if row_scale is None and col_scale is None and alpha is None and value == 1:
         return dz

@@ -1,4 +1,4 @@
-"""Compiling ahead: every kernel that calls with some weights will need, before the first of them."""
+"""Compilation in advance of every kernel that calls with given weights will need."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _layers(
     activation: str | None,
     activation_args: Mapping[str, float] | None,
 ) -> Iterator[_Layer]:
-    """The layers without their activations, then with them."""
+    """Yield each layer without its activation, and with it."""
     if isinstance(weights, torch.nn.Module):
         module: Any  # an isogemm.nn.Linear or MLP, which are above here
         for module in weights.modules():
@@ -108,7 +108,7 @@ def _layers(
 
 
 def _fused(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | None, precision: str | None) -> None:
-    """By calls with nothing in particular, forward and backward: what they compile is theirs to know."""
+    """Compile a layer with its activation: call it on empty tensors, forward and backward."""
     dtype = autocast_dtype(layer.weight) or layer.weight.dtype
     weight, weight_up, bias, bias_up, down, bias_down = (
         None if each is None else each.detach().to(dtype).detach().requires_grad_(backward)
@@ -120,7 +120,7 @@ def _fused(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | 
     b_up = None if weight_up is None else weight_up.mT
     problem = fused.problem_of(x[:1], weight.mT, b_up, operands, precision=precision)
     modes = [(False, False, (0.0, 0.0))]
-    if backward:  # biases may be frozen: the layer's gradient has then no sums
+    if backward:  # with frozen biases the gradient kernel writes no sums
         trained = (True,) if bias is None and bias_up is None else (True, False)
         modes += product((True,), trained, dict.fromkeys(((0.0, 0.0), layer.dropouts)))
     for edge, (differentiated, biased, dropouts) in product(selection.token_edges(problem, tokens), modes):
@@ -141,7 +141,7 @@ def _fused(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | 
             leaves = (rows, weight, weight_up, of_gate, of_up, down, bias_down)
             inputs = [each for each in leaves if each is not None and each.requires_grad]
             torch.autograd.grad(result, inputs, torch.empty_like(result))
-    if backward and bias is not None:  # into a main_grad
+    if backward and bias is not None:  # a bias gradient added to a main_grad
         sums = torch.zeros((1, weight.shape[0]), dtype=torch.float32, device=x.device)
         together = 1 if down is None else configs.BIAS_BLOCKS
         fused.chunk_sums(sums, together, torch.zeros_like(sums[0]), torch.float32)
@@ -183,7 +183,7 @@ def _forward(weight: Tensor, bias: bool, out_dtype: torch.dtype | None, precisio
 
 
 def _every(problem: Problem, tokens: int) -> Iterator[Problem]:
-    """The problem at every number of tokens where another kernel may begin."""
+    """The problem at every number of tokens from which on another kernel may be chosen."""
     for edge in selection.token_edges(problem, tokens):
         yield replace(problem, m=edge)
 
@@ -207,7 +207,7 @@ def _gradients(forward: Problem, tokens: int) -> Iterator[Problem]:
 
 
 def _bias_gradients(forward: Problem, tokens: int) -> Iterator[BiasGradProblem]:
-    """Bias gradients up to `tokens`: one chunk after another, side by side, and with offsets beyond int32."""
+    """Bias gradients up to `tokens`: chunks in turn, chunks in parallel, and offsets beyond int32."""
     for edge, accumulate in product({*(1 << power for power in range(tokens.bit_length())), tokens}, (False, True)):
         yield BiasGradProblem(
             t=edge, n=forward.n, dtype=forward.dtype, out_dtype="float32" if accumulate else forward.dtype,

@@ -1,7 +1,7 @@
-"""What the kernels do with their sums: biases, scales, activations, dropout, residuals, and the one rounding.
+"""Epilogues in the kernels: biases, scales, activations, dropout, residuals, and the one rounding.
 
-`e`, `steps` and `numbers` are the tensors that an epilogue reads, their strides and its numbers; E says which of them
-there are, `epilogues.operands` in which order.
+`e`, `steps` and `numbers` are the tensors that an epilogue reads, their strides and its numbers. E says which of them
+are used; `epilogues.operands` has their order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FLOAT16_MAX = tl.constexpr(65504.0)
 
 @triton.jit
 def _column_parts(x, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
-    """x [BM, BN] as PARTS neighbours [BM, BN // PARTS]: what leaves the registers at once."""
+    """Split x [BM, BN] into PARTS neighbours [BM, BN // PARTS], which are stored one after another."""
     if PARTS == 1:
         return (x,)
     else:
@@ -37,15 +37,15 @@ def _column_parts(x, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _row_halves(x, BM: tl.constexpr, BN: tl.constexpr):
-    """x [BM, BN] as its upper and lower half."""
+    """Split x [BM, BN] into its upper and lower half."""
     return tl.split(tl.permute(tl.reshape(x, (2, BM // 2, BN)), (1, 2, 0)))
 
 
 @triton.jit
 def sum_by_halves(x, BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sums [BLOCKS, 1, COLUMNS] of x [BLOCKS, ROWS, COLUMNS]: the first half plus the second, again and again.
+    """Sum x [BLOCKS, ROWS, COLUMNS] to [BLOCKS, 1, COLUMNS]: the first half plus the second, repeatedly.
 
-    An order of additions that no layout changes, as it would `tl.sum`'s.
+    The order of additions does not depend on the layout, as `tl.sum`'s does.
     """
     if ROWS == 1:
         return x
@@ -56,13 +56,13 @@ def sum_by_halves(x, BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.const
 
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr, EAGER: tl.constexpr):
-    """As torch's next operation would read it."""
+    """Round x as torch would between two operations."""
     return x.to(DTYPE).to(tl.float32) if EAGER else x
 
 
 @triton.jit
 def _packed(bits, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAPPED: tl.constexpr):
-    """Eight of the result's columns in a byte, the first in the lowest bit; those are the rows of a swapped tile."""
+    """Pack eight columns of the result into a byte, the first in the lowest bit; in a swapped tile these are rows."""
     if SWAPPED:
         shifted = bits.to(tl.int32) << (tl.arange(0, ROWS) & 7)[:, None]
         return tl.sum(tl.reshape(shifted, (ROWS // 8, 8, COLUMNS)), axis=1).to(tl.uint8)
@@ -73,7 +73,7 @@ def _packed(bits, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAPPED: tl.constex
 
 @triton.jit
 def is_kept(seed, m, n, row, col, dropped, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAPPED: tl.constexpr):
-    """Where dropout keeps an element, as in `epilogues.random`: (m, n) is the tile's place, row and col its numbers."""
+    """Where dropout keeps an element, as in `epilogues.random`, of a tile at (m, n) with indices row and col."""
     if SWAPPED or COLUMNS < 32:
         zero = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
         w0, w1, w2, w3 = tl.philox(seed, (col >> 5 << 2) + (col >> 1 & 3) + zero, row + zero, zero, zero)
@@ -94,7 +94,7 @@ def is_kept(seed, m, n, row, col, dropped, ROWS: tl.constexpr, COLUMNS: tl.const
 
 @triton.jit
 def read_matrix(at, row, col, M, N, stride, INDEX: tl.constexpr):
-    """A tile of a matrix that is contiguous along n, in fp32."""
+    """Load a tile of a matrix that is contiguous along n, in fp32."""
     live = (row < M) & (col < N)
     return tl.load(at + (row.to(INDEX) * stride + col), mask=live, other=0.0).to(tl.float32)
 
@@ -104,7 +104,7 @@ def _before_activation(
     z, row, col, M, N, e, steps, numbers, E: tl.constexpr, BIAS_FIRST: tl.constexpr, DTYPE: tl.constexpr,
     INDEX: tl.constexpr,
 ):  # fmt: skip
-    """alpha row_scale col_scale z + beta addend + bias"""
+    """alpha * row_scale * col_scale * z + beta * c + bias"""
     z = _rounded(z, DTYPE, E.eager)
     if E.alpha == "host":
         z = _rounded(z * numbers[0], DTYPE, E.eager)
@@ -131,14 +131,14 @@ def _before_activation(
 
 @triton.jit
 def _aux(at, row, col, M, N, stride_m, stride_n, INDEX: tl.constexpr):
-    """A tile of an aux tensor, in fp32; its strides are 0 where it is broadcast."""
+    """Load a tile of an aux tensor, in fp32; its strides are 0 where it is broadcast."""
     live = (row < M) & (col < N)
     return tl.load(at + (row.to(INDEX) * stride_m + col.to(INDEX) * stride_n), mask=live, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _user(z, row, col, M, N, e, steps, E: tl.constexpr, ACT: tl.constexpr, INDEX: tl.constexpr):
-    """A registered epilogue."""
+    """Apply a registered epilogue."""
     COUNT: tl.constexpr = E.aux
     aux = ()
     for i in tl.static_range(COUNT):
@@ -157,10 +157,11 @@ def _activated(z, ACT: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def unpacked(packed, m, n, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr):
-    """The tile at (m, n), a multiple of 8, of what `_packed` made, the lowest bit of each number; a byte is read once.
+    """Load the tile at (m, n), a multiple of 8, of bits packed by `_packed`, into the lowest bit of each number.
 
-    (Read once a column, as `slope_at` does, it takes six times as long: the lanes of a load then lie in 32 rows.)
-    Beyond the last row all are positive: a leaky_relu's slope of negative numbers may be infinite.
+    Each byte is read once. Reading it for every column, as `slope_at` does, takes six times as long, since the lanes of
+    a load are then in 32 rows. Beyond the last row all bits are 1: a leaky_relu's slope for negative numbers may be
+    infinite.
     """
     row = (m + tl.arange(0, ROWS))[:, None]
     byte = (n // 8 + tl.arange(0, COLUMNS // 8))[None, :]
@@ -172,14 +173,14 @@ def unpacked(packed, m, n, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDE
 
 @triton.jit
 def slope_of_bits(bits, SLOPE: tl.constexpr, E: tl.constexpr):
-    """As `slope_at`, where the lowest bit tells whether the pre-activation was positive."""
+    """As `slope_at`, from bits that tell whether the pre-activation was positive."""
     sign = tl.where((bits & 1) == 1, 1.0, -1.0)
     return _activated(sign, SLOPE, E), sign
 
 
 @triton.jit
 def slope_at(row, col, M, N, saved, ACT: tl.constexpr, SLOPE: tl.constexpr, E: tl.constexpr, INDEX: tl.constexpr):
-    """The activation's derivative, from what the forward saved; gated: of the gate's factor and of up's."""
+    """The activation's derivative, from what the forward saved; gated: the derivatives by the gate and by up."""
     if E.gradient == "mask":
         live = (row < M) & (col < N)
         bytes_ = tl.load(saved + (row.to(INDEX) * ((N + 7) // 8) + (col >> 3)), mask=live, other=0).to(tl.int32)
@@ -197,7 +198,7 @@ def slope_at(row, col, M, N, saved, ACT: tl.constexpr, SLOPE: tl.constexpr, E: t
 def store_result(
     value, c, m, n, row, col, M, N, stride_cm, stride_cn, C_TMA: tl.constexpr, INDEX: tl.constexpr
 ):  # fmt: skip
-    """Round once, store."""
+    """Round once and store."""
     if C_TMA:
         c.store([m, n], value.to(c.dtype))
     else:
@@ -207,7 +208,7 @@ def store_result(
 
 @triton.jit
 def _kept_finite(z, at):
-    """z, where finite within what float16 holds if it goes there: beyond, its derivative is constant."""
+    """z, clamped if finite to float16's range if it is saved in float16: beyond, the derivative is constant."""
     if at.dtype.element_ty == tl.float16:
         return tl.where(tl.abs(z) < float("inf"), tl.clamp(z, -_FLOAT16_MAX, _FLOAT16_MAX), z)
     else:
@@ -218,7 +219,7 @@ def _kept_finite(z, at):
 def _store_row_sums(
     value, sums, m, n, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr
 ):  # fmt: skip
-    """The sums of value [ROWS, COLUMNS] at (m, n) over blocks of rows."""
+    """Store the sums of value [ROWS, COLUMNS] at (m, n) over blocks of rows."""
     BLOCKS: tl.constexpr = ROWS // _BIAS_ROWS
     wide = tl.reshape(value.to(tl.float32), (BLOCKS, _BIAS_ROWS, COLUMNS))
     blocks = sum_by_halves(wide, BLOCKS, _BIAS_ROWS, COLUMNS)
@@ -234,7 +235,7 @@ def _write(
     C_TMA: tl.constexpr, SWAPPED: tl.constexpr, E: tl.constexpr, BIAS_FIRST: tl.constexpr, ACT: tl.constexpr,
     SLOPE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue of sums [ROWS, COLUMNS] at (m, n), in fp32, and its one rounding.
+    """Apply the epilogue to sums [ROWS, COLUMNS] at (m, n), in fp32, round once and store.
 
     A swapped tile's rows are the result's columns.
     """
@@ -301,9 +302,9 @@ def _no_biases(SIZE: tl.constexpr):
 
 @triton.jit
 def biases(e, at, N, SIZE: tl.constexpr, E: tl.constexpr):
-    """Those of SIZE columns of the result, all at once: parts of a tile would each wait for theirs.
+    """Load the biases of SIZE columns of the result at once, since each part of a tile would wait for its own.
 
-    A bias of -0 is made +0, and with it a sum that underflowed to -0, as one with more padding is.
+    A bias of -0 becomes +0, so that a sum that underflowed to -0 does too, as it does with more padding.
     """
     col = at + tl.arange(0, SIZE)
     bias, bias_up = _no_biases(SIZE)
@@ -326,9 +327,9 @@ def finish(
     UP_FIRST: tl.constexpr, E: tl.constexpr, ACT: tl.constexpr, SLOPE: tl.constexpr, ACCUMULATION: tl.constexpr,
     ACCUMULATE: tl.constexpr, INDEX: tl.constexpr, BARRIER: tl.constexpr,
 ):  # fmt: skip
-    """What becomes of the sums acc [BM, BN] at (m, n) at the end of a chunk, WIDTH columns at a time.
+    """Keep or store the sums acc [BM, BN] at (m, n) at the end of a chunk, WIDTH columns at a time.
 
-    A swapped tile's m and n, M and N and strides are exchanged here: from now on they are the result's.
+    A swapped tile's m and n, M and N and strides are exchanged here: then they are the result's.
     """
     if SWAPPED:
         m, n = n, m

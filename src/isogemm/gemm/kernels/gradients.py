@@ -1,4 +1,4 @@
-"""What a backward computes besides products: dz, the gradient before an activation, and db, a sum over the tokens."""
+"""The kernels of a backward besides products: dz, the gradient before an activation, and db, a sum over tokens."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from isogemm.gemm.kernels.epilogue import (
 )
 from isogemm.gemm.kernels.products import activation_functions, index_type, load_tile, multiple
 
-_SUMMED_AT_ONCE = 128  # columns of one warp, so that no thread waits for another
-_NO_OVERLAP = 1  # stages of loads of lone elements: Triton would lay them into shared memory by columns, in one bank
+_SUMMED_AT_ONCE = 128  # columns of a program of one warp: no thread waits for another
+_NO_OVERLAP = 1  # stages for loads by element: Triton would put them into shared memory by columns, in one bank
 
 
 @triton.jit
 def _column_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sums [COLUMNS] of x [ROWS, COLUMNS], by halves."""
+    """Sum x [ROWS, COLUMNS] to [COLUMNS], by halves."""
     return tl.reshape(sum_by_halves(tl.reshape(x, (1, ROWS, COLUMNS)), 1, ROWS, COLUMNS), (COLUMNS,))
 
 
@@ -40,11 +40,11 @@ def _chunk_sums_kernel(
         total = tl.load(out + n.to(tl.int64) * stride_out, mask=live, other=0.0)
     else:
         total = tl.zeros((BN,), dtype=tl.float32)
-    LOADS: tl.constexpr = 8 if TOGETHER == 1 else 1  # under way at once
+    LOADS: tl.constexpr = 8 if TOGETHER == 1 else 1  # in flight
     for first in tl.range(0, count, TOGETHER, loop_unroll_factor=LOADS):
         at = (first + tl.arange(0, TOGETHER))[:, None]
         tile = tl.load(sums + (at.to(tl.int64) * N + n[None, :]), mask=(at < count) & live[None, :], other=0.0)
-        total += _column_sums(tile, TOGETHER, BN) + 0.0  # one of -0 is +0, as with rows of zeros after it
+        total += _column_sums(tile, TOGETHER, BN) + 0.0  # a sum of -0 becomes +0, as with rows of zeros after it
     tl.store(out + n.to(tl.int64) * stride_out, total.to(out.dtype.element_ty), mask=live)
 
 

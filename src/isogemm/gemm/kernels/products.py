@@ -1,8 +1,8 @@
 """The kernels of the GEMM family and their launchers.
 
-Every output element is one fp32 sum over k in ascending order. A chunked one starts a new sum at every multiple
-of the chunk and adds the finished ones in ascending order, one fp32 addition each, wherever they wait: in
-registers, in the output, in memory of the program's own, or for a second kernel.
+Every output element is one fp32 sum over k in ascending order. A chunked one starts a new sum at every multiple of the
+chunk. The finished sums are added in ascending order, one fp32 addition each, wherever they are kept: in registers, in
+the output, in scratch memory of the program, or in a buffer for a second kernel.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _ADDED_AT_ONCE = 1024
 
 @triton.jit
 def multiple(value, UNIT: tl.constexpr):
-    """The same value, seen by the compiler to be a multiple of UNIT: wide loads of rows that allow them."""
+    """The same value, known to the compiler as a multiple of UNIT, for wide loads."""
     return value // UNIT * UNIT
 
 
 def _has_rounding(_semantic: Any = None) -> tl.constexpr:
-    """Whether the GPU that is compiled for rounds to TF32 by an instruction: NVIDIA's from sm_90 on."""
-    arch = "" if _semantic is None else str(_semantic.builder.options.arch)  # none where kernels are interpreted
+    """Whether the target GPU has an instruction that rounds to TF32: NVIDIA's from sm_90 on."""
+    arch = "" if _semantic is None else str(_semantic.builder.options.arch)  # empty in the interpreter
     return tl.constexpr(arch.startswith("sm") and int("".join(filter(str.isdigit, arch))) >= 90)
 
 
-setattr(_has_rounding, tl.core.TRITON_BUILTIN, True)  # so that kernels call it as they are compiled
+setattr(_has_rounding, tl.core.TRITON_BUILTIN, True)  # so that kernels call it at compile time
 
 
 @triton.jit
 def round_by_instruction(x):
-    """`round_to_tf32`, in one instruction where there is one. Not for products that the copy engine rounds elsewhere:
-    that both treat every number alike, subnormals too, was not measured."""
+    """`round_to_tf32`, in one instruction where there is one. Not for operands that TMA rounds in other configurations:
+    it was not measured whether both treat every number alike, subnormals too."""
     if _has_rounding():
         return tl.inline_asm_elementwise(
             "cvt.rn.tf32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -61,7 +61,7 @@ def _split_tf32(x):
 
 @triton.jit
 def _added(block, acc):
-    """acc + block; as a fused multiply-add, since Triton would make one longer chain of a plain sum with a dot."""
+    """acc + block, as a fused multiply-add: Triton would merge a plain sum into the dot, as one longer chain."""
     return tl.fma(block, tl.full(block.shape, 1.0, tl.float32), acc)
 
 
@@ -97,7 +97,7 @@ def load_tile(
 ):  # fmt: skip
     """Rows first .. first + ROWS - 1 of an operand at k .. k + BK - 1: [ROWS, BK], or [BK, ROWS] if TRANSPOSED.
 
-    PAIRED: ROWS // 2 rows of one matrix, then as many of another, that many elements further (by TMA: one map of both).
+    PAIRED: ROWS // 2 rows of one matrix, then as many of another, `to_second` elements away (TMA: one map of both).
     """
     if TMA:
         if PAIRED:
@@ -136,7 +136,7 @@ def load_tile(
 
 @triton.jit
 def _place(at, m_tiles, n_tiles, GROUP: tl.constexpr):
-    """Row and column of the at-th tile: GROUP rows of tiles at a time, whose operands stay in the cache."""
+    """Row and column of the at-th tile: GROUP rows of tiles at a time, so that operands stay in the cache."""
     group = at // (GROUP * n_tiles)
     height = min(m_tiles - group * GROUP, GROUP)
     within = at % (GROUP * n_tiles)
@@ -161,10 +161,10 @@ def _gemm_kernel(
     BN_REST: tl.constexpr, PERSISTENT: tl.constexpr, MASK_K: tl.constexpr, K_LEVELS: tl.constexpr,
     BATCHED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Any operands; a program for every tile, or a few programs that take them in turn.
+    """C = A B for any operands; one program per tile, or a few persistent programs.
 
     A tile is BN + BN_REST wide: two sums side by side, since each must be a power of two. Where two weights are
-    paired, half of BN (of BM, if swapped) is of either; b_rest is then the second.
+    paired, each has half of BN (of BM, if swapped); b_rest is then the second.
     """
     e = (e0, e1, e2, e3, e4, e5, e6, e7, e8, e9, e10, e11, e12, e13, e14, e15, e16, e17, e18, e19)
     steps = (
@@ -284,9 +284,9 @@ def _stream_kernel(
     PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr, E: tl.constexpr,
     ACT: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """Operands by TMA; a few programs, each with one endless loop through the k of its tiles.
+    """C = A B with operands by TMA; a few persistent programs, each with one loop over the k of all its tiles.
 
-    The next tile's operands are on their way while this one's result is written.
+    The next tile's operands are loaded while this one's result is stored.
     """
     e = (e0, e1, e2, e3, e4, e5, e6, e7, e8, e9, e10, e11, e12, e13, e14, e15, e16, e17, e18, e19)
     steps = (
