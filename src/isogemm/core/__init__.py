@@ -1,1 +1,1 @@
-"""What every family stands on: device facts, environment, errors, launching and the dispatch log."""
+"""What every family uses: operators, plans, launches, device properties, settings, errors and the dispatch log."""

@@ -31,7 +31,7 @@ _UNUSABLE = (OSError, ValueError, ImportError)  # what reading a damaged or fore
 
 @dataclass(frozen=True)
 class Summary:
-    """What is kept for a GPU."""
+    """How much is kept for a GPU."""
 
     path: Path
     entries: int  # weights, each with one kind of problem
@@ -55,7 +55,7 @@ def load(family: str, gpu: str) -> Table:
 
 
 def require_writable(gpu: str) -> None:
-    """Raise an OSError where `keep` could not write: before minutes of work."""
+    """Raise an OSError if `keep` could not write, before minutes of work."""
     file = path(gpu)
     if not file.is_absolute():
         raise files.FileError(f"there is no home folder for {file}: set XDG_CACHE_HOME")
@@ -92,7 +92,7 @@ def _lock_file(file: Path) -> Path:
 
 
 def summary(gpu: str) -> Summary:
-    """What `load` serves, over all families."""
+    """How much `load` serves, over all families."""
     tables = _tables(path(gpu), gpu).values() if env.settings.tuned else ()
     entries = [steps for table in tables for steps in table.values()]
     return Summary(path(gpu), len(entries), sum(map(len, entries)))

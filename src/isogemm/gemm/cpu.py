@@ -169,7 +169,7 @@ def _multiply(x: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 
 def _multiply_tile(x: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """The same for x in fp32, padded below; K in steps."""
+    """`_multiply` for x in fp32, padded below, and a tile of b; K in steps."""
     rows, k = x.shape
     m, n = out.shape
     columns = max(n, _LEAST)
