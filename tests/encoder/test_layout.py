@@ -42,7 +42,7 @@ def _assert_apart(spans, offsets):
     for name, at in offsets.items():
         assert at % layout.ALIGNMENT == 0
         for other, start in offsets.items():
-            if other != name and spans[name].meets(spans[other]):
+            if other != name and spans[name].overlaps(spans[other]):
                 assert at + spans[name].size <= start or start + spans[other].size <= at, (name, other)
 
 

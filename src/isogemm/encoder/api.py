@@ -1,4 +1,4 @@
-"""`isogemm.encoder_layer` and `encoder_chunk`: validation, autocast, and which path serves."""
+"""`isogemm.encoder_layer` and `encoder_chunk`: validation, autocast, and the choice of path."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class _Named(TypedDict, total=False):
-    """encoder_layer's options but return_scores, on which its result's type depends."""
+    """encoder_layer's options except return_scores, which decides the result's type."""
 
     nhead: Required[int]
     norm_first: bool
@@ -99,39 +99,39 @@ def encoder_layer(
 
     Args:
         x: [S, T, D] or [T, D], any strides: S sequences of T tokens; float32, bfloat16 or float16.
-        params: of x's dtype, unless under autocast. With a float32 `main_grad`, a parameter's gradient is accumulated
-            into that, it gets no other, and its `grad_added_to_main_grad` is set.
+        params: of x's dtype, unless under autocast. If a parameter has a float32 `main_grad`, its gradient is added to
+            that instead of `.grad`, and its `grad_added_to_main_grad` is set.
         nhead: divides D; scores are scaled by 1 / sqrt(D / nhead).
-        norm_first: the norms before the attention and before the feed-forward part, else after each residual sum.
-        residual_normed: with norm_first, the residual sums begin with what is normed, not with what was before it.
+        norm_first: normalise before the attention and before the feed-forward part; else after each residual sum.
+        residual_normed: with norm_first, the residual is the normalised value, not the value before the norm.
         activation: "relu", "gelu" (erf), "gelu_tanh" or "silu".
         norm: "layer_norm"; "rms_norm", which has no bias; or "batch_norm", over all sequences and tokens.
         key_padding_mask: [S, T] ([T] for x [T, D]): bool, True for a key to leave out, or floating point, added to the
-            scores; -inf, and what is below -8e37 such as float32's lowest number, leaves a key out. It gets no
-            gradient. A query without keys attends to nothing: its attention is 0.
+            scores; values below -8e37, such as -inf or float32's lowest number, leave a key out. It gets no gradient.
+            The attention of a query without keys is 0.
         is_causal: a query sees no later key.
         dropout: the probability everywhere, or one for each place, rounded to 1/65536. Its seed is drawn on x's device
             from torch's generator.
-        running: of both batch norms. In training they are updated in place, as torch.nn.BatchNorm1d's; else, and where
-            they are frozen, they are what normalises. Where there are none, the batch's statistics do.
-        training: whether dropout drops, and batch norms take the batch's statistics.
-        scores: [S, nhead, T, T] ([nhead, T, T]), of the products' dtype, added to this layer's before the masks: those
-            that another layer returned. Or their factors: for each of the earlier layers its queries and keys
-            [2, nhead, S, T, D / nhead] ([2, nhead, T, D / nhead]).
-        return_scores: also return this layer's, with `scores` and the masks in them; or, "factors", a tuple of
-            `scores`, which then are factors or None, and this layer's: less memory than scores of more than
-            2 D / nhead tokens, and less to read and write. No mask is in them: each layer applies its own.
+        running: running statistics of both batch norms. In training they are updated in place, as in
+            torch.nn.BatchNorm1d. In evaluation, or where frozen, they normalise. Without them the batch's do.
+        training: whether dropout is applied and batch norms use the batch's statistics.
+        scores: [S, nhead, T, T] ([nhead, T, T]) in the products' dtype: the scores that another layer returned, added
+            to this layer's before the masks. Or their factors: the queries and keys [2, nhead, S, T, D / nhead]
+            ([2, nhead, T, D / nhead]) of each earlier layer.
+        return_scores: True: also return this layer's scores, with `scores` and the masks in them. "factors": also
+            return a tuple of `scores`, which must be factors or None, and this layer's factors. Past 2 D / nhead
+            tokens factors take less memory and traffic. No mask is in them: each layer applies its own.
         precision: of float32 products, as in `isogemm.matmul`.
 
     Returns:
-        Like x; with return_scores, and the scores. Under autocast the products are in its dtype; x, the residual sums
-        and the result keep x's.
+        y, like x; with return_scores also the scores. Under autocast the products are in its dtype; x, the residual
+        sums and y keep x's.
 
-    The bits of a sequence's result and of its gradient do not depend on the sequences around it, on its place among
-    them, or on masked tokens after its own; but for dropout, whose mask follows the place, and for a batch norm in
-    training, which by definition depends on all rows: its sums have one order. Parameters' gradients are sums over
-    `encoder_chunk` sequences at a time: micro-batches of multiples of that add up, through main_grad, to the bits of
-    the whole batch. `isogemm.dispatch_log` shows whether the fused kernels served. Differentiable once.
+    The bits of a sequence's result and gradient do not depend on the other sequences, on its place among them, or on
+    masked tokens after its own. There are two exceptions: a dropout mask depends on the place, and a batch norm in
+    training depends on all rows, which it sums in a fixed order. Parameters' gradients are sums over `encoder_chunk`
+    sequences at a time: micro-batches of multiples of that add up, through main_grad, to the bits of the whole batch.
+    `isogemm.dispatch_log` shows whether the fused kernels served. Differentiable once.
     """
     if has_torch_function(NO_TENSOR) and not is_compiling():  # `is_intercepted`, without its frame
         return cast(Tensor, handle_torch_function(cast(Any, encoder_layer), (), **locals()))
@@ -156,7 +156,7 @@ def encoder_layer(
     if running is not None and not training:
         given = given._replace(running=(running[0]._replace(frozen=True), running[1]._replace(frozen=True)))
     if x.ndim == 2:
-        y, of_layer, qk = _encoder_layer(x[None], params, given.of_one_more_dimension(), decision)
+        y, of_layer, qk = _encoder_layer(x[None], params, given.with_sequence_dimension(), decision)
         y = y[0]
         of_layer, qk = None if of_layer is None else of_layer[0], None if qk is None else qk[:, :, 0]
     else:
@@ -169,7 +169,7 @@ def encoder_layer(
 
 
 def gains_by_factors(x: Tensor, params: EncoderParameters, nhead: int, precision: str | None) -> bool:
-    """Whether the fused kernels serve a layer of x that passes scores on by factors, and scores would be larger."""
+    """Whether the fused kernels can pass scores on as factors for x, and factors are smaller than scores."""
     if not x.is_cuda or x.shape[-2] <= 2 * x.shape[-1] // nhead:
         return False
     from isogemm.encoder import fused
@@ -189,10 +189,9 @@ def encoder_chunk(
 ) -> int:
     """Number of sequences that form one partial sum in the gradients of `encoder_layer`'s parameters.
 
-    A function of the sequences' length, the layer's sizes, the products' dtype and the kind of device (None: a GPU
-    where there is one, else the CPU), never of the batch. On a GPU that of
-    the fused path; a layer that it leaves to the composed one for its parameters (of several dtypes, or with biases for
-    some of q, k and v) has that path's, which is the CPU's.
+    Depends on the sequences' length, the layer's sizes, the products' dtype and the kind of device (None: a GPU if
+    there is one, else the CPU), never on the batch. On a GPU it is the fused path's. A layer that is composed because
+    of its parameters (several dtypes, or biases for only some of q, k and v) has the composed path's, as on the CPU.
     """
     if dtype not in SERVED:
         raise TypeError(f"dtype is {dtype}; accepted: {', '.join(map(str, SERVED))}")
@@ -215,7 +214,7 @@ def _can_be_known(
     x: Tensor, params: EncoderParameters, scores: object, running: object, return_scores: object, norm: str,
     dropout: object, training: bool,
 ) -> bool:  # fmt: skip
-    """Whether calls like this one may be known: without gradients and dropout, y alone, with stacked parameters."""
+    """Whether calls like this one may have a cached plan: no gradients, no dropout, y alone, stacked parameters."""
     if type(x) not in PLAIN or type(params) is not EncoderParameters or dispatch.active or is_tracing():
         return False
     if scores is not None or running is not None or return_scores is not False or norm == "batch_norm":
@@ -229,7 +228,7 @@ def _can_be_known(
 
 
 class _KnownLayer(NamedTuple):
-    """A call whose plan is known."""
+    """A cached plan."""
 
     plan: Plan
     places: tuple[int | None, ...]  # of the plan's inputs among the call's tensors
@@ -242,7 +241,7 @@ def _know(
     key: tuple[Any, ...], present: list[Tensor], x: Tensor, params: EncoderParameters, tensors: _Tensors,
     decision: _Decision,
 ) -> None:  # fmt: skip
-    """Remember the plan of calls like this one, which has no gradients, if it reads the tensors where they lie."""
+    """Cache the plan of a call without gradients, if it reads the tensors in place."""
     # The guards see whether autocast is on, not its dtype.
     if autocast_dtype(x) is not None or not x.is_contiguous() or not _known_layers.is_aligned(present):
         return
@@ -263,7 +262,7 @@ class _Tensors(NamedTuple):
     factors: tuple[Tensor, ...]  # [2, H, S, T, d] each
     running: tuple[RunningStatistics, RunningStatistics] | None
 
-    def of_one_more_dimension(self) -> _Tensors:
+    def with_sequence_dimension(self) -> _Tensors:
         return self._replace(
             mask=None if self.mask is None else self.mask[None],
             scores=None if self.scores is None else self.scores[None],
@@ -291,7 +290,7 @@ class _Decision(NamedTuple):
 def _encoder_layer(
     x: Tensor, params: EncoderParameters, tensors: _Tensors, decision: _Decision
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Run the layer on x [S, T, D]; also its scores and their factors."""
+    """Run the layer on x [S, T, D]. Returns y, its scores and its factors."""
     options, obstacle, kind = decision
     x = x.contiguous()
     straight = kind is not None and not through_dispatcher()
@@ -317,7 +316,7 @@ def _encoder_layer(
 
 
 def _given(x: Tensor, tensors: _Tensors, options: Options) -> ExtraInputs:
-    """The tensors as the fused layer takes them."""
+    """The fused layer's extra inputs."""
     from isogemm.encoder.buffers import ExtraInputs
 
     seed = new_seed(x.device) if any(options.dropout) else None
@@ -332,7 +331,7 @@ _decisions: KnownCalls[_Decision] = KnownCalls(most_alike=32, is_plan=False)
 
 
 def _decided(x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int, *rest: Any) -> _Decision:
-    """Validated once for all that this depends on: it takes longer than the launches."""
+    """Validate the call and choose its path. Cached: it takes longer than the launches."""
     if is_compiling() or is_tracing() or type(params) is not EncoderParameters:
         return _decide(x, params, tensors, nhead, *rest)
     try:
@@ -351,7 +350,7 @@ def _decided(x: Tensor, params: EncoderParameters, tensors: _Tensors, nhead: int
 
             given_tensors = buffers.ExtraInputs(None, None, tensors.scores, *tensors.factors)
             decision = decision._replace(kind=fused.kind_of(x, params, given_tensors, decision.options))
-        if not through_dispatcher():  # where it would not be found
+        if not through_dispatcher():  # those calls do not look in the cache
             _decisions.keep(key, present, decision)
     return decision
 
@@ -378,7 +377,7 @@ def _options(
     activation: str, norm: str, eps: float, is_causal: bool, dropout: float | EncoderDropout, training: bool,
     return_scores: object, precision: str | None,
 ) -> Options:  # fmt: skip
-    """Validate the arguments."""
+    """Validate the arguments and make them Options."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}; expected a torch.Tensor [S, T, D] or [T, D]")
     if x.ndim not in (2, 3):
@@ -415,7 +414,7 @@ def _options(
 
 
 def _probabilities(dropout: float | EncoderDropout) -> EncoderDropout:
-    """Rounded: one that drops nothing is 0."""
+    """Validate dropout's probabilities and round them to the generator's levels."""
     if isinstance(dropout, (int, float)):
         dropout = EncoderDropout(*(dropout,) * 4)
     elif not isinstance(dropout, EncoderDropout):
@@ -427,7 +426,7 @@ def _probabilities(dropout: float | EncoderDropout) -> EncoderDropout:
 
 
 def _is_from_batch(x: Tensor, running: object, training: bool) -> bool:
-    """Whether the batch norms take the batch's statistics."""
+    """Validate `running`; whether the batch norms use the batch's statistics."""
     d, rows = x.shape[-1], x.shape[:-1].numel()
     if running is not None:
         if not isinstance(running, tuple) or [type(each) for each in running] != [RunningStatistics] * 2:

@@ -26,7 +26,7 @@ class BatchNormSteps:
         self._groups = groups(layer.rows)
 
     def statistics(self, number: int, of: Argument) -> list[Step]:
-        """Compute those of the batch, or take the running ones."""
+        """Steps that compute a norm's statistics, from the batch or from the running ones."""
         norm, steps = self._buffers.norms[number], []
         moments: Argument = None
         if self._layer.from_batch:
@@ -46,9 +46,10 @@ class BatchNormSteps:
     def backward(
         self, number: int, grad: Buffer, of: Argument, to: Buffer, around: Argument = None, dropped: Argument = None
     ) -> list[Step]:
-        """From the gradient of a norm's result to that of its input, to which `around` is added.
+        """Steps from `grad`, the gradient of a norm's result, to that of its input, with `around` added.
 
-        Also writes the tiles' sums for the gradients of weight and bias. dropped: the result after out_proj's dropout.
+        They also write the tiles' sums for the gradients of weight and bias. dropped: the result after out_proj's
+        dropout.
         """
         buffers, statistics = self._buffers, self._buffers.norms[number].statistics
         sums = buffers.attention_sums if to is buffers.dx else buffers.feedforward_sums
@@ -68,7 +69,7 @@ class BatchNormSteps:
         return [*steps, self._step("batch_norm_backward", number, last, p=p, PLACE=_PROJECTION)]
 
     def dropped(self, of: Buffer, to: Buffer) -> Step:
-        """Apply out_proj's dropout."""
+        """Step that applies out_proj's dropout."""
         p = self._layer.dropout.projection
         return self._step("dropped", 0, (of, self._buffers.seed, to), p=p, PLACE=_PROJECTION)
 

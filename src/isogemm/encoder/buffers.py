@@ -17,7 +17,7 @@ from isogemm.norm.configs import TILE_ROWS, groups
 # The parameters in the order of EncoderParameters, with one in_proj or three. g and s: a norm's weight and bias.
 STACKED = ("wq", "wo", "w1", "w2", "g1", "g2", "bq", "bo", "b1", "b2", "s1", "s2")
 SEPARATE = ("wq", "wk", "wv", "wo", "w1", "w2", "g1", "g2", "bq", "bk", "bv", "bo", "b1", "b2", "s1", "s2")
-# Parameters whose gradients are sums over rows that the row kernels leave per tile, in this order.
+# Parameters whose gradients the row kernels sum per tile, in this order.
 TILE_SUMS = ("g1", "s1", "g2", "s2", "b2", "bo")
 
 
@@ -25,25 +25,25 @@ class ExtraInputs(NamedTuple):
     """A call's tensors besides x and the parameters."""
 
     mask: Tensor | None = None
-    seed: Tensor | None = None  # of its dropout, int64, of one element
+    seed: Tensor | None = None  # of dropout, int64, one element
     previous: Tensor | None = None  # scores of the layer before [S, H, T, T], contiguous
     factor0: Tensor | None = None  # queries and keys of the first layer [2, H, S, T, d]: factors of scores
     factor1: Tensor | None = None
     factor2: Tensor | None = None
     factor3: Tensor | None = None
-    mean1: Tensor | None = None  # running statistics of its batch norms
+    mean1: Tensor | None = None  # running statistics of the batch norms
     var1: Tensor | None = None
     mean2: Tensor | None = None
     var2: Tensor | None = None
 
     @property
     def read_again(self) -> tuple[Tensor | None, ...]:
-        """Those that the backward reads."""
+        """The ones that the backward reads."""
         return tuple(self)[: ADDED_INPUTS.stop]
 
     @property
     def added(self) -> tuple[Tensor | None, ...]:
-        """Those that are added to the scores, and differentiable."""
+        """The differentiable ones: scores, or queries and keys for them."""
         return tuple(self)[ADDED_INPUTS]
 
 
@@ -63,7 +63,7 @@ class Norm(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a forward keeps for its backward, in one tensor."""
+    """What a forward saves for its backward, in one tensor."""
 
     o: Buffer
     lse: Buffer
@@ -152,7 +152,7 @@ class Buffers:
         names = STACKED if layer.stacked else SEPARATE
         self.parameters = {name: Buffer(name) for name in names}
         of = dict(self.parameters)
-        if layer.stacked:  # three times the same
+        if layer.stacked:  # each is the whole weight: the kernels add a part's offset
             of |= {name: Buffer(name, weights, 3 * d * d, of["wq"]) for name in ("wk", "wv")}
             of |= {name: Buffer(name, weights, 3 * d, of["bq"]) for name in ("bk", "bv")}
         self.wqkv, self.bqkv = (of["wq"], of["wk"], of["wv"]), (of["bq"], of["bk"], of["bv"])
@@ -182,7 +182,7 @@ class Buffers:
         self.moments = Buffer("moments", torch.float32, -(-rows // TILE_ROWS) * 3 * d)
         self.groups = Buffer("groups", torch.float32, groups(rows) * 3 * d)
         self.coefficients = Buffer("coefficients", torch.float32, 2 * d)
-        next_part = rows * d if layer.by_head else d  # from q to k, and to v
+        next_part = rows * d if layer.by_head else d  # elements from q to k, and from k to v
         self.q, self.k, self.v = _views(Buffer("qkv", operand, rows * 3 * d), next_part)
         if layer.returns_qk:
             self.q, self.k, self.v = self.qk.queries, self.qk.keys, Buffer("v", operand, rows * d)
@@ -202,7 +202,7 @@ class Buffers:
         self.ds_operand = Buffer("ds operand", operand, padded * d)
         self.o_t = Buffer("o_t", operand, padded * d)
         self.dx = Buffer("dx", of_x, rows * d)
-        # Transposed, the last reader of ds writes dx row by row, in its place.
+        # If transposed, ds and dx are one buffer: the last reader of ds overwrites it row by row.
         self.ds = Buffer("ds", of_x, rows * d, self.dx if layer.transposed else None)
         self.ds_dropped = Buffer("ds dropped", of_x, rows * d)
         self.d_normed = Buffer("d_normed", of_x, rows * d)
@@ -218,7 +218,7 @@ class Buffers:
 
 
 def _views(whole: Buffer, step: int) -> list[Buffer]:
-    """Three buffers inside one, `step` elements apart; each reaches to its end."""
+    """Three buffers inside `whole`, `step` elements apart, each up to its end."""
     return [
         Buffer(f"{whole.name}[{i}]", whole.dtype, whole.elements - i * step, whole, i * step) for i in range(3)
     ]  # fmt: skip
@@ -229,7 +229,7 @@ def _packed_size(layer: Layer) -> int:
 
 
 def kept_size(layer: Layer) -> int:
-    """Bytes that a forward keeps for its backward."""
+    """Bytes that a forward saves for its backward."""
     return Kept.of(layer).offsets()[1]
 
 

@@ -1,4 +1,4 @@
-"""The layer out of the library's own products, the norm and the attention: any size, under the same contract."""
+"""The composed path: the library's own products, norm and attention; any size, under the same contract."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def encoder_layer(
     running: tuple[RunningStatistics, RunningStatistics] | None,
     options: Options,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Run the layer on valid x [S, T, D], mask [S, T] and scores [S, H, T, T]; also its scores and factors.
+    """Run the layer on valid x [S, T, D], mask [S, T] and scores [S, H, T, T]. Returns y, its scores and its factors.
 
     The products apply autocast themselves.
     """
@@ -74,7 +74,7 @@ def encoder_layer(
 
 
 def scores_of(factors: Sequence[Tensor], precision: str | None) -> Tensor:
-    """The sum of q k^T / sqrt(d) [S, H, T, T] of layers' queries and keys [2, H, S, T, d], in attention's own order."""
+    """Add up q k^T / sqrt(d) [S, H, T, T] of layers' queries and keys [2, H, S, T, d], in attention's order."""
     scores = None
     for factor in factors:
         q, k = (each.permute(1, 2, 0, 3).flatten(2) for each in factor)
@@ -85,7 +85,7 @@ def scores_of(factors: Sequence[Tensor], precision: str | None) -> Tensor:
 
 
 def _factors(call: AttentionCall) -> Tensor:
-    """Its queries and keys [2, H, S, T, d]."""
+    """The call's queries and keys [2, H, S, T, d]."""
     q, k, _ = call.parts(call.q, call.k, call.v)
     by_head = (*q.shape[:-1], call.nhead, call.width // call.nhead)
     return torch.stack([each.reshape(by_head).permute(2, 0, 1, 3) for each in (q, k)])
@@ -94,7 +94,7 @@ def _factors(call: AttentionCall) -> Tensor:
 def _operands(
     x: Tensor, params: EncoderParameters, mask: Tensor | None, scores: Tensor | None, options: Options
 ) -> AttentionCall:
-    """Queries, keys and values, in one tensor where their weight is one."""
+    """Project x to queries, keys and values; one tensor if their weight is stacked."""
     weight, bias = params.in_proj_weight, params.in_proj_bias
     q: Tensor
     k = v = None
@@ -116,14 +116,14 @@ def _operands(
 
 
 def _residual(x: Tensor, options: Options) -> tuple[Tensor, torch.dtype | None]:
-    """The residual as a product adds it, and that sum's dtype: float32 where autocast's products are not in x's."""
+    """The residual as a product adds it, and the sum's dtype: float32 if autocast's dtype is not x's."""
     if x.dtype is options.operand:
         return x, None
     return x.float(), torch.float32
 
 
 def chunk(tokens: int, d_model: int, dim_feedforward: int, dtype: str) -> int:
-    """Sequences of one sum in the parameters' gradients: the fewest that all weights' chunks divide the tokens of."""
+    """Sequences per partial sum of the parameters' gradients: the fewest that are whole chunks of every weight."""
     weights = ((3 * d_model, d_model), (dim_feedforward, d_model), (d_model, dim_feedforward))
     widest = max(configs.token_chunk(n, k, dtype) for n, k in weights)
     return widest // math.gcd(widest, tokens)

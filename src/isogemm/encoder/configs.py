@@ -1,7 +1,7 @@
 """Which layers the fused kernels serve, and with which tiles. Pure: no device, no tensors.
 
-A row's norms are summed in an order that follows the tile, so the tiles are a function of the layer's sizes and number
-types alone, never of the batch. How many programs share the rows changes no bit, and may follow it.
+The order of a row's sums depends on the tile, so tiles depend on the layer's sizes and dtypes, never on the batch. The
+number of programs that share the rows does not affect the result, and may depend on the batch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from isogemm.core import tables
 from isogemm.encoder.parameters import NOTHING_DROPPED, EncoderDropout
 from isogemm.norm.configs import TILE_ROWS  # every tile's rows divide it
 
-WIDEST = 256  # d_model of a row that a program keeps
-_WIDEST_FRAGMENTS = 32  # d_model of rows that lanes hold: wider ones leave no registers for weights on their way
-FRAGMENT_ROWS = 16  # of a warp
-GROUP_ROWS = 64  # of a warpgroup
-_CHUNK_ROWS = 512  # of one sum in the parameters' gradients, at least
-_MOST_CHUNK_ROWS = 8192  # tokens that no shorter chunk divides would make the sums long and few
+WIDEST = 256  # largest d_model: a program keeps whole rows
+_WIDEST_FRAGMENTS = 32  # largest d_model by fragments: wider rows leave no registers for weights in flight
+FRAGMENT_ROWS = 16  # per warp
+GROUP_ROWS = 64  # per warpgroup
+_CHUNK_ROWS = 512  # per partial sum of the parameters' gradients, at least
+_MOST_CHUNK_ROWS = 8192  # per partial sum, at most: longer sums would be too few
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Layer:
     nhead: int
     dim_feedforward: int
     dtype: str  # of x, the residual sums and the result
-    operand: str  # of the products
+    operand: str  # dtype of the products' operands
     weights: str
     precision: str  # of float32 products: ieee, tf32 or tf32x3; else empty
     norm: str
@@ -45,15 +45,15 @@ class Layer:
     mask_strides: tuple[int, int]
     stacked: bool  # whether in_proj is one weight
     supports_pdl: bool = False  # whether the device lets a launch begin before the last one ends (sm_90 and later)
-    mma: bool = False  # whether it has the instructions that fragments are made for (NVIDIA's from sm_80 on)
-    wgmma: bool = False  # whether it has those of warpgroups (sm_90 alone)
-    residual_normed: bool = False  # with norm_first: the residual sums begin with what is normed
+    mma: bool = False  # whether the device has the mma.sync that fragments use (NVIDIA, sm_80 and later)
+    wgmma: bool = False  # whether the device has wgmma (sm_90 alone)
+    residual_normed: bool = False  # with norm_first: the residual is the normalised value
     dropout: EncoderDropout = NOTHING_DROPPED
-    from_batch: bool = False  # whether a batch norm takes the batch's statistics
+    from_batch: bool = False  # whether a batch norm uses the batch's statistics
     previous: bool = False  # whether another layer's scores are added
-    scores: bool = False  # whether the scores are a result
-    factors: int = 0  # earlier layers whose queries and keys are given for their scores
-    returns_qk: bool = False  # whether its queries and keys are a result
+    scores: bool = False  # whether the scores are returned
+    factors: int = 0  # number of earlier layers whose queries and keys are given instead of scores
+    returns_qk: bool = False  # whether the queries and keys are returned
     arch: str = "sm_90"  # whose table has its tiles
 
     @cached_property
@@ -66,17 +66,17 @@ class Layer:
 
     @cached_property
     def split_at_norm(self) -> bool:
-        """Whether s is in memory: what comes of it needs all rows first, or other launches need it again."""
+        """Whether launches end at the norm before the feed-forward, and s is in memory (README: split at norms)."""
         return self.batch_norm or self.residual_normed or any(self.dropout[1:])
 
     @cached_property
     def norm_last(self) -> bool:
-        """Whether the feed-forward's launches norm their own sums."""
+        """Whether the feed-forward launches apply the last norm."""
         return not (self.norm_first or self.batch_norm)
 
     @cached_property
     def row_norm(self) -> str:
-        """The norm before the projections that their launches compute themselves."""
+        """The norm that the projection launches compute themselves; empty if none."""
         return self.norm if self.norm_first and not self.batch_norm else ""
 
     @cached_property
@@ -85,27 +85,27 @@ class Layer:
 
     @cached_property
     def padded(self) -> int:
-        """d_model as a tile's side."""
+        """d_model as a tile's side: a power of two, at least 16."""
         return max(16, 1 << (self.d_model - 1).bit_length())
 
     @cached_property
     def ld(self) -> int:
-        """Distance between the rows of a transpose."""
+        """Row stride of a transposed buffer."""
         return -(-self.rows // 16) * 16
 
     @cached_property
     def narrow(self) -> bool:
-        """Whether a warp's lanes hold sixteen of its rows, in numbers that tensor cores take."""
+        """Whether a warp can hold sixteen rows in fragments: small sizes, in TF32 or 16 bits."""
         return _is_narrow(self.d_model, self.dim_feedforward) and not self.exact
 
     @cached_property
     def fragments(self) -> bool:
-        """Whether its row kernels are those in which a warp owns sixteen rows."""
+        """Whether the row kernels are those by fragments."""
         return self.mma and self.narrow
 
     @cached_property
     def by_head(self) -> bool:
-        """Whether q, k, v and do are passed on head by head: a head's tokens are then next to each other."""
+        """Whether q, k, v and do are stored head by head, so that a head's tokens are contiguous."""
         if self.factors or self.returns_qk:
             sizes = self.d_model, self.nhead, self.dim_feedforward
             return self.mma and takes_factors(*sizes, self.operand, self.precision)
@@ -117,17 +117,17 @@ class Layer:
 
     @cached_property
     def packed_weights(self) -> bool:
-        """Whether the products read packed weights: rounded, cast, three made one, or in fragments."""
+        """Whether the products read packed weights: rounded, cast, stacked, or in fragment order."""
         return self.fragments or self.precision == "tf32" or self.weights != self.operand or not self.stacked
 
     @cached_property
     def transposed(self) -> bool:
-        """Whether the weights' gradients read transposes: TF32 tensor cores want both operands along the sum."""
+        """Whether the weight gradients read transposes: TF32 tensor cores need both operands along the sum."""
         return self.precision == "tf32" and self.by_head and self.padded >= _TRANSPOSED_FROM
 
     @cached_property
     def cast(self) -> bool:
-        """Whether operands of the weights' gradients are cast by who writes them: reading wide ones is slow."""
+        """Whether operands of the weight gradients are cast when they are written: reading wide ones is slow."""
         return self.dtype != self.operand and not self.fragments
 
     @cached_property
@@ -137,12 +137,12 @@ class Layer:
 
     @cached_property
     def exact(self) -> bool:
-        """Whether an activation's error would show: not in what is rounded to TF32 or 16 bits next."""
+        """Whether activations must be exact in fp32: not if the result is then rounded to TF32 or 16 bits."""
         return self.operand == "float32" and self.precision != "tf32"
 
     @cached_property
     def wide(self) -> bool:
-        """Whether an offset passes 32 bits."""
+        """Whether offsets need 64 bits."""
         return self.ld * max(3 * self.d_model, self.dim_feedforward) >= 2**31
 
     @cached_property
@@ -153,7 +153,7 @@ class Layer:
 
     @cached_property
     def chunk(self) -> int:
-        """Rows of one sum in the parameters' gradients."""
+        """Rows per partial sum of the parameters' gradients."""
         return self.tokens * chunk_of(self.tokens) // self.parts
 
     @cached_property
@@ -172,23 +172,23 @@ _TRANSPOSED_FROM = 64  # padded d_model from which transposes pay
 
 
 def projected_parts(layer: Layer, backward: bool) -> range:
-    """Numbers of those of q, k, v and do that a projection computes. A backward has q and k that are a result."""
+    """Which of q, k, v and do (0 to 3) a projection computes. A backward still has q and k if they were returned."""
     return range(2 if backward and layer.returns_qk else 0, 4 if backward else 3)
 
 
 def chunk_of(tokens: int) -> int:
-    """Sequences of one sum: the fewest that tiles divide and that have _CHUNK_ROWS tokens."""
+    """Sequences per partial sum: the fewest whose tokens are whole tiles and at least _CHUNK_ROWS."""
     least = TILE_ROWS // math.gcd(tokens, TILE_ROWS)
     return least * -(-_CHUNK_ROWS // (least * tokens))
 
 
 def chunk(tokens: int, d_model: int, nhead: int, dim_feedforward: int, dtype: str) -> int:
-    """Sequences of one sum in the parameters' gradients of a fused layer; 0 where it is not fused."""
+    """Sequences per partial sum of a fused layer's parameter gradients; 0 if it is not fused."""
     return 0 if unserved(tokens, d_model, nhead, dtype) else chunk_of(tokens)
 
 
 def unserved(tokens: int, d_model: int, nhead: int, operand: str) -> str:
-    """Why the fused kernels do not serve, empty where they do."""
+    """Why the fused kernels cannot serve; empty if they can."""
     if d_model > WIDEST:
         return f"d_model is {d_model}; a program keeps rows of at most {WIDEST}"
     if d_model > 64 and d_model & (d_model - 1):
@@ -201,9 +201,9 @@ def unserved(tokens: int, d_model: int, nhead: int, operand: str) -> str:
 
 
 def takes_factors(d_model: int, nhead: int, dim_feedforward: int, operand: str, precision: str) -> bool:
-    """Whether attention by fragments, which alone takes factors of scores, has a layer's heads, short ones included."""
+    """Whether attention by fragments, the only one that takes factors, serves the layer's heads."""
     head = d_model // nhead
-    in_lanes = head % 4 == 0 or not _is_narrow(d_model, dim_feedforward)  # four columns of a narrow row are one head's
+    in_lanes = head % 4 == 0 or not _is_narrow(d_model, dim_feedforward)  # a lane's four columns are one head's
     return in_lanes and fragments_hold(head, operand, precision, shortest=2)
 
 
@@ -213,7 +213,7 @@ def _is_narrow(d_model: int, dim_feedforward: int) -> bool:
 
 @dataclass(frozen=True)
 class RowConfig:
-    """A program's rows, and the columns or the depth of a product that it takes at once."""
+    """Tile of a row kernel: rows per program, and columns or depth of a product per step."""
 
     rows: int
     block: int
@@ -229,7 +229,7 @@ class RowConfig:
 
 @dataclass(frozen=True)
 class WalkConfig:
-    """Programs that keep weights and walk over rows, sixteen per warp; `at_once` of them per multiprocessor."""
+    """Programs that keep a weight and loop over rows, sixteen per warp; `at_once` programs per multiprocessor."""
 
     warps: int
     at_once: int
@@ -237,8 +237,8 @@ class WalkConfig:
 
 @dataclass(frozen=True)
 class WarpgroupConfig:
-    """A program's warps, of sixteen rows each, the features that it takes at once, and how many such blocks of a weight
-    are there or on their way: in feedforward_backward one."""
+    """Tile of a row kernel by warpgroups: warps of sixteen rows each, features per step, and pipeline stages (one in
+    feedforward_backward)."""
 
     warps: int
     block: int
@@ -250,7 +250,7 @@ class WarpgroupConfig:
 
 @dataclass(frozen=True)
 class WarpgroupConfigs:
-    """None: by tiles."""
+    """Configs of the row kernels by warpgroups; None: by tiles."""
 
     project: WalkConfig | None = None
     feedforward: WarpgroupConfig | None = None
@@ -260,7 +260,7 @@ class WarpgroupConfigs:
 
 @dataclass(frozen=True)
 class WeightConfig:
-    """A tile of a weight's gradient, and the rows that it takes at once."""
+    """Tile of a weight's gradient, and rows per step."""
 
     block_m: int
     block_n: int
@@ -273,7 +273,7 @@ class WeightConfig:
 
 
 class WeightSums(NamedTuple):
-    """Two weights' gradients that one launch computes, and where a chunk's partial sums lie."""
+    """Two weight gradients that one launch computes, and the layout of a chunk's partial sums."""
 
     shapes: tuple[int, int, int, int]  # M, N, M, N of left^T right
     offsets: tuple[int, ...]  # of the first weight, its bias, the second weight, and the tiles' sums
@@ -295,7 +295,7 @@ class Configs:
 
     @property
     def tile_rows(self) -> int:
-        """Rows of the smallest tile that leaves its part of a norm's gradients."""
+        """Rows of the smallest tile that writes sums for a norm's gradients."""
         return min(self.feedforward_backward.rows, self.input_grad.rows)
 
 
@@ -303,9 +303,9 @@ _ROW_LAUNCHES = ("project", "feedforward", "feedforward_backward", "input_grad")
 
 
 def choose_warpgroup(layer: Layer) -> WarpgroupConfigs:
-    """Configurations of the row kernels by warpgroups, both of the backward's or none. Do not affect the result."""
+    """Configs of the row kernels by warpgroups, of both backward kernels or neither. Do not affect the result."""
     number = _number(layer)
-    # Of a single block of features Triton compiles the copies ahead, which do not happen, as unaligned ones.
+    # With a single block of features Triton compiles the prefetches, which never run, as unaligned copies.
     features = layer.dim_feedforward % 64 == 0 and layer.dim_feedforward >= 128
     numbers = number != "tf32" or layer.dtype == "float32"
     if not (layer.wgmma and features and numbers):
@@ -319,7 +319,7 @@ def choose_warpgroup(layer: Layer) -> WarpgroupConfigs:
 
 
 def tile_rows(layer: Layer) -> int:
-    """Rows of the smallest tile that leaves its part of the norms' and biases' gradients."""
+    """Rows of the smallest tile that writes sums for the norms' and biases' gradients."""
     if layer.fragments:
         return FRAGMENT_ROWS
     return GROUP_ROWS if choose_warpgroup(layer).feedforward_backward else choose(layer).tile_rows
@@ -340,11 +340,11 @@ def _number(layer: Layer) -> str:
 
 
 def row_warps(layer: Layer, sm_count: int) -> int:
-    """Warps per program by fragments: as many as leave two programs per multiprocessor. Does not affect the result."""
+    """Warps per program by fragments: the most that leave two programs a multiprocessor. Does not affect the result."""
     tiles = -(-layer.rows // FRAGMENT_ROWS)
     return max(warps for warps in (1, 2, 4, 8) if warps == 1 or tiles >= 2 * max(1, sm_count) * warps)
 
 
 def walkers(layer: Layer, tile_rows: int, parts: int, at_once: int) -> int:
-    """Programs that share the rows of one part of in_proj, as many as run at once."""
+    """Number of programs that share the rows of one part of in_proj: as many as run at once."""
     return min(-(-layer.rows // tile_rows), max(1, -(-at_once // parts)))

@@ -37,7 +37,7 @@ _Parameters = Sequence[Tensor | None]  # in the order of plan.STACKED or SEPARAT
 
 
 def unserved(x: Tensor, params: EncoderParameters, options: Options, factors: int = 0) -> str:
-    """Why the fused kernels cannot serve, empty where they can."""
+    """Why the fused kernels cannot serve; empty if they can."""
     if not x.numel():
         return "there are no tokens"
     bias = params.in_proj_bias
@@ -57,7 +57,7 @@ def unserved(x: Tensor, params: EncoderParameters, options: Options, factors: in
 def unserved_factors(
     x: Tensor, params: EncoderParameters, nhead: int, operand: torch.dtype, precision: str | None
 ) -> str:
-    """Why the fused kernels cannot take or return scores by factors, by the layer's sizes; empty where they can."""
+    """Why the fused kernels cannot take or return scores by factors, by the layer's sizes; empty if they can."""
     d_model, number = x.shape[-1], dtype_name(operand)
     sizes = d_model, nhead, params.linear1_weight.shape[0]
     if _arch(x.device) < 80 or not configs.takes_factors(*sizes, number, precision or ""):
@@ -78,7 +78,7 @@ def kind_of(x: Tensor, params: EncoderParameters, given: ExtraInputs, options: O
 
 
 class Kind:
-    """What is common to calls whose tensors differ in their addresses alone."""
+    """What is shared by calls whose tensors differ only in their addresses."""
 
     __slots__ = ("differentiable", "lasting", "names", "options", "plans", "stacked")
 
@@ -86,10 +86,10 @@ class Kind:
         self.stacked, self.options = stacked, options
         tensors = (x, *given.added, *parameters)
         self.differentiable = any(each is not None and each.requires_grad for each in tensors)
-        # No parameter is a passing tensor, of which a graph may keep alive no more than it saves.
+        # Whether a graph may keep all parameters alive: of temporary tensors it may keep only what it saves.
         self.lasting = all(each is None or type(each) is torch.nn.Parameter for each in parameters)
-        self.plans: Cache[Plan] = Cache(1024, listed=False)  # by addresses from which nothing is to be moved
-        # of the results besides y
+        self.plans: Cache[Plan] = Cache(1024, listed=False)  # by addresses, if no tensor had to be copied
+        # results besides y
         self.names = [
             *["scores"] * options.return_scores,
             *["statistics"] * (options.norm == "batch_norm"),
@@ -106,7 +106,7 @@ class Kind:
         return Results(y, **dict(zip(self.names, more, strict=True)))
 
 
-_FIRST = 3 + len(ADDED)  # of the parameters among the Function's arguments
+_FIRST = 3 + len(ADDED)  # index of the first parameter among the Function's arguments
 
 
 class _Layer(torch.autograd.Function):
@@ -162,7 +162,7 @@ _OfTensors = Sequence[Tensor | None]  # gradients
 
 
 class _Call:
-    """One layer's call on its tensors, made dense and aligned where they are not."""
+    """A layer's call: its tensors, copied if they are not dense and aligned, and its plan."""
 
     __slots__ = ("addresses", "given", "parameters", "plan", "x")
 
@@ -170,7 +170,7 @@ class _Call:
         self, x: Tensor, given: ExtraInputs, parameters: _Parameters, kind: Kind,
         forward: tuple[Plan, tuple[int, ...]] | None = None,
     ) -> None:  # fmt: skip
-        """forward: in a backward, the plan of its forward, and the addresses that it was made for."""
+        """forward: in a backward, the forward's plan and the addresses that it was made for."""
         self.x, self.given, self.parameters = placed(x), given, parameters
         self.addresses = addresses_of((*given, *parameters))
         if forward is None:
@@ -180,7 +180,7 @@ class _Call:
         self.plan = self._find(kind, keep=forward is None) if plan is None else plan
 
     def _find(self, kind: Kind, keep: bool) -> Plan:
-        """Copy what is not dense and aligned, and find the plan; cached by address where nothing was copied."""
+        """Copy what is not dense and aligned, and find the plan; cached by address if nothing was copied."""
         mask, *others = self.given
         tensors = [*others, *self.parameters]
         dense = all(each is None or each.is_contiguous() for each in tensors)
@@ -195,13 +195,13 @@ class _Call:
         return plan
 
     def forward(self, keep: bool) -> Results:
-        """keep: with what a backward needs."""
+        """keep: also save what a backward needs."""
         return self.plan.forward(self.x, (*self.given, *self.parameters), self.addresses, keep)
 
     def backward(
         self, incoming: IncomingGrads, saved: SavedForBackward, gradients: Gradients
     ) -> tuple[Tensor, _OfTensors]:
-        """dx, and those of what is added to the scores; the parameters' are written or added to `gradients`."""
+        """Returns dx and the gradients of the inputs in ADDED; writes or adds the parameters' to `gradients`."""
         others = [None if each is None else placed(each) for each in incoming[1:]]
         given = (*self.given, *self.parameters)
         return self.plan.backward(
@@ -211,8 +211,10 @@ class _Call:
     def accumulate(
         self, incoming: IncomingGrads, saved: SavedForBackward, totals: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> tuple[Tensor, _OfTensors, list[Tensor | None]]:
-        """dx, those of what is added to the scores, and those wanted of the parameters, each in memory of its own: None
-        where one is added to its total."""
+        """Run the backward; a parameter's gradient is added to its total, if it has one.
+
+        Returns dx, the gradients of the inputs in ADDED, and of the wanted parameters without a total, a tensor each.
+        """
         into, added, later = self._into(totals, wanted)
         dx, of_added = self.backward(incoming, saved, Gradients.of(into, added))
         for finish in later:
@@ -223,7 +225,7 @@ class _Call:
     def _into(
         self, totals: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> tuple[list[Tensor | None], tuple[bool, ...], list[Callable[[], object]]]:
-        """Gradients that the launches write, which of them are added to, and what to do afterwards."""
+        """Tensors that the launches write, whether they add to each, and what to call afterwards."""
         into: list[Tensor | None] = [None] * len(totals)
         added = [False] * len(totals)
         later: list[Callable[[], object]] = []
@@ -235,7 +237,7 @@ class _Call:
                 into[place] = torch.empty_like(of)
                 continue
             require_total(f"params.{_NAMES[self.plan.names[place]]}.main_grad", total, of.shape, of.device)
-            if any(total is other for other in seen):  # of a parameter in two places, whose sums must not meet
+            if any(total is other for other in seen):  # one parameter in two places: add to it afterwards
                 sums = into[place] = torch.empty(of.shape, dtype=torch.float32, device=of.device)
                 later.append(partial(total.add_, sums))
                 continue
@@ -288,7 +290,7 @@ _plans: Cache[Plan] = Cache(1024)
 def _plan(
     x: Tensor, given: ExtraInputs, parameters: _Parameters, addresses: tuple[int, ...], stacked: bool, options: Options
 ) -> Plan:
-    """The plan for all that the launches depend on, including Triton's specialisation of the arguments."""
+    """Find or make the plan. The key is all that the launches depend on, Triton's specialisation included."""
     wo, w1 = _of_products(parameters, stacked)
     mask = given.mask
     key = (
@@ -309,7 +311,7 @@ def _plan(
 def _dispatched(x: Tensor, parameters: _Parameters, given: ExtraInputs, stacked: bool, options: Options) -> Results:
     places = [place for place, each in enumerate(parameters) if each is not None]
     present = [cast(Tensor, parameters[place]) for place in places]
-    if not is_compiling():  # what torch has only noted down, a negation, it does not resolve in lists
+    if not is_compiling():  # torch does not resolve a tensor's lazy negation inside a list
         present = [torch.resolve_neg(each) for each in present]
     totals = [
         (place, each)
@@ -333,7 +335,7 @@ def _placed_in(places: Sequence[int], stacked: bool, present: Sequence[Tensor | 
 
 
 def _options(options: Sequence[Any]) -> Options:
-    """Options as an operator received them."""
+    """Options from an operator's arguments."""
     raw = Options(*options)
     return raw._replace(dropout=EncoderDropout(*raw.dropout))
 
@@ -363,7 +365,7 @@ def _encoder_layer_fake(x: Tensor, params: Sequence[Tensor], places: Sequence[in
 
 
 def _encoder_layer_backward(dy: Tensor, *rest: Any) -> list[Tensor]:
-    """dx, those of what is added to the scores, and the gradients of the parameters."""
+    """Gradients of x, of the inputs in ADDED, and of the parameters."""
     call = _BackwardCall.of(dy, *rest)
     dx, of_added, gradients = _backward(call, [None] * len(call.params))
     return [dx, *(each for each in of_added if each is not None), *cast("list[Tensor]", gradients)]
@@ -381,7 +383,7 @@ def _encoder_layer_backward_into(
     dx: Tensor, of_added: Sequence[Tensor], into: Sequence[Tensor], owners: Sequence[Tensor], of_params: Sequence[int],
     dy: Tensor, *rest: Any,
 ) -> None:  # fmt: skip
-    """The same, written to `dx`, `of_added` and `into`; added to what is there for parameters that have an owner."""
+    """The same, written to `dx`, `of_added` and `into`; gradients of parameters with an owner are added."""
     call = _BackwardCall.of(dy, *rest)
     added = {index: owner for index, owner in zip(of_params, owners, strict=True) if is_added("a parameter", owner)}
     totals = [each if index in added else None for index, each in enumerate(into)]
@@ -400,7 +402,7 @@ class _BackwardCall(NamedTuple):
     """The arguments of the backward's operators."""
 
     incoming: IncomingGrads
-    saved: SavedForBackward  # empty tensors where the layer has none
+    saved: SavedForBackward  # empty tensors if the layer has none
     x: Tensor
     params: Sequence[Tensor]
     places: Sequence[int]

@@ -14,12 +14,12 @@ from isogemm.encoder.schedule import Buffer, addresses_of
 
 
 class Gradients(NamedTuple):
-    """Where the parameters' gradients go, in their order; None where none is wanted or there is no parameter."""
+    """Memory of the parameters' gradients, in order; None if not wanted, or if there is no such parameter."""
 
     tensors: Sequence[Tensor | None]
     added: tuple[bool, ...]  # whether the sums are added to what is there
     memory: Sequence[Tensor | None]  # the tensors, or one that holds them all
-    kind: Hashable  # all that the launches which write there depend on
+    kind: Hashable  # all that the launches depend on
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], added: tuple[bool, ...]) -> Gradients:
@@ -29,7 +29,7 @@ class Gradients(NamedTuple):
         )
 
     def buffers(self, names: Sequence[str]) -> tuple[list[Buffer], list[Buffer | None]]:
-        """The buffers that `memory` is, and where each named parameter's gradient lies in them."""
+        """The buffers of `memory`, and each named parameter's buffer in them."""
         if self.memory is self.tensors:
             apart = [Buffer(f"d{name}") for name in names]
             return apart, [None if each is None else buffer for buffer, each in zip(apart, self.tensors, strict=True)]
@@ -43,7 +43,7 @@ class Gradients(NamedTuple):
 
 
 class Division:
-    """How gradients of these shapes are allocated: together, or one by one where that would leave one unaligned."""
+    """How gradients of these shapes are allocated: together, or one by one if some would be unaligned."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...] | None], dtype: torch.dtype) -> None:
         self._shapes, self._dtype = shapes, dtype

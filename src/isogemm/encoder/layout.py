@@ -16,7 +16,7 @@ class Span(NamedTuple):
     first: int
     last: int
 
-    def meets(self, other: Span) -> bool:
+    def overlaps(self, other: Span) -> bool:
         return self.first <= other.last and other.first <= self.last
 
 
@@ -31,14 +31,14 @@ def in_a_row(sizes: Mapping[_Key, int], alignment: int = ALIGNMENT) -> tuple[dic
 
 
 def sharing(spans: Mapping[_Key, Span], limit: int | None = None) -> tuple[dict[_Key, int], int]:
-    """Offsets of parts that share bytes where no launch needs both, and the bytes in all.
+    """Offsets of parts that share bytes if no launch needs both, and the total size.
 
     Largest first, each as low as it can be; one that would end above `limit` is left out.
     """
     offsets: dict[_Key, int] = {}
     for name in sorted(spans, key=lambda name: -spans[name].size):
         span = spans[name]
-        taken = sorted((offsets[other], spans[other].size) for other in offsets if span.meets(spans[other]))
+        taken = sorted((offsets[other], spans[other].size) for other in offsets if span.overlaps(spans[other]))
         offset = 0
         for start, size in taken:
             if offset + span.size <= start:

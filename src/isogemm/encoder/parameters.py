@@ -17,7 +17,8 @@ ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 class EncoderParameters(NamedTuple):
     """The parameters of `isogemm.encoder_layer`, D = d_model and F = dim_feedforward.
 
-    The projections to queries, keys and values are one stacked weight, as in torch, or three: nothing is concatenated.
+    The projections to queries, keys and values are one stacked weight, as in torch, or three, which are not copied
+    together.
     """
 
     in_proj_weight: Tensor | tuple[Tensor, Tensor, Tensor]  # [3D, D], or (q, k, v) of [D, D]
@@ -34,7 +35,7 @@ class EncoderParameters(NamedTuple):
     norm2_bias: Tensor | None = None
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that is there, three for a tuple."""
+        """Name and tensor of every parameter that is not None; three for a tuple."""
         for name, value in zip(self._fields, self, strict=True):
             if isinstance(value, tuple):
                 for index, each in enumerate(value):
@@ -44,7 +45,7 @@ class EncoderParameters(NamedTuple):
                 yield name, value
 
     def flat(self) -> tuple[Tensor | None, ...]:
-        """The tensors in the same order: twelve, or sixteen where q, k and v have weights of their own."""
+        """The tensors in the same order: twelve, or sixteen if q, k and v have separate weights."""
         weight, bias = self.in_proj_weight, self.in_proj_bias
         if not isinstance(weight, tuple):
             return cast("tuple[Tensor | None, ...]", self)
@@ -58,7 +59,7 @@ class EncoderParameters(NamedTuple):
 
 
 class EncoderDropout(NamedTuple):
-    """The probabilities with which elements become 0, at the four places of an encoder layer."""
+    """Dropout probabilities at the four places of an encoder layer."""
 
     attention: float = 0.0  # the attention's weights
     projection: float = 0.0  # after out_proj
@@ -70,7 +71,7 @@ NOTHING_DROPPED = EncoderDropout()
 
 
 class Options(NamedTuple):
-    """All else about a call, validated."""
+    """A call's options, validated."""
 
     nhead: int
     norm_first: bool
@@ -79,9 +80,9 @@ class Options(NamedTuple):
     norm: str
     eps: float
     is_causal: bool
-    precision: str | None  # resolved; None where the operands are not float32, and on the CPU
+    precision: str | None  # resolved; None if the operands are not float32, and on the CPU
     operand: torch.dtype  # of the products: autocast's, or x's
     dropout: EncoderDropout = NOTHING_DROPPED
-    from_batch: bool = False  # whether a batch norm takes the batch's statistics
+    from_batch: bool = False  # whether a batch norm uses the batch's statistics
     return_scores: bool = False
     return_factors: bool = False  # the layer's queries and keys, in place of its scores

@@ -1,8 +1,8 @@
 """A fused layer's call: what it allocates and launches, forward and backward.
 
-Kept for the backward, per token: x, o and the log-sums; with the norms last the sum before the last one; in a layer
-that is split at its norm, s; and q and k where they are a result. The rest is computed again. Scratch buffers share
-memory where no launch needs both.
+Saved for the backward: x, o and the log-sums; with the norms last, the sum before the last norm; in a layer split at
+norms, s; and q and k if they are returned. The rest is recomputed. Two scratch buffers share memory if no launch needs
+both.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Results(NamedTuple):
     """A forward's results; None for those that a layer does not have."""
 
     y: Tensor  # [S, T, D]
-    kept: Tensor | None = None  # for the backward, where it was asked for
+    kept: Tensor | None = None  # saved for the backward, if asked for
     scores: Tensor | None = None  # [S, H, T, T]
     statistics: Tensor | None = None  # of both batch norms [2, 4, D]
     qk: Tensor | None = None  # the layer's queries and keys [2, H, S, T, d]
 
 
 class IncomingGrads(NamedTuple):
-    """The gradients that come to a layer's backward."""
+    """Gradients of a layer's results."""
 
     dy: Tensor
     d_scores: Tensor | None
@@ -49,7 +49,7 @@ class IncomingGrads(NamedTuple):
 
 
 class SavedForBackward(NamedTuple):
-    """What a forward leaves for its backward."""
+    """What a forward saves for its backward."""
 
     kept: Tensor
     statistics: Tensor | None
@@ -57,7 +57,7 @@ class SavedForBackward(NamedTuple):
 
 
 def choose_formulation(layer: Layer, kernel: str, sm_count: int) -> tuple[str, Any]:
-    """The formulation of a kernel, which is a module of `encoder.kernels`, and its configuration."""
+    """The formulation of a kernel (a module of `encoder.kernels`) and its config."""
     if kernel == "weight_grads":
         by_fragments = layer.fragments and layer.precision == "tf32"
         return ("fragments", None) if by_fragments else ("tiles", configs.choose(layer).weight_grads)
@@ -85,7 +85,7 @@ class Plan:
     def forward(
         self, x: Tensor, given: Sequence[Tensor | None], addresses: tuple[int, ...] = (), keep: bool = False
     ) -> Results:
-        """given: what `EXTRA` names, and the parameters; addresses: theirs, where they are known."""
+        """given: the extra inputs and the parameters; addresses: of those, if known."""
         schedule, size = self._forwards[keep]
         layer = self.layer
         y = torch.empty_like(x)
@@ -108,7 +108,7 @@ class Plan:
         self, incoming: IncomingGrads, saved: SavedForBackward, x: Tensor, given: Sequence[Tensor | None],
         addresses: tuple[int, ...], gradients: Gradients,
     ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
-        """dx, and those of what `ADDED` names; the parameters' gradients are written or added to `gradients`."""
+        """Returns dx and the gradients of the inputs in ADDED; writes or adds the parameters' to `gradients`."""
         scores, qk = incoming.d_scores is not None, incoming.d_qk is not None
         key = scores, qk, gradients.kind
         found = self._backwards.get(key)
@@ -145,7 +145,7 @@ class Plan:
         return self._schedule(steps, given, placed), size
 
     def _attention_forward(self, keep: bool) -> list[Step]:
-        """Up to s, the sum before the second norm, where it is in memory."""
+        """Steps up to o; if s is in memory, up to s."""
         layer, b = self.layer, self.buffers
         steps: list[Step] = []
         if self._attended is b.normed:
@@ -166,7 +166,7 @@ class Plan:
         ]  # fmt: skip
         if layer.split_at_norm:
             residual, norm = (self._attended, self._row_norm) if layer.residual_normed else (b.x, (None, None))
-            # What is packed for warpgroups is in their order.
+            # Weights packed for warpgroups are in another order.
             weight = b.wo if configs.choose_warpgroup(layer).project else b.operands.wo
             arguments = (residual, b.kept.o, weight, b.bo, *norm, self._seed, b.kept.s)
             steps.append(Step("out_project", partial(self._describe, "out_project", self.eps), arguments))
@@ -207,7 +207,7 @@ class Plan:
             partials = b.feedforward_partials.buffer, b.attention_partials.buffer
             steps = [step for step in steps if not any(each in partials for each in step.arguments)]
         needed = {buffer: span for buffer, span in spans(steps).items() if buffer not in self._kept}
-        dx = needed.pop(b.dx)._replace(last=len(steps))  # before it is written, it has room for others
+        dx = needed.pop(b.dx)._replace(last=len(steps))  # until it is written, its memory is free
         in_dx, _ = layout.sharing({b.dx: dx} | needed, dx.size)
         offsets, size = layout.sharing({buffer: span for buffer, span in needed.items() if buffer not in in_dx})
         placed = {b.kept_tensor: self._kept, b.dx: in_dx, b.work: offsets}
@@ -218,7 +218,7 @@ class Plan:
         return self._schedule(steps, given, placed), size
 
     def _feedforward_backward(self) -> list[Step]:
-        """From dy to ds, the gradient of s; and the feed-forward's weights' gradients."""
+        """Steps from dy to ds, the gradient of s, and those of the feed-forward's weight gradients."""
         layer, b = self.layer, self.buffers
         dropout, middle = layer.dropout, b.norms[self._middle]
         norms = (
@@ -227,15 +227,15 @@ class Plan:
         )  # fmt: skip
         dlast, dlast_t = b.dlast if layer.norm_last else None, b.dlast_t if layer.transposed else None
         dlast_dropped = b.dlast_dropped if (dropout.output or layer.cast) and not layer.transposed else None
-        above = b.dy
+        grad = b.dy
         steps: list[Step] = []
         if layer.batch_norm and not layer.norm_first:
-            above = b.dlast
-            steps += self._norms.backward(2, b.dy, b.kept.total, above)
+            grad = b.dlast
+            steps += self._norms.backward(2, b.dy, b.kept.total, grad)
         steps.append(
             Step(
                 "feedforward_backward", partial(self._describe, "feedforward_backward", self.eps),
-                (*self._sum, b.operands.w1, b.b1, b.operands.w1_t, b.operands.w2_t, *norms, above,
+                (*self._sum, b.operands.w1, b.b1, b.operands.w1_t, b.operands.w2_t, *norms, grad,
                  b.kept.total if layer.norm_last else None, b.u, b.act, b.dz, dlast,
                  b.d_normed if layer.batch_norm else b.ds, b.feedforward_sums,
                  *(() if layer.fragments else (dlast_t,)), self._seed, dlast_dropped),
@@ -248,12 +248,12 @@ class Plan:
         elif dropout.projection:
             steps.append(self._norms.dropped(b.ds, b.ds_dropped))
         d, f = layer.d_model, layer.dim_feedforward
-        products = (b.dz, b.u, dlast_t or dlast_dropped or dlast or above, b.act, b.feedforward_sums)
+        products = (b.dz, b.u, dlast_t or dlast_dropped or dlast or grad, b.act, b.feedforward_sums)
         steps.append(self._weight_grads("feedforward weights", (f, d, d, f), products, b.feedforward_partials))
         return steps
 
     def _attention_backward(self, d_scores: bool, d_qk: bool) -> list[Step]:
-        """From ds to dx; and the projections' gradients."""
+        """Steps from ds to dx, and those of the projections' weight gradients."""
         layer, b, attended = self.layer, self.buffers, self._attended
         ds = b.ds_dropped if layer.dropout.projection else b.ds  # the gradient of out_proj's result
         again = (b.operands.wqkv,) * 3 if layer.packed_weights else b.wqkv
@@ -265,8 +265,8 @@ class Plan:
         o_t = b.o_t if layer.transposed else None
         factors: tuple[Argument, ...] = ()
         if layer.factors or d_qk:
-            coming = (b.d_qk.queries, b.d_qk.keys) if d_qk else (None, None)
-            factors = (*self._factors(b.factors), *self._factors(b.d_factors), *coming)
+            qk_grads = (b.d_qk.queries, b.d_qk.keys) if d_qk else (None, None)
+            factors = (*self._factors(b.factors), *self._factors(b.d_factors), *qk_grads)
         steps: list[Step] = []
         if attended is b.normed:
             steps.append(self._norms.normalise(1, b.x, b.normed))
@@ -306,7 +306,7 @@ class Plan:
         return Step(name, partial(self._describe, "weight_grads", sums), (*arguments, partials.buffer))
 
     def _sum_chunks(self, gradients: Gradients, into: Sequence[Argument]) -> Step:
-        """Add the chunks' partial sums up to the parameters' gradients."""
+        """Step that adds up the chunks' partial sums to the parameters' gradients."""
         none = [None] * (_MOST_GRADIENTS - len(into))
         segments = [
             None if each is None else (*self._sum_of(name), each.numel(), added)
@@ -317,7 +317,7 @@ class Plan:
         return Step(("sum", gradients.kind), describe, (*(each.buffer for each in partials), *into, *none))
 
     def _sum_of(self, name: str) -> tuple[int, int]:
-        """Which of the partial sums a parameter's gradient is among, and its offset there."""
+        """Which partial sums (0 or 1) hold a parameter's gradient, and its offset there."""
         d, feedforward = self.layer.d_model, self.buffers.feedforward_partials.offsets
         attention = self.buffers.attention_partials.offsets
         if name in feedforward:
@@ -339,33 +339,33 @@ class Plan:
 
     @property
     def _row_norm(self) -> tuple[Argument, Argument]:
-        """Weight and bias of the norm that the projections' launches compute themselves."""
+        """Weight and bias of the norm that the projection launches compute themselves."""
         norm = self.buffers.norms[1]
         return (norm.weight, norm.bias) if self.layer.row_norm else (None, None)
 
     @property
     def _sum(self) -> tuple[Argument, ...]:
-        """What the feed-forward's launches make s of: s itself, or x, o and out_proj."""
+        """The feed-forward launches' arguments for s: s itself, or x, o and out_proj."""
         b = self.buffers
         return (b.kept.s, None, None, None) if self.layer.split_at_norm else (b.x, b.kept.o, b.operands.wo, b.bo)
 
     @property
     def _seed(self) -> Argument:
-        """The seed where a row kernel drops."""
+        """The seed, if a row kernel applies dropout."""
         return self.buffers.seed if any(self.layer.dropout[1:]) else None
 
     @property
     def _middle(self) -> int:
-        """The number of the norm before the feed-forward."""
+        """Number (1 or 2) of the norm before the feed-forward."""
         return 2 if self.layer.norm_first else 1
 
     @property
     def _apart_v(self) -> Argument:
-        """v where it does not lie behind k."""
+        """v, if it is not stored behind k."""
         return self.buffers.v if self.layer.returns_qk else None
 
     def _factors(self, pairs: Sequence[Pair]) -> tuple[Argument, ...]:
-        """Queries and keys of the layer's factors, up to as many as attention takes."""
+        """Queries and keys of the layer's factors, padded with None to as many as attention takes."""
         found = [each for pair in pairs[: self.layer.factors] for each in (pair.queries, pair.keys)]
         return (*found, *[None] * (2 * MOST_FACTORS - len(found)))
 
@@ -390,7 +390,7 @@ class Plan:
         return describe_sum_chunks(self.layer, segments, sizes)
 
     def _describe_attention(self, backward: bool, scores: bool, added: bool = False) -> Launch:
-        """scores: whether they, or in a backward their gradient, are in memory; added: whether d_qk comes in."""
+        """scores: whether scores (in a backward, their gradient) are in memory; added: whether d_qk is given."""
         from isogemm.attention import kernels
 
         layer = self.layer

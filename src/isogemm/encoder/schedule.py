@@ -1,6 +1,6 @@
-"""Launches one after another over buffers, which lie in tensors that a call is given.
+"""A fixed sequence of launches over buffers, which lie in a call's tensors.
 
-The arguments of a launch are kept by the tensors' addresses: a training loop's allocations come back to the same ones.
+Prepared launches are cached by the tensors' addresses: a training loop's allocations come back to the same ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from isogemm.encoder.layout import Span
 if TYPE_CHECKING:
     from isogemm.core.launch import BoundKernel, Launch
 
-_MOST_KEPT = 128  # sets of addresses: the layers of a model that share a plan, and what they pass on
+_MOST_KEPT = 128  # sets of addresses: layers of a model that share a plan differ in them
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +63,12 @@ _Place = tuple[int, int] | None  # which of the given tensors, and the offset th
 
 
 class Schedule:
-    """The launches of one call."""
+    """A call's launches, with the place of every argument."""
 
     def __init__(
         self, steps: Sequence[Step], given: Sequence[Buffer], placed: Mapping[Buffer, Mapping[Buffer, int]], index: int
     ) -> None:
-        """placed: by given tensor, the offsets of the buffers that lie in it."""
+        """placed: for each given tensor, the offsets in bytes of the buffers that lie in it."""
         from isogemm.core import launch
 
         self._launching = launch
@@ -82,7 +82,7 @@ class Schedule:
         self._kept: Cache[list[Callable[[], None]]] = Cache(_MOST_KEPT, listed=False)
 
     def run(self, tensors: Sequence[Tensor | None], addresses: tuple[int, ...] = ()) -> None:
-        """Launch on the given tensors; addresses: of the first of them, where they are known."""
+        """Launch on the given tensors; addresses: of the first of them, if known."""
         if devices.current_device() != self._index:
             with torch.cuda.device(self._index):
                 self.run(tensors, addresses)

@@ -1,4 +1,4 @@
-"""Sums over tiles and chunks of rows, in which the parameters' gradients end."""
+"""Sums over tiles and chunks of rows: the last steps of the parameters' gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLOCK = 128  # elements of a gradient per program
 
 @triton.jit
 def add_tiles(norm_sums, to, chunk, rows, D, CHUNK, TILES, TILES_P, ADDED):
-    """A chunk's sums of those of its tiles, [6, D] each; ADDED: which of the six."""
+    """Add up the sums [6, D] of a chunk's tiles; ADDED: which of the six."""
     tile = tl.arange(0, TILES_P)
     tiles = tl.minimum((rows - chunk * CHUNK + (CHUNK // TILES) - 1) // (CHUNK // TILES), TILES)
     for i in tl.static_range(len(ADDED)):
@@ -30,7 +30,7 @@ def add_tiles(norm_sums, to, chunk, rows, D, CHUNK, TILES, TILES_P, ADDED):
 
 @triton.jit
 def _sum_segment(partials, to, chunks, first, size: tl.constexpr, SIZE, PARTS, ADD, BLOCK):
-    """The chunks one after another, each of PARTS in order, added to zero or to what is there."""
+    """Add the chunks in order, each of PARTS partial sums, to zero or (ADD) to what is there."""
     at = first + tl.arange(0, BLOCK)
     live = at < size
     if ADD:
@@ -56,8 +56,8 @@ def _sum_chunks_kernel(
     partials0, partials1, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15, chunks,
     SEGMENTS: tl.constexpr, SIZES: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # SEGMENTS: for each gradient the first of its programs, which partials it is the sum of, its offset there, its
-    # size, and whether it is added to. SIZES: of a chunk's partials.
+    # SEGMENTS: for each gradient its first program, which partials hold it, its offset there, its size, and whether it
+    # is added to. SIZES: of a chunk's partials.
     start_launch(PDL)
     outs = (p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15)
     program = tl.program_id(0)
@@ -76,7 +76,7 @@ def describe_sum_chunks(
 ) -> Launch:
     """Launch on the partial sums of both weight_grads and sixteen gradients. sizes: of a chunk's partial sums.
 
-    segments: for each gradient which partials it is the sum of, its offset there, its size, whether it is added to.
+    segments: for each gradient which partials hold it, its offset there, its size, whether it is added to.
     """
     programs, placed = 0, []
     for segment in segments:

@@ -1,4 +1,4 @@
-"""What the fused layer's kernels share in all formulations."""
+"""What the fused layer's kernels share in all formulations, and how their launches are described."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from isogemm.encoder.parameters import EncoderDropout
 from isogemm.epilogues import device, random
 from isogemm.gemm.kernels.products import round_by_instruction
 
-# Offsets of dropout's seed at its places.
+# Added to dropout's seed at each place.
 PROJECTION = tl.constexpr(EncoderDropout._fields.index("projection"))
 ACTIVATION = tl.constexpr(EncoderDropout._fields.index("activation"))
 OUTPUT = tl.constexpr(EncoderDropout._fields.index("output"))
@@ -30,7 +30,7 @@ def scale_of_kept(DROPPED):
 
 @triton.jit
 def operand(x, OPERAND, PRECISION):
-    """x as a product's operand: in its type, and TF32 rounded to nearest, where the tensor core would truncate."""
+    """x as a product's operand: cast, and for TF32 rounded to nearest, where the tensor core would truncate."""
     if PRECISION == "tf32":
         return round_by_instruction(x.to(OPERAND))
     else:
@@ -82,7 +82,7 @@ def pack_weights(
 
 @triton.jit
 def in_proj(q, k, v, part, size, STACKED):
-    """The part of the stacked in_proj, or the one of three."""
+    """Address of part 0, 1 or 2 of in_proj (q, k, v), which is one tensor or three."""
     if STACKED:
         return q + part * size
     else:
@@ -114,9 +114,9 @@ def projected_at(qkv_ptr, v_ptr, part, size, FIRST):
 def described(
     kernel: Any, programs: int, scalars: tuple[Any, ...], layer: Layer, own: dict[str, object], **options: object
 ) -> Launch:
-    """A launch of a kernel of the layer.
+    """Launch of one of the layer's kernels; own: constants besides the layer's, or in their place.
 
-    The kernel's constants, by their names, are those in `own`, else the layer's; options are added to the layer's.
+    A kernel takes the constants that its signature names.
     """
     known = _constants(layer) | own
     constants = {name: known[name] for name in kernel.arg_names if name in known}
@@ -124,7 +124,7 @@ def described(
 
 
 def _constants(layer: Layer) -> dict[str, object]:
-    """What the layer alone decides of its kernels' constants."""
+    """Kernel constants that depend on the layer alone."""
     tiles = layer.chunk // tile_rows(layer)
     return {
         "D": layer.d_model,

@@ -1,4 +1,4 @@
-"""The backward's kernels of rows that fragments hold."""
+"""The backward's row kernels by fragments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _place_of_sums(norm_sums, r, c, live, D, BLOCK):
 
 @triton.jit
 def _store_sum(at, block, column, leads):
-    """The warp's sum of a block's columns, to its place in one of the [6, D] sums; leads: whether this lane writes."""
+    """Store the warp's sums of a block's columns; at: a row of its [6, D]; leads: whether this lane writes."""
     sums = ()
     for e in tl.static_range(4):
         sums = sums + (column_sum(block[e] + block[e + 4]),)
@@ -41,13 +41,13 @@ def _store_sum(at, block, column, leads):
 
 @triton.jit
 def _norm_backward(dn, x, mean, deviation, g_ptr, sums, which: tl.constexpr, leads, c, D, NORM):
-    """The gradient of a norm's input x; the warp's part in those of its scale and shift: sums which, which + 1."""
+    """The gradient of a norm's input x; stores the warp's sums for scale and shift to rows which, which + 1."""
     upper_along = tl.zeros_like(mean[0])
     lower_along = tl.zeros_like(mean[0])
     upper_away = tl.zeros_like(mean[0])
     lower_away = tl.zeros_like(mean[0])
     xhat, scaled = (), ()
-    for i in tl.static_range(len(x)):  # block by block: the registers are wanted
+    for i in tl.static_range(len(x)):  # block by block, to save registers
         normal = ops.normalized_block(x[i], mean, deviation)
         _store_sum(sums + (which + 1) * D, dn[i], 16 * i, leads)
         _store_sum(sums + which * D, ops.block_product(dn[i], normal), 16 * i, leads)
@@ -93,7 +93,7 @@ def _feedforward_backward_rows_kernel(
     else:
         mean, deviation = ops.row_statistics(s, eps, D, NORM)
         if o_ptr is not None:
-            ops.store_rows(ds_ptr, s, at, live, c, D)  # parked there until the norm's gradient
+            ops.store_rows(ds_ptr, s, at, live, c, D)  # waits there for the norm's gradient
         normed = ops.normed_rows(s, mean, deviation, norm_w, norm_b, c)
     ops.store_rows(u_ptr, normed, at, live, c, D)
     u = ops.as_operands(normed, KIND)
@@ -106,7 +106,7 @@ def _feedforward_backward_rows_kernel(
     if DROPPED > 0:
         dlast = ops.dropped_rows(dlast, seed_ptr, OUTPUT, at, c, DROPPED)
         ops.store_rows(left_ptr, dlast, at, live, c, D)
-    for i in tl.static_range(D // 16):  # linear2's bias, here and exactly: torch rounds none of it
+    for i in tl.static_range(D // 16):  # linear2's bias, before any rounding, as in torch
         _store_sum(sums + 4 * D, dlast[i], 16 * i, leads)
     d_operand = ops.as_operands(dlast, KIND)
     if HIDDEN_DROPPED > 0:
@@ -187,7 +187,7 @@ def _input_grad_rows_kernel(
         dn = _norm_backward(dn, x, mean, deviation, norm_w, sums, 0, leads, c, D, NORM)
     for i in tl.static_range(D // 16):
         ds = ops.only_live(ops.load_rows(ds_ptr + 16 * i, inside, c, D, 16), live)
-        _store_sum(sums + 5 * D, ds[0], 16 * i, leads)  # out_proj's bias, here and exactly
+        _store_sum(sums + 5 * D, ds[0], 16 * i, leads)  # out_proj's bias, before any rounding
         dx = dn[i]
         if RESIDUAL == "around" or (RESIDUAL == "through" and NORM == ""):
             if residual_ptr is not None:
@@ -199,7 +199,7 @@ def _input_grad_rows_kernel(
 def describe_feedforward_backward(layer: Layer, warps: int, eps: float) -> Launch:
     options = {}
     if layer.dropout.activation and layer.precision == "tf32" and layer.d_model == 32:
-        options["maxnreg"] = _MOST_REGISTERS  # up to four values wait in memory while the loop runs
+        options["maxnreg"] = _MOST_REGISTERS  # spills up to four values during the loop
     return ops.described_rows(_feedforward_backward_rows_kernel, layer, warps, eps, **options)
 
 

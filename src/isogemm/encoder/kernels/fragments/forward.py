@@ -1,4 +1,4 @@
-"""The forward's kernels of rows that fragments hold."""
+"""The forward's row kernels by fragments."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def _project_rows_kernel(
     SPLIT: tl.constexpr, KIND: tl.constexpr, INDEX: tl.constexpr, SIDE: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # q, k and v of a program's rows, from FIRST on, or with SPLIT one of them; in the backward others compute
-    # do = ds Wo. In the forward the last programs pack the weights for the other launches.
+    # A program computes q, k and v of its rows, from FIRST on, or with SPLIT one of them. In the backward other
+    # programs compute do = ds Wo. In the forward the last programs pack the weights for the other launches.
     start_launch(PDL)
     program = tl.program_id(0)
     PARTS: tl.constexpr = 3 - FIRST if SPLIT else 1
@@ -181,7 +181,7 @@ def _feedforward_rows_kernel(
     if HIDDEN_DROPPED > 0:
         seed = tl.load(seed_ptr) + ACTIVATION
         later = ops.no_words(BLOCK)
-    acc = zero_blocks(D // 16, BLOCK)  # not y: tensor cores round sums toward zero, it would shrink with every block
+    acc = zero_blocks(D // 16, BLOCK)  # not y, which would shrink with every block: tensor cores round sums toward zero
     for f in tl.range(0, F // 16):
         tl.debug_barrier()  # warps that stay together find the weights in the cache
         if HIDDEN_DROPPED > 0:

@@ -1,7 +1,7 @@
-"""The row kernels of layers that fragments hold: a warp owns sixteen rows from the first product to the last.
+"""Row kernels by fragments: a warp owns sixteen rows from the first product to the last.
 
-What a warp does depends on its own rows alone, in an order that no tile and no launch changes. The weights come
-packed (`pack_weights`): rounded or cast, and each block of 16 x 16 in the order in which lanes read it.
+A row's bits depend on its own values alone. The weights come packed (`pack_weights`): rounded or cast, and each block
+of 16 x 16 in the order in which lanes read it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from isogemm.encoder.kernels.common import described, scale_of_kept
 
 @triton.jit
 def place_rows(first_program, rows, INDEX, BLOCK):
-    """A lane's row and column in fragments; its two rows; whether they are there; the same, the last for any beyond."""
+    """A lane's row r and column c in fragments; its two rows; whether they exist; the two, clamped to the last row."""
     index = tl.arange(0, BLOCK)
     r = index % 32 // 4
     upper = ((first_program * (BLOCK // 32) + index // 32) * 16 + r).to(INDEX)
@@ -43,13 +43,13 @@ def place_rows(first_program, rows, INDEX, BLOCK):
 
 @triton.jit
 def load_rows(ptr, at, c, LD, COLUMNS):
-    """Both rows as blocks of floats."""
+    """A lane's two rows as blocks of floats."""
     return load_operands(ptr, at, c, LD, COLUMNS, None)
 
 
 @triton.jit
 def load_operands(ptr, at, c, LD, COLUMNS, KIND):
-    """Both rows as operands of type KIND; as floats where that is None."""
+    """A lane's two rows as operands of type KIND; None: as floats."""
     upper = ptr + (at[0] * LD + 4 * c)
     lower = ptr + (at[1] * LD + 4 * c)
     made = ()
@@ -81,7 +81,7 @@ def store_rows(ptr, blocks, at, live, c, LD):
 
 @triton.jit
 def columns_of(ptr, c, column):
-    """Four elements of a vector, for each of both rows."""
+    """Four elements of a vector, the same for both rows."""
     four = floats(load_four(ptr + (column + 4 * c)), ptr.dtype.element_ty)
     return four + four
 
@@ -128,7 +128,7 @@ def plus_vector(blocks, ptr, c):
 
 @triton.jit
 def only_live(blocks, live):
-    """Zeros in rows that are not there."""
+    """Blocks with zeros in rows beyond the last."""
     made = ()
     for i in tl.static_range(len(blocks)):
         block = ()
@@ -205,7 +205,7 @@ def normed_rows(x, mean, deviation, g_ptr, b_ptr, c):
 
 @triton.jit
 def batch_normed_rows(x, statistics, b_ptr, c, D):
-    """The batch norm of rows x, of its statistics [4, D]: of which the mean and the scale are read."""
+    """The batch norm of rows x, by the mean and the scale of its statistics [4, D]."""
     made = ()
     for i in tl.static_range(len(x)):
         mean = columns_of(statistics, c, 16 * i)
@@ -224,10 +224,10 @@ def batch_normed_rows(x, statistics, b_ptr, c, D):
 
 @triton.jit
 def _random_words(seed, row, group, c):
-    """The generator's words of a row's 32 columns: for a lane's four in the first sixteen, and for its four in the
-    others: two words each, for two columns each.
+    """Random words for 32 columns of a row: two for a lane's four columns in the first sixteen, two for those in the
+    second. A word serves two columns.
 
-    Two calls have the words of this lane and of the lane across, which make one each.
+    One call of the generator makes half the words of this lane and half those of the lane across: they exchange them.
     """
     zero = (row * 0).to(tl.int32)
     w0, w1, w2, w3 = tl.philox(seed, 4 * group + c % 2 * 2 + c // 2 + zero, row.to(tl.int32), zero, zero)
@@ -243,7 +243,7 @@ def _random_words(seed, row, group, c):
 
 @triton.jit
 def words_of_rows(seed, at, group, c):
-    """The generator's words of a block and of the next one."""
+    """Random words of a block and of the next one."""
     upper = _random_words(seed, at[0], group, c)
     lower = _random_words(seed, at[1], group, c)
     return upper[0] + lower[0], upper[1] + lower[1]
@@ -280,7 +280,7 @@ def dropped_rows(blocks, seed_ptr, PLACE, at, c, DROPPED):
 
 @triton.jit
 def times_block(a, w, lane, first, K, BLOCK, KIND):
-    """One block of columns of a W^T; first: the block's place among the weight's, K columns deep."""
+    """One block of columns of a W^T; first: the block's index in the weight, which is K deep."""
     acc = zero_block(BLOCK)
     for i in tl.static_range(len(a)):
         acc = multiply(acc, a[i], load_packed(w + (first * (K // 16) + i) * 256, lane, KIND), KIND)
@@ -328,7 +328,7 @@ def row_programs(layer: Layer, warps: int) -> int:
 def described_rows(
     kernel: Any, layer: Layer, warps: int, eps: float, own: dict[str, object] | None = None, **options: object
 ) -> Launch:
-    """A launch of a row kernel; `own`: constants instead of the layer's."""
+    """Launch of a row kernel; own: constants in place of the layer's."""
     own = {"BLOCK": 32 * warps} | (own or {})
     options |= {"num_warps": warps, "num_stages": 1}
     return described(kernel, row_programs(layer, warps), (layer.rows, eps), layer, own, **options)

@@ -1,4 +1,4 @@
-"""The weights' gradients of narrow layers in TF32: by fragments, from row-major operands.
+"""Weight gradients of narrow layers in TF32: by fragments, from row-major operands.
 
 A warp adds up 32 x 32 elements of left^T right over one chunk of rows, eight rows at a time. Lane 4 r + c reads columns
 4 r .. 4 r + 3 of rows c and c + 4: sixteen bytes that are, for k = c and k = c + 4, one value each of rows r and r + 8
@@ -23,7 +23,7 @@ _WARPS = 2
 
 @triton.jit
 def _load(ptr, row, end, column, COLUMNS, LAST):
-    """Four columns of row `row`, and of the fourth after it, as floats; zeros beyond the columns, and LAST the end."""
+    """Four columns of rows `row` and `row + 4`, as floats; zeros beyond the columns, and with LAST beyond the end."""
     inside = column < COLUMNS
     at = ptr + tl.minimum(column, COLUMNS - 4)
     made = ()
@@ -82,7 +82,7 @@ def _chunk_product(left_ptr, right_ptr, weight, bias, item, start, rows, M, N, C
     left = _load(left_ptr, start + c, end, m, M, False)
     right = _load(right_ptr, start + c, end, n + 4 * r, N, False)
     for k in tl.range(start, full, 8):
-        next_left = _load(left_ptr, k + 8 + c, end, m, M, False)  # on their way while these are multiplied
+        next_left = _load(left_ptr, k + 8 + c, end, m, M, False)  # loaded while these are multiplied
         next_right = _load(right_ptr, k + 8 + c, end, n + 4 * r, N, False)
         acc = _multiplied(acc, left, right)
         if SUMS:
@@ -119,8 +119,8 @@ def _weight_grads_rows_kernel(
     TILES_P: tl.constexpr, ADDED: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    # A program's warps add up tiles of left0^T right0 or of left1^T right1 over one chunk of rows, and left0's columns;
-    # one program of a chunk adds up its TILES tiles' parts in the norms' gradients.
+    # A program's warps add up tiles of left0^T right0 or of left1^T right1 over one chunk of rows, and left0's columns.
+    # One program per chunk adds up the sums that its TILES tiles left for the norms' and biases' gradients.
     start_launch(PDL)
     PER: tl.constexpr = PROGRAMS0 + PROGRAMS1 + 1
     program = tl.program_id(0)

@@ -1,7 +1,7 @@
 """The layer's backward around attention: feed-forward, input, and the parameters' gradients.
 
 The row kernels are the forward's in reverse and recompute what it did not save. The parameters' gradients are sums over
-rows, cut in chunks of whole sequences: a walk of each chunk in ascending order, then the chunks one after another.
+rows, in chunks of whole sequences: each chunk in ascending order, then the chunks in ascending order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from isogemm.encoder.kernels.tiles import ops
 
 @triton.jit
 def _store_sum(norm_sums, slot, which: tl.constexpr, rows_of, D, DP):
-    """A tile's part in row `which` of [6, D]: the sum of its rows."""
+    """Store the sum of a tile's rows to row `which` of its [6, D]."""
     col = tl.arange(0, DP)
     at = norm_sums + (slot.to(tl.int64) * (6 * D) + which * D + col)
     tl.store(at, tl.sum(rows_of, axis=0), mask=col < D)
@@ -27,14 +27,14 @@ def _store_sum(norm_sums, slot, which: tl.constexpr, rows_of, D, DP):
 
 @triton.jit
 def _live_statistics(x, row, rows, eps, BM, D, DP, NORM):
-    """`statistics`, with 0 for the deviation's inverse beyond the last row: without eps it would be infinite."""
+    """`statistics`, with 0 for 1 / deviation beyond the last row: without eps it would be infinite."""
     mean, deviation = ops.statistics(x, eps, D, DP, NORM)
     return mean, tl.where((row + tl.arange(0, BM) < rows)[:, None], deviation, 0.0)
 
 
 @triton.jit
 def _first_slot(norm_sums, tile, SLOTS, first: tl.constexpr, end: tl.constexpr, D, DP):
-    """First of the tile's SLOTS for sums, one per smallest tile; zeros are written to the others."""
+    """First of the tile's SLOTS for sums, one slot per smallest tile; writes zeros to the others."""
     col = tl.arange(0, DP)
     for slot in tl.static_range(1, SLOTS):
         at = norm_sums + ((tile * SLOTS + slot).to(tl.int64) * (6 * D) + col)
@@ -45,7 +45,7 @@ def _first_slot(norm_sums, tile, SLOTS, first: tl.constexpr, end: tl.constexpr, 
 
 @triton.jit
 def _norm_backward(dn, x, mean, deviation, g_ptr, norm_sums, slot, which: tl.constexpr, D, DP, NORM):
-    """The gradient of a norm's input x; the tile's part in those of its scale and shift: sums which, which + 1."""
+    """The gradient of a norm's input x; stores the tile's sums for scale and shift to rows which, which + 1."""
     _store_sum(norm_sums, slot, which + 1, dn, D, DP)
     if NORM == "layer_norm":
         xhat = (x - mean) * deviation
@@ -86,7 +86,7 @@ def _feedforward_backward_kernel(
     else:
         mean, deviation = _live_statistics(s, row, rows, eps, BM, D, DP, NORM)
         if o_ptr is not None:
-            ops.store_tile(ds_ptr, s, row, rows, 0, D, BM, DP, D)  # parked there until the norm's gradient
+            ops.store_tile(ds_ptr, s, row, rows, 0, D, BM, DP, D)  # waits there for the norm's gradient
         u = ops.normed(s, mean, deviation, norm_w, norm_b, D, DP, NORM)
     ops.store_grad_operand(u_ptr, u.T, row, rows, 0, ld, D, BM, DP, TRANSPOSED)
     u = ops.operand(u, OPERAND, PRECISION).T
@@ -100,7 +100,7 @@ def _feedforward_backward_kernel(
         dlast = ops.dropout(dlast, seed_ptr, OUTPUT, row, 0, DROPPED, BM, DP)
     if left_ptr is not None:
         ops.store_tile(left_ptr, dlast, row, rows, 0, D, BM, DP, D)
-    _store_sum(norm_sums, slot, 4, dlast, D, DP)  # linear2's bias, here and exactly: torch rounds nothing of it
+    _store_sum(norm_sums, slot, 4, dlast, D, DP)  # linear2's bias, before any rounding, as in torch
     if TRANSPOSED:
         ops.store_grad_operand(dlast_t, dlast.T, row, rows, 0, ld, D, BM, DP, True)
     dlast = ops.operand(dlast, OPERAND, PRECISION).T
@@ -150,7 +150,7 @@ def _input_grad_kernel(
         slot = _first_slot(norm_sums, tile, SLOTS, 0, 2, D, DP)
     slot = _first_slot(norm_sums, tile, SLOTS, 5, 6, D, DP)
     ds = ops.row_tile(ds_ptr, row, rows, 0, D, BM, DP, D).to(tl.float32)
-    _store_sum(norm_sums, slot, 5, ds, D, DP)  # out_proj's bias, here and exactly
+    _store_sum(norm_sums, slot, 5, ds, D, DP)  # out_proj's bias, before any rounding
     if ds_operand is not None:
         ops.store_grad_operand(ds_operand, ds.T, row, rows, 0, ld, D, BM, DP, TRANSPOSED)
     if TRANSPOSED:
@@ -197,8 +197,8 @@ def _weight_grads_kernel(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # A program adds up one tile of left0^T right0 or left1^T right1 over one chunk of rows, and left0's columns;
-    # one program of a chunk adds up its TILES tiles' parts in the norms' gradients.
+    # A program adds up one tile of left0^T right0 or left1^T right1 over one chunk of rows, and left0's columns. One
+    # program per chunk adds up the sums that its TILES tiles left for the norms' and biases' gradients.
     start_launch(PDL)
     COLS0: tl.constexpr = (N0 + BN - 1) // BN
     COLS1: tl.constexpr = (N1 + BN - 1) // BN
@@ -229,13 +229,13 @@ def _chunk_product(
     left, right, weight, bias, chunk, m, n, rows, ld, M, N, CHUNK, TRANSPOSED, OPERAND, PRECISION, INDEX, SUMS, BM, BN,
     BK,
 ):  # fmt: skip
-    """A chunk's left^T right at (m, n), and the sums of left's columns; TRANSPOSED: from the transposes of both."""
+    """Add up a chunk's left^T right at (m, n), and left's columns; TRANSPOSED: from the transposes of both."""
     start = (chunk * CHUNK).to(INDEX)
     end = tl.minimum(start + CHUNK, rows)
     row = m + tl.arange(0, BM)
     col = n + tl.arange(0, BN)
-    # wgmma reads `a` while the loop goes on, and Triton 3.6 would refill the buffer of an `a` that is also read into
-    # registers too early: there the columns are summed by the tensor cores, in two parts where `a` is rounded here.
+    # wgmma reads `a` asynchronously, and Triton 3.6 refills its buffer too early if `a` is also read into registers. So
+    # the tensor cores sum the columns, too: in two parts if `a` is rounded here.
     ASYNC: tl.constexpr = BM >= 64
     ones = tl.full((BK, 16), 1.0, OPERAND)
     acc = tl.zeros((BM, BN), tl.float32)

@@ -52,9 +52,9 @@ def _project_kernel(
     PACKED: tl.constexpr, TRANSPOSE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # Programs keep one part of the weight, BN columns of q, k or v, and walk over rows. In the backward there is a
-    # fourth part, do = ds Wo, and FIRST is v's where q and k were kept. In a forward that reads packed weights, the
-    # last programs pack them for the others.
+    # Programs keep one part of the weight, BN columns of q, k or v, and loop over rows. In the backward there is a
+    # fourth part, do = ds Wo, and FIRST is 2 if q and k were returned. In a forward that reads packed weights, the last
+    # programs pack them for the other launches.
     start_launch(PDL)
     PARTS: tl.constexpr = (4 if BACKWARD else 3) - FIRST
     BLOCKS: tl.constexpr = (D + BN - 1) // BN
@@ -72,7 +72,7 @@ def _project_kernel(
             )  # fmt: skip
     elif part < 3:
         w_ptr = in_proj(wq, wk, wv, part, D * D, STACKED or (PACKED and BACKWARD))
-        if PACKED and not BACKWARD:  # by way of its place among the packed: loaded operands need no registers
+        if PACKED and not BACKWARD:  # through its place among the packed weights: a loaded operand needs no registers
             w = ops.forward_weight(w_ptr, n, 0, D, D, BN, DP, False, OPERAND, PRECISION)
             w_ptr = packed + (D * D + 2 * D * F) + part * (D * D)
             ops.store_tile(w_ptr, w, n, D, 0, D, BN, DP, D)
@@ -161,7 +161,7 @@ def _feedforward_kernel(
     if DROPPED == 0:
         if b2 is not None:
             y += ops.columns_of(b2, D, DP)
-    if PARKED:  # in its place in memory: the registers are wanted
+    if PARKED:  # wait in y's own memory, to free registers
         ops.store_tile(y_ptr, y, row, rows, 0, D, BM, DP, D)
         tl.debug_barrier()
     u = ops.operand(u, OPERAND, PRECISION).T

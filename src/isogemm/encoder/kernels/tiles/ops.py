@@ -81,7 +81,7 @@ def store_tile(ptr, value, row, rows, col, COLS, BM, BC, LD):
 
 @triton.jit
 def store_heads(ptr, value, row, rows, col, D, HEAD, BM, BC):
-    """A tile of [rows, D] to [D / HEAD, rows, HEAD]."""
+    """Store a tile of [rows, D] to [D / HEAD, rows, HEAD]."""
     r = row + tl.arange(0, BM)
     c = col + tl.arange(0, BC)
     at = (c // HEAD * rows.to(row.dtype))[None, :] + r[:, None]
@@ -122,7 +122,7 @@ def normed(x, mean, deviation, g_ptr, b_ptr, D, DP, NORM):
 
 @triton.jit
 def batch_normed(x, statistics_ptr, b_ptr, D, DP):
-    """The batch norm of rows x [BM, DP], of its statistics [4, D]: of which the mean and the scale are read."""
+    """The batch norm of rows x [BM, DP], by the mean and the scale of its statistics [4, D]."""
     xhat = (x - columns_of(statistics_ptr, D, DP)) * columns_of(statistics_ptr + 2 * D, D, DP)
     return scaled_and_shifted(xhat, None, b_ptr, D, DP)
 
@@ -213,7 +213,7 @@ def hidden(u, w1, b1, f, F, D, DP, PACKED, OPERAND, PRECISION, BM, BF):
 
 
 def described_rows(kernel: Any, layer: Layer, config: RowConfig, scalars: tuple[Any, ...], **own: object) -> Launch:
-    """A launch of a row kernel; `own`: constants besides the tile's, or instead of the layer's."""
+    """Launch of a row kernel; own: constants besides the tile's and the layer's, or in their place."""
     own = {"BM": config.rows, "BF": config.block, "BK": min(config.block, layer.padded)} | own
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return described(kernel, config.programs(layer), scalars, layer, own, **options)

@@ -1,4 +1,4 @@
-"""The backward's row kernels by warpgroups, in TF32: the feed-forward's, and the input's gradient."""
+"""The backward's row kernels by warpgroups, in TF32: feed-forward, and the input's gradient."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TRANSPOSED_TILE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 
 @gluon.jit
 def _anew(ld):
-    """The same, unknown to the compiler, which else keeps all offsets that follow from it from store to store."""
+    """ld, hidden from the compiler, which would otherwise keep all offsets that depend on it in registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [ld], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _store_grad_operand(ptr, value, row, rows, column, ld, LD, TRANSPOSED, WARPS, KIND):
-    """For the weights' gradients, the transpose where TRANSPOSED: rounded, ld apart, zeros beyond the last row."""
+    """Store an operand of the weight gradients. TRANSPOSED: its transpose, rounded, rows ld apart, zeros at the end."""
     if TRANSPOSED:
         c = (column + ops.column_numbers(value.shape[1], WARPS, KIND)).to(row.dtype)
         value = gl.where((row < rows)[:, None], ops.rounded(value), 0.0)
@@ -38,7 +38,7 @@ def _store_grad_operand(ptr, value, row, rows, column, ld, LD, TRANSPOSED, WARPS
 
 @gluon.jit
 def _store_sum(norm_sums, which: gl.constexpr, value, rows, D, WARPS):
-    """The sums over 64 rows each, to row `which` of [6, D]."""
+    """Store sums over 64 rows each to row `which` of their [6, D]."""
     GROUPS: gl.constexpr = WARPS // 4
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
     sums = gl.sum(gl.reshape(value, [GROUPS, _GROUP, D]), axis=1)
@@ -50,7 +50,7 @@ def _store_sum(norm_sums, which: gl.constexpr, value, rows, D, WARPS):
 
 @gluon.jit
 def _norm_backward(dn, xhat, deviation, g_ptr, norm_sums, which: gl.constexpr, rows, D, NORM, WARPS, KIND):
-    """The gradient of a norm's input, xhat normalized; the sums for those of its scale and shift: which, which + 1."""
+    """The gradient of the input of a norm, xhat normalized; stores sums for scale and shift to which, which + 1."""
     _store_sum(norm_sums, which + 1, dn, rows, D, WARPS)
     _store_sum(norm_sums, which, dn * xhat, rows, D, WARPS)
     if g_ptr is not None:
@@ -64,7 +64,7 @@ def _norm_backward(dn, xhat, deviation, g_ptr, norm_sums, which: gl.constexpr, r
 
 @gluon.jit
 def _fetch_hidden(w1_place, w2_t_place, place, w1, w2_t, f, D, there, WARPS, KIND):
-    """Rows f .. f + BF - 1 of linear1 and of linear2's transpose, if they are there."""
+    """Start to copy rows f .. f + BF - 1 of linear1 and of linear2's transpose, if there are so many."""
     if there:
         ops.fetch(w1_place.index(place), w1, f, 0, D, WARPS, KIND)
         ops.fetch(w2_t_place.index(place), w2_t, f, 0, D, WARPS, KIND)
@@ -92,8 +92,8 @@ def _feedforward_backward_warpgroup_kernel(
     if o_ptr is not None:
         s = ops.attended(o_ptr, wo, bo, row, rows, D, WARPS, KIND)
         s += ops.rows_in(tile, row < rows, WARPS)
-        tl.debug_barrier()  # before the tile's place is another's
-        ops.store_rows(ds_ptr, s, row, rows, 0, D, WARPS, KIND)  # until the norm's gradient
+        tl.debug_barrier()  # before the tile's memory is reused
+        ops.store_rows(ds_ptr, s, row, rows, 0, D, WARPS, KIND)  # waits there for the norm's gradient
     w1_place, w2_t_place = ops.places_for(BF, D, KIND), ops.places_for(BF, D, KIND)
     w1_t_place = ops.places_for(D, BF, KIND)
     _fetch_hidden(w1_place, w2_t_place, 0, w1, w2_t, 0, D, True, WARPS, KIND)
@@ -119,10 +119,10 @@ def _feedforward_backward_warpgroup_kernel(
         dlast = dlast * ops.keeping(gl.load(seed_ptr) + OUTPUT, row, 0, D, DROPPED, WARPS, KIND)
     if left_ptr is not None:
         ops.store_rows(left_ptr, dlast, row, rows, 0, D, WARPS, KIND)
-    _store_sum(norm_sums, 4, dlast, rows, D, WARPS)  # linear2's bias, here and exactly: torch rounds nothing of it
+    _store_sum(norm_sums, 4, dlast, rows, D, WARPS)  # linear2's bias, before any rounding, as in torch
     if TRANSPOSED:
         _store_grad_operand(dlast_t, dlast, row, rows, 0, _anew(ld), D, TRANSPOSED, WARPS, KIND)
-    d = ops.places_for(BM, D, KIND)  # the registers are wanted
+    d = ops.places_for(BM, D, KIND)  # to save registers
     d.index(0).store(ops.in_order(dlast, KIND))
     if HIDDEN_DROPPED > 0:
         seed = gl.load(seed_ptr) + ACTIVATION
@@ -171,7 +171,7 @@ def _feedforward_backward_warpgroup_kernel(
 
 @gluon.jit
 def _fetch_input_grad(slot, tile, w_t, dqkv_ptr, first, rows, k, ld, D, BF, TRANSPOSED, WARPS, INDEX):
-    """Columns k .. k + BF - 1 of in_proj's transpose, and of the gradients of q, k and v; if there are so many."""
+    """Start to copy columns k .. k + BF - 1 of in_proj's transpose and of dqkv, if there are so many."""
     layout: gl.constexpr = ops.copy_layout(WARPS, gl.float32)
     if k < 3 * D:
         ops.fetch(slot, w_t, 0, k, 3 * D, WARPS, gl.float32)
@@ -251,7 +251,7 @@ def _input_grad_warpgroup_kernel(
         _store_grad_operand(n_ptr, n, row, rows, 0, _anew(ld), D, TRANSPOSED, WARPS, KIND)
     ops.arrived(0)
     ds = ops.rows_in(tiles.index(1), live, WARPS)
-    _store_sum(norm_sums, 5, ds, rows, D, WARPS)  # out_proj's bias, here and exactly
+    _store_sum(norm_sums, 5, ds, rows, D, WARPS)  # out_proj's bias, before any rounding
     if RESIDUAL == "around" or (RESIDUAL == "through" and NORM == ""):
         if residual_ptr is None:
             dx += ds

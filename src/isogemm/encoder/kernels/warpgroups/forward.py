@@ -1,4 +1,4 @@
-"""The forward's row kernels by warpgroups: the projections, and the feed-forward."""
+"""The forward's row kernels by warpgroups: projections and feed-forward."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _kept_vector(slot, D, WARPS, KIND):
 
 @gluon.jit
 def _keep_weight(slot, w, D, TRANSPOSED, WARPS, KIND):
-    """All of a weight [D, D], or of its transpose, as the right operand; some rows of it at a time."""
+    """Store a weight [D, D], or its transpose, as the right operand; ROWS rows at a time."""
     ROWS: gl.constexpr = 32
     layout: gl.constexpr = (
         gl.BlockedLayout([4, 1], [8, 4], [1, WARPS], [0, 1]) if TRANSPOSED
@@ -93,7 +93,7 @@ def _keep_weight(slot, w, D, TRANSPOSED, WARPS, KIND):
 
 @gluon.jit
 def _store_heads(ptr, value, row, rows, HEAD, BY_HEAD, LD, WARPS, KIND):
-    """[rows, D] to [D / HEAD, rows, HEAD] where BY_HEAD, as attention's operands, or to rows LD apart."""
+    """Store [rows, D] to [D / HEAD, rows, HEAD] (BY_HEAD), as attention's operands, or to rows LD apart."""
     if BY_HEAD:
         c = ops.column_numbers(value.shape[1], WARPS, KIND)
         at = ((c // HEAD).to(row.dtype) * rows.to(row.dtype))[None, :] + row[:, None]
@@ -105,7 +105,7 @@ def _store_heads(ptr, value, row, rows, HEAD, BY_HEAD, LD, WARPS, KIND):
 
 @gluon.jit
 def _ask_for_tile(rows_place, ptr, tile, rows, D, WARPS, INDEX):
-    """Have a tile's rows copied to their place in shared memory; without one (in 16 bits), to the second cache."""
+    """Start to copy a tile's rows to shared memory; without a place there (in 16 bits), prefetch them to L2."""
     BM: gl.constexpr = 16 * WARPS
     if rows_place is None:
         ops.ask_for_rows(ptr, tile * BM, rows, D, WARPS, INDEX)
@@ -115,7 +115,7 @@ def _ask_for_tile(rows_place, ptr, tile, rows, D, WARPS, INDEX):
 
 @gluon.jit
 def _next_tile(rows_place, ptr, tile, step, row, rows, D, WARPS, KIND, INDEX):
-    """A tile's rows, asked for before; those of the one after it are then asked for."""
+    """A tile's rows, prefetched before; starts to prefetch the next tile's."""
     if rows_place is None:
         value = ops.load_rows(ptr, row, rows, 0, D, D, WARPS, KIND)
     else:
@@ -134,9 +134,9 @@ def _project_warpgroup_kernel(
     STACKED: gl.constexpr, BIASES: gl.constexpr, FIRST: gl.constexpr, BACKWARD: gl.constexpr, TRANSPOSE: gl.constexpr,
     KIND: gl.constexpr, INDEX: gl.constexpr, SIDE: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    # Programs keep one of the weights of q, k and v and walk over rows. In the backward there is a fourth, for
-    # do = ds Wo, and FIRST is v's where q and k were kept. In a forward the last programs pack the weights for other
-    # launches, where these want that.
+    # Programs keep one of the weights of q, k and v and loop over rows. In the backward there is a fourth, for
+    # do = ds Wo, and FIRST is 2 if q and k were returned. In a forward the last programs pack the weights, if the other
+    # launches read packed ones.
     start_launch(PDL)
     PARTS: gl.constexpr = (4 if BACKWARD else 3) - FIRST
     BM: gl.constexpr = 16 * WARPS
@@ -151,7 +151,7 @@ def _project_warpgroup_kernel(
             )  # fmt: skip
     else:
         slot = gl.allocate_shared_memory(KIND, [D, D], ops.shared_layout(D, D, KIND))
-        # not in registers, which are wanted
+        # in shared memory, to save registers
         vectors = gl.allocate_shared_memory(gl.float32, [3, D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         tiles = (rows + BM - 1) // BM
         rows_place = None
@@ -196,7 +196,7 @@ def _project_warpgroup_kernel(
             fence_async_shared()
             tl.debug_barrier()
             right = slot
-            if KIND == gl.float32:  # which wants both operands along the sum
+            if KIND == gl.float32:  # TF32 needs both operands along the sum
                 right = slot.permute((1, 0))
             for tile in range(first, tiles, per_part):
                 row = ops.row_numbers(tile * BM, D, WARPS, KIND, INDEX)
@@ -217,7 +217,7 @@ def _feedforward_warpgroup_kernel(
     # A weight's next block is copied while the other's is multiplied.
     start_launch(PDL)
     BM: gl.constexpr = 16 * WARPS
-    # Tensor cores round sums toward zero: a y among them would shrink with every few features.
+    # Tensor cores round sums toward zero: y as an accumulator would shrink with every few features.
     PARKED: gl.constexpr = KIND == gl.float32 or DROPPED > 0
     first = gl.program_id(0) * BM
     row = ops.row_numbers(first, D, WARPS, KIND, INDEX)

@@ -1,12 +1,11 @@
-"""The row kernels of layers that Hopper's warpgroups hold: 64 rows each, from the first product to the last.
+"""Row kernels by Hopper's warpgroups: a warpgroup owns 64 rows from the first product to the last.
 
-A product's left operand is in registers, but for one that finds no room there; the weights come through shared memory,
-block after block, copied while others are multiplied. A lane holds columns 2 c and 2 c + 1 of every eight in a result.
-In 16 bits that is how the next product wants them; TF32 takes the same registers for columns c and c + 4, so of the
-weights' columns every eight are packed in the order 0, 2, 4, 6, 1, 3, 5, 7, and nothing moves between lanes.
+A product's left operand is in registers (all but one, for which there is no room). Weights come through shared memory,
+a block being copied while others are multiplied. A lane holds columns 2 c and 2 c + 1 of every eight in a result. The
+next product in 16 bits takes them like this. TF32 takes the same registers for columns c and c + 4, so every eight
+columns of a weight are packed in the order 0, 2, 4, 6, 1, 3, 5, 7, and nothing moves between lanes.
 
-What a row's bits depend on is its own values alone, in an order that neither the rows of a program nor the launch
-changes; sums over rows are taken of 64.
+A row's bits depend on its own values alone. Sums over rows are over 64.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def shared_layout(rows, columns, kind):
     return gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
 
 
-# Of a tile that is read as a product's rows: no banks conflict.
+# Layout of a tile that is read as a product's rows: no bank conflicts.
 TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
 
@@ -71,7 +70,7 @@ def rounded(x):
 
 @gluon.jit
 def as_number(x, KIND):
-    """x as an operand's number: TF32 rounded to nearest, or 16 bits."""
+    """x as an operand: rounded to TF32, or cast to 16 bits."""
     if KIND == gl.float32:
         return rounded(x.to(gl.float32))
     else:
@@ -80,7 +79,7 @@ def as_number(x, KIND):
 
 @gluon.jit
 def in_order(x, KIND):
-    """Rows x as numbers of a left operand, in the order of the packed weights' columns."""
+    """Rows x as a left operand, with columns in the packed weights' order."""
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     x = as_number(x, KIND)
@@ -92,7 +91,7 @@ def in_order(x, KIND):
 
 @gluon.jit
 def operand(x, N, WARPS, KIND):
-    """Rows x, as a product leaves them, as the left operand of one with N columns: where they lie."""
+    """A product's result x as the left operand of a product with N columns, without moving data."""
     return gl.convert_layout(in_order(x, KIND), operand_layout(N, WARPS, KIND), assert_trivial=True)
 
 
@@ -127,7 +126,7 @@ def store_rows(ptr, value, row, rows, column, LD, WARPS, KIND):
 
 @gluon.jit
 def ask_for_rows(ptr, first, rows, LD, WARPS, INDEX):
-    """Have a program's rows brought nearer, to the second cache, while others are worked on."""
+    """Prefetch a program's rows to the L2 cache."""
     LINE: gl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth  # 128 bytes
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     line = gl.arange(0, 16 * WARPS * LD // LINE, layout)
@@ -178,7 +177,7 @@ def scaled(xhat, g_ptr, b_ptr, D, WARPS, KIND):
 
 @gluon.jit
 def batch_normed(x, statistics_ptr, b_ptr, D, WARPS, KIND):
-    """The batch norm of rows, of its statistics [4, D]: of which the mean and the scale are read."""
+    """The batch norm of rows, by the mean and the scale of its statistics [4, D]."""
     xhat = (x - vector(statistics_ptr, 0, D, WARPS, KIND)) * vector(statistics_ptr, 2 * D, D, WARPS, KIND)
     return scaled(xhat, None, b_ptr, D, WARPS, KIND)
 
@@ -190,7 +189,7 @@ def batch_normed(x, statistics_ptr, b_ptr, D, WARPS, KIND):
 def keeping(seed, row, column, COLUMNS, DROPPED, WARPS, KIND):
     """Dropout's factors of columns from `column`, a multiple of 16, on; the same as `tiles.ops.dropout`'s.
 
-    A lane holds the columns of one call of the generator, which compilers see.
+    A lane holds the columns of one call of the generator, which the compiler makes once.
     """
     c = (column + column_numbers(COLUMNS, WARPS, KIND))[None, :]
     zero = (row.to(gl.int32)[:, None] + c) * 0
@@ -201,12 +200,12 @@ def keeping(seed, row, column, COLUMNS, DROPPED, WARPS, KIND):
     return gl.where(bits.to(gl.int32) >= DROPPED, scale_of_kept(DROPPED), 0.0)
 
 
-# on their way to shared memory
+# copies to shared memory
 
 
 @gluon.jit
 def places_for(ROWS, COLUMNS, KIND, STAGES=1):
-    """For so many blocks of a product's operand."""
+    """Shared memory for STAGES blocks of a product's operand."""
     return gl.allocate_shared_memory(KIND, [STAGES, ROWS, COLUMNS], shared_layout(ROWS, COLUMNS, KIND))
 
 
@@ -220,7 +219,7 @@ def place_of(f, rows, BF, STAGES=1):
 
 @gluon.jit
 def fetch(slot, ptr, row, column, LD, WARPS, KIND):
-    """The weight's block at (row, column), of the slot's shape."""
+    """Start to copy the weight's block at (row, column), of the slot's shape."""
     layout: gl.constexpr = copy_layout(WARPS, KIND)
     r = row + gl.arange(0, slot.shape[0], gl.SliceLayout(1, layout))
     c = column + gl.arange(0, slot.shape[1], gl.SliceLayout(0, layout))
@@ -229,7 +228,7 @@ def fetch(slot, ptr, row, column, LD, WARPS, KIND):
 
 @gluon.jit
 def fetch_block(places, place, ptr, row, column, LD, there, WARPS, KIND):
-    """The weight's block at (row, column), if there is one."""
+    """Start to copy the weight's block at (row, column), if there is one."""
     if there:
         fetch(places.index(place), ptr, row, column, LD, WARPS, KIND)
     async_copy.commit_group()
@@ -237,7 +236,7 @@ def fetch_block(places, place, ptr, row, column, LD, there, WARPS, KIND):
 
 @gluon.jit
 def fetch_rows(tile, ptr, first, rows, LD, WARPS, INDEX):
-    """A program's rows of float32."""
+    """Start to copy a program's float32 rows."""
     layout: gl.constexpr = copy_layout(WARPS, gl.float32)
     r = (first + gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))).to(INDEX)
     c = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))
@@ -255,7 +254,7 @@ def rows_in(tile, live, WARPS):
 
 @gluon.jit
 def arrived(LATER):
-    """Wait for all that was asked for but the last LATER groups, and for all warps."""
+    """Wait for all copies except the last LATER groups, and for all warps."""
     async_copy.wait_group(LATER)
     fence_async_shared()
     tl.debug_barrier()
@@ -263,7 +262,7 @@ def arrived(LATER):
 
 @gluon.jit
 def attended(o_ptr, wo, bo, row, rows, D, WARPS, KIND):
-    """o Wo + bo, when all that was asked for is there."""
+    """o Wo + bo. Waits for all copies."""
     weight = gl.allocate_shared_memory(KIND, [D, D], shared_layout(D, D, KIND))
     fetch(weight, wo, 0, 0, D, WARPS, KIND)
     async_copy.commit_group()
@@ -272,7 +271,7 @@ def attended(o_ptr, wo, bo, row, rows, D, WARPS, KIND):
     arrived(0)
     s = warpgroup_mma(o, weight.permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    tl.debug_barrier()  # before its place is another's
+    tl.debug_barrier()  # before the weight's memory is reused
     if bo is not None:
         s += vector(bo, 0, D, WARPS, KIND)
     return s
@@ -281,6 +280,6 @@ def attended(o_ptr, wo, bo, row, rows, D, WARPS, KIND):
 def described_rows(
     kernel: Any, layer: Layer, config: WarpgroupConfig, scalars: tuple[Any, ...], **own: object
 ) -> Launch:
-    """A launch of a row kernel; `own`: constants instead of the layer's."""
+    """Launch of a row kernel; own: constants in place of the layer's."""
     own = {"STAGES": config.stages, "BF": config.block, "WARPS": config.warps} | own
     return described(kernel, config.programs(layer), scalars, layer, own, num_warps=config.warps)
