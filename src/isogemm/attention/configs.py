@@ -1,7 +1,6 @@
 """Attention problems and the tiles of its kernels. Pure: no device, no tensors.
 
-What may change a sequence's bits is a function of the head's size and number type alone: never of the sequences or the
-tokens.
+What affects a sequence's bits depends on the head's size and dtype alone, never on the number of sequences or tokens.
 """
 
 from __future__ import annotations
@@ -11,20 +10,20 @@ from dataclasses import dataclass, replace
 from isogemm.core import tables
 from isogemm.epilogues import random
 
-CACHED = 16 << 20  # bytes of q, k and v that are read fast enough without being fetched first (H200)
-SHORT_HEAD = 16  # up to which attention is computed in registers
-LONGEST_HALF_HEAD = 64  # up to which it is computed from 16-bit operands; longer ones are widened, which is exact
-MOST_FACTORS = 4  # earlier layers whose queries and keys an attention takes in
+CACHED = 16 << 20  # bytes of q, k and v up to which prefetching does not pay (H200)
+SHORT_HEAD = 16  # longest head that is computed in registers
+LONGEST_HALF_HEAD = 64  # longest head with 16-bit operands; longer ones are widened to float32, which is exact
+MOST_FACTORS = 4  # earlier layers whose queries and keys an attention reads
 
 
 @dataclass(frozen=True)
 class Attention:
     """softmax(Q K^T / sqrt(head) + mask) V of `heads` heads of `sequences` sequences of `tokens` tokens.
 
-    Each of Q, K, V and their gradients is [sequences * tokens, heads * head] with rows some distance apart; what goes
-    with O is contiguous, and so are scores, [sequences, heads, tokens, tokens]. Earlier layers' q and k, which residual
-    attention takes in instead of scores, are by head and contiguous, as are their gradients and what comes in for this
-    layer's: [heads, sequences * tokens, head].
+    Each of Q, K, V and their gradients is [sequences * tokens, heads * head] with a row stride. O and its gradient are
+    contiguous, and so are scores, [sequences, heads, tokens, tokens]. Factors (earlier layers' q and k) are contiguous
+    by head, [heads, sequences * tokens, head]; so are their gradients, and later layers' gradients of this layer's q
+    and k.
     """
 
     sequences: int
@@ -33,20 +32,20 @@ class Attention:
     head: int
     dtype: str
     precision: str  # of float32: ieee, tf32 or tf32x3 (as ieee); ieee for the 16-bit types
-    row_strides: tuple[int, ...]  # of q, k, v; then of dq, dk, dv where there are gradients
+    row_strides: tuple[int, ...]  # of q, k, v; in the backward also of dq, dk, dv
     causal: bool = False
     mask: str = ""  # none, "bool" (True leaves a key out) or "additive"
     mask_strides: tuple[int, int] = (0, 0)  # sequence, token
     backend: str = "cuda"
     pdl: bool = False  # whether the launch overlaps with its neighbours
-    by_head: bool = False  # whether q, k, v, do and the log-sums lie head by head, [heads, rows, ...]
+    by_head: bool = False  # whether q, k, v, do and the log-sums are stored head by head, [heads, rows, ...]
     transposed: bool = False  # whether dq, dk and dv are written transposed, rounded to TF32
-    dropout: float = 0.0  # the probability that a weight is left out
-    previous: bool = False  # whether scores of the layer before are added
-    scores: bool = False  # whether the scores are written; in the backward, whether their gradient comes in
-    factors: int = 0  # earlier layers whose q k^T are added
-    added: bool = False  # in the backward: whether gradients of q and k come in, of later layers that took them in
-    arch: str = "sm_90"  # whose table has its blocks
+    dropout: float = 0.0  # probability of the weights' dropout
+    previous: bool = False  # whether the previous layer's scores are added
+    scores: bool = False  # whether the scores are written; in the backward, whether their gradient is given
+    factors: int = 0  # number of earlier layers whose q k^T are added
+    added: bool = False  # in the backward: whether later layers' gradients of q and k are added
+    arch: str = "sm_90"  # whose table has the blocks
 
     def __post_init__(self) -> None:
         if (self.factors or self.added) and (not self.by_head or self.residual or not fits_mma(self)):
@@ -65,20 +64,21 @@ class Attention:
 
     @property
     def masking(self) -> tuple[int, int] | tuple[None, None]:
-        """The mask's strides where there is one."""
+        """The mask's strides, None without a mask."""
         return self.mask_strides if self.mask else (None, None)
 
     @property
     def dropping(self) -> tuple[int, float] | tuple[None, None]:
-        """Below which 16 bits leave a weight out, and the factor of the others."""
+        """Dropout's threshold and scale, None without dropout."""
         return (random.threshold(self.dropout), random.scale(self.dropout)) if self.dropout else (None, None)
 
 
 @dataclass(frozen=True)
 class RegistersConfig:
-    """A thread owns `own` tokens of one head and takes in `block` of the others at a time.
+    """A thread owns `own` tokens of one head and reads `block` of the others per step.
 
-    `block` keys share one rescaling of the forward's sums, so it does not follow the tokens; `own` changes no bit.
+    `block` keys share one rescaling of the forward's sums, so it never depends on the tokens. `own` does not affect the
+    result.
     """
 
     own: int
@@ -136,28 +136,28 @@ def choose(problem: Attention) -> DotConfig:
 
 
 def _too_many(problem: Attention, config: DotConfig) -> int:
-    """Factor by which blocks shrink with scores in memory, which take registers of their own."""
+    """Factor by which blocks shrink with scores in memory, which take registers."""
     most = 512 * config.num_warps
     return max(1, config.block_q * config.block_k // most) if problem.residual else 1
 
 
 def fits_mma(problem: Attention) -> bool:
-    """Whether fragments hold a head."""
+    """Whether the problem's heads are computed by fragments."""
     shortest = 2 if problem.residual or problem.by_head else 6
     return problem.backend == "cuda" and fragments_hold(problem.head, problem.dtype, problem.precision, shortest)
 
 
 def fragments_hold(head: int, dtype: str, precision: str, shortest: int = 6) -> bool:
-    """Up to four long a head would be half padding, and fp32 is as fast.
+    """Whether fragments serve heads of this length: even, from `shortest` to 16, in TF32 or 16 bits.
 
-    Not so with scores in memory, of which a warp's fragments read and write eight next to each other; and factors of
-    them are taken in by fragments alone.
+    A head of up to four would be half padding, and fp32 is as fast. It pays with scores in memory, of which a warp's
+    fragments read and write eight neighbours; and only fragments take factors.
     """
     return shortest <= head <= 16 and head % 2 == 0 and (dtype != "float32" or precision == "tf32")
 
 
 def choose_mma(problem: Attention) -> MmaConfig:
-    """For a short head: as many tokens a warp as registers allow, and no more than there are. Times: us on an H200."""
+    """Tokens per warp for a short head: as many as registers allow. Times in comments: us on an H200."""
     most = 4 if problem.head <= 8 else 2
     if problem.factors:
         most = min(most, _most_with_factors(problem))
@@ -176,7 +176,7 @@ def choose_mma(problem: Attention) -> MmaConfig:
 
 
 def _most_with_factors(problem: Attention) -> int:
-    """Tiles whose operands of all layers, and in the backward as many sums, registers hold.
+    """Most tiles whose operands of all layers (in the backward their sums, too) fit in registers.
 
     With three, a backward of two factors takes 149 us where two take 182 and one 216.
     """
@@ -186,7 +186,7 @@ def _most_with_factors(problem: Attention) -> int:
 
 
 def choose_registers(problem: Attention) -> RegistersConfig:
-    """For a short head. As many tokens a thread as registers allow, and of those the number that wastes fewest."""
+    """Tokens per thread for a short head: of the numbers that fit in registers, the one that wastes the least."""
     if problem.head <= 8:
         return RegistersConfig(_own(problem, most=4), 4)
     return RegistersConfig(_own(problem, most=2), 2)
@@ -200,13 +200,13 @@ def choose_registers_backward(problem: Attention) -> RegistersBackwardConfig:
 
 
 def _own(problem: Attention, most: int) -> int:
-    """Tokens of a thread. What it takes in costs about as much as one token's arithmetic, whatever it owns."""
+    """Tokens per thread. Reading the other tokens costs about as much as the arithmetic of one that it owns."""
     fewest, step = (2, 2) if problem.dropout else (1, 1)
     return min(range(most // step * step, fewest - 1, -step), key=lambda own: threads(problem, own) * (own + 1))
 
 
 def threads(problem: Attention, own: int) -> int:
-    """Threads per head where each owns so many tokens; with dropout, pairs of tokens that are eight apart."""
+    """Threads per head if each owns `own` tokens; with dropout, pairs of tokens that are eight apart."""
     if not problem.dropout:
         return -(-problem.tokens // own)
     pairs = problem.tokens // 16 * 8 + min(problem.tokens % 16, 8)

@@ -1,7 +1,7 @@
 """The CPU backend of attention.
 
-Sums are of elementwise operations in ascending order over channels, keys and queries; exp and log are `elementary`'s.
-Bits do not depend on the other sequences or on the number of threads, and a masked key adds an exact zero.
+Sums are elementwise additions, in ascending order over channels, keys and queries; exp and log are `elementary`'s. Bits
+do not depend on the other sequences or on the number of threads, and a masked key adds an exact zero.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from isogemm.epilogues import elementary, random
 
-_TILE = 2**19  # scores computed at a time
+_TILE = 2**19  # scores per step
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of `attention` that are read again in the backward."""
+    """The arguments of `attention`."""
 
     q: Tensor  # [S, T, H * d], or [S, T, 3 H * d] with k and v after it
     k: Tensor | None
@@ -31,10 +31,10 @@ class AttentionCall(NamedTuple):
     previous: Tensor | None = None  # [S, H, T, T] in q's dtype, added to the scores
     seed: Tensor | None = None  # of dropout, int64
     dropout: float = 0.0  # of the weights
-    scores: bool = False  # whether they are a result
+    scores: bool = False  # whether they are returned
 
     def parts(self, packed: Tensor, *rest: Tensor | None) -> list[Tensor]:
-        """q, k and v, or what is laid out like them: views."""
+        """Views of q, k and v, or of tensors laid out like them."""
         if self.k is None:
             return list(packed.chunk(3, dim=-1))
         return [packed, *(each for each in rest if each is not None)]
@@ -50,7 +50,7 @@ class AttentionCall(NamedTuple):
 
 @torch.no_grad()
 def attention(call: AttentionCall, o: Tensor, lse: Tensor, scores: Tensor | None = None) -> None:
-    """Write o, lse and, where wanted, the scores; see `isogemm.attention.op.attention`."""
+    """Write o, lse and, if given, the scores; see `isogemm.attention.op.attention`."""
     nhead = call.nhead
     queries, keys, values = (_by_head(each, nhead) for each in call.parts(*call[:3]))
     of_keys = None if call.mask is None else _by_key(call.mask, nhead)
@@ -74,9 +74,9 @@ def attention_backward(
     call: AttentionCall, grad: Tensor, of_scores: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
     d_previous: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The gradients of `attention`'s q, k, v and `previous`, of o's `grad` and that of the scores.
+    """Write the gradients of q, k, v and `previous`, from o's `grad` and the scores' `of_scores`.
 
-    The softmax is computed again: by way of the lse it would be less exact.
+    The softmax is computed again: from the lse it would be less exact.
     """
     nhead = call.nhead
     above, queries, keys, values = (_by_head(each, nhead) for each in (grad, *call.parts(*call[:3])))
@@ -104,7 +104,7 @@ def attention_backward(
         gradient.copy_(_merged(computed, nhead))
 
 
-# Sequences and heads are innermost, N of them: every operation runs along them.
+# Sequences and heads are one innermost dimension N, along which every operation is vectorised.
 
 
 def _by_head(x: Tensor, nhead: int) -> Tensor:
@@ -139,7 +139,7 @@ def _of_matrices(x: Tensor, part: slice) -> Tensor:
 
 
 def _dropped(weights: Tensor, call: AttentionCall, part: slice) -> Tensor:
-    """A part's [T, T, n] with dropout."""
+    """A part's weights [T, T, n] after dropout."""
     if not call.dropout:
         return weights
     assert call.seed is not None
@@ -149,7 +149,7 @@ def _dropped(weights: Tensor, call: AttentionCall, part: slice) -> Tensor:
 
 
 def _parts(queries: Tensor) -> Iterator[slice]:
-    """Slices of N whose scores make one tile each."""
+    """Slices of N with about _TILE scores each."""
     tokens, _, count = queries.shape
     step = max(1, _TILE // tokens**2)
     return (slice(first, first + step) for first in range(0, count, step))
@@ -173,7 +173,7 @@ def _scores(queries: Tensor, keys: Tensor, mask: Tensor | None, call: AttentionC
 
 
 def _softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(scores - largest), in place, its sums over the keys [T, n], and the largest [T, n].
+    """exp(scores - largest), in place; its sums over the keys [T, n]; the largest [T, n].
 
     Without keys the sum is 1.
     """

@@ -19,9 +19,9 @@ _TENSORS = ("q", "k", "v", "mask", "previous", "seed")
 
 
 def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    """drop(softmax(scores)) v of every head [S, T, H * d], 0 for a query without keys; and, where wanted, the scores.
+    """dropout(softmax(scores)) v of every head [S, T, H * d], 0 for a query without keys; also the scores, if wanted.
 
-    They are q k^T / sqrt(d) + previous + mask [S, H, T, T], -inf where a query does not see a key. Differentiable.
+    scores = q k^T / sqrt(d) + previous + mask [S, H, T, T], -inf where a query does not see a key. Differentiable.
     """
     o, _, scores = attention_operator(*call)
     return o, scores if call.scores else None
@@ -48,7 +48,7 @@ def _gradients(ctx: Any, grad: Tensor | None, of_lse: None, of_scores: Tensor | 
 
 
 def _attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, log2 of every query's sum of exp2(score * log2(e)) [S, T, H], +inf where it has no keys; scores."""
+    """Returns o, lse [S, T, H] and scores. lse: log2 of a query's sum of exp2(score * log2(e)), +inf without keys."""
     call = AttentionCall(*args)
     o, lse, result = _empty_results(call)
     if not o.numel():
@@ -73,7 +73,7 @@ def _empty_results(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 def _attention_backward(
     grad: Tensor, of_scores: Tensor | None, o: Tensor, lse: Tensor, of_previous: bool, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and, where wanted, previous; where q holds all three, of it, and two that are empty."""
+    """Gradients of q, k, v and, if wanted, previous. If q holds k and v, those two are empty."""
     call = AttentionCall(*args)
     found = _like_operands(call, of_previous)
     if not o.numel():
@@ -95,10 +95,10 @@ def _like_operands(call: AttentionCall, of_previous: bool) -> tuple[Tensor, Tens
 
 
 def _attention_on_gpu(call: AttentionCall, direction: str, *tensors: Tensor | None) -> None:
-    """Launch what serves heads of this size.
+    """Launch the kernel for heads of this size.
 
-    Of q, k, v, mask, previous, seed, o, lse and scores; in the backward do, d_scores, dq, dk, dv and d_previous instead
-    of the scores.
+    tensors: q, k, v, mask, previous, seed, o, lse, then scores; in the backward do, d_scores, dq, dk, dv, d_previous
+    instead.
     """
     from isogemm.attention import kernels
 

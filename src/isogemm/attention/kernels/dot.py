@@ -1,7 +1,7 @@
-"""Attention of long heads (d > 16) on tensor cores: a program has a block of queries, or of keys, of one head.
+"""Attention of long heads (d > 16) on tensor cores: a program owns a block of queries, or of keys, of one head.
 
-Each accumulator is one walk over blocks of keys (or queries) in ascending order from the sequence's first, and a block
-that a mask leaves out changes none of its bits; so none depends on the batch, the place in it, or padding at the end.
+Each accumulator is summed over blocks of keys (or queries) in ascending order from the sequence's first, and a block
+that a mask leaves out changes no bit. So no bit depends on the batch, the place in it, or padding at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _operand(x, DTYPE, PRECISION):
-    """x as a dot takes it: in the type of q, k and v, rounded to nearest."""
+    """x as an operand of tl.dot: in the type of q, k and v, rounded to nearest."""
     x = x.to(DTYPE)
     if PRECISION == "tf32":
         x = round_to_tf32(x)
@@ -33,7 +33,7 @@ def _operand(x, DTYPE, PRECISION):
 
 @triton.jit
 def _multiply(a, b, acc, PRECISION):
-    """acc + a b, one chain through all the blocks of a walk."""
+    """acc + a b, one chain of sums over all blocks."""
     if PRECISION == "":
         return tl.dot(a, b, acc)
     else:
@@ -42,7 +42,7 @@ def _multiply(a, b, acc, PRECISION):
 
 @triton.jit
 def _places(rows, first, D, WIDTH, INDEX):
-    """Addresses of columns first .. first + WIDTH - 1 of a head's rows, and which there are: [ROWS, WIDTH] each."""
+    """Addresses of columns first .. first + WIDTH - 1 of a head's rows, and which exist: [ROWS, WIDTH] each."""
     base, row, live, ld = rows
     column = first + tl.arange(0, WIDTH)
     inside = live[:, None]
@@ -53,21 +53,21 @@ def _places(rows, first, D, WIDTH, INDEX):
 
 @triton.jit
 def _read(rows, D, BD, INDEX):
-    """A head's rows (base, numbers, which there are, distance), zero where there is none: [ROWS, BD]."""
+    """Load a head's rows [ROWS, BD], zero beyond the end; rows: base, indices, which exist, row stride."""
     at, inside = _places(rows, 0, D, BD, INDEX)
     return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
 def _write(rows, x, D, BD, INDEX):
-    """x [ROWS, BD] to a head's rows, rounded once."""
+    """Store x [ROWS, BD] to a head's rows, rounded once."""
     at, inside = _places(rows, 0, D, BD, INDEX)
     tl.store(at, x.to(rows[0].dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _over_head(x, x_rows, y, y_rows, D, BD, CHUNK, PRECISION, INDEX):
-    """x y^T of tiles [ROWS, BD], whole; or read again by CHUNK columns, which is all that ieee has registers for."""
+    """x y^T of tiles [ROWS, BD], or by CHUNK columns, which are read again to save registers (ieee)."""
     product = tl.zeros([x.shape[0], y.shape[0]], dtype=tl.float32)
     if CHUNK == BD:
         product = _multiply(x, y.T, product, PRECISION)
@@ -83,7 +83,7 @@ def _over_head(x, x_rows, y, y_rows, D, BD, CHUNK, PRECISION, INDEX):
 
 @triton.jit
 def _keys(mask_at, key, tokens, mask_step, MASK):
-    """Which keys take part, and what the mask adds to their scores (in powers of two): [BK] each."""
+    """Which keys are attended, and what the mask adds to their scores (in units of log 2): [BK] each."""
     kept = key < tokens
     added = tl.zeros(key.shape, dtype=tl.float32)
     if MASK != "":
@@ -98,13 +98,13 @@ def _keys(mask_at, key, tokens, mask_step, MASK):
 
 @triton.jit
 def _matrix_at(ptr, matrix, tokens, LINE):
-    """The first of a matrix's scores."""
+    """Address of a matrix's first score."""
     return ptr + matrix.to(tl.int64) * multiple(tokens, LINE) * tokens
 
 
 @triton.jit
 def _score_places(at, query, key, tokens, INDEX, LINE):
-    """Addresses of scores by query and key, which are numbers of rows and columns, and which there are."""
+    """Addresses of scores by query and key (row and column indices), and which exist."""
     return at + (query.to(INDEX) * multiple(tokens, LINE) + key), (query < tokens) & (key < multiple(tokens, LINE))
 
 
@@ -122,7 +122,7 @@ def _write_scores(at, query, key, tokens, x, INDEX, LINE):
 
 @triton.jit
 def _kept(x, dropout, query, key, matrix, TRANSPOSED):
-    """x, of a tile of weights, where dropout (seed, threshold) keeps them, as in `epilogues.random`; else 0.
+    """A tile x of weights, 0 where dropout (seed, threshold) drops them, as in `epilogues.random`.
 
     The tile begins at (query, key), multiples of sixteen; TRANSPOSED: rows are keys.
     """
@@ -213,7 +213,7 @@ def _attention_dot_kernel(
 
 @triton.jit
 def _upstream(o_at, lse_at, do_rows, H, D, BD, PRECISION, INDEX):
-    """do [ROWS, BD] of some queries as a dot takes it, their lse, and delta = sum(do o), the sum of P dP over keys."""
+    """do [ROWS, BD] of some queries as an operand, their lse, and delta = sum(do o), the sum of P dP over keys."""
     base, row, live, ld = do_rows
     o = _read((o_at, row, live, ld), D, BD, INDEX)
     do = _operand(_read(do_rows, D, BD, INDEX), base.dtype.element_ty, PRECISION)
@@ -223,13 +223,13 @@ def _upstream(o_at, lse_at, do_rows, H, D, BD, PRECISION, INDEX):
 
 @triton.jit
 def _score_gradient(p, dp, delta):
-    """ds of softmax; exactly none where a key has all of its row's weight, as where it is the only one."""
+    """ds of softmax; exactly 0 where a key has all of its row's weight, as a lone key has."""
     return tl.where(p == 1.0, 0.0, p * (dp - delta))
 
 
 @triton.jit
 def _with_gradient(ds, s, at, query, key, tokens, INDEX, LINE):
-    """ds and what comes in for the scores themselves, but for those that are -inf."""
+    """ds plus the gradient given for the scores themselves, except where those are -inf."""
     above = _read_scores(at, query, key, tokens, INDEX, LINE)
     return ds + tl.where(s == float("-inf"), 0.0, above)
 
@@ -342,7 +342,7 @@ def _attention_dot_backward_kernel(
     PRECISION: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr, LINE: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Two kinds of programs, for blocks of keys and of queries: each makes P again, and no sum is shared."""
+    """Some programs own a block of keys, others one of queries: each recomputes P, and no sum is shared."""
     ld_q, ld_k, ld_v = multiple(ld_q, UNIT), multiple(ld_k, UNIT), multiple(ld_v, UNIT)
     ld_dq, ld_dk, ld_dv = multiple(ld_dq, UNIT), multiple(ld_dk, UNIT), multiple(ld_dv, UNIT)
     key_blocks = tl.cdiv(tokens, BK)

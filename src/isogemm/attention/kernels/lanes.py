@@ -3,11 +3,11 @@
 Every tensor here is [BLOCK], one value a lane; lane 4 r + c of a warp works on rows r and r + 8 of the warp's sixteen.
 A block is sixteen columns: of each of its two rows a lane holds the four columns 4 c .. 4 c + 3, upper row first, so
 that memory is read and written sixteen bytes at a time and a product's result is the next one's operand where it lies.
-The instructions count k and n otherwise; which of a block's columns stands for which k is ours to choose as long as
-both operands agree, and so is the order of a weight's rows in n.
+The instructions order k and n differently. Which of a block's columns stands for which k is free, as long as both
+operands agree, and so is the order of a weight's rows in n.
 
-Tuples that a function takes are of one length each: Triton (3.6, 3.7) names a compiled function by its arguments' types
-in a row, and takes one for 14 and 16 values for one of 16 and 14.
+A function's tuple arguments have one length each: Triton (3.6, 3.7) names a compiled function by its arguments' types
+without separators, and would confuse tuples of 14 and 16 values with tuples of 16 and 14.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from isogemm.gemm.kernels.products import round_by_instruction
 
 @triton.jit
 def load_four(at):
-    """Four float32 as they are, or 16-bit ones packed in two.
+    """Load four float32, or four 16-bit values packed in two registers.
 
-    Not pure: what is read again later, the compiler shall not keep in registers until then.
+    Not pure, so that the compiler loads again instead of keeping values in registers.
     """
     if at.dtype.element_ty == tl.float32:
         return tl.inline_asm_elementwise(
@@ -39,7 +39,7 @@ def load_four(at):
 
 @triton.jit
 def _load_constant(at):
-    """Sixteen bytes of what no launch that may still run has written: weights packed two launches ago."""
+    """Load sixteen bytes with ld.global.nc: only weights packed two launches ago, since the last may still write."""
     return tl.inline_asm_elementwise(
         "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [at],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
@@ -48,7 +48,7 @@ def _load_constant(at):
 
 @triton.jit
 def store_four(at, values, live):
-    """Four floats, as the type at `at`."""
+    """Store four floats in the type of `at`."""
     KIND: tl.constexpr = at.dtype.element_ty
     if KIND == tl.float32:
         tl.inline_asm_elementwise(
@@ -134,7 +134,7 @@ def instruction(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1, KIND):
 
 @triton.jit
 def _eight_columns(c0, c1, c2, c3, a, b, KIND):
-    """Two columns of each row, of eight in n, with a block's product taken in."""
+    """Add a block's product to a lane's two columns (of eight in n) of each row."""
     if KIND == tl.float32:
         c0, c1, c2, c3 = instruction(c0, c1, c2, c3, a[0], a[4], a[1], a[5], b[0], b[1], KIND)
         return instruction(c0, c1, c2, c3, a[2], a[6], a[3], a[7], b[2], b[3], KIND)
@@ -204,7 +204,7 @@ def zero_blocks(N, BLOCK):
 
 @triton.jit
 def _partner(x, DISTANCE):
-    """x of the lane whose number differs in one bit."""
+    """x of the lane whose number differs by the bit DISTANCE."""
     return tl.inline_asm_elementwise(
         "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, tl.full(x.shape, DISTANCE, tl.int32)],
         dtype=tl.float32, is_pure=True, pack=1,
@@ -234,5 +234,5 @@ def column_sum(x):
 
 @triton.jit
 def across(x):
-    """x, words, of the lane two columns on or back in the row."""
+    """32-bit words x of the lane two columns away in the row."""
     return _partner(x.to(tl.float32, bitcast=True), 2).to(x.dtype, bitcast=True)

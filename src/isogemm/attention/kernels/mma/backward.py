@@ -1,4 +1,4 @@
-"""The backward of attention by fragments: of queries, and of keys, by warps of their own."""
+"""The backward of attention by fragments: some warps own queries, others keys."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from isogemm.gemm.kernels.products import round_by_instruction
 
 @triton.jit
 def _delta(do, o, ROUNDED, KIND):
-    """The sum of do o over all columns, of every row of which a lane holds pairs."""
+    """The sum of do o over all columns, for each of a lane's rows."""
     totals = ()
     operands = ops.as_operands(do, ROUNDED, KIND)
     for j in tl.static_range(len(do)):
-        left = floats(operands[j], KIND)  # as the products have it: what a key gives and takes is then the same
+        left = floats(operands[j], KIND)  # rounded as in the products: a lone key's gradient is then exactly 0
         right = floats(o[j], KIND)
         after = ()
         for i in tl.static_range(0, len(left), 2):
@@ -60,7 +60,7 @@ def _write_grad(ptr, values, FIRST, factor, more, row, token, tokens, ld, head, 
 def _write_grads(
     ptrs, values, factor, coming_ptr, row, all_rows, token, tokens, ld, head, c, live, D, KIND, TRANSPOSED
 ):
-    """Results of all layers: the earlier ones' by head; this one's as `_write_grad` does, with what comes in for it."""
+    """Write the results of all layers: earlier ones by head; this one's by `_write_grad`, with coming_ptr's added."""
     BLOCKS: tl.constexpr = (D + 7) // 8
     OWN: tl.constexpr = len(ptrs) - 1
     for layer in tl.static_range(OWN):
@@ -83,7 +83,7 @@ def _write_grads(
 
 @triton.jit
 def _clear_beyond(dq_ptr, dk_ptr, dv_ptr, end, ld, COLUMNS, BLOCK):
-    """Zeros in the columns of transposes that lie beyond the last token."""
+    """Write zeros to the transposes' columns beyond the last token."""
     column = tl.arange(0, BLOCK)
     for token in tl.range(end, ld):
         for first in tl.range(0, COLUMNS, BLOCK):
@@ -218,7 +218,7 @@ def _grads_of_keys(
         token = first + 16 * n + r
         k = k + (ops.load_operands(k_at, ld_k, token, tokens, c, ops.load_rows, BY_HEAD, D, KIND),)
         v = v + (ops.as_operands(ops.load_rows(v_at, ld_v, token, tokens, c, D, KIND), BY_HEAD, KIND),)
-        if MASK != "":  # a key beyond the end takes part in nothing that is written
+        if MASK != "":  # a key beyond the end affects nothing that is written
             added = added + (
                 (
                     ops.score_of_key(mask_at, mask_step, token, tokens, root, MASK),
@@ -320,7 +320,7 @@ def _attention_mma_backward_kernel(
     CAUSAL: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, BY_HEAD: tl.constexpr,
     TRANSPOSED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # By turns programs' warps own queries and write dq, or own keys and write dk and dv: what both read is near.
+    # Even programs' warps own queries and write dq, odd ones own keys and write dk and dv: both read the same rows.
     start_launch(PDL)
     program = tl.program_id(0)
     if TRANSPOSED:

@@ -77,7 +77,7 @@ def _attend(
     state, q, k_at, v_at, mask_at, previous_at, scores_at, dropout, ld_k, ld_v, mask_step, key, first, r, c, live,
     tokens, scale, root, D, KIND, MASK, CAUSAL, WIDE, EVEN, BY_HEAD, TILES, BLOCK, BOUNDED,
 ):  # fmt: skip
-    """The rows' (largest score, sum, o) with keys key .. key + 15 taken in; sums are a lane's own until the end."""
+    """The rows' (largest score, sum, o) after keys key .. key + 15; sums are per lane until the end."""
     k, v, added, keys = (), (), (), ()
     for i in tl.static_range(2):
         k = k + (ops.load_operands(k_at, ld_k, key + 8 * i + r, tokens, c, ops.load_row, BY_HEAD, D, KIND, BOUNDED),)
@@ -143,12 +143,12 @@ def _attend(
 
 @triton.jit
 def _attend_row(top, total, s0, s1, s2, s3, scale, EMPTY):
-    """A row's largest score and sum with four scores taken in; what earlier ones shrink by; the four's exponentials."""
+    """A row's largest score and sum after four more scores; the factor of earlier sums; the four exponentials."""
     above = tl.maximum(top, row_max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3))))
     base = above
     if EMPTY:
         base = tl.where(above == float("-inf"), 0.0, above)
-    shrink = tl.exp2((top - base) * scale)  # 1 where nothing is higher: what is left out then changes no bit
+    shrink = tl.exp2((top - base) * scale)  # 1 if none is higher: keys that are left out change no bit
     p0 = tl.exp2((s0 - base) * scale)
     p1 = tl.exp2((s1 - base) * scale)
     p2 = tl.exp2((s2 - base) * scale)

@@ -1,18 +1,17 @@
 """Attention of short heads (d <= 16) on tensor cores: a warp owns up to 16 TILES tokens of one head of one sequence.
 
-The fragments of mma.m16n8k8 are held as the instruction wants them, one value (or packed pair) a lane, so that a
-product's result is the next one's operand where it lies: nothing passes through shared memory, and d is padded to 8,
-not to 32, and tokens to 16. Sums go over tokens in blocks of eight in ascending order, whatever the warp owns: no bit
-depends on the batch, the packing or the launch.
+Lanes hold fragments as mma.m16n8k8 wants them, so that a product's result is the next one's operand in place: nothing
+passes through shared memory, and d is padded to 8, not to 32, and tokens to 16. Sums go over tokens in blocks of eight
+in ascending order, whatever the warp owns: no bit depends on the batch, the packing or the launch.
 
 In a warp, lane 4 r + c holds of a left operand [16, 8] rows r and r + 8 at columns 2 c and 2 c + 1, of a right operand
 [8, 8] row n = r at k = 2 c and 2 c + 1, and of a result [16, 8] rows r and r + 8 at columns 2 c and 2 c + 1. (For TF32
-the instruction counts k otherwise; the order within a block of eight is ours to choose as long as both operands agree.)
+the instruction orders k differently; the order within a block of eight is free as long as both operands agree.)
 
-Head by head, q, k, v and do are what the projections here write, and rounded: they are operands as they are.
+Stored head by head, q, k, v and do come from the projections and are rounded already: they are operands as they are.
 
-Factors: the scores of earlier layers are sums of q k^T, so their queries and keys are taken in as more columns of this
-layer's, the earliest layer's first and its own last. Their fragments stand one after the other in one tuple.
+Factors: the scores of earlier layers are sums of q k^T, so their queries and keys are read as more columns of this
+layer's, the earliest layer's first and its own last. All their fragments are in one tuple.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def as_operands(raw, ROUNDED, KIND):
 
 @triton.jit
 def of_columns(x, c):
-    """From a value for each row r, known to its lanes: those of rows 2 c and 2 c + 1, which are a result's columns."""
+    """From one value per row r, held by its lanes: the values of rows 2 c and 2 c + 1, a result's columns."""
     return _of_lane(x, 8 * c), _of_lane(x, 8 * c + 4)
 
 
@@ -76,7 +75,7 @@ def _of_lane(x, lane):
 
 @triton.jit
 def fetch(at, ld, tokens, FETCH, BLOCK):
-    """Ask for all of the head's lines at once: the walk over them then waits for the cache, not for memory."""
+    """Prefetch all of a head's rows to L1, so that the loop over them does not wait for memory."""
     if FETCH:
         lane = tl.arange(0, BLOCK) % 32
         for first in tl.range(0, tokens, 32):
@@ -138,7 +137,7 @@ def store_pair(at, even, odd, live, KIND):
 
 @triton.jit
 def at_most_last(token, tokens, BOUNDED):
-    """The last token for any beyond, of which there are none where not BOUNDED."""
+    """The token, or with BOUNDED the last one for any beyond."""
     if BOUNDED:
         return tl.minimum(token, tokens - 1)
     else:
@@ -189,7 +188,7 @@ def load_column(at, ld, token, tokens, r, D, KIND, BOUNDED):
 
 @triton.jit
 def load_operands(ats, ld, token, tokens, lane, READ, ROUNDED, D, KIND, BOUNDED=True):
-    """What READ, one of the three above, loads of every layer, as operands; ROUNDED: the last one's is rounded."""
+    """Operands of every layer, loaded by READ (one of the three above); ROUNDED: the last layer's are rounded."""
     made = ()
     for layer in tl.static_range(len(ats)):
         raw = READ(ats[layer], ld, token, tokens, lane, D, KIND, BOUNDED)
@@ -199,7 +198,7 @@ def load_operands(ats, ld, token, tokens, lane, READ, ROUNDED, D, KIND, BOUNDED=
 
 @triton.jit
 def matrix_at(ptr, matrix, tokens, WIDE):
-    """The first of a matrix's scores."""
+    """Address of a matrix's first score."""
     if WIDE:
         return ptr + matrix.to(tl.int64) * tokens * tokens
     else:
@@ -222,7 +221,7 @@ def _score(at, query, key, tokens, WIDE):
 
 @triton.jit
 def scores_of_rows(at, query, key, tokens, EVEN, WIDE):
-    """[16, 8] of the scores in memory from (query, key) on, 0 beyond the end; EVEN: so are the tokens, pairs are."""
+    """Load [16, 8] scores from (query, key) on, 0 beyond the end. EVEN: an even number of tokens, loaded in pairs."""
     found = ()
     for i in tl.static_range(2):
         row = query + 8 * i
@@ -258,7 +257,7 @@ def score_values(raw, PAIRS, KIND):
 
 @triton.jit
 def with_scores(s, raw, root, PAIRS, KIND):
-    """Products with scores of the layer before, in the products' units."""
+    """Products plus the previous layer's scores, in the products' units."""
     values = score_values(raw, PAIRS, KIND)
     made = ()
     for i in tl.static_range(len(s)):
@@ -329,9 +328,9 @@ def with_products(acc, a, b, KIND):
 
 @triton.jit
 def score_of_key(mask_at, mask_step, key, tokens, root, MASK):
-    """The term that is added to every score of a key: 0, or the mask; -inf for one beyond the end.
+    """The term that is added to every score of a key: 0, or the mask; -inf for a key beyond the end.
 
-    Not asked for where there is no mask and no key beyond.
+    Not called if there is neither a mask nor a key beyond.
     """
     inside = key < tokens
     if MASK == "":
@@ -363,7 +362,7 @@ def head_at(ptr, row, head, ld, all_rows, D, BY_HEAD):
 
 @triton.jit
 def all_layers(earlier0, earlier1, earlier2, earlier3, own):
-    """The earlier layers' pointers that are there, then this one's."""
+    """Pointers of the earlier layers (those that are not None), then this layer's."""
     found = ()
     if earlier0 is not None:
         found = found + (earlier0,)
@@ -386,7 +385,8 @@ def layers_at(ptrs, row, head, ld, all_rows, D, BY_HEAD):
 
 @triton.jit
 def place(tokens, sequences, H, TILES, WIDE, BLOCK, program):
-    """All rows; a lane's row and column in fragments; its warp's first token, sequence, head, if any, its row."""
+    """All rows; a lane's row and column in fragments; its warp's first token, sequence, head, whether that exists, and
+    the sequence's first row."""
     index = tl.arange(0, BLOCK)
     blocks = (tokens + 16 * TILES - 1) // (16 * TILES)
     unit = program * (BLOCK // 32) + index // 32
@@ -407,7 +407,7 @@ def place(tokens, sequences, H, TILES, WIDE, BLOCK, program):
 
 
 def scales(problem: Attention) -> tuple[float, float]:
-    """From a score to its exponent of two, and what a score is divided by."""
+    """Factor from a score to its exponent of two, and the scores' divisor sqrt(d)."""
     return math.log2(math.e) * problem.head**-0.5, problem.head**0.5
 
 

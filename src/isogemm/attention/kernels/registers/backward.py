@@ -1,4 +1,4 @@
-"""The backward of attention in registers: of queries, and of keys, by threads of their own."""
+"""The backward of attention in registers: some threads own queries, others keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _query_grads(
     dq, q, do, lse, delta, held, key, t, first, groups, pair, tokens, live, previous_at, d_scores_at, d_previous_at,
     dropout, kept_scale, D, OWN, KEYS, LAST, MASK, CAUSAL, WIDE,
 ):  # fmt: skip
-    """dq with the held keys taken in."""
+    """dq after the held keys."""
     DROPOUT: tl.constexpr = dropout is not None
     ks, vs, seen = held
     after, words = (), ()
@@ -51,7 +51,7 @@ def _query_grads(
 
 @triton.jit
 def _load_queries(query, tokens, q_at, do_at, o_at, lse_at, ld_q, ld_do, H, D, VEC, QUERIES, DROPOUT, BLOCK):
-    """QUERIES queries from `query` on and what belongs to them; beyond the end, queries that see nothing."""
+    """QUERIES queries from `query` on, with do, o and lse; beyond the end, queries that see nothing."""
     qs, dos, outs, lses = (), (), (), ()
     for i in tl.static_range(QUERIES):
         token = ops.taken_in(query, i, QUERIES, DROPOUT)
@@ -68,7 +68,7 @@ def _key_grads(
     state, k, v, seen, held, query, t, first, groups, pair, tokens, previous_at, d_scores_at, dropout, kept_scale, D,
     OWN, QUERIES, MASK, CAUSAL, WIDE,
 ):  # fmt: skip
-    """(dk, dv) with the held queries taken in."""
+    """(dk, dv) after the held queries."""
     DROPOUT: tl.constexpr = dropout is not None
     qs, dos, outs, lses = held
     deltas = ()

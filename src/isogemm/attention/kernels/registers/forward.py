@@ -19,7 +19,7 @@ def _attend(
     state, q, held, key, t, first, groups, pair, tokens, live, previous_at, scores_at, dropout, D, OWN, KEYS, LAST,
     MASK, CAUSAL, WIDE,
 ):  # fmt: skip
-    """The queries' (largest score, sum, o) with the held keys taken in; LAST: some may lie beyond the end."""
+    """The queries' (largest score, sum, o) after the held keys; LAST: some keys may lie beyond the end."""
     DROPOUT: tl.constexpr = dropout is not None
     ks, vs, seen = held
     tops, totals, outs, words = (), (), (), ()

@@ -3,8 +3,8 @@
 Tensor cores would pad d to 8 or 16 and the tokens to a power of two, and exchange P between threads; here every sum is
 one thread's, over keys (or queries) in ascending order, so no bit depends on the batch, the packing or the launch.
 
-With dropout tokens go in pairs that are eight apart, whose weights share random words: what a thread owns, and what it
-takes in at a time. A pair has a number, as in `epilogues.random`.
+With dropout a thread owns and reads tokens in pairs that are eight apart, whose weights share random words. Pairs are
+numbered as in `epilogues.random`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _columns(x, BLOCK, VEC):
 
 @triton.jit
 def read_head(at, D, VEC, BLOCK):
-    """The D floats at each address, as D tensors [BLOCK]."""
+    """Load the D floats at each address, as D tensors [BLOCK]."""
     values = ()
     for c in tl.static_range(0, D, VEC):
         block = tl.load(at[:, None] + (c + tl.arange(0, VEC))[None, :])
@@ -50,7 +50,7 @@ def read_head(at, D, VEC, BLOCK):
 
 @triton.jit
 def fetch_head(at, FETCH):
-    """Bring the line at each address into the cache: every token is some thread's own, and read by all of its head."""
+    """Prefetch the cache line at each address: each token is one thread's own, and is read by all of its head's."""
     if FETCH:
         tl.inline_asm_elementwise(
             "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
@@ -59,7 +59,7 @@ def fetch_head(at, FETCH):
 
 @triton.jit
 def write_head(at, values, live, D, VEC, BLOCK):
-    """D tensors [BLOCK] to the D places at each address."""
+    """Store D tensors [BLOCK] to the D places at each address."""
     for c in tl.static_range(0, D, VEC):
         block = _joined(values[c : c + VEC], BLOCK, VEC)
         tl.store(at[:, None] + (c + tl.arange(0, VEC))[None, :], block.to(at.dtype.element_ty), mask=live[:, None])
@@ -130,7 +130,7 @@ def first_of_pair(pair):
 
 @triton.jit
 def taken_in(first, i: tl.constexpr, COUNT, DROPOUT):
-    """The i-th of COUNT tokens that are taken in at a time."""
+    """The i-th of COUNT tokens that are read per step."""
     if DROPOUT:
         return first + (i % (COUNT // 2) + i // (COUNT // 2) * 8)
     else:
@@ -148,7 +148,7 @@ def owned_token(first, groups, n: tl.constexpr, DROPOUT):
 
 @triton.jit
 def groups_of(tokens, own, DROPOUT):
-    """Threads of a head."""
+    """Threads per head."""
     if DROPOUT:
         return (pairs_of(tokens) + own // 2 - 1) // (own // 2)
     else:
@@ -157,7 +157,7 @@ def groups_of(tokens, own, DROPOUT):
 
 @triton.jit
 def matrix_at(ptr, matrix, tokens, WIDE):
-    """The first of a matrix's scores."""
+    """Address of a matrix's first score."""
     if WIDE:
         matrix = matrix.to(tl.int64)
     return ptr + matrix * tokens * tokens
@@ -165,7 +165,7 @@ def matrix_at(ptr, matrix, tokens, WIDE):
 
 @triton.jit
 def _score_at(at, query, key, tokens, WIDE):
-    """Address of a score; the last query's or key's for any beyond."""
+    """Address of a score; beyond the end, of the last query or key."""
     query = tl.minimum(query, tokens - 1)
     if WIDE:
         query = query.to(tl.int64)
@@ -174,14 +174,14 @@ def _score_at(at, query, key, tokens, WIDE):
 
 @triton.jit
 def with_score(s, at, query, key, tokens, WIDE):
-    """s, in units of log 2, and a score in memory."""
+    """s plus a score in memory, in units of log 2."""
     before = tl.load(_score_at(at, query, key, tokens, WIDE)).to(tl.float32)
     return tl.fma(before, 1.4426950408889634, s)
 
 
 @triton.jit
 def with_gradient(ds, s, at, query, key, tokens, WIDE):
-    """ds and what comes in for the score itself, unless that is -inf, or none."""
+    """ds plus the gradient given for the score itself, unless that is -inf."""
     above = tl.load(_score_at(at, query, key, tokens, WIDE)).to(tl.float32)
     return ds + tl.where((s == float("-inf")) | (query >= tokens), 0.0, above)
 
@@ -220,7 +220,7 @@ def masked_score(s, seen, i: tl.constexpr, key, query, tokens, LAST, MASK, CAUSA
 
 @triton.jit
 def load_keys(key, tokens, k_at, v_at, mask_at, ld_k, ld_v, mask_step, D, VEC, KEYS, MASK, DROPOUT, BLOCK):
-    """KEYS keys from `key` on, their values and what the mask says of them; the last one's for any beyond."""
+    """KEYS keys from `key` on, their values and their masks; beyond the end, those of the last key."""
     ks, vs, seen = (), (), ()
     for i in tl.static_range(KEYS):
         j = tl.minimum(taken_in(key, i, KEYS, DROPOUT), tokens - 1)
