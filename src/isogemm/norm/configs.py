@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from isogemm.gemm.configs import BIAS_ROWS
 
-# Layer norm and RMS norm. The tile depends on the row's width alone: it decides the order of a row's sums.
+# Layer norm and RMS norm. The tile depends on the row's width alone, because the order of a row's sums depends on it.
 
 SUM_ROWS = BIAS_ROWS  # rows per partial sum in the gradients of weight and bias
-MOST_COLUMNS = 65536  # of a row, which one program holds; past 8192 the backward spills registers
+MOST_COLUMNS = 65536  # of a row, which one program holds; above 8192 the backward spills registers
 
 _TILE = 2048  # elements
-_ELEMENTS = 16  # of a thread
+_ELEMENTS = 16  # per thread
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ def choose(d: int) -> NormConfig:
     columns = 1 << (d - 1).bit_length()
     rows = max(1, min(SUM_ROWS, _TILE // columns))
     num_warps = max(1, min(32, rows * columns // (32 * _ELEMENTS)))
-    # Rows that begin anywhere are copied an element at a time, and long ones would not fit.
+    # No pipeline for unaligned rows, which are copied element by element, and for long ones, which would not fit.
     return NormConfig(rows, columns, num_warps, num_stages=3 if d % 8 == 0 and columns <= _TILE else 1)
 
 
-# Batch norm: sums over tiles of TILE_ROWS rows, then over groups of tiles. A function of the number of rows alone.
+# Batch norm: sums over tiles of TILE_ROWS rows, then over groups of tiles. Depends on the number of rows alone.
 
 TILE_ROWS = 64
 GROUP = 64  # tiles
 GROUP_ROWS = GROUP * TILE_ROWS
-_UNGROUPED = 2048  # up to so many tiles, one launch reads them as fast as two
+_UNGROUPED = 2048  # tiles up to which one launch combines them as fast as two
 
 
 def groups(rows: int) -> int:

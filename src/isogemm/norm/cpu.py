@@ -39,7 +39,7 @@ def norm_backward(
 
 
 def _normed(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
-    """x [R, D] without its mean and spread, and the spread's inverse [R, 1]."""
+    """x [R, D] normalised, and 1 / deviation [R, 1]."""
     centred = x.float()
     if kind == "layer_norm":
         centred = centred - _over_columns(centred) / x.shape[1]
@@ -48,7 +48,7 @@ def _normed(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _over_columns(x: Tensor) -> Tensor:
-    """[R, D] -> [R, 1], by halves: c and c + half first."""
+    """Sum over columns, [R, D] -> [R, 1], by halves: c and c + half first."""
     columns = x.shape[1]
     half = 1 << max(columns - 1, 0).bit_length()
     sums = functional.pad(x.t(), (0, 0, 0, half - columns))
@@ -63,7 +63,7 @@ def _over_columns(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def batch_statistics(x: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor | None, eps: float) -> Tensor:
-    """The kernels' statistics [4, D]: mean, 1 / deviation, that times weight, unbiased variance. Given, or x's."""
+    """The kernels' statistics [4, D]: mean, 1 / deviation, that times weight, unbiased variance; of x without mean."""
     if mean is None or var is None:
         rows = len(x)
         mean = _over_rows(x.to(torch.float64, copy=True)) / rows
@@ -85,7 +85,7 @@ def batch_norm(x: Tensor, statistics: Tensor, bias: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def batch_norm_backward(grad: Tensor, x: Tensor, statistics: Tensor, from_batch: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x [R, D], weight and bias; from_batch: through the statistics too."""
+    """The gradients of x [R, D], weight and bias; from_batch: also through the statistics."""
     inverse, scale = statistics[1], statistics[2]
     grad, centred = grad.float(), x.float() - statistics[0]
     of_weight, of_bias = _over_rows((grad * (centred * inverse)).double()), _over_rows(grad.double())
@@ -112,7 +112,7 @@ def update_running(
 
 
 def _over_rows(x: Tensor) -> Tensor:
-    """[R, D] -> [D], in place: row r and row r + R / 2 first."""
+    """Sum over rows, [R, D] -> [D], in place: rows r and r + R / 2 first."""
     while len(x) > 1:
         half = (len(x) + 1) // 2
         x[: len(x) - half] += x[half:]

@@ -25,17 +25,17 @@ _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, weight 
 
 
 class RunningStatistics(NamedTuple):
-    """What one batch norm of an encoder layer keeps from call to call, as torch.nn.BatchNorm1d does."""
+    """Running statistics of one batch norm of an encoder layer, as torch.nn.BatchNorm1d has them."""
 
     mean: Tensor | None = None  # [D]
     var: Tensor | None = None  # [D], the unbiased estimate
-    batches: Tensor | None = None  # how many there were, int64 []
+    batches: Tensor | None = None  # number of batches, int64 []
     momentum: float | None = 0.1  # None: the mean of all batches
-    frozen: bool = False  # whether they normalise in training too, and stay as they are
+    frozen: bool = False  # whether they are not updated, and normalise in training, too
 
 
 def _owners(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The operators' owner, main_grad, bias_owner and bias_main_grad."""
+    """The operators' arguments owner, main_grad, bias_owner and bias_main_grad."""
     weight, bias = parameter(weight), parameter(bias)
     return weight, main_grad_of(weight), bias, main_grad_of(bias)
 
@@ -44,7 +44,7 @@ def _gradients(
     ctx: Any, x: Tensor, backward: Callable[[bool, bool], tuple[Tensor, Sequence[Tensor | None]]],
     deliver: Callable[[Tensor, torch.dtype, Accumulated], Tensor | None],
 ) -> _Gradients:  # fmt: skip
-    """The gradients of x, weight and bias; None where not needed, and where added to a main_grad."""
+    """The gradients of x, weight and bias; None if not needed, or if added to a main_grad."""
     needs_x, *needs = ctx.needs_input_grad[:3]
     accumulated = list(map(autograd.given_or_accumulated, ctx.given, needs))
     for name, (_, total), needed in zip(("weight", "bias"), accumulated, needs, strict=True):
@@ -105,7 +105,7 @@ def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps:
 def _norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, norm: str, eps: float, of_weight: bool, of_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    """dx, and the wanted ones of weight's and bias' gradients as sums over blocks of rows [0 to 2, blocks, D]."""
+    """dx, and the wanted gradients of weight and bias as sums over blocks of rows [0 to 2, blocks, D]."""
     d = x.shape[-1]
     rows = x.numel() // d
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -138,8 +138,8 @@ def batch_norm(
 ) -> Tensor:  # fmt: skip
     """(x - mean) / sqrt(var + eps) * weight + bias, in fp32, rounded to `dtype`; differentiable.
 
-    from_batch: by the statistics of x over all but its last dimension, which update `running` unless it is frozen.
-    Otherwise by the running ones; where there are none, by x's.
+    from_batch: use the statistics of x over all but its last dimension, and update `running` with them unless it is
+    frozen. Otherwise use the running ones; without them, x's.
     """
     mean = var = None
     if running is not None and not from_batch and running.mean is not None and running.var is not None:
@@ -153,15 +153,15 @@ def batch_norm(
 
 
 def require_rows(x: Tensor) -> None:
-    """Raise for a single row, which has no variance. No rows at all are accepted, as in torch."""
+    """Raise for a single row, which has no variance. Zero rows are accepted, as in torch."""
     if _rows(x) == 1:
         raise ValueError(f"x has shape {list(x.shape)}: a batch norm needs more than one row to take statistics of")
 
 
 def update_running(statistics: Tensor, *running: RunningStatistics) -> None:
-    """Update running statistics in place, as torch.nn.BatchNorm1d does, by those of a batch [4, D].
+    """Update running statistics in place with a batch's [4, D], as torch.nn.BatchNorm1d does.
 
-    Two norms [2, 4, D] take one launch.
+    Two norms' [2, 4, D] take one launch.
     """
     tensors = [each for one in running for each in one[:3] if each is not None]
     if not tensors or any(each.frozen for each in running):
@@ -192,7 +192,7 @@ def _batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
     eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The result, and the statistics [4, D] that the kernels use; zeros where there are no rows."""
+    """y, and the statistics [4, D] that the kernels use; zeros if there are no rows."""
     d = x.shape[-1]
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not x.numel():
@@ -222,7 +222,7 @@ def _batch_norm(
 def _batch_norm_backward(
     grad: Tensor, x: Tensor, statistics: Tensor, from_batch: bool, of_parameters: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, and of weight and bias in fp32, which are empty where not wanted."""
+    """The gradients of x, and of weight and bias in fp32; the latter are empty if not wanted."""
     d = x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():

@@ -1,7 +1,7 @@
-"""Batch norm over rows [rows, D]: statistics of all rows, the norm by them, its backward, the running statistics.
+"""Batch norm over rows [rows, D]: statistics of all rows, the normalised rows, the backward, the running statistics.
 
-Every sum has a fixed order: tiles of TILE_ROWS rows, then groups of GROUP tiles where there are many, then all that is
-left, in fp64. Rows that only fill a tile are not counted. Given the statistics, rows are independent.
+Every sum has a fixed order: tiles of TILE_ROWS rows, then groups of GROUP tiles if there are many, then all groups (or
+tiles), in fp64. Rows beyond the last are not counted. Given the statistics, rows are independent.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from isogemm.epilogues import random
 from isogemm.gemm.kernels.epilogue import is_kept
 from isogemm.norm.configs import GROUP, GROUP_ROWS, TILE_ROWS, groups
 
-_COLUMNS = 64  # of a tile
-_ELEMENTS = 2048  # of a tile whose rows do not meet
+_COLUMNS = 64  # per tile
+_ELEMENTS = 2048  # per tile of the kernels whose rows are independent
 _GROUP_COLUMNS = 32
 _LAST_COLUMNS = 8  # one sector of memory
-_AT_ONCE = 512  # tiles on their way
+_AT_ONCE = 512  # tiles in flight
 _TILE_ROWS = tl.constexpr(TILE_ROWS)
 
 
@@ -31,8 +31,8 @@ def _moments_kernel(
     x_ptr, moments, rows,
     D: tl.constexpr, INDEX: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # moments [tiles, 3, D]: mean, its rounding error, sum of squared deviations. The deviations from a first mean tell
-    # what its rounding took.
+    # moments [tiles, 3, D]: mean, its rounding error, sum of squared deviations. The rounding error is the mean of the
+    # deviations from the rounded mean.
     start_launch(PDL)
     tile, _, col, live, at = _place(rows, D, INDEX, BM, BC)
     x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)  # [BM, BC]
@@ -48,13 +48,13 @@ def _moments_kernel(
 
 @triton.jit
 def _vector(at, col, live):
-    """fp32 [1, BC]"""
+    """Load a vector as fp32 [1, BC]."""
     return tl.load(at + col, mask=live, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
 def _place(rows, D, INDEX, BM, BC):
-    """A program's tile, its rows [BM, 1] and columns [BC], which of its elements there are, and where [BM, BC]."""
+    """A program's tile, its rows [BM, 1] and columns [BC], which elements exist, and their offsets [BM, BC]."""
     ACROSS: tl.constexpr = (D + BC - 1) // BC
     tile = tl.program_id(0) // ACROSS
     row = tile * BM + tl.arange(0, BM)[:, None]
@@ -67,7 +67,7 @@ def _place(rows, D, INDEX, BM, BC):
 
 @triton.jit
 def _combined(moments, first, end, col, rows, D, HEIGHT, BT, BC):
-    """The mean and the sum of squared deviations [1, BC], in fp64, of parts first .. end - 1, HEIGHT rows each."""
+    """Mean and sum of squared deviations [1, BC], in fp64, of parts first .. end - 1, which have HEIGHT rows each."""
     sums = tl.zeros((BT, BC), tl.float64)
     squares = tl.zeros((BT, BC), tl.float64)
     for start in tl.range(first, end, BT):
@@ -92,7 +92,7 @@ def _combined(moments, first, end, col, rows, D, HEIGHT, BT, BC):
 
 @triton.jit
 def _group(rows, D, GROUP, BC):
-    """A program's group of tiles, the first of them and the one behind the last, and its columns [BC]."""
+    """A program's group, its tiles first .. end - 1, and its columns [BC]."""
     ACROSS: tl.constexpr = (D + BC - 1) // BC
     group = tl.program_id(0) // ACROSS
     first = group * GROUP
@@ -296,11 +296,11 @@ def _move(running, new, factor, D, BLOCK):
 
 @triton.jit
 def _update_running(statistics, mean, var, batches, momentum, D, CUMULATIVE, BLOCK):
-    """Update as torch does: a cumulative average of uncounted batches stays as it is."""
+    """Update as torch does: a cumulative average without a count of batches stays as it is."""
     factor = momentum
     if batches is not None:
         count = tl.load(batches) + 1
-        tl.debug_barrier()  # all have read it
+        tl.debug_barrier()  # all threads have read it
         tl.store(batches, count)
         if CUMULATIVE:
             factor = tl.div_rn(1.0, count.to(tl.float32))

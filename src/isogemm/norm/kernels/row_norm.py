@@ -21,7 +21,7 @@ def _row_mean(x, D):
 
 @triton.jit
 def _normed(x, live, eps, D, CENTRED):
-    """x, zero where not live, without its mean and spread; and the spread's inverse [rows, 1]."""
+    """x normalised, zero where not live; and 1 / deviation [rows, 1]."""
     if CENTRED:
         x = tl.where(live, x - _row_mean(x, D), 0.0)
     inverse = tl.div_rn(1.0, tl.sqrt_rn(_row_mean(x * x, D) + eps))
@@ -52,7 +52,7 @@ def _norm_backward_kernel(
     D: tl.constexpr, CENTRED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    # One program per BLOCK rows, whose sums it writes.
+    # A program computes BLOCK rows and writes their sums.
     block = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BD)
     of_weight = tl.zeros((BR, BD), dtype=tl.float32)
