@@ -28,7 +28,7 @@ from isogemm.core import tables as loader
 from isogemm.core.tables import Table
 from isogemm.encoder import configs
 from isogemm.encoder.buffers import ExtraInputs
-from isogemm.encoder.configs import Configs, Layer, RowConfig, WalkConfig, WarpgroupConfig, WarpgroupConfigs
+from isogemm.encoder.configs import Configs, Layer, ProjectConfig, RowConfig, WarpgroupConfig, WarpgroupConfigs
 from isogemm.encoder.plan import IncomingGrads, Plan, SavedForBackward
 from isogemm.tuning.common import ARITHMETIC
 from isogemm.verify.compare import compare_bits
@@ -180,8 +180,8 @@ def _groups(point: Point, groups: WarpgroupConfigs, count: int) -> WarpgroupConf
     return WarpgroupConfigs(**found)
 
 
-def _kind(launch: str) -> type[WalkConfig] | type[WarpgroupConfig]:
-    return WalkConfig if launch == "project" else WarpgroupConfig
+def _kind(launch: str) -> type[ProjectConfig] | type[WarpgroupConfig]:
+    return ProjectConfig if launch == "project" else WarpgroupConfig
 
 
 def values_now(point: Point, layer: Layer) -> _Values:

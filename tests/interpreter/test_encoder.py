@@ -152,12 +152,12 @@ def test_a_sequence_without_keys_attends_to_nothing():
 
 
 @pytest.mark.parametrize(("shape", "precision"), [(EncoderShape(9, 5, 16, 4, 32), "ieee"), (NARROW, "tf32")], ids=str)
-def test_walkers_and_places_change_no_bit(monkeypatch, shape, precision):
+def test_programs_and_places_change_no_bit(monkeypatch, shape, precision):
     tensors = encoder_tensors(shape)
     run = partial(_fused, nhead=shape.nhead, precision=precision)
     grad = _grad(tensors)
     whole = with_gradients(run, tensors, grad)
-    monkeypatch.setattr(configs, "walkers", lambda *args: 3)
+    monkeypatch.setattr(configs, "programs_per_part", lambda *args: 3)
     monkeypatch.setattr(configs, "row_warps", lambda *args: 2)
     again = with_gradients(run, tensors, grad)
     for name, each in whole.items():

@@ -228,7 +228,7 @@ class RowConfig:
 
 
 @dataclass(frozen=True)
-class WalkConfig:
+class ProjectConfig:
     """Programs that keep a weight and loop over rows, sixteen per warp; `at_once` programs per multiprocessor."""
 
     warps: int
@@ -252,7 +252,7 @@ class WarpgroupConfig:
 class WarpgroupConfigs:
     """Configs of the row kernels by warpgroups; None: by tiles."""
 
-    project: WalkConfig | None = None
+    project: ProjectConfig | None = None
     feedforward: WarpgroupConfig | None = None
     feedforward_backward: WarpgroupConfig | None = None
     input_grad: WarpgroupConfig | None = None
@@ -315,7 +315,7 @@ def choose_warpgroup(layer: Layer) -> WarpgroupConfigs:
         dict(table.get((number, f"{launch} warpgroup"), ())).get(layer.d_model) for launch in _ROW_LAUNCHES
     )
     groups = (None if values is None else WarpgroupConfig(*values) for values in others)
-    return WarpgroupConfigs(None if project is None else WalkConfig(*project), *groups)
+    return WarpgroupConfigs(None if project is None else ProjectConfig(*project), *groups)
 
 
 def tile_rows(layer: Layer) -> int:
@@ -345,6 +345,6 @@ def row_warps(layer: Layer, sm_count: int) -> int:
     return max(warps for warps in (1, 2, 4, 8) if warps == 1 or tiles >= 2 * max(1, sm_count) * warps)
 
 
-def walkers(layer: Layer, tile_rows: int, parts: int, at_once: int) -> int:
+def programs_per_part(layer: Layer, tile_rows: int, parts: int, at_once: int) -> int:
     """Number of programs that share the rows of one part of in_proj: as many as run at once."""
     return min(-(-layer.rows // tile_rows), max(1, -(-at_once // parts)))

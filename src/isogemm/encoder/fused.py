@@ -136,8 +136,8 @@ class _Layer(torch.autograd.Function):
         needed = ctx.needs_input_grad
         kind, of_forward = ctx.call
         call = _Call(x, ExtraInputs(*tensors[:again], *ctx.running), tensors[again:], kind, of_forward)
-        coming = dict(zip(kind.names, more, strict=True))
-        incoming = IncomingGrads(torch.zeros_like(x) if dy is None else dy, coming.get("scores"), coming.get("qk"))
+        grads = dict(zip(kind.names, more, strict=True))
+        incoming = IncomingGrads(torch.zeros_like(x) if dy is None else dy, grads.get("scores"), grads.get("qk"))
         wanted = needed[_FIRST:]
         gradients: Sequence[Tensor | None]
         if [each for each in ctx.owners if getattr(each, "main_grad", None) is not None]:

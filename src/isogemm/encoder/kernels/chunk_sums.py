@@ -37,17 +37,17 @@ def _sum_segment(partials, to, chunks, first, size: tl.constexpr, SIZE, PARTS, A
         total = tl.load(to + at, mask=live, other=0.0)
     else:
         total = tl.zeros((BLOCK,), tl.float32)
-    ON_THE_WAY: tl.constexpr = (_AT_ONCE + PARTS - 1) // PARTS * PARTS
-    for part in tl.range(0, chunks, ON_THE_WAY):
-        coming = ()
-        for i in tl.static_range(ON_THE_WAY):
-            coming = coming + (tl.load(partials + i * SIZE + at, mask=live & (part + i < chunks), other=0.0),)
-        for i in tl.static_range(0, ON_THE_WAY, PARTS):
-            chunk = coming[i]
+    LOADED: tl.constexpr = (_AT_ONCE + PARTS - 1) // PARTS * PARTS
+    for part in tl.range(0, chunks, LOADED):
+        loaded = ()
+        for i in tl.static_range(LOADED):
+            loaded = loaded + (tl.load(partials + i * SIZE + at, mask=live & (part + i < chunks), other=0.0),)
+        for i in tl.static_range(0, LOADED, PARTS):
+            chunk = loaded[i]
             for j in tl.static_range(1, PARTS):
-                chunk += coming[i + j]
+                chunk += loaded[i + j]
             total = tl.where(part + i < chunks, total + chunk, total)
-        partials += ON_THE_WAY * SIZE
+        partials += LOADED * SIZE
     tl.store(to + at, total.to(to.dtype.element_ty), mask=live)
 
 

@@ -57,10 +57,8 @@ def _write_grad(ptr, values, FIRST, factor, more, row, token, tokens, ld, head, 
 
 
 @triton.jit
-def _write_grads(
-    ptrs, values, factor, coming_ptr, row, all_rows, token, tokens, ld, head, c, live, D, KIND, TRANSPOSED
-):
-    """Write the results of all layers: earlier ones by head; this one's by `_write_grad`, with coming_ptr's added."""
+def _write_grads(ptrs, values, factor, added_ptr, row, all_rows, token, tokens, ld, head, c, live, D, KIND, TRANSPOSED):
+    """Write the results of all layers: earlier ones by head; this one's by `_write_grad`, plus added_ptr's."""
     BLOCKS: tl.constexpr = (D + 7) // 8
     OWN: tl.constexpr = len(ptrs) - 1
     for layer in tl.static_range(OWN):
@@ -69,10 +67,10 @@ def _write_grads(
             D, KIND, False,
         )  # fmt: skip
     more = None
-    if coming_ptr is not None:
-        coming_at = ops.head_at(coming_ptr, row, head, D, all_rows, D, True)
+    if added_ptr is not None:
+        added_at = ops.head_at(added_ptr, row, head, D, all_rows, D, True)
         more = ()
-        raw = ops.load_rows(coming_at, D, token, tokens, c, D, KIND)
+        raw = ops.load_rows(added_at, D, token, tokens, c, D, KIND)
         for j in tl.static_range(BLOCKS):
             more = more + (floats(raw[j], KIND),)
     _write_grad(
@@ -147,13 +145,13 @@ def _grads_of_queries(
                 if BOUNDED or MASK != "":
                     for j in tl.static_range(2):
                         added = added + (ops.score_of_key(mask_at, mask_step, keys[j], tokens, root, MASK),)
-                before, above = (), ()
+                before, d_scores = (), ()
                 for n in tl.static_range(TILES):
                     query = first + 16 * n + r
                     if previous_at is not None:
                         before = before + (ops.scores_of_rows(previous_at, query, keys[0], tokens, EVEN, WIDE),)
                     if d_scores_at is not None:
-                        above = above + (ops.scores_of_rows(d_scores_at, query, keys[0], tokens, EVEN, WIDE),)
+                        d_scores = d_scores + (ops.scores_of_rows(d_scores_at, query, keys[0], tokens, EVEN, WIDE),)
                 after = ()
                 for n in tl.static_range(TILES):
                     if dropout is not None and part == 0:
@@ -177,8 +175,8 @@ def _grads_of_queries(
                                 share = ops.kept(dp[2 * i + j], words[n][j][2 * i + part], dropout)
                                 found = p * tl.fma(share, kept_scale, -delta[n][i])
                             if d_scores_at is not None:
-                                coming = ops.score_values(above[n], EVEN, KIND)[2 * i + j]
-                                found += tl.where(score == float("-inf"), 0.0, coming)
+                                d_score = ops.score_values(d_scores[n], EVEN, KIND)[2 * i + j]
+                                found += tl.where(score == float("-inf"), 0.0, d_score)
                             ds = ds + (found,)
                         if d_previous_at is not None:
                             even, odd = ds[2 * i], ds[2 * i + 1]
@@ -258,13 +256,13 @@ def _grads_of_keys(
                     if BOUNDED:
                         lse = tl.where(token < tokens, lse, float("inf"))
                     lses = lses + (lse,)
-                before, above = (), ()
+                before, d_scores = (), ()
                 for n in tl.static_range(TILES):
                     key = first + 16 * n + r
                     if previous_at is not None:
                         before = before + (ops.scores_of_columns(previous_at, query + 2 * c, key, tokens, WIDE),)
                     if d_scores_at is not None:
-                        above = above + (ops.scores_of_columns(d_scores_at, query + 2 * c, key, tokens, WIDE),)
+                        d_scores = d_scores + (ops.scores_of_columns(d_scores_at, query + 2 * c, key, tokens, WIDE),)
                 dks, dvs = (), ()
                 for n in tl.static_range(TILES):
                     if dropout is not None and part == 0:
@@ -291,7 +289,7 @@ def _grads_of_keys(
                             shares = shares + (ops.kept(p, word, dropout),)
                             found = p * tl.fma(ops.kept(dp[i], word, dropout), kept_scale, -deltas[i % 2])
                         if d_scores_at is not None:
-                            found += tl.where(score == float("-inf"), 0.0, above[n][i].to(tl.float32))
+                            found += tl.where(score == float("-inf"), 0.0, d_scores[n][i].to(tl.float32))
                         ds = ds + (found,)
                     dvs = dvs + (ops.with_products(dv[n], operand(shares, KIND), do_along, KIND),)
                     dks = dks + (ops.with_products(dk[n], operand(ds, KIND), q_along, KIND),)

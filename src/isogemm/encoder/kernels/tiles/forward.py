@@ -12,7 +12,7 @@ import triton.language as tl
 
 from isogemm.core.kernels import start_launch
 from isogemm.core.launch import Launch
-from isogemm.encoder.configs import Layer, RowConfig, choose_warpgroup, projected_parts, walkers
+from isogemm.encoder.configs import Layer, RowConfig, choose_warpgroup, programs_per_part, projected_parts
 from isogemm.encoder.kernels.common import (
     ACTIVATION,
     OUTPUT,
@@ -193,7 +193,7 @@ def describe_project(
 ) -> Launch:
     parts, block = projected_parts(layer, backward), min(config.block, layer.padded)
     blocks = len(parts) * -(-layer.d_model // block)
-    per_part = walkers(layer, config.rows, blocks, _TILES_AT_ONCE * sm_count)
+    per_part = programs_per_part(layer, config.rows, blocks, _TILES_AT_ONCE * sm_count)
     programs = per_part * blocks
     if layer.packed_weights and not backward:
         programs += packing_programs(layer, _SIDE, transpose)

@@ -20,7 +20,7 @@ _TRANSPOSED_TILE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 
 
 @gluon.jit
-def _anew(ld):
+def _hidden(ld):
     """ld, hidden from the compiler, which would otherwise keep all offsets that depend on it in registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [ld], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -88,25 +88,25 @@ def _feedforward_backward_warpgroup_kernel(
     row_k = ops.row_numbers(first, BF, WARPS, KIND, INDEX)
     tile = gl.allocate_shared_memory(KIND, [BM, D], ops.TILE)
     ops.fetch_rows(tile, x_ptr, first, rows, D, WARPS, INDEX)
-    ops.ask_for_rows(dy_ptr, first, rows, D, WARPS, INDEX)
+    ops.prefetch_rows(dy_ptr, first, rows, D, WARPS, INDEX)
     if o_ptr is not None:
         s = ops.attended(o_ptr, wo, bo, row, rows, D, WARPS, KIND)
         s += ops.rows_in(tile, row < rows, WARPS)
         tl.debug_barrier()  # before the tile's memory is reused
         ops.store_rows(ds_ptr, s, row, rows, 0, D, WARPS, KIND)  # waits there for the norm's gradient
-    w1_place, w2_t_place = ops.places_for(BF, D, KIND), ops.places_for(BF, D, KIND)
-    w1_t_place = ops.places_for(D, BF, KIND)
+    w1_place, w2_t_place = ops.allocate_blocks(BF, D, KIND), ops.allocate_blocks(BF, D, KIND)
+    w1_t_place = ops.allocate_blocks(D, BF, KIND)
     _fetch_hidden(w1_place, w2_t_place, 0, w1, w2_t, 0, D, True, WARPS, KIND)
     ops.fetch_block(w1_t_place, 0, w1_t, 0, 0, F, True, WARPS, KIND)
     if o_ptr is None:
-        ops.arrived(2)
+        ops.wait_for_copies(2)
         s = ops.rows_in(tile, row < rows, WARPS)
     if NORM == "batch_norm":
         normed = ops.batch_normed(s, norm_w, norm_b, D, WARPS, KIND)
     else:
         mean, deviation = ops.statistics(s, row < rows, eps, D, NORM)
         normed = ops.scaled(ops.normalized(s, mean, deviation, NORM), norm_w, norm_b, D, WARPS, KIND)
-    _store_grad_operand(u_ptr, normed, row, rows, 0, _anew(ld), D, TRANSPOSED, WARPS, KIND)
+    _store_grad_operand(u_ptr, normed, row, rows, 0, _hidden(ld), D, TRANSPOSED, WARPS, KIND)
     u = ops.operand(normed, BF, WARPS, KIND)
     dlast = ops.load_rows(dy_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
     if NORM_LAST:
@@ -121,15 +121,15 @@ def _feedforward_backward_warpgroup_kernel(
         ops.store_rows(left_ptr, dlast, row, rows, 0, D, WARPS, KIND)
     _store_sum(norm_sums, 4, dlast, rows, D, WARPS)  # linear2's bias, before any rounding, as in torch
     if TRANSPOSED:
-        _store_grad_operand(dlast_t, dlast, row, rows, 0, _anew(ld), D, TRANSPOSED, WARPS, KIND)
-    d = ops.places_for(BM, D, KIND)  # to save registers
+        _store_grad_operand(dlast_t, dlast, row, rows, 0, _hidden(ld), D, TRANSPOSED, WARPS, KIND)
+    d = ops.allocate_blocks(BM, D, KIND)  # to save registers
     d.index(0).store(ops.in_order(dlast, KIND))
     if HIDDEN_DROPPED > 0:
         seed = gl.load(seed_ptr) + ACTIVATION
     du = gl.zeros([BM, D], gl.float32, ops.rows_layout(D, WARPS, KIND))
-    ops.arrived(1)
+    ops.wait_for_copies(1)
     for f in range(0, F, BF):
-        place = ops.place_of(f, rows, BF)
+        place = ops.stage_of(f, rows, BF)
         z = gl.zeros([BM, BF], gl.float32, ops.rows_layout(BF, WARPS, KIND))
         dz = gl.zeros([BM, BF], gl.float32, ops.rows_layout(BF, WARPS, KIND))
         z = warpgroup_mma(u, w1_place.index(place).permute((1, 0)), z, use_acc=False, is_async=True)
@@ -144,16 +144,16 @@ def _feedforward_backward_warpgroup_kernel(
             kept = ops.keeping(seed, row_k, f, BF, HIDDEN_DROPPED, WARPS, KIND)
             act = act * kept
             slope = slope * kept
-        _store_grad_operand(act_ptr, act, row_k, rows, f, _anew(ld), F, TRANSPOSED, WARPS, KIND)
+        _store_grad_operand(act_ptr, act, row_k, rows, f, _hidden(ld), F, TRANSPOSED, WARPS, KIND)
         dz = warpgroup_mma_wait(0, deps=[dz])
-        ops.arrived(0)
+        ops.wait_for_copies(0)
         _fetch_hidden(w1_place, w2_t_place, place, w1, w2_t, f + BF, D, f + BF < F, WARPS, KIND)
         dz = dz * slope
         block = w1_t_place.index(place).permute((1, 0))
         du = warpgroup_mma(ops.operand(dz, D, WARPS, KIND), block, du, is_async=True)
-        _store_grad_operand(dz_ptr, dz, row_k, rows, f, _anew(ld), F, TRANSPOSED, WARPS, KIND)
+        _store_grad_operand(dz_ptr, dz, row_k, rows, f, _hidden(ld), F, TRANSPOSED, WARPS, KIND)
         du = warpgroup_mma_wait(0, deps=[du])
-        ops.arrived(0)
+        ops.wait_for_copies(0)
         ops.fetch_block(w1_t_place, place, w1_t, 0, f + BF, F, f + BF < F, WARPS, KIND)
     if NORM_LAST:
         du += ops.load_rows(dlast_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
@@ -211,7 +211,7 @@ def _input_grad_warpgroup_kernel(
         )  # fmt: skip
     dx = gl.zeros([BM, D], gl.float32, ops.rows_layout(D, WARPS, KIND))
     for block in range(3 * D // BF):
-        ops.arrived(STAGES - 2)
+        ops.wait_for_copies(STAGES - 2)
         ahead = block + STAGES - 1
         stage = ahead % STAGES
         _fetch_input_grad(
@@ -235,7 +235,7 @@ def _input_grad_warpgroup_kernel(
     if TRANSPOSED:
         last = ops.reinterpret(grads, KIND, [BM, D], ops.TILE)
         ops.fetch_rows(last, o_ptr, first, rows, D, WARPS, INDEX)
-    ops.arrived(2 if TRANSPOSED else 1)
+    ops.wait_for_copies(2 if TRANSPOSED else 1)
     n = ops.rows_in(tiles.index(0), live, WARPS)
     if NORM != "":
         mean, deviation = ops.statistics(n, live, eps, D, NORM)
@@ -248,8 +248,8 @@ def _input_grad_warpgroup_kernel(
         dx = _norm_backward(dx, n, deviation, norm_w, norm_sums, 0, rows, D, NORM, WARPS, KIND)
         n = ops.scaled(n, norm_w, norm_b, D, WARPS, KIND)
     if n_ptr is not None:
-        _store_grad_operand(n_ptr, n, row, rows, 0, _anew(ld), D, TRANSPOSED, WARPS, KIND)
-    ops.arrived(0)
+        _store_grad_operand(n_ptr, n, row, rows, 0, _hidden(ld), D, TRANSPOSED, WARPS, KIND)
+    ops.wait_for_copies(0)
     ds = ops.rows_in(tiles.index(1), live, WARPS)
     _store_sum(norm_sums, 5, ds, rows, D, WARPS)  # out_proj's bias, before any rounding
     if RESIDUAL == "around" or (RESIDUAL == "through" and NORM == ""):
@@ -259,9 +259,9 @@ def _input_grad_warpgroup_kernel(
             dx += ops.load_rows(residual_ptr, row, rows, 0, D, D, WARPS, KIND)
     ops.store_rows(dx_ptr, dx, row, rows, 0, D, WARPS, KIND)
     if TRANSPOSED:
-        _store_grad_operand(ds_operand, ds, row, rows, 0, _anew(ld), D, TRANSPOSED, WARPS, KIND)
+        _store_grad_operand(ds_operand, ds, row, rows, 0, _hidden(ld), D, TRANSPOSED, WARPS, KIND)
         o = ops.rows_in(last, live, WARPS)
-        _store_grad_operand(o_t, o, row, rows, 0, _anew(ld), D, TRANSPOSED, WARPS, KIND)
+        _store_grad_operand(o_t, o, row, rows, 0, _hidden(ld), D, TRANSPOSED, WARPS, KIND)
 
 
 def describe_feedforward_backward(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:

@@ -9,7 +9,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from isogemm.core.kernels import start_launch
 from isogemm.core.launch import Launch
-from isogemm.encoder.configs import FRAGMENT_ROWS, Layer, WalkConfig, WarpgroupConfig, projected_parts, walkers
+from isogemm.encoder.configs import (
+    FRAGMENT_ROWS,
+    Layer,
+    ProjectConfig,
+    WarpgroupConfig,
+    programs_per_part,
+    projected_parts,
+)
 from isogemm.encoder.kernels.common import (
     ACTIVATION,
     OUTPUT,
@@ -104,11 +111,11 @@ def _store_heads(ptr, value, row, rows, HEAD, BY_HEAD, LD, WARPS, KIND):
 
 
 @gluon.jit
-def _ask_for_tile(rows_place, ptr, tile, rows, D, WARPS, INDEX):
+def _prefetch_tile(rows_place, ptr, tile, rows, D, WARPS, INDEX):
     """Start to copy a tile's rows to shared memory; without a place there (in 16 bits), prefetch them to L2."""
     BM: gl.constexpr = 16 * WARPS
     if rows_place is None:
-        ops.ask_for_rows(ptr, tile * BM, rows, D, WARPS, INDEX)
+        ops.prefetch_rows(ptr, tile * BM, rows, D, WARPS, INDEX)
     else:
         ops.fetch_rows(rows_place, ptr, tile * BM, rows, D, WARPS, INDEX)
 
@@ -119,10 +126,10 @@ def _next_tile(rows_place, ptr, tile, step, row, rows, D, WARPS, KIND, INDEX):
     if rows_place is None:
         value = ops.load_rows(ptr, row, rows, 0, D, D, WARPS, KIND)
     else:
-        ops.arrived(0)
+        ops.wait_for_copies(0)
         value = ops.rows_in(rows_place, row < rows, WARPS)
         tl.debug_barrier()
-    _ask_for_tile(rows_place, ptr, tile + step, rows, D, WARPS, INDEX)
+    _prefetch_tile(rows_place, ptr, tile + step, rows, D, WARPS, INDEX)
     return value
 
 
@@ -158,7 +165,7 @@ def _project_warpgroup_kernel(
         if KIND == gl.float32:
             rows_place = gl.allocate_shared_memory(gl.float32, [BM, D], ops.TILE)
         if part < 3:
-            _ask_for_tile(rows_place, x_ptr, first, rows, D, WARPS, INDEX)
+            _prefetch_tile(rows_place, x_ptr, first, rows, D, WARPS, INDEX)
             _keep_weight(slot, in_proj(wq, wk, wv, part, D * D, STACKED), D, False, WARPS, KIND)
             if norm_w is not None:
                 _keep_vector(vectors.index(0), norm_w, D, WARPS)
@@ -191,7 +198,7 @@ def _project_warpgroup_kernel(
                     acc += _kept_vector(vectors.index(2), D, WARPS, KIND)
                 _store_heads(to, acc, row, rows, HEAD, BY_HEAD, 3 * D, WARPS, KIND)
         elif BACKWARD:
-            _ask_for_tile(rows_place, ds_ptr, first, rows, D, WARPS, INDEX)
+            _prefetch_tile(rows_place, ds_ptr, first, rows, D, WARPS, INDEX)
             _keep_weight(slot, wo, D, KIND == gl.float32, WARPS, KIND)
             fence_async_shared()
             tl.debug_barrier()
@@ -231,16 +238,16 @@ def _feedforward_warpgroup_kernel(
             y += ops.rows_in(tile, row < rows, WARPS)
             tl.debug_barrier()
         else:
-            ops.ask_for_rows(x_ptr, first, rows, D, WARPS, INDEX)
+            ops.prefetch_rows(x_ptr, first, rows, D, WARPS, INDEX)
             y = ops.attended(o_ptr, wo, bo, row, rows, D, WARPS, KIND)
             y += ops.load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
-    w1_places, w2_places = ops.places_for(BF, D, KIND, STAGES), ops.places_for(D, BF, KIND, STAGES)
+    w1_places, w2_places = ops.allocate_blocks(BF, D, KIND, STAGES), ops.allocate_blocks(D, BF, KIND, STAGES)
     for i in gl.static_range(STAGES):
         ops.fetch_block(w1_places, i, w1, i * BF, 0, D, True, WARPS, KIND)
         ops.fetch_block(w2_places, i, w2, 0, i * BF, F, True, WARPS, KIND)
     if o_ptr is None:
         if KIND == gl.float32:
-            ops.arrived(2 * STAGES)
+            ops.wait_for_copies(2 * STAGES)
             y = ops.rows_in(tile, row < rows, WARPS)
         else:
             y = ops.load_rows(x_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
@@ -260,9 +267,9 @@ def _feedforward_warpgroup_kernel(
     row_k = ops.row_numbers(first, BF, WARPS, KIND, INDEX)
     if HIDDEN_DROPPED > 0:
         seed = gl.load(seed_ptr) + ACTIVATION
-    ops.arrived(2 * STAGES - 1)
+    ops.wait_for_copies(2 * STAGES - 1)
     for f in range(0, F, BF):
-        place = ops.place_of(f, rows, BF, STAGES)
+        place = ops.stage_of(f, rows, BF, STAGES)
         ahead = f + STAGES * BF
         z = gl.zeros([BM, BF], gl.float32, ops.rows_layout(BF, WARPS, KIND))
         z = warpgroup_mma(u, w1_places.index(place).permute((1, 0)), z, use_acc=False, is_async=True)
@@ -274,11 +281,11 @@ def _feedforward_warpgroup_kernel(
         act = ACT(z, False)
         if HIDDEN_DROPPED > 0:
             act = act * ops.keeping(seed, row_k, f, BF, HIDDEN_DROPPED, WARPS, KIND)
-        ops.arrived(2 * STAGES - 1)
+        ops.wait_for_copies(2 * STAGES - 1)
         w2_block = w2_places.index(place).permute((1, 0))
         y = warpgroup_mma(ops.operand(act, D, WARPS, KIND), w2_block, y, is_async=True)
         y = warpgroup_mma_wait(0, deps=[y])
-        ops.arrived(2 * STAGES - 2)
+        ops.wait_for_copies(2 * STAGES - 2)
         ops.fetch_block(w2_places, place, w2, 0, ahead, F, ahead < F, WARPS, KIND)
     if DROPPED > 0:
         if b2 is not None:
@@ -294,10 +301,10 @@ def _feedforward_warpgroup_kernel(
 
 
 def describe_project(
-    layer: Layer, config: WalkConfig, eps: float, sm_count: int, biases: bool, backward: bool, transpose: bool
+    layer: Layer, config: ProjectConfig, eps: float, sm_count: int, biases: bool, backward: bool, transpose: bool
 ) -> Launch:
     parts = projected_parts(layer, backward)
-    per_part = walkers(layer, FRAGMENT_ROWS * config.warps, len(parts), config.at_once * sm_count)
+    per_part = programs_per_part(layer, FRAGMENT_ROWS * config.warps, len(parts), config.at_once * sm_count)
     programs = per_part * len(parts)
     if layer.packed_weights and not backward:
         programs += packing_programs(layer, _SIDE, transpose)

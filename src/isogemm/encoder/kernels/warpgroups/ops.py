@@ -125,7 +125,7 @@ def store_rows(ptr, value, row, rows, column, LD, WARPS, KIND):
 
 
 @gluon.jit
-def ask_for_rows(ptr, first, rows, LD, WARPS, INDEX):
+def prefetch_rows(ptr, first, rows, LD, WARPS, INDEX):
     """Prefetch a program's rows to the L2 cache."""
     LINE: gl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth  # 128 bytes
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -204,13 +204,13 @@ def keeping(seed, row, column, COLUMNS, DROPPED, WARPS, KIND):
 
 
 @gluon.jit
-def places_for(ROWS, COLUMNS, KIND, STAGES=1):
+def allocate_blocks(ROWS, COLUMNS, KIND, STAGES=1):
     """Shared memory for STAGES blocks of a product's operand."""
     return gl.allocate_shared_memory(KIND, [STAGES, ROWS, COLUMNS], shared_layout(ROWS, COLUMNS, KIND))
 
 
 @gluon.jit
-def place_of(f, rows, BF, STAGES=1):
+def stage_of(f, rows, BF, STAGES=1):
     """Slot of the block of features from f on.
 
     Hides from the compiler that it is often 0: it would keep all addresses in registers, from block to block."""
@@ -253,7 +253,7 @@ def rows_in(tile, live, WARPS):
 
 
 @gluon.jit
-def arrived(LATER):
+def wait_for_copies(LATER):
     """Wait for all copies except the last LATER groups, and for all warps."""
     async_copy.wait_group(LATER)
     fence_async_shared()
@@ -268,7 +268,7 @@ def attended(o_ptr, wo, bo, row, rows, D, WARPS, KIND):
     async_copy.commit_group()
     o = operand(load_rows(o_ptr, row, rows, 0, D, D, WARPS, KIND), D, WARPS, KIND)
     s = gl.zeros([16 * WARPS, D], gl.float32, rows_layout(D, WARPS, KIND))
-    arrived(0)
+    wait_for_copies(0)
     s = warpgroup_mma(o, weight.permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     tl.debug_barrier()  # before the weight's memory is reused
