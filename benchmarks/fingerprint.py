@@ -1,12 +1,12 @@
 """A fixed sweep of calls over every family, recorded, so that two versions of the library can be compared.
 
-    python benchmarks/fingerprint.py record before.json              # on a GPU: bits, device time and host time
+    python benchmarks/fingerprint.py record before.json              # on a GPU: hashes of results and gradients
     python benchmarks/fingerprint.py record before.json --simulated  # without one: machine code, grids and arguments
-    python benchmarks/fingerprint.py compare --before before.json --after after.json
+    python benchmarks/fingerprint.py compare before.json after.json
+    python benchmarks/fingerprint.py time times.json --before TREE --after TREE  # on a GPU: device and host time
 
-A refactoring changes none of them. Results are hashed with their gradients; inputs are drawn from a seed. On a GPU all
-processes compile and hash side by side first; then one process times. Record both versions twice, in turn, and compare
-with several files a side: the least of a case's times counts.
+A refactoring changes none of them. Inputs are drawn from a seed. `time` takes two checkouts: a process for each, which
+time every case in turn. The least of a case's times counts; a case that is slower afterwards is timed again.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import json
 import math
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 
@@ -176,8 +177,8 @@ def record_simulated(path: Path, chosen: dict[str, Callable[[], Run]]) -> None:
     _write(path, True, found)
 
 
-def record_measured(path: Path, chosen: dict[str, Callable[[], Run]], jobs: int, seconds: float) -> None:
-    """Hash the results in parallel, for at most so many seconds; then time those cases."""
+def record_bits(path: Path, chosen: dict[str, Callable[[], Run]], jobs: int, seconds: float) -> None:
+    """Hash the results, in parallel, for at most so many seconds."""
     end, found = time.monotonic() + seconds, dict[str, Any]()
     with multiprocessing.get_context("spawn").Pool(jobs, _use_gpu) as pool:
         hashed = pool.imap_unordered(_hashed, chosen.items())
@@ -189,14 +190,9 @@ def record_measured(path: Path, chosen: dict[str, Callable[[], Run]], jobs: int,
             if failure:
                 print(f"failed: {name}: {failure}", flush=True)
             else:
-                found[name] = {"bits": bits}
+                found[name] = bits
         pool.terminate()
     print(f"{len(found)} of {len(chosen)} cases hashed", flush=True)
-    _write(path, False, found)
-    _use_gpu()
-    for name, make in chosen.items():
-        if name in found:
-            found[name] |= _times(make())
     _write(path, False, found)
 
 
@@ -228,50 +224,94 @@ def _hashed(case: tuple[str, Callable[[], Run]]) -> tuple[str, str, str]:
     return name, bits.hexdigest(), ""
 
 
-def _times(run: Run) -> dict[str, Any]:
-    """Device time of a call, in a CUDA graph, and host time."""
+class Timed(NamedTuple):
+    """Microseconds per call: in a CUDA graph, where launches do not count, and of the host."""
+
+    us: list[float]
+    host_us: list[float]
+
+
+def serve(chosen: dict[str, Callable[[], Run]]) -> None:
+    """Time the cases whose names come in. Answers with `Timed`, or null for a case that fails."""
     from isogemm.bench import timer
 
-    def launch() -> None:
-        run()
-
+    _use_gpu()
     device = torch.device("cuda")
-    us = timer.measure({"call": [launch]}, device, repeats=7, budget_us=50_000.0)["call"]
-    return {"us": us, "host_us": timer.host_time({"call": [launch]}, device, bursts=10)["call"]}
+    for line in sys.stdin:
+        try:
+            call: dict[str, Any] = {"call": [chosen[line.rstrip("\n")]()]}
+            us = timer.measure(call, device, repeats=5, budget_us=20_000.0)["call"]
+            print(json.dumps([us, timer.host_time(call, device, bursts=4)["call"]]), flush=True)
+        except Exception as error:  # the other cases count all the same
+            print(f"failed: {line.rstrip()}: {error!r}", file=sys.stderr)
+            print("null", flush=True)
 
 
-def compare(before: list[Path], after: list[Path]) -> int:
+def record_times(path: Path, chosen: dict[str, Callable[[], Run]], trees: dict[str, Path], seconds: float) -> None:
+    """Time both versions in turn, two rounds, then twice more what was slower, for at most so many seconds."""
+    end = time.monotonic() + seconds
+    servers = {
+        version: subprocess.Popen(
+            ["env", f"PYTHONPATH={tree}/src", sys.executable, __file__, "serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for version, tree in trees.items()
+    }
+    found: dict[str, dict[str, Timed]] = {}
+    for again in (False, True):
+        names = [name for name in found if slower(found[name])] if again else list(chosen)
+        for name in names:
+            if time.monotonic() > end:
+                break
+            of_case = found.get(name) or {version: Timed([], []) for version in trees}
+            for version in [*trees, *trees]:
+                stdin, stdout = cast(IO[str], servers[version].stdin), cast(IO[str], servers[version].stdout)
+                print(name, file=stdin, flush=True)
+                answer = json.loads(stdout.readline())
+                if answer is None:
+                    break
+                for times, more in zip(of_case[version], answer, strict=True):
+                    times += more
+            else:
+                found[name] = of_case
+    path.write_text(json.dumps({name: {v: t._asdict() for v, t in of.items()} for name, of in found.items()}, indent=0))
+    print(*summary(found), sep="\n")
+
+
+def slower(of_case: dict[str, Timed]) -> dict[str, tuple[float, float]]:
+    """The kinds of time that are longer afterwards: the least before and after."""
+    least = {
+        kind: (min(getattr(of_case["before"], kind)), min(getattr(of_case["after"], kind))) for kind in Timed._fields
+    }
+    return {kind: times for kind, times in least.items() if times[1] > _SLOWER * times[0]}
+
+
+def summary(found: dict[str, dict[str, Timed]]) -> Iterator[str]:
+    for name, of_case in found.items():
+        for kind, (before, after) in slower(of_case).items():
+            yield f"{name}: {kind} {before:.2f}, now {after:.2f} ({after / before:.3f}x)"
+    for kind in Timed._fields:
+        ratios = [min(getattr(of["after"], kind)) / min(getattr(of["before"], kind)) for of in found.values()]
+        over = sum(ratio > _SLOWER for ratio in ratios)
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        yield (
+            f"{kind}: {mean:.3f}x (geometric mean of {len(ratios)} cases), {min(ratios):.3f} to {max(ratios):.3f}, "
+            f"{over} over {_SLOWER}x"
+        )
+
+
+def compare(before: Path, after: Path) -> int:
     """Print what differs; the number of cases whose bits or launches do."""
-    (old, *old_again), (new, *new_again) = (
-        [json.loads(path.read_text()) for path in paths] for paths in (before, after)
-    )
+    old, new = (json.loads(path.read_text()) for path in (before, after))
     names = [name for name in old["cases"] if name in new["cases"]]
-    differing, slower = [], []
-    ratios: dict[str, list[float]] = {"us": [], "host_us": []}
-    for name in names:
-        first, second = old["cases"][name], new["cases"][name]
-        if old["simulated"]:
-            if first != second:
-                differing.append(f"{name}: {_difference(first, second)}")
-            continue
-        runs = [[record["cases"][name] for record in records if name in record["cases"]] for records in
-                ((old, *old_again), (new, *new_again))]  # fmt: skip
-        if len({run["bits"] for run in (*runs[0], *runs[1])}) > 1:
-            differing.append(f"{name}: bits")
-        for what in ("us", "host_us"):
-            times = [min(min(run[what]) for run in of if what in run) for of in runs]
-            ratios[what].append(times[1] / times[0])
-            if times[1] > _SLOWER * times[0]:
-                slower.append(f"{name}: {what} {times[0]:.2f}, now {times[1]:.2f} ({times[1] / times[0]:.3f}x)")
-    alone = [f"{name}: in one record only" for name in old["cases"].keys() ^ new["cases"].keys()]
-    for line in (*alone, *differing, *slower):
-        print(line)
-    for what, values in ratios.items():
-        if values:
-            mean = math.exp(sum(map(math.log, values)) / len(values))
-            print(f"{what}: {mean:.3f}x (geometric mean), {min(values):.3f} to {max(values):.3f}")
-    what = "launches" if old["simulated"] else "bits"
-    print(f"{len(names)} cases, {len(differing)} with other {what}, {len(slower)} times over {_SLOWER}x")
+    differing = [name for name in names if old["cases"][name] != new["cases"][name]]
+    for name in old["cases"].keys() ^ new["cases"].keys():
+        print(f"{name}: in one record only")
+    for name in differing:
+        print(f"{name}: {_difference(old['cases'][name], new['cases'][name]) if old['simulated'] else 'bits'}")
+    print(f"{len(names)} cases, {len(differing)} with other {'launches' if old['simulated'] else 'bits'}")
     return len(differing)
 
 
@@ -287,23 +327,33 @@ def _difference(first: list[Any], second: list[Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record", help="run the sweep")
-    recording.add_argument("path", type=Path)
+    recording = commands.add_parser("record", help="hash the sweep's results, or record its launches")
     recording.add_argument("--simulated", action="store_true", help="record launches on a simulated H200")
-    recording.add_argument("--only", nargs="*", default=[], help="parts of the names of cases")
     recording.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="processes that hash")
-    recording.add_argument("--seconds", type=float, default=3600.0, help="for how long to hash")
-    comparing = commands.add_parser("compare", help="compare two versions' records")
-    comparing.add_argument("--before", type=Path, nargs="+", required=True)
-    comparing.add_argument("--after", type=Path, nargs="+", required=True)
+    timing = commands.add_parser("time", help="time two checkouts of the library in turn")
+    for version in ("before", "after"):
+        timing.add_argument(f"--{version}", type=Path, required=True, help="a checkout")
+    for each in (recording, timing):
+        each.add_argument("path", type=Path)
+        each.add_argument("--only", nargs="*", default=[], help="parts of the names of cases")
+        each.add_argument("--seconds", type=float, default=3600.0, help="for how long")
+    comparing = commands.add_parser("compare", help="compare two records")
+    for version in ("before", "after"):
+        comparing.add_argument(version, type=Path)
+    commands.add_parser("serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.command == "compare":
         return min(compare(options.before, options.after), 1)
-    chosen = {name: make for name, make in cases() if not options.only or any(each in name for each in options.only)}
-    if options.simulated:
+    only = getattr(options, "only", [])
+    chosen = {name: make for name, make in cases() if not only or any(each in name for each in only)}
+    if options.command == "serve":
+        serve(chosen)
+    elif options.command == "time":
+        record_times(options.path, chosen, {"before": options.before, "after": options.after}, options.seconds)
+    elif options.simulated:
         record_simulated(options.path, chosen)
     else:
-        record_measured(options.path, chosen, options.jobs, options.seconds)
+        record_bits(options.path, chosen, options.jobs, options.seconds)
     return 0
 
 

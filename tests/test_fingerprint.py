@@ -1,5 +1,6 @@
 """`benchmarks/fingerprint.py` on a simulated GPU: the same launches again, and a change that shows."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -13,6 +14,14 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "fingerprint.py"
 
 
+@pytest.fixture
+def fingerprint():
+    spec = importlib.util.spec_from_file_location("fingerprint", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def _run(*arguments):
     return subprocess.run([sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True)
 
@@ -24,39 +33,62 @@ def test_a_record_is_repeatable_and_a_change_shows(tmp_path):
             "record", path, "--simulated", "--only", "gemm step 64x", "tiny (7, 5, 3, 2) torch.float32 ieee"
         )
         assert recorded.returncode == 0, recorded.stderr
-    same = _run("compare", "--before", first, "--after", second)
+    same = _run("compare", first, second)
     assert (same.returncode, same.stdout.splitlines()[-1].split(",")[:2]) == (0, ["5 cases", " 0 with other launches"])
     record = json.loads(second.read_text())
     name, launches = next(iter(record["cases"].items()))
     launches[0][1] = [1, 1, 1]
     second.write_text(json.dumps(record))
-    changed = _run("compare", "--before", first, "--after", second)
+    changed = _run("compare", first, second)
     assert changed.returncode == 1
     assert f"{name}: launch 0: grid" in changed.stdout
 
 
-def _measured(path, **cases):
-    """A record of a GPU: of each case its bits, device times and host times."""
-    found = {name: dict(zip(("bits", "us", "host_us"), values, strict=True)) for name, values in cases.items()}
-    path.write_text(json.dumps({"simulated": False, "torch": "2.11.0", "cases": found}))
+def _bits(path, **cases):
+    path.write_text(json.dumps({"simulated": False, "torch": "2.11.0", "cases": cases}))
     return path
 
 
-def test_the_least_of_several_records_counts(tmp_path):
-    before = _measured(
-        tmp_path / "before", linear=("a", [10.0, 11.0], [5.0]), bmm=("b", [4.0], [3.0]), old=("c", [1], [1])
-    )
-    slow = _measured(tmp_path / "slow", linear=("a", [11.0], [5.0]), bmm=("b", [4.2], [3.0]))
-    again = _measured(tmp_path / "again", linear=("a", [10.1], [5.0]))
-    compared = _run("compare", "--before", before, "--after", slow, again)
-    assert compared.returncode == 0
-    assert compared.stdout.splitlines() == [
-        "old: in one record only",
+def test_other_bits_show(tmp_path):
+    before = _bits(tmp_path / "before", linear="a", bmm="b", old="c")
+    after = _bits(tmp_path / "after", linear="z", bmm="b")
+    compared = _run("compare", before, after)
+    assert compared.returncode == 1
+    assert compared.stdout.splitlines() == ["old: in one record only", "linear: bits", "2 cases, 1 with other bits"]
+    assert _run("compare", before, before).returncode == 0
+
+
+def test_the_least_times_count(fingerprint):
+    timed = fingerprint.Timed
+    found = {
+        "linear": {"before": timed([10.0, 11.0], [5.0]), "after": timed([11.0, 10.1], [5.0])},
+        "bmm": {"before": timed([4.0], [3.0]), "after": timed([4.2], [3.0])},
+    }
+    assert [name for name, times in found.items() if fingerprint.slower(times)] == ["bmm"]
+    assert list(fingerprint.summary(found)) == [
         "bmm: us 4.00, now 4.20 (1.050x)",
-        "us: 1.030x (geometric mean), 1.010 to 1.050",
-        "host_us: 1.000x (geometric mean), 1.000 to 1.000",
-        "2 cases, 0 with other bits, 1 times over 1.02x",
+        "us: 1.030x (geometric mean of 2 cases), 1.010 to 1.050, 1 over 1.02x",
+        "host_us: 1.000x (geometric mean of 2 cases), 1.000 to 1.000, 0 over 1.02x",
     ]
-    other = _measured(tmp_path / "other", linear=("z", [10.0], [5.0]))
-    assert "linear: bits" in _run("compare", "--before", before, "--after", slow, other).stdout
-    assert _run("compare", "--before", before, "--after", other).returncode == 1
+
+
+def test_two_checkouts_are_timed_in_turn(tmp_path, fingerprint, monkeypatch):
+    """By processes of their own; a case that is slower afterwards is timed again, one that fails is left out."""
+    server = tmp_path / "server.py"
+    server.write_text(
+        "import os, sys\n"
+        "slow = os.environ['PYTHONPATH'] == 'new/src'\n"
+        "for line in sys.stdin:\n"
+        "    times = [[2.0 if slow and line == 'bmm\\n' else 1.0], [1.0]]\n"
+        "    print('null' if slow and line == 'fails\\n' else times, flush=True)\n"
+    )
+    monkeypatch.setattr(fingerprint, "__file__", str(server))
+    path = tmp_path / "times.json"
+    fingerprint.record_times(
+        path, {"linear": None, "fails": None, "bmm": None}, {"before": "old", "after": "new"}, 60.0
+    )
+    found = json.loads(path.read_text())
+    assert "fails" not in found
+    assert found["linear"] == {version: {"us": [1.0] * 2, "host_us": [1.0] * 2} for version in ("before", "after")}
+    assert found["bmm"]["before"]["us"] == [1.0] * 4
+    assert found["bmm"]["after"]["us"] == [2.0] * 4
