@@ -17,6 +17,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import subprocess
 import sys
 import time
@@ -248,7 +249,10 @@ def serve(chosen: dict[str, Callable[[], Run]]) -> None:
 
 
 def record_times(path: Path, chosen: dict[str, Callable[[], Run]], trees: dict[str, Path], seconds: float) -> None:
-    """Time both versions in turn, two rounds, then twice more what was slower, for at most so many seconds."""
+    """Time both versions in turn, two rounds, then twice more what was slower, for at most so many seconds.
+
+    In a random order: what the limit leaves is a fair sample.
+    """
     end = time.monotonic() + seconds
     servers = {
         version: subprocess.Popen(
@@ -260,8 +264,9 @@ def record_times(path: Path, chosen: dict[str, Callable[[], Run]], trees: dict[s
         for version, tree in trees.items()
     }
     found: dict[str, dict[str, Timed]] = {}
+    order = random.Random(0).sample(list(chosen), len(chosen))
     for again in (False, True):
-        names = [name for name in found if slower(found[name])] if again else list(chosen)
+        names = [name for name in found if slower(found[name])] if again else order
         for name in names:
             if time.monotonic() > end:
                 break
