@@ -71,8 +71,8 @@ def _placed(**tensors):
 def _run(config, x, b, fusion, b_up=None, save="", out_dtype=None):
     """As `fused.fused` on a GPU of few SMs."""
     dtype = out_dtype or x.dtype
-    read = fused._operands(x, b.shape[1], fusion)
-    problem = fused._problem(x, b, b_up, fusion, dtype, "ieee", save, read)
+    call = fused.Call(x, b, b_up, fusion, by_rows=False, out_dtype=dtype)
+    read, problem = fused._operands(call), fused._problem(call, save)
     buffer, out = _guarded((x.shape[0], b.shape[1]), dtype)
     saved_buffer = saved = None
     if save:
@@ -92,9 +92,8 @@ def _exact(x, b, fusion, b_up=None):
         *(each.double() if isinstance(each, torch.Tensor) and each.is_floating_point() else each for each in fusion)
     )
     wide = wide._replace(aux=tuple(each.double() for each in fusion.aux), eager=False)
-    return fused._in_torch(
-        x.double(), b.double(), None if b_up is None else b_up.double(), wide, torch.float64, None, ""
-    )[0]
+    call = fused.Call(x.double(), b.double(), None if b_up is None else b_up.double(), wide, by_rows=False)
+    return fused._in_torch(call)[0]
 
 
 def _assert_close(actual, exact, scale=1.0):

@@ -34,8 +34,7 @@ from isogemm.gemm import autograd, configs, fused, fused_autograd, mlp_autograd,
 from isogemm.gemm import warmup as compile_ahead
 from isogemm.gemm.autograd import parameter
 from isogemm.gemm.describe import dtype_name
-from isogemm.gemm.fused import ROUNDINGS, new_seed
-from isogemm.gemm.fused_op import Call
+from isogemm.gemm.fused import ROUNDINGS, Call, new_seed
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # defaults are integers: torch.compile keeps 0 and 1 as they are
 
@@ -350,7 +349,7 @@ def _known(call: Call, tensors: list[Tensor]) -> _Known | None:
     operands = call.operands
     if operands.epilogue or operands.aux or autocast_dtype(call.x) is not None:
         return None
-    found = fused.find(call.x, call.weight, call.weight_up, operands, call.out_dtype, call.precision, call.by_rows)
+    found = fused.find(call)
     tensors = tensors if operands.seed is None else [*tensors, operands.seed]
     addresses = {each.data_ptr(): place for place, each in enumerate(tensors)}
     if found is None or len(addresses) < len(tensors):

@@ -22,7 +22,7 @@ from isogemm.epilogues import spec
 from isogemm.epilogues.operands import DIFFERENTIABLE, Operands
 from isogemm.gemm import autograd, configs, cpu, fused, fused_op, op
 from isogemm.gemm import torch_forms as forms
-from isogemm.gemm.fused_op import Call
+from isogemm.gemm.fused import Call
 
 TENSORS = ("x", "weight", "weight_up", *DIFFERENTIABLE)  # of a call, but aux
 _COUNT = len(TENSORS)
@@ -47,7 +47,7 @@ def run(call: Call) -> Tensor:
         if precision is not call.precision:
             call = call._replace(precision=precision)
         return cast(Tensor, cast(Any, _Fused).apply(call, *tensors)[0])
-    return call.run("")[0]
+    return fused.fused(call)[0]
 
 
 class _Fused(torch.autograd.Function):
@@ -63,7 +63,7 @@ class _Fused(torch.autograd.Function):
         of_call = call.tensors
         ctx.present = [each is not None for each in of_call]
         needs = needed_by(ctx)
-        result, saved = call.run(_save(operands, _wants_dz(needs)))
+        result, saved = fused.fused(call, _save(operands, _wants_dz(needs)))
         passed = result.new_empty(0) if _wants_dz(needs) and operands.saved == "mask" else None
         kept = _keep(ctx, call, of_call, needs, result, saved, passed)
         ctx.set_materialize_grads(False)
@@ -91,9 +91,8 @@ def _wants_dz(needs: Sequence[bool]) -> bool:
 
 
 def _save(operands: Operands, wanted: bool) -> str:
-    """What the forward saves besides its result."""
-    kind = operands.saved
-    return kind if wanted and kind != "out" else ""
+    """What the forward saves."""
+    return operands.saved if wanted else ""
 
 
 @functools.cache
@@ -288,8 +287,7 @@ def activation_grad(
     if is_differentiated():
         return Dz(forms.activation_grad(grad, saved, kind, operands, dtype), None, ())
     if through_dispatcher(grad):
-        of_forward = fused_op.gradient_call(saved, kind, operands)
-        dz, partial = fused_op.activation_grad.op(grad, dtype, sums, *of_forward)
+        dz, partial = fused_op.activation_grad.op(grad, dtype, sums, saved, kind, *fused_op.of_forward(operands))
         return Dz(dz, partial if sums and grad.is_cuda and dtype is not torch.float64 else None, ())
     return Dz(*fused.activation_grad(grad, saved, kind, operands, dtype, sums), ())
 

@@ -17,7 +17,7 @@ from isogemm.epilogues.operands import Epilogue, Operands
 from isogemm.gemm import configs, fused, fused_autograd, mlp_autograd, op, plan, selection
 from isogemm.gemm.configs import BiasGradProblem, Problem
 from isogemm.gemm.describe import aligned
-from isogemm.gemm.fused_op import Call
+from isogemm.gemm.fused import Call
 
 
 def warmup(
