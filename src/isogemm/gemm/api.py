@@ -111,7 +111,7 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, precis
     b = b[:, None] if column else b
     result = autograd.matmul(a, b, out_dtype, precision)
     if key is not None and a.is_cuda and dtype is None and not (row or column or through_dispatcher(a, b)):
-        plan = plans.get(op.product_key(a, b, None, out_dtype, resolve_precision(a, precision)))
+        plan = plans.get(op.plan_key("matmul", a, b, None, out_dtype, precision))
         if plan is not None:
             _known_plans.keep(key, (a, b), plan)
     if column:
@@ -197,7 +197,7 @@ def plain_linear(
         owned = autograd.parameter(owner), autograd.parameter(bias_owner)
         result = differentiable.apply(x, weight, bias, owned, out_dtype, resolve_precision(x, precision))
         return cast(Tensor, result)
-    plan = plans.get(op.linear_key(x, weight, bias, out_dtype, precision)) if x.is_cuda else None
+    plan = plans.get(op.plan_key("linear", x, weight, bias, out_dtype, precision)) if x.is_cuda else None
     if plan is not None and key is not None and dtype is None and (bias is None or bias.is_contiguous()):
         _known_plans.keep(key, tensors, plan)
     return op.linear(x, weight, bias, out_dtype, precision)

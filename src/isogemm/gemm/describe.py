@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,6 +107,11 @@ def accumulation_chunk(a: Tensor, out_dtype: torch.dtype) -> int:
 def aligned(x: Tensor) -> bool:
     """Whether x is aligned to 16 bytes, as TMA and wide loads need."""
     return x.data_ptr() % 16 == 0
+
+
+def layout(x: Tensor | None) -> tuple[Any, ...] | None:
+    """All of a tensor that a plan depends on."""
+    return None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device())
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from isogemm.core import device as devices
-from isogemm.core import dispatch
-from isogemm.core.dispatch import Dispatch
 from isogemm.core.errors import require_same
 from isogemm.core.plan import Plan, plans
 from isogemm.epilogues import random, spec
@@ -19,6 +17,7 @@ from isogemm.epilogues.operands import DIFFERENTIABLE, MATRICES, PLACES, SHAPES,
 from isogemm.gemm import configs, cpu, describe, op
 from isogemm.gemm import torch_forms as forms
 from isogemm.gemm.configs import ActivationGradProblem, Config, Problem
+from isogemm.gemm.describe import layout
 from isogemm.gemm.plan import activation_grad_plan, chunk_sums_plan, gemm_plan
 
 ROUNDINGS = ("once", "eager")
@@ -182,10 +181,10 @@ def find(call: Call, save: str = "") -> tuple[Plan, list[Tensor | None]] | None:
     up = None
     if weight_up is not None:
         weight, weight_up = _alike(weight, weight_up)
-        up = _layout(weight_up), *apart(weight, weight_up)
+        up = layout(weight_up), *apart(weight, weight_up)
     key = (  # all that a plan depends on
-        "fused", _layout(x), _layout(weight), call.by_rows, up,
-        *map(_layout, cast("Sequence[Tensor | None]", operands[: len(SHAPES)])), *map(_layout, operands.aux),
+        "fused", layout(x), layout(weight), call.by_rows, up,
+        *map(layout, cast("Sequence[Tensor | None]", operands[: len(SHAPES)])), *map(layout, operands.aux),
         operands.activation, operands.arguments, operands.epilogue and spec.REGISTERED.get(operands.epilogue),
         operands.alpha_value != 1, operands.beta_value != 0, operands.dropout_p > 0, operands.bias_dim, operands.eager,
         save, call.out_dtype, devices.resolve_precision(x, call.precision),
@@ -278,11 +277,6 @@ def _matrix(x: Tensor | None) -> Tensor | None:
 _PREPARED: list[Callable[[Any], Any]] = [_matrix if shape == "mn" else _vector for shape in SHAPES.values()]
 
 
-def _layout(x: Tensor | None) -> tuple[Any, ...] | None:
-    """All of a tensor that a plan depends on."""
-    return None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device())
-
-
 def saved_like(x: Tensor, shape: Sequence[int], save: str, operands: Operands) -> Tensor | None:
     """Allocate what `save` names, for a result of this shape."""
     if save == "pre":
@@ -338,14 +332,7 @@ def _in_torch(call: Call, save: str = "") -> tuple[Tensor, Tensor | None]:
         elif save == "pre":
             pre = pre if pre_up is None else torch.stack((pre, pre_up))
             saved = forms.kept(pre, forms.saved_dtype(operands.activation, x.dtype))
-    if dispatch.active:
-        path, reason = "torch", "torch's own operations follow the product"
-        if x.dtype is torch.float64:
-            reason = "float64"
-        elif not x.is_cuda:
-            path, reason = "cpu", "not on a GPU"
-        problem = f"{list(x.shape)} {describe.dtype_name(x.dtype)}"
-        dispatch.record(Dispatch("fused", path, problem, operands.activation or operands.epilogue, reason))
+    op.record_elsewhere("fused", x, operands.activation or operands.epilogue)
     return result, saved
 
 
@@ -376,7 +363,7 @@ def activation_grad(
     rows = cast(Tensor, _matrix(grad))
     saved = None if saved is None else saved.contiguous()
     key = (
-        "activation_grad", _layout(rows), _layout(saved), kind, operands.activation, operands.arguments,
+        "activation_grad", layout(rows), layout(saved), kind, operands.activation, operands.arguments,
         operands.dropout_p > 0, dtype, sums, grad.shape,
     )  # fmt: skip
     chunks = -(-rows.shape[0] // configs.BIAS_CHUNK)
@@ -410,9 +397,7 @@ def chunk_sums(partial: Tensor, together: int, total: Tensor | None, dtype: torc
         sums = partial.new_zeros(n) if total is None else total
         for chunk in cpu.row_sums(partial, together):
             sums += chunk + 0.0  # -0 is +0, as with rows of zeros after it
-        if dispatch.active:
-            problem = f"{list(partial.shape)} {describe.dtype_name(partial.dtype)}"
-            dispatch.record(Dispatch("bias_grad", "cpu", problem, "", "not on a GPU"))
+        op.record_elsewhere("bias_grad", partial)
         return sums.to(dtype) if total is None else sums
     if not partial.numel():
         return torch.zeros(n, dtype=dtype, device=partial.device) if total is None else total
@@ -461,7 +446,7 @@ def hidden_grad(
     given = {"seed": operands.seed, "saved": saved, "second": second, "row_sums": partial}
     read = [given.get(name) for name in TENSORS]
     key = (
-        "hidden_grad", _layout(grad), _layout(weight), *map(_layout, read), kind, operands.activation,
+        "hidden_grad", layout(grad), layout(weight), *map(layout, read), kind, operands.activation,
         operands.arguments, operands.dropout_p > 0, precision, config,
     )  # fmt: skip
     plan = plans.get(key)

@@ -27,7 +27,7 @@ from isogemm.gemm.fused import Call
 TENSORS = ("x", "weight", "weight_up", *DIFFERENTIABLE)  # of a call, but aux
 _COUNT = len(TENSORS)
 _X, _WEIGHT, _BIAS, _RESIDUAL = map(TENSORS.index, ("x", "weight", "bias", "residual"))
-_AFTER_BIASES = slice(TENSORS.index("c"), _COUNT)
+_AFTER_BIASES = TENSORS[TENSORS.index("c") :]
 OWNED = ("weight", "bias", "weight_up", "bias_up")  # parameters, which may have a main_grad
 
 
@@ -182,40 +182,23 @@ def _gradients(
     if of_saved is not None:
         value = of_saved if grad is None else dz.value + of_saved
         dz = dz._replace(value=value.to(dtype), sums=None)
-    if operands.gated:
-        found |= of_both_weights(call, dz, needed, owners)
-        return *found.values(), *dz.of_aux
-    rounded = dz.value.to(dtype)
-    if needed["bias"]:
-        if operands.bias_dim == -1:
-            found["bias"] = dz.of_bias(dtype, owners["bias"])
-        else:
-            found["bias"] = _over_columns(dz.value).to(dtype)
-    if True in needs[_AFTER_BIASES]:
-        product = functools.partial(_product, call)
-        found |= forms.operand_gradients(operands, dz.value, needed, dtypes, product, autograd.bias_grad, _over_columns)
-    if not (needed["x"] or needed["weight"]):
-        return *found.values(), *dz.of_aux
-    scaled = forms.scaled(rounded, operands)
-    if needed["x"]:
-        weight = call.weight if call.by_rows else call.weight.mT  # [N, K]
-        found["x"] = autograd.by_rows(scaled, weight, call.precision)
-    if needed["weight"]:
-        if call.by_rows:
-            found["weight"] = autograd.of_weight(scaled, call.x, call.precision, owners["weight"])
-        else:
-            found["weight"] = autograd.weight_grad(call.x, scaled, call.precision)
+    found |= gradients_of(call, dz, needed, dtypes, owners)
     return *found.values(), *dz.of_aux
 
 
-def main_grads_of(call: Call, needed: dict[str, bool], weight_shape: Sequence[int]) -> dict[str, autograd.Accumulated]:
-    """The parameters to whose main_grad this backward adds; all are checked before any is changed."""
+def main_grads_of(
+    call: Call, needed: dict[str, bool], weight_shape: Sequence[int], layer: str = ""
+) -> dict[str, autograd.Accumulated]:
+    """The parameters to whose main_grad this backward adds; all are checked before any is changed.
+
+    layer: follows a parameter's name in error messages.
+    """
     owners: dict[str, autograd.Accumulated] = {}
     for name, given in zip(OWNED, zip(call.owners, call.main_grads, strict=True), strict=True):
         owner, total = owners[name] = autograd.given_or_accumulated(given, needed[name])
         if needed[name] and owner is not None and total is not None:
             shape = weight_shape if "weight" in name else weight_shape[:1]
-            op.require_total(f"{name}.main_grad", total, shape, owner.device)
+            op.require_total(f"{name}{layer}.main_grad", total, shape, owner.device)
     return owners
 
 
@@ -292,7 +275,37 @@ def activation_grad(
     return Dz(*fused.activation_grad(grad, saved, kind, operands, dtype, sums), ())
 
 
-def of_both_weights(
+def gradients_of(
+    call: Call, dz: Dz, needed: dict[str, bool], dtypes: dict[str, Any], owners: dict[str, autograd.Accumulated]
+) -> dict[str, Tensor | None]:
+    """The gradients of a call's tensors from dz, where needed; None where added to a main_grad."""
+    if call.operands.gated:
+        return _of_both_weights(call, dz, needed, owners)
+    operands, dtype = call.operands, dtypes["x"]
+    found: dict[str, Tensor | None] = {}
+    if needed["bias"]:
+        if operands.bias_dim == -1:
+            found["bias"] = dz.of_bias(dtype, owners["bias"])
+        else:
+            found["bias"] = _over_columns(dz.value).to(dtype)
+    if any(needed[name] for name in _AFTER_BIASES):
+        product = functools.partial(_product, call)
+        found |= forms.operand_gradients(operands, dz.value, needed, dtypes, product, autograd.bias_grad, _over_columns)
+    if not (needed["x"] or needed["weight"]):
+        return found
+    scaled = forms.scaled(dz.value.to(dtype), operands)
+    if needed["x"]:
+        weight = call.weight if call.by_rows else call.weight.mT  # [N, K]
+        found["x"] = autograd.by_rows(scaled, weight, call.precision)
+    if needed["weight"]:
+        if call.by_rows:
+            found["weight"] = autograd.of_weight(scaled, call.x, call.precision, owners["weight"])
+        else:
+            found["weight"] = autograd.weight_grad(call.x, scaled, call.precision)
+    return found
+
+
+def _of_both_weights(
     call: Call, dz: Dz, needed: dict[str, bool], owners: dict[str, autograd.Accumulated]
 ) -> dict[str, Tensor | None]:
     """The gradients of x, both weights and both biases in act(gate) * up, from dz [2, ..., N]; all of one dtype."""

@@ -17,7 +17,7 @@ from isogemm.core.eager import refuse_transforms, through_dispatcher
 from isogemm.core.operator import Operator
 from isogemm.epilogues import random
 from isogemm.epilogues.operands import Operands
-from isogemm.gemm import autograd, configs, cpu, fused, fused_autograd, fused_op, op
+from isogemm.gemm import autograd, configs, cpu, fused, fused_autograd, fused_op
 from isogemm.gemm import torch_forms as forms
 from isogemm.gemm.fused import Call
 from isogemm.gemm.fused_autograd import OWNED, TENSORS, Dz, ZeroPath, is_differentiated
@@ -103,7 +103,8 @@ class _Hidden(torch.autograd.Function):
         call = ctx.call._replace(x=x, weight=weight, weight_up=weight_up)
         needed = dict.fromkeys(TENSORS, False) | dict(zip(TENSORS, fused_autograd.needed_by(ctx), strict=False))
         owners = fused_autograd.main_grads_of(call, needed, ctx.weight_shape)
-        found = _of_first_layer(call, _with_row_sums(grads[1]), needed, owners)
+        dz = _with_row_sums(grads[1])
+        found = fused_autograd.gradients_of(call, dz, needed, {"x": dz.value.dtype}, owners)
         return None, *fused_autograd.of_present(ctx, [found.get(name) for name in TENSORS[:5]])
 
 
@@ -121,22 +122,6 @@ class _Wide(torch.autograd.Function):
 
 def _differentiable_z(z: Tensor, wide: Tensor | None = None) -> Tensor:
     return z if wide is None else cast(Tensor, cast(Any, _Wide).apply(z, wide))
-
-
-def _of_first_layer(
-    call: Call, dz: Dz, needed: dict[str, bool], owners: dict[str, autograd.Accumulated]
-) -> dict[str, Tensor | None]:
-    """The gradients of x, the weights and the biases, from dz."""
-    if call.operands.gated:
-        return fused_autograd.of_both_weights(call, dz, needed, owners)
-    found: dict[str, Tensor | None] = {}
-    if needed["weight"]:
-        found["weight"] = autograd.of_weight(dz.value, call.x, call.precision, owners["weight"])
-    if needed["bias"]:
-        found["bias"] = dz.of_bias(dz.value.dtype, owners["bias"])
-    if needed["x"]:
-        found["x"] = autograd.by_rows(dz.value, call.weight, call.precision)
-    return found
 
 
 class _Down(torch.autograd.Function):
@@ -157,8 +142,8 @@ class _Down(torch.autograd.Function):
         ctx.dtype = h.dtype
         # Alive if a second derivative may be computed; otherwise they should be freed before h.
         ctx.z = [weakref.ref(each) for each in (z, wide) if each is not None]
-        ctx.first, ctx.owners, ctx.shape = _without_tensors(first), call.owners, weight.shape
-        ctx.precision = call.precision
+        ctx.first, ctx.shape = _without_tensors(first), weight.shape
+        ctx.call = Call._make((None, None, None, Operands(), *call[4:]))
         return fused.fused(call._replace(x=h))[0]
 
     @staticmethod
@@ -172,14 +157,11 @@ class _Down(torch.autograd.Function):
                     "a second derivative of mlp under saved-tensor hooks (a checkpoint): call isogemm.linear twice"
                 )
             h = _recomputed_hidden(_differentiable_z(*kept), ctx.first._replace(seed=seed), ctx.dtype)
-        owners = list(map(autograd.accumulated, ctx.owners[:2], (needs_weight, needs_bias)))
-        for (_, total), name, shape in zip(owners, ("weight", "bias"), (ctx.shape, ctx.shape[:1]), strict=True):
-            if total is not None:
-                op.require_total(f"{name}_down.main_grad", total, shape, grads[0].device)
-        grad = grads[0]
-        dw = autograd.of_weight(grad.to(ctx.dtype), h, ctx.precision, owners[0]) if needs_weight else None
-        db = autograd.of_bias(grad, ctx.dtype, owners[1]) if needs_bias else None
-        return None, None, None, None, None, dw, db
+        needed = dict.fromkeys(TENSORS, False) | {"weight": needs_weight, "bias": needs_bias}
+        owners = fused_autograd.main_grads_of(ctx.call, needed, ctx.shape, layer="_down")
+        call, dz = ctx.call._replace(x=h), Dz(grads[0], None, ())
+        found = fused_autograd.gradients_of(call, dz, needed, {"x": ctx.dtype}, owners)
+        return None, None, None, None, None, found.get("weight"), found.get("bias")
 
 
 class _Through(torch.autograd.Function):
@@ -298,7 +280,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _backward(ctx: Any, grad: Tensor, *of_kept: Tensor | None) -> tuple[Any, ...]:
     x, weight, weight_up, weight_down, h, z, seed, down_seed = ctx.saved_tensors
-    needed = dict(zip(_TENSORS, ctx.needs_input_grad, strict=False))
+    needed = dict.fromkeys(TENSORS, False) | dict(zip(_TENSORS, ctx.needs_input_grad, strict=False))
     if is_differentiated():
         raise RuntimeError("isogemm::mlp has no second derivative through the dispatcher; call isogemm.linear twice")
     above = _before_dropout(grad, down_seed, ctx.dropout_p)
@@ -315,7 +297,8 @@ def _backward(ctx: Any, grad: Tensor, *of_kept: Tensor | None) -> tuple[Any, ...
             above, weight_down, ctx.precision, sums, z, first.saved_hidden, *of_forward
         )
         dz = Dz(value, partial if sums and value.dtype is not torch.float64 else None, (), configs.BIAS_BLOCKS)
-        found |= _of_first_layer(hidden, dz, needed, dict(zip(OWNED, accumulated[:4], strict=True)))
+        owners = dict(zip(OWNED, accumulated[:4], strict=True))
+        found |= fused_autograd.gradients_of(hidden, dz, needed, {"x": value.dtype}, owners)
     if needed["weight_down"]:
         found["weight_down"] = autograd.of_weight(above.to(ctx.dtype), h, ctx.precision, accumulated[4])
     if needed["bias_down"]:
