@@ -91,6 +91,13 @@ class Operands(NamedTuple):
             residual=self.residual is not None,
         )
 
+    def of_gradient(self, kind: str, exact: bool, sums: bool = False) -> Epilogue:
+        """The part of the gradient of dropout(act(z)) that is compiled into a kernel; kind: what `saved` says."""
+        return Epilogue(
+            activation=self.activation, arguments=self.arguments, exact=exact, dropout=self.dropout_p > 0,
+            gradient=kind, sums=sums,  # type: ignore[arg-type]
+        )  # fmt: skip
+
 
 class Arguments(TypedDict, total=False):
     """The keywords of `linear` and `matmul_fused` that make an epilogue; `DEFAULTS` has their defaults."""

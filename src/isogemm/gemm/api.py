@@ -481,12 +481,8 @@ def _call(
     weight_up = get("weight_up")
     alpha, beta, aux, user, bias_dim, rounding = 1.0, 0.0, (), None, -1, "once"
     if not _SELDOM.isdisjoint(epilogue):
-        aux, user, bias_dim, rounding = (
-            tuple(get("aux", ())),
-            get("epilogue"),
-            get("bias_dim", -1),
-            get("rounding", rounding),
-        )
+        aux, user = tuple(get("aux", ())), get("epilogue")
+        bias_dim, rounding = get("bias_dim", -1), get("rounding", rounding)
         if user is not None:
             spec.registered(user)
         if rounding not in ROUNDINGS:

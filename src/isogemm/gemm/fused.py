@@ -13,7 +13,7 @@ from isogemm.core import device as devices
 from isogemm.core.errors import require_same
 from isogemm.core.plan import Plan, plans
 from isogemm.epilogues import random, spec
-from isogemm.epilogues.operands import DIFFERENTIABLE, MATRICES, PLACES, SHAPES, TENSORS, VECTORS, Epilogue, Operands
+from isogemm.epilogues.operands import DIFFERENTIABLE, MATRICES, PLACES, SHAPES, TENSORS, VECTORS, Operands
 from isogemm.gemm import configs, cpu, describe, op
 from isogemm.gemm import torch_forms as forms
 from isogemm.gemm.configs import ActivationGradProblem, Config, Problem
@@ -373,10 +373,7 @@ def activation_grad(
     read = (saved, operands.seed, partial)
     plan = plans.get(key)
     if plan is None:
-        epilogue = Epilogue(
-            activation=operands.activation, arguments=operands.arguments, dropout=operands.dropout_p > 0,
-            exact=dtype is torch.float32, gradient=cast(Any, kind),
-        )  # fmt: skip
+        epilogue = operands.of_gradient(kind, dtype is torch.float32)
         arch = devices.facts(grad.device).arch
         problem = ActivationGradProblem(
             rows.shape[0], n, describe.dtype_name(dtype), epilogue, rows.stride(0), sums, describe.aligned(rows), arch
@@ -452,10 +449,7 @@ def hidden_grad(
     plan = plans.get(key)
     if plan is None:
         op.validate(grad, weight, None, None, precision)
-        epilogue = Epilogue(
-            activation=operands.activation, arguments=operands.arguments, dropout=operands.dropout_p > 0,
-            exact=grad.dtype is torch.float32 and precision != "tf32", gradient=cast(Any, kind), sums=sums,
-        )  # fmt: skip
+        epilogue = operands.of_gradient(kind, grad.dtype is torch.float32 and precision != "tf32", sums)
         chunk = describe.accumulation_chunk(grad, grad.dtype)
         problem = describe.product(describe.flat(grad), weight, None, grad.dtype, precision, chunk)
         assert problem is not None

@@ -249,9 +249,7 @@ def _of_pre_activation(
             dz, *gradients = forms.epilogue_grad(grad, saved, operands, dtype, of_aux, create_graph=True)
             return Dz(cast(Tensor, dz), None, gradients)
         arguments = (grad, saved, dtype, operands.aux, operands.seed, operands.dropout_p, operands.epilogue, of_aux)
-        epilogue_grad = fused_op.epilogue_grad
-        run = epilogue_grad.op if through_dispatcher(grad, saved) else epilogue_grad.run
-        dz, *gradients = run(*arguments)
+        dz, *gradients = fused_op.epilogue_grad(*arguments)
         return Dz(dz, None, [found if want else None for found, want in zip(gradients, of_aux, strict=True)])
     nothing = [None for _ in of_aux]
     if not (operands.activation or operands.dropout_p):
