@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from isogemm.epilogues import ACTIVATIONS, random, register
-from isogemm.epilogues.operands import PLACES, TENSORS, Operands
+from isogemm.epilogues.operands import PLACES, TENSORS, Epilogue, Operands
 from isogemm.gemm import configs, cpu, describe, fused, torch_forms
 from isogemm.gemm.configs import Config
 from isogemm.gemm.kernels import gradients as kernels_gradients
@@ -232,7 +232,7 @@ def test_gradient_in_the_epilogue(config, activation):
     saved = saved.relu() if kind == "out" else saved
     buffer, out = _guarded((2, M, N) if gated else (M, N), torch.float32)
     first, second = (out[0], out[1]) if gated else (out, None)
-    epilogue = fused.Epilogue(activation=activation, arguments=fusion.arguments, gradient=kind, exact=True)
+    epilogue = fusion.of_gradient(kind, exact=True)
     problem = describe.product(grad, weight, None, grad.dtype, "ieee", 0)
     read = _placed(saved=saved, second=second)
     _launch(config, replace(problem, epilogue=epilogue), grad, weight, None, read, first, (None,) * 4)
@@ -262,7 +262,7 @@ def test_gradient_s_sums_over_rows(tokens, activation, dtype):
     kind = "out" if activation == "relu" else "pre"
     saved = _normal(2 if gated else 1, tokens, N, seed=2, dtype=dtype)
     saved = saved.relu() if kind == "out" else saved
-    epilogue = fused.Epilogue(activation=activation, gradient=kind, exact=True, sums=True)
+    epilogue = Epilogue(activation=activation, gradient=kind, exact=True, sums=True)
     problem = replace(describe.product(grad, weight, None, dtype, "ieee", 0), epilogue=epilogue)
     blocks = -(-tokens // configs.BIAS_ROWS)
     for name, config in SUMMING.items():
@@ -313,7 +313,7 @@ def test_activation_grad(activation, kind, dropout_p, few_programs, monkeypatch)
     grad = _normal(tokens, n + 2)[:, 2:]
     z = _normal(*((2, tokens, n) if fusion.gated else (tokens, n)), seed=1)
     saved = {"mask": lambda: torch_forms.packed(z > 0), "out": z.tanh, "pre": lambda: z, "": lambda: None}[kind]()
-    epilogue = fused.Epilogue(activation=activation, dropout=dropout_p > 0, gradient=kind, exact=True)
+    epilogue = Epilogue(activation=activation, dropout=dropout_p > 0, gradient=kind, exact=True)
     problem = configs.ActivationGradProblem(tokens, n, "float32", epilogue, grad.stride(0), True)
     buffer, dz = _guarded(z.shape, torch.float32)
     sums_buffer, sums = _guarded((2, 2, n) if fusion.gated else (1, 2, n), torch.float32)
@@ -343,7 +343,7 @@ def test_rows_beyond_the_last_add_nothing():
     """Whose slope may be infinite."""
     tokens, n = 65, 10
     grad, fusion = _normal(tokens, n), Operands(activation="leaky_relu", arguments=(torch.inf,))
-    epilogue = fused.Epilogue(activation="leaky_relu", arguments=(torch.inf,), gradient="mask", exact=True)
+    epilogue = Epilogue(activation="leaky_relu", arguments=(torch.inf,), gradient="mask", exact=True)
     problem = configs.ActivationGradProblem(tokens, n, "float32", epilogue, n, True)
     dz, sums, positive = torch.empty(tokens, n), torch.empty(1, n), torch.ones(tokens, n, dtype=torch.bool)
     launch = kernels_gradients.describe_activation_grad(problem)
@@ -364,7 +364,7 @@ def test_pre_activations_beyond_float16(activation, config):
     assert result.isfinite().all()
     tokens, n = result.shape
     grad, (buffer, dz) = torch.full((tokens, n), 1e-4), _guarded(saved.shape, torch.float16)
-    epilogue = fused.Epilogue(activation=activation, arguments=fusion.arguments, gradient="pre")
+    epilogue = Epilogue(activation=activation, arguments=fusion.arguments, gradient="pre")
     problem = configs.ActivationGradProblem(tokens, n, "float16", epilogue, n)
     launch = kernels_gradients.describe_activation_grad(problem)
     launch.run(grad, saved, None, dz, None), (None, None)

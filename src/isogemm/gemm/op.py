@@ -84,16 +84,13 @@ def weight_grad(grad: Tensor, x: Tensor, total: Tensor | None, dtype: torch.dtyp
         if x.dtype is torch.float64:
             return _elsewhere("weight_grad", x, lambda: _added(rows.mT @ tokens, total))
         return _elsewhere("weight_grad", x, lambda: cpu.weight_grad(rows, tokens, total, dtype, chunk))
-    key = (
-        *plan_key("weight_grad", grad, x, None, dtype, precision),
-        None if total is None else (total.stride(), total.data_ptr() & 15),
-    )
+    key = *plan_key("weight_grad", grad, x, None, dtype, precision), describe.layout(total)
     plan = plans.get(key)
     if plan is None:
         validate_token_sum(grad, x, precision)
         problem = describe.weight_grad(grad, x, total, dtype, devices.resolve_precision(x, precision), chunk)
         out = torch.empty(n, k, dtype=dtype, device=x.device) if total is None else total
-        if _is_empty(problem, out):
+        if problem.k == 0 or out.numel() == 0:
             return out if total is not None else out.zero_()
         plan = plans.keep(key, gemm_plan("weight_grad", (n, k), out.dtype, x.device, problem))
     return plan.run((grad, x), total)
@@ -108,10 +105,7 @@ def bias_grad(grad: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
         if grad.dtype is torch.float64:
             return _elsewhere("bias_grad", grad, lambda: _added(rows.sum(0), total))
         return _elsewhere("bias_grad", grad, lambda: cpu.bias_grad(rows, total, dtype, configs.BIAS_CHUNK))
-    key = (
-        "bias_grad", describe.layout(grad), dtype,
-        None if total is None else (total.stride(), total.data_ptr() & 15),
-    )  # fmt: skip
+    key = "bias_grad", describe.layout(grad), dtype, describe.layout(total)
     plan = plans.get(key)
     if plan is None:
         if grad.numel() == 0:
@@ -149,7 +143,7 @@ def problem_of(
         raise ValueError(f"a and b have more than two levels of batch: {list(a.shape)} @ {list(b.shape)}")
     if total is None:
         return problem
-    strides, aligned = describe.pair(total.stride()), describe.aligned(total)
+    strides, aligned = (total.stride(0), total.stride(1)), describe.aligned(total)
     return replace(problem, accumulate=True, out_dtype="float32", c_strides=strides, c_aligned=aligned)
 
 
@@ -310,10 +304,6 @@ def _multiply_into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, preci
         problem = replace(problem, c_aligned=describe.aligned(out))
         plan = plans.keep(key, gemm_plan("matmul", out.shape, out.dtype, a.device, problem))
     plan.run((a, b, None, bias), out)
-
-
-def _is_empty(problem: Problem, out: Tensor) -> bool:
-    return problem.k == 0 or out.numel() == 0
 
 
 # Where no kernel of isogemm serves: the CPU backend, and torch for float64.

@@ -16,7 +16,7 @@ from isogemm.epilogues import spec
 from isogemm.epilogues.operands import Epilogue, Operands
 from isogemm.gemm import configs, fused, fused_autograd, mlp_autograd, op, plan, selection
 from isogemm.gemm.configs import BiasGradProblem, Problem
-from isogemm.gemm.describe import aligned
+from isogemm.gemm.describe import layout
 from isogemm.gemm.fused import Call
 
 
@@ -59,11 +59,7 @@ class _Layer(NamedTuple):
     def key(self) -> tuple[object, ...]:
         """All that its kernels depend on."""
         tensors = (each for each in self if each is None or isinstance(each, Tensor))
-        seen = (
-            None if each is None else (each.shape, each.stride(), each.dtype, each.device, aligned(each))
-            for each in tensors
-        )
-        return self.activation, self.arguments, tuple(p > 0 for p in self.dropouts), *seen
+        return self.activation, self.arguments, tuple(p > 0 for p in self.dropouts), *map(layout, tensors)
 
 
 def _layers(
