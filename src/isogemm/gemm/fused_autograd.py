@@ -7,8 +7,7 @@ operand is kept if a needed gradient reads it (`torch_forms.READ_BY`).
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -46,12 +45,12 @@ def run(call: Call) -> Tensor:
         precision = resolve_precision(call.x, call.precision)
         if precision is not call.precision:
             call = call._replace(precision=precision)
-        return cast(Tensor, cast(Any, _Fused).apply(call, *tensors)[0])
+        return cast(Tensor, cast(Any, _Fused).apply(call, *call.tensors, *call.operands.aux)[0])
     return fused.fused(call)[0]
 
 
 class _Fused(torch.autograd.Function):
-    """Takes a call and its tensors that are not None; returns the result, and the pre-activation if it is kept.
+    """Takes a call and its tensors; returns the result, and the pre-activation if it is kept.
 
     The pre-activation is returned so that a second derivative passes through it. Where only its signs are kept, an
     empty tensor replaces it, so that the second derivative is zero, as in torch, and not missing.
@@ -59,30 +58,16 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
-        operands = call.operands
-        of_call = call.tensors
-        ctx.present = [each is not None for each in of_call]
-        needs = needed_by(ctx)
+        operands, needs = call.operands, ctx.needs_input_grad[1:]
         result, saved = fused.fused(call, _save(operands, _wants_dz(needs)))
         passed = result.new_empty(0) if _wants_dz(needs) and operands.saved == "mask" else None
-        kept = _keep(ctx, call, of_call, needs, result, saved, passed)
+        kept = _keep(ctx, call, needs, result, saved, passed)
         ctx.set_materialize_grads(False)
         return result, saved if kept is saved and ctx.kind == "pre" else passed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, of_saved: Tensor | None) -> tuple[Any, ...]:
-        return None, *of_present(ctx, _gradients(ctx, grad, of_saved, needed_by(ctx)))
-
-
-def needed_by(ctx: Any) -> tuple[bool, ...]:
-    """Which gradients are needed, of a call's tensors and aux; False for tensors that are None."""
-    needs = iter(ctx.needs_input_grad[1:])
-    return *[there and next(needs) for there in ctx.present], *needs
-
-
-def of_present(ctx: Any, gradients: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
-    """The gradients of the tensors that are not None."""
-    return itertools.compress(gradients, itertools.chain(ctx.present, itertools.repeat(True)))
+        return None, *_gradients(ctx, grad, of_saved, ctx.needs_input_grad[1:])
 
 
 def _wants_dz(needs: Sequence[bool]) -> bool:
@@ -103,14 +88,13 @@ def _is_read(needs: tuple[bool, ...]) -> tuple[bool, ...]:
 
 
 def _keep(
-    ctx: Any, call: Call, tensors: Sequence[Tensor | None], needs: tuple[bool, ...], result: Tensor,
-    saved: Tensor | None, passed: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
+    ctx: Any, call: Call, needs: tuple[bool, ...], result: Tensor, saved: Tensor | None, passed: Tensor | None = None
+) -> Tensor | None:
     """Save only what the needed gradients read. Return what is saved for the activation.
 
     passed: the tensor to which a second derivative of zero goes.
     """
-    operands = call.operands
+    operands, tensors = call.operands, call.tensors
     ctx.dtypes = [each if each is None else each.dtype for each in tensors]
     ctx.weight_shape = call.weight.shape if call.by_rows else call.weight.shape[::-1]
     ctx.registered = spec.REGISTERED.get(operands.epilogue)
@@ -347,7 +331,7 @@ def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
     call = call._replace(precision=resolve_precision(call.x, call.precision))
     ctx.structure = [no_gradient(each) for each in inputs]
     needs = ctx.needs_input_grad[: _COUNT + len(call.operands.aux)]  # here, unlike there, of each tensor in a list
-    kept = _keep(ctx, call, call.tensors, needs, *output)
+    kept = _keep(ctx, call, needs, *output)
     if kept is not output[1] or ctx.kind != "pre":
         ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)

@@ -46,8 +46,8 @@ def run(hidden: Call, down: Call) -> Tensor:
     hidden = hidden._replace(precision=resolve_precision(hidden.x, hidden.precision))
     down = down._replace(precision=hidden.precision)
     first, second, through = cast(Any, _Hidden), cast(Any, _Down), cast(Any, _Through)
-    of_first = [each for each in hidden.tensors[:5] if each is not None]
-    if True in [each.requires_grad for each in of_first]:
+    of_first = hidden.tensors[:5]
+    if any(each is not None and each.requires_grad for each in of_first):
         h, z, wide = first.apply(hidden, *of_first)
     else:
         h, z, wide = fused.fused(hidden)[0], None, None
@@ -81,8 +81,7 @@ class _Hidden(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         operands = call.operands
         h, z = fused.fused(call, operands.saved_hidden)
-        ctx.present = [each is not None for each in call.tensors[:5]]
-        of_x, of_weight, of_weight_up, *_ = fused_autograd.needed_by(ctx)
+        of_x, of_weight, of_weight_up = ctx.needs_input_grad[1:4]
         ctx.save_for_backward(
             call.x if of_weight or of_weight_up else None, *((call.weight, call.weight_up) if of_x else (None, None))
         )
@@ -98,14 +97,14 @@ class _Hidden(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if grads[1] is None:
-            return (None,) * (1 + sum(ctx.present))
+            return (None,) * 6
         x, weight, weight_up = ctx.saved_tensors
         call = ctx.call._replace(x=x, weight=weight, weight_up=weight_up)
-        needed = dict.fromkeys(TENSORS, False) | dict(zip(TENSORS, fused_autograd.needed_by(ctx), strict=False))
+        needed = dict.fromkeys(TENSORS, False) | dict(zip(TENSORS, ctx.needs_input_grad[1:], strict=False))
         owners = fused_autograd.main_grads_of(call, needed, ctx.weight_shape)
         dz = _with_row_sums(grads[1])
         found = fused_autograd.gradients_of(call, dz, needed, {"x": dz.value.dtype}, owners)
-        return None, *fused_autograd.of_present(ctx, [found.get(name) for name in TENSORS[:5]])
+        return None, *map(found.get, TENSORS[:5])
 
 
 class _Wide(torch.autograd.Function):
