@@ -1,4 +1,4 @@
-"""`isogemm.mm`, `matmul`, `linear`, `matmul_fused` and `warmup`: autocast, and the way to autograd or to the plan.
+"""`isogemm.mm`, `matmul`, `linear` and `matmul_fused`: autocast, and the way to autograd or to the plan.
 
 In eager mode a call goes straight to its plan (no dispatcher hop); under torch.compile, fake tensors and dispatch modes
 it goes through the registered operators.
@@ -7,7 +7,7 @@ it goes through the registered operators.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, Unpack, cast
 
 import torch
@@ -31,15 +31,12 @@ from isogemm.core.plan import Plan, plans
 from isogemm.epilogues import spec
 from isogemm.epilogues.operands import DEFAULTS, PLACES, SHAPES, Arguments, Operands
 from isogemm.gemm import autograd, configs, fused, fused_autograd, mlp_autograd, op
-from isogemm.gemm import warmup as compile_ahead
 from isogemm.gemm.autograd import parameter
 from isogemm.gemm.describe import dtype_name
 from isogemm.gemm.fused import ROUNDINGS, Call, new_seed
+from isogemm.gemm.warmup import warmup as warmup
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # defaults are integers: torch.compile keeps 0 and 1 as they are
-
-Tensors = Tensor | Iterable[Tensor] | torch.nn.Module
-
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 
@@ -539,36 +536,6 @@ def _number(name: str, given: Any, nothing: float) -> tuple[Tensor | None, float
     if not isinstance(given, _NUMBERS):
         raise TypeError(f"{name} is {given!r}; expected a number or a 0-d tensor")
     return None, float(given)
-
-
-def warmup(
-    weights: Tensors,
-    *,
-    tokens: int = 8192,
-    backward: bool = False,
-    bias: bool = False,
-    activation: str | None = None,
-    activation_args: Mapping[str, float] | None = None,
-    out_dtype: torch.dtype | None = None,
-    precision: str | None = None,
-) -> int:
-    """Compile all that `linear` will need for these weights: nothing is compiled later, in a server or a graph capture.
-
-    Args:
-        weights: [N, K] weights on a GPU, or a module, of which every linear and every isogemm.nn.MLP is taken.
-        tokens: the most rows of x; every number up to it is covered.
-        backward: the gradients too, of up to `tokens` rows.
-        bias: with a bias; a module's linears are taken as they are.
-        activation, activation_args: also followed by it; a module's are known.
-        out_dtype, precision: as in the calls to come.
-
-    Returns:
-        The number of kernels that were compiled or found in Triton's cache. x, outputs and gradients are taken to be
-        contiguous and aligned to 16 bytes, as torch allocates them.
-    """
-    if not isinstance(weights, Tensor | torch.nn.Module | Iterable):
-        raise TypeError(f"weights is a {type(weights).__name__}; expected [N, K] tensors or a module")
-    return compile_ahead.warmup(weights, tokens, backward, bias, activation, activation_args, out_dtype, precision)
 
 
 def token_chunk(weight: Tensor | torch.nn.Linear) -> int:

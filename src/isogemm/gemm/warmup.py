@@ -1,4 +1,4 @@
-"""Compilation in advance of every kernel that calls with given weights will need."""
+"""`isogemm.warmup`: compilation in advance of every kernel that calls with given weights will need."""
 
 from __future__ import annotations
 
@@ -19,17 +19,36 @@ from isogemm.gemm.configs import BiasGradProblem, Problem
 from isogemm.gemm.describe import layout
 from isogemm.gemm.fused import Call
 
+Weights = Tensor | Iterable[Tensor] | torch.nn.Module
+
 
 def warmup(
-    weights: Tensor | Iterable[Tensor] | torch.nn.Module,
-    tokens: int,
-    backward: bool,
-    bias: bool,
-    activation: str | None,
-    activation_args: Mapping[str, float] | None,
-    out_dtype: torch.dtype | None,
-    precision: str | None,
+    weights: Weights,
+    *,
+    tokens: int = 8192,
+    backward: bool = False,
+    bias: bool = False,
+    activation: str | None = None,
+    activation_args: Mapping[str, float] | None = None,
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
 ) -> int:
+    """Compile all that `linear` will need for these weights: nothing is compiled later, in a server or a graph capture.
+
+    Args:
+        weights: [N, K] weights on a GPU, or a module, of which every linear and every isogemm.nn.MLP is taken.
+        tokens: the most rows of x; every number up to it is covered.
+        backward: the gradients too, of up to `tokens` rows.
+        bias: with a bias; a module's linears are taken as they are.
+        activation, activation_args: also followed by it; a module's are known.
+        out_dtype, precision: as in the calls to come.
+
+    Returns:
+        The number of kernels that were compiled or found in Triton's cache. x, outputs and gradients are taken to be
+        contiguous and aligned to 16 bytes, as torch allocates them.
+    """
+    if not isinstance(weights, Tensor | torch.nn.Module | Iterable):
+        raise TypeError(f"weights is a {type(weights).__name__}; expected [N, K] tensors or a module")
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}; expected at least 1")
     before = compiled()
@@ -63,10 +82,7 @@ class _Layer(NamedTuple):
 
 
 def _layers(
-    weights: Tensor | Iterable[Tensor] | torch.nn.Module,
-    bias: bool,
-    activation: str | None,
-    activation_args: Mapping[str, float] | None,
+    weights: Weights, bias: bool, activation: str | None, activation_args: Mapping[str, float] | None
 ) -> Iterator[_Layer]:
     """Yield each layer without its activation, and with it."""
     if isinstance(weights, torch.nn.Module):
