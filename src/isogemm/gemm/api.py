@@ -396,13 +396,9 @@ def mlp(
     """
     if is_intercepted():
         return handle_torch_function(mlp, (), **locals())
-    if isinstance(x, Tensor) and x.ndim == 1:
-        residual = residual[None] if isinstance(residual, Tensor) else residual
-        return mlp(
-            x[None], weight, weight_down, bias=bias, bias_down=bias_down, weight_up=weight_up, bias_up=bias_up,
-            activation=activation, activation_args=activation_args, hidden_dropout_p=hidden_dropout_p,
-            dropout_p=dropout_p, residual=residual, out_dtype=out_dtype, precision=precision,
-        )[0]  # fmt: skip
+    is_row = isinstance(x, Tensor) and x.ndim == 1
+    if is_row:
+        x, residual = x[None], residual[None] if isinstance(residual, Tensor) else residual
     if isinstance(hidden_dropout_p, int | float) and not 0 <= hidden_dropout_p <= 1:
         raise ValueError(f"hidden_dropout_p is {hidden_dropout_p}; expected a probability")
     given = (x, weight, weight_down, bias, bias_down, weight_up, bias_up, residual)
@@ -420,21 +416,23 @@ def mlp(
         "activation_args": activation_args,
     }  # fmt: skip
     second = {"bias": bias_down, "residual": residual}
-    calls = None
+    # What is not checked yet may be no tensor.
+    trained = torch.is_grad_enabled() and True in [getattr(each, "requires_grad", False) for each in tensors]
+    inferred = not (trained or hidden_dropout_p or dropout_p)
     eager = key is not None and _checked_mlps.find(key, tensors) is not None
-    if not eager:
+    if not (eager and inferred):
         calls = _mlp_calls(x, weight, weight_down, first, second, hidden_dropout_p, dropout_p, out_dtype, precision)
-        mlp_autograd.validate(*calls)
-        eager = key is not None and not through_dispatcher(*tensors)
-        if eager and autocast_dtype(x) is None:
-            _checked_mlps.keep(key, tensors, True)
-    trained = torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]
-    if eager and not (trained or hidden_dropout_p or dropout_p):
+        if not eager:
+            mlp_autograd.validate(*calls)
+            eager = key is not None and not through_dispatcher(*tensors)
+            if eager and autocast_dtype(x) is None:
+                _checked_mlps.keep(key, tensors, True)
+    if eager and inferred:
         h = _fused(mlp, x, weight, first, None, precision)
-        return _fused(mlp, h, weight_down, second, out_dtype, precision)
-    if calls is None:
-        calls = _mlp_calls(x, weight, weight_down, first, second, hidden_dropout_p, dropout_p, out_dtype, precision)
-    return mlp_autograd.run(*calls)
+        result = _fused(mlp, h, weight_down, second, out_dtype, precision)
+    else:
+        result = mlp_autograd.run(*calls)
+    return result[0] if is_row else result
 
 
 _checked_mlps: KnownCalls[bool] = KnownCalls(is_plan=False)  # calls of `mlp` whose arguments fit
