@@ -112,7 +112,8 @@ def _layers(
         arguments = spec.argument_values(entry, activation_args)
     for weight in (weights,) if isinstance(weights, Tensor) else weights:
         if not isinstance(weight, Tensor) or weight.ndim != 2:
-            raise ValueError(f"weights: got {_describe(weight)}; expected [N, K] tensors or a module")
+            got = f"tensor {list(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+            raise ValueError(f"weights: got a {got}; expected [N, K] tensors or a module")
         like = torch.empty(weight.shape[0], dtype=weight.dtype, device=weight.device) if bias else None
         yield _Layer(weight, bias=like)
         if activation is not None:
@@ -161,10 +162,6 @@ def _fused(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | 
 
 def _dropout(p: float, device: torch.device) -> dict[str, Any]:
     return {"dropout_p": p, "seed": fused.new_seed(device) if p else None}
-
-
-def _describe(value: object) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _plain(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | None, precision: str | None) -> None:
