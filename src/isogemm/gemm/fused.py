@@ -31,7 +31,7 @@ class Call(NamedTuple):
     weight_up: Tensor | None = None
     operands: Operands = Operands()
     by_rows: bool = True  # the weights are [N, K] as in `linear`, else [K, N] as in `matmul_fused`
-    save: str = ""
+    save: str = ""  # what the forward keeps for its backward: "", mask, out or pre
     owners: Sequence[Tensor | None] = (None,) * 4  # of the main_grads of weight, bias, weight_up and bias_up
     main_grads: Sequence[Tensor | None] = (None,) * 4
     out_dtype: torch.dtype | None = None
@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The operator's arguments."""
+        """Arguments of the operator."""
         return *self[:3], *self.operands, *self[4:]
 
     @property
@@ -63,12 +63,12 @@ class Call(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The result's."""
+        """Shape of the result."""
         return *self.x.shape[:-1], self.columns[0].shape[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The result's."""
+        """Dtype of the result."""
         return self.out_dtype or self.x.dtype
 
 
