@@ -21,7 +21,6 @@ ELSEWHERE = {
     "norm/op.py": "tests/norm/test_batch_norm.py and tests/encoder/test_composed.py",
     "encoder/*.py": "a layer is tested as a whole, by property: tests/encoder, tests/interpreter/test_encoder*.py",
     "gemm/plan.py": "launches need a GPU: tests/gpu/test_gemm_runtime.py; tests/gemm/test_warmup.py counts them",
-    "tiny/cpu.py": "torch.bmm by another name: tests/tiny/test_api.py",
     "verify/activations.py": "torch's forms, an oracle",
     "verify/encoder_reference.py": "torch's layer, an oracle: tests/verify/test_encoder.py",
     "verify/precision.py": "tests/core/test_precision.py",

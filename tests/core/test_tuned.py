@@ -107,6 +107,8 @@ UNUSABLE = {
     "another version's": content(version=tuned.VERSION + 1),
     "configs of other fields": content(configs={"gemm": tuned._fields("gemm").removesuffix(", pdl: bool")}),
     "an unknown family": content(families={"os": []}),
+    "a family without a Config": content(families={"encoder": []}),
+    "a family whose configs are of two kinds": content(families={"tiny": []}),
 }
 
 

@@ -120,7 +120,7 @@ def test_a_plan_is_known_from_the_second_call_on(monkeypatch):
     with torch.no_grad():
         linear(x, weight, precision="ieee")
         assert plan.runs == 0
-        plans[api.op.linear_key(x, weight, None, None, "ieee")] = plan
+        plans[api.op.plan_key("linear", x, weight, None, None, "ieee")] = plan
         linear(x, weight, precision="ieee")
         linear(x, weight, precision="ieee")
         assert plan.runs == 1

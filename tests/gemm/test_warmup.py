@@ -90,7 +90,6 @@ def test_an_activated_layer_binds_nothing_later(bound, operation, activation, fr
     """Whatever of it is trained."""
     runtime.plans.clear()
     monkeypatch.setattr(devices, "index_of", lambda device: 0)
-    monkeypatch.setattr(plan, "index_of", lambda device: 0)
     monkeypatch.setattr(describe, "_tma", lambda: True)
     monkeypatch.setattr(devices, "facts", lambda device: devices.DeviceFacts("", "sm_90", 132, 232448, 0))
     monkeypatch.setattr(devices, "current_device", lambda: 0)
@@ -122,7 +121,6 @@ def test_tuned_steps_of_one_product_are_edges_of_its_layer(bound, kind, monkeypa
     table = {("half", kind, *sizes): steps for sizes in ((96, 64), (64, 96))}
     monkeypatch.setattr(tuned, "load", lambda family, gpu: table if gpu == "here" else {})
     monkeypatch.setattr(devices, "index_of", lambda device: 0)
-    monkeypatch.setattr(plan, "index_of", lambda device: 0)
     monkeypatch.setattr(devices, "facts", lambda device: facts)
     monkeypatch.setattr(devices, "current_device", lambda: 0)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)

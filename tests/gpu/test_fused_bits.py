@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import isogemm
 from isogemm.epilogues import ACTIVATIONS
-from isogemm.epilogues.operands import Operands
+from isogemm.epilogues.operands import Epilogue, Operands
 from isogemm.gemm import configs, cpu, describe, fused, selection
 from isogemm.gemm.api import mlp
 from isogemm.verify.compare import assert_bitwise_equal
@@ -176,7 +176,7 @@ def test_a_hidden_gradient_and_its_sums_follow_no_tile(number, activation, dropo
     fusion = Operands(activation=activation, dropout_p=dropout_p, seed=torch.tensor([7], device=DEVICE))
     fusion = fusion if dropout_p else fusion._replace(seed=None)
     problem = describe.product(grad, weight, None, dtype, precision, 0)
-    epilogue = fused.Epilogue(
+    epilogue = Epilogue(
         activation=activation, dropout=dropout_p > 0, gradient=kind, sums=True, exact=number in ("ieee", "tf32x3")
     )
     tiles = selection.candidates(replace(problem, epilogue=epilogue))

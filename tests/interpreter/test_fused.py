@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from isogemm.epilogues import ACTIVATIONS, random, register
-from isogemm.epilogues.operands import PLACES, TENSORS, Operands
+from isogemm.epilogues.operands import PLACES, TENSORS, Epilogue, Operands
 from isogemm.gemm import configs, cpu, describe, fused, torch_forms
 from isogemm.gemm.configs import Config
 from isogemm.gemm.kernels import gradients as kernels_gradients
@@ -71,8 +71,8 @@ def _placed(**tensors):
 def _run(config, x, b, fusion, b_up=None, save="", out_dtype=None):
     """As `fused.fused` on a GPU of few SMs."""
     dtype = out_dtype or x.dtype
-    read = fused._operands(x, b.shape[1], fusion)
-    problem = fused._problem(x, b, b_up, fusion, dtype, "ieee", save, read)
+    call = fused.Call(x, b, b_up, fusion, by_rows=False, out_dtype=dtype)
+    read, problem = fused._operands(call), fused._problem(call, save)
     buffer, out = _guarded((x.shape[0], b.shape[1]), dtype)
     saved_buffer = saved = None
     if save:
@@ -92,9 +92,8 @@ def _exact(x, b, fusion, b_up=None):
         *(each.double() if isinstance(each, torch.Tensor) and each.is_floating_point() else each for each in fusion)
     )
     wide = wide._replace(aux=tuple(each.double() for each in fusion.aux), eager=False)
-    return fused._in_torch(
-        x.double(), b.double(), None if b_up is None else b_up.double(), wide, torch.float64, None, ""
-    )[0]
+    call = fused.Call(x.double(), b.double(), None if b_up is None else b_up.double(), wide, by_rows=False)
+    return fused._in_torch(call)[0]
 
 
 def _assert_close(actual, exact, scale=1.0):
@@ -233,7 +232,7 @@ def test_gradient_in_the_epilogue(config, activation):
     saved = saved.relu() if kind == "out" else saved
     buffer, out = _guarded((2, M, N) if gated else (M, N), torch.float32)
     first, second = (out[0], out[1]) if gated else (out, None)
-    epilogue = fused.Epilogue(activation=activation, arguments=fusion.arguments, gradient=kind, exact=True)
+    epilogue = fusion.of_gradient(kind, exact=True)
     problem = describe.product(grad, weight, None, grad.dtype, "ieee", 0)
     read = _placed(saved=saved, second=second)
     _launch(config, replace(problem, epilogue=epilogue), grad, weight, None, read, first, (None,) * 4)
@@ -263,7 +262,7 @@ def test_gradient_s_sums_over_rows(tokens, activation, dtype):
     kind = "out" if activation == "relu" else "pre"
     saved = _normal(2 if gated else 1, tokens, N, seed=2, dtype=dtype)
     saved = saved.relu() if kind == "out" else saved
-    epilogue = fused.Epilogue(activation=activation, gradient=kind, exact=True, sums=True)
+    epilogue = Epilogue(activation=activation, gradient=kind, exact=True, sums=True)
     problem = replace(describe.product(grad, weight, None, dtype, "ieee", 0), epilogue=epilogue)
     blocks = -(-tokens // configs.BIAS_ROWS)
     for name, config in SUMMING.items():
@@ -314,7 +313,7 @@ def test_activation_grad(activation, kind, dropout_p, few_programs, monkeypatch)
     grad = _normal(tokens, n + 2)[:, 2:]
     z = _normal(*((2, tokens, n) if fusion.gated else (tokens, n)), seed=1)
     saved = {"mask": lambda: torch_forms.packed(z > 0), "out": z.tanh, "pre": lambda: z, "": lambda: None}[kind]()
-    epilogue = fused.Epilogue(activation=activation, dropout=dropout_p > 0, gradient=kind, exact=True)
+    epilogue = Epilogue(activation=activation, dropout=dropout_p > 0, gradient=kind, exact=True)
     problem = configs.ActivationGradProblem(tokens, n, "float32", epilogue, grad.stride(0), True)
     buffer, dz = _guarded(z.shape, torch.float32)
     sums_buffer, sums = _guarded((2, 2, n) if fusion.gated else (1, 2, n), torch.float32)
@@ -344,7 +343,7 @@ def test_rows_beyond_the_last_add_nothing():
     """Whose slope may be infinite."""
     tokens, n = 65, 10
     grad, fusion = _normal(tokens, n), Operands(activation="leaky_relu", arguments=(torch.inf,))
-    epilogue = fused.Epilogue(activation="leaky_relu", arguments=(torch.inf,), gradient="mask", exact=True)
+    epilogue = Epilogue(activation="leaky_relu", arguments=(torch.inf,), gradient="mask", exact=True)
     problem = configs.ActivationGradProblem(tokens, n, "float32", epilogue, n, True)
     dz, sums, positive = torch.empty(tokens, n), torch.empty(1, n), torch.ones(tokens, n, dtype=torch.bool)
     launch = kernels_gradients.describe_activation_grad(problem)
@@ -365,7 +364,7 @@ def test_pre_activations_beyond_float16(activation, config):
     assert result.isfinite().all()
     tokens, n = result.shape
     grad, (buffer, dz) = torch.full((tokens, n), 1e-4), _guarded(saved.shape, torch.float16)
-    epilogue = fused.Epilogue(activation=activation, arguments=fusion.arguments, gradient="pre")
+    epilogue = Epilogue(activation=activation, arguments=fusion.arguments, gradient="pre")
     problem = configs.ActivationGradProblem(tokens, n, "float16", epilogue, n)
     launch = kernels_gradients.describe_activation_grad(problem)
     launch.run(grad, saved, None, dz, None), (None, None)

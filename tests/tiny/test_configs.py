@@ -188,17 +188,13 @@ def test_programs_cover_every_output(problem):
     assert count * threads >= problem.batch * groups > (count - 1) * threads
 
 
-def _widths(problem):
-    return configs.a_vector(problem), configs.b_vector(problem), configs.n_vector(problem)
-
-
 def test_widest_vectors():
     """Along k of A, k of B, n of B: only the contiguous axis, only what divides it and all strides, 4 at most."""
-    assert _widths(_problem()) == (4, 1, 4)
-    assert _widths(_problem(a="t", b="t")) == (1, 4, 1)
-    assert _widths(_problem(n=6, k=10)) == (2, 1, 2)
-    assert _widths(_problem(n=5, k=7)) == (1, 1, 1)
-    assert _widths(_problem(a_strides=(0, 64, 1), b_strides=(0, 12, 1))) == (4, 1, 4)
+    assert configs.vectors(_problem()) == (4, 1, 4)
+    assert configs.vectors(_problem(a="t", b="t")) == (1, 4, 1)
+    assert configs.vectors(_problem(n=6, k=10)) == (2, 1, 2)
+    assert configs.vectors(_problem(n=5, k=7)) == (1, 1, 1)
+    assert configs.vectors(_problem(a_strides=(0, 64, 1), b_strides=(0, 12, 1))) == (4, 1, 4)
 
 
 MISALIGNED = {
@@ -221,8 +217,8 @@ def test_no_vectors_where_one_could_be_misaligned(change):
 @pytest.mark.parametrize(("alignment", "width"), [(4, 1), (8, 2), (16, 4)])
 def test_widest_vectors_follow_the_address(alignment, width):
     problem = _problem(a_alignment=alignment, b_alignment=alignment)
-    assert _widths(problem) == (width, 1, width)
-    assert _widths(replace(problem, dtype="bfloat16")) == (min(4, 2 * width), 1, min(4, 2 * width))
+    assert configs.vectors(problem) == (width, 1, width)
+    assert configs.vectors(replace(problem, dtype="bfloat16")) == (min(4, 2 * width), 1, min(4, 2 * width))
 
 
 @hypothesis.settings(max_examples=500, deadline=None)

@@ -200,7 +200,7 @@ def test_any_tile_compares_configurations(wrong, monkeypatch):
 
     def gemm(x, b, b_up, fusion, *, out_dtype, precision, config):
         calls.append(config)
-        out = served.fused(x, b, b_up, fusion, out_dtype, precision, "", by_rows=False)[0]
+        out = served.fused(served.Call(x, b, b_up, fusion, by_rows=False, out_dtype=out_dtype, precision=precision))[0]
         return -out if config == wrong else out
 
     monkeypatch.setattr(served, "problem_of", lambda *operands, out_dtype, precision: "problem")

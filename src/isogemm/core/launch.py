@@ -211,28 +211,23 @@ def _below_descriptors(launch: Any) -> Callable[..., None]:
     return cast("Callable[..., None]", inside["launcher"].cell_contents)
 
 
-@dataclass(frozen=True)
-class _Internals:
-    encode: Callable[..., Any]
-    element_types: Mapping[int, int]  # from the compiler's numbers to the driver's
-
-
 @functools.cache
-def _internals() -> _Internals:
+def _internals() -> tuple[Callable[..., Any], Mapping[int, int]]:
+    """The driver's encoder of TMA descriptors, and its numbers of element types by the compiler's."""
     from triton.backends.nvidia import driver as nvidia
 
     if driver.active.get_current_target().backend != "cuda":
         raise AttributeError("no TMA here")
     utils = driver.active.utils
     encode = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor  # since Triton 3.7, before
-    return _Internals(encode, nvidia.TMA_DTYPE_DEVICE_TO_HOST)
+    return encode, nvidia.TMA_DTYPE_DEVICE_TO_HOST
 
 
 def _encoded(
     address: int, strides: list[int], meta: Mapping[str, Any], seen: TensorMap, device: int
 ) -> tuple[Any, ...]:
     """Return a descriptor as Triton's innermost launcher takes it."""
-    encode, element_types = _internals().encode, _internals().element_types
+    encode, element_types = _internals()
     element = _TFLOAT32 if seen.round_to_tf32 else element_types[meta["elem_type"]]
     _enter_context(device)
     shape = list(seen.shape)

@@ -76,9 +76,7 @@ class Operator(Generic[Result]):
             if self._refused:
                 refuse_transforms(self._refused, *tensors)
             return cast(Result, self.op(*args))
-        if self._apply is not None and torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]:
-            return cast(Result, self._apply(*args))
-        return self.run(*args)
+        return self.differentiable(*args)
 
     def differentiable(self, *args: Any) -> Result:
         """Run a call that is known not to need the dispatcher."""

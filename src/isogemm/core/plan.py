@@ -86,6 +86,14 @@ class Plan:
     scratch: int  # float32 elements
     steps: tuple[Step, ...]
 
+    @classmethod
+    def of(
+        cls, dispatch: Dispatch, shape: Sequence[int], dtype: torch.dtype, device: torch.device, steps: Sequence[Step],
+        scratch: int = 0,
+    ) -> Plan:  # fmt: skip
+        """Make a plan whose result is contiguous."""
+        return cls(dispatch, *contiguous(shape), dtype, device, devices.index_of(device), scratch, tuple(steps))
+
     def run(
         self, inputs: Sequence[Tensor | None], out: Tensor | None = None, numbers: tuple[float | None, ...] = NO_NUMBERS
     ) -> Tensor:

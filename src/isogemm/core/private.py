@@ -15,7 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -33,61 +33,53 @@ FALLBACK = "nothing"  # a slower or more careful way takes its place
 BENCH = "benchmarks"
 
 
-class Name(NamedTuple):
-    path: str  # module:attribute
-    features: tuple[str, ...]
-
-
-NAMES = (
-    Name("torch._C:_len_torch_dispatch_stack", (FAST_PATH, AUTOFUSE)),
-    Name("torch._C:_functorch.peek_interpreter_stack", (FAST_PATH, AUTOFUSE)),
-    Name("torch.autograd.forward_ad:_current_level", (FAST_PATH, AUTOFUSE)),
-    Name("torch._C:_functorch.is_legacy_batchedtensor", (FALLBACK,)),
-    Name("torch._C._dynamo.guards:TensorGuards", (FALLBACK,)),
-    Name("torch._C:_get_fp32_precision_getter", (FALLBACK,)),
-    Name("torch._C:_cuda_getCurrentRawStream", (FALLBACK,)),
-    Name("torch._C:_cuda_getDevice", (FALLBACK,)),
-    Name("torch._C:_will_engine_execute_node", (FALLBACK,)),
-    Name("torch._C:_dispatch_tls_is_dispatch_key_excluded", (AUTOFUSE, EPILOGUES)),
-    Name("torch._C:_dispatch_tls_set_dispatch_key_excluded", (AUTOFUSE, EPILOGUES)),
-    Name("torch._C:DispatchKey", (AUTOFUSE, EPILOGUES)),
-    Name("torch._C:_autograd._top_saved_tensors_default_hooks", (AUTOFUSE,)),
-    Name("torch._C:_autograd._push_saved_tensors_default_hooks", (AUTOFUSE,)),
-    Name("torch._C:_autograd._pop_saved_tensors_default_hooks", (AUTOFUSE,)),
-    Name("torch._C:_autograd._get_current_graph_task_keep_graph", (FALLBACK,)),
-    Name("torch._C:_current_graph_task_id", (AUTOFUSE,)),
-    Name("torch._C:_is_fwd_grad_enabled", (AUTOFUSE,)),
-    Name("torch._C:_cuda_getCurrentStream", (FALLBACK,)),
-    Name("torch._C:_set_throw_on_mutable_data_ptr", (AUTOFUSE,)),
-    Name("torch._C:_swap_tensor_impl", (AUTOFUSE,)),
-    Name("torch:Tensor._make_wrapper_subclass", (AUTOFUSE,)),
-    Name("torch:Tensor._use_count", (AUTOFUSE,)),
-    Name("torch:Tensor._backward_hooks", (AUTOFUSE,)),
-    Name("torch:UntypedStorage._cdata", (COMPILE_FUSION,)),
-    Name("torch.overrides:_get_current_function_mode_stack", (AUTOFUSE,)),
-    Name("torch.utils._python_dispatch:_disable_current_modes", (AUTOFUSE, COMPILE_FUSION)),
-    Name("torch.utils.checkpoint:_StopRecomputationError", (AUTOFUSE,)),
-    Name("torch._dynamo:graph_break", (AUTOFUSE,)),
-    Name("torch._inductor:config", (COMPILE_FUSION, BENCH)),
-    Name("torch._inductor.custom_graph_pass:CustomGraphPass", (COMPILE_FUSION,)),
-    Name("torch._subclasses.fake_tensor:FakeTensor", (COMPILE_FUSION,)),
-    Name("torch:_addmm_activation", (BENCH,)),
-)
+NAMES = {  # each as module:attribute, with what needs it
+    "torch._C:_len_torch_dispatch_stack": (FAST_PATH, AUTOFUSE),
+    "torch._C:_functorch.peek_interpreter_stack": (FAST_PATH, AUTOFUSE),
+    "torch.autograd.forward_ad:_current_level": (FAST_PATH, AUTOFUSE),
+    "torch._C:_functorch.is_legacy_batchedtensor": (FALLBACK,),
+    "torch._C._dynamo.guards:TensorGuards": (FALLBACK,),
+    "torch._C:_get_fp32_precision_getter": (FALLBACK,),
+    "torch._C:_cuda_getCurrentRawStream": (FALLBACK,),
+    "torch._C:_cuda_getDevice": (FALLBACK,),
+    "torch._C:_will_engine_execute_node": (FALLBACK,),
+    "torch._C:_dispatch_tls_is_dispatch_key_excluded": (AUTOFUSE, EPILOGUES),
+    "torch._C:_dispatch_tls_set_dispatch_key_excluded": (AUTOFUSE, EPILOGUES),
+    "torch._C:DispatchKey": (AUTOFUSE, EPILOGUES),
+    "torch._C:_autograd._top_saved_tensors_default_hooks": (AUTOFUSE,),
+    "torch._C:_autograd._push_saved_tensors_default_hooks": (AUTOFUSE,),
+    "torch._C:_autograd._pop_saved_tensors_default_hooks": (AUTOFUSE,),
+    "torch._C:_autograd._get_current_graph_task_keep_graph": (FALLBACK,),
+    "torch._C:_current_graph_task_id": (AUTOFUSE,),
+    "torch._C:_is_fwd_grad_enabled": (AUTOFUSE,),
+    "torch._C:_cuda_getCurrentStream": (FALLBACK,),
+    "torch._C:_set_throw_on_mutable_data_ptr": (AUTOFUSE,),
+    "torch._C:_swap_tensor_impl": (AUTOFUSE,),
+    "torch:Tensor._make_wrapper_subclass": (AUTOFUSE,),
+    "torch:Tensor._use_count": (AUTOFUSE,),
+    "torch:Tensor._backward_hooks": (AUTOFUSE,),
+    "torch:UntypedStorage._cdata": (COMPILE_FUSION,),
+    "torch.overrides:_get_current_function_mode_stack": (AUTOFUSE,),
+    "torch.utils._python_dispatch:_disable_current_modes": (AUTOFUSE, COMPILE_FUSION),
+    "torch.utils.checkpoint:_StopRecomputationError": (AUTOFUSE,),
+    "torch._dynamo:graph_break": (AUTOFUSE,),
+    "torch._inductor:config": (COMPILE_FUSION, BENCH),
+    "torch._inductor.custom_graph_pass:CustomGraphPass": (COMPILE_FUSION,),
+    "torch._subclasses.fake_tensor:FakeTensor": (COMPILE_FUSION,),
+    "torch:_addmm_activation": (BENCH,),
+}
 
 
 @functools.cache
 def find(path: str) -> Any:
     """The object of a name in NAMES, or None where this torch has none."""
-    if path not in _PATHS:
+    if path not in NAMES:
         raise KeyError(f"{path} is not listed in isogemm.core.private.NAMES")
     module, _, attribute = path.partition(":")
     try:
         return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
     except (ImportError, AttributeError):
         return None
-
-
-_PATHS = frozenset(name.path for name in NAMES)
 
 
 def forward_ad_level() -> int:
@@ -121,9 +113,9 @@ def _autograd_keys() -> list[Any]:
 def missing(*features: str) -> list[str]:
     """Paths that these features need and this torch lacks; of the compiler's, where it is imported already."""
     return [
-        name.path
-        for name in NAMES
-        if not set(features).isdisjoint(name.features) and _is_loaded(name.path) and find(name.path) is None
+        path
+        for path, needed_by in NAMES.items()
+        if not set(features).isdisjoint(needed_by) and _is_loaded(path) and find(path) is None
     ]
 
 

@@ -26,7 +26,8 @@ from isogemm.core.tables import Table
 VERSION = 2
 
 _NOTHING: Table = {}
-_UNUSABLE = (OSError, ValueError, ImportError)  # what reading a damaged or foreign file raises
+# What reading a damaged or foreign file raises; the last three for a family that has no single Config here.
+_UNUSABLE = (OSError, ValueError, ImportError, AttributeError, TypeError)
 
 
 @dataclass(frozen=True)

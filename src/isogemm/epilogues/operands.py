@@ -66,6 +66,10 @@ class Operands(NamedTuple):
         """The same for an mlp's first layer, whose result is kept: it shows relu's sign, even after dropout."""
         return "out" if self.activation == "relu" else "pre"
 
+    def paired(self, shape: Sequence[int]) -> Sequence[int]:
+        """The shape of a gradient or pre-activation: of both factors, where the activation is gated."""
+        return (2, *shape) if self.gated else shape
+
     def compiled(self, dtype: torch.dtype, precision: str | None, save: str) -> Epilogue:
         """The part that is compiled into a kernel whose result has this dtype."""
         exact = self.eager or (dtype is torch.float32 and precision != "tf32")
@@ -86,6 +90,13 @@ class Operands(NamedTuple):
             dropout=self.dropout_p > 0,
             residual=self.residual is not None,
         )
+
+    def of_gradient(self, kind: str, exact: bool, sums: bool = False) -> Epilogue:
+        """The part of the gradient of dropout(act(z)) that is compiled into a kernel; kind: what `saved` says."""
+        return Epilogue(
+            activation=self.activation, arguments=self.arguments, exact=exact, dropout=self.dropout_p > 0,
+            gradient=kind, sums=sums,  # type: ignore[arg-type]
+        )  # fmt: skip
 
 
 class Arguments(TypedDict, total=False):

@@ -65,18 +65,6 @@ def _sigmoid_of_output(y: Tensor) -> Tensor:
     return y * (1 - y)
 
 
-def _relu2(z: Tensor) -> Tensor:
-    return torch.square(torch.relu(z))
-
-
-def _relu2_derivative(z: Tensor) -> Tensor:
-    return 2 * torch.relu(z)
-
-
-def _leaky_relu(z: Tensor, negative_slope: float = 0.01) -> Tensor:
-    return F.leaky_relu(z, negative_slope)
-
-
 def _leaky_relu_derivative(z: Tensor, negative_slope: float = 0.01) -> Tensor:
     return torch.where(z > 0, torch.ones_like(z), torch.full_like(z, negative_slope))
 
@@ -107,9 +95,11 @@ _PLAIN = (
         "sigmoid", elementary.sigmoid, lambda z: _sigmoid_of_output(elementary.sigmoid(z)), "out", _sigmoid_of_output,
         functions=(torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.special.expit), modules=(torch.nn.Sigmoid,),
     ),
-    Activation("relu2", _relu2, _relu2_derivative, "pre", levels_off=False),
     Activation(
-        "leaky_relu", _leaky_relu, _leaky_relu_derivative, "mask", arguments={"negative_slope": 0.01},
+        "relu2", lambda z: torch.square(torch.relu(z)), lambda z: 2 * torch.relu(z), "pre", levels_off=False
+    ),
+    Activation(
+        "leaky_relu", F.leaky_relu, _leaky_relu_derivative, "mask", arguments={"negative_slope": 0.01},
         functions=(F.leaky_relu,), modules=(torch.nn.LeakyReLU,), options={"inplace": False},
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`isogemm.mm`, `matmul`, `linear`, `matmul_fused` and `warmup`: autocast, and the way to autograd or to the plan.
+"""`isogemm.mm`, `matmul`, `linear` and `matmul_fused`: autocast, and the way to autograd or to the plan.
 
 In eager mode a call goes straight to its plan (no dispatcher hop); under torch.compile, fake tensors and dispatch modes
 it goes through the registered operators.
@@ -7,7 +7,7 @@ it goes through the registered operators.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, Unpack, cast
 
 import torch
@@ -31,16 +31,12 @@ from isogemm.core.plan import Plan, plans
 from isogemm.epilogues import spec
 from isogemm.epilogues.operands import DEFAULTS, PLACES, SHAPES, Arguments, Operands
 from isogemm.gemm import autograd, configs, fused, fused_autograd, mlp_autograd, op
-from isogemm.gemm import warmup as compile_ahead
 from isogemm.gemm.autograd import parameter
 from isogemm.gemm.describe import dtype_name
-from isogemm.gemm.fused import ROUNDINGS, new_seed
-from isogemm.gemm.fused_op import Call
+from isogemm.gemm.fused import ROUNDINGS, Call, new_seed
+from isogemm.gemm.warmup import warmup as warmup
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # defaults are integers: torch.compile keeps 0 and 1 as they are
-
-Tensors = Tensor | Iterable[Tensor] | torch.nn.Module
-
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 
@@ -112,7 +108,7 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, precis
     b = b[:, None] if column else b
     result = autograd.matmul(a, b, out_dtype, precision)
     if key is not None and a.is_cuda and dtype is None and not (row or column or through_dispatcher(a, b)):
-        plan = plans.get(op.product_key(a, b, None, out_dtype, resolve_precision(a, precision)))
+        plan = plans.get(op.plan_key("matmul", a, b, None, out_dtype, precision))
         if plan is not None:
             _known_plans.keep(key, (a, b), plan)
     if column:
@@ -198,7 +194,7 @@ def plain_linear(
         owned = autograd.parameter(owner), autograd.parameter(bias_owner)
         result = differentiable.apply(x, weight, bias, owned, out_dtype, resolve_precision(x, precision))
         return cast(Tensor, result)
-    plan = plans.get(op.linear_key(x, weight, bias, out_dtype, precision)) if x.is_cuda else None
+    plan = plans.get(op.plan_key("linear", x, weight, bias, out_dtype, precision)) if x.is_cuda else None
     if plan is not None and key is not None and dtype is None and (bias is None or bias.is_contiguous()):
         _known_plans.keep(key, tensors, plan)
     return op.linear(x, weight, bias, out_dtype, precision)
@@ -350,7 +346,7 @@ def _known(call: Call, tensors: list[Tensor]) -> _Known | None:
     operands = call.operands
     if operands.epilogue or operands.aux or autocast_dtype(call.x) is not None:
         return None
-    found = fused.find(call.x, call.weight, call.weight_up, operands, call.out_dtype, call.precision, call.by_rows)
+    found = fused.find(call)
     tensors = tensors if operands.seed is None else [*tensors, operands.seed]
     addresses = {each.data_ptr(): place for place, each in enumerate(tensors)}
     if found is None or len(addresses) < len(tensors):
@@ -400,13 +396,9 @@ def mlp(
     """
     if is_intercepted():
         return handle_torch_function(mlp, (), **locals())
-    if isinstance(x, Tensor) and x.ndim == 1:
-        residual = residual[None] if isinstance(residual, Tensor) else residual
-        return mlp(
-            x[None], weight, weight_down, bias=bias, bias_down=bias_down, weight_up=weight_up, bias_up=bias_up,
-            activation=activation, activation_args=activation_args, hidden_dropout_p=hidden_dropout_p,
-            dropout_p=dropout_p, residual=residual, out_dtype=out_dtype, precision=precision,
-        )[0]  # fmt: skip
+    is_row = isinstance(x, Tensor) and x.ndim == 1
+    if is_row:
+        x, residual = x[None], residual[None] if isinstance(residual, Tensor) else residual
     if isinstance(hidden_dropout_p, int | float) and not 0 <= hidden_dropout_p <= 1:
         raise ValueError(f"hidden_dropout_p is {hidden_dropout_p}; expected a probability")
     given = (x, weight, weight_down, bias, bias_down, weight_up, bias_up, residual)
@@ -424,21 +416,23 @@ def mlp(
         "activation_args": activation_args,
     }  # fmt: skip
     second = {"bias": bias_down, "residual": residual}
-    calls = None
+    # What is not checked yet may be no tensor.
+    trained = torch.is_grad_enabled() and True in [getattr(each, "requires_grad", False) for each in tensors]
+    inferred = not (trained or hidden_dropout_p or dropout_p)
     eager = key is not None and _checked_mlps.find(key, tensors) is not None
-    if not eager:
+    if not (eager and inferred):
         calls = _mlp_calls(x, weight, weight_down, first, second, hidden_dropout_p, dropout_p, out_dtype, precision)
-        mlp_autograd.validate(*calls)
-        eager = key is not None and not through_dispatcher(*tensors)
-        if eager and autocast_dtype(x) is None:
-            _checked_mlps.keep(key, tensors, True)
-    trained = torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]
-    if eager and not (trained or hidden_dropout_p or dropout_p):
+        if not eager:
+            mlp_autograd.validate(*calls)
+            eager = key is not None and not through_dispatcher(*tensors)
+            if eager and autocast_dtype(x) is None:
+                _checked_mlps.keep(key, tensors, True)
+    if eager and inferred:
         h = _fused(mlp, x, weight, first, None, precision)
-        return _fused(mlp, h, weight_down, second, out_dtype, precision)
-    if calls is None:
-        calls = _mlp_calls(x, weight, weight_down, first, second, hidden_dropout_p, dropout_p, out_dtype, precision)
-    return mlp_autograd.run(*calls)
+        result = _fused(mlp, h, weight_down, second, out_dtype, precision)
+    else:
+        result = mlp_autograd.run(*calls)
+    return result[0] if is_row else result
 
 
 _checked_mlps: KnownCalls[bool] = KnownCalls(is_plan=False)  # calls of `mlp` whose arguments fit
@@ -482,12 +476,8 @@ def _call(
     weight_up = get("weight_up")
     alpha, beta, aux, user, bias_dim, rounding = 1.0, 0.0, (), None, -1, "once"
     if not _SELDOM.isdisjoint(epilogue):
-        aux, user, bias_dim, rounding = (
-            tuple(get("aux", ())),
-            get("epilogue"),
-            get("bias_dim", -1),
-            get("rounding", rounding),
-        )
+        aux, user = tuple(get("aux", ())), get("epilogue")
+        bias_dim, rounding = get("bias_dim", -1), get("rounding", rounding)
         if user is not None:
             spec.registered(user)
         if rounding not in ROUNDINGS:
@@ -544,36 +534,6 @@ def _number(name: str, given: Any, nothing: float) -> tuple[Tensor | None, float
     if not isinstance(given, _NUMBERS):
         raise TypeError(f"{name} is {given!r}; expected a number or a 0-d tensor")
     return None, float(given)
-
-
-def warmup(
-    weights: Tensors,
-    *,
-    tokens: int = 8192,
-    backward: bool = False,
-    bias: bool = False,
-    activation: str | None = None,
-    activation_args: Mapping[str, float] | None = None,
-    out_dtype: torch.dtype | None = None,
-    precision: str | None = None,
-) -> int:
-    """Compile all that `linear` will need for these weights: nothing is compiled later, in a server or a graph capture.
-
-    Args:
-        weights: [N, K] weights on a GPU, or a module, of which every linear and every isogemm.nn.MLP is taken.
-        tokens: the most rows of x; every number up to it is covered.
-        backward: the gradients too, of up to `tokens` rows.
-        bias: with a bias; a module's linears are taken as they are.
-        activation, activation_args: also followed by it; a module's are known.
-        out_dtype, precision: as in the calls to come.
-
-    Returns:
-        The number of kernels that were compiled or found in Triton's cache. x, outputs and gradients are taken to be
-        contiguous and aligned to 16 bytes, as torch allocates them.
-    """
-    if not isinstance(weights, Tensor | torch.nn.Module | Iterable):
-        raise TypeError(f"weights is a {type(weights).__name__}; expected [N, K] tensors or a module")
-    return compile_ahead.warmup(weights, tokens, backward, bias, activation, activation_args, out_dtype, precision)
 
 
 def token_chunk(weight: Tensor | torch.nn.Linear) -> int:

@@ -16,19 +16,13 @@ from isogemm.gemm.describe import broadcast
 
 
 class Linear(torch.autograd.Function):
+    """`op.linear`; owners: weight and bias before autocast's cast, which carry main_grad."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        owners: tuple[Tensor | None, Tensor | None],  # weight and bias before autocast's cast: they carry main_grad
-        out_dtype: torch.dtype | None,
-        precision: str | None,
-    ) -> Tensor:
-        _keep_factors(ctx, x, weight, precision)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owners: Any, *how: Any) -> Tensor:
+        _keep_factors(ctx, x, weight, how[-1])
         ctx.owners = owners
-        return op.linear(x, weight, bias, out_dtype, precision)
+        return op.linear(x, weight, bias, *how)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

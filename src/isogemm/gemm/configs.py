@@ -410,9 +410,8 @@ def shared_memory(problem: Problem, config: Config) -> int:
         # They are read an element at a time: the sums are transposed to match.
         wide = problem.reads_float32 or odd or e.aux or problem.keeps_float32
         out += part * (4 if wide else ITEMSIZE[problem.out_dtype])  # on the way to the registers
-    if (
-        problem.number == "tf32" and config.kernel != "pointer" and warpgroups(config)
-    ):  # operands transposed, at most twice
+    if problem.number == "tf32" and config.kernel != "pointer" and warpgroups(config):
+        # Operands are transposed, at most twice.
         transposed = config.block_m * (problem.a_strides[1] != 1) + config.columns * (problem.b_strides[0] != 1)
         out += 2 * transposed * config.block_k * ITEMSIZE[problem.dtype]
     return (operands + out) * config.residents

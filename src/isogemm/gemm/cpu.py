@@ -16,8 +16,8 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any, ParamSpec
+from contextlib import ContextDecorator, ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +33,11 @@ _MOST = 1024  # rows of a call
 _FIXED = (32, 48, 64, 96, 128)  # rows of every call, where bits depend on the height; the first that is usable
 _TILE = 1024  # columns of a 16-bit weight, widened at a time
 
-_Arguments = ParamSpec("_Arguments")
 
+class _Ieee(ContextDecorator):
+    """Context and decorator: fp32 products in fp32, regardless of torch's setting, while any thread is inside.
 
-class _Ieee:
-    """Context: fp32 products in fp32, regardless of torch.set_float32_matmul_precision, while any thread is inside.
-
-    torch's setting is changed only where needed.
+    torch.set_float32_matmul_precision is overridden only where needed.
     """
 
     def __init__(self) -> None:
@@ -62,18 +60,8 @@ class _Ieee:
 _ieee = _Ieee()
 
 
-def _exact(function: Callable[_Arguments, Tensor]) -> Callable[_Arguments, Tensor]:
-    """Run a function without autograd and in ieee fp32."""
-
-    @functools.wraps(function)
-    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Tensor:
-        with torch.no_grad(), _ieee:
-            return function(*args, **kwargs)
-
-    return run
-
-
-@_exact
+@torch.no_grad()
+@_ieee
 def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """a [*, M, K] @ b [*, K, N] + bias [N], batch dimensions broadcast; fp32 sums, rounded once."""
     m, k = a.shape[-2:]
@@ -95,7 +83,8 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -
     return out
 
 
-@_exact
+@torch.no_grad()
+@_ieee
 def weight_grad(grad: Tensor, x: Tensor, total: Tensor | None, dtype: torch.dtype, chunk: int) -> Tensor:
     """grad [T, N]^T @ x [T, K] in the chunked order: added to `total` (fp32 [N, K], in place), or in `dtype`."""
     tokens, n = grad.shape
@@ -122,7 +111,8 @@ def weight_grad(grad: Tensor, x: Tensor, total: Tensor | None, dtype: torch.dtyp
     return sums.to(dtype, memory_format=torch.contiguous_format, copy=is_padded)
 
 
-@_exact
+@torch.no_grad()
+@_ieee
 def bias_grad(grad: Tensor, total: Tensor | None, dtype: torch.dtype, chunk: int) -> Tensor:
     """The sum of grad [T, N] over its tokens in the chunked order: added to `total` (fp32 [N]), or in `dtype`."""
     tokens, n = grad.shape
@@ -212,13 +202,9 @@ def _widened(x: Tensor, rows: int, columns: int, *, copy: bool = False) -> Tenso
 @functools.cache
 def _is_any_height(threads: int) -> bool:
     """Whether a row's bits are the same in a call of any height."""
-    generator = torch.Generator("cpu").manual_seed(0)
-
-    def normal(rows: int) -> Tensor:
-        return torch.randn(rows, _K_STEP, generator=generator, dtype=torch.float32, device="cpu")
-
+    normal = _normal()
     for columns in (_LEAST, 17, 33, 65, 256, 600):  # one more than a multiple, where a split among threads shows
-        x, weight = normal(200), normal(columns)
+        x, weight = normal(200, _K_STEP), normal(columns, _K_STEP)
         with torch.autocast("cpu", enabled=False):  # found once, also if the first call is under autocast
             low = torch.cat([torch.mm(weight, x[at : at + 20].t()).t() for at in range(0, 200, 20)])
             calls = [torch.mm(weight, x[:rows].t()).t() for rows in (_LEAST, 17, 33)]
@@ -245,11 +231,7 @@ def _rows_and_height(threads: int, k: int, n: int) -> tuple[int, int]:
 
 def _is_any_place(height: int, depth: int, width: int) -> bool:
     """Whether a call gives equal rows of x equal results, for a weight in either layout."""
-    generator = torch.Generator("cpu").manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-
+    normal = _normal()
     x = normal(1, depth).repeat(height, 1)
     sums = _sums_like(x, width)
     with torch.autocast("cpu", enabled=False):
@@ -259,6 +241,12 @@ def _is_any_place(height: int, depth: int, width: int) -> bool:
                 if not torch.equal(sums, sums[:1].expand_as(sums)):
                     return False
     return True
+
+
+def _normal() -> Callable[..., Tensor]:
+    """Return a function from a shape to normal numbers, the same in every process."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _sums_like(x: Tensor, columns: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ def weight_grad(
         m=n, n=k, k=tokens, dtype=dtype_name(x.dtype), out_dtype=dtype_name(dtype if total is None else torch.float32),
         precision=precision or "ieee", a_strides=_matrix_strides((tokens, n), (g_token, grad.stride(-1)))[::-1],
         b_strides=_matrix_strides((tokens, k), (x_token, x.stride(-1))),
-        c_strides=(k, 1) if total is None else pair(total.stride()),
+        c_strides=(k, 1) if total is None else (total.stride(0), total.stride(1)),
         a_aligned=aligned(grad), b_aligned=aligned(x), c_aligned=total is None or aligned(total),
         k_inner=inner if len(levels) == 2 else 0, k_outer_strides=(g_outer, x_outer),
         chunk=chunk, accumulate=total is not None, tma=_tma(), arch=facts.arch, sm_count=facts.sm_count,
@@ -108,6 +109,11 @@ def aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0
 
 
+def layout(x: Tensor | None) -> tuple[Any, ...] | None:
+    """All of a tensor that a plan depends on."""
+    return None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device())
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -133,11 +139,6 @@ def _matrix_strides(sizes: tuple[int, int], strides: tuple[int, int]) -> tuple[i
     if rows == 1:
         row = columns if column == 1 else 1
     return row, column
-
-
-def pair(values: Sequence[int]) -> tuple[int, int]:
-    first, second = values
-    return first, second
 
 
 def _tma() -> bool:

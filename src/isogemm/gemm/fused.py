@@ -4,47 +4,85 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from isogemm.core import device as devices
-from isogemm.core import dispatch
-from isogemm.core.dispatch import Dispatch
 from isogemm.core.errors import require_same
 from isogemm.core.plan import Plan, plans
 from isogemm.epilogues import random, spec
-from isogemm.epilogues.operands import MATRICES, PLACES, SHAPES, TENSORS, VECTORS, Epilogue, Operands
+from isogemm.epilogues.operands import DIFFERENTIABLE, MATRICES, PLACES, SHAPES, TENSORS, VECTORS, Operands
 from isogemm.gemm import configs, cpu, describe, op
 from isogemm.gemm import torch_forms as forms
 from isogemm.gemm.configs import ActivationGradProblem, Config, Problem
+from isogemm.gemm.describe import layout
 from isogemm.gemm.plan import activation_grad_plan, chunk_sums_plan, gemm_plan
 
 ROUNDINGS = ("once", "eager")
 
 
+class Call(NamedTuple):
+    """A product with an epilogue. The operator isogemm::fused takes its fields, with `operands` unpacked."""
+
+    x: Tensor  # [..., K]
+    weight: Tensor
+    weight_up: Tensor | None = None
+    operands: Operands = Operands()
+    by_rows: bool = True  # the weights are [N, K] as in `linear`, else [K, N] as in `matmul_fused`
+    save: str = ""  # what the forward keeps for its backward: "", mask, out or pre
+    owners: Sequence[Tensor | None] = (None,) * 4  # of the main_grads of weight, bias, weight_up and bias_up
+    main_grads: Sequence[Tensor | None] = (None,) * 4
+    out_dtype: torch.dtype | None = None
+    precision: str | None = None
+
+    @classmethod
+    def of_operator(cls, args: Sequence[Any]) -> Call:
+        """Make a call from the operator's arguments, whose tuples have become lists."""
+        given = [tuple(each) if isinstance(each, list) else each for each in args]
+        return cls._make((*given[:3], Operands._make(given[3:_AFTER]), *given[_AFTER:]))
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Arguments of the operator."""
+        return *self[:3], *self.operands, *self[4:]
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The differentiable arguments, except aux."""
+        return *self[:3], *self.operands[: len(DIFFERENTIABLE)]
+
+    @property
+    def columns(self) -> tuple[Tensor, Tensor | None]:
+        """The weights as [K, N]."""
+        weight, weight_up = self[1:3]
+        if not self.by_rows:
+            return weight, weight_up
+        return weight.mT, None if weight_up is None else weight_up.mT
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the result."""
+        return *self.x.shape[:-1], self.columns[0].shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the result."""
+        return self.out_dtype or self.x.dtype
+
+
+_AFTER = 3 + len(Operands._fields)  # the place after the operands among the operator's arguments
+
 Names = tuple[str, str, str, str]  # the caller's names of x, the weight, its bias and the dropout's probability
-_NAMES: Names = ("a", "b", "bias", "dropout_p")
 
 
-def names_of(by_rows: bool) -> Names:
-    """The names in `linear`, where the weights are [N, K], or else in `matmul_fused`."""
-    return ("x", "weight", "bias", "dropout_p") if by_rows else _NAMES
-
-
-def validate(
-    x: Tensor,
-    b: Tensor,
-    b_up: Tensor | None,
-    operands: Operands,
-    out_dtype: torch.dtype | None,
-    precision: str | None,
-    names: Names = _NAMES,
-) -> None:
-    """Raise where an argument of `fused` does not fit; x [..., K], b [K, N]."""
-    x_name, b_name, bias_name, dropout_name = names
-    op.require_operands((x_name, x), (b_name, b), out_dtype, precision)
+def validate(call: Call, names: Names | None = None) -> None:
+    """Raise where an argument of a call does not fit; names: by default those of `linear` or `matmul_fused`."""
+    x, (b, b_up), operands = call.x, call.columns, call.operands
+    given: Names = ("x", "weight", "bias", "dropout_p") if call.by_rows else ("a", "b", "bias", "dropout_p")
+    x_name, b_name, bias_name, dropout_name = names or given
+    op.require_operands((x_name, x), (b_name, b), call.out_dtype, call.precision)
     require_same(f"K (of {x_name} [..., K] and {b_name})", (x_name, b_name), (x.shape[-1], b.shape[0]))
     rows, n = x.shape[:-1], b.shape[-1]
     op.require_bias(operands.bias if operands.bias_dim == -1 else None, x, n, bias_name)
@@ -121,116 +159,72 @@ def new_seed(device: torch.device) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
-def fused(
-    x: Tensor,
-    weight: Tensor,
-    weight_up: Tensor | None,
-    operands: Operands,
-    out_dtype: torch.dtype | None,
-    precision: str | None,
-    save: str,
-    *,
-    by_rows: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The result [..., N] of x [..., K] and, if `save` is set, a mask or the pre-activation.
-
-    by_rows: the weights are [N, K], else [K, N].
-    """
-    if not x.is_cuda or x.dtype is torch.float64:
-        b, b_up = columns(weight, weight_up, by_rows)
-        validate(x, b, b_up, operands, out_dtype, precision, names_of(by_rows))
-        return _in_torch(x, b, b_up, operands, out_dtype or x.dtype, precision, save)
-    precision = devices.resolve_precision(x, precision)
-    if weight_up is not None:
-        weight, weight_up = _alike(weight, weight_up)
-    key = _key(x, weight, weight_up, operands, out_dtype, precision, save, by_rows)
-    plan = plans.get(key)
-    if plan is None:
-        b, b_up = columns(weight, weight_up, by_rows)
-        validate(x, b, b_up, operands, out_dtype, precision, names_of(by_rows))
-        dtype = out_dtype or x.dtype
-        if 0 in (*x.shape, b.shape[1]) or (operands.eager and not _has_torchs_bits(operands)):
-            return _in_torch(x, b, b_up, operands, dtype, precision, save)
-        read = _operands(x, b.shape[1], operands)
-        rows = _by_rows(x)
-        problem = _problem(rows, b, b_up, operands, dtype, precision, save, read)
-        plan = plans.keep(key, _plan(rows, b, problem, None, dtype, read))
-    read = _operands(x, plan.shape[-1], operands)
+def fused(call: Call, save: str = "") -> tuple[Tensor, Tensor | None]:
+    """The result [..., N] of a call and, if `save` says so, a mask or the pre-activation ("out": just the result)."""
+    save = "" if save == "out" else save
+    if not call.x.is_cuda or call.x.dtype is torch.float64:
+        validate(call)
+        return _in_torch(call, save)
+    found = find(call, save)
+    if found is None:
+        return _in_torch(call, save)
+    plan, inputs = found
     saved = None
     if save:
-        saved = read[PLACES["saved"]] = saved_like(x, plan.shape, save, operands)
-    return plan.run((_by_rows(x), weight, weight_up, *read), None, call_numbers(operands)), saved
+        saved = inputs[_READ + PLACES["saved"]] = saved_like(call.x, plan.shape, save, call.operands)
+    return plan.run(inputs, None, call_numbers(call.operands)), saved
 
 
-def find(
-    x: Tensor, weight: Tensor, weight_up: Tensor | None, operands: Operands, out_dtype: torch.dtype | None,
-    precision: str | None, by_rows: bool,
-) -> tuple[Plan, list[Tensor | None]] | None:  # fmt: skip
-    """The plan of a `fused` call that saves nothing, and its inputs; None if there is no plan yet."""
+def find(call: Call, save: str = "") -> tuple[Plan, list[Tensor | None]] | None:
+    """The plan of a call on a GPU and its inputs, without memory for what is saved; None where torch serves."""
+    x, weight, weight_up, operands = call[:4]
+    up = None
     if weight_up is not None:
         weight, weight_up = _alike(weight, weight_up)
-    precision = devices.resolve_precision(x, precision)
-    plan = plans.get(_key(x, weight, weight_up, operands, out_dtype, precision, "", by_rows))
-    return None if plan is None else (plan, [_by_rows(x), weight, weight_up, *_operands(x, plan.shape[-1], operands)])
-
-
-def _key(
-    x: Tensor, weight: Tensor, weight_up: Tensor | None, operands: Operands, out_dtype: torch.dtype | None,
-    precision: str | None, save: str, by_rows: bool,
-) -> tuple[Any, ...]:  # fmt: skip
-    """All that a plan depends on."""
-    up = None if weight_up is None else (_layout(weight_up), *apart(weight, weight_up))
-    return (
-        "fused", _layout(x), _layout(weight), by_rows, up,
-        *map(_layout, cast("Sequence[Tensor | None]", operands[: len(SHAPES)])), *map(_layout, operands.aux),
+        up = layout(weight_up), *apart(weight, weight_up)
+    key = (  # all that a plan depends on
+        "fused", layout(x), layout(weight), call.by_rows, up,
+        *map(layout, cast("Sequence[Tensor | None]", operands[: len(SHAPES)])), *map(layout, operands.aux),
         operands.activation, operands.arguments, operands.epilogue and spec.REGISTERED.get(operands.epilogue),
         operands.alpha_value != 1, operands.beta_value != 0, operands.dropout_p > 0, operands.bias_dim, operands.eager,
-        save, out_dtype, precision,
+        save, call.out_dtype, devices.resolve_precision(x, call.precision),
     )  # fmt: skip
+    plan = plans.get(key)
+    if plan is None:
+        validate(call)
+        if 0 in (*x.shape, call.shape[-1]) or (operands.eager and not _has_torchs_bits(operands)):
+            return None
+        readable = call._replace(x=_by_rows(x), weight=weight, weight_up=weight_up)
+        plan = plans.keep(key, _plan(readable, _problem(readable, save)))
+    return plan, [_by_rows(x), weight, weight_up, *_operands(call)]
 
 
-def columns(weight: Tensor, weight_up: Tensor | None, by_rows: bool) -> tuple[Tensor, Tensor | None]:
-    """The weights as [K, N]."""
-    if not by_rows:
-        return weight, weight_up
-    return weight.mT, None if weight_up is None else weight_up.mT
+_READ = 3  # the place among a plan's inputs from which on the epilogue reads
 
 
-def problem_of(
-    x: Tensor,
-    b: Tensor,
-    b_up: Tensor | None,
-    operands: Operands,
-    *,
-    out_dtype: torch.dtype | None = None,
-    precision: str | None = None,
-) -> Problem:
-    """Describe a `fused` call of tensors on a GPU, x [M, K]."""
-    precision, dtype = devices.resolve_precision(x, precision), out_dtype or x.dtype
-    return _problem(x, b, b_up, operands, dtype, precision, "", _operands(x, b.shape[1], operands))
+def problem_of(x: Tensor, b: Tensor, b_up: Tensor | None, operands: Operands, **how: Any) -> Problem:
+    """Describe a `fused` call of tensors on a GPU, x [M, K]; how: out_dtype and precision."""
+    return _problem(Call(x, b, b_up, operands, by_rows=False, **how))
 
 
 def gemm(
     x: Tensor, b: Tensor, b_up: Tensor | None, operands: Operands, *, config: Config | None = None, **how: Any
 ) -> Tensor:
     """`fused` with a given configuration; how: as in `problem_of`. For tests and `verify`."""
-    problem = problem_of(x, b, b_up, operands, **how)
-    read = _operands(x, b.shape[1], operands)
-    plan = _plan(x, b, problem, config, getattr(torch, problem.out_dtype), read)
-    return plan.run((x, b, b_up, *read), None, call_numbers(operands))
+    call = Call(x, b, b_up, operands, by_rows=False, **how)
+    plan = _plan(call, _problem(call), config)
+    return plan.run((x, b, b_up, *_operands(call)), None, call_numbers(operands))
 
 
-def _plan(
-    x: Tensor, b: Tensor, problem: Problem, config: Config | None, dtype: torch.dtype, read: Sequence[Tensor | None]
-) -> Plan:
+def _plan(call: Call, problem: Problem, config: Config | None = None) -> Plan:
     seen = [
         None if each is None else (each.dtype, describe.aligned(each) and name not in VECTORS)  # read by element
-        for name, each in zip(TENSORS, read, strict=False)
+        for name, each in zip(TENSORS, _operands(call), strict=False)
     ]
     if problem.epilogue.saves:
-        pre = forms.saved_dtype(problem.epilogue.activation, x.dtype)
+        pre = forms.saved_dtype(problem.epilogue.activation, call.x.dtype)
         seen[PLACES["saved"]] = (torch.uint8 if problem.epilogue.saves == "mask" else pre), True
-    return gemm_plan("fused", (*x.shape[:-1], b.shape[1]), dtype, x.device, problem, config, seen)
+    return gemm_plan("fused", call.shape, call.dtype, call.x.device, problem, config, seen)
 
 
 def _has_torchs_bits(operands: Operands) -> bool:
@@ -255,13 +249,13 @@ def _alike(weight: Tensor, weight_up: Tensor) -> tuple[Tensor, Tensor]:
     return weight, weight_up.clone() if weight.data_ptr() == weight_up.data_ptr() else weight_up
 
 
-def _operands(x: Tensor, n: int, operands: Operands) -> list[Tensor | None]:
+def _operands(call: Call) -> list[Tensor | None]:
     """What the epilogue reads, in the kernels' order and layout: contiguous vectors, matrices by rows."""
+    operands = call.operands
     read = [each if each is None else prepare(each) for prepare, each in zip(_PREPARED, operands, strict=False)]
     read += [operands.seed, None, None]
     if operands.aux:
-        rows = describe.rows(x)
-        read += [each.expand(*x.shape[:-1], n).reshape(rows, n) for each in operands.aux]
+        read += [describe.flat(each.expand(call.shape)) for each in operands.aux]
     return read
 
 
@@ -283,16 +277,11 @@ def _matrix(x: Tensor | None) -> Tensor | None:
 _PREPARED: list[Callable[[Any], Any]] = [_matrix if shape == "mn" else _vector for shape in SHAPES.values()]
 
 
-def _layout(x: Tensor | None) -> tuple[Any, ...] | None:
-    """All of a tensor that a plan depends on."""
-    return None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device())
-
-
 def saved_like(x: Tensor, shape: Sequence[int], save: str, operands: Operands) -> Tensor | None:
     """Allocate what `save` names, for a result of this shape."""
     if save == "pre":
         dtype = forms.saved_dtype(operands.activation, x.dtype)
-        return x.new_empty((2, *shape) if operands.gated else shape, dtype=dtype)
+        return x.new_empty(operands.paired(shape), dtype=dtype)
     if save == "mask":
         return x.new_empty((*shape[:-1], (shape[-1] + 7) // 8), dtype=torch.uint8)
     return None
@@ -307,27 +296,20 @@ def call_numbers(operands: Operands) -> tuple[float | None, ...]:
     return alpha, beta, random.threshold(operands.dropout_p), random.scale(operands.dropout_p)
 
 
-def _problem(
-    x: Tensor,
-    b: Tensor,
-    b_up: Tensor | None,
-    operands: Operands,
-    dtype: torch.dtype,
-    precision: str | None,
-    save: str,
-    read: list[Tensor | None],
-) -> Problem:
+def _problem(call: Call, save: str = "") -> Problem:
+    x, (b, b_up), read = call.x, call.columns, _operands(call)
+    precision = devices.resolve_precision(x, call.precision)
     aux = [each for each in read[PLACES["aux0"] :] if each is not None]
     matrices = [read[PLACES[name]] for name in MATRICES]
     strides = (
         *(None if each is None else each.stride(0) for each in matrices),
         *(stride for each in aux for stride in each.stride()),
     )
-    flat = describe.flat(x)
-    problem = describe.product(flat, b, None, dtype, precision, describe.accumulation_chunk(x, dtype))
+    chunk = describe.accumulation_chunk(x, call.dtype)
+    problem = describe.product(describe.flat(x), b, None, call.dtype, precision, chunk)
     assert problem is not None
     return replace(
-        problem, epilogue=operands.compiled(dtype, precision, save), read_strides=strides,
+        problem, epilogue=call.operands.compiled(call.dtype, precision, save), read_strides=strides,
         reads_float32=any(each is not None and each.dtype is torch.float32 for each in (*matrices, *aux)),
         read_aligned=all(each is None or describe.aligned(each) for each in matrices),
         b_aligned=problem.b_aligned and (b_up is None or describe.aligned(b_up)),
@@ -335,31 +317,22 @@ def _problem(
     )  # fmt: skip
 
 
-def _in_torch(
-    x: Tensor, b: Tensor, b_up: Tensor | None, operands: Operands, out_dtype: torch.dtype, precision: str | None,
-    save: str,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+def _in_torch(call: Call, save: str = "") -> tuple[Tensor, Tensor | None]:
     """Compute in torch's operations: on the CPU, for float64, empty tensors, and eager rounding of some activations."""
+    x, operands = call.x, call.operands
     with torch.no_grad():
-        dtype = out_dtype if operands.eager else cpu.sums_dtype(x.dtype)
-        sums, up = (None if each is None else _sums(x, each, dtype, precision) for each in (b, b_up))
+        dtype = call.dtype if operands.eager else cpu.sums_dtype(x.dtype)
+        sums, up = (None if each is None else _sums(x, each, dtype, call.precision) for each in call.columns)
         assert sums is not None
         pre, pre_up = forms.before_activation(sums, up, operands)
-        result = forms.after_activation(pre, pre_up, operands).to(out_dtype).contiguous()
+        result = forms.after_activation(pre, pre_up, operands).to(call.dtype).contiguous()
         saved = None
         if save == "mask":
             saved = forms.packed(spec.ACTIVATIONS[operands.activation].derivative(pre, *operands.arguments) == 1)
         elif save == "pre":
             pre = pre if pre_up is None else torch.stack((pre, pre_up))
             saved = forms.kept(pre, forms.saved_dtype(operands.activation, x.dtype))
-    if dispatch.active:
-        path, reason = "torch", "torch's own operations follow the product"
-        if x.dtype is torch.float64:
-            reason = "float64"
-        elif not x.is_cuda:
-            path, reason = "cpu", "not on a GPU"
-        problem = f"{list(x.shape)} {describe.dtype_name(x.dtype)}"
-        dispatch.record(Dispatch("fused", path, problem, operands.activation or operands.epilogue, reason))
+    op.record_elsewhere("fused", x, operands.activation or operands.epilogue)
     return result, saved
 
 
@@ -386,33 +359,27 @@ def activation_grad(
         if not (sums and grad.is_cuda) or dtype is torch.float64:
             return dz, None
         chunks = -(-describe.rows(grad) // configs.BIAS_CHUNK)
-        none = torch.zeros((chunks, n), dtype=torch.float32, device=grad.device)
-        return dz, torch.stack((none, none)) if operands.gated else none
+        return dz, torch.zeros(operands.paired((chunks, n)), dtype=torch.float32, device=grad.device)
     rows = cast(Tensor, _matrix(grad))
     saved = None if saved is None else saved.contiguous()
     key = (
-        "activation_grad", _layout(rows), _layout(saved), kind, operands.activation, operands.arguments,
+        "activation_grad", layout(rows), layout(saved), kind, operands.activation, operands.arguments,
         operands.dropout_p > 0, dtype, sums, grad.shape,
     )  # fmt: skip
     chunks = -(-rows.shape[0] // configs.BIAS_CHUNK)
     partial = None
     if sums:
-        sizes = (2, chunks, n) if operands.gated else (chunks, n)
-        partial = torch.empty(sizes, dtype=torch.float32, device=grad.device)
+        partial = torch.empty(operands.paired((chunks, n)), dtype=torch.float32, device=grad.device)
     read = (saved, operands.seed, partial)
     plan = plans.get(key)
     if plan is None:
-        epilogue = Epilogue(
-            activation=operands.activation, arguments=operands.arguments, dropout=operands.dropout_p > 0,
-            exact=dtype is torch.float32, gradient=cast(Any, kind),
-        )  # fmt: skip
+        epilogue = operands.of_gradient(kind, dtype is torch.float32)
         arch = devices.facts(grad.device).arch
         problem = ActivationGradProblem(
             rows.shape[0], n, describe.dtype_name(dtype), epilogue, rows.stride(0), sums, describe.aligned(rows), arch
         )
         seen = [None if each is None else (each.dtype, describe.aligned(each)) for each in (rows, *read)]
-        shape = (2, *grad.shape) if operands.gated else grad.shape
-        plan = plans.keep(key, activation_grad_plan(problem, shape, grad.device, seen))
+        plan = plans.keep(key, activation_grad_plan(problem, operands.paired(grad.shape), grad.device, seen))
     dz = plan.run((rows, *read), None, call_numbers(operands)[2:])
     return dz, partial
 
@@ -427,9 +394,7 @@ def chunk_sums(partial: Tensor, together: int, total: Tensor | None, dtype: torc
         sums = partial.new_zeros(n) if total is None else total
         for chunk in cpu.row_sums(partial, together):
             sums += chunk + 0.0  # -0 is +0, as with rows of zeros after it
-        if dispatch.active:
-            problem = f"{list(partial.shape)} {describe.dtype_name(partial.dtype)}"
-            dispatch.record(Dispatch("bias_grad", "cpu", problem, "", "not on a GPU"))
+        op.record_elsewhere("bias_grad", partial)
         return sums.to(dtype) if total is None else sums
     if not partial.numel():
         return torch.zeros(n, dtype=dtype, device=partial.device) if total is None else total
@@ -469,25 +434,22 @@ def hidden_grad(
     precision = devices.resolve_precision(grad, precision)
     grad, saved = _by_rows(grad), saved.contiguous()
     shape = (*grad.shape[:-1], weight.shape[1])
-    out = torch.empty((2, *shape) if operands.gated else shape, dtype=weight.dtype, device=weight.device)
+    out = torch.empty(operands.paired(shape), dtype=weight.dtype, device=weight.device)
     first, second = (out[0], out[1]) if operands.gated else (out, None)
-    blocks = (-(-describe.rows(grad) // configs.BIAS_ROWS), weight.shape[1])
     partial = None
     if sums:
-        partial = torch.empty((2, *blocks) if operands.gated else blocks, dtype=torch.float32, device=weight.device)
+        blocks = operands.paired((-(-describe.rows(grad) // configs.BIAS_ROWS), weight.shape[1]))
+        partial = torch.empty(blocks, dtype=torch.float32, device=weight.device)
     given = {"seed": operands.seed, "saved": saved, "second": second, "row_sums": partial}
     read = [given.get(name) for name in TENSORS]
     key = (
-        "hidden_grad", _layout(grad), _layout(weight), *map(_layout, read), kind, operands.activation,
+        "hidden_grad", layout(grad), layout(weight), *map(layout, read), kind, operands.activation,
         operands.arguments, operands.dropout_p > 0, precision, config,
     )  # fmt: skip
     plan = plans.get(key)
     if plan is None:
         op.validate(grad, weight, None, None, precision)
-        epilogue = Epilogue(
-            activation=operands.activation, arguments=operands.arguments, dropout=operands.dropout_p > 0,
-            exact=grad.dtype is torch.float32 and precision != "tf32", gradient=cast(Any, kind), sums=sums,
-        )  # fmt: skip
+        epilogue = operands.of_gradient(kind, grad.dtype is torch.float32 and precision != "tf32", sums)
         chunk = describe.accumulation_chunk(grad, grad.dtype)
         problem = describe.product(describe.flat(grad), weight, None, grad.dtype, precision, chunk)
         assert problem is not None

@@ -7,8 +7,7 @@ operand is kept if a needed gradient reads it (`torch_forms.READ_BY`).
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,12 +21,12 @@ from isogemm.epilogues import spec
 from isogemm.epilogues.operands import DIFFERENTIABLE, Operands
 from isogemm.gemm import autograd, configs, cpu, fused, fused_op, op
 from isogemm.gemm import torch_forms as forms
-from isogemm.gemm.fused_op import Call
+from isogemm.gemm.fused import Call
 
 TENSORS = ("x", "weight", "weight_up", *DIFFERENTIABLE)  # of a call, but aux
 _COUNT = len(TENSORS)
 _X, _WEIGHT, _BIAS, _RESIDUAL = map(TENSORS.index, ("x", "weight", "bias", "residual"))
-_AFTER_BIASES = slice(TENSORS.index("c"), _COUNT)
+_AFTER_BIASES = TENSORS[TENSORS.index("c") :]
 OWNED = ("weight", "bias", "weight_up", "bias_up")  # parameters, which may have a main_grad
 
 
@@ -46,12 +45,12 @@ def run(call: Call) -> Tensor:
         precision = resolve_precision(call.x, call.precision)
         if precision is not call.precision:
             call = call._replace(precision=precision)
-        return cast(Tensor, cast(Any, _Fused).apply(call, *tensors)[0])
-    return call.run("")[0]
+        return cast(Tensor, cast(Any, _Fused).apply(call, *call.tensors, *call.operands.aux)[0])
+    return fused.fused(call)[0]
 
 
 class _Fused(torch.autograd.Function):
-    """Takes a call and its tensors that are not None; returns the result, and the pre-activation if it is kept.
+    """Takes a call and its tensors; returns the result, and the pre-activation if it is kept.
 
     The pre-activation is returned so that a second derivative passes through it. Where only its signs are kept, an
     empty tensor replaces it, so that the second derivative is zero, as in torch, and not missing.
@@ -59,30 +58,16 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
-        operands = call.operands
-        of_call = call.tensors
-        ctx.present = [each is not None for each in of_call]
-        needs = needed_by(ctx)
-        result, saved = call.run(_save(operands, _wants_dz(needs)))
+        operands, needs = call.operands, ctx.needs_input_grad[1:]
+        result, saved = fused.fused(call, _save(operands, _wants_dz(needs)))
         passed = result.new_empty(0) if _wants_dz(needs) and operands.saved == "mask" else None
-        kept = _keep(ctx, call, of_call, needs, result, saved, passed)
+        kept = _keep(ctx, call, needs, result, saved, passed)
         ctx.set_materialize_grads(False)
         return result, saved if kept is saved and ctx.kind == "pre" else passed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, of_saved: Tensor | None) -> tuple[Any, ...]:
-        return None, *of_present(ctx, _gradients(ctx, grad, of_saved, needed_by(ctx)))
-
-
-def needed_by(ctx: Any) -> tuple[bool, ...]:
-    """Which gradients are needed, of a call's tensors and aux; False for tensors that are None."""
-    needs = iter(ctx.needs_input_grad[1:])
-    return *[there and next(needs) for there in ctx.present], *needs
-
-
-def of_present(ctx: Any, gradients: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
-    """The gradients of the tensors that are not None."""
-    return itertools.compress(gradients, itertools.chain(ctx.present, itertools.repeat(True)))
+        return None, *_gradients(ctx, grad, of_saved, ctx.needs_input_grad[1:])
 
 
 def _wants_dz(needs: Sequence[bool]) -> bool:
@@ -91,9 +76,8 @@ def _wants_dz(needs: Sequence[bool]) -> bool:
 
 
 def _save(operands: Operands, wanted: bool) -> str:
-    """What the forward saves besides its result."""
-    kind = operands.saved
-    return kind if wanted and kind != "out" else ""
+    """What the forward saves."""
+    return operands.saved if wanted else ""
 
 
 @functools.cache
@@ -104,14 +88,13 @@ def _is_read(needs: tuple[bool, ...]) -> tuple[bool, ...]:
 
 
 def _keep(
-    ctx: Any, call: Call, tensors: Sequence[Tensor | None], needs: tuple[bool, ...], result: Tensor,
-    saved: Tensor | None, passed: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
+    ctx: Any, call: Call, needs: tuple[bool, ...], result: Tensor, saved: Tensor | None, passed: Tensor | None = None
+) -> Tensor | None:
     """Save only what the needed gradients read. Return what is saved for the activation.
 
     passed: the tensor to which a second derivative of zero goes.
     """
-    operands = call.operands
+    operands, tensors = call.operands, call.tensors
     ctx.dtypes = [each if each is None else each.dtype for each in tensors]
     ctx.weight_shape = call.weight.shape if call.by_rows else call.weight.shape[::-1]
     ctx.registered = spec.REGISTERED.get(operands.epilogue)
@@ -183,40 +166,23 @@ def _gradients(
     if of_saved is not None:
         value = of_saved if grad is None else dz.value + of_saved
         dz = dz._replace(value=value.to(dtype), sums=None)
-    if operands.gated:
-        found |= of_both_weights(call, dz, needed, owners)
-        return *found.values(), *dz.of_aux
-    rounded = dz.value.to(dtype)
-    if needed["bias"]:
-        if operands.bias_dim == -1:
-            found["bias"] = dz.of_bias(dtype, owners["bias"])
-        else:
-            found["bias"] = _over_columns(dz.value).to(dtype)
-    if True in needs[_AFTER_BIASES]:
-        product = functools.partial(_product, call)
-        found |= forms.operand_gradients(operands, dz.value, needed, dtypes, product, autograd.bias_grad, _over_columns)
-    if not (needed["x"] or needed["weight"]):
-        return *found.values(), *dz.of_aux
-    scaled = forms.scaled(rounded, operands)
-    if needed["x"]:
-        weight = call.weight if call.by_rows else call.weight.mT  # [N, K]
-        found["x"] = autograd.by_rows(scaled, weight, call.precision)
-    if needed["weight"]:
-        if call.by_rows:
-            found["weight"] = autograd.of_weight(scaled, call.x, call.precision, owners["weight"])
-        else:
-            found["weight"] = autograd.weight_grad(call.x, scaled, call.precision)
+    found |= gradients_of(call, dz, needed, dtypes, owners)
     return *found.values(), *dz.of_aux
 
 
-def main_grads_of(call: Call, needed: dict[str, bool], weight_shape: Sequence[int]) -> dict[str, autograd.Accumulated]:
-    """The parameters to whose main_grad this backward adds; all are checked before any is changed."""
+def main_grads_of(
+    call: Call, needed: dict[str, bool], weight_shape: Sequence[int], layer: str = ""
+) -> dict[str, autograd.Accumulated]:
+    """The parameters to whose main_grad this backward adds; all are checked before any is changed.
+
+    layer: follows a parameter's name in error messages.
+    """
     owners: dict[str, autograd.Accumulated] = {}
     for name, given in zip(OWNED, zip(call.owners, call.main_grads, strict=True), strict=True):
         owner, total = owners[name] = autograd.given_or_accumulated(given, needed[name])
         if needed[name] and owner is not None and total is not None:
             shape = weight_shape if "weight" in name else weight_shape[:1]
-            op.require_total(f"{name}.main_grad", total, shape, owner.device)
+            op.require_total(f"{name}{layer}.main_grad", total, shape, owner.device)
     return owners
 
 
@@ -267,9 +233,7 @@ def _of_pre_activation(
             dz, *gradients = forms.epilogue_grad(grad, saved, operands, dtype, of_aux, create_graph=True)
             return Dz(cast(Tensor, dz), None, gradients)
         arguments = (grad, saved, dtype, operands.aux, operands.seed, operands.dropout_p, operands.epilogue, of_aux)
-        epilogue_grad = fused_op.epilogue_grad
-        run = epilogue_grad.op if through_dispatcher(grad, saved) else epilogue_grad.run
-        dz, *gradients = run(*arguments)
+        dz, *gradients = fused_op.epilogue_grad(*arguments)
         return Dz(dz, None, [found if want else None for found, want in zip(gradients, of_aux, strict=True)])
     nothing = [None for _ in of_aux]
     if not (operands.activation or operands.dropout_p):
@@ -288,13 +252,42 @@ def activation_grad(
     if is_differentiated():
         return Dz(forms.activation_grad(grad, saved, kind, operands, dtype), None, ())
     if through_dispatcher(grad):
-        of_forward = fused_op.gradient_call(saved, kind, operands)
-        dz, partial = fused_op.activation_grad.op(grad, dtype, sums, *of_forward)
+        dz, partial = fused_op.activation_grad.op(grad, dtype, sums, saved, kind, *fused_op.of_forward(operands))
         return Dz(dz, partial if sums and grad.is_cuda and dtype is not torch.float64 else None, ())
     return Dz(*fused.activation_grad(grad, saved, kind, operands, dtype, sums), ())
 
 
-def of_both_weights(
+def gradients_of(
+    call: Call, dz: Dz, needed: dict[str, bool], dtypes: dict[str, Any], owners: dict[str, autograd.Accumulated]
+) -> dict[str, Tensor | None]:
+    """The gradients of a call's tensors from dz, where needed; None where added to a main_grad."""
+    if call.operands.gated:
+        return _of_both_weights(call, dz, needed, owners)
+    operands, dtype = call.operands, dtypes["x"]
+    found: dict[str, Tensor | None] = {}
+    if needed["bias"]:
+        if operands.bias_dim == -1:
+            found["bias"] = dz.of_bias(dtype, owners["bias"])
+        else:
+            found["bias"] = _over_columns(dz.value).to(dtype)
+    if any(needed[name] for name in _AFTER_BIASES):
+        product = functools.partial(_product, call)
+        found |= forms.operand_gradients(operands, dz.value, needed, dtypes, product, autograd.bias_grad, _over_columns)
+    if not (needed["x"] or needed["weight"]):
+        return found
+    scaled = forms.scaled(dz.value.to(dtype), operands)
+    if needed["x"]:
+        weight = call.weight if call.by_rows else call.weight.mT  # [N, K]
+        found["x"] = autograd.by_rows(scaled, weight, call.precision)
+    if needed["weight"]:
+        if call.by_rows:
+            found["weight"] = autograd.of_weight(scaled, call.x, call.precision, owners["weight"])
+        else:
+            found["weight"] = autograd.weight_grad(call.x, scaled, call.precision)
+    return found
+
+
+def _of_both_weights(
     call: Call, dz: Dz, needed: dict[str, bool], owners: dict[str, autograd.Accumulated]
 ) -> dict[str, Tensor | None]:
     """The gradients of x, both weights and both biases in act(gate) * up, from dz [2, ..., N]; all of one dtype."""
@@ -338,7 +331,7 @@ def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
     call = call._replace(precision=resolve_precision(call.x, call.precision))
     ctx.structure = [no_gradient(each) for each in inputs]
     needs = ctx.needs_input_grad[: _COUNT + len(call.operands.aux)]  # here, unlike there, of each tensor in a list
-    kept = _keep(ctx, call, call.tensors, needs, *output)
+    kept = _keep(ctx, call, needs, *output)
     if kept is not output[1] or ctx.kind != "pre":
         ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)

@@ -2,196 +2,119 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from isogemm.core.operator import Operator
-from isogemm.epilogues.operands import DIFFERENTIABLE, SCHEMA, Operands
-from isogemm.gemm import configs, describe, fused
+from isogemm.epilogues.operands import SCHEMA, Operands
+from isogemm.gemm import configs, fused
 from isogemm.gemm import torch_forms as forms
-
-
-class Call(NamedTuple):
-    """A product with an epilogue. The operator isogemm::fused takes its fields, with `operands` unpacked."""
-
-    x: Tensor  # [..., K]
-    weight: Tensor
-    weight_up: Tensor | None = None
-    operands: Operands = Operands()
-    by_rows: bool = True  # the weights are [N, K], else [K, N]
-    save: str = ""
-    owners: Sequence[Tensor | None] = (None,) * 4  # of the main_grads of weight, bias, weight_up and bias_up
-    main_grads: Sequence[Tensor | None] = (None,) * 4
-    out_dtype: torch.dtype | None = None
-    precision: str | None = None
-
-    @classmethod
-    def of_operator(cls, args: Sequence[Any]) -> Call:
-        """Make a call from the operator's arguments, whose tuples have become lists."""
-        given = [tuple(each) if isinstance(each, list) else each for each in args]
-        return cls._make((*given[:3], Operands._make(given[3:_AFTER]), *given[_AFTER:]))
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The operator's arguments."""
-        return *self[:3], *self.operands, *self[4:]
-
-    @property
-    def tensors(self) -> tuple[Any, ...]:
-        """The differentiable arguments, except aux."""
-        return *self[:3], *self.operands[: len(DIFFERENTIABLE)]
-
-    @property
-    def columns(self) -> tuple[Tensor, Tensor | None]:
-        """The weights as [K, N]."""
-        return fused.columns(self.weight, self.weight_up, self.by_rows)
-
-    def run(self, save: str) -> tuple[Tensor, Tensor | None]:
-        """The result and what was saved."""
-        return fused.fused(
-            self.x, self.weight, self.weight_up, self.operands, self.out_dtype, self.precision, save,
-            by_rows=self.by_rows,
-        )  # fmt: skip
-
-
-_AFTER = 3 + len(Operands._fields)  # the place after the operands among the operator's arguments
+from isogemm.gemm.fused import Call
 
 
 def run_fused(*args: Any) -> tuple[Tensor, Tensor]:
     call = Call.of_operator(args)
-    result, saved = call.run(call.save)
+    result, saved = fused.fused(call, call.save)
     return result, call.x.new_empty(0) if saved is None else saved
 
 
 def fused_fake(*args: Any) -> tuple[Tensor, Tensor]:
     call = Call.of_operator(args)
-    x, operands = call.x, call.operands
-    fused.validate(x, *call.columns, operands, call.out_dtype, call.precision, fused.names_of(call.by_rows))
-    shape = (*x.shape[:-1], call.columns[0].shape[-1])
-    saved = fused.saved_like(x, shape, call.save, operands)
-    return x.new_empty(shape, dtype=call.out_dtype or x.dtype), x.new_empty(0) if saved is None else saved
+    fused.validate(call)
+    saved = fused.saved_like(call.x, call.shape, call.save, call.operands)
+    return call.x.new_empty(call.shape, dtype=call.dtype), call.x.new_empty(0) if saved is None else saved
 
 
-class MlpCall(NamedTuple):
-    """The arguments of the operator isogemm::mlp."""
-
-    x: Tensor
-    weight: Tensor
-    weight_up: Tensor | None
-    bias: Tensor | None
-    bias_up: Tensor | None
-    weight_down: Tensor
-    bias_down: Tensor | None
-    residual: Tensor | None
-    seed: Tensor | None
-    down_seed: Tensor | None
-    activation: str
-    arguments: Sequence[float]
-    hidden_dropout_p: float
-    dropout_p: float
-    save: bool
-    owners: Sequence[Tensor | None]  # of the main_grads of weight, bias, weight_up, bias_up, and those below
-    main_grads: Sequence[Tensor | None]
-    out_dtype: torch.dtype | None
-    precision: str | None
-
-    @property
-    def hidden(self) -> Operands:
-        return Operands(
-            self.bias, self.bias_up, seed=self.seed, dropout_p=self.hidden_dropout_p, activation=self.activation,
-            arguments=tuple(self.arguments),
-        )  # fmt: skip
-
-    @property
-    def down(self) -> Operands:
-        return Operands(self.bias_down, residual=self.residual, seed=self.down_seed, dropout_p=self.dropout_p)
-
-    @property
-    def written(self) -> str:
-        """What the first layer saves besides its result."""
-        kind = self.hidden.saved_hidden
-        return kind if self.save and kind != "out" else ""
+def mlp_calls(
+    x: Tensor, weight: Tensor, weight_up: Tensor | None, bias: Tensor | None, bias_up: Tensor | None,
+    weight_down: Tensor, bias_down: Tensor | None, residual: Tensor | None, seed: Tensor | None,
+    down_seed: Tensor | None, activation: str, arguments: Sequence[float], hidden_dropout_p: float, dropout_p: float,
+    save: bool, owners: Sequence[Tensor | None], main_grads: Sequence[Tensor | None],
+    out_dtype: torch.dtype | None, precision: str | None,
+) -> tuple[Call, Call]:  # fmt: skip
+    """The two layers of the operator isogemm::mlp, from its arguments; x stands for the second one's."""
+    first = Operands(
+        bias, bias_up, seed=seed, dropout_p=hidden_dropout_p, activation=activation, arguments=tuple(arguments)
+    )
+    second = Operands(bias_down, residual=residual, seed=down_seed, dropout_p=dropout_p)
+    kept = first.saved_hidden if save else ""
+    return (
+        Call(x, weight, weight_up, first, True, kept, owners[:4], main_grads[:4], None, precision),
+        Call(x, weight_down, None, second, True, "", owners[4:], main_grads[4:], out_dtype, precision),
+    )
 
 
 def run_mlp(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The result, the hidden value and its pre-activation; the latter two empty if not kept."""
-    call = MlpCall(*args)
-    h, z = fused.fused(
-        call.x, call.weight, call.weight_up, call.hidden, None, call.precision, call.written, by_rows=True
-    )
-    result, _ = fused.fused(h, call.weight_down, None, call.down, call.out_dtype, call.precision, "", by_rows=True)
-    return result, h if call.save else call.x.new_empty(0), call.x.new_empty(0) if z is None else z
+    hidden, down = mlp_calls(*args)
+    h, z = fused.fused(hidden, hidden.save)
+    result, _ = fused.fused(down._replace(x=h))
+    return result, h if hidden.save else h.new_empty(0), h.new_empty(0) if z is None else z
 
 
 def mlp_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    call = MlpCall(*args)
-    x, shape = call.x, (*call.x.shape[:-1], call.weight.shape[0])
-    up = None if call.weight_up is None else call.weight_up.mT
-    fused.validate(x, call.weight.mT, up, call.hidden, None, call.precision)
-    h = x.new_empty(shape)
-    fused.validate(h, call.weight_down.mT, None, call.down, call.out_dtype, call.precision)
-    z = fused.saved_like(x, shape, call.written, call.hidden)
-    result = x.new_empty((*shape[:-1], call.weight_down.shape[0]), dtype=call.out_dtype or x.dtype)
-    return result, h if call.save else x.new_empty(0), x.new_empty(0) if z is None else z
+    hidden, down = mlp_calls(*args)
+    fused.validate(hidden)
+    h = hidden.x.new_empty(hidden.shape)
+    down = down._replace(x=h)
+    fused.validate(down)
+    z = fused.saved_like(h, hidden.shape, hidden.save, hidden.operands)
+    result = h.new_empty(down.shape, dtype=down.dtype)
+    return result, h if hidden.save else h.new_empty(0), h.new_empty(0) if z is None else z
 
 
-class GradientCall(NamedTuple):
-    """The last arguments of isogemm::activation_grad and ::hidden_grad: the forward's epilogue."""
-
-    saved: Tensor | None
-    kind: str
-    seed: Tensor | None
-    dropout_p: float
-    activation: str
-    arguments: Sequence[float]
-
-    @property
-    def operands(self) -> Operands:
-        return Operands(
-            seed=self.seed, dropout_p=self.dropout_p, activation=self.activation, arguments=tuple(self.arguments)
-        )
+def of_forward(operands: Operands) -> tuple[Any, ...]:
+    """The last arguments of isogemm::activation_grad and ::hidden_grad: what they read of the forward's epilogue."""
+    return operands.seed, operands.dropout_p, operands.activation, list(operands.arguments)
 
 
-def gradient_call(saved: Tensor | None, kind: str, operands: Operands) -> GradientCall:
-    return GradientCall(saved, kind, operands.seed, operands.dropout_p, operands.activation, list(operands.arguments))
+def _forward_operands(seed: Tensor | None, dropout_p: float, activation: str, arguments: Sequence[float]) -> Operands:
+    return Operands(seed=seed, dropout_p=dropout_p, activation=activation, arguments=tuple(arguments))
 
 
-def _activation_grad(grad: Tensor, dtype: torch.dtype, sums: bool, *args: Any) -> tuple[Tensor, Tensor]:
-    call = GradientCall(*args)
-    dz, partial = fused.activation_grad(grad, call.saved, call.kind, call.operands, dtype, sums)
-    return dz, dz.new_empty(0, dtype=torch.float32) if partial is None else partial
+def _activation_grad(
+    grad: Tensor, dtype: torch.dtype, sums: bool, saved: Tensor | None, kind: str, *forward: Any
+) -> tuple[Tensor, Tensor]:
+    return _with_sums(*fused.activation_grad(grad, saved, kind, _forward_operands(*forward), dtype, sums))
 
 
-def _activation_grad_fake(grad: Tensor, dtype: torch.dtype, sums: bool, *args: Any) -> tuple[Tensor, Tensor]:
-    operands = GradientCall(*args).operands
-    dz = grad.new_empty((2, *grad.shape) if operands.gated else grad.shape, dtype=dtype)
-    if not (sums and grad.device.type == "cuda") or dtype is torch.float64:
-        return dz, grad.new_empty(0, dtype=torch.float32)
-    chunks = (describe.rows(grad) + configs.BIAS_CHUNK - 1) // configs.BIAS_CHUNK
-    shape = (2, chunks, grad.shape[-1]) if operands.gated else (chunks, grad.shape[-1])
-    return dz, grad.new_empty(shape, dtype=torch.float32)
+def _hidden_grad(
+    grad: Tensor, weight: Tensor, precision: str | None, sums: bool, saved: Tensor, kind: str, *forward: Any
+) -> tuple[Tensor, Tensor]:
+    return _with_sums(*fused.hidden_grad(grad, weight, saved, kind, _forward_operands(*forward), precision, sums))
 
 
-def _hidden_grad(grad: Tensor, weight: Tensor, precision: str | None, sums: bool, *args: Any) -> tuple[Tensor, Tensor]:
-    call = GradientCall(*args)
-    assert call.saved is not None
-    dz, partial = fused.hidden_grad(grad, weight, call.saved, call.kind, call.operands, precision, sums)
-    return dz, dz.new_empty(0, dtype=torch.float32) if partial is None else partial
+def _with_sums(dz: Tensor, sums: Tensor | None) -> tuple[Tensor, Tensor]:
+    return dz, dz.new_empty(0, dtype=torch.float32) if sums is None else sums
+
+
+def _activation_grad_fake(
+    grad: Tensor, dtype: torch.dtype, sums: bool, saved: Tensor | None, kind: str, *forward: Any
+) -> tuple[Tensor, Tensor]:
+    height = configs.BIAS_CHUNK if sums and grad.device.type == "cuda" else 0
+    return _gradient_fake(grad, grad.shape, dtype, height, _forward_operands(*forward))
 
 
 def _hidden_grad_fake(
-    grad: Tensor, weight: Tensor, precision: str | None, sums: bool, *args: Any
+    grad: Tensor, weight: Tensor, precision: str | None, sums: bool, saved: Tensor, kind: str, *forward: Any
 ) -> tuple[Tensor, Tensor]:
-    gated, n = GradientCall(*args).operands.gated, weight.shape[-1]
-    shape = (*grad.shape[:-1], n)
-    dz = weight.new_empty((2, *shape) if gated else shape)
-    if not sums or weight.dtype is torch.float64:
-        return dz, weight.new_empty(0, dtype=torch.float32)
-    blocks = (describe.rows(grad) + configs.BIAS_ROWS - 1) // configs.BIAS_ROWS
-    return dz, weight.new_empty((2, blocks, n) if gated else (blocks, n), dtype=torch.float32)
+    shape, height = (*grad.shape[:-1], weight.shape[-1]), configs.BIAS_ROWS if sums else 0
+    return _gradient_fake(weight, shape, weight.dtype, height, _forward_operands(*forward))
+
+
+def _gradient_fake(
+    like: Tensor, shape: Sequence[int], dtype: torch.dtype, height: int, operands: Operands
+) -> tuple[Tensor, Tensor]:
+    """dz of this shape, and its sums over blocks of `height` rows; empty where that is 0, and for float64."""
+    dz = like.new_empty(operands.paired(shape), dtype=dtype)
+    if not height or dtype is torch.float64:
+        return _with_sums(dz, None)
+    blocks = (math.prod(shape[:-1]) + height - 1) // height
+    return dz, like.new_empty(operands.paired((blocks, shape[-1])), dtype=torch.float32)
 
 
 def _epilogue_grad(

@@ -17,19 +17,19 @@ from isogemm.core.eager import refuse_transforms, through_dispatcher
 from isogemm.core.operator import Operator
 from isogemm.epilogues import random
 from isogemm.epilogues.operands import Operands
-from isogemm.gemm import autograd, configs, cpu, fused, fused_autograd, fused_op, op
+from isogemm.gemm import autograd, configs, cpu, fused, fused_autograd, fused_op
 from isogemm.gemm import torch_forms as forms
+from isogemm.gemm.fused import Call
 from isogemm.gemm.fused_autograd import OWNED, TENSORS, Dz, ZeroPath, is_differentiated
-from isogemm.gemm.fused_op import Call, MlpCall
 
 
 def validate(hidden: Call, down: Call) -> None:
     """Raise where an argument of either layer does not fit."""
     if not hidden.operands.activation:
         raise ValueError("activation is None; expected one")
-    fused.validate(hidden.x, *hidden.columns, hidden.operands, None, hidden.precision, _HIDDEN_NAMES)
-    h = hidden.x.new_empty(1).expand(*hidden.x.shape[:-1], hidden.columns[0].shape[-1])  # as the hidden value
-    fused.validate(h, *down.columns, down.operands, down.out_dtype, down.precision, _DOWN_NAMES)
+    fused.validate(hidden, _HIDDEN_NAMES)
+    h = hidden.x.new_empty(1).expand(hidden.shape)  # as the hidden value
+    fused.validate(down._replace(x=h), _DOWN_NAMES)
 
 
 def run(hidden: Call, down: Call) -> Tensor:
@@ -39,18 +39,18 @@ def run(hidden: Call, down: Call) -> Tensor:
     differentiated = torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]
     if through_dispatcher(*tensors):
         refuse_transforms("nn.MLP", *tensors)
-        return cast(Tensor, mlp_operator.op(*_one_call(hidden, down, differentiated))[0])
+        return cast(Tensor, mlp_operator.op(*_arguments(hidden, down, differentiated))[0])
     if not differentiated:
-        h, _ = hidden.run("")
-        return down._replace(x=h).run("")[0]
+        h, _ = fused.fused(hidden)
+        return fused.fused(down._replace(x=h))[0]
     hidden = hidden._replace(precision=resolve_precision(hidden.x, hidden.precision))
     down = down._replace(precision=hidden.precision)
     first, second, through = cast(Any, _Hidden), cast(Any, _Down), cast(Any, _Through)
-    of_first = [each for each in hidden.tensors[:5] if each is not None]
-    if True in [each.requires_grad for each in of_first]:
+    of_first = hidden.tensors[:5]
+    if any(each is not None and each.requires_grad for each in of_first):
         h, z, wide = first.apply(hidden, *of_first)
     else:
-        h, z, wide = hidden.run("")[0], None, None
+        h, z, wide = fused.fused(hidden)[0], None, None
     result = second.apply(down, operands, h, z, wide, down.weight, down.operands.bias)
     return cast(Tensor, through.apply(down, operands, result, z, wide, down.weight, down.operands.residual))
 
@@ -59,10 +59,11 @@ _HIDDEN_NAMES: fused.Names = ("x", "weight", "bias", "hidden_dropout_p")
 _DOWN_NAMES: fused.Names = ("x", "weight_down", "bias_down", "dropout_p")
 
 
-def _one_call(hidden: Call, down: Call, save: bool) -> MlpCall:
+def _arguments(hidden: Call, down: Call, save: bool) -> tuple[Any, ...]:
+    """The operator's arguments."""
     owners, main_grads = autograd.with_main_grad(*hidden.owners, *down.owners[:2])
     first, second = hidden.operands, down.operands
-    return MlpCall(
+    return (
         hidden.x, hidden.weight, hidden.weight_up, first.bias, first.bias_up, down.weight, second.bias, second.residual,
         first.seed, second.seed, first.activation, first.arguments, first.dropout_p, second.dropout_p, save, owners,
         main_grads, down.out_dtype, hidden.precision,
@@ -79,9 +80,8 @@ class _Hidden(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         operands = call.operands
-        h, z = call.run(operands.saved_hidden if operands.saved_hidden != "out" else "")
-        ctx.present = [each is not None for each in call.tensors[:5]]
-        of_x, of_weight, of_weight_up, *_ = fused_autograd.needed_by(ctx)
+        h, z = fused.fused(call, operands.saved_hidden)
+        of_x, of_weight, of_weight_up = ctx.needs_input_grad[1:4]
         ctx.save_for_backward(
             call.x if of_weight or of_weight_up else None, *((call.weight, call.weight_up) if of_x else (None, None))
         )
@@ -97,13 +97,14 @@ class _Hidden(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if grads[1] is None:
-            return (None,) * (1 + sum(ctx.present))
+            return (None,) * 6
         x, weight, weight_up = ctx.saved_tensors
         call = ctx.call._replace(x=x, weight=weight, weight_up=weight_up)
-        needed = dict.fromkeys(TENSORS, False) | dict(zip(TENSORS, fused_autograd.needed_by(ctx), strict=False))
+        needed = dict.fromkeys(TENSORS, False) | dict(zip(TENSORS, ctx.needs_input_grad[1:], strict=False))
         owners = fused_autograd.main_grads_of(call, needed, ctx.weight_shape)
-        found = _of_first_layer(call, _with_row_sums(grads[1]), needed, owners)
-        return None, *fused_autograd.of_present(ctx, [found.get(name) for name in TENSORS[:5]])
+        dz = _with_row_sums(grads[1])
+        found = fused_autograd.gradients_of(call, dz, needed, {"x": dz.value.dtype}, owners)
+        return None, *map(found.get, TENSORS[:5])
 
 
 class _Wide(torch.autograd.Function):
@@ -120,22 +121,6 @@ class _Wide(torch.autograd.Function):
 
 def _differentiable_z(z: Tensor, wide: Tensor | None = None) -> Tensor:
     return z if wide is None else cast(Tensor, cast(Any, _Wide).apply(z, wide))
-
-
-def _of_first_layer(
-    call: Call, dz: Dz, needed: dict[str, bool], owners: dict[str, autograd.Accumulated]
-) -> dict[str, Tensor | None]:
-    """The gradients of x, the weights and the biases, from dz."""
-    if call.operands.gated:
-        return fused_autograd.of_both_weights(call, dz, needed, owners)
-    found: dict[str, Tensor | None] = {}
-    if needed["weight"]:
-        found["weight"] = autograd.of_weight(dz.value, call.x, call.precision, owners["weight"])
-    if needed["bias"]:
-        found["bias"] = dz.of_bias(dz.value.dtype, owners["bias"])
-    if needed["x"]:
-        found["x"] = autograd.by_rows(dz.value, call.weight, call.precision)
-    return found
 
 
 class _Down(torch.autograd.Function):
@@ -156,9 +141,9 @@ class _Down(torch.autograd.Function):
         ctx.dtype = h.dtype
         # Alive if a second derivative may be computed; otherwise they should be freed before h.
         ctx.z = [weakref.ref(each) for each in (z, wide) if each is not None]
-        ctx.first, ctx.owners, ctx.shape = _without_tensors(first), call.owners, weight.shape
-        ctx.precision = call.precision
-        return call._replace(x=h).run("")[0]
+        ctx.first, ctx.shape = _without_tensors(first), weight.shape
+        ctx.call = Call._make((None, None, None, Operands(), *call[4:]))
+        return fused.fused(call._replace(x=h))[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -171,14 +156,11 @@ class _Down(torch.autograd.Function):
                     "a second derivative of mlp under saved-tensor hooks (a checkpoint): call isogemm.linear twice"
                 )
             h = _recomputed_hidden(_differentiable_z(*kept), ctx.first._replace(seed=seed), ctx.dtype)
-        owners = list(map(autograd.accumulated, ctx.owners[:2], (needs_weight, needs_bias)))
-        for (_, total), name, shape in zip(owners, ("weight", "bias"), (ctx.shape, ctx.shape[:1]), strict=True):
-            if total is not None:
-                op.require_total(f"{name}_down.main_grad", total, shape, grads[0].device)
-        grad = grads[0]
-        dw = autograd.of_weight(grad.to(ctx.dtype), h, ctx.precision, owners[0]) if needs_weight else None
-        db = autograd.of_bias(grad, ctx.dtype, owners[1]) if needs_bias else None
-        return None, None, None, None, None, dw, db
+        needed = dict.fromkeys(TENSORS, False) | {"weight": needs_weight, "bias": needs_bias}
+        owners = fused_autograd.main_grads_of(ctx.call, needed, ctx.shape, layer="_down")
+        call, dz = ctx.call._replace(x=h), Dz(grads[0], None, ())
+        found = fused_autograd.gradients_of(call, dz, needed, {"x": ctx.dtype}, owners)
+        return None, None, None, None, None, found.get("weight"), found.get("bias")
 
 
 class _Through(torch.autograd.Function):
@@ -206,16 +188,19 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         z, wide, weight, seed, down_seed = ctx.saved_tensors
-        above = grads[0]
-        refuse_transforms("nn.MLP's gradient", above)
-        if ctx.dropout_p:
-            dropout = Operands(seed=down_seed, dropout_p=ctx.dropout_p)
-            above = fused_autograd.activation_grad(above, None, "", dropout, above.dtype, False).value
+        refuse_transforms("nn.MLP's gradient", grads[0])
+        above = _before_dropout(grads[0], down_seed, ctx.dropout_p)
         dz = None
         if ctx.needs_input_grad[3]:
             dz = _hidden_grad(above, weight, z, wide, ctx.first._replace(seed=seed), ctx.precision, ctx.sums)
         of_residual = grads[0].to(ctx.residual_dtype) if ctx.needs_input_grad[6] else None
         return None, None, above, dz, None, None, of_residual
+
+
+def _before_dropout(grad: Tensor, seed: Tensor | None, p: float) -> Tensor:
+    """The gradient of a dropout's argument."""
+    dropout = Operands(seed=seed, dropout_p=p)
+    return fused_autograd.activation_grad(grad, None, "", dropout, grad.dtype, False).value if p else grad
 
 
 def _without_tensors(first: Operands) -> Operands:
@@ -267,60 +252,61 @@ def _recomputed_hidden(z: Tensor, first: Operands, dtype: torch.dtype) -> Tensor
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    call = MlpCall(*inputs)
+    hidden, down = fused_op.mlp_calls(*inputs)
+    first, second = hidden.operands, down.operands
     _, h, z = output
-    needs = ctx.needs_input_grad[:8]
-    of_x, of_weight, of_weight_up, *_, of_weight_down, _, _ = needs
-    first = True in needs[:5]
+    of_x, of_weight, of_weight_up, *_, of_weight_down, _, _ = ctx.needs_input_grad[:_COUNT]
+    of_first = True in ctx.needs_input_grad[:5]
     ctx.save_for_backward(
-        call.x if of_weight or of_weight_up else None,
-        call.weight if of_x else None,
-        call.weight_up if of_x else None,
-        call.weight_down if first else None,
+        hidden.x if of_weight or of_weight_up else None,
+        hidden.weight if of_x else None,
+        hidden.weight_up if of_x else None,
+        down.weight if of_first else None,
         h if of_weight_down else None,
-        (z if call.written else h) if first else None,
-        call.seed if first else None,
-        call.down_seed,
+        (h if hidden.save == "out" else z) if of_first else None,
+        first.seed if of_first else None,
+        second.seed,
     )
     ctx.dtype = h.dtype
     ctx.structure = [fused_autograd.no_gradient(each) for each in inputs]
-    ctx.residual_dtype = None if call.residual is None else call.residual.dtype
-    ctx.call = call._replace(**dict.fromkeys(MlpCall._fields[:10]))  # type: ignore[arg-type]
-    ctx.call = ctx.call._replace(precision=resolve_precision(call.x, call.precision))
+    ctx.residual_dtype = None if second.residual is None else second.residual.dtype
+    ctx.hidden = Call._make((None, None, None, _without_tensors(first), *hidden[4:]))
+    ctx.precision, ctx.dropout_p = resolve_precision(hidden.x, hidden.precision), second.dropout_p
+    ctx.given = list(zip((*hidden.owners, *down.owners), (*hidden.main_grads, *down.main_grads), strict=True))
     ctx.mark_non_differentiable(h, z)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor, *of_kept: Tensor | None) -> tuple[Any, ...]:
     x, weight, weight_up, weight_down, h, z, seed, down_seed = ctx.saved_tensors
-    call: MlpCall = ctx.call
-    names = MlpCall._fields[:8]
-    needed = dict(zip(names, ctx.needs_input_grad, strict=False))
+    needed = dict.fromkeys(TENSORS, False) | dict(zip(_TENSORS, ctx.needs_input_grad, strict=False))
     if is_differentiated():
         raise RuntimeError("isogemm::mlp has no second derivative through the dispatcher; call isogemm.linear twice")
-    first = call.hidden._replace(seed=seed)
-    above = grad
-    if call.dropout_p:
-        dropout = Operands(seed=down_seed, dropout_p=call.dropout_p)
-        above = fused_autograd.activation_grad(grad, None, "", dropout, grad.dtype, False).value
-    given = zip(call.owners, call.main_grads, strict=True)
+    above = _before_dropout(grad, down_seed, ctx.dropout_p)
     wanted = (needed[name] for name in (*OWNED, "weight_down", "bias_down"))
-    accumulated = list(map(autograd.given_or_accumulated, given, wanted))
+    accumulated = list(map(autograd.given_or_accumulated, ctx.given, wanted))
     found: dict[str, Tensor | None] = {}
     if needed["residual"]:
         found["residual"] = grad.to(ctx.residual_dtype)
-    if any(needed[name] for name in names[:5]):
-        of_forward = fused_op.gradient_call(z, first.saved_hidden, first)
-        sums = needed["bias"] or needed["bias_up"]
-        value, partial = fused_op.hidden_grad.op(above, weight_down, call.precision, sums, *of_forward)
+    if any(needed[name] for name in _TENSORS[:5]):
+        hidden = ctx.hidden._replace(x=x, weight=weight, weight_up=weight_up, precision=ctx.precision)
+        first, sums = hidden.operands._replace(seed=seed), needed["bias"] or needed["bias_up"]
+        of_forward = fused_op.of_forward(first)
+        value, partial = fused_op.hidden_grad.op(
+            above, weight_down, ctx.precision, sums, z, first.saved_hidden, *of_forward
+        )
         dz = Dz(value, partial if sums and value.dtype is not torch.float64 else None, (), configs.BIAS_BLOCKS)
-        hidden = Call(x, weight, weight_up, Operands(activation=call.activation), precision=call.precision)
-        found |= _of_first_layer(hidden, dz, needed, dict(zip(OWNED, accumulated[:4], strict=True)))
+        owners = dict(zip(OWNED, accumulated[:4], strict=True))
+        found |= fused_autograd.gradients_of(hidden, dz, needed, {"x": value.dtype}, owners)
     if needed["weight_down"]:
-        found["weight_down"] = autograd.of_weight(above.to(ctx.dtype), h, call.precision, accumulated[4])
+        found["weight_down"] = autograd.of_weight(above.to(ctx.dtype), h, ctx.precision, accumulated[4])
     if needed["bias_down"]:
         found["bias_down"] = autograd.of_bias(above, ctx.dtype, accumulated[5])
-    return *(found.get(name) for name in names), *ctx.structure[len(names) :]
+    return *(found.get(name) for name in _TENSORS), *ctx.structure[_COUNT:]
 
+
+# The operator's first arguments.
+_TENSORS = ("x", "weight", "weight_up", "bias", "bias_up", "weight_down", "bias_down", "residual")
+_COUNT = len(_TENSORS)
 
 mlp_operator = Operator(fused_op.MLP_SCHEMA, fused_op.run_mlp, fused_op.mlp_fake, keep=_keep, backward=_backward)

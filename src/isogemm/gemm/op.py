@@ -33,8 +33,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | 
     if not a.is_cuda or a.dtype is torch.float64:
         validate(a, b, bias, out_dtype, precision)
         return _elsewhere("matmul", a, lambda: _product_elsewhere(a, b, bias, out_dtype))
-    precision = devices.resolve_precision(a, precision)
-    key = product_key(a, b, bias, out_dtype, precision)
+    key = plan_key("matmul", a, b, bias, out_dtype, precision)
     plan = plans.get(key)
     if plan is not None:
         return plan.run((a, b, None, bias))
@@ -42,13 +41,15 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | 
     return _multiply(key, a, b, bias, out_dtype, precision)
 
 
-def product_key(
-    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, precision: str | None
+def plan_key(
+    name: str, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, precision: str | None
 ) -> tuple[Any, ...]:
-    """All that a plan depends on; precision must be resolved."""
+    """All that a product's plan depends on, including the arguments' validity and what Triton specialises on."""
     return (
-        "matmul", a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
-        a.get_device(), b.get_device(), bias_key(bias), out_dtype, precision,
+        name, a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
+        a.get_device(), b.get_device(),
+        None if bias is None else (bias.dtype, bias.shape, bias.stride(), bias.get_device()), out_dtype,
+        devices.resolve_precision(a, precision),
     )  # fmt: skip
 
 
@@ -58,7 +59,7 @@ def linear(
     """Multiply [*, K] @ [N, K]^T (+ [N]) -> [*, N]."""
     bias = None if bias is None else bias.contiguous()
     if x.is_cuda:
-        key = linear_key(x, weight, bias, out_dtype, precision)
+        key = plan_key("linear", x, weight, bias, out_dtype, precision)
         plan = plans.get(key)
         if plan is not None:
             return plan.run((x, weight, None, bias))
@@ -67,22 +68,7 @@ def linear(
         return linear(x[None], weight, bias, out_dtype, precision)[0]
     if not x.is_cuda or x.dtype is torch.float64:
         return _elsewhere("matmul", x, lambda: _product_elsewhere(x, weight.mT, bias, out_dtype))
-    return _multiply(key, x, weight.mT, bias, out_dtype, devices.resolve_precision(x, precision))
-
-
-def linear_key(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, precision: str | None
-) -> tuple[Any, ...]:
-    """All that a plan depends on, including the arguments' validity and what Triton specialises on."""
-    return (
-        "linear", x.dtype, weight.dtype, x.shape, weight.shape, x.stride(), weight.stride(), x.data_ptr() & 15,
-        weight.data_ptr() & 15, x.get_device(), weight.get_device(), bias_key(bias), out_dtype,
-        devices.resolve_precision(x, precision),
-    )  # fmt: skip
-
-
-def bias_key(bias: Tensor | None) -> tuple[Any, ...] | None:
-    return None if bias is None else (bias.dtype, bias.shape, bias.stride(), bias.get_device())
+    return _multiply(key, x, weight.mT, bias, out_dtype, precision)
 
 
 def weight_grad(grad: Tensor, x: Tensor, total: Tensor | None, dtype: torch.dtype, precision: str | None) -> Tensor:
@@ -98,18 +84,13 @@ def weight_grad(grad: Tensor, x: Tensor, total: Tensor | None, dtype: torch.dtyp
         if x.dtype is torch.float64:
             return _elsewhere("weight_grad", x, lambda: _added(rows.mT @ tokens, total))
         return _elsewhere("weight_grad", x, lambda: cpu.weight_grad(rows, tokens, total, dtype, chunk))
-    precision = devices.resolve_precision(x, precision)
-    key = (
-        "weight_grad", grad.dtype, x.dtype, grad.shape, x.shape, grad.stride(), x.stride(), grad.data_ptr() & 15,
-        x.data_ptr() & 15, grad.get_device(), x.get_device(), dtype, precision,
-        None if total is None else (total.stride(), total.data_ptr() & 15),
-    )  # fmt: skip
+    key = *plan_key("weight_grad", grad, x, None, dtype, precision), describe.layout(total)
     plan = plans.get(key)
     if plan is None:
         validate_token_sum(grad, x, precision)
-        problem = describe.weight_grad(grad, x, total, dtype, precision, chunk)
+        problem = describe.weight_grad(grad, x, total, dtype, devices.resolve_precision(x, precision), chunk)
         out = torch.empty(n, k, dtype=dtype, device=x.device) if total is None else total
-        if _is_empty(problem, out):
+        if problem.k == 0 or out.numel() == 0:
             return out if total is not None else out.zero_()
         plan = plans.keep(key, gemm_plan("weight_grad", (n, k), out.dtype, x.device, problem))
     return plan.run((grad, x), total)
@@ -124,10 +105,7 @@ def bias_grad(grad: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
         if grad.dtype is torch.float64:
             return _elsewhere("bias_grad", grad, lambda: _added(rows.sum(0), total))
         return _elsewhere("bias_grad", grad, lambda: cpu.bias_grad(rows, total, dtype, configs.BIAS_CHUNK))
-    key = (
-        "bias_grad", grad.dtype, grad.shape, grad.stride(), grad.data_ptr() & 15, grad.get_device(), dtype,
-        None if total is None else (total.stride(), total.data_ptr() & 15),
-    )  # fmt: skip
+    key = "bias_grad", describe.layout(grad), dtype, describe.layout(total)
     plan = plans.get(key)
     if plan is None:
         if grad.numel() == 0:
@@ -165,7 +143,7 @@ def problem_of(
         raise ValueError(f"a and b have more than two levels of batch: {list(a.shape)} @ {list(b.shape)}")
     if total is None:
         return problem
-    strides, aligned = describe.pair(total.stride()), describe.aligned(total)
+    strides, aligned = (total.stride(0), total.stride(1)), describe.aligned(total)
     return replace(problem, accumulate=True, out_dtype="float32", c_strides=strides, c_aligned=aligned)
 
 
@@ -295,6 +273,7 @@ def _multiply(
     precision: str | None,
 ) -> Tensor:
     """Multiply where no plan is known yet, or several plans are needed."""
+    precision = devices.resolve_precision(a, precision)
     shape = (*describe.broadcast(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     dtype = out_dtype or a.dtype
     if 0 in shape:
@@ -314,10 +293,7 @@ def _multiply(
 
 def _multiply_into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, precision: str | None) -> None:
     """Multiply with more than two batch levels: a launch for each index of the outer ones."""
-    key = (
-        "into", a.dtype, out.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
-        out.data_ptr() & 15, a.get_device(), bias_key(bias), precision,
-    )  # fmt: skip
+    key = *plan_key("into", a, b, bias, out.dtype, precision), describe.aligned(out)
     plan = plans.get(key)
     if plan is None:
         problem = describe.product(a, b, bias, out.dtype, precision, describe.accumulation_chunk(a, out.dtype))
@@ -330,22 +306,24 @@ def _multiply_into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, preci
     plan.run((a, b, None, bias), out)
 
 
-def _is_empty(problem: Problem, out: Tensor) -> bool:
-    return problem.k == 0 or out.numel() == 0
-
-
 # Where no kernel of isogemm serves: the CPU backend, and torch for float64.
 
 
 def _elsewhere(name: str, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
     result = compute()
-    if dispatch.active:
-        problem = f"{list(x.shape)} {describe.dtype_name(x.dtype)}"
-        if x.dtype is torch.float64:
-            dispatch.record(Dispatch(name, "torch", problem, "", "float64"))
-        else:
-            dispatch.record(Dispatch(name, "cpu", problem, "", "not on a GPU"))
+    record_elsewhere(name, x)
     return result
+
+
+def record_elsewhere(name: str, x: Tensor, config: str = "") -> None:
+    """Record a call on x that no single kernel of isogemm serves."""
+    if dispatch.active:
+        path, reason = "cpu", "not on a GPU"
+        if x.is_cuda or x.dtype is torch.float64:
+            path = "torch"
+            reason = "float64" if x.dtype is torch.float64 else "torch's own operations follow the product"
+        problem = f"{list(x.shape)} {describe.dtype_name(x.dtype)}"
+        dispatch.record(Dispatch(name, path, problem, config, reason))
 
 
 def _product_elsewhere(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:

@@ -7,9 +7,8 @@ from typing import cast
 
 import torch
 
-from isogemm.core.device import index_of
 from isogemm.core.dispatch import Dispatch
-from isogemm.core.plan import INPUTS, OUT, SCRATCH, Place, Plan, Seen, Step, contiguous, make_step
+from isogemm.core.plan import INPUTS, OUT, SCRATCH, Place, Plan, Seen, make_step
 from isogemm.gemm import configs, selection
 from isogemm.gemm.configs import ActivationGradProblem, BiasGradProblem, Config, Problem
 
@@ -72,7 +71,7 @@ def gemm_plan(
         places = (left, right, *rest, result, scratch if accumulation == "scratch" else None, *reads)
         steps = [make_step(kernels.describe_gemm(problem, config), places, device)]
     served = Dispatch(name, "gemm", str(problem), str(config), "", source)
-    return _plan(served, shape, dtype, device, steps, configs.workspace(problem, config) // 4)
+    return Plan.of(served, shape, dtype, device, steps, configs.workspace(problem, config) // 4)
 
 
 def bias_grad_plan(problem: BiasGradProblem, device: torch.device) -> Plan:
@@ -91,7 +90,7 @@ def bias_grad_plan(problem: BiasGradProblem, device: torch.device) -> Plan:
     else:
         steps = [make_step(summing, (grad, ((dtype, problem.out_aligned), OUT)), device)]
     served = Dispatch("bias_grad", "gemm", str(problem), "", "")
-    return _plan(served, (problem.n,), dtype, device, steps, scratch)
+    return Plan.of(served, (problem.n,), dtype, device, steps, scratch)
 
 
 def activation_grad_plan(
@@ -105,7 +104,7 @@ def activation_grad_plan(
     grad, saved, seed, sums = (each and (each, INPUTS + index) for index, each in enumerate(seen))
     places = (grad, saved, seed, ((dtype, True), OUT), sums)
     step = make_step(kernels.describe_activation_grad(problem), cast("Sequence[Place | None]", places), device)
-    return _plan(Dispatch("activation_grad", "gemm", str(problem), "", ""), shape, dtype, device, [step])
+    return Plan.of(Dispatch("activation_grad", "gemm", str(problem), "", ""), shape, dtype, device, [step])
 
 
 def chunk_sums_plan(
@@ -116,18 +115,7 @@ def chunk_sums_plan(
 
     launch = kernels.describe_chunk_sums(count, n, together, stride or 1, stride is not None)
     step = make_step(launch, (((torch.float32, False), INPUTS), ((dtype, False), OUT)), device)
-    return _plan(Dispatch("bias_grad", "gemm", f"[{count},{n}] sums", "", ""), (n,), dtype, device, [step])
-
-
-def _plan(
-    served: Dispatch,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    steps: Sequence[Step],
-    scratch: int = 0,
-) -> Plan:
-    return Plan(served, *contiguous(shape), dtype, device, index_of(device), scratch, tuple(steps))
+    return Plan.of(Dispatch("bias_grad", "gemm", f"[{count},{n}] sums", "", ""), (n,), dtype, device, [step])
 
 
 def _require_usable(name: str, problem: Problem | BiasGradProblem | ActivationGradProblem) -> None:

@@ -1,4 +1,4 @@
-"""Compilation in advance of every kernel that calls with given weights will need."""
+"""`isogemm.warmup`: compilation in advance of every kernel that calls with given weights will need."""
 
 from __future__ import annotations
 
@@ -16,20 +16,39 @@ from isogemm.epilogues import spec
 from isogemm.epilogues.operands import Epilogue, Operands
 from isogemm.gemm import configs, fused, fused_autograd, mlp_autograd, op, plan, selection
 from isogemm.gemm.configs import BiasGradProblem, Problem
-from isogemm.gemm.describe import aligned
-from isogemm.gemm.fused_op import Call
+from isogemm.gemm.describe import layout
+from isogemm.gemm.fused import Call
+
+Weights = Tensor | Iterable[Tensor] | torch.nn.Module
 
 
 def warmup(
-    weights: Tensor | Iterable[Tensor] | torch.nn.Module,
-    tokens: int,
-    backward: bool,
-    bias: bool,
-    activation: str | None,
-    activation_args: Mapping[str, float] | None,
-    out_dtype: torch.dtype | None,
-    precision: str | None,
+    weights: Weights,
+    *,
+    tokens: int = 8192,
+    backward: bool = False,
+    bias: bool = False,
+    activation: str | None = None,
+    activation_args: Mapping[str, float] | None = None,
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
 ) -> int:
+    """Compile all that `linear` will need for these weights: nothing is compiled later, in a server or a graph capture.
+
+    Args:
+        weights: [N, K] weights on a GPU, or a module, of which every linear and every isogemm.nn.MLP is taken.
+        tokens: the most rows of x; every number up to it is covered.
+        backward: the gradients too, of up to `tokens` rows.
+        bias: with a bias; a module's linears are taken as they are.
+        activation, activation_args: also followed by it; a module's are known.
+        out_dtype, precision: as in the calls to come.
+
+    Returns:
+        The number of kernels that were compiled or found in Triton's cache. x, outputs and gradients are taken to be
+        contiguous and aligned to 16 bytes, as torch allocates them.
+    """
+    if not isinstance(weights, Tensor | torch.nn.Module | Iterable):
+        raise TypeError(f"weights is a {type(weights).__name__}; expected [N, K] tensors or a module")
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}; expected at least 1")
     before = compiled()
@@ -59,18 +78,11 @@ class _Layer(NamedTuple):
     def key(self) -> tuple[object, ...]:
         """All that its kernels depend on."""
         tensors = (each for each in self if each is None or isinstance(each, Tensor))
-        seen = (
-            None if each is None else (each.shape, each.stride(), each.dtype, each.device, aligned(each))
-            for each in tensors
-        )
-        return self.activation, self.arguments, tuple(p > 0 for p in self.dropouts), *seen
+        return self.activation, self.arguments, tuple(p > 0 for p in self.dropouts), *map(layout, tensors)
 
 
 def _layers(
-    weights: Tensor | Iterable[Tensor] | torch.nn.Module,
-    bias: bool,
-    activation: str | None,
-    activation_args: Mapping[str, float] | None,
+    weights: Weights, bias: bool, activation: str | None, activation_args: Mapping[str, float] | None
 ) -> Iterator[_Layer]:
     """Yield each layer without its activation, and with it."""
     if isinstance(weights, torch.nn.Module):
@@ -100,7 +112,8 @@ def _layers(
         arguments = spec.argument_values(entry, activation_args)
     for weight in (weights,) if isinstance(weights, Tensor) else weights:
         if not isinstance(weight, Tensor) or weight.ndim != 2:
-            raise ValueError(f"weights: got {_describe(weight)}; expected [N, K] tensors or a module")
+            got = f"tensor {list(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+            raise ValueError(f"weights: got a {got}; expected [N, K] tensors or a module")
         like = torch.empty(weight.shape[0], dtype=weight.dtype, device=weight.device) if bias else None
         yield _Layer(weight, bias=like)
         if activation is not None:
@@ -149,10 +162,6 @@ def _fused(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | 
 
 def _dropout(p: float, device: torch.device) -> dict[str, Any]:
     return {"dropout_p": p, "seed": fused.new_seed(device) if p else None}
-
-
-def _describe(value: object) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _plain(layer: _Layer, tokens: int, backward: bool, out_dtype: torch.dtype | None, precision: str | None) -> None:

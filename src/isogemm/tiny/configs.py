@@ -156,29 +156,22 @@ def illegal(problem: Problem, config: Config) -> str:
         return "vector widths are 1, 2 or 4"
     if problem.k % config.a_vec or problem.k % config.b_vec or config.unroll % _k_step(config):
         return "k and unroll are multiples of the vector widths"
-    if config.a_vec > a_vector(problem) or config.b_vec > b_vector(problem):
+    a_widest, b_widest, n_widest = vectors(problem)
+    if config.a_vec > a_widest or config.b_vec > b_widest:
         return "an operand is not contiguous and aligned along k as its vector width needs"
-    if config.vec > 1 and (config.b_vec > 1 or config.vec > n_vector(problem)):
+    if config.vec > 1 and (config.b_vec > 1 or config.vec > n_widest):
         return "B is not contiguous and aligned along n as vec needs"
     return ""
 
 
-def a_vector(problem: Problem) -> int:
-    """The widest load of A along k."""
-    batch, m, k = problem.a_strides
-    return _vector(problem.k, k, (batch, m), problem.a_alignment, problem.dtype)
-
-
-def b_vector(problem: Problem) -> int:
-    """The widest load of B along k."""
-    batch, k, n = problem.b_strides
-    return _vector(problem.k, k, (batch, n), problem.b_alignment, problem.dtype)
-
-
-def n_vector(problem: Problem) -> int:
-    """The widest load of B along n; C, contiguous, can be stored as wide."""
-    batch, k, n = problem.b_strides
-    return _vector(problem.n, n, (batch, k), problem.b_alignment, problem.dtype)
+def vectors(problem: Problem) -> tuple[int, int, int]:
+    """The widest loads of A along k, of B along k, and of B along n. C, contiguous, can be stored as wide as B."""
+    (a_batch, a_m, a_k), (b_batch, b_k, b_n) = problem.a_strides, problem.b_strides
+    return (
+        _vector(problem.k, a_k, (a_batch, a_m), problem.a_alignment, problem.dtype),
+        _vector(problem.k, b_k, (b_batch, b_n), problem.b_alignment, problem.dtype),
+        _vector(problem.n, b_n, (b_batch, b_k), problem.b_alignment, problem.dtype),
+    )
 
 
 def _registers(problem: Problem) -> RegistersConfig:
@@ -186,8 +179,8 @@ def _registers(problem: Problem) -> RegistersConfig:
     rows, cols, vec = _registers_tile(problem)
     while rows * cols > 1 and not _fills(problem, rows, cols * vec):
         rows, cols = (rows // 2, cols) if rows >= cols else (rows, cols // 2)
-    a_vec = a_vector(problem)
-    b_vec = b_vector(problem) if vec == 1 else 1
+    a_vec, b_vec, _ = vectors(problem)
+    b_vec = b_vec if vec == 1 else 1
     # A program of one warp has registers for all loads at once. Four fill the SM where a thread has little to do.
     many = _fills(problem, rows, cols * vec, warps=32)
     num_warps = 4 if k <= 4 or (many and rows * cols * vec * k < 64) else 1
@@ -198,11 +191,11 @@ def _registers(problem: Problem) -> RegistersConfig:
 def _registers_tile(problem: Problem) -> tuple[int, int, int]:
     """Rows, columns and vector width of a thread's tile where there are enough matrices."""
     m, n, k = problem.m, problem.n, problem.k
-    vec = n_vector(problem)
+    _, along_k, vec = vectors(problem)
     if vec > 1:
         sums = 8 if m * n < 256 or n <= 8 or k <= 4 else 16
         rows, cols = (2, 2) if sums == 8 and vec == 2 else (sums // vec, 1)
-    elif b_vector(problem) == 1:
+    elif along_k == 1:
         rows, cols = (1, 1) if m * n < 64 else (4, 4)
     elif m * n < 64 or k <= 4:  # both operands along k: square tiles
         rows, cols = 2, 2

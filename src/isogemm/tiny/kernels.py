@@ -18,9 +18,13 @@ from isogemm.tiny.configs import Config, DotConfig, Problem, programs, unit
 
 
 @triton.jit
-def _aligned(stride, UNIT: tl.constexpr):
-    """The same stride, known to the compiler as a multiple of UNIT: 16-byte loads where rows are 48 bytes apart."""
-    return stride // UNIT * UNIT
+def _aligned(stride_batch, stride_row, stride_column, UNITS: tl.constexpr):
+    """The same strides, known to the compiler as multiples of UNITS: 16-byte loads where rows are 48 bytes apart."""
+    return (
+        stride_batch // UNITS[0] * UNITS[0],
+        stride_row // UNITS[1] * UNITS[1],
+        stride_column // UNITS[2] * UNITS[2],
+    )
 
 
 @triton.jit
@@ -89,12 +93,8 @@ def _registers_kernel(
     # A tuple of sums, not a tensor: a tensor's layout would send the operands through shared memory.
     M_STEP: tl.constexpr = (M + ROWS - 1) // ROWS
     N_GROUPS: tl.constexpr = (N + COLS * VEC - 1) // (COLS * VEC)
-    stride_ab = _aligned(stride_ab, A_UNITS[0])
-    stride_am = _aligned(stride_am, A_UNITS[1])
-    stride_ak = _aligned(stride_ak, A_UNITS[2])
-    stride_bb = _aligned(stride_bb, B_UNITS[0])
-    stride_bk = _aligned(stride_bk, B_UNITS[1])
-    stride_bn = _aligned(stride_bn, B_UNITS[2])
+    stride_ab, stride_am, stride_ak = _aligned(stride_ab, stride_am, stride_ak, A_UNITS)
+    stride_bb, stride_bk, stride_bn = _aligned(stride_bb, stride_bk, stride_bn, B_UNITS)
     thread = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     matrix = thread // (M_STEP * N_GROUPS)
     tile = (thread - matrix * (M_STEP * N_GROUPS)).to(tl.int32)
@@ -140,12 +140,8 @@ def _dot_kernel(
 ):  # fmt: skip
     N_TILES: tl.constexpr = (N + BN - 1) // BN
     TILES: tl.constexpr = (M + BM - 1) // BM * N_TILES
-    stride_ab = _aligned(stride_ab, A_UNITS[0])
-    stride_am = _aligned(stride_am, A_UNITS[1])
-    stride_ak = _aligned(stride_ak, A_UNITS[2])
-    stride_bb = _aligned(stride_bb, B_UNITS[0])
-    stride_bk = _aligned(stride_bk, B_UNITS[1])
-    stride_bn = _aligned(stride_bn, B_UNITS[2])
+    stride_ab, stride_am, stride_ak = _aligned(stride_ab, stride_am, stride_ak, A_UNITS)
+    stride_bb, stride_bk, stride_bn = _aligned(stride_bb, stride_bk, stride_bn, B_UNITS)
     program = tl.program_id(0)
     tile = program % TILES
     matrix = (program // TILES).to(tl.int64)

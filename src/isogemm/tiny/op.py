@@ -17,9 +17,9 @@ from isogemm.core import dispatch, env
 from isogemm.core.device import resolve_precision
 from isogemm.core.dispatch import Dispatch
 from isogemm.core.errors import require_precision, require_same, require_tensor
-from isogemm.core.plan import INPUTS, OUT, Cache, FreedOperandError, Plan, Seen, contiguous, make_step
+from isogemm.core.plan import INPUTS, OUT, Cache, FreedOperandError, Plan, Seen, make_step
 from isogemm.core.precision import of_cuda_products
-from isogemm.tiny import configs, cpu
+from isogemm.tiny import configs
 from isogemm.tiny.configs import Config, Problem
 
 
@@ -66,7 +66,7 @@ def torch_bmm(a: Tensor, b: Tensor, precision: str | None) -> Tensor:
         reason = unserved(problem, a.is_cuda) or "inside a transform"
         dispatch.record(Dispatch("bmm", "torch", str(problem), "", reason))
     with of_cuda_products(precision if a.is_cuda else None):
-        return cpu.bmm(a, b)
+        return _product(a, b)
 
 
 def key(a: Tensor, b: Tensor, precision: str | None) -> tuple[Any, ...]:
@@ -146,7 +146,7 @@ def tiny_plan(problem: Problem, config: Config, device: torch.device) -> Plan:
     step = make_step(kernels.describe_bmm(problem, config), places, device, in_capture=True)
     dispatched = Dispatch("bmm", "tiny", str(problem), str(config), "")
     shape = (problem.batch, problem.m, problem.n)
-    return Plan(dispatched, *contiguous(shape), dtype, device, devices.index_of(device), 0, (step,))
+    return Plan.of(dispatched, shape, dtype, device, (step,))
 
 
 def _after_failure(found: Served, a: Tensor, b: Tensor, error: Exception) -> Served:
@@ -162,7 +162,15 @@ def _run_torch(found: Served, a: Tensor, b: Tensor) -> Tensor:
     if dispatch.active:
         dispatch.record(found.dispatch)
     with of_cuda_products(found.precision):
-        return cpu.bmm(a, b)
+        return _product(a, b)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """torch.bmm, with an operand that the batch shares expanded."""
+    if a.shape[0] == b.shape[0]:
+        return torch.bmm(a, b)
+    batch = b.shape[0] if a.shape[0] == 1 else a.shape[0]
+    return torch.bmm(a.expand(batch, -1, -1), b.expand(batch, -1, -1))
 
 
 def _warn(problem: str, error: Exception) -> str:

@@ -230,21 +230,22 @@ def _store_row_sums(
 
 
 @triton.jit
+def _indices(m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAPPED: tl.constexpr):
+    """The result's row and column numbers in a tile [ROWS, COLUMNS] at (m, n). A swapped tile's rows are columns."""
+    if SWAPPED:
+        return (m + tl.arange(0, COLUMNS))[None, :], (n + tl.arange(0, ROWS))[:, None]
+    else:
+        return (m + tl.arange(0, ROWS))[:, None], (n + tl.arange(0, COLUMNS))[None, :]
+
+
+@triton.jit
 def _write(
     total, up, c, e, steps, numbers, m, n, M, N, stride_cm, stride_cn, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     C_TMA: tl.constexpr, SWAPPED: tl.constexpr, E: tl.constexpr, BIAS_FIRST: tl.constexpr, ACT: tl.constexpr,
     SLOPE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Apply the epilogue to sums [ROWS, COLUMNS] at (m, n), in fp32, round once and store.
-
-    A swapped tile's rows are the result's columns.
-    """
-    if SWAPPED:
-        row = (m + tl.arange(0, COLUMNS))[None, :]
-        col = (n + tl.arange(0, ROWS))[:, None]
-    else:
-        row = (m + tl.arange(0, ROWS))[:, None]
-        col = (n + tl.arange(0, COLUMNS))[None, :]
+    """Apply the epilogue to sums [ROWS, COLUMNS] at (m, n), in fp32, round once and store."""
+    row, col = _indices(m, n, ROWS, COLUMNS, SWAPPED)
     DTYPE: tl.constexpr = c.dtype if C_TMA else c.dtype.element_ty
     if E.gradient != "":
         if E.dropout:
@@ -296,18 +297,14 @@ def _write(
 
 
 @triton.jit
-def _no_biases(SIZE: tl.constexpr):
-    return tl.zeros((SIZE,), dtype=tl.float32), tl.zeros((SIZE,), dtype=tl.float32)
-
-
-@triton.jit
 def biases(e, at, N, SIZE: tl.constexpr, E: tl.constexpr):
     """Load the biases of SIZE columns of the result at once, since each part of a tile would wait for its own.
 
     A bias of -0 becomes +0, so that a sum that underflowed to -0 does too, as it does with more padding.
     """
     col = at + tl.arange(0, SIZE)
-    bias, bias_up = _no_biases(SIZE)
+    bias = tl.zeros((SIZE,), dtype=tl.float32)
+    bias_up = tl.zeros((SIZE,), dtype=tl.float32)
     if E.bias_first and E.bias == "n":
         bias = tl.load(e[_BIAS] + col, mask=col < N, other=0.0).to(tl.float32) + 0.0
     if E.bias_first and E.bias_up:
@@ -336,64 +333,51 @@ def finish(
         M, N = N, M
         stride_cm, stride_cn = stride_cn, stride_cm
     BIAS_FIRST: tl.constexpr = E.bias_first and ACCUMULATION == "one" and not ACCUMULATE
+    ROWS: tl.constexpr = BM // 2 if E.paired and SWAPPED else BM
+    COLUMNS: tl.constexpr = BN // 2 if E.paired and not SWAPPED else BN
     if E.paired:
-        gate, up = _row_halves(acc, BM, BN) if SWAPPED else _column_parts(acc, BM, BN, 2)
+        sums, sums_up = _row_halves(acc, BM, BN) if SWAPPED else _column_parts(acc, BM, BN, 2)
         if UP_FIRST:
-            gate, up = up, gate
-        if BIAS_FIRST:
-            gate = _with_bias(gate, loaded[0], SWAPPED)
-            up = _with_bias(up, loaded[1], SWAPPED)
-        ROWS: tl.constexpr = BM // 2 if SWAPPED else BM
-        COLUMNS: tl.constexpr = BN if SWAPPED else BN // 2
-        gates = _column_parts(gate, ROWS, COLUMNS, COLUMNS // WIDTH)
-        ups = _column_parts(up, ROWS, COLUMNS, COLUMNS // WIDTH)
-        for part in tl.static_range(COLUMNS // WIDTH):
-            at_m = m + part * WIDTH if SWAPPED else m
-            at_n = n if SWAPPED else n + part * WIDTH
-            _write(
-                gates[part], ups[part], c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, ROWS, WIDTH,
-                C_TMA, SWAPPED, E, BIAS_FIRST, ACT, SLOPE, INDEX,
-            )  # fmt: skip
+            sums, sums_up = sums_up, sums
     else:
-        if BIAS_FIRST:
-            acc = _with_bias(acc, loaded[0], SWAPPED)
-        sums = _column_parts(acc, BM, BN, BN // WIDTH)
-        for part in tl.static_range(BN // WIDTH):
-            at_m = m + part * WIDTH if SWAPPED else m
-            at_n = n if SWAPPED else n + part * WIDTH
-            total = sums[part]
-            if ACCUMULATION == "scratch":
-                kept = kept_here + (tl.arange(0, BM)[:, None] * BN + (part * WIDTH + tl.arange(0, WIDTH)[None, :]))
-                if first_chunk:
-                    total += 0.0
-                else:
-                    total += tl.load(kept)
-                if last_chunk:
-                    _write(
-                        total, total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, BM, WIDTH, C_TMA,
-                        SWAPPED, E, BIAS_FIRST, ACT, SLOPE, INDEX,
-                    )  # fmt: skip
-                else:
-                    tl.store(kept, total)
-                    if BARRIER:
-                        tl.debug_barrier()  # another thread may be the one to load it
+        sums = acc
+        sums_up = acc
+    if BIAS_FIRST:
+        sums = _with_bias(sums, loaded[0], SWAPPED)
+        sums_up = _with_bias(sums_up, loaded[1], SWAPPED) if E.paired else sums_up
+    totals = _column_parts(sums, ROWS, COLUMNS, COLUMNS // WIDTH)
+    ups = _column_parts(sums_up, ROWS, COLUMNS, COLUMNS // WIDTH) if E.paired else totals
+    for part in tl.static_range(COLUMNS // WIDTH):
+        at_m = m + part * WIDTH if SWAPPED else m
+        at_n = n if SWAPPED else n + part * WIDTH
+        total = totals[part]
+        if ACCUMULATION == "scratch":
+            kept = kept_here + (tl.arange(0, BM)[:, None] * BN + (part * WIDTH + tl.arange(0, WIDTH)[None, :]))
+            if first_chunk:
+                total += 0.0
             else:
-                if ACCUMULATION == "in place" or (ACCUMULATE and ACCUMULATION != "partials"):
-                    if SWAPPED:
-                        row = (at_m + tl.arange(0, WIDTH))[None, :]
-                        col = (at_n + tl.arange(0, BM))[:, None]
-                    else:
-                        row = (at_m + tl.arange(0, BM))[:, None]
-                        col = (at_n + tl.arange(0, WIDTH))[None, :]
-                    live = (row < M) & (col < N)
-                    if not ACCUMULATE:
-                        live = live & (not first_chunk)
-                    total += tl.load(c + (row.to(INDEX) * stride_cm + col.to(INDEX) * stride_cn), mask=live, other=0.0)
-                elif not BIAS_FIRST and ACCUMULATION != "partials":
-                    total += 0.0  # a sum that underflowed to -0 is +0, as one with more padding is
+                total += tl.load(kept)
+            if last_chunk:
                 _write(
                     total, total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, BM, WIDTH, C_TMA,
                     SWAPPED, E, BIAS_FIRST, ACT, SLOPE, INDEX,
                 )  # fmt: skip
-                if ACCUMULATION == "in place" and BARRIER:
-                    tl.debug_barrier()
+            else:
+                tl.store(kept, total)
+                if BARRIER:
+                    tl.debug_barrier()  # another thread may be the one to load it
+        else:
+            if ACCUMULATION == "in place" or (ACCUMULATE and ACCUMULATION != "partials"):
+                row, col = _indices(at_m, at_n, BM, WIDTH, SWAPPED)
+                live = (row < M) & (col < N)
+                if not ACCUMULATE:
+                    live = live & (not first_chunk)
+                total += tl.load(c + (row.to(INDEX) * stride_cm + col.to(INDEX) * stride_cn), mask=live, other=0.0)
+            elif not (BIAS_FIRST or E.paired or ACCUMULATION == "partials"):
+                total += 0.0  # a sum that underflowed to -0 is +0, as one with more padding is
+            _write(
+                total, ups[part] if E.paired else total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn,
+                ROWS, WIDTH, C_TMA, SWAPPED, E, BIAS_FIRST, ACT, SLOPE, INDEX,
+            )  # fmt: skip
+            if ACCUMULATION == "in place" and BARRIER:
+                tl.debug_barrier()
