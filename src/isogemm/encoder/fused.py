@@ -383,7 +383,7 @@ def _encoder_layer_backward_into(
     dx: Tensor, of_added: Sequence[Tensor], into: Sequence[Tensor], owners: Sequence[Tensor], of_params: Sequence[int],
     dy: Tensor, *rest: Any,
 ) -> None:  # fmt: skip
-    """The same, written to `dx`, `of_added` and `into`; gradients of parameters with an owner are added."""
+    """`_encoder_layer_backward`, written to `dx`, `of_added` and `into`; added for parameters with an owner."""
     call = _BackwardCall.of(dy, *rest)
     added = {index: owner for index, owner in zip(of_params, owners, strict=True) if is_added("a parameter", owner)}
     totals = [each if index in added else None for index, each in enumerate(into)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isogemm.core.dispatch import record_operator
-from isogemm.core.eager import through_dispatcher
+from isogemm.core.eager import PLAIN, through_dispatcher
 from isogemm.core.operator import Operator, refuse_second_derivative
 from isogemm.core.plan import dense, placed
 from isogemm.core.plan import run_launch as run
@@ -56,10 +56,6 @@ def _gradients(
         for each, dtype, owner, needed in zip(found, ctx.dtypes, accumulated, needs, strict=True)
     )
     return dx if needs_x else None, of_weight, of_bias
-
-
-def _dtypes(*tensors: Tensor | None) -> list[torch.dtype | None]:
-    return [None if each is None else each.dtype for each in tensors]
 
 
 # layer norm and RMS norm
@@ -318,20 +314,26 @@ _OWNERS = "Tensor? owner, Tensor? main_grad, Tensor? bias_owner, Tensor? bias_ma
 # owners and totals are not saved tensors: another micro-batch's backward may change a main_grad before this one's.
 
 
+def _keep_parameters(ctx: Any, weight: Tensor | None, bias: Tensor | None, *owners: Tensor | None) -> None:
+    ctx.dtypes = [None if each is None else each.dtype for each in (weight, bias)]
+    # In eager mode the backward reads the owner's main_grad: an older one is not kept alive until then.
+    pairs = owners[:2], owners[2:]
+    ctx.given = [(owner, None if type(owner) in PLAIN else total) for owner, total in pairs]
+
+
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, owner, main_grad, bias_owner, bias_main_grad, ctx.norm, ctx.eps, _ = inputs
+    x, weight, bias, *owners, ctx.norm, ctx.eps, _ = inputs
     ctx.save_for_backward(x, weight)
-    ctx.dtypes = _dtypes(weight, bias)
-    ctx.given = (owner, main_grad), (bias_owner, bias_main_grad)
+    _keep_parameters(ctx, weight, bias, *owners)
 
 
 def _keep_batch_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, mean, _, owner, main_grad, bias_owner, bias_main_grad, _, _ = inputs
+    x, weight, bias, mean, _, *owners, _, _ = inputs
     ctx.save_for_backward(x, output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.from_batch, ctx.dtypes = mean is None, _dtypes(weight, bias)
-    ctx.given = (owner, main_grad), (bias_owner, bias_main_grad)
+    ctx.from_batch = mean is None
+    _keep_parameters(ctx, weight, bias, *owners)
 
 
 encoder_norm_operator = Operator(
