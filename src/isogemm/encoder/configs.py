@@ -343,8 +343,3 @@ def row_warps(layer: Layer, sm_count: int) -> int:
     """Warps per program by fragments: the most that leave two programs a multiprocessor. Does not affect the result."""
     tiles = -(-layer.rows // FRAGMENT_ROWS)
     return max(warps for warps in (1, 2, 4, 8) if warps == 1 or tiles >= 2 * max(1, sm_count) * warps)
-
-
-def programs_per_part(layer: Layer, tile_rows: int, parts: int, at_once: int) -> int:
-    """Number of programs that share the rows of one part of in_proj: as many as run at once."""
-    return min(-(-layer.rows // tile_rows), max(1, -(-at_once // parts)))

@@ -153,7 +153,7 @@ class Plan:
         packed = b.kept.packed if layer.packed_weights else None
         steps += [
             Step(
-                ("project", keep), partial(self._describe_project, False, keep),
+                ("project", keep), partial(self._describe, "project", transpose=keep),
                 (self._attended, *self._row_norm, *b.wqkv, *b.bqkv, b.q, None, b.wo, None, b.w1, b.w2, packed,
                  self._apart_v),
             ),
@@ -169,7 +169,7 @@ class Plan:
             # Weights packed for warpgroups are in another order.
             weight = b.wo if configs.choose_warpgroup(layer).project else b.operands.wo
             arguments = (residual, b.kept.o, weight, b.bo, *norm, self._seed, b.kept.s)
-            steps.append(Step("out_project", partial(self._describe, "out_project", self.eps), arguments))
+            steps.append(Step("out_project", partial(self._describe, "out_project"), arguments))
         return steps
 
     def _feedforward_forward(self, keep: bool) -> list[Step]:
@@ -187,7 +187,7 @@ class Plan:
                 fed = b.kept.total
                 after = [*self._norms.statistics(2, fed), self._norms.normalise(2, fed, b.y)]
         step = Step(
-            ("feedforward", keep), partial(self._describe, "feedforward", self.eps),
+            ("feedforward", keep), partial(self._describe, "feedforward"),
             (*self._sum, b.operands.w1, b.b1, b.operands.w2, b.b2, *norms, fed,
              b.kept.total if keep and layer.norm_last else None, self._seed),
         )  # fmt: skip
@@ -234,7 +234,7 @@ class Plan:
             steps += self._norms.backward(2, b.dy, b.kept.total, grad)
         steps.append(
             Step(
-                "feedforward_backward", partial(self._describe, "feedforward_backward", self.eps),
+                "feedforward_backward", partial(self._describe, "feedforward_backward"),
                 (*self._sum, b.operands.w1, b.b1, b.operands.w1_t, b.operands.w2_t, *norms, grad,
                  b.kept.total if layer.norm_last else None, b.u, b.act, b.dz, dlast,
                  b.d_normed if layer.batch_norm else b.ds, b.feedforward_sums,
@@ -272,7 +272,7 @@ class Plan:
             steps.append(self._norms.normalise(1, b.x, b.normed))
         steps += [
             Step(
-                "project again", partial(self._describe_project, True, True),
+                "project again", partial(self._describe, "project", backward=True, transpose=True),
                 (attended, *self._row_norm, *again, *b.bqkv, None if layer.returns_qk else b.q, ds, wo_t, b.do,
                  None, None, None, self._apart_v),
             ),
@@ -284,7 +284,7 @@ class Plan:
                  *factors),
             ),
             Step(
-                "input_grad", partial(self._describe, "input_grad", self.eps),
+                "input_grad", partial(self._describe, "input_grad"),
                 (attended, *self._row_norm, b.operands.wqkv_t, b.dqkv, ds, n,
                  b.d_normed if attended is b.normed else b.dx, b.attention_sums,
                  *(() if layer.fragments else (b.kept.o, ds_operand, o_t)), None if ds is b.ds else b.ds),
@@ -303,7 +303,7 @@ class Plan:
     ) -> Step:
         added = tuple(place for place, each in enumerate(TILE_SUMS) if each in partials.offsets)
         sums = WeightSums(shapes, tuple(partials.offsets.values())[:4], partials.size, added)
-        return Step(name, partial(self._describe, "weight_grads", sums), (*arguments, partials.buffer))
+        return Step(name, partial(self._describe, "weight_grads", sums=sums), (*arguments, partials.buffer))
 
     def _sum_chunks(self, gradients: Gradients, into: Sequence[Argument]) -> Step:
         """Step that adds up the chunks' partial sums to the parameters' gradients."""
@@ -371,14 +371,14 @@ class Plan:
 
     # the launches, described when first needed
 
-    def _describe(self, kernel: str, *arguments: Any) -> Launch:
-        formulation, config = choose_formulation(self.layer, kernel, self._sm_count)
-        module = importlib.import_module(f"isogemm.encoder.kernels.{formulation}")
-        launch: Launch = getattr(module, f"describe_{kernel}")(self.layer, config, *arguments)
-        return launch
+    def _describe(self, kernel: str, **options: Any) -> Launch:
+        from isogemm.encoder.kernels.common import Call
 
-    def _describe_project(self, backward: bool, transpose: bool) -> Launch:
-        return self._describe("project", self.eps, self._sm_count, self.biases, backward, transpose)
+        call = Call(self.eps, self._sm_count, self.biases, **options)
+        formulation, config = choose_formulation(self.layer, kernel, call.sm_count)
+        module = importlib.import_module(f"isogemm.encoder.kernels.{formulation}")
+        launch: Launch = module.describe(kernel, self.layer, config, call)
+        return launch
 
     @property
     def _sm_count(self) -> int:

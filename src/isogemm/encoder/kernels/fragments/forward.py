@@ -16,24 +16,10 @@ from isogemm.attention.kernels.lanes import (
     zero_blocks,
 )
 from isogemm.core.kernels import start_launch
-from isogemm.core.launch import Launch
-from isogemm.encoder.configs import Layer, projected_parts
-from isogemm.encoder.kernels.common import (
-    ACTIVATION,
-    OUTPUT,
-    PROJECTION,
-    described,
-    in_proj,
-    pack_weights,
-    packing_programs,
-    projected_at,
-)
+from isogemm.encoder.kernels.common import ACTIVATION, OUTPUT, PROJECTION, in_proj, pack_weights, projected_at
 from isogemm.encoder.kernels.common import operand as as_operand
 from isogemm.encoder.kernels.fragments import ops
-from isogemm.epilogues import random
 from isogemm.gemm.kernels.products import round_by_instruction
-
-_SIDE = 32  # of a tile of weights that one program packs
 
 
 @triton.jit
@@ -72,10 +58,10 @@ def _pack_tile(w, straight, transposed, r, c, first, ROWS, COLS, LD, SIDE, STRAI
         tl.store(transposed + packed_place(k, first + n, LD, KIND), tile, mask=live)
 
 
-@triton.jit(do_not_specialize=["rows", "row_programs"])
+@triton.jit(do_not_specialize=["rows", "per_part"])
 def _project_rows_kernel(
     x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, packed, v_ptr,
-    rows, eps, row_programs,
+    rows, eps, per_part,
     D: tl.constexpr, F: tl.constexpr, HEAD: tl.constexpr, BY_HEAD: tl.constexpr, NORM: tl.constexpr,
     STACKED: tl.constexpr, BIASES: tl.constexpr, FIRST: tl.constexpr, BACKWARD: tl.constexpr, TRANSPOSE: tl.constexpr,
     SPLIT: tl.constexpr, KIND: tl.constexpr, INDEX: tl.constexpr, SIDE: tl.constexpr,
@@ -86,13 +72,13 @@ def _project_rows_kernel(
     start_launch(PDL)
     program = tl.program_id(0)
     PARTS: tl.constexpr = 3 - FIRST if SPLIT else 1
-    if program < row_programs * PARTS:
+    if program < per_part * PARTS:
         _project(
             program // PARTS, FIRST + program % PARTS, x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, v_ptr,
             rows, eps, D, HEAD, BY_HEAD, NORM, STACKED, BIASES, FIRST, BACKWARD, SPLIT, KIND, INDEX, BLOCK,
         )  # fmt: skip
     else:
-        program -= row_programs * PARTS
+        program -= per_part * PARTS
         if BACKWARD:
             r, c, at, live, inside = ops.place_rows(program, rows, INDEX, BLOCK)
             ds = ops.load_operands(ds_ptr, inside, c, D, D, KIND)
@@ -211,26 +197,8 @@ def _feedforward_rows_kernel(
     ops.store_rows(y_ptr, y, at, live, c, D)
 
 
-def describe_project(
-    layer: Layer, warps: int, eps: float, sm_count: int, biases: bool, backward: bool, transpose: bool
-) -> Launch:
-    split = warps == 1  # programs compute one of q, k and v each
-    first, row_programs = projected_parts(layer, backward)[0], ops.row_programs(layer, warps)
-    programs = row_programs * (3 - first if split else 1)
-    programs += row_programs if backward else packing_programs(layer, _SIDE, transpose)
-    own = {
-        "NORM": layer.row_norm, "BIASES": biases, "FIRST": first, "BACKWARD": backward, "TRANSPOSE": transpose,
-        "SPLIT": split, "SIDE": _SIDE, "BLOCK": 32 * warps,
-    }  # fmt: skip
-    scalars = (layer.rows, eps, row_programs)
-    return described(_project_rows_kernel, programs, scalars, layer, own, num_warps=warps, num_stages=1)
-
-
-def describe_out_project(layer: Layer, warps: int, eps: float) -> Launch:
-    norm = layer.row_norm if layer.residual_normed else ""
-    own = {"NORM": norm, "DROPPED": random.threshold(layer.dropout.projection)}
-    return ops.described_rows(_out_project_rows_kernel, layer, warps, eps, own)
-
-
-def describe_feedforward(layer: Layer, warps: int, eps: float) -> Launch:
-    return ops.described_rows(_feedforward_rows_kernel, layer, warps, eps)
+KERNELS = {
+    "project": _project_rows_kernel,
+    "out_project": _out_project_rows_kernel,
+    "feedforward": _feedforward_rows_kernel,
+}

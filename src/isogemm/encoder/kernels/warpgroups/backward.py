@@ -8,8 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
 from isogemm.core.kernels import start_launch
-from isogemm.core.launch import Launch
-from isogemm.encoder.configs import GROUP_ROWS, Layer, WarpgroupConfig
+from isogemm.encoder.configs import GROUP_ROWS
 from isogemm.encoder.kernels.common import ACTIVATION, OUTPUT
 from isogemm.encoder.kernels.warpgroups import ops
 
@@ -264,11 +263,4 @@ def _input_grad_warpgroup_kernel(
         _store_grad_operand(o_t, o, row, rows, 0, _opaque(ld), D, TRANSPOSED, WARPS, KIND)
 
 
-def describe_feedforward_backward(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:
-    scalars = (layer.rows, eps, layer.ld)
-    return ops.described_rows(_feedforward_backward_warpgroup_kernel, layer, config, scalars)
-
-
-def describe_input_grad(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:
-    scalars = (layer.rows, eps, layer.ld)
-    return ops.described_rows(_input_grad_warpgroup_kernel, layer, config, scalars, NORM=layer.row_norm)
+KERNELS = {"feedforward_backward": _feedforward_backward_warpgroup_kernel, "input_grad": _input_grad_warpgroup_kernel}

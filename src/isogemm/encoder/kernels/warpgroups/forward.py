@@ -8,27 +8,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from isogemm.core.kernels import start_launch
-from isogemm.core.launch import Launch
-from isogemm.encoder.configs import (
-    FRAGMENT_ROWS,
-    Layer,
-    ProjectConfig,
-    WarpgroupConfig,
-    programs_per_part,
-    projected_parts,
-)
-from isogemm.encoder.kernels.common import (
-    ACTIVATION,
-    OUTPUT,
-    described,
-    in_proj,
-    pack_weights,
-    packing_programs,
-    projected_at,
-)
+from isogemm.encoder.kernels.common import ACTIVATION, OUTPUT, in_proj, pack_weights, projected_at
 from isogemm.encoder.kernels.warpgroups import ops
-
-_SIDE = 64  # of a tile of weights that one program packs
 
 
 @gluon.jit
@@ -300,21 +281,4 @@ def _feedforward_warpgroup_kernel(
     ops.store_rows(y_ptr, y, row, rows, 0, D, WARPS, KIND)
 
 
-def describe_project(
-    layer: Layer, config: ProjectConfig, eps: float, sm_count: int, biases: bool, backward: bool, transpose: bool
-) -> Launch:
-    parts = projected_parts(layer, backward)
-    per_part = programs_per_part(layer, FRAGMENT_ROWS * config.warps, len(parts), config.at_once * sm_count)
-    programs = per_part * len(parts)
-    if layer.packed_weights and not backward:
-        programs += packing_programs(layer, _SIDE, transpose)
-    own = {
-        "NORM": layer.row_norm, "BIASES": biases, "FIRST": parts[0], "BACKWARD": backward, "TRANSPOSE": transpose,
-        "SIDE": _SIDE, "WARPS": config.warps,
-    }  # fmt: skip
-    scalars = (layer.rows, eps, per_part)
-    return described(_project_warpgroup_kernel, programs, scalars, layer, own, num_warps=config.warps)
-
-
-def describe_feedforward(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:
-    return ops.described_rows(_feedforward_warpgroup_kernel, layer, config, (layer.rows, eps))
+KERNELS = {"project": _project_warpgroup_kernel, "feedforward": _feedforward_warpgroup_kernel}

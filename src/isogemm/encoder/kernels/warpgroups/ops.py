@@ -10,8 +10,6 @@ A row's bits depend on its own values alone. Sums over rows are over 64.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,9 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from isogemm.core.launch import Launch
-from isogemm.encoder.configs import Layer, WarpgroupConfig
-from isogemm.encoder.kernels.common import described, scale_of_kept
+from isogemm.encoder.kernels.common import scale_of_kept
 
 # Gluon builtins that Triton 3.9 renames: an asynchronous copy from global to shared memory, and a view of shared memory
 # with another shape and layout.
@@ -275,11 +271,3 @@ def attended(o_ptr, wo, bo, row, rows, D, WARPS, KIND):
     if bo is not None:
         s += vector(bo, 0, D, WARPS, KIND)
     return s
-
-
-def described_rows(
-    kernel: Any, layer: Layer, config: WarpgroupConfig, scalars: tuple[Any, ...], **own: object
-) -> Launch:
-    """Launch of a row kernel; own: constants in place of the layer's."""
-    own = {"STAGES": config.stages, "BF": config.block, "WARPS": config.warps} | own
-    return described(kernel, config.programs(layer), scalars, layer, own, num_warps=config.warps)
