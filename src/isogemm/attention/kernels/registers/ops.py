@@ -83,10 +83,10 @@ def _joined(values, BLOCK, VEC):
 
 
 @triton.jit
-def dot_of(a, b, D):
+def dot_of(a, b):
     """sum_c a[c] b[c], ascending."""
     total = a[0] * b[0]
-    for c in tl.static_range(1, D):
+    for c in tl.static_range(1, len(a)):
         total = tl.fma(a[c], b[c], total)
     return total
 
@@ -100,19 +100,19 @@ def zero_head(D, BLOCK):
 
 
 @triton.jit
-def scaled_head(a, factor, D):
+def scaled_head(a, factor):
     """a times a number."""
     result = ()
-    for c in tl.static_range(D):
+    for c in tl.static_range(len(a)):
         result = result + (a[c] * factor,)
     return result
 
 
 @triton.jit
-def plus_scaled(a, factor, b, D):
+def plus_scaled(a, factor, b):
     """a + factor b."""
     result = ()
-    for c in tl.static_range(D):
+    for c in tl.static_range(len(a)):
         result = result + (tl.fma(factor, b[c], a[c]),)
     return result
 
@@ -129,7 +129,7 @@ def first_of_pair(pair):
 
 
 @triton.jit
-def taken_in(first, i: tl.constexpr, COUNT, DROPOUT):
+def read_token(first, i: tl.constexpr, COUNT, DROPOUT):
     """The i-th of COUNT tokens that are read per step."""
     if DROPOUT:
         return first + (i % (COUNT // 2) + i // (COUNT // 2) * 8)
@@ -153,6 +153,21 @@ def groups_of(tokens, own, DROPOUT):
         return (pairs_of(tokens) + own // 2 - 1) // (own // 2)
     else:
         return (tokens + own - 1) // own
+
+
+@triton.jit
+def place(thread, groups, sequences, tokens, H, WIDE):
+    """A thread's index in its head; its sequence and head, whether they exist; the sequence's first row."""
+    pair = thread // groups
+    first = thread - pair * groups
+    sequence = pair // H
+    head = pair - sequence * H
+    live = sequence < sequences
+    sequence = tl.minimum(sequence, sequences - 1)  # so that only stores need a mask
+    row = sequence * tokens
+    if WIDE:
+        row = row.to(tl.int64)
+    return first, sequence, head, live, row
 
 
 @triton.jit
@@ -219,15 +234,19 @@ def masked_score(s, seen, i: tl.constexpr, key, query, tokens, LAST, MASK, CAUSA
 
 
 @triton.jit
-def load_keys(key, tokens, k_at, v_at, mask_at, ld_k, ld_v, mask_step, D, VEC, KEYS, MASK, DROPOUT, BLOCK):
-    """KEYS keys from `key` on, their values and their masks; beyond the end, those of the last key."""
+def load_keys(key, tokens, head_at, mask, D, VEC, KEYS, MASK, DROPOUT, BLOCK):
+    """KEYS keys from `key` on, their values and their masks; beyond the end, those of the last key.
+
+    head_at: addresses of the head's keys and values, and distances between tokens. mask: likewise, or None.
+    """
+    k_at, v_at, ld_k, ld_v = head_at
     ks, vs, seen = (), (), ()
     for i in tl.static_range(KEYS):
-        j = tl.minimum(taken_in(key, i, KEYS, DROPOUT), tokens - 1)
+        j = tl.minimum(read_token(key, i, KEYS, DROPOUT), tokens - 1)
         ks = ks + (read_head(k_at + j * ld_k, D, VEC, BLOCK),)
         vs = vs + (read_head(v_at + j * ld_v, D, VEC, BLOCK),)
         if MASK != "":
-            seen = seen + (tl.load(mask_at + j * mask_step),)
+            seen = seen + (tl.load(mask[0] + j * mask[1]),)
     return ks, vs, seen
 
 
