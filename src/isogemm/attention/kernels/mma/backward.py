@@ -26,10 +26,7 @@ def _delta(do, o, ROUNDED, KIND):
             product = left[i] * right[i] if j == 0 else tl.fma(left[i], right[i], totals[i // 2])
             after = after + (tl.fma(left[i + 1], right[i + 1], product),)
         totals = after
-    sums = ()
-    for i in tl.static_range(len(totals)):
-        sums = sums + (row_sum(totals[i]),)
-    return sums
+    return [row_sum(total) for total in totals]
 
 
 @triton.jit
@@ -69,10 +66,7 @@ def _write_grads(ptrs, values, factor, added_ptr, row, all_rows, token, tokens, 
     more = None
     if added_ptr is not None:
         added_at = ops.head_at(added_ptr, row, head, D, all_rows, D, True)
-        more = ()
-        raw = ops.load_rows(added_at, D, token, tokens, c, D, KIND)
-        for j in tl.static_range(BLOCKS):
-            more = more + (floats(raw[j], KIND),)
+        more = [floats(raw, KIND) for raw in ops.load_rows(added_at, D, token, tokens, c, D, KIND)]
     _write_grad(
         ptrs[OWN], values, OWN * BLOCKS, factor, more, row, token, tokens, ld, head, c, live,
         D, KIND, TRANSPOSED,

@@ -246,13 +246,10 @@ def scores_of_columns(at, query, key, tokens, WIDE):
 @triton.jit
 def score_values(raw, PAIRS, KIND):
     """Scores that were loaded, in pairs or one by one, as floats."""
-    made = ()
     if PAIRS:
-        made = floats(raw, KIND)
+        return floats(raw, KIND)
     else:
-        for i in tl.static_range(len(raw)):
-            made = made + (raw[i].to(tl.float32),)
-    return made
+        return [score.to(tl.float32) for score in raw]
 
 
 @triton.jit
@@ -300,18 +297,13 @@ def kept(x, word, dropout):
 @triton.jit
 def zero_results(N, BLOCK):
     """N results."""
-    made = ()
-    for _ in tl.static_range(N):
-        zero = tl.zeros([BLOCK], tl.float32)
-        made = made + ((zero, zero, zero, zero),)
-    return made
+    return ((tl.zeros([BLOCK], tl.float32),) * 4,) * N
 
 
 @triton.jit
 def score_products(a, b, BLOCK, KIND):
     """[16, 8] of a b^T over all columns."""
-    zero = tl.zeros([BLOCK], tl.float32)
-    acc = (zero, zero, zero, zero)
+    acc = (tl.zeros([BLOCK], tl.float32),) * 4
     for j in tl.static_range(len(a)):
         acc = _product(acc, a[j], b[j], KIND)
     return acc
@@ -377,10 +369,7 @@ def all_layers(earlier0, earlier1, earlier2, earlier3, own):
 
 @triton.jit
 def layers_at(ptrs, row, head, ld, all_rows, D, BY_HEAD):
-    found = ()
-    for layer in tl.static_range(len(ptrs)):
-        found = found + (head_at(ptrs[layer], row, head, ld, all_rows, D, BY_HEAD),)
-    return found
+    return [head_at(ptr, row, head, ld, all_rows, D, BY_HEAD) for ptr in ptrs]
 
 
 @triton.jit

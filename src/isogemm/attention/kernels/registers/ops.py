@@ -93,19 +93,13 @@ def dot_of(a, b):
 
 @triton.jit
 def zero_head(D, BLOCK):
-    result = ()
-    for _ in tl.static_range(D):
-        result = result + (tl.zeros([BLOCK], tl.float32),)
-    return result
+    return (tl.zeros([BLOCK], tl.float32),) * D
 
 
 @triton.jit
 def scaled_head(a, factor):
     """a times a number."""
-    result = ()
-    for c in tl.static_range(len(a)):
-        result = result + (a[c] * factor,)
-    return result
+    return [x * factor for x in a]
 
 
 @triton.jit

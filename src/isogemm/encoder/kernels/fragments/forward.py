@@ -24,10 +24,7 @@ from isogemm.gemm.kernels.products import round_by_instruction
 
 @triton.jit
 def _rounded(values):
-    made = ()
-    for i in tl.static_range(len(values)):
-        made = made + (round_by_instruction(values[i]),)
-    return made
+    return [round_by_instruction(value) for value in values]
 
 
 @triton.jit

@@ -108,10 +108,7 @@ def block_product(a, b):
 
 @triton.jit
 def as_operands(blocks, KIND):
-    made = ()
-    for i in tl.static_range(len(blocks)):
-        made = made + (operand(blocks[i], KIND),)
-    return made
+    return [operand(block, KIND) for block in blocks]
 
 
 @triton.jit
@@ -247,8 +244,7 @@ def words_of_rows(seed, at, group, c):
 
 @triton.jit
 def no_words(BLOCK):
-    zero = tl.zeros([BLOCK], tl.uint32)
-    return zero, zero, zero, zero
+    return (tl.zeros([BLOCK], tl.uint32),) * 4
 
 
 @triton.jit

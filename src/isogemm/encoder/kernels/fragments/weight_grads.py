@@ -72,10 +72,8 @@ def _chunk_product(left_ptr, right_ptr, weight, bias, item, start, rows, M, N, C
     end = tl.minimum(start + CHUNK, rows)
     full = start + (end - start) // 8 * 8
     zero = tl.zeros([BLOCK], tl.float32)
-    acc = ()
-    for _ in tl.static_range(8):
-        acc = acc + ((zero, zero, zero, zero),)
-    sums = (zero, zero, zero, zero)
+    acc = ((zero,) * 4,) * 8
+    sums = (zero,) * 4
     left = _load(left_ptr, start + c, end, m, M, False)
     right = _load(right_ptr, start + c, end, n + 4 * r, N, False)
     for k in tl.range(start, full, 8):
@@ -102,9 +100,7 @@ def _chunk_product(left_ptr, right_ptr, weight, bias, item, start, rows, M, N, C
                     four = four + (acc[4 * i + e][2 * half + odd],)
                 store_four(weight + (row * N + column), four, live & (row < M) & (column < N))
     if SUMS:
-        four = ()
-        for e in tl.static_range(4):
-            four = four + (row_sum(sums[e]),)
+        four = [row_sum(each) for each in sums]
         store_four(bias + m, four, live & (m < M) & (n == 0) & (c == 0))
 
 
