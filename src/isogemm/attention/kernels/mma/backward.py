@@ -5,11 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isogemm.attention.configs import MOST_FACTORS, Attention, MmaConfig
 from isogemm.attention.kernels.lanes import floats, operand, row_sum
 from isogemm.attention.kernels.mma import ops
 from isogemm.core.kernels import start_launch
-from isogemm.core.launch import Launch
 from isogemm.gemm.kernels.products import round_by_instruction
 
 
@@ -338,15 +336,4 @@ def _attention_mma_backward_kernel(
         )  # fmt: skip
 
 
-def describe_attention_backward(problem: Attention, config: MmaConfig) -> Launch:
-    programs = ops.programs_of(problem, config)
-    of_do = problem.head if problem.by_head else problem.heads * problem.head
-    strides = (*problem.row_strides[:3], of_do, *problem.row_strides[3:])
-    scalars = () if problem.factors or problem.added else (None,) * (4 * MOST_FACTORS + 2)
-    scalars += (problem.sequences, problem.tokens, *ops.scales(problem), *strides)
-    scalars += (*problem.masking, *problem.dropping)
-    constants, options = (
-        ops.constants_of(problem, config, {"TRANSPOSED": problem.transposed}),
-        ops.options_of(problem, config),
-    )
-    return Launch(_attention_mma_backward_kernel, 2 * programs, scalars, constants, options)
+KERNEL = _attention_mma_backward_kernel

@@ -5,10 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isogemm.attention.configs import Attention, RegistersBackwardConfig
 from isogemm.attention.kernels.registers import ops
 from isogemm.core.kernels import start_launch
-from isogemm.core.launch import Launch
 from isogemm.gemm.kernels.products import multiple
 
 
@@ -187,7 +185,7 @@ def _grads_of_keys(
 @triton.jit(do_not_specialize=["sequences", "tokens", "query_programs", "dropped"])
 def _attention_backward_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, previous_ptr, seed_ptr, o_ptr, lse_ptr, do_ptr, d_scores_ptr, dq_ptr, dk_ptr, dv_ptr,
-    d_previous_ptr, sequences, tokens, scale,
+    d_previous_ptr, sequences, tokens, inverse_root,
     ld_q, ld_k, ld_v, ld_do, ld_dq, ld_dk, ld_dv, mask_stride, mask_step, query_programs, dropped, kept_scale,
     H: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     WIDE: tl.constexpr, FETCH: tl.constexpr, UNIT: tl.constexpr, VEC: tl.constexpr,
@@ -221,25 +219,15 @@ def _attention_backward_kernel(
     dropout = (tl.load(seed_ptr), dropped, matrix) if seed_ptr is not None else None
     if of_queries:
         _grads_of_queries(
-            first, groups, row, head, live, tokens, scale, head_at, mask, upstream_at, previous_at, d_scores_at, dq_ptr,
-            d_previous_at, ld_dq, dropout, kept_scale, H, D, VEC, OWN_Q, KEYS, MASK, CAUSAL, WIDE, FETCH, BLOCK,
+            first, groups, row, head, live, tokens, inverse_root, head_at, mask, upstream_at, previous_at, d_scores_at,
+            dq_ptr, d_previous_at, ld_dq, dropout, kept_scale, H, D, VEC, OWN_Q, KEYS, MASK, CAUSAL, WIDE, FETCH, BLOCK,
         )  # fmt: skip
     else:
         _grads_of_keys(
-            first, groups, row, head, live, tokens, scale, head_at, mask, upstream_at, previous_at, d_scores_at, dk_ptr,
-            dv_ptr, ld_dk, ld_dv, dropout, kept_scale, H, D, VEC, OWN_K, QUERIES, MASK, CAUSAL, WIDE, FETCH, BLOCK,
+            first, groups, row, head, live, tokens, inverse_root, head_at, mask, upstream_at, previous_at, d_scores_at,
+            dk_ptr, dv_ptr, ld_dk, ld_dv, dropout, kept_scale, H, D, VEC, OWN_K, QUERIES, MASK, CAUSAL, WIDE, FETCH,
+            BLOCK,
         )  # fmt: skip
 
 
-def describe_attention_backward(problem: Attention, config: RegistersBackwardConfig) -> Launch:
-    of_queries = ops.programs_of(problem, config.own_queries, config.num_warps)
-    programs = of_queries + ops.programs_of(problem, config.own_keys, config.num_warps)
-    strides = (*problem.row_strides[:3], problem.heads * problem.head, *problem.row_strides[3:])
-    scalars = (problem.sequences, problem.tokens, problem.head**-0.5, *strides, *problem.masking)
-    scalars += (of_queries, *problem.dropping)
-    constants = ops.constants_of(problem) | {
-        "OWN_Q": config.own_queries, "OWN_K": config.own_keys, "KEYS": config.keys, "QUERIES": config.queries,
-        "BLOCK": 32 * config.num_warps, "PDL": problem.pdl,
-    }  # fmt: skip
-    options = ops.options_of(problem, config.num_warps)
-    return Launch(_attention_backward_kernel, programs, scalars, constants, options)
+KERNEL = _attention_backward_kernel

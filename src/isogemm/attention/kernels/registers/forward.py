@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 
-from isogemm.attention.configs import Attention, RegistersConfig
 from isogemm.attention.kernels.registers import ops
 from isogemm.core.kernels import start_launch
-from isogemm.core.launch import Launch
 from isogemm.gemm.kernels.products import multiple
 
 
@@ -126,11 +122,4 @@ def _attention_kernel(
         tl.store(lse_ptr + (row + t[n]) * H + head, lse, mask=written)
 
 
-def describe_attention(problem: Attention, config: RegistersConfig) -> Launch:
-    scalars = (problem.sequences, problem.tokens, math.log2(math.e) * problem.head**-0.5, *problem.row_strides)
-    constants = ops.constants_of(problem) | {
-        "OWN": config.own, "KEYS": config.block, "BLOCK": 32 * config.num_warps, "PDL": problem.pdl,
-    }  # fmt: skip
-    programs = ops.programs_of(problem, config.own, config.num_warps)
-    scalars += (*problem.masking, *problem.dropping)
-    return Launch(_attention_kernel, programs, scalars, constants, ops.options_of(problem, config.num_warps))
+KERNEL = _attention_kernel

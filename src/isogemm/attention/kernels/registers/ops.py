@@ -9,13 +9,9 @@ numbered as in `epilogues.random`.
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 
-from isogemm.attention.configs import CACHED, Attention, threads
-from isogemm.core.kernels import pdl_option
 from isogemm.epilogues.device import philox
 
 
@@ -242,30 +238,3 @@ def load_keys(key, tokens, head_at, mask, D, VEC, KEYS, MASK, DROPOUT, BLOCK):
         if MASK != "":
             seen = seen + (tl.load(mask[0] + j * mask[1]),)
     return ks, vs, seen
-
-
-def programs_of(problem: Attention, own: int, num_warps: int) -> int:
-    return -(-problem.sequences * problem.heads * threads(problem, own) // (32 * num_warps))
-
-
-def constants_of(problem: Attention) -> dict[str, object]:
-    itemsize = 4 if problem.dtype == "float32" else 2
-    unit = math.gcd(*problem.row_strides[:3], problem.head, 16 // itemsize)
-    farthest = problem.sequences * problem.tokens * max(*problem.row_strides[:3], problem.heads * problem.head)
-    if problem.residual:
-        farthest = max(farthest, problem.sequences * problem.heads * problem.tokens**2)
-    read = problem.sequences * problem.tokens * 3 * problem.heads * problem.head * itemsize
-    return {
-        "H": problem.heads,
-        "D": problem.head,
-        "MASK": problem.mask,
-        "CAUSAL": problem.causal,
-        "WIDE": farthest >= 2**31,
-        "FETCH": problem.backend == "cuda" and read > CACHED and not triton.knobs.runtime.interpret,
-        "UNIT": unit,
-        "VEC": unit,
-    }
-
-
-def options_of(problem: Attention, num_warps: int) -> dict[str, object]:
-    return {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False} | pdl_option(problem.pdl)
