@@ -251,4 +251,4 @@ def test_compiled(accumulated):
 
 @pytest.mark.parametrize("tokens", [1, 5, 42, 64, 127, 128, 200])
 def test_chunks_are_whole_sequences_and_whole_tiles(tokens):
-    assert configs.chunk(tokens, 16, 4, 32, "float32") * tokens % 64 == 0
+    assert configs.chunk_of(tokens) * tokens % 64 == 0

@@ -204,9 +204,8 @@ def encoder_chunk(
     if torch.cuda.is_available() if device is None else torch.device(device).type == "cuda":
         from isogemm.encoder import configs
 
-        chunk = configs.chunk(tokens, d_model, nhead, dim_feedforward, name)
-        if chunk:
-            return chunk
+        if not configs.unserved(tokens, d_model, nhead, name):
+            return configs.chunk_of(tokens)
     return composed.chunk(tokens, d_model, dim_feedforward, name)
 
 

@@ -177,14 +177,12 @@ def projected_parts(layer: Layer, backward: bool) -> range:
 
 
 def chunk_of(tokens: int) -> int:
-    """Sequences per partial sum: the fewest whose tokens are whole tiles and at least _CHUNK_ROWS."""
+    """Sequences per partial sum of a fused layer's parameter gradients.
+
+    The fewest whose tokens are whole tiles and at least _CHUNK_ROWS.
+    """
     least = TILE_ROWS // math.gcd(tokens, TILE_ROWS)
     return least * -(-_CHUNK_ROWS // (least * tokens))
-
-
-def chunk(tokens: int, d_model: int, nhead: int, dim_feedforward: int, dtype: str) -> int:
-    """Sequences per partial sum of a fused layer's parameter gradients; 0 if it is not fused."""
-    return 0 if unserved(tokens, d_model, nhead, dtype) else chunk_of(tokens)
 
 
 def unserved(tokens: int, d_model: int, nhead: int, operand: str) -> str:

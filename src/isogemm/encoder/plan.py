@@ -375,15 +375,11 @@ class Plan:
     def _describe(self, kernel: str, **options: Any) -> Launch:
         from isogemm.encoder.kernels.common import Call
 
-        call = Call(self.eps, self._sm_count, self.biases, **options)
+        call = Call(self.eps, devices.facts(self.device).sm_count, self.biases, **options)
         formulation, config = choose_formulation(self.layer, kernel, call.sm_count)
         module = importlib.import_module(f"isogemm.encoder.kernels.{formulation}")
         launch: Launch = module.describe(kernel, self.layer, config, call)
         return launch
-
-    @property
-    def _sm_count(self) -> int:
-        return devices.facts(self.device).sm_count
 
     def _describe_sum(self, segments: Sequence[tuple[int, int, int, bool] | None], sizes: Sequence[int]) -> Launch:
         from isogemm.encoder.kernels.chunk_sums import describe_sum_chunks
