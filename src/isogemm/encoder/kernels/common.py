@@ -9,7 +9,8 @@ import triton.language as tl
 
 from isogemm.core.kernels import pdl_option
 from isogemm.core.launch import Launch
-from isogemm.encoder.configs import Layer, WeightSums, choose_warpgroup, projected_parts, tile_rows
+from isogemm.encoder import configs
+from isogemm.encoder.configs import Layer, WeightSums, projected_parts, tile_rows
 from isogemm.encoder.parameters import EncoderDropout
 from isogemm.epilogues import device, random
 from isogemm.gemm.kernels.products import round_by_instruction
@@ -155,7 +156,7 @@ def _constants_of(name: str, layer: Layer, call: Call) -> dict[str, object]:
         return {
             "NORM": layer.row_norm if layer.residual_normed else "",
             "DROPPED": random.threshold(layer.dropout.projection),
-            "PACKED": layer.packed_weights and not choose_warpgroup(layer).project,
+            "PACKED": layer.packed_weights and not configs.choose_warpgroup(layer).project,
         }
     if name == "input_grad":
         return {"NORM": layer.row_norm}
