@@ -222,8 +222,7 @@ def _input_grad_warpgroup_kernel(
             grad = grad.permute((1, 0))
         weight = slots.index(block % STAGES)
         left = ops.operand(grad.load(ops.rows_layout(BF, WARPS, KIND)), D, WARPS, KIND)
-        dx = warpgroup_mma(left, weight.permute((1, 0)), dx, is_async=True)
-        dx = warpgroup_mma_wait(0, deps=[dx])
+        dx = ops.plus_product(dx, left, weight.permute((1, 0)))
     dx = gl.where(live[:, None], dx, 0.0)  # what is beyond the last row was not fetched
     tl.debug_barrier()
     gl.static_assert(STAGES * BF >= 2 * BM, "two tiles of rows shall fit")

@@ -257,16 +257,29 @@ def wait_for_copies(LATER):
 
 
 @gluon.jit
+def product(a, b, N, WARPS, KIND):
+    """a b, which has N columns."""
+    acc = gl.zeros([16 * WARPS, N], gl.float32, rows_layout(N, WARPS, KIND))
+    acc = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=[acc])
+
+
+@gluon.jit
+def plus_product(acc, a, b):
+    """acc + a b."""
+    acc = warpgroup_mma(a, b, acc, is_async=True)
+    return warpgroup_mma_wait(0, deps=[acc])
+
+
+@gluon.jit
 def attended(o_ptr, wo, bo, row, rows, D, WARPS, KIND):
     """o Wo + bo. Waits for all copies."""
     weight = gl.allocate_shared_memory(KIND, [D, D], shared_layout(D, D, KIND))
     fetch(weight, wo, 0, 0, D, WARPS, KIND)
     async_copy.commit_group()
     o = operand(load_rows(o_ptr, row, rows, 0, D, D, WARPS, KIND), D, WARPS, KIND)
-    s = gl.zeros([16 * WARPS, D], gl.float32, rows_layout(D, WARPS, KIND))
     wait_for_copies(0)
-    s = warpgroup_mma(o, weight.permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=[s])
+    s = product(o, weight.permute((1, 0)), D, WARPS, KIND)
     tl.debug_barrier()  # before the weight's memory is reused
     if bo is not None:
         s += vector(bo, 0, D, WARPS, KIND)
