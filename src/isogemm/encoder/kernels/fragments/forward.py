@@ -70,10 +70,32 @@ def _project_rows_kernel(
     program = tl.program_id(0)
     PARTS: tl.constexpr = 3 - FIRST if SPLIT else 1
     if program < per_part * PARTS:
-        _project(
-            program // PARTS, FIRST + program % PARTS, x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, v_ptr,
-            rows, eps, D, HEAD, BY_HEAD, NORM, STACKED, BIASES, FIRST, BACKWARD, SPLIT, KIND, INDEX, BLOCK,
-        )  # fmt: skip
+        first_part = FIRST + program % PARTS
+        r, c, at, live, inside = ops.place_rows(program // PARTS, rows, INDEX, BLOCK)
+        x = ops.load_rows(x_ptr, inside, c, D, D)
+        if NORM != "":
+            mean, deviation = ops.row_statistics(x, eps, D, NORM)
+            x = ops.normed_rows(x, mean, deviation, norm_w, norm_b, c)
+        n = ops.as_operands(x, KIND)
+        for part in tl.range(first_part, first_part + 1 if SPLIT else 3):
+            w = in_proj(wq, wk, wv, part, D * D, STACKED or BACKWARD)
+            if BIASES:
+                b = in_proj(bq, bk, bv, part, D, STACKED)
+            for j in tl.range(0, D // 16):
+                if BACKWARD:
+                    acc = ops.times_block(n, w, 4 * r + c, j, D, BLOCK, KIND)
+                else:
+                    acc = zero_block(BLOCK)
+                    from_row = w + ((16 * j + weight_row(r)) * D + 4 * c)
+                    for i in tl.static_range(len(n)):
+                        acc = multiply(acc, n[i], load_weights(from_row + 16 * i, D, KIND), KIND)
+                if BIASES:
+                    acc = ops.block_sum(acc, ops.columns_of(b, c, 16 * j))
+                if BY_HEAD:
+                    to = projected_at(qkv_ptr, v_ptr, part, rows.to(INDEX) * D, FIRST)
+                    _store_heads(to, acc, at, live, c, 16 * j, rows.to(INDEX), D, HEAD, BY_HEAD, 3 * D)
+                else:
+                    ops.store_block(qkv_ptr, acc, at, live, c, part * D + 16 * j, 3 * D)
     else:
         program -= per_part * PARTS
         if BACKWARD:
@@ -87,38 +109,6 @@ def _project_rows_kernel(
                 program, wq, wk, wv, wo, w1, w2, packed, _pack_tile, D, F, SIDE, STACKED, True, TRANSPOSE, KIND,
                 "tf32" if KIND == tl.float32 else "",
             )  # fmt: skip
-
-
-@triton.jit
-def _project(
-    program, first_part, x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, v_ptr, rows, eps, D, HEAD, BY_HEAD,
-    NORM, STACKED, BIASES, FIRST, BACKWARD, SPLIT, KIND, INDEX, BLOCK,
-):  # fmt: skip
-    r, c, at, live, inside = ops.place_rows(program, rows, INDEX, BLOCK)
-    x = ops.load_rows(x_ptr, inside, c, D, D)
-    if NORM != "":
-        mean, deviation = ops.row_statistics(x, eps, D, NORM)
-        x = ops.normed_rows(x, mean, deviation, norm_w, norm_b, c)
-    n = ops.as_operands(x, KIND)
-    for part in tl.range(first_part, first_part + 1 if SPLIT else 3):
-        w = in_proj(wq, wk, wv, part, D * D, STACKED or BACKWARD)
-        if BIASES:
-            b = in_proj(bq, bk, bv, part, D, STACKED)
-        for j in tl.range(0, D // 16):
-            if BACKWARD:
-                acc = ops.times_block(n, w, 4 * r + c, j, D, BLOCK, KIND)
-            else:
-                acc = zero_block(BLOCK)
-                from_row = w + ((16 * j + weight_row(r)) * D + 4 * c)
-                for i in tl.static_range(len(n)):
-                    acc = multiply(acc, n[i], load_weights(from_row + 16 * i, D, KIND), KIND)
-            if BIASES:
-                acc = ops.block_sum(acc, ops.columns_of(b, c, 16 * j))
-            if BY_HEAD:
-                to = projected_at(qkv_ptr, v_ptr, part, rows.to(INDEX) * D, FIRST)
-                _store_heads(to, acc, at, live, c, 16 * j, rows.to(INDEX), D, HEAD, BY_HEAD, 3 * D)
-            else:
-                ops.store_block(qkv_ptr, acc, at, live, c, part * D + 16 * j, 3 * D)
 
 
 @triton.jit(do_not_specialize=["rows"])
