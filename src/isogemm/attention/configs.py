@@ -72,7 +72,7 @@ class Attention:
 
     @property
     def reach(self) -> int:
-        """An offset that no element's exceeds."""
+        """Upper bound of the offsets of all elements."""
         written = () if self.transposed else self.row_strides[3:]
         reach = self.sequences * self.tokens * max(*self.row_strides[:3], *written, self.width)
         if self.transposed:

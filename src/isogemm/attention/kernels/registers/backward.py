@@ -46,58 +46,6 @@ def _query_grads(
 
 
 @triton.jit
-def _key_grads(
-    state, k, v, seen, upstream_at, query, t, first, groups, pair, tokens, previous_at, d_scores_at, dropout,
-    kept_scale, H, D, VEC, OWN, QUERIES, MASK, CAUSAL, WIDE, BLOCK,
-):  # fmt: skip
-    """(dk, dv) after QUERIES queries; beyond the end, queries that see nothing.
-
-    upstream_at: addresses of the head's q, do, o and lse, and the distances between tokens of q and do.
-    """
-    DROPOUT: tl.constexpr = dropout is not None
-    q_at, do_at, o_at, lse_at, ld_q, ld_do = upstream_at
-    qs, dos, outs, lses = (), (), (), ()
-    for i in tl.static_range(QUERIES):
-        token = ops.read_token(query, i, QUERIES, DROPOUT)
-        j = tl.minimum(token, tokens - 1)
-        qs = qs + (ops.read_head(q_at + j * ld_q, D, VEC, BLOCK),)
-        dos = dos + (ops.read_head(do_at + j * ld_do, D, VEC, BLOCK),)
-        outs = outs + (ops.read_head(o_at + j * (H * D), D, VEC, BLOCK),)
-        lses = lses + (tl.where(token < tokens, tl.load(lse_at + j * H), float("inf")),)
-    deltas = ()
-    for i in tl.static_range(QUERIES):
-        deltas = deltas + (ops.dot_of(dos[i], outs[i]),)
-    dks, dvs, words = (), (), ()
-    for n in tl.static_range(OWN):
-        dk = state[0][n]
-        dv = state[1][n]
-        if DROPOUT and n % 2 == 0:
-            words = ()
-            for i in tl.static_range(QUERIES // 2):
-                words = words + (ops.random_words(dropout, first + n // 2 * groups, pair + i),)
-        for i in tl.static_range(QUERIES):
-            j = ops.read_token(query, i, QUERIES, DROPOUT)
-            s = ops.dot_of(qs[i], k[n])
-            if previous_at is not None:
-                s = ops.with_score(s, previous_at, j, t[n], tokens, WIDE)
-            s = ops.masked_score(s, seen, n, t[n], j, tokens, False, MASK, CAUSAL)
-            p = tl.exp2(s - lses[i])
-            if DROPOUT:
-                word = words[i % (QUERIES // 2)][i // (QUERIES // 2) * 2 + n % 2]
-                dv = ops.plus_scaled(dv, ops.kept(p, word, dropout), dos[i])
-                ds = p * tl.fma(ops.kept(ops.dot_of(dos[i], v[n]), word, dropout), kept_scale, -deltas[i])
-            else:
-                dv = ops.plus_scaled(dv, p, dos[i])
-                ds = p * (ops.dot_of(dos[i], v[n]) - deltas[i])
-            if d_scores_at is not None:
-                ds = ops.with_gradient(ds, s, d_scores_at, j, t[n], tokens, WIDE)
-            dk = ops.plus_scaled(dk, ds, qs[i])
-        dks = dks + (dk,)
-        dvs = dvs + (dv,)
-    return dks, dvs
-
-
-@triton.jit
 def _grads_of_queries(
     first, groups, row, head, live, tokens, scale, head_at, mask, upstream_at, previous_at, d_scores_at, dq_ptr,
     d_previous_at, ld_dq, dropout, kept_scale, H, D, VEC, OWN, KEYS, MASK, CAUSAL, WIDE, FETCH, BLOCK,
@@ -164,19 +112,54 @@ def _grads_of_keys(
             seen = seen + (tl.load(mask[0] + at * mask[1]),)
         dks = dks + (ops.zero_head(D, BLOCK),)
         dvs = dvs + (ops.zero_head(D, BLOCK),)
-    state = (dks, dvs)
     end = ops.pairs_of(tokens) if DROPOUT else tokens
     for pair in tl.range(0, end, QUERIES // 2 if DROPOUT else QUERIES):
         query = ops.first_of_pair(pair) if DROPOUT else pair
-        state = _key_grads(
-            state, k, v, seen, upstream_at, query, t, first, groups, pair, tokens, previous_at, d_scores_at, dropout,
-            kept_scale, H, D, VEC, OWN, QUERIES, MASK, CAUSAL, WIDE, BLOCK,
-        )  # fmt: skip
+        qs, dos, outs, lses = (), (), (), ()
+        for i in tl.static_range(QUERIES):  # beyond the end, queries that see nothing
+            token = ops.read_token(query, i, QUERIES, DROPOUT)
+            j = tl.minimum(token, tokens - 1)
+            qs = qs + (ops.read_head(q_at + j * ld_q, D, VEC, BLOCK),)
+            dos = dos + (ops.read_head(do_at + j * ld_do, D, VEC, BLOCK),)
+            outs = outs + (ops.read_head(o_at + j * (H * D), D, VEC, BLOCK),)
+            lses = lses + (tl.where(token < tokens, tl.load(lse_at + j * H), float("inf")),)
+        deltas = ()
+        for i in tl.static_range(QUERIES):
+            deltas = deltas + (ops.dot_of(dos[i], outs[i]),)
+        after_dk, after_dv, words = (), (), ()
+        for n in tl.static_range(OWN):
+            dk = dks[n]
+            dv = dvs[n]
+            if DROPOUT and n % 2 == 0:
+                words = ()
+                for i in tl.static_range(QUERIES // 2):
+                    words = words + (ops.random_words(dropout, first + n // 2 * groups, pair + i),)
+            for i in tl.static_range(QUERIES):
+                j = ops.read_token(query, i, QUERIES, DROPOUT)
+                s = ops.dot_of(qs[i], k[n])
+                if previous_at is not None:
+                    s = ops.with_score(s, previous_at, j, t[n], tokens, WIDE)
+                s = ops.masked_score(s, seen, n, t[n], j, tokens, False, MASK, CAUSAL)
+                p = tl.exp2(s - lses[i])
+                if DROPOUT:
+                    word = words[i % (QUERIES // 2)][i // (QUERIES // 2) * 2 + n % 2]
+                    dv = ops.plus_scaled(dv, ops.kept(p, word, dropout), dos[i])
+                    ds = p * tl.fma(ops.kept(ops.dot_of(dos[i], v[n]), word, dropout), kept_scale, -deltas[i])
+                else:
+                    dv = ops.plus_scaled(dv, p, dos[i])
+                    ds = p * (ops.dot_of(dos[i], v[n]) - deltas[i])
+                if d_scores_at is not None:
+                    ds = ops.with_gradient(ds, s, d_scores_at, j, t[n], tokens, WIDE)
+                dk = ops.plus_scaled(dk, ds, qs[i])
+            after_dk = after_dk + (dk,)
+            after_dv = after_dv + (dv,)
+        dks = after_dk
+        dvs = after_dv
     for n in tl.static_range(OWN):
         written = live & (t[n] < tokens)
-        dk = ops.scaled_head(state[0][n], scale)
+        dk = ops.scaled_head(dks[n], scale)
         ops.write_head(dk_ptr + ((row + t[n]) * ld_dk + head * D), dk, written, D, VEC, BLOCK)
-        dv = state[1][n]
+        dv = dvs[n]
         if DROPOUT:
             dv = ops.scaled_head(dv, kept_scale)
         ops.write_head(dv_ptr + ((row + t[n]) * ld_dv + head * D), dv, written, D, VEC, BLOCK)
