@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 
 from compile_matrix import CompileJob, compile_job, limit_violations
 
+from isogemm.attention import kernels
 from isogemm.attention.configs import Attention, choose
-from isogemm.attention.kernels import dot
 
 HEADS = (64,)
 NUMBERS = [("bfloat16", "ieee"), ("float32", "tf32"), ("float32", "ieee")]
@@ -39,7 +39,7 @@ def _job(head, number, backward, mask, causal):
     strides = (3 * heads * head,) * (6 if backward else 3)
     problem = Attention(64, tokens, heads, head, dtype, precision, strides, causal, mask, (tokens, 1))
     config = choose(problem)
-    launch = (dot.describe_attention_backward if backward else dot.describe_attention)(problem, config)
+    launch = kernels.describe(problem, config)
     names = launch.kernel.arg_names
     absent = ["previous_ptr", "seed_ptr", "scores_ptr", "d_scores_ptr", "d_previous_ptr"] + ["mask_ptr"] * (not mask)
     given = [name for name in names[:tensors] if name not in absent]

@@ -9,8 +9,10 @@ pytest.importorskip("triton")
 
 import torch
 
+from isogemm.encoder import configs
 from isogemm.encoder.buffers import Buffers, kept_size
 from isogemm.encoder.configs import Layer
+from isogemm.encoder.parameters import EncoderDropout
 from isogemm.encoder.plan import Plan, choose_formulation
 
 KERNELS = ("project", "out_project", "feedforward", "feedforward_backward", "input_grad", "weight_grads")
@@ -43,7 +45,7 @@ def test_each_kernel_has_one_formulation(layer, expected):
     assert " ".join(chosen) == expected
     for kernel, formulation in zip(KERNELS, chosen, strict=True):
         module = importlib.import_module(f"isogemm.encoder.kernels.{formulation}")
-        assert callable(getattr(module, f"describe_{kernel}"))
+        assert kernel in module.KERNELS
 
 
 def test_a_misspelt_buffer_is_an_error():
@@ -51,6 +53,22 @@ def test_a_misspelt_buffer_is_an_error():
     assert buffers.dlast.name == "dlast"
     with pytest.raises(AttributeError, match="dlats"):
         buffers.dlats  # noqa: B018
+
+
+def test_out_project_reads_its_weight_as_it_is_given(monkeypatch):
+    """Packed or not, also where another config than the table's is tried."""
+    layer = _layer(128, "tf32", dropout=EncoderDropout(projection=0.1))
+    for groups in (configs.choose_warpgroup(layer), configs.WarpgroupConfigs()):
+        monkeypatch.setattr(configs, "choose_warpgroup", lambda _, groups=groups: groups)
+        plan = Plan(layer, torch.device("cpu"), 1e-5, biases=True)
+        steps = plan._forwards[True][0]._steps
+        weight, launch = next(
+            (step.arguments[2], step.describe())
+            for step in steps
+            if step.describe().kernel.__name__ == "_out_project_kernel"
+        )
+        assert launch.constants["PACKED"] == (weight is plan.buffers.operands.wo)
+        assert launch.constants["PACKED"] == (groups.project is None)
 
 
 @pytest.mark.parametrize("number", ["tf32", "ieee", "bfloat16"])

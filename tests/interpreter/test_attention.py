@@ -9,7 +9,6 @@ from nonfinite import assert_same_nonfinite
 
 from isogemm.attention import kernels
 from isogemm.attention.configs import Attention, DotConfig, MmaConfig, choose, choose_mma
-from isogemm.attention.kernels import dot, mma
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.errors import assert_no_worse_than_torch
 
@@ -75,11 +74,10 @@ def _launch(inputs, precision="ieee", mask=None, causal=False, config=None):
     gradients = torch.full_like(packed, torch.nan)
     dq, dk, dv = gradients.split(width, dim=1)
     problem = _problem(inputs, precision, mask, causal, (3 * width,) * 3)
-    describe = mma.describe_attention if isinstance(config, MmaConfig) else dot.describe_attention
-    describe(problem, config or choose(problem)).run(q, k, v, mask, None, None, o, lse, None)
+    kernels.describe(problem, config or choose(problem)).run(q, k, v, mask, None, None, o, lse, None)
     problem = _problem(inputs, precision, mask, causal, (3 * width,) * 6)
-    describe = mma.describe_attention_backward if isinstance(config, MmaConfig) else dot.describe_attention_backward
-    describe(problem, config or choose(problem)).run(q, k, v, mask, None, None, o, lse, do, None, dq, dk, dv, None)
+    backward = kernels.describe(problem, config or choose(problem))
+    backward.run(q, k, v, mask, None, None, o, lse, do, None, dq, dk, dv, None)
     o, dq, dk, dv = (x.reshape(inputs.q.shape) for x in (o, dq, dk, dv))
     return Results(o, lse.reshape(sequences, tokens, heads), dq, dk, dv)
 
@@ -272,12 +270,10 @@ def test_wide_offsets():
     o, dq, dk, dv = torch.full((4, tokens, head), torch.nan, dtype=torch.float16)
     lse = torch.full((tokens, 1), torch.nan)
     problem = _problem(inputs, "ieee", None, False, (stride,) * 3)
-    dot.describe_attention(problem, choose(problem)).run(q, k, v, None, None, None, o, lse, None)
+    kernels.describe(problem, choose(problem)).run(q, k, v, None, None, None, o, lse, None)
     problem = _problem(inputs, "ieee", None, False, (stride,) * 3 + (head,) * 3)
     do = inputs.do.reshape(tokens, head)
-    dot.describe_attention_backward(problem, choose(problem)).run(
-        q, k, v, None, None, None, o, lse, do, None, dq, dk, dv, None
-    )
+    kernels.describe(problem, choose(problem)).run(q, k, v, None, None, None, o, lse, do, None, dq, dk, dv, None)
     results = Results(*(x.reshape(1, tokens, 1, -1) for x in (o, lse, dq, dk, dv)))
     _assert_close(results._replace(lse=lse.reshape(1, tokens, 1)), inputs)
 

@@ -9,6 +9,7 @@ from encoder_oracle import with_gradients
 from isogemm.core import operator
 from isogemm.core.plan import Cache
 from isogemm.encoder import buffers, configs, fused, layout
+from isogemm.encoder.kernels import tiles
 from isogemm.encoder.parameters import Options
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors, torch_encoder
@@ -157,7 +158,7 @@ def test_programs_and_places_change_no_bit(monkeypatch, shape, precision):
     run = partial(_fused, nhead=shape.nhead, precision=precision)
     grad = _grad(tensors)
     whole = with_gradients(run, tensors, grad)
-    monkeypatch.setattr(configs, "programs_per_part", lambda *args: 3)
+    monkeypatch.setattr(tiles, "programs_per_part", lambda *args: 3)
     monkeypatch.setattr(configs, "row_warps", lambda *args: 2)
     again = with_gradients(run, tensors, grad)
     for name, each in whole.items():
@@ -250,4 +251,4 @@ def test_compiled(accumulated):
 
 @pytest.mark.parametrize("tokens", [1, 5, 42, 64, 127, 128, 200])
 def test_chunks_are_whole_sequences_and_whole_tiles(tokens):
-    assert configs.chunk(tokens, 16, 4, 32, "float32") * tokens % 64 == 0
+    assert configs.chunk_of(tokens) * tokens % 64 == 0

@@ -1,13 +1,14 @@
 """The batch norm on the CPU: errors against float64, running statistics beside torch's, bits, torch's machinery."""
 
 import copy
+import weakref
 
 import pytest
 import torch
 from gradients import assert_gradients_no_worse
 from torch.nn import functional as F
 
-from isogemm.norm.op import RunningStatistics, batch_norm, update_running
+from isogemm.norm.op import RunningStatistics, batch_norm, encoder_norm, update_running
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.errors import assert_no_worse_than_torch
 from isogemm.verify.inputs import make_data
@@ -252,6 +253,23 @@ def test_main_grad(compiled):
     for each, gradient in zip((weight, bias), plain, strict=True):
         assert each.grad is None
         assert_bitwise_equal(each.main_grad, 1.0 + gradient)
+
+
+@pytest.mark.parametrize("norm", ["batch_norm", "layer_norm"])
+def test_main_grad_is_the_one_at_the_backward(norm):
+    """A main_grad that is replaced after the forward is freed."""
+    tensors = _tensors(70, 12)
+    weight, bias = (torch.nn.Parameter(tensors[name]) for name in ("weight", "bias"))
+    for each in (weight, bias):
+        each.main_grad = torch.zeros(12)
+    before = [weakref.ref(each.main_grad) for each in (weight, bias)]
+    x = tensors["x"]
+    y = _ours(x, weight, bias) if norm == "batch_norm" else encoder_norm(x, weight, bias, norm, EPS, x.dtype)
+    for each in (weight, bias):
+        each.main_grad = torch.zeros(12)
+    assert [each() for each in before] == [None, None]
+    y.square().sum().backward()
+    assert all(each.main_grad.count_nonzero() == 12 for each in (weight, bias))
 
 
 def test_second_derivatives_are_refused():

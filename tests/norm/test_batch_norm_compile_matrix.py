@@ -55,3 +55,12 @@ CASES = list(_cases())
 @pytest.mark.parametrize(("job", "target"), CASES, ids=[f"{target} {job.name}" for job, target in CASES])
 def test_compiles_within_limits(job, target):
     assert limit_violations(job, target, compile_job(job, target)) == ()  # spills, shared memory
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("statistics", {}), ("normalise", {"eps": 1e-5}), ("moments", {"SLOTS": 4}), ("coefficients", {"SLOT": 4})],
+)
+def test_what_a_kernel_does_not_take_is_an_error(name, options):
+    with pytest.raises(TypeError, match=name):
+        kernels.describe(name, ROWS, 16, **options)

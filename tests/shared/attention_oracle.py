@@ -92,7 +92,7 @@ def attention_by_head(
     inputs: AttentionInputs, precision: str, *, transposed: bool = False, config: MmaConfig | None = None
 ) -> AttentionResults:
     """By the kernels of short heads, with q, k, v and do head by head; transposed: dq, dk and dv are written so."""
-    from isogemm.attention.kernels.mma import describe_attention, describe_attention_backward
+    from isogemm.attention.kernels import describe
 
     sequences, tokens, width = inputs.q.shape
     rows, nhead = sequences * tokens, inputs.nhead
@@ -131,9 +131,9 @@ def attention_by_head(
     if mask is not None and mask.dtype is torch.bool:
         mask = mask.view(torch.uint8)
     given = (q, k, v, mask, None, inputs.seed, o, lse)
-    launch = describe_attention(forward, config or choose_mma(forward))
+    launch = describe(forward, config or choose_mma(forward))
     launch.run(*given, None, *(all_layers(earlier) if factors else ()))
-    launch = describe_attention_backward(backward, config or choose_mma(backward))
+    launch = describe(backward, config or choose_mma(backward))
     more = (*all_layers(earlier), *all_layers(d_earlier), *of_own) if factors or backward.added else ()
     launch.run(*given, do, None, dq, dk, dv, None, *more)
     if transposed:

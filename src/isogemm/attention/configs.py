@@ -58,6 +58,28 @@ class Attention:
         return len(self.row_strides) > 3
 
     @property
+    def width(self) -> int:
+        return self.heads * self.head
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def bytes_read(self) -> int:
+        """Of q, k and v, and of the factors."""
+        return (3 + 2 * self.factors) * self.sequences * self.tokens * self.width * self.itemsize
+
+    @property
+    def reach(self) -> int:
+        """Upper bound of the offsets of all elements."""
+        written = () if self.transposed else self.row_strides[3:]
+        reach = self.sequences * self.tokens * max(*self.row_strides[:3], *written, self.width)
+        if self.transposed:
+            reach = max(reach, self.width * self.row_strides[3])
+        return max(reach, self.sequences * self.heads * self.tokens**2) if self.residual else reach
+
+    @property
     def residual(self) -> bool:
         """Whether there are scores in memory."""
         return self.previous or self.scores
@@ -73,6 +95,9 @@ class Attention:
         return (random.threshold(self.dropout), random.scale(self.dropout)) if self.dropout else (None, None)
 
 
+# Configs: `constants` are a kernel's; `programs` is the number that a launch has.
+
+
 @dataclass(frozen=True)
 class RegistersConfig:
     """A thread owns `own` tokens of one head and reads `block` of the others per step.
@@ -84,6 +109,14 @@ class RegistersConfig:
     own: int
     block: int
     num_warps: int = 4
+    num_stages: int = 1
+
+    def programs(self, problem: Attention) -> int:
+        return _of_threads(problem, self.own, self.num_warps)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"OWN": self.own, "KEYS": self.block, "BLOCK": 32 * self.num_warps}
 
 
 @dataclass(frozen=True)
@@ -95,6 +128,18 @@ class RegistersBackwardConfig:
     keys: int
     queries: int
     num_warps: int = 4
+    num_stages: int = 1
+
+    def query_programs(self, problem: Attention) -> int:
+        return _of_threads(problem, self.own_queries, self.num_warps)
+
+    def programs(self, problem: Attention) -> int:
+        return self.query_programs(problem) + _of_threads(problem, self.own_keys, self.num_warps)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        steps = {"KEYS": self.keys, "QUERIES": self.queries, "BLOCK": 32 * self.num_warps}
+        return {"OWN_Q": self.own_queries, "OWN_K": self.own_keys} | steps
 
 
 @dataclass(frozen=True)
@@ -103,6 +148,16 @@ class MmaConfig:
 
     tiles: int
     num_warps: int = 4
+    num_stages: int = 1
+
+    def programs(self, problem: Attention) -> int:
+        """In the backward by turns of queries and of keys."""
+        warps = problem.sequences * problem.heads * -(-problem.tokens // (16 * self.tiles))
+        return -(-warps // self.num_warps) * (2 if problem.backward else 1)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"TILES": self.tiles, "BLOCK": 32 * self.num_warps}
 
 
 @dataclass(frozen=True)
@@ -116,8 +171,29 @@ class DotConfig:
     num_warps: int
     num_stages: int
 
+    def programs(self, problem: Attention) -> int:
+        blocks = -(-problem.tokens // self.block_q)
+        if problem.backward:
+            blocks += -(-problem.tokens // self.block_k)
+        return problem.sequences * problem.heads * blocks
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"BQ": self.block_q, "BK": self.block_k, "BD": self.block_d, "CHUNK": self.chunk_d}
+
     def __str__(self) -> str:
         return f"dot {self.block_q}x{self.block_k}x{self.block_d}/{self.chunk_d} w{self.num_warps} s{self.num_stages}"
+
+
+Config = RegistersConfig | RegistersBackwardConfig | MmaConfig | DotConfig
+
+
+def choose_any(problem: Attention) -> Config:
+    if fits_mma(problem):
+        return choose_mma(problem)
+    if problem.head > SHORT_HEAD:
+        return choose(problem)
+    return choose_registers_backward(problem) if problem.backward else choose_registers(problem)
 
 
 def choose(problem: Attention) -> DotConfig:
@@ -211,3 +287,8 @@ def threads(problem: Attention, own: int) -> int:
         return -(-problem.tokens // own)
     pairs = problem.tokens // 16 * 8 + min(problem.tokens % 16, 8)
     return -(-pairs // (own // 2))
+
+
+def _of_threads(problem: Attention, own: int, num_warps: int) -> int:
+    """Programs whose threads own `own` tokens each."""
+    return -(-problem.sequences * problem.heads * threads(problem, own) // (32 * num_warps))

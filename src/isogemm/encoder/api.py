@@ -204,9 +204,8 @@ def encoder_chunk(
     if torch.cuda.is_available() if device is None else torch.device(device).type == "cuda":
         from isogemm.encoder import configs
 
-        chunk = configs.chunk(tokens, d_model, nhead, dim_feedforward, name)
-        if chunk:
-            return chunk
+        if not configs.unserved(tokens, d_model, nhead, name):
+            return configs.chunk_of(tokens)
     return composed.chunk(tokens, d_model, dim_feedforward, name)
 
 
@@ -459,27 +458,21 @@ def _require_parameters(x: Tensor, params: EncoderParameters, norm: str, dtypes:
     d = x.shape[-1]
     linear1 = params.linear1_weight
     if not isinstance(linear1, Tensor) or linear1.ndim != 2:
-        _require("linear1_weight", linear1, ("F", d), x, dtypes)
+        _require_tensor("params.linear1_weight", linear1, ("F", d), x, dtypes)
     if norm == "rms_norm":
         for name, bias in (("norm1_bias", params.norm1_bias), ("norm2_bias", params.norm2_bias)):
             if bias is not None:
                 raise ValueError(f"params.{name} is given; rms_norm has no bias")
     f = linear1.shape[0]
-    for name, value, shape, optional in (
-        ("out_proj_weight", params.out_proj_weight, (d, d), False),
-        ("linear1_weight", linear1, (f, d), False),
-        ("linear2_weight", params.linear2_weight, (d, f), False),
-        ("norm1_weight", params.norm1_weight, (d,), True),
-        ("norm2_weight", params.norm2_weight, (d,), True),
-        ("out_proj_bias", params.out_proj_bias, (d,), True),
-        ("linear1_bias", params.linear1_bias, (f,), True),
-        ("linear2_bias", params.linear2_bias, (d,), True),
-        ("norm1_bias", params.norm1_bias, (d,), True),
-        ("norm2_bias", params.norm2_bias, (d,), True),
-        *_in_projection(params, d),
-    ):
+    shapes = {"out_proj_weight": (d, d), "linear1_weight": (f, d), "linear2_weight": (d, f), "linear1_bias": (f,)}
+    others = [
+        (name, getattr(params, name), shapes.get(name, (d,)), name in EncoderParameters._field_defaults)
+        for name in EncoderParameters._fields
+        if not name.startswith("in_proj")
+    ]
+    for name, value, shape, optional in (*others, *_in_projection(params, d)):
         if value is not None or not optional:
-            _require(name, value, shape, x, dtypes)
+            _require_tensor(f"params.{name}", value, shape, x, dtypes)
 
 
 def _in_projection(params: EncoderParameters, d: int) -> Iterator[tuple[str, object, tuple[int, ...], bool]]:
@@ -500,10 +493,6 @@ def _in_projection(params: EncoderParameters, d: int) -> Iterator[tuple[str, obj
             raise ValueError(f"params.{name} has {len(values)} parts; expected 3: of queries, keys and values")
         for index, value in enumerate(values):
             yield f"{name}[{index}]", value, shape, optional
-
-
-def _require(name: str, value: object, shape: Sequence[object], x: Tensor, dtypes: Sequence[torch.dtype]) -> None:
-    _require_tensor(f"params.{name}", value, shape, x, dtypes)
 
 
 def _require_tensor(

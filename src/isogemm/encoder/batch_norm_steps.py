@@ -31,17 +31,17 @@ class BatchNormSteps:
         moments: Argument = None
         if self._layer.from_batch:
             moments = self._buffers.moments
-            steps.append(self._step("moments", number, (of, moments)))
+            steps.append(self._step("moments", (of, moments)))
             if self._groups:
-                steps.append(self._step("group_moments", number, (moments, self._buffers.groups)))
+                steps.append(self._step("group_moments", (moments, self._buffers.groups)))
                 moments = self._buffers.groups
         running = (None, None) if self._layer.from_batch else (norm.mean, norm.var)
         arguments = (moments, *running, norm.weight, norm.statistics)
-        return [*steps, self._step("statistics", number, arguments, eps=self._eps)]
+        return [*steps, self._step("statistics", arguments, eps=self._eps)]
 
     def normalise(self, number: int, of: Argument, to: Argument) -> Step:
         norm = self._buffers.norms[number]
-        return self._step("normalise", number, (of, norm.statistics, norm.bias, to))
+        return self._step("normalise", (of, norm.statistics, norm.bias, to))
 
     def backward(
         self, number: int, grad: Buffer, of: Argument, to: Buffer, around: Argument = None, dropped: Argument = None
@@ -55,26 +55,26 @@ class BatchNormSteps:
         sums = buffers.attention_sums if to is buffers.dx else buffers.feedforward_sums
         slots, which = TILE_ROWS // tile_rows(self._layer), TILE_SUMS.index(f"g{number}")
         places = {"SLOTS": slots, "WIDTH": len(TILE_SUMS), "WHICH": which}
-        steps = [self._step("gradient_sums", number, (grad, of, statistics, sums), **places)]
+        steps = [self._step("gradient_sums", (grad, of, statistics, sums), **places)]
         coefficients: Argument = None
         if self._layer.from_batch:
             coefficients = buffers.coefficients
             if self._groups:
-                steps.append(self._step("group_sums", number, (sums, buffers.groups), **places))
+                steps.append(self._step("group_sums", (sums, buffers.groups), **places))
                 sums, places = buffers.groups, {}
             arguments = (sums, statistics, coefficients, None, None)
-            steps.append(self._step("coefficients", number, arguments, **places))
+            steps.append(self._step("coefficients", arguments, **places))
         seed, p = (buffers.seed, self._layer.dropout.projection) if dropped else (None, 0.0)
         last = (grad, of, statistics, coefficients, around, to, dropped, seed)
-        return [*steps, self._step("batch_norm_backward", number, last, p=p, PLACE=_PROJECTION)]
+        return [*steps, self._step("batch_norm_backward", last, p=p, PLACE=_PROJECTION)]
 
     def dropped(self, of: Buffer, to: Buffer) -> Step:
         """Step that applies out_proj's dropout."""
         p = self._layer.dropout.projection
-        return self._step("dropped", 0, (of, self._buffers.seed, to), p=p, PLACE=_PROJECTION)
+        return self._step("dropped", (of, self._buffers.seed, to), p=p, PLACE=_PROJECTION)
 
-    def _step(self, name: str, number: int, arguments: tuple[Argument, ...], **options: Any) -> Step:
-        return Step((name, number), partial(self._describe, name, **options), arguments)
+    def _step(self, name: str, arguments: tuple[Argument, ...], **options: Any) -> Step:
+        return Step(partial(self._describe, name, **options), arguments)
 
     def _describe(self, name: str, **options: Any) -> Launch:
         from isogemm.norm.kernels import batch_norm

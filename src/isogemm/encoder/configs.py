@@ -177,14 +177,12 @@ def projected_parts(layer: Layer, backward: bool) -> range:
 
 
 def chunk_of(tokens: int) -> int:
-    """Sequences per partial sum: the fewest whose tokens are whole tiles and at least _CHUNK_ROWS."""
+    """Sequences per partial sum of a fused layer's parameter gradients.
+
+    The fewest whose tokens are whole tiles and at least _CHUNK_ROWS.
+    """
     least = TILE_ROWS // math.gcd(tokens, TILE_ROWS)
     return least * -(-_CHUNK_ROWS // (least * tokens))
-
-
-def chunk(tokens: int, d_model: int, nhead: int, dim_feedforward: int, dtype: str) -> int:
-    """Sequences per partial sum of a fused layer's parameter gradients; 0 if it is not fused."""
-    return 0 if unserved(tokens, d_model, nhead, dtype) else chunk_of(tokens)
 
 
 def unserved(tokens: int, d_model: int, nhead: int, operand: str) -> str:
@@ -343,8 +341,3 @@ def row_warps(layer: Layer, sm_count: int) -> int:
     """Warps per program by fragments: the most that leave two programs a multiprocessor. Does not affect the result."""
     tiles = -(-layer.rows // FRAGMENT_ROWS)
     return max(warps for warps in (1, 2, 4, 8) if warps == 1 or tiles >= 2 * max(1, sm_count) * warps)
-
-
-def programs_per_part(layer: Layer, tile_rows: int, parts: int, at_once: int) -> int:
-    """Number of programs that share the rows of one part of in_proj: as many as run at once."""
-    return min(-(-layer.rows // tile_rows), max(1, -(-at_once // parts)))

@@ -327,30 +327,51 @@ def _dispatched(x: Tensor, parameters: _Parameters, given: ExtraInputs, stacked:
     )  # fmt: skip
 
 
-def _placed_in(places: Sequence[int], stacked: bool, present: Sequence[Tensor | None]) -> _Parameters:
-    parameters: list[Tensor | None] = [None] * len(STACKED if stacked else SEPARATE)
-    for place, each in zip(places, present, strict=True):
-        parameters[place] = each
-    return parameters
+class _Arguments(NamedTuple):
+    """A layer's tensors and options, as its operators take them."""
+
+    x: Tensor
+    params: Sequence[Tensor]  # those that are not None
+    places: Sequence[int]  # theirs in STACKED or SEPARATE
+    given: ExtraInputs
+    stacked: bool
+    options: Options
+
+    @classmethod
+    def of(cls, x: Tensor, params: Sequence[Tensor], places: Sequence[int], *rest: Any) -> _Arguments:
+        *given, stacked = rest[: -len(Options._fields)]
+        options = Options(*rest[-len(Options._fields) :])
+        options = options._replace(dropout=EncoderDropout(*options.dropout))
+        return cls(x, params, places, ExtraInputs(*given), stacked, options)
+
+    def placed(self, present: Sequence[Tensor | None]) -> _Parameters:
+        """Tensors that belong to `params`, one for each of STACKED or SEPARATE."""
+        parameters: list[Tensor | None] = [None] * len(STACKED if self.stacked else SEPARATE)
+        for place, each in zip(self.places, present, strict=True):
+            parameters[place] = each
+        return parameters
+
+    def call(self) -> _Call:
+        parameters = self.placed(self.params)
+        kind = Kind(self.x, parameters, self.given, self.stacked, self.options)
+        return _Call(self.x, self.given, parameters, kind)
 
 
-def _options(options: Sequence[Any]) -> Options:
-    """Options from an operator's arguments."""
-    raw = Options(*options)
-    return raw._replace(dropout=EncoderDropout(*raw.dropout))
+_FORWARD_OWNERS = slice(3 + len(EXTRA), 6 + len(EXTRA))  # owners, totals and of_params among the forward's arguments
 
 
-def _encoder_layer(x: Tensor, params: Sequence[Tensor], places: Sequence[int], *rest: Any) -> tuple[Tensor, ...]:
-    given, (_, _, _, stacked, *options) = ExtraInputs(*rest[: len(EXTRA)]), rest[len(EXTRA) :]
-    parameters = _placed_in(places, stacked, params)
-    call = _Call(x, given, parameters, Kind(x, parameters, given, stacked, _options(options)))
-    return tuple(x.new_empty(0) if each is None else each for each in call.forward(keep=True))
+def _forward_arguments(args: Sequence[Any]) -> _Arguments:
+    return _Arguments.of(*args[: _FORWARD_OWNERS.start], *args[_FORWARD_OWNERS.stop :])
 
 
-def _encoder_layer_fake(x: Tensor, params: Sequence[Tensor], places: Sequence[int], *rest: Any) -> tuple[Tensor, ...]:
-    given, (_, _, _, stacked, *raw) = ExtraInputs(*rest[: len(EXTRA)]), rest[len(EXTRA) :]
-    options = _options(raw)
-    layer = _layer(x, given, _placed_in(places, stacked, params), stacked, options)
+def _encoder_layer(*args: Any) -> tuple[Tensor, ...]:
+    layer = _forward_arguments(args)
+    return tuple(layer.x.new_empty(0) if each is None else each for each in layer.call().forward(keep=True))
+
+
+def _encoder_layer_fake(*args: Any) -> tuple[Tensor, ...]:
+    x, params, _, given, stacked, options = arguments = _forward_arguments(args)
+    layer = _layer(x, given, arguments.placed(params), stacked, options)
     sequences, tokens, d_model = x.shape
     scores = (sequences, options.nhead, tokens, tokens) if layer.scores else (0,)
     statistics = (2, 4, d_model) if layer.batch_norm else (0,)
@@ -364,75 +385,50 @@ def _encoder_layer_fake(x: Tensor, params: Sequence[Tensor], places: Sequence[in
     )
 
 
-def _encoder_layer_backward(dy: Tensor, *rest: Any) -> list[Tensor]:
+def _backward(
+    totals: Sequence[Tensor | None], dy: Tensor, d_scores: Tensor | None, d_qk: Tensor | None, kept: Tensor,
+    statistics: Tensor, qk: Tensor, *rest: Any,
+) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:  # fmt: skip
+    """Gradients of x, of the inputs in ADDED that are given, and of `params`: None if added to its total."""
+    layer = _Arguments.of(*rest)
+    call, options = layer.call(), layer.options
+    saved = SavedForBackward(
+        kept, statistics if options.norm == "batch_norm" else None, qk if options.return_factors else None
+    )
+    wanted = [each is not None for each in call.parameters]
+    dx, of_added, gradients = call.accumulate(
+        IncomingGrads(dy, d_scores, d_qk), saved, layer.placed(totals), wanted
+    )  # fmt: skip
+    return dx, [each for each in of_added if each is not None], [gradients[place] for place in layer.places]
+
+
+def _encoder_layer_backward(*args: Any) -> list[Tensor]:
     """Gradients of x, of the inputs in ADDED, and of the parameters."""
-    call = _BackwardCall.of(dy, *rest)
-    dx, of_added, gradients = _backward(call, [None] * len(call.params))
-    return [dx, *(each for each in of_added if each is not None), *cast("list[Tensor]", gradients)]
+    dx, of_added, gradients = _backward([None] * len(args[7]), *args)
+    return [dx, *of_added, *cast("list[Tensor]", gradients)]
 
 
-def _encoder_layer_backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
-    call = _BackwardCall.of(dy, *rest)
-    return [
-        call.x.new_empty(call.x.shape),
-        *(each.new_empty(each.shape) for each in (*call.given.added, *call.params) if each is not None),
-    ]
+def _encoder_layer_backward_fake(*args: Any) -> list[Tensor]:
+    x, params, _, given, *_ = _Arguments.of(*args[6:])
+    return [each.new_empty(each.shape) for each in (x, *given.added, *params) if each is not None]
 
 
 def _encoder_layer_backward_into(
     dx: Tensor, of_added: Sequence[Tensor], into: Sequence[Tensor], owners: Sequence[Tensor], of_params: Sequence[int],
-    dy: Tensor, *rest: Any,
+    *args: Any,
 ) -> None:  # fmt: skip
-    """The same, written to `dx`, `of_added` and `into`; gradients of parameters with an owner are added."""
-    call = _BackwardCall.of(dy, *rest)
+    """`_encoder_layer_backward`, written to `dx`, `of_added` and `into`; added for parameters with an owner."""
     added = {index: owner for index, owner in zip(of_params, owners, strict=True) if is_added("a parameter", owner)}
     totals = [each if index in added else None for index, each in enumerate(into)]
-    of_x, found_of_added, gradients = _backward(call, totals)
+    of_x, found_of_added, gradients = _backward(totals, *args)
     dx.copy_(of_x)
-    for each, of_one in zip(of_added, [each for each in found_of_added if each is not None], strict=True):
+    for each, of_one in zip(of_added, found_of_added, strict=True):
         each.copy_(of_one)
     for index, found in enumerate(gradients):
         if found is not None and index not in of_params:
             into[index].copy_(found)
     for owner in added.values():
         owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-
-
-class _BackwardCall(NamedTuple):
-    """The arguments of the backward's operators."""
-
-    incoming: IncomingGrads
-    saved: SavedForBackward  # empty tensors if the layer has none
-    x: Tensor
-    params: Sequence[Tensor]
-    places: Sequence[int]
-    given: ExtraInputs
-    stacked: bool
-    options: Options
-
-    @classmethod
-    def of(cls, *arguments: Any) -> _BackwardCall:
-        given_end = 9 + len(_READ_AGAIN)
-        x, params, places = arguments[6:9]
-        return cls(
-            IncomingGrads(*arguments[:3]), SavedForBackward(*arguments[3:6]), x, params, places,
-            ExtraInputs(*arguments[9:given_end]), arguments[given_end], _options(arguments[given_end + 1 :]),
-        )  # fmt: skip
-
-
-def _backward(call: _BackwardCall, totals: Sequence[Tensor | None]) -> tuple[Tensor, _OfTensors, list[Tensor | None]]:
-    given, options = call.given, call.options
-    parameters = _placed_in(call.places, call.stacked, call.params)
-    of_layer = _Call(call.x, given, parameters, Kind(call.x, parameters, given, call.stacked, options))
-    wanted = [each is not None for each in parameters]
-    saved = SavedForBackward(
-        call.saved.kept,
-        call.saved.statistics if options.norm == "batch_norm" else None,
-        call.saved.qk if options.return_factors else None,
-    )
-    into = _placed_in(call.places, call.stacked, totals)
-    dx, of_added, gradients = of_layer.accumulate(call.incoming, saved, into, wanted)
-    return dx, of_added, [gradients[place] for place in call.places]
 
 
 _OPTIONS = (

@@ -152,13 +152,14 @@ class Plan:
             steps += [*self._norms.statistics(1, b.x), self._norms.normalise(1, b.x, b.normed)]
         packed = b.kept.packed if layer.packed_weights else None
         steps += [
-            Step(
-                ("project", keep), partial(self._describe_project, False, keep),
+            self._step(
+                "project",
                 (self._attended, *self._row_norm, *b.wqkv, *b.bqkv, b.q, None, b.wo, None, b.w1, b.w2, packed,
                  self._apart_v),
+                transpose=keep,
             ),
             Step(
-                "attention", partial(self._describe_attention, False, layer.scores),
+                partial(self._describe_attention, False, layer.scores),
                 (b.q, b.k, b.v, b.mask, b.previous if layer.previous else None,
                  b.seed if layer.dropout.attention else None, b.kept.o, b.kept.lse, b.scores if layer.scores else None,
                  *(self._factors(b.factors) if layer.factors else ())),
@@ -169,7 +170,7 @@ class Plan:
             # Weights packed for warpgroups are in another order.
             weight = b.wo if configs.choose_warpgroup(layer).project else b.operands.wo
             arguments = (residual, b.kept.o, weight, b.bo, *norm, self._seed, b.kept.s)
-            steps.append(Step("out_project", partial(self._describe, "out_project", self.eps), arguments))
+            steps.append(self._step("out_project", arguments))
         return steps
 
     def _feedforward_forward(self, keep: bool) -> list[Step]:
@@ -186,12 +187,9 @@ class Plan:
             if not layer.norm_first:
                 fed = b.kept.total
                 after = [*self._norms.statistics(2, fed), self._norms.normalise(2, fed, b.y)]
-        step = Step(
-            ("feedforward", keep), partial(self._describe, "feedforward", self.eps),
-            (*self._sum, b.operands.w1, b.b1, b.operands.w2, b.b2, *norms, fed,
-             b.kept.total if keep and layer.norm_last else None, self._seed),
-        )  # fmt: skip
-        return [*before, step, *after]
+        total = b.kept.total if keep and layer.norm_last else None
+        arguments = (*self._sum, b.operands.w1, b.b1, b.operands.w2, b.b2, *norms, fed, total, self._seed)
+        return [*before, self._step("feedforward", arguments), *after]
 
     def _backward_schedule(
         self, gradients: Gradients, d_scores: bool = False, d_qk: bool = False
@@ -232,15 +230,13 @@ class Plan:
         if layer.batch_norm and not layer.norm_first:
             grad = b.dlast
             steps += self._norms.backward(2, b.dy, b.kept.total, grad)
-        steps.append(
-            Step(
-                "feedforward_backward", partial(self._describe, "feedforward_backward", self.eps),
-                (*self._sum, b.operands.w1, b.b1, b.operands.w1_t, b.operands.w2_t, *norms, grad,
-                 b.kept.total if layer.norm_last else None, b.u, b.act, b.dz, dlast,
-                 b.d_normed if layer.batch_norm else b.ds, b.feedforward_sums,
-                 *(() if layer.fragments else (dlast_t,)), self._seed, dlast_dropped),
-            )
+        arguments = (
+            *self._sum, b.operands.w1, b.b1, b.operands.w1_t, b.operands.w2_t, *norms, grad,
+            b.kept.total if layer.norm_last else None, b.u, b.act, b.dz, dlast,
+            b.d_normed if layer.batch_norm else b.ds, b.feedforward_sums,
+            *(() if layer.fragments else (dlast_t,)), self._seed, dlast_dropped,
         )  # fmt: skip
+        steps.append(self._step("feedforward_backward", arguments))
         if layer.batch_norm:
             around = b.dy if layer.norm_first and not layer.residual_normed else None
             dropped = b.ds_dropped if dropout.projection else None
@@ -249,7 +245,7 @@ class Plan:
             steps.append(self._norms.dropped(b.ds, b.ds_dropped))
         d, f = layer.d_model, layer.dim_feedforward
         products = (b.dz, b.u, dlast_t or dlast_dropped or dlast or grad, b.act, b.feedforward_sums)
-        steps.append(self._weight_grads("feedforward weights", (f, d, d, f), products, b.feedforward_partials))
+        steps.append(self._weight_grads((f, d, d, f), products, b.feedforward_partials))
         return steps
 
     def _attention_backward(self, d_scores: bool, d_qk: bool) -> list[Step]:
@@ -271,20 +267,21 @@ class Plan:
         if attended is b.normed:
             steps.append(self._norms.normalise(1, b.x, b.normed))
         steps += [
-            Step(
-                "project again", partial(self._describe_project, True, True),
+            self._step(
+                "project",
                 (attended, *self._row_norm, *again, *b.bqkv, None if layer.returns_qk else b.q, ds, wo_t, b.do,
                  None, None, None, self._apart_v),
+                backward=True, transpose=True,
             ),
             Step(
-                ("attention_backward", d_scores, d_qk), partial(self._describe_attention, True, d_scores, d_qk),
+                partial(self._describe_attention, True, d_scores, d_qk),
                 (b.q, b.k, b.v, b.mask, b.previous if layer.previous else None,
                  b.seed if layer.dropout.attention else None, b.kept.o, b.kept.lse, b.do,
                  b.d_scores if d_scores else None, b.dq, b.dk, b.dv, b.d_previous if layer.previous else None,
                  *factors),
             ),
-            Step(
-                "input_grad", partial(self._describe, "input_grad", self.eps),
+            self._step(
+                "input_grad",
                 (attended, *self._row_norm, b.operands.wqkv_t, b.dqkv, ds, n,
                  b.d_normed if attended is b.normed else b.dx, b.attention_sums,
                  *(() if layer.fragments else (b.kept.o, ds_operand, o_t)), None if ds is b.ds else b.ds),
@@ -295,15 +292,15 @@ class Plan:
             steps += self._norms.backward(1, b.d_normed, b.x, b.dx, around)
         d = layer.d_model
         products = (b.dqkv, n or attended, ds_operand or ds, o_t or b.kept.o, b.attention_sums)
-        steps.append(self._weight_grads("attention weights", (3 * d, d, d, d), products, b.attention_partials))
+        steps.append(self._weight_grads((3 * d, d, d, d), products, b.attention_partials))
         return steps
 
     def _weight_grads(
-        self, name: str, shapes: tuple[int, int, int, int], arguments: tuple[Argument, ...], partials: Partials
+        self, shapes: tuple[int, int, int, int], arguments: tuple[Argument, ...], partials: Partials
     ) -> Step:
         added = tuple(place for place, each in enumerate(TILE_SUMS) if each in partials.offsets)
         sums = WeightSums(shapes, tuple(partials.offsets.values())[:4], partials.size, added)
-        return Step(name, partial(self._describe, "weight_grads", sums), (*arguments, partials.buffer))
+        return self._step("weight_grads", (*arguments, partials.buffer), sums=sums)
 
     def _sum_chunks(self, gradients: Gradients, into: Sequence[Argument]) -> Step:
         """Step that adds up the chunks' partial sums to the parameters' gradients."""
@@ -314,7 +311,7 @@ class Plan:
         ]
         partials = self.buffers.feedforward_partials, self.buffers.attention_partials
         describe = partial(self._describe_sum, [*segments, *none], [each.size for each in partials])
-        return Step(("sum", gradients.kind), describe, (*(each.buffer for each in partials), *into, *none))
+        return Step(describe, (*(each.buffer for each in partials), *into, *none))
 
     def _sum_of(self, name: str) -> tuple[int, int]:
         """Which partial sums (0 or 1) hold a parameter's gradient, and its offset there."""
@@ -371,18 +368,18 @@ class Plan:
 
     # the launches, described when first needed
 
-    def _describe(self, kernel: str, *arguments: Any) -> Launch:
-        formulation, config = choose_formulation(self.layer, kernel, self._sm_count)
+    def _step(self, kernel: str, arguments: tuple[Argument, ...], **options: Any) -> Step:
+        """options: of `kernels.common.Call`."""
+        return Step(partial(self._describe, kernel, **options), arguments)
+
+    def _describe(self, kernel: str, **options: Any) -> Launch:
+        from isogemm.encoder.kernels.common import Call
+
+        call = Call(self.eps, devices.facts(self.device).sm_count, self.biases, **options)
+        formulation, config = choose_formulation(self.layer, kernel, call.sm_count)
         module = importlib.import_module(f"isogemm.encoder.kernels.{formulation}")
-        launch: Launch = getattr(module, f"describe_{kernel}")(self.layer, config, *arguments)
+        launch: Launch = module.describe(kernel, self.layer, config, call)
         return launch
-
-    def _describe_project(self, backward: bool, transpose: bool) -> Launch:
-        return self._describe("project", self.eps, self._sm_count, self.biases, backward, transpose)
-
-    @property
-    def _sm_count(self) -> int:
-        return devices.facts(self.device).sm_count
 
     def _describe_sum(self, segments: Sequence[tuple[int, int, int, bool] | None], sizes: Sequence[int]) -> Launch:
         from isogemm.encoder.kernels.chunk_sums import describe_sum_chunks

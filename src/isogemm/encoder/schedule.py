@@ -5,7 +5,7 @@ Prepared launches are cached by the tensors' addresses: a training loop's alloca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,9 +51,8 @@ Argument = Buffer | None
 
 
 class Step(NamedTuple):
-    """A launch; steps of one name share a compiled kernel."""
+    """A launch."""
 
-    name: Hashable
     describe: Callable[[], Launch]
     arguments: tuple[Argument, ...]  # None: absent
 

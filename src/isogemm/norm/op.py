@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from isogemm.core.dispatch import record_operator
-from isogemm.core.eager import through_dispatcher
+from isogemm.core.eager import PLAIN, through_dispatcher
 from isogemm.core.operator import Operator, refuse_second_derivative
 from isogemm.core.plan import dense, placed
 from isogemm.core.plan import run_launch as run
@@ -20,8 +19,6 @@ from isogemm.gemm.configs import BIAS_BLOCKS
 from isogemm.gemm.describe import flat
 from isogemm.gemm.op import require_total
 from isogemm.norm import configs, cpu
-
-_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, weight and bias
 
 
 class RunningStatistics(NamedTuple):
@@ -40,26 +37,14 @@ def _owners(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, 
     return weight, main_grad_of(weight), bias, main_grad_of(bias)
 
 
-def _gradients(
-    ctx: Any, x: Tensor, backward: Callable[[bool, bool], tuple[Tensor, Sequence[Tensor | None]]],
-    deliver: Callable[[Tensor, torch.dtype, Accumulated], Tensor | None],
-) -> _Gradients:  # fmt: skip
-    """The gradients of x, weight and bias; None if not needed, or if added to a main_grad."""
-    needs_x, *needs = ctx.needs_input_grad[:3]
-    accumulated = list(map(autograd.given_or_accumulated, ctx.given, needs))
-    for name, (_, total), needed in zip(("weight", "bias"), accumulated, needs, strict=True):
-        if needed and total is not None:  # check both before either is changed
+def _checked_owners(ctx: Any, x: Tensor) -> list[Accumulated]:
+    """Owner and main_grad of weight and bias. Both are checked before either is changed."""
+    needs = ctx.needs_input_grad[1:3]
+    owners = list(map(autograd.given_or_accumulated, ctx.given, needs))
+    for name, (_, total), needed in zip(("weight", "bias"), owners, needs, strict=True):
+        if needed and total is not None:
             require_total(f"the norm's {name}.main_grad", total, x.shape[-1:], x.device)
-    dx, found = backward(*needs)
-    of_weight, of_bias = (
-        deliver(cast(Tensor, each), dtype, owner) if needed else None
-        for each, dtype, owner, needed in zip(found, ctx.dtypes, accumulated, needs, strict=True)
-    )
-    return dx if needs_x else None, of_weight, of_bias
-
-
-def _dtypes(*tensors: Tensor | None) -> list[torch.dtype | None]:
-    return [None if each is None else each.dtype for each in tensors]
+    return owners
 
 
 # layer norm and RMS norm
@@ -75,18 +60,19 @@ def encoder_norm(
 def _norm_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_derivative("encoder_norm")
     x, weight = ctx.saved_tensors
+    of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+    owners = _checked_owners(ctx, x)
+    dx, partial = encoder_norm_backward(grad, x, weight, ctx.norm, ctx.eps, of_weight, of_bias)
+    sums = partial[0] if of_weight else None, partial[-1] if of_bias else None
+    gradients = [
+        None if each is None else fused_autograd.of_sums(each, BIAS_BLOCKS, dtype, owner)
+        for each, dtype, owner in zip(sums, ctx.dtypes, owners, strict=True)
+    ]
+    return dx if of_x else None, *gradients, *(None,) * 7
 
-    def backward(of_weight: bool, of_bias: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
-        dx, partial = encoder_norm_backward(grad, x, weight, ctx.norm, ctx.eps, of_weight, of_bias)
-        return dx, (partial[0] if of_weight else None, partial[-1] if of_bias else None)
 
-    def deliver(sums: Tensor, dtype: torch.dtype, owner: Accumulated) -> Tensor | None:
-        return fused_autograd.of_sums(sums, BIAS_BLOCKS, dtype, owner)
-
-    return *_gradients(ctx, x, backward, deliver), *(None,) * 7
-
-
-def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps: float, dtype: torch.dtype) -> Tensor:
+def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> Tensor:
+    *_, norm, eps, dtype = rest
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not x.numel():
         return out
@@ -175,24 +161,23 @@ def _batch_norm_gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tenso
         return (None,) * 11
     refuse_second_derivative("batch_norm")
     x, statistics = ctx.saved_tensors
-
-    def backward(of_weight: bool, of_bias: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
-        dx, *found = batch_norm_backward(grad, x, statistics, ctx.from_batch, of_weight or of_bias)
-        return dx, found
-
-    def deliver(gradient: Tensor, dtype: torch.dtype, owner: Accumulated) -> Tensor | None:
-        if owner[1] is None:
-            return gradient.to(dtype)
-        return fused_autograd.of_sums(gradient[None], BIAS_BLOCKS, dtype, owner)
-
-    return *_gradients(ctx, x, backward, deliver), *(None,) * 8
+    of_x, *needs = ctx.needs_input_grad[:3]
+    owners = _checked_owners(ctx, x)
+    dx, *found = batch_norm_backward(grad, x, statistics, ctx.from_batch, any(needs))
+    gradients = [
+        None if not needed
+        else each.to(dtype) if owner[1] is None
+        else fused_autograd.of_sums(each[None], BIAS_BLOCKS, dtype, owner)
+        for each, dtype, owner, needed in zip(found, ctx.dtypes, owners, needs, strict=True)
+    ]  # fmt: skip
+    return dx if of_x else None, *gradients, *(None,) * 8
 
 
 def _batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
-    eps: float, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
     """y, and the statistics [4, D] that the kernels use; zeros if there are no rows."""
+    *_, eps, dtype = rest
     d = x.shape[-1]
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not x.numel():
@@ -284,10 +269,6 @@ def _rows(x: Tensor) -> int:
     return math.prod(x.shape[:-1])
 
 
-def _encoder_norm_op(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> Tensor:
-    return _norm(x, weight, bias, *rest[4:])
-
-
 def _encoder_norm_fake(x: Tensor, *args: Any) -> Tensor:
     return x.new_empty(x.shape, dtype=args[-1])
 
@@ -296,10 +277,6 @@ def _encoder_norm_backward_fake(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Te
     d, (of_weight, of_bias) = x.shape[-1], rest[-2:]
     blocks = (x.numel() // d + configs.SUM_ROWS - 1) // configs.SUM_ROWS
     return x.new_empty(x.shape), x.new_empty((of_weight + of_bias, blocks, d), dtype=torch.float32)
-
-
-def _batch_norm_op(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _batch_norm(x, *rest[:4], *rest[8:])
 
 
 def _batch_norm_fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -318,25 +295,31 @@ _OWNERS = "Tensor? owner, Tensor? main_grad, Tensor? bias_owner, Tensor? bias_ma
 # owners and totals are not saved tensors: another micro-batch's backward may change a main_grad before this one's.
 
 
+def _keep_parameters(ctx: Any, weight: Tensor | None, bias: Tensor | None, *owners: Tensor | None) -> None:
+    ctx.dtypes = [None if each is None else each.dtype for each in (weight, bias)]
+    # In eager mode the backward reads the owner's main_grad: an older one is not kept alive until then.
+    pairs = owners[:2], owners[2:]
+    ctx.given = [(owner, None if type(owner) in PLAIN else total) for owner, total in pairs]
+
+
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, owner, main_grad, bias_owner, bias_main_grad, ctx.norm, ctx.eps, _ = inputs
+    x, weight, bias, *owners, ctx.norm, ctx.eps, _ = inputs
     ctx.save_for_backward(x, weight)
-    ctx.dtypes = _dtypes(weight, bias)
-    ctx.given = (owner, main_grad), (bias_owner, bias_main_grad)
+    _keep_parameters(ctx, weight, bias, *owners)
 
 
 def _keep_batch_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, mean, _, owner, main_grad, bias_owner, bias_main_grad, _, _ = inputs
+    x, weight, bias, mean, _, *owners, _, _ = inputs
     ctx.save_for_backward(x, output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.from_batch, ctx.dtypes = mean is None, _dtypes(weight, bias)
-    ctx.given = (owner, main_grad), (bias_owner, bias_main_grad)
+    ctx.from_batch = mean is None
+    _keep_parameters(ctx, weight, bias, *owners)
 
 
 encoder_norm_operator = Operator(
     f"encoder_norm(Tensor x, Tensor? weight, Tensor? bias, {_OWNERS}, str norm, float eps, ScalarType dtype) -> Tensor",
-    _encoder_norm_op,
+    _norm,
     _encoder_norm_fake,
     keep=_keep_norm,
     backward=_norm_gradients,
@@ -350,7 +333,7 @@ encoder_norm_backward = Operator(
 batch_norm_operator = Operator(
     f"batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, {_OWNERS}, float eps, "
     "ScalarType dtype) -> (Tensor, Tensor)",
-    _batch_norm_op,
+    _batch_norm,
     _batch_norm_fake,
     keep=_keep_batch_norm,
     backward=_batch_norm_gradients,

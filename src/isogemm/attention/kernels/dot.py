@@ -6,15 +6,10 @@ that a mask leaves out changes no bit. So no bit depends on the batch, the place
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import triton
 import triton.language as tl
 
-from isogemm.attention.configs import Attention, DotConfig
 from isogemm.core.kernels import round_to_tf32
-from isogemm.core.launch import Launch
 from isogemm.epilogues.device import philox
 from isogemm.gemm.kernels.products import multiple
 
@@ -380,37 +375,4 @@ def _attention_dot_backward_kernel(
         )  # fmt: skip
 
 
-def describe_attention(problem: Attention, config: DotConfig) -> Launch:
-    programs = problem.sequences * problem.heads * triton.cdiv(problem.tokens, config.block_q)
-    return _describe(_attention_dot_kernel, programs, problem, config)
-
-
-def describe_attention_backward(problem: Attention, config: DotConfig) -> Launch:
-    blocks = triton.cdiv(problem.tokens, config.block_q) + triton.cdiv(problem.tokens, config.block_k)
-    return _describe(_attention_dot_backward_kernel, problem.sequences * problem.heads * blocks, problem, config)
-
-
-def _describe(kernel: Any, programs: int, problem: Attention, config: DotConfig) -> Launch:
-    precision = "" if problem.dtype != "float32" else "tf32" if problem.precision == "tf32" else "ieee"
-    line = math.gcd(problem.tokens, 16) if problem.residual else 1  # what rows of scores are multiples of
-    widest = max(*problem.row_strides, problem.heads * problem.head, problem.tokens if problem.residual else 0)
-    constants: dict[str, object] = {
-        "H": problem.heads,
-        "D": problem.head,
-        "SCALE": problem.head**-0.5,
-        "MASK": problem.mask,
-        "CAUSAL": problem.causal,
-        "PRECISION": precision,
-        "UNIT": math.gcd(*problem.row_strides, 16),
-        "INDEX": tl.int64 if problem.tokens * widest >= 2**31 else tl.int32,
-        "LINE": line,
-        "BQ": config.block_q,
-        "BK": config.block_k,
-        "BD": config.block_d,
-        "CHUNK": config.chunk_d,
-    }
-    options: dict[str, object] = {
-        "num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False,
-    }  # fmt: skip
-    scalars = (problem.tokens, *problem.row_strides, *problem.masking, *problem.dropping)
-    return Launch(kernel, programs, scalars, constants, options)
+KERNELS = _attention_dot_kernel, _attention_dot_backward_kernel

@@ -80,29 +80,27 @@ def packed(low, high, KIND):
 @triton.jit
 def operand(values, KIND):
     """Floats, an even number, as operands: TF32 for float32, or packed pairs."""
-    made = ()
     if KIND == tl.float32:
-        for i in tl.static_range(len(values)):
-            made = made + (round_by_instruction(values[i]).to(tl.int32, bitcast=True),)
+        return [round_by_instruction(value).to(tl.int32, bitcast=True) for value in values]
     else:
+        made = ()
         for i in tl.static_range(0, len(values), 2):
             made = made + (packed(values[i], values[i + 1], KIND),)
-    return made
+        return made
 
 
 @triton.jit
 def floats(raw, KIND):
     """Values loaded from memory of type KIND, as floats."""
-    made = ()
     if KIND == tl.float32:
-        for i in tl.static_range(len(raw)):
-            made = made + (raw[i].to(tl.float32, bitcast=True),)
+        return [word.to(tl.float32, bitcast=True) for word in raw]
     else:
+        made = ()
         for i in tl.static_range(len(raw)):
             low = (raw[i] & 0xFFFF).to(tl.int16)
             high = (raw[i] >> 16).to(tl.int16)
             made = made + (low.to(KIND, bitcast=True).to(tl.float32), high.to(KIND, bitcast=True).to(tl.float32))
-    return made
+        return made
 
 
 @triton.jit
@@ -187,16 +185,12 @@ def load_packed(at, lane, KIND):
 
 @triton.jit
 def zero_block(BLOCK):
-    zero = tl.zeros([BLOCK], tl.float32)
-    return zero, zero, zero, zero, zero, zero, zero, zero
+    return (tl.zeros([BLOCK], tl.float32),) * 8
 
 
 @triton.jit
 def zero_blocks(N, BLOCK):
-    made = ()
-    for _ in tl.static_range(N):
-        made = made + (zero_block(BLOCK),)
-    return made
+    return (zero_block(BLOCK),) * N
 
 
 # between lanes

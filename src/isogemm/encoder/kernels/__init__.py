@@ -1,4 +1,4 @@
-"""The fused layer's kernels in three formulations, whose functions have the same names.
+"""The fused layer's kernels in three formulations, each with `KERNELS` and `describe`.
 
     project               n = norm(x); q, k, v = n Wqkv + bqkv; in a backward also do = ds Wo
     out_project           s = x + dropout(o Wo + bo), or norm(x) + ...
@@ -11,11 +11,11 @@
                           is added by another launch
     weight_grads          a chunk's left^T right of two weights, the sums of left's columns, and the tiles' sums
 
-The `describe_` functions give a launch on these arguments, None for absent ones:
+`describe(name, layer, config, call)` gives a launch on these arguments, None for absent ones:
 
 - project: x, the norm's weight and bias; in_proj's weights and biases of q, k and v; qkv (out); ds, out_proj's weight
   and do (out), in a backward; linear1's and linear2's weights and the packed weights (out), in a forward; v (out) where
-  it is not part of qkv. With `transpose`, transposes are packed too.
+  it is not part of qkv. With `call.transpose`, transposes are packed too.
 - out_project: x (or what is normed here), o, out_proj's weight and bias, that norm's weight and bias, seed, s (out).
 - feedforward: x, o, out_proj's, linear1's and linear2's weight and bias; both norms' weight and bias; y and the sum
   before the last norm (out); seed. A batch norm's weight is its statistics. Without o, x is s.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from isogemm.core.kernels import pdl_option
 from isogemm.core.launch import Launch
-from isogemm.encoder.configs import Layer, tile_rows
+from isogemm.encoder import configs
+from isogemm.encoder.configs import Layer, WeightSums, projected_parts, tile_rows
 from isogemm.encoder.parameters import EncoderDropout
 from isogemm.epilogues import device, random
 from isogemm.gemm.kernels.products import round_by_instruction
@@ -111,16 +112,58 @@ def projected_at(qkv_ptr, v_ptr, part, size, FIRST):
 # the launches
 
 
-def described(
-    kernel: Any, programs: int, scalars: tuple[Any, ...], layer: Layer, own: dict[str, object], **options: object
-) -> Launch:
-    """Launch of one of the layer's kernels; own: constants besides the layer's, or in their place.
+class Call(NamedTuple):
+    """What a launch depends on besides the layer and its config."""
 
-    A kernel takes the constants that its signature names.
+    eps: float
+    sm_count: int
+    biases: bool  # whether q, k and v have them
+    backward: bool = False  # of project: the backward's, which also computes do
+    transpose: bool = False  # of project: whether it packs transposes, too
+    sums: WeightSums | None = None  # of weight_grads
+
+    def parts(self, layer: Layer) -> int:
+        """How many of q, k, v and do a projection computes."""
+        return len(projected_parts(layer, self.backward))
+
+
+def described(
+    name: str, kernel: Any, layer: Layer, call: Call, programs: int, tile: dict[str, object], *, per_part: int = 0,
+    **options: object,
+) -> Launch:  # fmt: skip
+    """Launch of a formulation's kernel, which takes the scalars and the constants that its signature names.
+
+    tile: constants that follow from the config. per_part: programs that share the rows of one part of in_proj.
     """
-    known = _constants(layer) | own
-    constants = {name: known[name] for name in kernel.arg_names if name in known}
-    return Launch(kernel, programs, scalars, constants, options | {"enable_fp_fusion": False} | pdl_option(layer.pdl))
+    scalars = {"rows": layer.rows, "eps": call.eps, "ld": layer.ld, "per_part": per_part}
+    if call.sums is not None:
+        scalars |= zip(("weight0", "bias0", "weight1", "norms"), call.sums.offsets, strict=True)
+    known = _constants(layer) | _constants_of(name, layer, call) | tile
+    constants = {each: known[each] for each in kernel.arg_names if each in known}
+    taken = tuple(scalars[each] for each in kernel.arg_names if each in scalars)
+    return Launch(kernel, programs, taken, constants, options | {"enable_fp_fusion": False} | pdl_option(layer.pdl))
+
+
+def _constants_of(name: str, layer: Layer, call: Call) -> dict[str, object]:
+    """Constants of one kernel, in all formulations: besides the layer's, or in their place."""
+    if name == "project":
+        first = projected_parts(layer, call.backward)[0]
+        return {
+            "NORM": layer.row_norm, "BIASES": call.biases, "FIRST": first, "BACKWARD": call.backward,
+            "TRANSPOSE": call.transpose,
+        }  # fmt: skip
+    if name == "out_project":
+        return {
+            "NORM": layer.row_norm if layer.residual_normed else "",
+            "DROPPED": random.threshold(layer.dropout.projection),
+            "PACKED": layer.packed_weights and not configs.choose_warpgroup(layer).project,
+        }
+    if name == "input_grad":
+        return {"NORM": layer.row_norm}
+    if call.sums is not None:
+        sizes = zip(("M0", "N0", "M1", "N1"), call.sums.shapes, strict=True)
+        return dict(sizes) | {"SIZE": call.sums.size, "ADDED": call.sums.added}
+    return {}
 
 
 def _constants(layer: Layer) -> dict[str, object]:
@@ -142,6 +185,7 @@ def _constants(layer: Layer) -> dict[str, object]:
         "ACT": getattr(device, layer.activation),
         "ACT_GRAD": getattr(device, f"{layer.activation}_derivative"),
         "EXACT": layer.exact,
+        "PARKED": layer.dtype == "float32",
         "PACKED": layer.packed_weights,
         "TRANSPOSED": layer.transposed,
         "OPERAND": getattr(tl, layer.operand),
@@ -162,7 +206,14 @@ def _residual(layer: Layer) -> str:
     return "" if layer.batch_norm else "around"
 
 
-def packing_programs(layer: Layer, side: int, transpose: bool) -> int:
-    """Programs that `pack_weights` the weights, a tile of side x side each."""
+def packing_programs(layer: Layer, call: Call, side: int) -> int:
+    """Programs of a projection that `pack_weights` the weights, a tile of side x side each."""
+    if call.backward or not layer.packed_weights:
+        return 0
     across, down = -(-layer.d_model // side), -(-layer.dim_feedforward // side)
-    return across * across * (4 if transpose else 1) + 2 * across * down
+    return across * across * (4 if call.transpose else 1) + 2 * across * down
+
+
+def programs_per_part(layer: Layer, rows: int, parts: int, at_once: int) -> int:
+    """Programs that share the rows, `rows` at a time, of each of `parts` parts of in_proj: as many as run at once."""
+    return min(-(-layer.rows // rows), max(1, -(-at_once // parts)))

@@ -325,10 +325,12 @@ def _running_kernel(
 
 
 def describe(
-    name: str, rows: int, d: int, *, eps: float = 0.0, p: float = 0.0, pdl: bool = False, **constants: int
+    name: str, rows: int, d: int, *, eps: float | None = None, p: float = 0.0, pdl: bool = False, **constants: int
 ) -> Launch:
-    """Launch of the kernel `name` on rows [rows, d]. p: dropout's probability. constants: if not at their default."""
+    """Launch of the kernel `name` on rows [rows, d]; p: dropout's probability; constants: if not at their default."""
     kernel, division = _KERNELS[name]
+    if not constants.keys() <= set(kernel.arg_names) or ("eps" in kernel.arg_names) != (eps is not None):
+        raise TypeError(f"eps is {eps} and constants are {list(constants)}; {name} takes {kernel.arg_names}")
     programs, num_warps, sizes = division(rows, d)
     of_call = {"rows": rows, "eps": eps, "threshold": random.threshold(p), "kept_scale": random.scale(p)}
     known = {"D": d, "SLOTS": 1, "WIDTH": 2, "WHICH": 0, "PLACE": 0, "PDL": pdl} | sizes | constants

@@ -1,6 +1,5 @@
-"""Attention of short heads on tensor cores, by fragments of `mma.sync`."""
+"""Attention of short heads on tensor cores."""
 
-from isogemm.attention.kernels.mma.backward import describe_attention_backward
-from isogemm.attention.kernels.mma.forward import describe_attention
+from isogemm.attention.kernels.mma import backward, forward
 
-__all__ = ["describe_attention", "describe_attention_backward"]
+KERNELS = forward.KERNEL, backward.KERNEL

@@ -5,11 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isogemm.attention.configs import MOST_FACTORS, Attention, MmaConfig
 from isogemm.attention.kernels.lanes import floats, operand, row_sum
 from isogemm.attention.kernels.mma import ops
 from isogemm.core.kernels import start_launch
-from isogemm.core.launch import Launch
 from isogemm.gemm.kernels.products import round_by_instruction
 
 
@@ -26,10 +24,7 @@ def _delta(do, o, ROUNDED, KIND):
             product = left[i] * right[i] if j == 0 else tl.fma(left[i], right[i], totals[i // 2])
             after = after + (tl.fma(left[i + 1], right[i + 1], product),)
         totals = after
-    sums = ()
-    for i in tl.static_range(len(totals)):
-        sums = sums + (row_sum(totals[i]),)
-    return sums
+    return [row_sum(total) for total in totals]
 
 
 @triton.jit
@@ -69,10 +64,7 @@ def _write_grads(ptrs, values, factor, added_ptr, row, all_rows, token, tokens, 
     more = None
     if added_ptr is not None:
         added_at = ops.head_at(added_ptr, row, head, D, all_rows, D, True)
-        more = ()
-        raw = ops.load_rows(added_at, D, token, tokens, c, D, KIND)
-        for j in tl.static_range(BLOCKS):
-            more = more + (floats(raw[j], KIND),)
+        more = [floats(raw, KIND) for raw in ops.load_rows(added_at, D, token, tokens, c, D, KIND)]
     _write_grad(
         ptrs[OWN], values, OWN * BLOCKS, factor, more, row, token, tokens, ld, head, c, live,
         D, KIND, TRANSPOSED,
@@ -344,15 +336,4 @@ def _attention_mma_backward_kernel(
         )  # fmt: skip
 
 
-def describe_attention_backward(problem: Attention, config: MmaConfig) -> Launch:
-    programs = ops.programs_of(problem, config)
-    of_do = problem.head if problem.by_head else problem.heads * problem.head
-    strides = (*problem.row_strides[:3], of_do, *problem.row_strides[3:])
-    scalars = () if problem.factors or problem.added else (None,) * (4 * MOST_FACTORS + 2)
-    scalars += (problem.sequences, problem.tokens, *ops.scales(problem), *strides)
-    scalars += (*problem.masking, *problem.dropping)
-    constants, options = (
-        ops.constants_of(problem, config, {"TRANSPOSED": problem.transposed}),
-        ops.options_of(problem, config),
-    )
-    return Launch(_attention_mma_backward_kernel, 2 * programs, scalars, constants, options)
+KERNEL = _attention_mma_backward_kernel

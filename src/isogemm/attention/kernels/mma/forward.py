@@ -5,11 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isogemm.attention.configs import MOST_FACTORS, Attention, MmaConfig
 from isogemm.attention.kernels.lanes import operand, row_max, row_sum
 from isogemm.attention.kernels.mma import ops
 from isogemm.core.kernels import start_launch
-from isogemm.core.launch import Launch
 
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "dropped"])
@@ -156,9 +154,4 @@ def _attend_row(top, total, s0, s1, s2, s3, scale, EMPTY):
     return above, total * shrink + ((p0 + p1) + (p2 + p3)), shrink, p0, p1, p2, p3
 
 
-def describe_attention(problem: Attention, config: MmaConfig) -> Launch:
-    scalars = () if problem.factors else (None,) * (2 * MOST_FACTORS)
-    scalars += (problem.sequences, problem.tokens, *ops.scales(problem), *problem.row_strides)
-    scalars += (*problem.masking, *problem.dropping)
-    constants, options = ops.constants_of(problem, config), ops.options_of(problem, config)
-    return Launch(_attention_mma_kernel, ops.programs_of(problem, config), scalars, constants, options)
+KERNEL = _attention_mma_kernel

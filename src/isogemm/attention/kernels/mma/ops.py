@@ -16,14 +16,10 @@ layer's, the earliest layer's first and its own last. All their fragments are in
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 
-from isogemm.attention.configs import CACHED, Attention, MmaConfig
 from isogemm.attention.kernels.lanes import floats, instruction, loaded_operand, packed
-from isogemm.core.kernels import pdl_option
 from isogemm.epilogues.device import philox
 
 # the warp's instructions
@@ -246,13 +242,10 @@ def scores_of_columns(at, query, key, tokens, WIDE):
 @triton.jit
 def score_values(raw, PAIRS, KIND):
     """Scores that were loaded, in pairs or one by one, as floats."""
-    made = ()
     if PAIRS:
-        made = floats(raw, KIND)
+        return floats(raw, KIND)
     else:
-        for i in tl.static_range(len(raw)):
-            made = made + (raw[i].to(tl.float32),)
-    return made
+        return [score.to(tl.float32) for score in raw]
 
 
 @triton.jit
@@ -300,18 +293,13 @@ def kept(x, word, dropout):
 @triton.jit
 def zero_results(N, BLOCK):
     """N results."""
-    made = ()
-    for _ in tl.static_range(N):
-        zero = tl.zeros([BLOCK], tl.float32)
-        made = made + ((zero, zero, zero, zero),)
-    return made
+    return ((tl.zeros([BLOCK], tl.float32),) * 4,) * N
 
 
 @triton.jit
 def score_products(a, b, BLOCK, KIND):
     """[16, 8] of a b^T over all columns."""
-    zero = tl.zeros([BLOCK], tl.float32)
-    acc = (zero, zero, zero, zero)
+    acc = (tl.zeros([BLOCK], tl.float32),) * 4
     for j in tl.static_range(len(a)):
         acc = _product(acc, a[j], b[j], KIND)
     return acc
@@ -377,10 +365,7 @@ def all_layers(earlier0, earlier1, earlier2, earlier3, own):
 
 @triton.jit
 def layers_at(ptrs, row, head, ld, all_rows, D, BY_HEAD):
-    found = ()
-    for layer in tl.static_range(len(ptrs)):
-        found = found + (head_at(ptrs[layer], row, head, ld, all_rows, D, BY_HEAD),)
-    return found
+    return [head_at(ptr, row, head, ld, all_rows, D, BY_HEAD) for ptr in ptrs]
 
 
 @triton.jit
@@ -401,46 +386,3 @@ def place(tokens, sequences, H, TILES, WIDE, BLOCK, program):
         row = row.to(tl.int64)
         all_rows = all_rows.to(tl.int64)
     return all_rows, index % 32 // 4, index % 4, (unit - pair * blocks) * (16 * TILES), sequence, head, live, row
-
-
-# the launches
-
-
-def scales(problem: Attention) -> tuple[float, float]:
-    """Factor from a score to its exponent of two, and the scores' divisor sqrt(d)."""
-    return math.log2(math.e) * problem.head**-0.5, problem.head**0.5
-
-
-def programs_of(problem: Attention, config: MmaConfig) -> int:
-    warps = problem.sequences * problem.heads * -(-problem.tokens // (16 * config.tiles))
-    return -(-warps // config.num_warps)
-
-
-def constants_of(problem: Attention, config: MmaConfig, more: dict[str, object] | None = None) -> dict[str, object]:
-    itemsize = 4 if problem.dtype == "float32" else 2
-    width = problem.heads * problem.head
-    read = (3 + 2 * problem.factors) * problem.sequences * problem.tokens * width * itemsize
-    farthest = width * problem.row_strides[3] if problem.transposed else 0
-    written = () if problem.transposed else problem.row_strides[3:]
-    farthest = max(farthest, problem.sequences * problem.tokens * max(*problem.row_strides[:3], *written, width))
-    if problem.residual:
-        farthest = max(farthest, problem.sequences * problem.heads * problem.tokens**2)
-    return {
-        "H": problem.heads,
-        "D": problem.head,
-        "KIND": getattr(tl, problem.dtype),
-        "MASK": problem.mask,
-        "CAUSAL": problem.causal,
-        "WIDE": farthest >= 2**31,
-        "EVEN": problem.residual and problem.tokens % 2 == 0,
-        "FETCH": read > CACHED,
-        "BY_HEAD": problem.by_head,
-        **(more or {}),
-        "TILES": config.tiles,
-        "BLOCK": 32 * config.num_warps,
-        "PDL": problem.pdl,
-    }
-
-
-def options_of(problem: Attention, config: MmaConfig) -> dict[str, object]:
-    return {"num_warps": config.num_warps, "num_stages": 1, "enable_fp_fusion": False} | pdl_option(problem.pdl)

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 
-from isogemm.attention.configs import Attention, RegistersConfig
 from isogemm.attention.kernels.registers import ops
 from isogemm.core.kernels import start_launch
-from isogemm.core.launch import Launch
 from isogemm.gemm.kernels.products import multiple
 
 
 @triton.jit
 def _attend(
-    state, q, held, key, t, first, groups, pair, tokens, live, previous_at, scores_at, dropout, D, OWN, KEYS, LAST,
-    MASK, CAUSAL, WIDE,
+    state, q, head_at, mask, key, t, first, groups, pair, tokens, live, previous_at, scores_at, dropout, D, VEC, OWN,
+    KEYS, LAST, MASK, CAUSAL, WIDE, BLOCK,
 ):  # fmt: skip
-    """The queries' (largest score, sum, o) after the held keys; LAST: some keys may lie beyond the end."""
+    """The queries' (largest score, sum, o) after KEYS keys; LAST: some keys may lie beyond the end."""
     DROPOUT: tl.constexpr = dropout is not None
-    ks, vs, seen = held
+    ks, vs, seen = ops.load_keys(key, tokens, head_at, mask, D, VEC, KEYS, MASK, DROPOUT, BLOCK)
     tops, totals, outs, words = (), (), (), ()
     for n in tl.static_range(OWN):
         scores = ()
         top = state[0][n]
         for i in tl.static_range(KEYS):
-            j = ops.taken_in(key, i, KEYS, DROPOUT)
-            s = ops.dot_of(q[n], ks[i], D)
+            j = ops.read_token(key, i, KEYS, DROPOUT)
+            s = ops.dot_of(q[n], ks[i])
             if previous_at is not None:
                 s = ops.with_score(s, previous_at, t[n], j, tokens, WIDE)
             s = ops.masked_score(s, seen, i, j, t[n], tokens, LAST, MASK, CAUSAL)
@@ -41,7 +37,7 @@ def _attend(
             base = tl.where(top == float("-inf"), 0.0, top)
         shrink = tl.exp2(state[0][n] - base)
         total = state[1][n] * shrink
-        o = ops.scaled_head(state[2][n], shrink, D)
+        o = ops.scaled_head(state[2][n], shrink)
         if DROPOUT and n % 2 == 0:
             words = ()
             for i in tl.static_range(KEYS // 2):
@@ -51,7 +47,7 @@ def _attend(
             total += p
             if DROPOUT:
                 p = ops.kept(p, words[i % (KEYS // 2)][n % 2 * 2 + i // (KEYS // 2)], dropout)
-            o = ops.plus_scaled(o, p, vs[i], D)
+            o = ops.plus_scaled(o, p, vs[i])
         tops = tops + (top,)
         totals = totals + (total,)
         outs = outs + (o,)
@@ -71,18 +67,11 @@ def _attention_kernel(
     DROPOUT: tl.constexpr = seed_ptr is not None
     groups = ops.groups_of(tokens, OWN, DROPOUT)
     thread = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    pair = thread // groups
-    first = thread - pair * groups
-    sequence = pair // H
-    head = pair - sequence * H
-    live = sequence < sequences
-    sequence = tl.minimum(sequence, sequences - 1)  # so that only stores need a mask
-    row = sequence * tokens
-    if WIDE:
-        row = row.to(tl.int64)
+    first, sequence, head, live, row = ops.place(thread, groups, sequences, tokens, H, WIDE)
     k_at = k_ptr + (row * ld_k + head * D)
     v_at = v_ptr + (row * ld_v + head * D)
-    mask_at = mask_ptr + sequence.to(tl.int64) * mask_stride if MASK != "" else None
+    mask = (mask_ptr + sequence.to(tl.int64) * mask_stride, mask_step) if MASK != "" else None
+    head_at = (k_at, v_at, ld_k, ld_v)
     matrix = sequence * H + head
     previous_at = ops.matrix_at(previous_ptr, matrix, tokens, WIDE) if previous_ptr is not None else None
     scores_at = ops.matrix_at(scores_ptr, matrix, tokens, WIDE) if scores_ptr is not None else None
@@ -95,7 +84,7 @@ def _attention_kernel(
         ops.fetch_head(k_at + token * ld_k, FETCH)
         ops.fetch_head(v_at + token * ld_v, FETCH)
         values = ops.read_head(q_ptr + ((row + token) * ld_q + head * D), D, VEC, BLOCK)
-        q = q + (ops.scaled_head(values, scale, D),)
+        q = q + (ops.scaled_head(values, scale),)
         tops = tops + (tl.full([BLOCK], float("-inf"), tl.float32),)
         totals = totals + (tl.zeros([BLOCK], tl.float32),)
         outs = outs + (ops.zero_head(D, BLOCK),)
@@ -103,30 +92,21 @@ def _attention_kernel(
     if DROPOUT:
         for pair in tl.range(0, ops.pairs_of(tokens), KEYS // 2):
             key = ops.first_of_pair(pair)
-            held = ops.load_keys(
-                key, tokens, k_at, v_at, mask_at, ld_k, ld_v, mask_step, D, VEC, KEYS, MASK, True, BLOCK
-            )
             state = _attend(
-                state, q, held, key, t, first, groups, pair, tokens, live, previous_at, scores_at, dropout,
-                D, OWN, KEYS, True, MASK, CAUSAL, WIDE,
+                state, q, head_at, mask, key, t, first, groups, pair, tokens, live, previous_at, scores_at, dropout,
+                D, VEC, OWN, KEYS, True, MASK, CAUSAL, WIDE, BLOCK,
             )  # fmt: skip
     else:
         full = tokens // KEYS * KEYS
         for key in tl.range(0, full, KEYS):
-            held = ops.load_keys(
-                key, tokens, k_at, v_at, mask_at, ld_k, ld_v, mask_step, D, VEC, KEYS, MASK, False, BLOCK
-            )
             state = _attend(
-                state, q, held, key, t, first, groups, 0, tokens, live, previous_at, scores_at, None,
-                D, OWN, KEYS, False, MASK, CAUSAL, WIDE,
+                state, q, head_at, mask, key, t, first, groups, 0, tokens, live, previous_at, scores_at, None,
+                D, VEC, OWN, KEYS, False, MASK, CAUSAL, WIDE, BLOCK,
             )  # fmt: skip
         if full < tokens:
-            held = ops.load_keys(
-                full, tokens, k_at, v_at, mask_at, ld_k, ld_v, mask_step, D, VEC, KEYS, MASK, False, BLOCK
-            )
             state = _attend(
-                state, q, held, full, t, first, groups, 0, tokens, live, previous_at, scores_at, None,
-                D, OWN, KEYS, True, MASK, CAUSAL, WIDE,
+                state, q, head_at, mask, full, t, first, groups, 0, tokens, live, previous_at, scores_at, None,
+                D, VEC, OWN, KEYS, True, MASK, CAUSAL, WIDE, BLOCK,
             )  # fmt: skip
     for n in tl.static_range(OWN):
         total = state[1][n]
@@ -136,17 +116,10 @@ def _attention_kernel(
             share *= kept_scale
         written = live & (t[n] < tokens)
         ops.write_head(
-            o_ptr + ((row + t[n]) * (H * D) + head * D), ops.scaled_head(state[2][n], share, D), written, D, VEC, BLOCK
+            o_ptr + ((row + t[n]) * (H * D) + head * D), ops.scaled_head(state[2][n], share), written, D, VEC, BLOCK
         )
         lse = tl.where(empty, float("inf"), state[0][n] + tl.log2(total))
         tl.store(lse_ptr + (row + t[n]) * H + head, lse, mask=written)
 
 
-def describe_attention(problem: Attention, config: RegistersConfig) -> Launch:
-    scalars = (problem.sequences, problem.tokens, math.log2(math.e) * problem.head**-0.5, *problem.row_strides)
-    constants = ops.constants_of(problem) | {
-        "OWN": config.own, "KEYS": config.block, "BLOCK": 32 * config.num_warps, "PDL": problem.pdl,
-    }  # fmt: skip
-    programs = ops.programs_of(problem, config.own, config.num_warps)
-    scalars += (*problem.masking, *problem.dropping)
-    return Launch(_attention_kernel, programs, scalars, constants, ops.options_of(problem, config.num_warps))
+KERNEL = _attention_kernel

@@ -9,13 +9,9 @@ numbered as in `epilogues.random`.
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 
-from isogemm.attention.configs import CACHED, Attention, threads
-from isogemm.core.kernels import pdl_option
 from isogemm.epilogues.device import philox
 
 
@@ -83,36 +79,30 @@ def _joined(values, BLOCK, VEC):
 
 
 @triton.jit
-def dot_of(a, b, D):
+def dot_of(a, b):
     """sum_c a[c] b[c], ascending."""
     total = a[0] * b[0]
-    for c in tl.static_range(1, D):
+    for c in tl.static_range(1, len(a)):
         total = tl.fma(a[c], b[c], total)
     return total
 
 
 @triton.jit
 def zero_head(D, BLOCK):
-    result = ()
-    for _ in tl.static_range(D):
-        result = result + (tl.zeros([BLOCK], tl.float32),)
-    return result
+    return (tl.zeros([BLOCK], tl.float32),) * D
 
 
 @triton.jit
-def scaled_head(a, factor, D):
+def scaled_head(a, factor):
     """a times a number."""
-    result = ()
-    for c in tl.static_range(D):
-        result = result + (a[c] * factor,)
-    return result
+    return [x * factor for x in a]
 
 
 @triton.jit
-def plus_scaled(a, factor, b, D):
+def plus_scaled(a, factor, b):
     """a + factor b."""
     result = ()
-    for c in tl.static_range(D):
+    for c in tl.static_range(len(a)):
         result = result + (tl.fma(factor, b[c], a[c]),)
     return result
 
@@ -129,7 +119,7 @@ def first_of_pair(pair):
 
 
 @triton.jit
-def taken_in(first, i: tl.constexpr, COUNT, DROPOUT):
+def read_token(first, i: tl.constexpr, COUNT, DROPOUT):
     """The i-th of COUNT tokens that are read per step."""
     if DROPOUT:
         return first + (i % (COUNT // 2) + i // (COUNT // 2) * 8)
@@ -153,6 +143,21 @@ def groups_of(tokens, own, DROPOUT):
         return (pairs_of(tokens) + own // 2 - 1) // (own // 2)
     else:
         return (tokens + own - 1) // own
+
+
+@triton.jit
+def place(thread, groups, sequences, tokens, H, WIDE):
+    """A thread's index in its head; its sequence and head, whether they exist; the sequence's first row."""
+    pair = thread // groups
+    first = thread - pair * groups
+    sequence = pair // H
+    head = pair - sequence * H
+    live = sequence < sequences
+    sequence = tl.minimum(sequence, sequences - 1)  # so that only stores need a mask
+    row = sequence * tokens
+    if WIDE:
+        row = row.to(tl.int64)
+    return first, sequence, head, live, row
 
 
 @triton.jit
@@ -219,40 +224,17 @@ def masked_score(s, seen, i: tl.constexpr, key, query, tokens, LAST, MASK, CAUSA
 
 
 @triton.jit
-def load_keys(key, tokens, k_at, v_at, mask_at, ld_k, ld_v, mask_step, D, VEC, KEYS, MASK, DROPOUT, BLOCK):
-    """KEYS keys from `key` on, their values and their masks; beyond the end, those of the last key."""
+def load_keys(key, tokens, head_at, mask, D, VEC, KEYS, MASK, DROPOUT, BLOCK):
+    """KEYS keys from `key` on, their values and their masks; beyond the end, those of the last key.
+
+    head_at: addresses of the head's keys and values, and distances between tokens. mask: likewise, or None.
+    """
+    k_at, v_at, ld_k, ld_v = head_at
     ks, vs, seen = (), (), ()
     for i in tl.static_range(KEYS):
-        j = tl.minimum(taken_in(key, i, KEYS, DROPOUT), tokens - 1)
+        j = tl.minimum(read_token(key, i, KEYS, DROPOUT), tokens - 1)
         ks = ks + (read_head(k_at + j * ld_k, D, VEC, BLOCK),)
         vs = vs + (read_head(v_at + j * ld_v, D, VEC, BLOCK),)
         if MASK != "":
-            seen = seen + (tl.load(mask_at + j * mask_step),)
+            seen = seen + (tl.load(mask[0] + j * mask[1]),)
     return ks, vs, seen
-
-
-def programs_of(problem: Attention, own: int, num_warps: int) -> int:
-    return -(-problem.sequences * problem.heads * threads(problem, own) // (32 * num_warps))
-
-
-def constants_of(problem: Attention) -> dict[str, object]:
-    itemsize = 4 if problem.dtype == "float32" else 2
-    unit = math.gcd(*problem.row_strides[:3], problem.head, 16 // itemsize)
-    farthest = problem.sequences * problem.tokens * max(*problem.row_strides[:3], problem.heads * problem.head)
-    if problem.residual:
-        farthest = max(farthest, problem.sequences * problem.heads * problem.tokens**2)
-    read = problem.sequences * problem.tokens * 3 * problem.heads * problem.head * itemsize
-    return {
-        "H": problem.heads,
-        "D": problem.head,
-        "MASK": problem.mask,
-        "CAUSAL": problem.causal,
-        "WIDE": farthest >= 2**31,
-        "FETCH": problem.backend == "cuda" and read > CACHED and not triton.knobs.runtime.interpret,
-        "UNIT": unit,
-        "VEC": unit,
-    }
-
-
-def options_of(problem: Attention, num_warps: int) -> dict[str, object]:
-    return {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False} | pdl_option(problem.pdl)

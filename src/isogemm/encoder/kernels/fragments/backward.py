@@ -15,12 +15,8 @@ from isogemm.attention.kernels.lanes import (
     zero_blocks,
 )
 from isogemm.core.kernels import start_launch
-from isogemm.core.launch import Launch
-from isogemm.encoder.configs import Layer
 from isogemm.encoder.kernels.common import ACTIVATION, OUTPUT
 from isogemm.encoder.kernels.fragments import ops
-
-_MOST_REGISTERS = 128  # with which a multiprocessor holds two programs of eight warps
 
 
 @triton.jit
@@ -196,12 +192,4 @@ def _input_grad_rows_kernel(
         ops.store_block(dx_ptr, dx, at, live, c, 16 * i, D)
 
 
-def describe_feedforward_backward(layer: Layer, warps: int, eps: float) -> Launch:
-    options = {}
-    if layer.dropout.activation and layer.precision == "tf32" and layer.d_model == 32:
-        options["maxnreg"] = _MOST_REGISTERS  # spills up to four values during the loop
-    return ops.described_rows(_feedforward_backward_rows_kernel, layer, warps, eps, **options)
-
-
-def describe_input_grad(layer: Layer, warps: int, eps: float) -> Launch:
-    return ops.described_rows(_input_grad_rows_kernel, layer, warps, eps, {"NORM": layer.row_norm})
+KERNELS = {"feedforward_backward": _feedforward_backward_rows_kernel, "input_grad": _input_grad_rows_kernel}

@@ -16,32 +16,15 @@ from isogemm.attention.kernels.lanes import (
     zero_blocks,
 )
 from isogemm.core.kernels import start_launch
-from isogemm.core.launch import Launch
-from isogemm.encoder.configs import Layer, projected_parts
-from isogemm.encoder.kernels.common import (
-    ACTIVATION,
-    OUTPUT,
-    PROJECTION,
-    described,
-    in_proj,
-    pack_weights,
-    packing_programs,
-    projected_at,
-)
+from isogemm.encoder.kernels.common import ACTIVATION, OUTPUT, PROJECTION, in_proj, pack_weights, projected_at
 from isogemm.encoder.kernels.common import operand as as_operand
 from isogemm.encoder.kernels.fragments import ops
-from isogemm.epilogues import random
 from isogemm.gemm.kernels.products import round_by_instruction
-
-_SIDE = 32  # of a tile of weights that one program packs
 
 
 @triton.jit
 def _rounded(values):
-    made = ()
-    for i in tl.static_range(len(values)):
-        made = made + (round_by_instruction(values[i]),)
-    return made
+    return [round_by_instruction(value) for value in values]
 
 
 @triton.jit
@@ -72,10 +55,10 @@ def _pack_tile(w, straight, transposed, r, c, first, ROWS, COLS, LD, SIDE, STRAI
         tl.store(transposed + packed_place(k, first + n, LD, KIND), tile, mask=live)
 
 
-@triton.jit(do_not_specialize=["rows", "row_programs"])
+@triton.jit(do_not_specialize=["rows", "per_part"])
 def _project_rows_kernel(
     x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, ds_ptr, wo, do_ptr, w1, w2, packed, v_ptr,
-    rows, eps, row_programs,
+    rows, eps, per_part,
     D: tl.constexpr, F: tl.constexpr, HEAD: tl.constexpr, BY_HEAD: tl.constexpr, NORM: tl.constexpr,
     STACKED: tl.constexpr, BIASES: tl.constexpr, FIRST: tl.constexpr, BACKWARD: tl.constexpr, TRANSPOSE: tl.constexpr,
     SPLIT: tl.constexpr, KIND: tl.constexpr, INDEX: tl.constexpr, SIDE: tl.constexpr,
@@ -86,13 +69,35 @@ def _project_rows_kernel(
     start_launch(PDL)
     program = tl.program_id(0)
     PARTS: tl.constexpr = 3 - FIRST if SPLIT else 1
-    if program < row_programs * PARTS:
-        _project(
-            program // PARTS, FIRST + program % PARTS, x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, v_ptr,
-            rows, eps, D, HEAD, BY_HEAD, NORM, STACKED, BIASES, FIRST, BACKWARD, SPLIT, KIND, INDEX, BLOCK,
-        )  # fmt: skip
+    if program < per_part * PARTS:
+        first_part = FIRST + program % PARTS
+        r, c, at, live, inside = ops.place_rows(program // PARTS, rows, INDEX, BLOCK)
+        x = ops.load_rows(x_ptr, inside, c, D, D)
+        if NORM != "":
+            mean, deviation = ops.row_statistics(x, eps, D, NORM)
+            x = ops.normed_rows(x, mean, deviation, norm_w, norm_b, c)
+        n = ops.as_operands(x, KIND)
+        for part in tl.range(first_part, first_part + 1 if SPLIT else 3):
+            w = in_proj(wq, wk, wv, part, D * D, STACKED or BACKWARD)
+            if BIASES:
+                b = in_proj(bq, bk, bv, part, D, STACKED)
+            for j in tl.range(0, D // 16):
+                if BACKWARD:
+                    acc = ops.times_block(n, w, 4 * r + c, j, D, BLOCK, KIND)
+                else:
+                    acc = zero_block(BLOCK)
+                    from_row = w + ((16 * j + weight_row(r)) * D + 4 * c)
+                    for i in tl.static_range(len(n)):
+                        acc = multiply(acc, n[i], load_weights(from_row + 16 * i, D, KIND), KIND)
+                if BIASES:
+                    acc = ops.block_sum(acc, ops.columns_of(b, c, 16 * j))
+                if BY_HEAD:
+                    to = projected_at(qkv_ptr, v_ptr, part, rows.to(INDEX) * D, FIRST)
+                    _store_heads(to, acc, at, live, c, 16 * j, rows.to(INDEX), D, HEAD, BY_HEAD, 3 * D)
+                else:
+                    ops.store_block(qkv_ptr, acc, at, live, c, part * D + 16 * j, 3 * D)
     else:
-        program -= row_programs * PARTS
+        program -= per_part * PARTS
         if BACKWARD:
             r, c, at, live, inside = ops.place_rows(program, rows, INDEX, BLOCK)
             ds = ops.load_operands(ds_ptr, inside, c, D, D, KIND)
@@ -104,38 +109,6 @@ def _project_rows_kernel(
                 program, wq, wk, wv, wo, w1, w2, packed, _pack_tile, D, F, SIDE, STACKED, True, TRANSPOSE, KIND,
                 "tf32" if KIND == tl.float32 else "",
             )  # fmt: skip
-
-
-@triton.jit
-def _project(
-    program, first_part, x_ptr, norm_w, norm_b, wq, wk, wv, bq, bk, bv, qkv_ptr, v_ptr, rows, eps, D, HEAD, BY_HEAD,
-    NORM, STACKED, BIASES, FIRST, BACKWARD, SPLIT, KIND, INDEX, BLOCK,
-):  # fmt: skip
-    r, c, at, live, inside = ops.place_rows(program, rows, INDEX, BLOCK)
-    x = ops.load_rows(x_ptr, inside, c, D, D)
-    if NORM != "":
-        mean, deviation = ops.row_statistics(x, eps, D, NORM)
-        x = ops.normed_rows(x, mean, deviation, norm_w, norm_b, c)
-    n = ops.as_operands(x, KIND)
-    for part in tl.range(first_part, first_part + 1 if SPLIT else 3):
-        w = in_proj(wq, wk, wv, part, D * D, STACKED or BACKWARD)
-        if BIASES:
-            b = in_proj(bq, bk, bv, part, D, STACKED)
-        for j in tl.range(0, D // 16):
-            if BACKWARD:
-                acc = ops.times_block(n, w, 4 * r + c, j, D, BLOCK, KIND)
-            else:
-                acc = zero_block(BLOCK)
-                from_row = w + ((16 * j + weight_row(r)) * D + 4 * c)
-                for i in tl.static_range(len(n)):
-                    acc = multiply(acc, n[i], load_weights(from_row + 16 * i, D, KIND), KIND)
-            if BIASES:
-                acc = ops.block_sum(acc, ops.columns_of(b, c, 16 * j))
-            if BY_HEAD:
-                to = projected_at(qkv_ptr, v_ptr, part, rows.to(INDEX) * D, FIRST)
-                _store_heads(to, acc, at, live, c, 16 * j, rows.to(INDEX), D, HEAD, BY_HEAD, 3 * D)
-            else:
-                ops.store_block(qkv_ptr, acc, at, live, c, part * D + 16 * j, 3 * D)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -211,26 +184,8 @@ def _feedforward_rows_kernel(
     ops.store_rows(y_ptr, y, at, live, c, D)
 
 
-def describe_project(
-    layer: Layer, warps: int, eps: float, sm_count: int, biases: bool, backward: bool, transpose: bool
-) -> Launch:
-    split = warps == 1  # programs compute one of q, k and v each
-    first, row_programs = projected_parts(layer, backward)[0], ops.row_programs(layer, warps)
-    programs = row_programs * (3 - first if split else 1)
-    programs += row_programs if backward else packing_programs(layer, _SIDE, transpose)
-    own = {
-        "NORM": layer.row_norm, "BIASES": biases, "FIRST": first, "BACKWARD": backward, "TRANSPOSE": transpose,
-        "SPLIT": split, "SIDE": _SIDE, "BLOCK": 32 * warps,
-    }  # fmt: skip
-    scalars = (layer.rows, eps, row_programs)
-    return described(_project_rows_kernel, programs, scalars, layer, own, num_warps=warps, num_stages=1)
-
-
-def describe_out_project(layer: Layer, warps: int, eps: float) -> Launch:
-    norm = layer.row_norm if layer.residual_normed else ""
-    own = {"NORM": norm, "DROPPED": random.threshold(layer.dropout.projection)}
-    return ops.described_rows(_out_project_rows_kernel, layer, warps, eps, own)
-
-
-def describe_feedforward(layer: Layer, warps: int, eps: float) -> Launch:
-    return ops.described_rows(_feedforward_rows_kernel, layer, warps, eps)
+KERNELS = {
+    "project": _project_rows_kernel,
+    "out_project": _out_project_rows_kernel,
+    "feedforward": _feedforward_rows_kernel,
+}

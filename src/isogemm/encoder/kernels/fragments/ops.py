@@ -6,8 +6,6 @@ of 16 x 16 in the order in which lanes read it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -23,9 +21,7 @@ from isogemm.attention.kernels.lanes import (
     store_four,
     zero_block,
 )
-from isogemm.core.launch import Launch
-from isogemm.encoder.configs import FRAGMENT_ROWS, Layer
-from isogemm.encoder.kernels.common import described, scale_of_kept
+from isogemm.encoder.kernels.common import scale_of_kept
 
 # rows
 
@@ -112,10 +108,7 @@ def block_product(a, b):
 
 @triton.jit
 def as_operands(blocks, KIND):
-    made = ()
-    for i in tl.static_range(len(blocks)):
-        made = made + (operand(blocks[i], KIND),)
-    return made
+    return [operand(block, KIND) for block in blocks]
 
 
 @triton.jit
@@ -251,8 +244,7 @@ def words_of_rows(seed, at, group, c):
 
 @triton.jit
 def no_words(BLOCK):
-    zero = tl.zeros([BLOCK], tl.uint32)
-    return zero, zero, zero, zero
+    return (tl.zeros([BLOCK], tl.uint32),) * 4
 
 
 @triton.jit
@@ -316,19 +308,3 @@ def attended_rows(x_ptr, o_ptr, wo, bo, at, c, lane, D, KIND, BLOCK):
     else:
         s = projected_rows(o_ptr, wo, bo, at, c, lane, D, KIND, BLOCK)
         return block_sums(s, load_rows(x_ptr, at, c, D, D))
-
-
-# the launches
-
-
-def row_programs(layer: Layer, warps: int) -> int:
-    return -(-layer.rows // (FRAGMENT_ROWS * warps))
-
-
-def described_rows(
-    kernel: Any, layer: Layer, warps: int, eps: float, own: dict[str, object] | None = None, **options: object
-) -> Launch:
-    """Launch of a row kernel; own: constants in place of the layer's."""
-    own = {"BLOCK": 32 * warps} | (own or {})
-    options |= {"num_warps": warps, "num_stages": 1}
-    return described(kernel, row_programs(layer, warps), (layer.rows, eps), layer, own, **options)

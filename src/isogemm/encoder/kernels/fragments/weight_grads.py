@@ -12,13 +12,10 @@ import triton.language as tl
 
 from isogemm.attention.kernels.lanes import floats, instruction, load_four, operand, row_sum, store_four
 from isogemm.core.kernels import start_launch
-from isogemm.core.launch import Launch
-from isogemm.encoder.configs import Layer, WeightSums
 from isogemm.encoder.kernels.chunk_sums import add_tiles
-from isogemm.encoder.kernels.common import described
 
-_SIDE = tl.constexpr(32)  # of a warp's tile
-_WARPS = 2
+SIDE = 32  # of a warp's tile
+_SIDE = tl.constexpr(SIDE)
 
 
 @triton.jit
@@ -75,10 +72,8 @@ def _chunk_product(left_ptr, right_ptr, weight, bias, item, start, rows, M, N, C
     end = tl.minimum(start + CHUNK, rows)
     full = start + (end - start) // 8 * 8
     zero = tl.zeros([BLOCK], tl.float32)
-    acc = ()
-    for _ in tl.static_range(8):
-        acc = acc + ((zero, zero, zero, zero),)
-    sums = (zero, zero, zero, zero)
+    acc = ((zero,) * 4,) * 8
+    sums = (zero,) * 4
     left = _load(left_ptr, start + c, end, m, M, False)
     right = _load(right_ptr, start + c, end, n + 4 * r, N, False)
     for k in tl.range(start, full, 8):
@@ -105,9 +100,7 @@ def _chunk_product(left_ptr, right_ptr, weight, bias, item, start, rows, M, N, C
                     four = four + (acc[4 * i + e][2 * half + odd],)
                 store_four(weight + (row * N + column), four, live & (row < M) & (column < N))
     if SUMS:
-        four = ()
-        for e in tl.static_range(4):
-            four = four + (row_sum(sums[e]),)
+        four = [row_sum(each) for each in sums]
         store_four(bias + m, four, live & (m < M) & (n == 0) & (c == 0))
 
 
@@ -139,17 +132,4 @@ def _weight_grads_rows_kernel(
         add_tiles(norm_sums, to + norms, chunk, rows, D, CHUNK, TILES, TILES_P, ADDED)
 
 
-def describe_weight_grads(layer: Layer, config: None, sums: WeightSums) -> Launch:
-    m0, n0, m1, n1 = sums.shapes
-    programs0, programs1 = _programs(m0, n0), _programs(m1, n1)
-    own = {
-        "M0": m0, "N0": n0, "M1": m1, "N1": n1, "PROGRAMS0": programs0, "PROGRAMS1": programs1,
-        "SIZE": sums.size, "ADDED": sums.added, "BLOCK": 32 * _WARPS,
-    }  # fmt: skip
-    programs = (programs0 + programs1 + 1) * layer.chunks
-    scalars = (layer.rows, *sums.offsets)
-    return described(_weight_grads_rows_kernel, programs, scalars, layer, own, num_warps=_WARPS, num_stages=1)
-
-
-def _programs(m: int, n: int) -> int:
-    return -(-(-(-m // _SIDE.value) * -(-n // _SIDE.value)) // _WARPS)
+KERNELS = {"weight_grads": _weight_grads_rows_kernel}

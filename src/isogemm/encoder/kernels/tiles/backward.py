@@ -10,10 +10,8 @@ import triton
 import triton.language as tl
 
 from isogemm.core.kernels import start_launch
-from isogemm.core.launch import Launch
-from isogemm.encoder.configs import Layer, RowConfig, WeightConfig, WeightSums, tile_rows
 from isogemm.encoder.kernels.chunk_sums import add_tiles
-from isogemm.encoder.kernels.common import ACTIVATION, OUTPUT, described, scale_of_kept
+from isogemm.encoder.kernels.common import ACTIVATION, OUTPUT, scale_of_kept
 from isogemm.encoder.kernels.tiles import ops
 
 
@@ -282,23 +280,8 @@ def _transposed_tile(ptr, col, k, end, ld, COLS, BC, BK):
     return tl.load(ptr + (col[:, None] * ld + r[None, :]), mask=live, other=0.0)
 
 
-def describe_feedforward_backward(layer: Layer, config: RowConfig, eps: float) -> Launch:
-    scalars, slots = (layer.rows, eps, layer.ld), config.rows // tile_rows(layer)
-    return ops.described_rows(_feedforward_backward_kernel, layer, config, scalars, SLOTS=slots)
-
-
-def describe_input_grad(layer: Layer, config: RowConfig, eps: float) -> Launch:
-    scalars, slots = (layer.rows, eps, layer.ld), config.rows // tile_rows(layer)
-    return ops.described_rows(_input_grad_kernel, layer, config, scalars, NORM=layer.row_norm, SLOTS=slots)
-
-
-def describe_weight_grads(layer: Layer, config: WeightConfig, sums: WeightSums) -> Launch:
-    m0, n0, m1, n1 = sums.shapes
-    programs = (config.tiles(m0, n0) + config.tiles(m1, n1) + 1) * layer.chunks
-    own = {
-        "M0": m0, "N0": n0, "M1": m1, "N1": n1, "SIZE": sums.size, "ADDED": sums.added,
-        "BM": config.block_m, "BN": config.block_n, "BK": config.block_k,
-    }  # fmt: skip
-    scalars = (layer.rows, layer.ld, *sums.offsets)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return described(_weight_grads_kernel, programs, scalars, layer, own, **options)
+KERNELS = {
+    "feedforward_backward": _feedforward_backward_kernel,
+    "input_grad": _input_grad_kernel,
+    "weight_grads": _weight_grads_kernel,
+}

@@ -11,24 +11,16 @@ import triton
 import triton.language as tl
 
 from isogemm.core.kernels import start_launch
-from isogemm.core.launch import Launch
-from isogemm.encoder.configs import Layer, RowConfig, choose_warpgroup, programs_per_part, projected_parts
 from isogemm.encoder.kernels.common import (
     ACTIVATION,
     OUTPUT,
     PROJECTION,
-    described,
     in_proj,
     pack_weights,
-    packing_programs,
     projected_at,
     scale_of_kept,
 )
 from isogemm.encoder.kernels.tiles import ops
-from isogemm.epilogues import random
-
-_SIDE = 64  # of a tile of weights that one program packs
-_TILES_AT_ONCE = 2  # programs of a projection per multiprocessor
 
 
 @triton.jit
@@ -188,32 +180,4 @@ def _feedforward_kernel(
     ops.store_tile(y_ptr, y, row, rows, 0, D, BM, DP, D)
 
 
-def describe_project(
-    layer: Layer, config: RowConfig, eps: float, sm_count: int, biases: bool, backward: bool, transpose: bool
-) -> Launch:
-    parts, block = projected_parts(layer, backward), min(config.block, layer.padded)
-    blocks = len(parts) * -(-layer.d_model // block)
-    per_part = programs_per_part(layer, config.rows, blocks, _TILES_AT_ONCE * sm_count)
-    programs = per_part * blocks
-    if layer.packed_weights and not backward:
-        programs += packing_programs(layer, _SIDE, transpose)
-    own = {
-        "NORM": layer.row_norm, "BIASES": biases, "FIRST": parts[0], "BACKWARD": backward, "TRANSPOSE": transpose,
-        "SIDE": _SIDE, "BM": config.rows, "BN": block,
-    }  # fmt: skip
-    scalars = (layer.rows, eps, per_part)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return described(_project_kernel, programs, scalars, layer, own, **options)
-
-
-def describe_out_project(layer: Layer, config: RowConfig, eps: float) -> Launch:
-    norm = layer.row_norm if layer.residual_normed else ""
-    dropped = random.threshold(layer.dropout.projection)
-    packed = layer.packed_weights and not choose_warpgroup(layer).project
-    scalars = (layer.rows, eps)
-    return ops.described_rows(_out_project_kernel, layer, config, scalars, NORM=norm, DROPPED=dropped, PACKED=packed)
-
-
-def describe_feedforward(layer: Layer, config: RowConfig, eps: float) -> Launch:
-    parked = layer.dtype == "float32"
-    return ops.described_rows(_feedforward_kernel, layer, config, (layer.rows, eps), PARKED=parked)
+KERNELS = {"project": _project_kernel, "out_project": _out_project_kernel, "feedforward": _feedforward_kernel}

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
-from isogemm.core.launch import Launch
-from isogemm.encoder.configs import Layer, RowConfig
-from isogemm.encoder.kernels.common import described, operand, scale_of_kept
+from isogemm.encoder.kernels.common import operand, scale_of_kept
 from isogemm.gemm.kernels.epilogue import is_kept
 from isogemm.gemm.kernels.products import multiply, round_by_instruction
 
@@ -210,10 +206,3 @@ def hidden(u, w1, b1, f, F, D, DP, PACKED, OPERAND, PRECISION, BM, BF):
         col = f + tl.arange(0, BF)
         z += tl.load(b1 + col, mask=col < F, other=0.0).to(tl.float32)[:, None]
     return z
-
-
-def described_rows(kernel: Any, layer: Layer, config: RowConfig, scalars: tuple[Any, ...], **own: object) -> Launch:
-    """Launch of a row kernel; own: constants besides the tile's and the layer's, or in their place."""
-    own = {"BM": config.rows, "BF": config.block, "BK": min(config.block, layer.padded)} | own
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return described(kernel, config.programs(layer), scalars, layer, own, **options)

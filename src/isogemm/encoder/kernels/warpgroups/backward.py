@@ -8,8 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
 from isogemm.core.kernels import start_launch
-from isogemm.core.launch import Launch
-from isogemm.encoder.configs import GROUP_ROWS, Layer, WarpgroupConfig
+from isogemm.encoder.configs import GROUP_ROWS
 from isogemm.encoder.kernels.common import ACTIVATION, OUTPUT
 from isogemm.encoder.kernels.warpgroups import ops
 
@@ -20,8 +19,8 @@ _TRANSPOSED_TILE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 
 
 @gluon.jit
-def _hidden(ld):
-    """ld, hidden from the compiler, which would otherwise keep all offsets that depend on it in registers."""
+def _opaque(ld):
+    """ld, opaque to the compiler, which would otherwise keep all offsets that depend on it in registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [ld], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -106,7 +105,7 @@ def _feedforward_backward_warpgroup_kernel(
     else:
         mean, deviation = ops.statistics(s, row < rows, eps, D, NORM)
         normed = ops.scaled(ops.normalized(s, mean, deviation, NORM), norm_w, norm_b, D, WARPS, KIND)
-    _store_grad_operand(u_ptr, normed, row, rows, 0, _hidden(ld), D, TRANSPOSED, WARPS, KIND)
+    _store_grad_operand(u_ptr, normed, row, rows, 0, _opaque(ld), D, TRANSPOSED, WARPS, KIND)
     u = ops.operand(normed, BF, WARPS, KIND)
     dlast = ops.load_rows(dy_ptr, row, rows, 0, D, D, WARPS, KIND).to(gl.float32)
     if NORM_LAST:
@@ -121,7 +120,7 @@ def _feedforward_backward_warpgroup_kernel(
         ops.store_rows(left_ptr, dlast, row, rows, 0, D, WARPS, KIND)
     _store_sum(norm_sums, 4, dlast, rows, D, WARPS)  # linear2's bias, before any rounding, as in torch
     if TRANSPOSED:
-        _store_grad_operand(dlast_t, dlast, row, rows, 0, _hidden(ld), D, TRANSPOSED, WARPS, KIND)
+        _store_grad_operand(dlast_t, dlast, row, rows, 0, _opaque(ld), D, TRANSPOSED, WARPS, KIND)
     d = ops.allocate_blocks(BM, D, KIND)  # to save registers
     d.index(0).store(ops.in_order(dlast, KIND))
     if HIDDEN_DROPPED > 0:
@@ -144,14 +143,14 @@ def _feedforward_backward_warpgroup_kernel(
             kept = ops.keeping(seed, row_k, f, BF, HIDDEN_DROPPED, WARPS, KIND)
             act = act * kept
             slope = slope * kept
-        _store_grad_operand(act_ptr, act, row_k, rows, f, _hidden(ld), F, TRANSPOSED, WARPS, KIND)
+        _store_grad_operand(act_ptr, act, row_k, rows, f, _opaque(ld), F, TRANSPOSED, WARPS, KIND)
         dz = warpgroup_mma_wait(0, deps=[dz])
         ops.wait_for_copies(0)
         _fetch_hidden(w1_place, w2_t_place, place, w1, w2_t, f + BF, D, f + BF < F, WARPS, KIND)
         dz = dz * slope
         block = w1_t_place.index(place).permute((1, 0))
         du = warpgroup_mma(ops.operand(dz, D, WARPS, KIND), block, du, is_async=True)
-        _store_grad_operand(dz_ptr, dz, row_k, rows, f, _hidden(ld), F, TRANSPOSED, WARPS, KIND)
+        _store_grad_operand(dz_ptr, dz, row_k, rows, f, _opaque(ld), F, TRANSPOSED, WARPS, KIND)
         du = warpgroup_mma_wait(0, deps=[du])
         ops.wait_for_copies(0)
         ops.fetch_block(w1_t_place, place, w1_t, 0, f + BF, F, f + BF < F, WARPS, KIND)
@@ -223,8 +222,7 @@ def _input_grad_warpgroup_kernel(
             grad = grad.permute((1, 0))
         weight = slots.index(block % STAGES)
         left = ops.operand(grad.load(ops.rows_layout(BF, WARPS, KIND)), D, WARPS, KIND)
-        dx = warpgroup_mma(left, weight.permute((1, 0)), dx, is_async=True)
-        dx = warpgroup_mma_wait(0, deps=[dx])
+        dx = ops.plus_product(dx, left, weight.permute((1, 0)))
     dx = gl.where(live[:, None], dx, 0.0)  # what is beyond the last row was not fetched
     tl.debug_barrier()
     gl.static_assert(STAGES * BF >= 2 * BM, "two tiles of rows shall fit")
@@ -248,7 +246,7 @@ def _input_grad_warpgroup_kernel(
         dx = _norm_backward(dx, n, deviation, norm_w, norm_sums, 0, rows, D, NORM, WARPS, KIND)
         n = ops.scaled(n, norm_w, norm_b, D, WARPS, KIND)
     if n_ptr is not None:
-        _store_grad_operand(n_ptr, n, row, rows, 0, _hidden(ld), D, TRANSPOSED, WARPS, KIND)
+        _store_grad_operand(n_ptr, n, row, rows, 0, _opaque(ld), D, TRANSPOSED, WARPS, KIND)
     ops.wait_for_copies(0)
     ds = ops.rows_in(tiles.index(1), live, WARPS)
     _store_sum(norm_sums, 5, ds, rows, D, WARPS)  # out_proj's bias, before any rounding
@@ -259,16 +257,9 @@ def _input_grad_warpgroup_kernel(
             dx += ops.load_rows(residual_ptr, row, rows, 0, D, D, WARPS, KIND)
     ops.store_rows(dx_ptr, dx, row, rows, 0, D, WARPS, KIND)
     if TRANSPOSED:
-        _store_grad_operand(ds_operand, ds, row, rows, 0, _hidden(ld), D, TRANSPOSED, WARPS, KIND)
+        _store_grad_operand(ds_operand, ds, row, rows, 0, _opaque(ld), D, TRANSPOSED, WARPS, KIND)
         o = ops.rows_in(last, live, WARPS)
-        _store_grad_operand(o_t, o, row, rows, 0, _hidden(ld), D, TRANSPOSED, WARPS, KIND)
+        _store_grad_operand(o_t, o, row, rows, 0, _opaque(ld), D, TRANSPOSED, WARPS, KIND)
 
 
-def describe_feedforward_backward(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:
-    scalars = (layer.rows, eps, layer.ld)
-    return ops.described_rows(_feedforward_backward_warpgroup_kernel, layer, config, scalars)
-
-
-def describe_input_grad(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:
-    scalars = (layer.rows, eps, layer.ld)
-    return ops.described_rows(_input_grad_warpgroup_kernel, layer, config, scalars, NORM=layer.row_norm)
+KERNELS = {"feedforward_backward": _feedforward_backward_warpgroup_kernel, "input_grad": _input_grad_warpgroup_kernel}

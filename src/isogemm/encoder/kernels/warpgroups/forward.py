@@ -5,30 +5,11 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from isogemm.core.kernels import start_launch
-from isogemm.core.launch import Launch
-from isogemm.encoder.configs import (
-    FRAGMENT_ROWS,
-    Layer,
-    ProjectConfig,
-    WarpgroupConfig,
-    programs_per_part,
-    projected_parts,
-)
-from isogemm.encoder.kernels.common import (
-    ACTIVATION,
-    OUTPUT,
-    described,
-    in_proj,
-    pack_weights,
-    packing_programs,
-    projected_at,
-)
+from isogemm.encoder.kernels.common import ACTIVATION, OUTPUT, in_proj, pack_weights, projected_at
 from isogemm.encoder.kernels.warpgroups import ops
-
-_SIDE = 64  # of a tile of weights that one program packs
 
 
 @gluon.jit
@@ -189,11 +170,7 @@ def _project_warpgroup_kernel(
                     x = x * _kept_vector(vectors.index(0), D, WARPS, KIND)
                 if norm_b is not None:
                     x = x + _kept_vector(vectors.index(1), D, WARPS, KIND)
-                acc = gl.zeros([BM, D], gl.float32, ops.rows_layout(D, WARPS, KIND))
-                acc = warpgroup_mma(
-                    ops.operand(x, D, WARPS, KIND), slot.permute((1, 0)), acc, use_acc=False, is_async=True
-                )  # fmt: skip
-                acc = warpgroup_mma_wait(0, deps=[acc])
+                acc = ops.product(ops.operand(x, D, WARPS, KIND), slot.permute((1, 0)), D, WARPS, KIND)
                 if BIASES:
                     acc += _kept_vector(vectors.index(2), D, WARPS, KIND)
                 _store_heads(to, acc, row, rows, HEAD, BY_HEAD, 3 * D, WARPS, KIND)
@@ -208,9 +185,7 @@ def _project_warpgroup_kernel(
             for tile in range(first, tiles, per_part):
                 row = ops.row_numbers(tile * BM, D, WARPS, KIND, INDEX)
                 ds = _next_tile(rows_place, ds_ptr, tile, per_part, row, rows, D, WARPS, KIND, INDEX)
-                acc = gl.zeros([BM, D], gl.float32, ops.rows_layout(D, WARPS, KIND))
-                acc = warpgroup_mma(ops.operand(ds, D, WARPS, KIND), right, acc, use_acc=False, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[acc])
+                acc = ops.product(ops.operand(ds, D, WARPS, KIND), right, D, WARPS, KIND)
                 _store_heads(do_ptr, acc, row, rows, HEAD, BY_HEAD, D, WARPS, KIND)
 
 
@@ -271,9 +246,7 @@ def _feedforward_warpgroup_kernel(
     for f in range(0, F, BF):
         place = ops.stage_of(f, rows, BF, STAGES)
         ahead = f + STAGES * BF
-        z = gl.zeros([BM, BF], gl.float32, ops.rows_layout(BF, WARPS, KIND))
-        z = warpgroup_mma(u, w1_places.index(place).permute((1, 0)), z, use_acc=False, is_async=True)
-        z = warpgroup_mma_wait(0, deps=[z])
+        z = ops.product(u, w1_places.index(place).permute((1, 0)), BF, WARPS, KIND)
         tl.debug_barrier()  # all have read it
         ops.fetch_block(w1_places, place, w1, ahead, 0, D, ahead < F, WARPS, KIND)
         if b1 is not None:
@@ -283,8 +256,7 @@ def _feedforward_warpgroup_kernel(
             act = act * ops.keeping(seed, row_k, f, BF, HIDDEN_DROPPED, WARPS, KIND)
         ops.wait_for_copies(2 * STAGES - 1)
         w2_block = w2_places.index(place).permute((1, 0))
-        y = warpgroup_mma(ops.operand(act, D, WARPS, KIND), w2_block, y, is_async=True)
-        y = warpgroup_mma_wait(0, deps=[y])
+        y = ops.plus_product(y, ops.operand(act, D, WARPS, KIND), w2_block)
         ops.wait_for_copies(2 * STAGES - 2)
         ops.fetch_block(w2_places, place, w2, 0, ahead, F, ahead < F, WARPS, KIND)
     if DROPPED > 0:
@@ -300,21 +272,4 @@ def _feedforward_warpgroup_kernel(
     ops.store_rows(y_ptr, y, row, rows, 0, D, WARPS, KIND)
 
 
-def describe_project(
-    layer: Layer, config: ProjectConfig, eps: float, sm_count: int, biases: bool, backward: bool, transpose: bool
-) -> Launch:
-    parts = projected_parts(layer, backward)
-    per_part = programs_per_part(layer, FRAGMENT_ROWS * config.warps, len(parts), config.at_once * sm_count)
-    programs = per_part * len(parts)
-    if layer.packed_weights and not backward:
-        programs += packing_programs(layer, _SIDE, transpose)
-    own = {
-        "NORM": layer.row_norm, "BIASES": biases, "FIRST": parts[0], "BACKWARD": backward, "TRANSPOSE": transpose,
-        "SIDE": _SIDE, "WARPS": config.warps,
-    }  # fmt: skip
-    scalars = (layer.rows, eps, per_part)
-    return described(_project_warpgroup_kernel, programs, scalars, layer, own, num_warps=config.warps)
-
-
-def describe_feedforward(layer: Layer, config: WarpgroupConfig, eps: float) -> Launch:
-    return ops.described_rows(_feedforward_warpgroup_kernel, layer, config, (layer.rows, eps))
+KERNELS = {"project": _project_warpgroup_kernel, "feedforward": _feedforward_warpgroup_kernel}

@@ -10,8 +10,6 @@ A row's bits depend on its own values alone. Sums over rows are over 64.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,9 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from isogemm.core.launch import Launch
-from isogemm.encoder.configs import Layer, WarpgroupConfig
-from isogemm.encoder.kernels.common import described, scale_of_kept
+from isogemm.encoder.kernels.common import scale_of_kept
 
 # Gluon builtins that Triton 3.9 renames: an asynchronous copy from global to shared memory, and a view of shared memory
 # with another shape and layout.
@@ -261,25 +257,30 @@ def wait_for_copies(LATER):
 
 
 @gluon.jit
+def product(a, b, N, WARPS, KIND):
+    """a b, which has N columns."""
+    acc = gl.zeros([16 * WARPS, N], gl.float32, rows_layout(N, WARPS, KIND))
+    acc = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=[acc])
+
+
+@gluon.jit
+def plus_product(acc, a, b):
+    """acc + a b."""
+    acc = warpgroup_mma(a, b, acc, is_async=True)
+    return warpgroup_mma_wait(0, deps=[acc])
+
+
+@gluon.jit
 def attended(o_ptr, wo, bo, row, rows, D, WARPS, KIND):
     """o Wo + bo. Waits for all copies."""
     weight = gl.allocate_shared_memory(KIND, [D, D], shared_layout(D, D, KIND))
     fetch(weight, wo, 0, 0, D, WARPS, KIND)
     async_copy.commit_group()
     o = operand(load_rows(o_ptr, row, rows, 0, D, D, WARPS, KIND), D, WARPS, KIND)
-    s = gl.zeros([16 * WARPS, D], gl.float32, rows_layout(D, WARPS, KIND))
     wait_for_copies(0)
-    s = warpgroup_mma(o, weight.permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=[s])
+    s = product(o, weight.permute((1, 0)), D, WARPS, KIND)
     tl.debug_barrier()  # before the weight's memory is reused
     if bo is not None:
         s += vector(bo, 0, D, WARPS, KIND)
     return s
-
-
-def described_rows(
-    kernel: Any, layer: Layer, config: WarpgroupConfig, scalars: tuple[Any, ...], **own: object
-) -> Launch:
-    """Launch of a row kernel; own: constants in place of the layer's."""
-    own = {"STAGES": config.stages, "BF": config.block, "WARPS": config.warps} | own
-    return described(kernel, config.programs(layer), scalars, layer, own, num_warps=config.warps)
