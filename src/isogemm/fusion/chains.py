@@ -216,7 +216,7 @@ def _extend_pair(function: Function, args: Sequence[Any], kwargs: Kwargs, call: 
         return "it is divided by a product" if call.divides else _two_products(call.left, call.right, pair)
     if pair.are_related:
         return "it is added to what was made of it"
-    # The chain with fewer steps adds the other's result, which keeps its own epilogue.
+    # One chain adds the other's result, which keeps its own epilogue. The chain with fewer steps is tried first.
     left, right = call.left, call.right
     if len(left.chain.arguments) < len(right.chain.arguments):
         left, right = right, left

@@ -135,7 +135,7 @@ def fuse(graph: Graph, report: Report) -> None:
         if any(_parse(_PRODUCTS, _call(node)) for node in graph.nodes):
             report.add_left("all products", "the graph is of torch.func or forward-mode AD")
         return
-    for gated in (True, False):  # a gate needs the product that it multiplies before that is fused on its own
+    for gated in (True, False):  # gates first: the product that a gate multiplies must not be fused yet
         for node in list(graph.nodes):
             if not node._erased and (start := _begin(node)) is not None:
                 _fuse_from(graph, start, report, gated)

@@ -246,7 +246,7 @@ def extended(
 ) -> Arguments | str | None:
     """Add a call that has the chain's `value` among its arguments; None where it is no step of an epilogue.
 
-    `look` returns an operand's shape, dtype and device, and a number itself.
+    `look` takes an operand and returns what has its shape, dtype and device. It returns a number as it is.
     """
     if (call := parse(SUMS, function, args, kwargs)) is not None:
         own, addend, scale = call.left_scale, call.right, call.right_scale
