@@ -106,7 +106,7 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
             raise TypeError(f"layer is a {type(layer).__name__}; expected a torch.nn.TransformerEncoderLayer")
         if reason := obstacle(layer):
             raise ValueError(f"layer cannot become an isogemm.nn.EncoderLayer: {reason}")
-        made = shared(cls, layer)
+        made = shared(cls, layer, ("is_swapped",))
         made._activation = activation_name(layer.activation)
         made._set_options(precision)
         return made
@@ -167,8 +167,7 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
             precision=self.precision,
         )
 
-    def _get_name(self) -> str:
-        return shown_name(self)
+    _get_name = shown_name
 
     def extra_repr(self) -> str:
         activation = activation_name(self.activation) or repr(self.activation)
@@ -180,7 +179,6 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
     def _set_options(self, precision: str | None) -> None:
         require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
         self.precision = precision
-        self.is_swapped = False
         self.activation_relu_or_gelu = 0  # tells a torch.nn.TransformerEncoder not to pack the batch
 
 
