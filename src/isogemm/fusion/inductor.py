@@ -27,6 +27,7 @@ from isogemm.fusion import rules, tensor_checks
 from isogemm.fusion.report import Fused, Report
 from isogemm.fusion.rules import Arguments, Function, Product
 from isogemm.gemm import api
+from isogemm.gemm.describe import dtype_name
 
 config: Any = private.find("torch._inductor:config")
 CustomGraphPass: Any = private.find("torch._inductor.custom_graph_pass:CustomGraphPass") or object
@@ -199,14 +200,11 @@ def _begin(node: Node) -> _Chain | None:
     a, b, result, addend = map(_like, (parsed.a, parsed.b, node, parsed.c))
     if not (isinstance(a, _Like) and isinstance(b, _Like) and isinstance(result, _Like)):
         return None
-    product = rules.start(parsed.a, parsed.b, parsed.is_linear, a, b, result.dtype)
-    if isinstance(product, str):
-        stand_in = Product(parsed.a, parsed.b, parsed.is_linear, result.shape, result.dtype, result.device)
-        return _Chain(stand_in, {}, (node,), unfit=product)
-    arguments = rules.with_addend(product, parsed, addend)
-    if isinstance(arguments, str):
-        return _Chain(product, {}, (node,), unfit=arguments)
-    return _Chain(product, arguments, (node,))
+    begun = rules.start(parsed, a, b, addend, result.dtype)
+    if isinstance(begun, str):
+        product = Product(parsed.a, parsed.b, parsed.is_linear, result.shape, result.dtype, result.device)
+        return _Chain(product, {}, (node,), unfit=begun)
+    return _Chain(*begun, (node,))
 
 
 def _grow(start: _Chain) -> tuple[list[_Chain], str]:
@@ -240,7 +238,7 @@ def _followed(chain: _Chain, user: Node) -> _Chain | str | None:
     if not isinstance(result, _Like) or result.shape != product.shape:
         return "the result has another shape"
     if result.dtype != product.dtype:
-        return f"the result is {rules.name_of(result.dtype)} and the product {rules.name_of(product.dtype)}"
+        return f"the result is {dtype_name(result.dtype)} and the product {dtype_name(product.dtype)}"
     return longer
 
 

@@ -14,6 +14,7 @@ from isogemm.encoder.api import encoder_layer
 from isogemm.encoder.configs import WIDEST, unserved
 from isogemm.encoder.parameters import ACTIVATIONS, NORMS, EncoderDropout, EncoderParameters, RunningStatistics
 from isogemm.epilogues import of_module, recognise, spec
+from isogemm.gemm.describe import dtype_name
 from isogemm.nn.sharing import module_obstacle, needs_its_forward, parameter, parameter_obstacle, shared, shown_name
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -233,7 +234,7 @@ def slower_than_torch(d_model: int, nhead: int, dtype: torch.dtype) -> str:
     Composed layers (H200, TF32 and bf16): in a CUDA graph 1.4 to 1.6 of torch.compile's speed at d_model 96, 0.75 to
     0.98 at 384 and 768; launched one by one 0.68 to 0.78 of eager torch's.
     """
-    reason = unserved(1, d_model, nhead, str(dtype).removeprefix("torch."))
+    reason = unserved(1, d_model, nhead, dtype_name(dtype))
     if not reason:
         return ""
     where = "on a GPU" if d_model > WIDEST else "on a GPU outside of a CUDA graph"

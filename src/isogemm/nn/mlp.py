@@ -33,6 +33,10 @@ class MLP(torch.nn.Module):
     gate: Linear | None
     up: Linear
     down: Linear
+    activation: str
+    activation_args: dict[str, float]
+    precision: str | None
+    out_dtype: torch.dtype | None
 
     def __init__(
         self,

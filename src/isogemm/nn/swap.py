@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from isogemm.core.errors import require_module, require_precision
 from isogemm.epilogues import of_module, options_of
 from isogemm.gemm.configs import DTYPES
+from isogemm.gemm.describe import dtype_name
 from isogemm.nn.encoder_layer import EncoderLayer, slower_than_torch
 from isogemm.nn.encoder_layer import obstacle as layer_obstacle
 from isogemm.nn.linear import Linear, in_words
@@ -304,7 +305,7 @@ def _unfit_linear(place: Place, module: torch.nn.Linear) -> str:
 
 def _unfit(place: Place, *parameters: torch.Tensor) -> str:
     for parameter in parameters:
-        if str(parameter.dtype).removeprefix("torch.") not in DTYPES:
+        if dtype_name(parameter.dtype) not in DTYPES:
             return f"{parameter.dtype} has no contract; those with one: {', '.join(DTYPES)}"
     if place.attribute == "_orig_mod":
         return "is compiled: swap first, then compile"
