@@ -25,21 +25,14 @@ _NORM = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward, torch.nn.BatchNor
 _DROPOUT = (torch.nn.Dropout.forward, torch.nn.Identity.forward)
 _FORWARDS: dict[str, tuple[Callable[..., Any], ...]] = {
     "self_attn": (torch.nn.MultiheadAttention.forward,),
-    "linear1": _LINEAR,
-    "linear2": _LINEAR,
-    "norm1": _NORM,
-    "norm2": _NORM,
-    "dropout": _DROPOUT,
-    "dropout1": _DROPOUT,
-    "dropout2": _DROPOUT,
+    **dict.fromkeys(("linear1", "linear2"), _LINEAR),
+    **dict.fromkeys(("norm1", "norm2"), _NORM),
+    **dict.fromkeys(("dropout", "dropout1", "dropout2"), _DROPOUT),
 }
 _PARAMETERS = {
     "self_attn": ("in_proj_weight", "in_proj_bias"),
-    "self_attn.out_proj": ("weight", "bias"),
-    "linear1": ("weight", "bias"),
-    "linear2": ("weight", "bias"),
-    "norm1": ("weight", "bias"),  # no bias in torch.nn.RMSNorm
-    "norm2": ("weight", "bias"),
+    **dict.fromkeys(("self_attn.out_proj", "linear1", "linear2"), ("weight", "bias")),
+    **dict.fromkeys(("norm1", "norm2"), ("weight", "bias")),  # no bias in torch.nn.RMSNorm
 }
 
 
