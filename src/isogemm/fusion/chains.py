@@ -20,7 +20,6 @@ from isogemm.fusion.rules import Arguments, Function, Product
 from isogemm.gemm import api
 
 Kwargs = Mapping[str, Any]
-View = Callable[[torch.Tensor], torch.Tensor]
 
 UNKNOWN_FORM = "it is called in a form that is not fused"
 NOT_PLAIN = "an operand is no plain strided tensor"
@@ -69,24 +68,21 @@ class Chain:
         product, arguments = self.product, rules.final(self.arguments)
         by_rows = rules.is_by_rows(product, arguments)
         a, b, transposes_b = product.a.place, product.b.place, by_rows != product.is_linear
-        operands = {name: value for name, value in arguments.items() if type(value) is Operand}
-        constants = {name: value for name, value in arguments.items() if name not in operands}
-        views = [(name, value.place, _view(name, value, arguments)) for name, value in operands.items()]
+        constants = {name: value for name, value in arguments.items() if type(value) is not Operand}
+        operands: list[tuple[str, int, Callable[[torch.Tensor], torch.Tensor] | None]] = []
+        for name, x in arguments.items():
+            if type(x) is Operand:
+                view = ("t",) if x.is_transposed else rules.view(name, len(x.shape), arguments)
+                operands.append((name, x.place, methodcaller(*view) if view else None))
 
         def compute(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
             given = {**constants}
-            for name, place, view in views:
+            for name, place, view in operands:
                 given[name] = inputs[place] if view is None else view(inputs[place])
             right = inputs[b].t() if transposes_b else inputs[b]
             return (api.linear if by_rows else api.matmul_fused)(inputs[a], right, **given)
 
         return compute
-
-
-def _view(name: str, operand: Operand, arguments: Arguments) -> View | None:
-    """Return the view of an operand that the launch takes, if it is not the operand itself."""
-    method = ("t",) if operand.is_transposed else rules.view(name, len(operand.shape), arguments)
-    return None if method is None else methodcaller(*method)
 
 
 class Part(NamedTuple):

@@ -137,8 +137,8 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
                 "(in a torch.nn.TransformerEncoder, set its use_nested_tensor to False)"
             )
         modules: dict[str, Any] = self._modules
-        attention, norm1 = modules["self_attn"], modules["norm1"]
-        return encoder_layer(
+        attention, norm1, norm2 = modules["self_attn"], modules["norm1"], modules["norm2"]
+        result: torch.Tensor = encoder_layer(
             src,
             encoder_parameters(
                 parameter(attention, "in_proj_weight"),
@@ -147,19 +147,18 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
                 modules["linear1"],
                 modules["linear2"],
                 norm1,
-                modules["norm2"],
+                norm2,
             ),
             nhead=attention.num_heads,
             norm_first=self.norm_first,
             activation=_activation_now(self),
-            norm=_kind(norm1),
-            eps=norm1.eps,
             key_padding_mask=src_key_padding_mask,
             is_causal=is_causal,
             dropout=_dropout(modules),
-            running=running_statistics(norm1, modules["norm2"]),
             precision=self.precision,
+            **norm_options(norm1, norm2),
         )
+        return result
 
     _get_name = shown_name
 
@@ -267,9 +266,11 @@ def probability(module: torch.nn.Module) -> float:
     return float(module.p) if module.training and isinstance(module, torch.nn.Dropout) else 0.0
 
 
-def running_statistics(*norms: torch.nn.Module) -> tuple[RunningStatistics, RunningStatistics] | None:
-    """Return the running statistics of two torch.nn.BatchNorm1d; None for other norms."""
-    return (_running(norms[0]), _running(norms[1])) if isinstance(norms[0], torch.nn.BatchNorm1d) else None
+def norm_options(norm1: Any, norm2: Any) -> dict[str, Any]:
+    """Return the options of isogemm.encoder_layer that a layer's two norms determine."""
+    if isinstance(norm1, torch.nn.BatchNorm1d):
+        return {"norm": "batch_norm", "eps": norm1.eps, "running": (_running(norm1), _running(norm2))}
+    return {"norm": "layer_norm" if isinstance(norm1, torch.nn.LayerNorm) else "rms_norm", "eps": norm1.eps}
 
 
 def _running(norm: Any) -> RunningStatistics:
@@ -278,12 +279,6 @@ def _running(norm: Any) -> RunningStatistics:
     buffers = norm._buffers  # ten times faster than attributes
     mean, var, batches = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
     return RunningStatistics(mean, var, batches, norm.momentum, not norm.training)
-
-
-def _kind(norm: torch.nn.Module) -> str:
-    if isinstance(norm, torch.nn.BatchNorm1d):
-        return "batch_norm"
-    return "layer_norm" if isinstance(norm, torch.nn.LayerNorm) else "rms_norm"
 
 
 def _unlike(layer: torch.nn.TransformerEncoderLayer) -> str:
