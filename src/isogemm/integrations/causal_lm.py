@@ -307,11 +307,13 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _count_differing(a: torch.Tensor, b: torch.Tensor) -> int:
-    return int((_bits(a) != _bits(b)).sum())
+    differs = _bits(a) != _bits(b)
+    return int((differs.any(-1) if a.is_complex() else differs).sum())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    tensor = tensor.resolve_conj().resolve_neg()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return tensor.view(_INT_OF_SIZE[tensor.element_size()])
 
 
