@@ -207,12 +207,9 @@ def scaled(product: Product, arguments: Arguments, factor: Any, like: Any, *, di
     if is_scalar:
         return "it has two scalar factors" if "alpha" in arguments else {**arguments, "alpha": factor}
     by_columns, by_rows, _ = _fit(like.shape, product.shape)
-    if by_columns:
-        name = "col_scale"
-    elif by_rows:
-        name = "row_scale"
-    else:
+    if not (by_columns or by_rows):
         return "the factor is neither a scalar, a row nor a column"
+    name = "col_scale" if by_columns else "row_scale"
     return f"it has two factors as {name}" if name in arguments else {**arguments, name: factor}
 
 
