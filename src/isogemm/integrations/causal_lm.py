@@ -40,7 +40,7 @@ class Comparison:
     type: str
     covered: bool  # an isogemm.nn.Linear or MLP computed them
     differing: int
-    total: int  # 0: none could be told to be the sequence's
+    total: int  # 0: no element could be identified as the sequence's
 
     @property
     def equal(self) -> bool:
@@ -118,8 +118,8 @@ def invariance_report(
         pad: tokens to its right that the attention mask hides, or None.
         chunks: how many chunks it is prefilled in, or their lengths, or None.
 
-    Modules whose rows cannot be told to be the sequence's (an expert's gathered tokens) are "not compared"; what they
-    contribute shows in the ops around them.
+    Modules whose rows cannot be identified as the sequence's (an expert's gathered tokens) are "not compared". What
+    they contribute shows in the ops around them.
     """
     weight = _weight(model)
     ids = _sequence(input_ids).to(weight.device)

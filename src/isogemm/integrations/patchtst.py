@@ -183,13 +183,13 @@ class _Accelerated(PastForwards):
 
     def _isogemm_computed(self, x: Tensor, parts: Parts, **options: Any) -> Any:
         """Compute the layer of x [S, T, D]."""
-        parameters, told = encoder_arguments(parts)
+        parameters, layer_options = encoder_arguments(parts)
         precision = self.isogemm_choices.precision if x.dtype is torch.float32 else None
         begins = options.get("return_scores") == "factors" and options["scores"] is None
-        if begins and not gains_by_factors(x, parameters, told["nhead"], precision):
+        if begins and not gains_by_factors(x, parameters, layer_options["nhead"], precision):
             options["return_scores"] = True
         activation = self.isogemm_choices.activation
-        return encoder_layer(x, parameters, activation=activation, precision=precision, **told, **options)
+        return encoder_layer(x, parameters, activation=activation, precision=precision, **layer_options, **options)
 
 
 class _HuggingFaceLayer(_Accelerated):
