@@ -240,7 +240,9 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     swapped = [place for place in places if _is_swapped(place.module)]
     accelerated = tuple(f"{place.name}." for place in places if isinstance(place.module, PastForwards))
     for place in swapped:
-        reason = _unrestorable(place.module)
+        reason = module_obstacle(place.module)
+        if type(place.module) not in _AS_TORCH:
+            reason = f"it has become a {type(place.module).__name__}: undo that first"
         if place.name.startswith(accelerated):
             reason = "it is in an accelerated layer: isogemm.integrations.patchtst.restore comes first"
         if reason:
@@ -434,12 +436,6 @@ def _unfoldable(pair: _Pair) -> str:
 
 def _is_swapped(module: torch.nn.Module) -> bool:
     return isinstance(module, Linear | EncoderLayer) and module.is_swapped
-
-
-def _unrestorable(module: torch.nn.Module) -> str:
-    if type(module) not in _AS_TORCH:
-        return f"it has become a {type(module).__name__}: undo that first"
-    return module_obstacle(module)
 
 
 def _require_pairs(places: list[_Place]) -> None:
