@@ -336,3 +336,21 @@ def test_held_by_c_plus_plus():
         value = z.sum()
     assert type(z) is torch.Tensor
     assert_same(torch.autograd.grad(y.sum(), leaves["r"])[0], value.expand(6, 5))
+
+
+def test_a_second_backward_of_a_taken_tensor_needs_the_graph():
+    leaves = leaves_of()
+    with autofuse():
+        y = _double(torch.relu(leaves["x"] @ leaves["w"])).sum()
+    once = torch.autograd.grad(y, leaves["x"], retain_graph=True)
+    assert_same(torch.autograd.grad(y, leaves["x"])[0], once[0])
+    with pytest.raises(RuntimeError, match=r"second time.*retain_graph=True"):
+        torch.autograd.grad(y, leaves["x"])
+
+
+def test_a_taken_dropout_that_was_not_read_has_no_gradient():
+    leaves = leaves_of()
+    with autofuse(dropout=True):
+        y = _Blind.apply(F.dropout(leaves["x"] @ leaves["w"], 0.5))
+    with pytest.raises(RuntimeError, match="did not read it took the result of a deferred dropout"):
+        y.sum().backward()

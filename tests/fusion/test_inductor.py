@@ -117,6 +117,17 @@ def test_three_layers():
     assert backend.calls == ["matmul_fused", "mlp"]
 
 
+def test_dropout_between_layers_is_in_their_node():
+    """Of probability 1: another has other masks than torch."""
+
+    def function(x, up, down, c):
+        return F.linear(F.dropout(torch.relu(F.linear(x, up)), 1.0), down, c)
+
+    backend = check_fused(function, *make_leaves(X, (11, K), (N, 11), BIAS))
+    assert backend.calls == ["mlp"]
+    assert backend.steps == [("relu", "dropout", "linear [7, 11] x [5, 11] float32", "bias")]
+
+
 def test_gated_layers_are_one_node():
     def function(x, gate, up, down):
         return (F.silu(x @ gate) * (x @ up)) @ down
@@ -222,6 +233,7 @@ LEFT = {  # name: (function, shapes, part of the reason)
     "divides": (lambda x, w: 1 / (x @ w), (X, W), "divides"),
     "another tensor's size": (lambda x, w, r: (x @ w) * r, (X, W, FULL), "its own shape"),
     "number": (lambda x, w: x @ w + 1.0, (X, W), "number"),
+    "columns first": (lambda x, w, r: r.t() + x @ w, (X, W, (N, M)), "another layout"),
     "gate of other inputs": (lambda x, y, w: F.silu(x @ w) * (y @ w), (X, X, W), "different left operands"),
 }
 

@@ -80,3 +80,10 @@ def test_a_dropout_changed_unseen_raises():
         in_another_thread(lambda: h.add_(1))
         with pytest.raises(RuntimeError, match="was changed in place"):
             y.sum()
+
+
+def test_a_second_dropout_is_torchs():
+    leaves = leaves_of()
+    with autofuse(dropout=True) as report:
+        F.dropout(F.dropout(leaves["x"] @ leaves["w"], 0.5), 0.5).sum()
+    assert steps_of(report) == [("dropout",)]

@@ -103,6 +103,25 @@ def test_an_mlp_is_one_covered_part(activation):
     assert report.bypassed == ("spare",)
 
 
+class _Turned(torch.nn.Module):
+    """Complex numbers, as of rotary positions, whose parts both vary with the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.join = torch.nn.Module()
+        self.join.forward = lambda x: torch.complex(x + x.shape[0], x - x.shape[0])
+
+    def forward(self, x):
+        return self.join(x).conj().imag  # a view that torch marks as negated
+
+
+def test_a_complex_element_counts_once():
+    model = _Toy()
+    model.flat = _Turned()
+    parts = [part for part in _report(model).parts if part.module == "flat.join" and part.part == "module"]
+    assert {part.way: (part.differing, part.total) for part in parts} == dict.fromkeys(WAYS, (13 * 8, 13 * 8))
+
+
 def test_finds_what_enters_an_mlp():
     model = _Toy()
     model.layers[1].second, model.layers[1].before = nn.MLP(8, 24), _Plus(0).forward

@@ -17,9 +17,9 @@ import torch
 from isogemm.fusion import rules
 from isogemm.fusion.report import Fused
 from isogemm.fusion.rules import Arguments, Function, Product
+from isogemm.gemm import api
 
 Kwargs = Mapping[str, Any]
-View = Callable[[torch.Tensor], torch.Tensor]
 
 UNKNOWN_FORM = "it is called in a form that is not fused"
 NOT_PLAIN = "an operand is no plain strided tensor"
@@ -36,17 +36,6 @@ class Operand(NamedTuple):
     device: torch.device
     is_transposed: bool = False  # before it is used
     is_in_order: bool = True  # a result that takes its layout is contiguous
-
-
-class Launch(NamedTuple):
-    """The call that computes a chain from the tensors at its places."""
-
-    by_rows: bool  # isogemm.linear, else isogemm.matmul_fused
-    a: int
-    b: int
-    transposes_b: bool
-    constants: Arguments
-    operands: Sequence[tuple[str, int, View | None]]
 
 
 class Chain:
@@ -74,24 +63,26 @@ class Chain:
         return Fused(self.description, rules.steps(rules.final(self.arguments)))
 
     @cached_property
-    def launch(self) -> Launch:
+    def compute(self) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
+        """The fused call: takes the inputs of a node and returns its value."""
         product, arguments = self.product, rules.final(self.arguments)
         by_rows = rules.is_by_rows(product, arguments)
-        operands = {name: value for name, value in arguments.items() if type(value) is Operand}
-        return Launch(
-            by_rows,
-            product.a.place,
-            product.b.place,
-            by_rows != product.is_linear,
-            {name: value for name, value in arguments.items() if name not in operands},
-            [(name, value.place, _view(name, value, arguments)) for name, value in operands.items()],
-        )
+        a, b, transposes_b = product.a.place, product.b.place, by_rows != product.is_linear
+        constants = {name: value for name, value in arguments.items() if type(value) is not Operand}
+        operands: list[tuple[str, int, Callable[[torch.Tensor], torch.Tensor] | None]] = []
+        for name, x in arguments.items():
+            if type(x) is Operand:
+                view = ("t",) if x.is_transposed else rules.view(name, len(x.shape), arguments)
+                operands.append((name, x.place, methodcaller(*view) if view else None))
 
+        def compute(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+            given = {**constants}
+            for name, place, view in operands:
+                given[name] = inputs[place] if view is None else view(inputs[place])
+            right = inputs[b].t() if transposes_b else inputs[b]
+            return (api.linear if by_rows else api.matmul_fused)(inputs[a], right, **given)
 
-def _view(name: str, operand: Operand, arguments: Arguments) -> View | None:
-    """Return the view of an operand that the launch takes, if it is not the operand itself."""
-    method = ("t",) if operand.is_transposed else rules.view(name, len(operand.shape), arguments)
-    return None if method is None else methodcaller(*method)
+        return compute
 
 
 class Part(NamedTuple):
@@ -164,11 +155,8 @@ def start(function: Function, args: Sequence[Any], kwargs: Kwargs, autocast: tor
         same = dtypes == {dtype}
     if not same or any(x.device != a.device for x in others):
         return "the operands' dtypes or devices differ"
-    product = rules.start(a, b, call.is_linear, a, b, dtype)
-    if isinstance(product, str):
-        return product
-    arguments = rules.with_addend(product, call, c)
-    return arguments if isinstance(arguments, str) else Chain(product, arguments, _operands(args, kwargs), 1, autocast)
+    begun = rules.start(call, a, b, c, dtype)
+    return begun if isinstance(begun, str) else Chain(*begun, _operands(args, kwargs), 1, autocast)
 
 
 def step(function: Function, args: Sequence[Any], kwargs: Kwargs, may_draw: bool, pair: Pair | None) -> Step | str:
@@ -205,7 +193,7 @@ def _extend_one(function: Function, args: Sequence[Any], kwargs: Kwargs, call: A
         return UNKNOWN_FORM
     if function in rules.SQUARES and part.chain.autocast is not None and part.chain.device.type == "cuda":
         return "autocast squares in float32"
-    return _grown(part, _extended(part, function, args, kwargs))
+    return _extended(part, function, args, kwargs)
 
 
 def _extend_pair(function: Function, args: Sequence[Any], kwargs: Kwargs, call: Any, pair: Pair) -> _Grown | str:
@@ -216,7 +204,7 @@ def _extend_pair(function: Function, args: Sequence[Any], kwargs: Kwargs, call: 
         return "it is divided by a product" if call.divides else _two_products(call.left, call.right, pair)
     if pair.are_related:
         return "it is added to what was made of it"
-    # The chain with fewer steps adds the other's result, which keeps its own epilogue.
+    # One chain adds the other's result, which keeps its own epilogue. The chain with fewer steps is tried first.
     left, right = call.left, call.right
     if len(left.chain.arguments) < len(right.chain.arguments):
         left, right = right, left
@@ -224,20 +212,20 @@ def _extend_pair(function: Function, args: Sequence[Any], kwargs: Kwargs, call: 
     for part, other in ((right, left), (left, right)):
         operand = Operand(part.chain.inputs, other.chain.shape, other.chain.dtype, other.chain.device)
         given = [operand if x is other else x for x in args]
-        grown = _grown(part, _extended(part, function, given, kwargs), other)
+        grown = _extended(part, function, given, kwargs, other)
         if not isinstance(grown, str):
             break
     return grown
 
 
-def _extended(part: Part, function: Function, args: Sequence[Any], kwargs: Kwargs) -> Arguments | str:
+def _extended(
+    part: Part, function: Function, args: Sequence[Any], kwargs: Kwargs, other: Part | None = None
+) -> _Grown | str:
     chain = part.chain
     found = rules.extended(chain.product, chain.arguments, function, args, kwargs, part, lambda operand: operand)
-    return UNKNOWN_FORM if found is None else found
-
-
-def _grown(part: Part, arguments: Arguments | str, other: Part | None = None) -> _Grown | str:
-    return arguments if isinstance(arguments, str) else _Grown(part, arguments, other)
+    if found is None:
+        return UNKNOWN_FORM
+    return found if isinstance(found, str) else _Grown(part, found, other)
 
 
 def _two_products(left: Part, right: Part, pair: Pair) -> _Grown | str:

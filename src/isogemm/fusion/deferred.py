@@ -25,7 +25,6 @@ from isogemm.fusion.execution_state import ExecutionState
 from isogemm.fusion.memory import Memory, Pieces, memory_of
 from isogemm.fusion.report import Report
 from isogemm.fusion.rules import Function
-from isogemm.gemm import api
 
 NO_KWARGS: Kwargs = {}
 Ref = weakref.ref[Any]
@@ -512,13 +511,7 @@ def _evaluate(node: Node, reason: str, aliases: Aliases | None, *, in_transform:
     report.add_fused(chain.fused)
     for each in ancestors:
         each.consumed = True
-    inputs = node.inputs if not aliases else [aliases.get(id(x), x) for x in node.inputs]
-    by_rows, a, b, transposes_b, constants, operands = chain.launch
-    arguments = {**constants}
-    for name, place, view in operands:
-        arguments[name] = inputs[place] if view is None else view(inputs[place])
-    right = inputs[b].t() if transposes_b else inputs[b]
-    return (api.linear if by_rows else api.matmul_fused)(inputs[a], right, **arguments)
+    return chain.compute(node.inputs if not aliases else [aliases.get(id(x), x) for x in node.inputs])
 
 
 def _draw_for_others(node: Node) -> None:

@@ -27,6 +27,7 @@ from isogemm.fusion import rules, tensor_checks
 from isogemm.fusion.report import Fused, Report
 from isogemm.fusion.rules import Arguments, Function, Product
 from isogemm.gemm import api
+from isogemm.gemm.describe import dtype_name
 
 config: Any = private.find("torch._inductor:config")
 CustomGraphPass: Any = private.find("torch._inductor.custom_graph_pass:CustomGraphPass") or object
@@ -65,7 +66,7 @@ class compile_fusion:
         setattr(config, _PASS, installed)
         if installed.timing:
             setattr(config, _TIMING, "early")
-        setattr(config, _CACHEABLE, {**getattr(config, _CACHEABLE), **dict.fromkeys(_traced_names(), _code_hash())})
+        setattr(config, _CACHEABLE, {**getattr(config, _CACHEABLE), **dict.fromkeys(_TRACED, _code_hash())})
 
     def __enter__(self) -> Report:
         return self.report
@@ -109,7 +110,7 @@ def _uninstall() -> None:
     if ours[0].timing:
         setattr(config, _TIMING, ours[0].timing)
     marks = getattr(config, _CACHEABLE)
-    setattr(config, _CACHEABLE, {name: mark for name, mark in marks.items() if name not in _traced_names()})
+    setattr(config, _CACHEABLE, {name: mark for name, mark in marks.items() if name not in _TRACED})
 
 
 def _passes(given: Passes) -> tuple[Pass, ...]:
@@ -118,9 +119,7 @@ def _passes(given: Passes) -> tuple[Pass, ...]:
     return (given,) if callable(given) else tuple(given)
 
 
-def _traced_names() -> tuple[str, ...]:
-    functions = (api.linear, api.matmul_fused, api.mlp)
-    return tuple(f"{function.__module__}.{function.__name__}" for function in functions)
+_TRACED = tuple(f"{function.__module__}.{function.__name__}" for function in (api.linear, api.matmul_fused, api.mlp))
 
 
 @cache
@@ -135,7 +134,7 @@ def fuse(graph: Graph, report: Report) -> None:
         if any(_parse(_PRODUCTS, _call(node)) for node in graph.nodes):
             report.add_left("all products", "the graph is of torch.func or forward-mode AD")
         return
-    for gated in (True, False):  # a gate needs the product that it multiplies before that is fused on its own
+    for gated in (True, False):  # gates first: the product that a gate multiplies must not be fused yet
         for node in list(graph.nodes):
             if not node._erased and (start := _begin(node)) is not None:
                 _fuse_from(graph, start, report, gated)
@@ -165,10 +164,10 @@ def _fuse_from(graph: Graph, start: _Chain, report: Report, gated: bool) -> None
 
 def _fuse_chain(graph: Graph, chain: _Chain, report: Report) -> str:
     what, below = chain.describe(), _layer_below(chain)
-    if below is not None and not _replace(graph, _mlp_call(chain, below)):
+    if below is not None and not _replace(graph, chain, below):
         report.add_fused(Fused(what, (*chain.steps(), below.describe(), *below.steps())))
         return ""
-    refused = _replace(graph, _fused_call(chain))
+    refused = _replace(graph, chain)
     if not refused:
         report.add_fused(Fused(what, tuple(chain.steps())))
     return refused
@@ -199,14 +198,11 @@ def _begin(node: Node) -> _Chain | None:
     a, b, result, addend = map(_like, (parsed.a, parsed.b, node, parsed.c))
     if not (isinstance(a, _Like) and isinstance(b, _Like) and isinstance(result, _Like)):
         return None
-    product = rules.start(parsed.a, parsed.b, parsed.is_linear, a, b, result.dtype)
-    if isinstance(product, str):
-        stand_in = Product(parsed.a, parsed.b, parsed.is_linear, result.shape, result.dtype, result.device)
-        return _Chain(stand_in, {}, (node,), unfit=product)
-    arguments = rules.with_addend(product, parsed, addend)
-    if isinstance(arguments, str):
-        return _Chain(product, {}, (node,), unfit=arguments)
-    return _Chain(product, arguments, (node,))
+    begun = rules.start(parsed, a, b, addend, result.dtype)
+    if isinstance(begun, str):
+        product = Product(parsed.a, parsed.b, parsed.is_linear, result.shape, result.dtype, result.device)
+        return _Chain(product, {}, (node,), unfit=begun)
+    return _Chain(*begun, (node,))
 
 
 def _grow(start: _Chain) -> tuple[list[_Chain], str]:
@@ -240,7 +236,7 @@ def _followed(chain: _Chain, user: Node) -> _Chain | str | None:
     if not isinstance(result, _Like) or result.shape != product.shape:
         return "the result has another shape"
     if result.dtype != product.dtype:
-        return f"the result is {rules.name_of(result.dtype)} and the product {rules.name_of(product.dtype)}"
+        return f"the result is {dtype_name(result.dtype)} and the product {dtype_name(product.dtype)}"
     return longer
 
 
@@ -383,32 +379,19 @@ class _View(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
-class _FusedCall(NamedTuple):
-    function: Function
-    args: tuple[Any, ...]
-    kwargs: Arguments
-    nodes: tuple[Node, ...]  # that it replaces
-    view: Node | None  # to repeat on the result
-    autocast: torch.dtype | None  # what autocast makes of the operands, where it does
-
-
-def _fused_call(chain: _Chain) -> _FusedCall:
+def _call_of(chain: _Chain, below: _Chain | None) -> tuple[Function, tuple[Any, ...], Arguments]:
+    """Return the function that computes the chain, or both layers, and its arguments."""
     product, arguments = chain.product, _operands(chain)
+    if below is not None:
+        output = _operands(below)
+        if "dropout_p" in arguments:
+            arguments["hidden_dropout_p"] = arguments.pop("dropout_p")
+        if "bias" in output:
+            output["bias_down"] = output.pop("bias")
+        return api.mlp, (product.a, _weight(product), _weight(below.product)), arguments | output
     by_rows = rules.is_by_rows(product, arguments)
     b = product.b if by_rows == product.is_linear else _View(product.b, "t")
-    function: Function = api.linear if by_rows else api.matmul_fused
-    return _FusedCall(function, (product.a, b), arguments, chain.nodes, chain.view, _autocast(product))
-
-
-def _mlp_call(chain: _Chain, below: _Chain) -> _FusedCall:
-    arguments, output = _operands(chain), _operands(below)
-    if "dropout_p" in arguments:
-        arguments["hidden_dropout_p"] = arguments.pop("dropout_p")
-    if "bias" in output:
-        output["bias_down"] = output.pop("bias")
-    args = (chain.product.a, _weight(chain.product), _weight(below.product))
-    nodes = (*chain.nodes, *below.nodes)
-    return _FusedCall(api.mlp, args, arguments | output, nodes, below.view, _autocast(chain.product))
+    return api.linear if by_rows else api.matmul_fused, (product.a, b), arguments
 
 
 def _weight(product: Product) -> Any:
@@ -428,22 +411,21 @@ def _operands(chain: _Chain) -> Arguments:
     return arguments
 
 
-def _autocast(product: Product) -> torch.dtype | None:
-    return None if _like(product.a).dtype == product.dtype else product.dtype
-
-
-def _replace(graph: Graph, call: _FusedCall) -> str:
-    """Replace the nodes by the call, or say why not and leave the graph as it was."""
-    nodes = sorted(call.nodes)
+def _replace(graph: Graph, chain: _Chain, below: _Chain | None = None) -> str:
+    """Replace the nodes of the chain, and of the layer below it, by one call; or leave the graph and say why not."""
+    nodes = sorted(chain.nodes if below is None else (*chain.nodes, *below.nodes))
     if reason := _disturbance(nodes):
         return reason
+    function, args, kwargs = _call_of(chain, below)
+    view = chain.view if below is None else below.view  # to repeat on the result
     last = nodes[-1]
     like = last.meta["example_value"]
-    autocast = torch.autocast(like.device.type, call.autocast, enabled=call.autocast is not None)
+    cast_to = None if _like(chain.product.a).dtype == chain.product.dtype else chain.product.dtype  # by autocast
+    autocast = torch.autocast(like.device.type, cast_to, enabled=cast_to is not None)
     try:
         with like.fake_mode, torch.no_grad(), autocast:
-            value = call.function(*map(_value, call.args), **{name: _value(arg) for name, arg in call.kwargs.items()})
-            shaped = value if call.view is None else value.view(like.shape)
+            value = function(*map(_value, args), **{name: _value(arg) for name, arg in kwargs.items()})
+            shaped = value if view is None else value.view(like.shape)
     except (TypeError, ValueError, GuardOnDataDependentSymNode) as error:
         return str(error)
     if _like_value(shaped) != _like(last):
@@ -451,14 +433,12 @@ def _replace(graph: Graph, call: _FusedCall) -> str:
     if _layout(shaped) != _layout(like):
         return "torch's result has another layout: that of a tensor it is added to"
     with graph.inserting_before(last):
-        args = tuple(_placed(graph, arg) for arg in call.args)
-        kwargs = {name: _placed(graph, arg) for name, arg in call.kwargs.items()}
-        result = graph.call_function(call.function, args, kwargs)
+        args = tuple(_placed(graph, arg) for arg in args)
+        result = graph.call_function(function, args, {name: _placed(graph, arg) for name, arg in kwargs.items()})
         result.meta = {**last.meta, "example_value": value}
-        if call.view is not None:
-            again = (result, *call.view.args[1:])
-            result = graph.create_node(call.view.op, call.view.target, again, call.view.kwargs)
-            result.meta = {**call.view.meta, "example_value": shaped}
+        if view is not None:
+            result = graph.create_node(view.op, view.target, (result, *view.args[1:]), view.kwargs)
+            result.meta = {**view.meta, "example_value": shaped}
     last.replace_all_uses_with(result)
     for node in reversed(nodes):
         graph.erase_node(node)

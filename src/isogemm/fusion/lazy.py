@@ -148,7 +148,9 @@ class _Mode(TorchFunctionMode):
         is_pending = handler is not None or ledger.is_pending()
         if is_pending and _has_group():
             ledger.compute_pending(_BESIDE_GROUP)  # what was deferred before the group existed
-            handler = _on_product_beside_group if handler is _on_product else handler
+            if handler is _on_product:
+                _warn_of_group()
+                return _leave(ledger.blocks[-1], function, args, kwargs or NO_KWARGS, _BESIDE_GROUP)
         if handler is not None:
             return handler(ledger, function, args, kwargs or NO_KWARGS)
         if is_pending and tensor_checks.may_write(function, args, kwargs or NO_KWARGS):
@@ -181,15 +183,10 @@ def _on_product(ledger: Ledger, function: Function, args: tuple[Any, ...], kwarg
     return _leave(block, function, args, kwargs, product) if isinstance(product, str) else product
 
 
-def _on_product_beside_group(ledger: Ledger, function: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    _warn_of_group()
-    return _leave(ledger.blocks[-1], function, args, kwargs, _BESIDE_GROUP)
-
-
 @functools.cache
 def _warn_of_group() -> None:
     message = f"isogemm.autofuse fuses nothing for now: {_BESIDE_GROUP}. Results are not affected."
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def _leave(block: Block, function: Function, args: tuple[Any, ...], kwargs: Kwargs, reason: str) -> Any:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isogemm.epilogues import ACTIVATIONS, recognise
+from isogemm.gemm.describe import dtype_name
 
 Function = Callable[..., Any]
 Arguments = dict[str, Any]
@@ -151,14 +152,18 @@ def parse(
         return None
 
 
-def start(a: Any, b: Any, is_linear: bool, like_a: Any, like_b: Any, dtype: torch.dtype) -> Product | str:
+def start(
+    call: ProductCall, like_a: Any, like_b: Any, like_c: Any, dtype: torch.dtype
+) -> tuple[Product, Arguments] | str:
     """Begin a chain; `dtype` is the result's, which autocast may have chosen."""
-    shape = _product_shape(like_a.shape, like_b.shape, is_linear)
+    shape = _product_shape(like_a.shape, like_b.shape, call.is_linear)
     if isinstance(shape, str):
         return shape
     if dtype not in DTYPES:
-        return f"{name_of(dtype)} is not fused"
-    return Product(a, b, is_linear, shape, dtype, like_a.device)
+        return f"{dtype_name(dtype)} is not fused"
+    product = Product(call.a, call.b, call.is_linear, shape, dtype, like_a.device)
+    arguments = _with_addend(product, call, like_c)
+    return arguments if isinstance(arguments, str) else (product, arguments)
 
 
 @functools.lru_cache
@@ -171,7 +176,7 @@ def _product_shape(rows: Sequence[Any], columns: Sequence[Any], is_linear: bool)
     return (*rows[:-1], n) if rows[-1] == inner else "the operands' sizes differ"
 
 
-def with_addend(product: Product, call: ProductCall, like: Any) -> Arguments | str:
+def _with_addend(product: Product, call: ProductCall, like: Any) -> Arguments | str:
     """Begin the arguments with the product's own alpha, beta and c: a linear's bias, or what addmm takes."""
     arguments: Arguments | str = {}
     if call.alpha != 1:
@@ -202,12 +207,9 @@ def scaled(product: Product, arguments: Arguments, factor: Any, like: Any, *, di
     if is_scalar:
         return "it has two scalar factors" if "alpha" in arguments else {**arguments, "alpha": factor}
     by_columns, by_rows, _ = _fit(like.shape, product.shape)
-    if by_columns:
-        name = "col_scale"
-    elif by_rows:
-        name = "row_scale"
-    else:
+    if not (by_columns or by_rows):
         return "the factor is neither a scalar, a row nor a column"
+    name = "col_scale" if by_columns else "row_scale"
     return f"it has two factors as {name}" if name in arguments else {**arguments, name: factor}
 
 
@@ -246,7 +248,7 @@ def extended(
 ) -> Arguments | str | None:
     """Add a call that has the chain's `value` among its arguments; None where it is no step of an epilogue.
 
-    `look` returns an operand's shape, dtype and device, and a number itself.
+    `look` takes an operand and returns what has its shape, dtype and device. It returns a number as it is.
     """
     if (call := parse(SUMS, function, args, kwargs)) is not None:
         own, addend, scale = call.left_scale, call.right, call.right_scale
@@ -356,11 +358,7 @@ def describe(is_linear: bool, like_a: Any, like_b: Any) -> str:
 
 @functools.lru_cache
 def _describe(is_linear: bool, a: Sequence[int], b: Sequence[int], dtype: torch.dtype) -> str:
-    return f"{'linear' if is_linear else 'matmul'} {list(a)} x {list(b)} {name_of(dtype)}"
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"{'linear' if is_linear else 'matmul'} {list(a)} x {list(b)} {dtype_name(dtype)}"
 
 
 def _scaled_by_number(arguments: Arguments, factor: float, divides: bool) -> Arguments | str:
@@ -380,5 +378,5 @@ def _is_moderate(factor: float) -> bool:
 
 def _unlike(product: Product, like: Any, also: torch.dtype | None = None) -> str:
     if like.dtype not in (product.dtype, also):
-        return f"is {name_of(like.dtype)} and the product {name_of(product.dtype)}"
+        return f"is {dtype_name(like.dtype)} and the product {dtype_name(product.dtype)}"
     return "is on another device" if like.device != product.device else ""

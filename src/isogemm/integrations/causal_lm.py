@@ -11,8 +11,9 @@ import copy
 import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class Comparison:
     type: str
     covered: bool  # an isogemm.nn.Linear or MLP computed them
     differing: int
-    total: int  # 0: none could be told to be the sequence's
+    total: int  # 0: no element could be identified as the sequence's
 
     @property
     def equal(self) -> bool:
@@ -117,8 +118,8 @@ def invariance_report(
         pad: tokens to its right that the attention mask hides, or None.
         chunks: how many chunks it is prefilled in, or their lengths, or None.
 
-    Modules whose rows cannot be told to be the sequence's (an expert's gathered tokens) are "not compared"; what they
-    contribute shows in the ops around them.
+    Modules whose rows cannot be identified as the sequence's (an expert's gathered tokens) are "not compared". What
+    they contribute shows in the ops around them.
     """
     weight = _weight(model)
     ids = _sequence(input_ids).to(weight.device)
@@ -246,7 +247,7 @@ def _logits(model: torch.nn.Module, calls: Sequence[_Call], see: _See | None = N
     for call in calls:
         if call.attention_mask is not None:
             arguments["attention_mask"] = call.attention_mask
-        with _watched(model, call, see):
+        with nullcontext() if see is None else _watched(model, call, see):
             output = model(input_ids=call.input_ids, **arguments)
         if not hasattr(output, "logits"):
             raise TypeError(f"model gave a {type(output).__name__}; expected a causal LM's output, with logits")
@@ -257,30 +258,23 @@ def _logits(model: torch.nn.Module, calls: Sequence[_Call], see: _See | None = N
 
 
 @contextmanager
-def _watched(model: torch.nn.Module, call: _Call, see: _See | None) -> Iterator[None]:
-    if see is None:
-        yield
-        return
+def _watched(model: torch.nn.Module, call: _Call, see: _See) -> Iterator[None]:
     times: Counter[str] = Counter()
-
-    def hooks(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        def before(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-            times[name] += 1
-            return shown(name, "input", (args, kwargs))
-
-        def after(module: torch.nn.Module, args: Any, output: Any) -> Any:
-            return shown(name, "output", output)
-
-        return before, after
 
     def shown(name: str, side: Literal["input", "output"], value: object) -> object:
         return _map_tensors(lambda path, tensor: see(call, _Place(name, side, times[name], path), tensor), value)
 
+    def before(name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        times[name] += 1
+        return shown(name, "input", (args, kwargs))
+
+    def after(name: str, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        return shown(name, "output", output)
+
     with ExitStack() as handles:
         for name, module in _parts(model):
-            before, after = hooks(name)
-            handles.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.enter_context(module.register_forward_hook(after))
+            handles.enter_context(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+            handles.enter_context(module.register_forward_hook(partial(after, name)))
         yield
 
 
@@ -313,32 +307,34 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _count_differing(a: torch.Tensor, b: torch.Tensor) -> int:
-    return int((_bits(a) != _bits(b)).sum())
+    differs = _bits(a) != _bits(b)
+    return int((differs.any(-1) if a.is_complex() else differs).sum())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    tensor = tensor.resolve_conj().resolve_neg()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return tensor.view(_INT_OF_SIZE[tensor.element_size()])
 
 
 def _weight(model: torch.nn.Module) -> torch.Tensor:
     """Return a weight, for its device and dtype, of what must be a causal LM."""
     require_module("model", model)
-    weight = next(model.parameters(), None)
     try:
         inspect.signature(model.forward).bind(input_ids=None, use_cache=None)
+        return next(model.parameters())
     except TypeError as error:
-        weight, why = None, f"its forward takes no input_ids= and use_cache= ({error})"
-    else:
+        why = f"its forward takes no input_ids= and use_cache= ({error})"
+    except StopIteration:
         why = "it has no parameters"
-    if weight is None:
-        raise TypeError(f"model is a {type(model).__name__}; expected a causal LM as of transformers: {why}")
-    return weight
+    raise TypeError(f"model is a {type(model).__name__}; expected a causal LM as of transformers: {why}")
 
 
-def _require_int(name: str, value: object) -> None:
+def _require_count(name: str, value: object, least: int, of: str) -> None:
     if not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}; expected an integer, or None to leave this way out")
+    if value < least:
+        raise ValueError(f"{name} is {value}; expected at least {least} {of}, or None")
 
 
 def _sequence(input_ids: torch.Tensor) -> torch.Tensor:
@@ -357,16 +353,12 @@ def _calls(
     length = len(ids)
     ways: dict[str, tuple[str, list[_Call]]] = {}
     if batch is not None:
-        _require_int("batch", batch)
-        if batch < 2:
-            raise ValueError(f"batch is {batch}; expected at least 2 sequences, or None")
+        _require_count("batch", batch, 2, "sequences")
         row = batch // 2
         rotations = torch.stack([ids.roll(index - row) for index in range(batch)])
         ways["batch"] = f"sequence {row} of {batch}", [_Call(rotations, row, 0, length, length)]
     if pad is not None:
-        _require_int("pad", pad)
-        if pad < 1:
-            raise ValueError(f"pad is {pad}; expected at least 1 token, or None")
+        _require_count("pad", pad, 1, "token")
         padded = torch.nn.functional.pad(ids, (0, pad))[None]
         mask = torch.nn.functional.pad(torch.ones_like(ids), (0, pad))[None]
         ways["padded"] = f"{pad} tokens to the right", [_Call(padded, 0, 0, length, length, mask)]

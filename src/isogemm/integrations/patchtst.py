@@ -88,9 +88,9 @@ def accelerate(model: torch.nn.Module, *, precision: str | None = None) -> Accel
     integrations.patchtst, and why.
 
     The official layer's two dropouts after the attention's projection become one, of 1 - (1 - p1) (1 - p2): the same
-    distribution. With residual attention, its encoder hands scores from layer to layer and does not read the last ones:
-    where that is so, the last layer gives None for them and, where the fused kernels take them, the others give their
-    factors (return_scores of isogemm.encoder_layer), a tuple that the next layer knows.
+    distribution. With residual attention, its encoder passes scores from layer to layer and does not read those of the
+    last layer. Where that is so, the last layer returns None for them. Where the fused kernels take factors, the other
+    layers return those (return_scores of isogemm.encoder_layer): a tuple that the next layer knows.
     """
     require_module("model", model)
     require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
@@ -183,13 +183,13 @@ class _Accelerated(PastForwards):
 
     def _isogemm_computed(self, x: Tensor, parts: Parts, **options: Any) -> Any:
         """Compute the layer of x [S, T, D]."""
-        parameters, told = encoder_arguments(parts)
+        parameters, layer_options = encoder_arguments(parts)
         precision = self.isogemm_choices.precision if x.dtype is torch.float32 else None
         begins = options.get("return_scores") == "factors" and options["scores"] is None
-        if begins and not gains_by_factors(x, parameters, told["nhead"], precision):
+        if begins and not gains_by_factors(x, parameters, layer_options["nhead"], precision):
             options["return_scores"] = True
         activation = self.isogemm_choices.activation
-        return encoder_layer(x, parameters, activation=activation, precision=precision, **told, **options)
+        return encoder_layer(x, parameters, activation=activation, precision=precision, **layer_options, **options)
 
 
 class _HuggingFaceLayer(_Accelerated):
@@ -422,7 +422,7 @@ def _close(ours: Tensor, theirs: object, tolerance: float = 1e-4) -> bool:
 def _stacks_passing_scores(
     names: Sequence[tuple[str, torch.nn.Module]], layers: Container[torch.nn.Module]
 ) -> list[list[torch.nn.Module | None]]:
-    """Find the stacks with residual attention that only hand scores on, and return their layers.
+    """Find the stacks with residual attention that only pass scores on, and return their layers.
 
     None stands for a layer that is none of `layers`, or whose scores something else may see.
     """
@@ -440,7 +440,7 @@ def _stacks_passing_scores(
 
 
 def _only_passes_scores_on(encoder: torch.nn.Module) -> bool:
-    """Whether an encoder only hands scores on: its forward is run with layers that return bare objects.
+    """Whether an encoder only passes scores on: its forward is run with layers that return bare objects.
 
     False if it calls them without gradients, as a reentrant checkpoint does, which finds no tensor inside a tuple.
     """

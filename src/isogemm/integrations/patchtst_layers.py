@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from isogemm.encoder.parameters import EncoderDropout, EncoderParameters
-from isogemm.nn.encoder_layer import encoder_parameters, probability, running_statistics
+from isogemm.nn.encoder_layer import encoder_parameters, norm_options, probability
 from isogemm.nn.linear import read_past_forward
 from isogemm.nn.sharing import needs_its_forward, parameter
 from isogemm.nn.swap import FoldedActivation
@@ -200,20 +200,12 @@ def name_in(layer: torch.nn.Module, module: torch.nn.Module) -> str:
 
 def encoder_arguments(parts: Parts) -> tuple[EncoderParameters, dict[str, Any]]:
     """Return the arguments of isogemm.encoder_layer that the modules determine."""
-    norm1, norm2 = parts.norm1, parts.norm2
     parameters = encoder_parameters(
         (parameter(parts.q, "weight"), parameter(parts.k, "weight"), parameter(parts.v, "weight")),
         (parameter(parts.q, "bias"), parameter(parts.k, "bias"), parameter(parts.v, "bias")),
         *parts.with_parameters[3:],
     )
-    options: dict[str, Any] = {
-        "nhead": parts.nhead,
-        "norm": "batch_norm" if isinstance(norm1, torch.nn.BatchNorm1d) else "layer_norm",
-        "eps": norm1.eps,
-        "dropout": _dropout(parts),
-        "running": running_statistics(norm1, norm2),
-    }
-    return parameters, options
+    return parameters, {"nhead": parts.nhead, "dropout": _dropout(parts), **norm_options(parts.norm1, parts.norm2)}
 
 
 def _has(module: torch.nn.Module | None, *names: str) -> bool:

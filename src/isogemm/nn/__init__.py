@@ -3,8 +3,7 @@
 from isogemm.nn.encoder_layer import EncoderLayer
 from isogemm.nn.linear import Linear
 from isogemm.nn.mlp import MLP
-from isogemm.nn.restore import restore
-from isogemm.nn.swap import Folded, FoldedActivation, Kept, Note, SwapReport, Unfolded, swap
+from isogemm.nn.swap import Folded, FoldedActivation, Kept, Note, SwapReport, Unfolded, restore, swap
 
 __all__ = [
     "MLP",

@@ -14,6 +14,7 @@ from isogemm.encoder.api import encoder_layer
 from isogemm.encoder.configs import WIDEST, unserved
 from isogemm.encoder.parameters import ACTIVATIONS, NORMS, EncoderDropout, EncoderParameters, RunningStatistics
 from isogemm.epilogues import of_module, recognise, spec
+from isogemm.gemm.describe import dtype_name
 from isogemm.nn.sharing import module_obstacle, needs_its_forward, parameter, parameter_obstacle, shared, shown_name
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -24,21 +25,14 @@ _NORM = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward, torch.nn.BatchNor
 _DROPOUT = (torch.nn.Dropout.forward, torch.nn.Identity.forward)
 _FORWARDS: dict[str, tuple[Callable[..., Any], ...]] = {
     "self_attn": (torch.nn.MultiheadAttention.forward,),
-    "linear1": _LINEAR,
-    "linear2": _LINEAR,
-    "norm1": _NORM,
-    "norm2": _NORM,
-    "dropout": _DROPOUT,
-    "dropout1": _DROPOUT,
-    "dropout2": _DROPOUT,
+    **dict.fromkeys(("linear1", "linear2"), _LINEAR),
+    **dict.fromkeys(("norm1", "norm2"), _NORM),
+    **dict.fromkeys(("dropout", "dropout1", "dropout2"), _DROPOUT),
 }
 _PARAMETERS = {
     "self_attn": ("in_proj_weight", "in_proj_bias"),
-    "self_attn.out_proj": ("weight", "bias"),
-    "linear1": ("weight", "bias"),
-    "linear2": ("weight", "bias"),
-    "norm1": ("weight", "bias"),  # no bias in torch.nn.RMSNorm
-    "norm2": ("weight", "bias"),
+    **dict.fromkeys(("self_attn.out_proj", "linear1", "linear2"), ("weight", "bias")),
+    **dict.fromkeys(("norm1", "norm2"), ("weight", "bias")),  # no bias in torch.nn.RMSNorm
 }
 
 
@@ -106,7 +100,7 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
             raise TypeError(f"layer is a {type(layer).__name__}; expected a torch.nn.TransformerEncoderLayer")
         if reason := obstacle(layer):
             raise ValueError(f"layer cannot become an isogemm.nn.EncoderLayer: {reason}")
-        made = shared(cls, layer)
+        made = shared(cls, layer, ("is_swapped",))
         made._activation = activation_name(layer.activation)
         made._set_options(precision)
         return made
@@ -143,8 +137,8 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
                 "(in a torch.nn.TransformerEncoder, set its use_nested_tensor to False)"
             )
         modules: dict[str, Any] = self._modules
-        attention, norm1 = modules["self_attn"], modules["norm1"]
-        return encoder_layer(
+        attention, norm1, norm2 = modules["self_attn"], modules["norm1"], modules["norm2"]
+        result: torch.Tensor = encoder_layer(
             src,
             encoder_parameters(
                 parameter(attention, "in_proj_weight"),
@@ -153,22 +147,20 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
                 modules["linear1"],
                 modules["linear2"],
                 norm1,
-                modules["norm2"],
+                norm2,
             ),
             nhead=attention.num_heads,
             norm_first=self.norm_first,
             activation=_activation_now(self),
-            norm=_kind(norm1),
-            eps=norm1.eps,
             key_padding_mask=src_key_padding_mask,
             is_causal=is_causal,
             dropout=_dropout(modules),
-            running=running_statistics(norm1, modules["norm2"]),
             precision=self.precision,
+            **norm_options(norm1, norm2),
         )
+        return result
 
-    def _get_name(self) -> str:
-        return shown_name(self)
+    _get_name = shown_name
 
     def extra_repr(self) -> str:
         activation = activation_name(self.activation) or repr(self.activation)
@@ -180,7 +172,6 @@ class EncoderLayer(torch.nn.TransformerEncoderLayer):
     def _set_options(self, precision: str | None) -> None:
         require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
         self.precision = precision
-        self.is_swapped = False
         self.activation_relu_or_gelu = 0  # tells a torch.nn.TransformerEncoder not to pack the batch
 
 
@@ -235,7 +226,7 @@ def slower_than_torch(d_model: int, nhead: int, dtype: torch.dtype) -> str:
     Composed layers (H200, TF32 and bf16): in a CUDA graph 1.4 to 1.6 of torch.compile's speed at d_model 96, 0.75 to
     0.98 at 384 and 768; launched one by one 0.68 to 0.78 of eager torch's.
     """
-    reason = unserved(1, d_model, nhead, str(dtype).removeprefix("torch."))
+    reason = unserved(1, d_model, nhead, dtype_name(dtype))
     if not reason:
         return ""
     where = "on a GPU" if d_model > WIDEST else "on a GPU outside of a CUDA graph"
@@ -275,9 +266,11 @@ def probability(module: torch.nn.Module) -> float:
     return float(module.p) if module.training and isinstance(module, torch.nn.Dropout) else 0.0
 
 
-def running_statistics(*norms: torch.nn.Module) -> tuple[RunningStatistics, RunningStatistics] | None:
-    """Return the running statistics of two torch.nn.BatchNorm1d; None for other norms."""
-    return (_running(norms[0]), _running(norms[1])) if isinstance(norms[0], torch.nn.BatchNorm1d) else None
+def norm_options(norm1: Any, norm2: Any) -> dict[str, Any]:
+    """Return the options of isogemm.encoder_layer that a layer's two norms determine."""
+    if isinstance(norm1, torch.nn.BatchNorm1d):
+        return {"norm": "batch_norm", "eps": norm1.eps, "running": (_running(norm1), _running(norm2))}
+    return {"norm": "layer_norm" if isinstance(norm1, torch.nn.LayerNorm) else "rms_norm", "eps": norm1.eps}
 
 
 def _running(norm: Any) -> RunningStatistics:
@@ -286,12 +279,6 @@ def _running(norm: Any) -> RunningStatistics:
     buffers = norm._buffers  # ten times faster than attributes
     mean, var, batches = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
     return RunningStatistics(mean, var, batches, norm.momentum, not norm.training)
-
-
-def _kind(norm: torch.nn.Module) -> str:
-    if isinstance(norm, torch.nn.BatchNorm1d):
-        return "batch_norm"
-    return "layer_norm" if isinstance(norm, torch.nn.LayerNorm) else "rms_norm"
 
 
 def _unlike(layer: torch.nn.TransformerEncoderLayer) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -44,7 +44,7 @@ class Linear(torch.nn.Linear):
         out_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._set_options(activation, activation_args, precision, out_dtype)
+        set_options(self, activation, activation_args, precision, out_dtype)
 
     @classmethod
     def from_torch(
@@ -62,8 +62,8 @@ class Linear(torch.nn.Linear):
         if reason := obstacle(module):
             raise ValueError(f"module cannot become an isogemm.nn.Linear: {reason}")
         require_out_dtype(out_dtype, module.weight.dtype)
-        made = shared(cls, module)
-        made._set_options(activation, activation_args, precision, out_dtype)
+        made = shared(cls, module, ("is_swapped",))
+        set_options(made, activation, activation_args, precision, out_dtype)
         return made
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -75,8 +75,7 @@ class Linear(torch.nn.Linear):
             out_dtype=self.out_dtype, precision=self.precision,
         )  # fmt: skip
 
-    def _get_name(self) -> str:
-        return shown_name(self)
+    _get_name = shown_name
 
     def extra_repr(self) -> str:
         activation = self.activation and in_words(self.activation, self.activation_args)
@@ -84,29 +83,26 @@ class Linear(torch.nn.Linear):
         chosen = (f"{name}={value}" for name, value in options.items() if value is not None)
         return ", ".join((super().extra_repr(), *chosen))
 
-    def _set_options(
-        self,
-        activation: str | None,
-        activation_args: Mapping[str, float] | None,
-        precision: str | None,
-        out_dtype: torch.dtype | None,
-    ) -> None:
-        if activation is not None:
-            entry = spec.activation(activation)
-            if entry.gate:
-                raise ValueError(
-                    f"activation is {activation!r}, which is gated by a second weight: isogemm.nn.MLP has it"
-                )
-            spec.argument_values(entry, activation_args)
-        elif activation_args:
-            raise ValueError(f"activation_args is {dict(activation_args)} without an activation")
-        require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
-        require_some_out_dtype(out_dtype)
-        self.activation = activation
-        self.activation_args = dict(activation_args or {})
-        self.precision = precision
-        self.out_dtype = out_dtype
-        self.is_swapped = False
+
+def set_options(
+    module: Any,
+    activation: str | None,
+    activation_args: Mapping[str, float] | None,
+    precision: str | None,
+    out_dtype: torch.dtype | None,
+) -> None:
+    """Check and set the options that `Linear` and `MLP` share."""
+    if activation is not None:
+        entry = spec.activation(activation)
+        if entry.gate and isinstance(module, Linear):
+            raise ValueError(f"activation is {activation!r}, which is gated by a second weight: isogemm.nn.MLP has it")
+        spec.argument_values(entry, activation_args)
+    elif activation_args:
+        raise ValueError(f"activation_args is {dict(activation_args)} without an activation")
+    require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
+    require_some_out_dtype(out_dtype)
+    module.activation, module.activation_args = activation, dict(activation_args or {})
+    module.precision, module.out_dtype = precision, out_dtype
 
 
 def in_words(activation: str, arguments: Mapping[str, float]) -> str:

@@ -7,11 +7,10 @@ from typing import Self
 
 import torch
 
-from isogemm.core.errors import require_precision
 from isogemm.epilogues import spec
 from isogemm.gemm.api import mlp
-from isogemm.gemm.op import require_out_dtype, require_some_out_dtype
-from isogemm.nn.linear import Linear, in_words, read_past_forward
+from isogemm.gemm.op import require_out_dtype
+from isogemm.nn.linear import Linear, in_words, read_past_forward, set_options
 from isogemm.nn.sharing import shown_name
 
 
@@ -34,6 +33,10 @@ class MLP(torch.nn.Module):
     gate: Linear | None
     up: Linear
     down: Linear
+    activation: str
+    activation_args: dict[str, float]
+    precision: str | None
+    out_dtype: torch.dtype | None
 
     def __init__(
         self,
@@ -52,7 +55,8 @@ class MLP(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._set_options(activation, activation_args, hidden_dropout_p, dropout_p, precision, out_dtype)
+        set_options(self, activation, activation_args, precision, out_dtype)
+        self._set_dropout(hidden_dropout_p, dropout_p)
         out_features = in_features if out_features is None else out_features
         gated = bool(spec.activation(activation).gate)
         self.gate = Linear(in_features, hidden_features, bias, device, dtype) if gated else None
@@ -79,7 +83,8 @@ class MLP(torch.nn.Module):
         """
         made = cls.__new__(cls)
         torch.nn.Module.__init__(made)
-        made._set_options(activation, activation_args, hidden_dropout_p, dropout_p, precision, out_dtype)
+        set_options(made, activation, activation_args, precision, out_dtype)
+        made._set_dropout(hidden_dropout_p, dropout_p)
         if bool(spec.activation(activation).gate) != (gate is not None):
             gated = ", ".join(entry.name for entry in spec.ACTIVATIONS.values() if entry.gate)
             raise ValueError(
@@ -120,8 +125,7 @@ class MLP(torch.nn.Module):
             precision=self.precision,
         )
 
-    def _get_name(self) -> str:
-        return shown_name(self)
+    _get_name = shown_name
 
     def extra_repr(self) -> str:
         options = {
@@ -133,27 +137,11 @@ class MLP(torch.nn.Module):
         }
         return ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
 
-    def _set_options(
-        self,
-        activation: str,
-        activation_args: Mapping[str, float] | None,
-        hidden_dropout_p: float,
-        dropout_p: float,
-        precision: str | None,
-        out_dtype: torch.dtype | None,
-    ) -> None:
-        spec.argument_values(spec.activation(activation), activation_args)
+    def _set_dropout(self, hidden_dropout_p: float, dropout_p: float) -> None:
         for name, p in (("hidden_dropout_p", hidden_dropout_p), ("dropout_p", dropout_p)):
             if not 0 <= p <= 1:
                 raise ValueError(f"{name} is {p}; expected a probability")
-        require_precision(precision, torch.float32)  # the name alone: the dtype is known when called
-        require_some_out_dtype(out_dtype)
-        self.activation = activation
-        self.activation_args = dict(activation_args or {})
-        self.hidden_dropout_p = hidden_dropout_p
-        self.dropout_p = dropout_p
-        self.precision = precision
-        self.out_dtype = out_dtype
+        self.hidden_dropout_p, self.dropout_p = hidden_dropout_p, dropout_p
 
 
 def _shared(name: str, module: torch.nn.Linear) -> Linear:

@@ -1,4 +1,4 @@
-"""`isogemm.nn.swap`: replaces the linears and encoder layers of an existing model, in place."""
+"""`isogemm.nn.swap` replaces the linears and encoder layers of an existing model, in place; `restore` undoes it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from torch.nn.parameter import is_lazy
 from isogemm.core.errors import require_module, require_precision
 from isogemm.epilogues import of_module, options_of
 from isogemm.gemm.configs import DTYPES
+from isogemm.gemm.describe import dtype_name
 from isogemm.nn.encoder_layer import EncoderLayer, slower_than_torch
+from isogemm.nn.encoder_layer import as_torch as layer_as_torch
 from isogemm.nn.encoder_layer import obstacle as layer_obstacle
 from isogemm.nn.linear import Linear, in_words
+from isogemm.nn.linear import as_torch as linear_as_torch
 from isogemm.nn.linear import obstacle as linear_obstacle
-from isogemm.nn.sharing import PastForwards, shared
+from isogemm.nn.sharing import PastForwards, module_obstacle, shared
 
 Predicate = Callable[[str, torch.nn.Module], bool]
 
 _KINDS = (torch.nn.Linear, torch.nn.TransformerEncoderLayer)
+_AS_TORCH: dict[type, Callable[[Any], torch.nn.Module]] = {Linear: linear_as_torch, EncoderLayer: layer_as_torch}
 
 # Modules that hold matrices but compute no matrix products with them.
 _NO_PRODUCT = (
@@ -152,7 +156,7 @@ def swap(
             f"model is itself a {type(model).__name__} and cannot be replaced in place; "
             f"use isogemm.nn.{kind}.from_torch"
         )
-    places = list(places_in(model))
+    places = list(_places_in(model))
     selects = _selector(only, places)
     selected = {
         place.module for place in places if isinstance(place.module, _KINDS) and selects(place.name, place.module)
@@ -211,7 +215,52 @@ def swap(
     )
 
 
-class Place(NamedTuple):
+def restore(model: torch.nn.Module) -> tuple[str, ...]:
+    """Undo `isogemm.nn.swap`.
+
+    Args:
+        model: changed in place. Parameters stay the same objects under the same names, with their present values, so
+            optimizers and state_dicts stay valid. Hooks that the modules had or got since stay on them.
+
+    Returns:
+        The names of the modules that are torch's again; none if nothing was swapped. Modules of isogemm.nn that `swap`
+        did not make stay.
+
+    The linears and encoder layers are new modules: references to the swapped ones, or to those from before, are stale.
+    Folded activations come back as the modules they were. Restore before compiling or sharding, or after undoing it.
+    What cannot be restored raises RuntimeError, and nothing is changed.
+    """
+    require_module("model", model)
+    if _is_swapped(model):
+        raise ValueError(
+            f"model is itself a swapped {type(model).__name__} and cannot be replaced in place; "
+            "restore the model around it"
+        )
+    places = list(_places_in(model))
+    swapped = [place for place in places if _is_swapped(place.module)]
+    accelerated = tuple(f"{place.name}." for place in places if isinstance(place.module, PastForwards))
+    for place in swapped:
+        reason = module_obstacle(place.module)
+        if type(place.module) not in _AS_TORCH:
+            reason = f"it has become a {type(place.module).__name__}: undo that first"
+        if place.name.startswith(accelerated):
+            reason = "it is in an accelerated layer: isogemm.integrations.patchtst.restore comes first"
+        if reason:
+            raise RuntimeError(f"{place.name} cannot be restored: {reason}")
+    _require_pairs(places)
+    made = {module: _AS_TORCH[type(module)](module) for module in dict.fromkeys(place.module for place in swapped)}
+    for place in swapped:
+        setattr(place.parent, place.attribute, made[place.module])
+    for place in places:
+        if isinstance(place.module, FoldedActivation):
+            setattr(place.parent, place.attribute, place.module.unfolded())
+    for module in model.modules():
+        if isinstance(module, torch.nn.TransformerEncoder) and module.__dict__.pop("isogemm_unnested", False):
+            module.use_nested_tensor = True
+    return tuple(place.name for place in swapped)
+
+
+class _Place(NamedTuple):
     """A module under one of its names in a model."""
 
     name: str
@@ -221,23 +270,23 @@ class Place(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    linear: Place
-    activation: Place
+    linear: _Place
+    activation: _Place
     epilogue: tuple[str, dict[str, float]]  # name, arguments
 
     def in_words(self) -> tuple[str, str, str]:
         return self.linear.name, self.activation.name, in_words(*self.epilogue)
 
 
-def places_in(model: torch.nn.Module) -> Iterator[Place]:
+def _places_in(model: torch.nn.Module) -> Iterator[_Place]:
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
         if name:
             parent, _, attribute = name.rpartition(".")
-            yield Place(name, modules[parent], attribute, module)
+            yield _Place(name, modules[parent], attribute, module)
 
 
-def _selector(only: str | Sequence[str] | Predicate | None, places: list[Place]) -> Predicate:
+def _selector(only: str | Sequence[str] | Predicate | None, places: list[_Place]) -> Predicate:
     if only is None:
         return lambda name, module: True
     if callable(only):
@@ -255,12 +304,12 @@ def _selector(only: str | Sequence[str] | Predicate | None, places: list[Place])
     return lambda name, module: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _reasons_to_keep(places: list[Place], selected: Container[torch.nn.Module]) -> dict[torch.nn.Module, str]:
+def _reasons_to_keep(places: list[_Place], selected: Container[torch.nn.Module]) -> dict[torch.nn.Module, str]:
     """Return why modules that compute matrix products are not replaced."""
     return {place.module: reason for place in places if (reason := _reason_to_keep(place, selected))}
 
 
-def _reason_to_keep(place: Place, selected: Container[torch.nn.Module]) -> str:
+def _reason_to_keep(place: _Place, selected: Container[torch.nn.Module]) -> str:
     module = place.module
     if not isinstance(module, _KINDS):
         return _multiplied_by_torch(module)
@@ -269,7 +318,7 @@ def _reason_to_keep(place: Place, selected: Container[torch.nn.Module]) -> str:
     return _unfit_linear(place, module) if isinstance(module, torch.nn.Linear) else _unfit_layer(place, module)
 
 
-def _outside(places: list[Place], kept_layers: Container[torch.nn.Module]) -> list[Place]:
+def _outside(places: list[_Place], kept_layers: Container[torch.nn.Module]) -> list[_Place]:
     """Return the places that are not inside of a layer that reads, or will read, their parameters itself."""
     inside = tuple(
         f"{name}."
@@ -280,7 +329,7 @@ def _outside(places: list[Place], kept_layers: Container[torch.nn.Module]) -> li
     return [place for place in places if not place.name.startswith(inside)]
 
 
-def _unfit_layer(place: Place, layer: torch.nn.TransformerEncoderLayer) -> str:
+def _unfit_layer(place: _Place, layer: torch.nn.TransformerEncoderLayer) -> str:
     if isinstance(layer, EncoderLayer):
         return "is an isogemm.nn.EncoderLayer already"
     if reason := layer_obstacle(layer):
@@ -290,7 +339,7 @@ def _unfit_layer(place: Place, layer: torch.nn.TransformerEncoderLayer) -> str:
     return _unfit(place, *layer.parameters())
 
 
-def _unfit_linear(place: Place, module: torch.nn.Linear) -> str:
+def _unfit_linear(place: _Place, module: torch.nn.Linear) -> str:
     if isinstance(module, Linear):
         return "is an isogemm.nn.Linear already"
     if reason := linear_obstacle(module):
@@ -302,9 +351,9 @@ def _unfit_linear(place: Place, module: torch.nn.Linear) -> str:
     return _unfit(place, module.weight)
 
 
-def _unfit(place: Place, *parameters: torch.Tensor) -> str:
+def _unfit(place: _Place, *parameters: torch.Tensor) -> str:
     for parameter in parameters:
-        if str(parameter.dtype).removeprefix("torch.") not in DTYPES:
+        if dtype_name(parameter.dtype) not in DTYPES:
             return f"{parameter.dtype} has no contract; those with one: {', '.join(DTYPES)}"
     if place.attribute == "_orig_mod":
         return "is compiled: swap first, then compile"
@@ -341,7 +390,7 @@ def _unnest(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(encoders)
 
 
-def _pairs(places: list[Place], linears: Container[torch.nn.Module]) -> list[_Pair]:
+def _pairs(places: list[_Place], linears: Container[torch.nn.Module]) -> list[_Pair]:
     """Find the linears with an activation after them in a Sequential."""
     found = []
     for first, second in pairwise(places):  # a Linear has no children: what comes next is its neighbour, or elsewhere
@@ -352,7 +401,7 @@ def _pairs(places: list[Place], linears: Container[torch.nn.Module]) -> list[_Pa
     return found
 
 
-def _reasons_not_to_fold(places: list[Place], pairs: list[_Pair]) -> dict[str, str]:
+def _reasons_not_to_fold(places: list[_Place], pairs: list[_Pair]) -> dict[str, str]:
     """Return why pairs are not folded, by the linear's name."""
     reasons = {pair.linear.name: reason for pair in pairs if (reason := _unfoldable(pair))}
     after = {pair.linear.name: pair.epilogue for pair in pairs if pair.linear.name not in reasons}
@@ -383,6 +432,30 @@ def _unfoldable(pair: _Pair) -> str:
     if activation._parameters or activation._buffers or activation._modules:
         return f"the {type(activation).__name__} holds parameters, buffers or modules"
     return ""
+
+
+def _is_swapped(module: torch.nn.Module) -> bool:
+    return isinstance(module, Linear | EncoderLayer) and module.is_swapped
+
+
+def _require_pairs(places: list[_Place]) -> None:
+    """Raise unless every linear with a folded activation has that after it, and every folded activation its linear."""
+    following = {
+        (first.parent, first.attribute): second.module
+        for first, second in pairwise(places)
+        if second.parent is first.parent
+    }
+    folded = [place.module for place in places if isinstance(place.module, FoldedActivation)]
+    for place in places:
+        if isinstance(place.module, Linear) and place.module.is_swapped and place.module.activation is not None:
+            after = following.get((place.parent, place.attribute))
+            if not isinstance(after, FoldedActivation):
+                raise RuntimeError(
+                    f"{place.name} cannot be restored: its folded activation's place is no longer after it"
+                )
+            folded.remove(after)
+    if folded:
+        raise RuntimeError(f"{folded[0]} cannot be restored: the linear that computes it is no longer before it")
 
 
 _Key = TypeVar("_Key")
