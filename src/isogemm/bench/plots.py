@@ -197,7 +197,7 @@ class _Canvas:
 def svg(figure: Any, name: str, tips: Sequence[str] = ()) -> str:
     """Return the figure as an <svg> element; `name` is its accessible name and makes its ids unique."""
     text = io.StringIO()
-    with need("matplotlib").rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+    with need("matplotlib").rc_context({"svg.hashsalt": name}):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     made = text.getvalue()
     made = made[made.index("<svg") :]

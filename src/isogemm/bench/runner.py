@@ -95,7 +95,7 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, st
 
 
 def _commit() -> str:
-    """Return the commit that tracks these sources; "" for an installed copy inside another checkout."""
+    """Return the commit these sources are tracked at; "unknown" for a copy that git does not track."""
     here = Path(__file__).resolve()
     if not _output("git", "-C", str(here.parent), "ls-files", "--error-unmatch", here.name):
         return "unknown"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from isogemm.bench.cells import Cell
+from isogemm.bench.extras import need
 from isogemm.bench.plots import svg
 from isogemm.bench.report import Plot, Section, Table
 from isogemm.training import plots, results
@@ -34,7 +35,8 @@ def sections(records: Iterable[Record]) -> list[Section]:
     for preset, runs in by_preset(records).items():
         columns, lines = results.comparison(runs)
         table = Table(columns, [[Cell(text) for text in line] for line in lines])
-        drawn = [Plot(name, svg(draw(runs), f"{preset}: {name}"), []) for name, draw in plots.PLOTS.items()]
+        with need("matplotlib").rc_context(plots.STYLE):
+            drawn = [Plot(name, svg(draw(runs), f"{preset}: {name}"), []) for name, draw in plots.PLOTS.items()]
         made.append(Section(f"Training run: {preset}", source(runs), table, drawn))
     return made
 
