@@ -25,6 +25,7 @@ ELSEWHERE = {
     "verify/activations.py": "torch's forms, an oracle",
     "verify/encoder_reference.py": "torch's layer, an oracle: tests/verify/test_encoder.py",
     "verify/precision.py": "tests/core/test_precision.py",
+    "verify/trials.py": "what the families' checks share: tests/verify/test_gemm.py, test_fused.py and test_encoder.py",
     "bench/cases/tiny.py": "needs a GPU; its demo is in tests/bench/test_demo.py",
     "bench/ceilings.py": "measures a GPU; tests/cli/test_cli.py replaces it",
     "bench/extras.py": "tests/bench/test_report.py",

@@ -1,14 +1,21 @@
+from types import SimpleNamespace
+
+import pytest
 import torch
 
-from isogemm.verify.checks import Check, CheckResult, run_trials, skip
+from isogemm.core import device as devices
+from isogemm.verify import checks, encoder, fused, gemm, tiny
+from isogemm.verify.checks import Check, CheckResult, run_trials
 from isogemm.verify.compare import compare_bits
+
+CUDA = torch.device("cuda", 0)
 
 
 def test_result_states():
     assert CheckResult("x", 3, 0, 0).passed
     assert not CheckResult("x", 3, 1, 9).passed
     assert not CheckResult("x", 0, 0, 0).passed
-    skipped = skip("x", "no GPU")
+    skipped = CheckResult("x", 0, 0, 0, skipped="no GPU")
     assert not skipped.passed
     assert skipped.skipped == "no GPU"
 
@@ -44,9 +51,25 @@ def test_run_trials_reports_exceptions_and_mismatches():
 
 
 def test_check_runs():
-    check = Check(
-        "ones", "one is one", lambda device, trials: run_trials("ones", trials, lambda seed: None, covered="all")
-    )
+    setting = SimpleNamespace(device=torch.device("cpu"), threads=1)
+    check = Check(lambda seed, device: setting, "ones", "one is one", lambda each: iter(()), "all")
     result = check.run(torch.device("cpu"), 2)
     assert result.passed
-    assert result.detail == "all"
+    assert result.detail == "all; 1 threads"
+
+
+@pytest.mark.parametrize("module", [gemm, fused, tiny, encoder], ids=lambda module: module.__name__)
+def test_every_trial_of_a_gpu_is_compiled_ahead(module, monkeypatch):
+    jobs = []
+    monkeypatch.setattr(checks, "run_in_processes", lambda function, device, found: jobs.extend(found))
+    monkeypatch.setattr(devices, "facts", lambda device: SimpleNamespace(arch="sm_90"))
+    checks.compile_ahead(module, CUDA, 2)
+    on_gpu = [place for place, each in enumerate(module.CHECKS) if not each.cpu_only]
+    assert jobs == [(module.__name__, seed, place) for seed in range(2) for place in on_gpu]
+    checks._rehearse("cpu", (module.__name__, 0, len(module.CHECKS) - 1))
+
+
+def test_nothing_is_compiled_for_a_gpu_without_kernels(monkeypatch):
+    monkeypatch.setattr(checks, "run_in_processes", lambda *args: pytest.fail("compiled"))
+    monkeypatch.setattr(devices, "facts", lambda device: SimpleNamespace(arch="sm_75"))
+    checks.compile_ahead(gemm, CUDA, 2)

@@ -41,8 +41,7 @@ from isogemm.core import files, private
 from isogemm.core.device import facts
 from isogemm.training import report as training_report
 from isogemm.training import results, world
-from isogemm.verify.checks import Check, CheckResult
-from isogemm.verify.trials import compile_ahead
+from isogemm.verify.checks import Check, CheckResult, compile_ahead
 from isogemm_cli import BUILD, RECORDED
 from isogemm_cli import main as main
 

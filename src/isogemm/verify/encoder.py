@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,12 +14,13 @@ from isogemm.encoder.api import encoder_chunk, encoder_layer
 from isogemm.encoder.parameters import ACTIVATIONS, EncoderParameters
 from isogemm.verify import encoder_reference as references
 from isogemm.verify import trials
+from isogemm.verify.checks import Check
 from isogemm.verify.compare import BitDiff, compare_bits
 from isogemm.verify.encoder_reference import ENCODER_SHAPES, EncoderShape, encoder_parameters
 from isogemm.verify.fused import training_step
 from isogemm.verify.inputs import make_data, with_layout
 from isogemm.verify.precision import fp32_precision
-from isogemm.verify.trials import Rows, Trained, Trial
+from isogemm.verify.trials import Rows, Trained
 
 LONGEST = 128  # tokens of a padded sequence
 _CPU_SHAPES = tuple(
@@ -268,27 +270,27 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
     yield from ()
 
 
-TRIALS = (
-    Trial(
+_check = partial(Check, Setting)
+
+CHECKS = (
+    _check(
         "sequences", "a sequence's result has the same bits in any batch, at any place", trials.forward,
         "every position of up to {most} sequences, cuts, garbage sequences, permutations, runs under load",
     ),
-    Trial(
+    _check(
         "dx", "the input's gradient has the forward's contract", trials.input_gradient,
         "every position of up to {most} sequences, cuts, garbage sequences, permutations, runs under load",
     ),
-    Trial(
+    _check(
         "right-padding", "masked tokens after a sequence's own change nothing of it", _right_padding,
         f"results and dx, padded to up to {LONGEST} tokens",
     ),
-    Trial(
+    _check(
         "parameters' gradients", "micro-batches cut at chunks have the bits of one pass", _parameter_gradients,
         "cuts at multiples of the chunk into main_grad, trailing sequences without a gradient, runs under load",
     ),
-    Trial(
+    _check(
         "accuracy", "the error is at most twice that of torch's layer and one ulp", _accuracy,
         "the result and every gradient against fp64; 4x torch's error for fp32 sums",
     ),
 )  # fmt: skip
-
-CHECKS = tuple(each.check(Setting) for each in TRIALS)

@@ -18,10 +18,11 @@ from isogemm.gemm.api import linear, matmul_fused, mlp, mm
 from isogemm.gemm.fused import new_seed
 from isogemm.verify import trials
 from isogemm.verify.activations import ACTIVATION_FORMS, GATE_FORMS, Form
+from isogemm.verify.checks import NO_TILES, Check
 from isogemm.verify.compare import BitDiff, compare_bits
-from isogemm.verify.errors import Errors, assert_no_worse_than_torch, measure_errors
+from isogemm.verify.errors import assert_no_worse_than_torch, scaled_error
 from isogemm.verify.inputs import make_data, with_layout
-from isogemm.verify.trials import Rows, Trained, Trial, torch_product
+from isogemm.verify.trials import Rows, Trained, torch_product
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
@@ -152,7 +153,7 @@ class Layer:
 
 def assert_accurate(
     found: Tensor, layer: Layer, tokens: Tokens, precision: str, *, factor: float = 2, what: str = ""
-) -> Errors:
+) -> float:
     """Assert that `found`, the layer's result, has at most `factor` times the error of torch's separate operations, and
     one ulp. torch's error is measured on more rows too, the given ones with other signs: on few it may be 0 by chance.
     """
@@ -169,7 +170,7 @@ def assert_accurate(
         torchs, exact = (layer.after(*layer.products(way, more.x), more) for way in (of_torch, reference.matmul))
         scale = layer.sizes(*layer.products(reference.matmul_scale, more.x), more) + exact.abs()
     assert_no_worse_than_torch(torch.cat([found, torchs[m:]]), torchs, exact, scale=scale, factor=factor, what=what)
-    return measure_errors(found, exact[:m], scale=scale[:m])
+    return scaled_error(found, exact[:m], scale[:m])
 
 
 class Setting(trials.Setting):
@@ -465,42 +466,42 @@ def _activations(each: Setting) -> Iterator[BitDiff]:
         yield compare_bits(torch.cat([layer(row[None]) for row in x[::3]]), layer(x)[::3])
 
 
-TRIALS = (
-    Trial(
+_check = functools.partial(Check, Setting)
+
+CHECKS = (
+    _check(
         "any tile", "every configuration gives the same bits with an epilogue on", _any_tile,
-        "up to 6 configurations; activations, scales, addends, residuals and dropout", gpu_only=trials.NO_TILES,
+        "up to 6 configurations; activations, scales, addends, residuals and dropout", gpu_only=NO_TILES,
     ),
-    Trial(
+    _check(
         "rows", "a row with its epilogue has the same bits in any batch", trials.forward,
         "every position, cuts, garbage rows, permutations, runs under load; both roundings, and two layers",
     ),
-    Trial(
+    _check(
         "activations", "an activation has the same bits at any place in a tensor", _activations,
         "every activation, float32, rows alone and in a batch of 100 x 201",
         cpu_only="on a GPU a part of the kernels, which the other checks run",
     ),
-    Trial(
+    _check(
         "dX", "the input's gradient has the forward's contract", trials.input_gradient,
         "every position, cuts, garbage rows, permutations, runs under load; one layer and two",
     ),
-    Trial(
+    _check(
         "dW, db", "micro-batches cut at chunks have the bits of one pass", trials.micro_batches,
         "cuts at multiples of the chunk into main_grad, trailing zeros, runs under load; one layer and two",
     ),
-    Trial(
+    _check(
         "dropout", "the mask is that of (seed, row, column), in the backward too", _dropout,
         "1 .. {most} rows, a tenth to nine tenths dropped",
     ),
-    Trial(
+    _check(
         "eager rounding",
         "isogemm.mm followed by torch's operations (on the CPU with isogemm's own exp, erf and tanh), bit for bit",
         _eager, "activations, scales, addends and residuals",
     ),
-    Trial(
+    _check(
         "accuracy", "the error is at most twice that of torch's operations and one ulp", _accuracy,
         "results, dX, dW and db against fp64, one layer and two; 4x torch's error for fp32 of 16-bit inputs, "
         "tf32x3 and fp32 gradients",
     ),
 )  # fmt: skip
-
-CHECKS = tuple(each.check(Setting) for each in TRIALS)
