@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from isogemm.core.tables import Table
-from isogemm.tuning import common as parallel
+from isogemm.verify.parallel import retried_in_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 _LONG = 6  # values of a config above which it gets a name, so that a step stays short
@@ -65,7 +65,7 @@ def source(command: str, arch: str, table: Table, model: Mapping[Any, Any] | Non
 def compile_ahead(compile_one: Callable[[Any], str], jobs: list[Any], workers: int) -> list[str]:
     """Compile in parallel; say how long it took, and what failed."""
     begun = time.perf_counter()
-    results = parallel.compile_ahead(compile_one, jobs, workers)
+    results = retried_in_processes(compile_one, jobs, workers)
     failures = [failure for failure in results if failure]
     print(f"compiled {len(jobs)} kernels in {time.perf_counter() - begun:.0f} s, {len(failures)} failed", flush=True)
     for failure in failures[:5]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any, ParamSpec
+from typing import Any
 
 from isogemm.bench import summary
 from isogemm.bench.ceilings import Ceilings
@@ -16,13 +15,11 @@ from isogemm.bench.extras import need
 from isogemm.bench.store import Row
 from isogemm.bench.views import FamilyView, number_type
 
-_P = ParamSpec("_P")
-
 INK, MUTED, LINE, BAD = "#1a1f26", "#616b78", "#e1e5ea", "#c02b3c"
 SERIES = ("#2563eb", "#d9730d", "#16885a", "#8b46c9", "#c7305f", "#0e7c93")  # of categories
 _RAMP = ("#86b4f5", "#0b2c66")  # of ordered values, the faintest first
 
-STYLE: dict[str, Any] = {  # for matplotlib's rc_context
+STYLE: dict[str, Any] = {  # for matplotlib's rc_context, until a figure is written
     "svg.fonttype": "none", "font.size": 8.0, "text.color": INK,
     "axes.labelcolor": MUTED, "axes.edgecolor": LINE, "axes.axisbelow": True,
     "axes.spines.top": False, "axes.spines.right": False, "grid.color": LINE, "grid.linewidth": 0.6,
@@ -31,15 +28,6 @@ STYLE: dict[str, Any] = {  # for matplotlib's rc_context
 
 _WIDTH = 6.0  # inches
 _TICK_STEPS = ((10, (1, 1.5, 2, 3, 4, 6, 8)), (30, (1, 2, 3, 5)), (1000, (1, 3)), (math.inf, (1,)))
-
-
-def _styled(draw: Callable[_P, str]) -> Callable[_P, str]:
-    @wraps(draw)
-    def styled(*args: _P.args, **kwargs: _P.kwargs) -> str:
-        with need("matplotlib").rc_context(STYLE):
-            return draw(*args, **kwargs)
-
-    return styled
 
 
 def series_colour(index: int) -> str:
@@ -55,7 +43,6 @@ def ramp_colours(values: Sequence[int | str]) -> dict[int | str, str]:
     return {value: colours.to_hex(ramp(i / steps)) for i, value in enumerate(values)}
 
 
-@_styled
 def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
     """A line per shape, a dot per column value: speed-up over torch, and the fraction of the roof that was reached."""
     shapes = summary.shapes(rows, view)
@@ -98,7 +85,6 @@ def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
     return canvas.svg(f"speed-up {view.family} {rows[0].gpu} {view.group_label(rows[0].op, rows[0].params)}")
 
 
-@_styled
 def steps(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
     """A line per training step, a dot per variant: time, with a tick at the arithmetic's, and peak memory."""
     canvas, left, right = _two_panels([view.shape_label(row.params) for row in rows])
@@ -131,7 +117,6 @@ def step_variants(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row.times_us))
 
 
-@_styled
 def roofline(rows: Sequence[Row], view: FamilyView, bytes_per_s: float, flops_per_s: Mapping[str, float]) -> str:
     """Achieved rate over arithmetic intensity, under the measured roofs; larger dots are larger batches."""
     points = [row for row in rows if row.flops and row.bytes]

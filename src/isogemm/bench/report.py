@@ -107,6 +107,8 @@ def _device(gpu: str, rows: Sequence[Row], views: Sequence[FamilyView]) -> dict[
 
 def _family(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> dict[str, Any]:
     speed = summary.speedups(rows)
+    with need("matplotlib").rc_context(plots.STYLE):
+        drawn = _plots(rows, view, limits)
     return {
         "title": view.title,
         "speed": speed,
@@ -114,7 +116,7 @@ def _family(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) ->
         "best": "" if speed is None else plots.point_label(speed.best, view),
         "bandwidth": cells.bandwidth_cell(rows, view, limits).text,
         "headline": _headline(rows, view, limits),
-        "plots": _plots(rows, view, limits),
+        "plots": drawn,
         "points": _points(rows, limits),
     }
 

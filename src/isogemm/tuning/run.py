@@ -18,11 +18,10 @@ from isogemm.core import plan, tuned
 from isogemm.gemm import configs, selection
 from isogemm.gemm.configs import Config
 from isogemm.tuning import gemm
-from isogemm.tuning.common import compile_ahead
 from isogemm.tuning.gemm import Job, Measured, Point
 from isogemm.tuning.report import Report, Row
 from isogemm.tuning.weights import Weight
-from isogemm.verify.parallel import process_count
+from isogemm.verify.parallel import process_count, retried_in_processes
 
 TOKENS = (1, 4096, 64, 512, 16, 2048, 256, 8192, 128, 1024)  # most useful first: a run may end early
 FEWEST_BACKWARD = 256  # least of TOKENS at which gradients are measured
@@ -138,7 +137,7 @@ def on_current_gpu(points: Sequence[Point], seconds: float | None, progress: Pro
 
     def precompile(jobs: Sequence[Job]) -> None:
         processes = process_count(len(jobs), torch.device("cuda", index), _PROCESS_BYTES)
-        compile_ahead(functools.partial(gemm.precompile, index=index), jobs, processes)
+        retried_in_processes(functools.partial(gemm.precompile, index=index), jobs, processes)
 
     return Run(points, gemm.Bench().measure, precompile, math.inf if seconds is None else seconds, progress)
 
