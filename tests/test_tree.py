@@ -30,11 +30,9 @@ ELSEWHERE = {
     "bench/ceilings.py": "measures a GPU; tests/cli/test_cli.py replaces it",
     "bench/extras.py": "tests/bench/test_report.py",
     "bench/plots.py": "tests/bench/test_report.py",
-    "bench/summary.py": "tests/bench/figures/test_tables.py",
     "cli/*.py": "tests/cli/test_cli.py runs each command",
     "training/benchmark.py": "tests/training/test_command.py: --compare",
     "training/checkpoints.py": "tests/training/test_folder.py and test_loop.py",
-    "training/plots.py": "tests/training/test_report.py",
     "training/results.py": "tests/training/test_folder.py",
 }
 

@@ -10,30 +10,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from isogemm.bench import summary
-from isogemm.bench.cells import markdown
 from isogemm.bench.headline import COLUMNS, MEANING, Recorded
 from isogemm.bench.store import Row, newest
+from isogemm.bench.summary import markdown
 from isogemm.bench.views import number_type
 
 Environment = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """isogemm's speed-up over something else: geometric mean and range of a set of points."""
-
-    what: str
-    against: str
-    speedup: float
-    least: float
-    most: float
-    points: int
-
-    @property
-    def cells(self) -> list[str]:
-        """A table line with COLUMNS."""
-        span = f"{self.least:.2f}x to {self.most:.2f}x" if self.points > 1 else ""
-        return [self.what, self.against, f"{self.speedup:.2f}x", span, str(self.points)]
+Figure = list[str]  # a table line with COLUMNS
 
 
 @dataclass(frozen=True)
@@ -89,9 +72,9 @@ LINES = (
 
 
 def figure(what: str, against: str, ratios: Sequence[float]) -> Figure:
-    """The figure of some ratios, with digits enough that a table rounds it as it would the ratios."""
-    mean, least, most = (round(each, 9) for each in (summary.geomean(ratios), min(ratios), max(ratios)))
-    return Figure(what, against, mean, least, most, len(ratios))
+    """Geometric mean and range of isogemm's speed-ups over something else."""
+    span = f"{min(ratios):.2f}x to {max(ratios):.2f}x" if len(ratios) > 1 else ""
+    return [what, against, f"{summary.geomean(ratios):.2f}x", span, str(len(ratios))]
 
 
 def recorded(rows: Iterable[Row], more: Iterable[tuple[Figure, Environment]] = ()) -> list[Recorded]:
@@ -109,7 +92,7 @@ def recorded(rows: Iterable[Row], more: Iterable[tuple[Figure, Environment]] = (
         figures = [*(line.figure(points) for line, points in lines), *(each for each, _ in others)]
         environments = [*(row.env for _, points in lines for row in points), *(env for _, env in others)]
         if figures:
-            made.append(Recorded(gpu, _source(gpu, environments), [each.cells for each in figures]))
+            made.append(Recorded(gpu, _source(gpu, environments), figures))
     return made
 
 

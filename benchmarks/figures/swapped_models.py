@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from figures.tables import source
-from isogemm.bench.cells import markdown
+from isogemm.bench.summary import markdown
 
 _MEASURED = (("train", "wall", "training step"), ("decode", "host", "decoded token, host"))
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 
 from isogemm.bench import ceilings, summary
-from isogemm.bench.cells import cell, headline_cells, in_torchs_place, markdown, memory_text, ratio_cell
 from isogemm.bench.store import Row, newest
+from isogemm.bench.summary import cell, headline_cells, in_torchs_place, markdown, memory_text, ratio_cell
 from isogemm.bench.views import FamilyView, number_type, view_of
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from isogemm.core import files
 from isogemm.core.tables import Table
 from isogemm.verify.parallel import retried_in_processes
 
@@ -30,9 +31,7 @@ def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    files.append(path, json.dumps(row))
 
 
 def source(command: str, arch: str, table: Table, model: Mapping[Any, Any] | None = None) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from figures import training
-from isogemm.training import plots, report, results
+from isogemm.training import report, results
 from isogemm.training.loop import Plan
 from isogemm.training.results import Record
 
@@ -42,7 +42,7 @@ def test_a_section_has_the_table_and_both_plots(made, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.setattr(report, "svg", lambda figure, name: str(matplotlib.rcParams["font.size"]))
     (section,) = report.sections([made])
-    size = str(plots.STYLE["font.size"])
+    size = str(report.STYLE["font.size"])
     assert [(plot.title, plot.svg) for plot in section.plots] == [("losses", size), ("forecast", size)]
     assert section.title == "Training run: reference"
 
@@ -57,8 +57,8 @@ def test_the_ticks_of_the_plots_have_labels(made, shortest, longest):
     seconds = [{"train_s": shortest, "val_s": 0.0}, {"train_s": longest - shortest, "val_s": 0.0}]
     errors = [{"train_mse": shortest, "val_mse": longest}] * 2
     record = {**made, "epochs": [{**epoch, **one, **two} for one, two in zip(seconds, errors, strict=True)]}
-    with matplotlib.rc_context(plots.STYLE):
-        figure = plots.losses([record] * 2)
+    with matplotlib.rc_context(report.STYLE):
+        figure = report.losses([record] * 2)
         FigureCanvasAgg(figure).draw()
     by_epoch, by_time = figure.axes
     for axis, limits in ((by_epoch.yaxis, by_epoch.get_ylim()), (by_time.xaxis, by_time.get_xlim())):

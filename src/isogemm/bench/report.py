@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from isogemm.bench import ceilings, cells, demo, headline, plots, summary
-from isogemm.bench.cells import Cell
+from isogemm.bench import ceilings, demo, headline, plots, summary
 from isogemm.bench.extras import need
 from isogemm.bench.store import Row, newest
+from isogemm.bench.summary import Cell
 from isogemm.bench.views import FamilyView, view_of
 from isogemm.core import files
 from isogemm.core.files import AnyPath
@@ -114,7 +114,7 @@ def _family(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) ->
         "speed": speed,
         "worst": "" if speed is None else plots.point_label(speed.worst, view),
         "best": "" if speed is None else plots.point_label(speed.best, view),
-        "bandwidth": cells.bandwidth_cell(rows, view, limits).text,
+        "bandwidth": summary.bandwidth_cell(rows, view, limits).text,
         "headline": _headline(rows, view, limits),
         "plots": drawn,
         "points": _points(rows, limits),
@@ -151,7 +151,7 @@ def _headline(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) 
     names += [f"{view.peer_label(peer)} (min)" for peer in summary.peers(rows)]
     names += ["of copy bandwidth", "peak memory", "CPU time per call"]
     return _without_empty(
-        Table(names, [[label, *rest] for label, _, *rest in cells.headline_cells(rows, view, limits)])
+        Table(names, [[label, *rest] for label, _, *rest in summary.headline_cells(rows, view, limits)])
     )
 
 
@@ -166,14 +166,14 @@ def _points(rows: Sequence[Row], limits: ceilings.Ceilings) -> Table:
 
     columns: Columns = [
         ("op", lambda row: Cell(row.op)),
-        *by_name("params", "", lambda value: cells.cell(value, "") if isinstance(value, int) else Cell(value or "")),
+        *by_name("params", "", lambda value: summary.cell(value, "") if isinstance(value, int) else Cell(value or "")),
         *by_name("times_us", " us", _times),
-        ("speed-up", lambda row: cells.ratio_cell(row.speedup)),
+        ("speed-up", lambda row: summary.ratio_cell(row.speedup)),
         ("GB/s", lambda row: _figure(row.bytes_per_s / 1e9)),
-        ("of copy", lambda row: cells.cell(limits.bandwidth_fraction(row), ".0%")),
+        ("of copy", lambda row: summary.cell(limits.bandwidth_fraction(row), ".0%")),
         ("GFLOP/s", lambda row: _figure(row.flops_per_s / 1e9)),
         *by_name("cpu_us", " CPU us", _times),
-        *by_name("error", " error", lambda value: cells.cell(value, ".1e")),
+        *by_name("error", " error", lambda value: summary.cell(value, ".1e")),
         *by_name("info", "", lambda value: Cell(value or "")),
     ]
     return _without_empty(Table([name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows]))
@@ -188,7 +188,7 @@ def _environments(rows: Sequence[Row]) -> Table:
     lines = []
     for values, dates in seen.items():
         span = " to ".join(dict.fromkeys((min(dates), max(dates))))
-        lines.append([*map(Cell, (*values, span)), cells.cell(len(dates), "")])
+        lines.append([*map(Cell, (*values, span)), summary.cell(len(dates), "")])
     return Table([*facts, "measured", "rows"], lines)
 
 

@@ -16,7 +16,7 @@ import torch
 from isogemm.bench import runner
 from isogemm.cli.common import FAILED, INTERRUPTED, OK, UsageError, describe, find_device, in_words, values_as_usage
 from isogemm.cli.terminal import STANDARD_OUTPUT, Terminal
-from isogemm.training import folder, loop, plots, results, world
+from isogemm.training import folder, loop, report, results, world
 from isogemm.training.series import Series, read_csv, synthetic
 from isogemm_options import BACKENDS, PRESETS, Architecture, Config
 
@@ -184,8 +184,8 @@ def _prefixed(prefix: str, progress: runner.Progress) -> runner.Progress:
 def _show_training(records: Sequence[results.Record], out: Path, terminal: Terminal, device: str) -> None:
     written, unplotted = [out / folder.RESULTS], ""
     try:  # before the tables: whoever reads those may stop
-        for name, draw in plots.PLOTS.items():
-            written += plots.save(out / name, draw, records)
+        for name, draw in report.PLOTS.items():
+            written += report.save(out / name, draw, records)
     except ModuleNotFoundError as error:
         unplotted = f"no plots: {error}"
     for record in records:
