@@ -11,6 +11,7 @@ from typing import Any
 
 from isogemm.bench import ceilings, demo, headline, plots, summary
 from isogemm.bench.extras import need
+from isogemm.bench.plots import Plot
 from isogemm.bench.store import Row, newest
 from isogemm.bench.summary import Cell
 from isogemm.bench.views import FamilyView, view_of
@@ -25,22 +26,6 @@ Columns = list[tuple[str, Callable[[Row], Cell]]]  # names, and the cell of a po
 class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-
-
-@dataclass(frozen=True)
-class Key:
-    """An entry of a plot's legend."""
-
-    text: str
-    colour: str = ""
-    mark: str = "dot"  # or "line"
-
-
-@dataclass(frozen=True)
-class Plot:
-    title: str
-    svg: str
-    keys: list[Key]
 
 
 @dataclass(frozen=True)
@@ -107,8 +92,6 @@ def _device(gpu: str, rows: Sequence[Row], views: Sequence[FamilyView]) -> dict[
 
 def _family(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> dict[str, Any]:
     speed = summary.speedups(rows)
-    with need("matplotlib").rc_context(plots.STYLE):
-        drawn = _plots(rows, view, limits)
     return {
         "title": view.title,
         "speed": speed,
@@ -116,33 +99,21 @@ def _family(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) ->
         "best": "" if speed is None else plots.point_label(speed.best, view),
         "bandwidth": summary.bandwidth_cell(rows, view, limits).text,
         "headline": _headline(rows, view, limits),
-        "plots": drawn,
+        "plots": _plots(rows, view, limits),
         "points": _points(rows, limits),
     }
 
 
 def _plots(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> list[Plot]:
     made = []
-    if limits.bytes_per_s is not None and any(row.flops and row.bytes for row in rows):
-        keys = []
-        for index, number in enumerate(plots.number_types(rows)):
-            rate = limits.flops_per_s.get(number)
-            roof = f"{summary.rate_text(rate)} roof" if rate else "compute roof not measured"
-            keys.append(Key(f"{number or 'points'} ({roof})", plots.series_colour(index)))
-        keys.append(Key(f"copy bandwidth {limits.bytes_per_s / 1e9:.0f} GB/s", plots.MUTED, "line"))
-        if len(summary.columns(rows, view)) > 1:
-            keys.append(Key(f"larger dot: larger {view.column}"))
-        made.append(Plot("Roofline", plots.roofline(rows, view, limits.bytes_per_s, limits.flops_per_s), keys))
-    for label, group in summary.by_group(rows, view).items():
-        if summary.speedups(group) is None:
-            continue
-        ramp = plots.ramp_colours(summary.columns(group, view))
-        keys = [Key(f"{view.column} {value}", colour) for value, colour in ramp.items() if value != ""]
-        made.append(Plot(label, plots.speedup(group, view, limits), keys))
-        if view.steps:
-            keys = [Key(name, plots.series_colour(i)) for i, name in enumerate(plots.step_variants(group))]
-            keys.append(Key("tick: the arithmetic at a matmul's rate"))
-            made.append(Plot(f"{label}: time and memory", plots.steps(group, view, limits), keys))
+    with need("matplotlib").rc_context(plots.STYLE):
+        if limits.bytes_per_s is not None and any(row.flops and row.bytes for row in rows):
+            made.append(plots.roofline(rows, view, limits.bytes_per_s, limits.flops_per_s))
+        for group in summary.by_group(rows, view).values():
+            if summary.speedups(group) is not None:
+                made.append(plots.speedup(group, view, limits))
+                if view.steps:
+                    made.append(plots.steps(group, view, limits))
     return made
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from isogemm.bench import plots as bench
 from isogemm.bench.extras import need
-from isogemm.bench.plots import INK, MUTED, SERIES, svg
-from isogemm.bench.report import Plot, Section, Table
+from isogemm.bench.plots import INK, MUTED, SERIES, Plot, svg
+from isogemm.bench.report import Section, Table
 from isogemm.bench.summary import Cell
 from isogemm.core import files
 from isogemm.core.files import AnyPath

@@ -99,7 +99,8 @@ class Run:
                 try:
                     chosen[point] = _candidates(point)
                 except ValueError as error:  # nothing is legal
-                    self._skip(point, str(error))
+                    self.skipped.append(f"{point}: {error}")
+                    self._visited += 1
             if self.clock() >= end:
                 return
             jobs = {key: job for key, job in gemm.jobs(chosen).items() if key not in compiled}
@@ -123,10 +124,6 @@ class Run:
         self.rows.append(row)
         kept = {point.key: ((point.tokens, astuple(row.after)),)}
         self.path = tuned.keep("gemm", point.gpu, kept)
-
-    def _skip(self, point: Point, reason: str) -> None:
-        self.skipped.append(f"{point}: {reason}")
-        self._visited += 1
 
 
 def on_current_gpu(points: Sequence[Point], seconds: float | None, progress: Progress) -> Run:

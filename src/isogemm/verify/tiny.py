@@ -150,24 +150,22 @@ def largest_errors(a: Tensor, b: Tensor, precision: str) -> dict[str, float]:
     return errors
 
 
-_NO_CPU = "not on a GPU: torch.bmm serves, which promises nothing about bits"
-
-_check = partial(Check, Setting)
+_check = partial(Check, Setting, gpu_only="not on a GPU: torch.bmm serves, which promises nothing about bits")
 
 CHECKS = (
     _check(
         "batch invariance", "a matrix has the same bits in any batch, at any position", _batch_invariance,
-        "batch 2 in 3 .. 65536, any position", gpu_only=_NO_CPU,
+        "batch 2 in 3 .. 65536, any position",
     ),
     _check(
-        "run to run", "a call has the same bits every time", _run_to_run, "4 runs, other work beside", gpu_only=_NO_CPU
+        "run to run", "a call has the same bits every time", _run_to_run, "4 runs, other work beside"
     ),
     _check(
         "any tile", "every configuration of a kernel gives the same bits", _any_tile,
-        "two other tiles of each kernel; in ieee, both kernels", gpu_only=_NO_CPU,
+        "two other tiles of each kernel; in ieee, both kernels",
     ),
     _check(
         "accuracy", "the error is at most twice torch's and one ulp", _accuracy,
-        "twice torch's error and one ulp, against fp64", gpu_only=_NO_CPU,
+        "twice torch's error and one ulp, against fp64",
     ),
 )  # fmt: skip
