@@ -162,8 +162,8 @@ def roofline(rows: Sequence[Row], view: FamilyView, bytes_per_s: float, flops_pe
     axes.grid()
     keys = []
     for number, colour in colours.items():
-        roof = f"{summary.rate_text(roofs[number])} roof" if number in roofs else "compute roof not measured"
-        keys.append(Key(f"{number or 'points'} ({roof})", colour))
+        reached = f"{summary.rate_text(roofs[number])} roof" if number in roofs else "compute roof not measured"
+        keys.append(Key(f"{number or 'points'} ({reached})", colour))
     keys.append(Key(f"copy bandwidth {bytes_per_s / 1e9:.0f} GB/s", MUTED, "line"))
     if len(columns) > 1:
         keys.append(Key(f"larger dot: larger {view.column}"))

@@ -268,8 +268,7 @@ def _speed_table(rows: Sequence[Row], terminal: Terminal) -> None:
 
 def _failure_table(failures: Sequence[runner.Failure], terminal: Terminal) -> int:
     """Show the cases that could not be measured; return the exit status."""
-    lines = [[failure.label, failure.stage, failure.message] for failure in failures]
-    terminal.table("Failures", ["case", "stage", "message"], lines)
+    terminal.table("Failures", ["case", "stage", "message"], failures)
     return FAILED if failures else OK
 
 
