@@ -5,10 +5,19 @@ import torch
 
 from isogemm.core import device as devices
 from isogemm.verify import checks, encoder, fused, gemm, tiny
-from isogemm.verify.checks import Check, CheckResult, run_trials
+from isogemm.verify.checks import Check, CheckResult
 from isogemm.verify.compare import compare_bits
 
-CUDA = torch.device("cuda", 0)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def run(count, trial):
+    """Run a check of this trial on one thread."""
+
+    def setting(seed, device):
+        return SimpleNamespace(seed=seed, device=device, threads=1)
+
+    return Check(setting, "rows", "a row is a row", trial, "four rows").run(CPU, count)
 
 
 def test_result_states():
@@ -20,42 +29,41 @@ def test_result_states():
     assert skipped.skipped == "no GPU"
 
 
-def test_run_trials_counts_and_keeps_the_first_failure():
+def test_a_check_counts_and_keeps_the_first_failure():
     ones = torch.ones(4)
 
-    def trial(seed):
+    def trial(each):
         yield compare_bits(ones, ones)
-        if seed == 1:
+        if each.seed == 1:
             yield compare_bits(ones, torch.tensor([1.0, 2.0, 1.0, 2.0]))
             yield compare_bits(ones, torch.zeros(4))
-        if seed == 2:
+        if each.seed == 2:
             raise ValueError("no such config")
 
-    result = run_trials("rows", 4, trial, covered="four rows")
+    result = run(4, trial)
     assert (result.trials, result.failures, result.differing) == (4, 2, 6)
     assert not result.passed
     assert result.detail.startswith("trial 1: 2 of 4 elements differ (50.00%), first at (1,)")
 
 
-def test_run_trials_reports_exceptions_and_mismatches():
-    def raising(seed):
-        if seed == 1:
+def test_a_check_reports_exceptions_and_mismatches():
+    def raising(each):
+        if each.seed == 1:
             raise AssertionError("seed is one")
+        yield from ()
 
-    result = run_trials("rows", 3, raising)
+    result = run(3, raising)
     assert (result.failures, result.differing) == (1, 0)
     assert result.detail == "trial 1: AssertionError: seed is one"
-    mismatch = run_trials("rows", 1, lambda seed: [compare_bits(torch.ones(2), torch.ones(3))])
+    mismatch = run(1, lambda each: iter([compare_bits(torch.ones(2), torch.ones(3))]))
     assert not mismatch.passed
     assert "shape (3,)" in mismatch.detail
 
 
-def test_check_runs():
-    setting = SimpleNamespace(device=torch.device("cpu"), threads=1)
-    check = Check(lambda seed, device: setting, "ones", "one is one", lambda each: iter(()), "all")
-    result = check.run(torch.device("cpu"), 2)
+def test_a_check_without_failure_says_what_was_covered():
+    result = run(2, lambda each: iter(()))
     assert result.passed
-    assert result.detail == "all; 1 threads"
+    assert result.detail == "four rows; 1 threads"
 
 
 @pytest.mark.parametrize("module", [gemm, fused, tiny, encoder], ids=lambda module: module.__name__)

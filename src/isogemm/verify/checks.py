@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -49,7 +49,7 @@ class Check:
     cpu_only: str = ""
 
     def run(self, device: torch.device, count: int) -> CheckResult:
-        """Run the trials of the first `count` seeds."""
+        """Run the trials of the first `count` seeds. One fails when a comparison is unequal or when it raises."""
         gpu = device.type == "cuda"
         reason = usable(devices.facts(device).arch) or self.cpu_only if gpu else self.gpu_only
         if reason:
@@ -58,7 +58,21 @@ class Check:
         if not gpu:
             threads = sorted({self.setting(seed, device).threads for seed in range(count)})
             covered += f"; {', '.join(map(str, threads))} threads"
-        return run_trials(self.name, count, lambda seed: self._diffs(self.setting(seed, device)), covered=covered)
+        failures = differing = 0
+        first_failure = ""
+        for seed in range(count):
+            problem = ""
+            try:
+                for diff in self._diffs(self.setting(seed, device)):
+                    if not diff.equal:
+                        differing += diff.count
+                        problem = problem or str(diff)
+            except Exception as error:  # a check reports what went wrong, whatever it is
+                problem = problem or f"{type(error).__name__}: {error}"
+            if problem:
+                failures += 1
+                first_failure = first_failure or f"trial {seed}: {problem}"
+        return CheckResult(self.name, count, failures, differing, detail=first_failure or covered)
 
     def _diffs(self, each: Any) -> Iterator[BitDiff]:
         before = torch.get_num_threads()
@@ -69,31 +83,6 @@ class Check:
                 yield from self.trial(each)
         finally:
             torch.set_num_threads(before)
-
-
-def run_trials(
-    name: str, count: int, trial: Callable[[int], Iterable[BitDiff] | None], *, covered: str = ""
-) -> CheckResult:
-    """Call `trial(0)`, `trial(1)`, ...: the argument serves as the seed.
-
-    A trial returns (or yields) its bitwise comparisons; it fails when one is unequal or when it raises, and
-    the rest still run. `covered` is the detail of a check without failure.
-    """
-    failures = differing = 0
-    first_failure = ""
-    for seed in range(count):
-        problem = ""
-        try:
-            for diff in trial(seed) or ():
-                if not diff.equal:
-                    differing += diff.count
-                    problem = problem or str(diff)
-        except Exception as error:  # a check reports what went wrong, whatever it is
-            problem = problem or f"{type(error).__name__}: {error}"
-        if problem:
-            failures += 1
-            first_failure = first_failure or f"trial {seed}: {problem}"
-    return CheckResult(name, count, failures, differing, detail=first_failure or covered)
 
 
 def compile_ahead(module: ModuleType, device: torch.device, count: int) -> None:
