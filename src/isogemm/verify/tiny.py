@@ -38,18 +38,11 @@ class Setting:
 
     def operands(self, batch: int, kind: str = "") -> tuple[Tensor, Tensor]:
         """A [batch, m, k] and B [batch, k, n] of this kind of data, a random one by default."""
+        shapes = (batch, self.m, self.k), (batch, self.k, self.n)
         kind = kind or self.rng.choice(DATA_KINDS)
-        return operands(batch, self.m, self.n, self.k, self.dtype, self.layout, self.device, self.seed, kind)
-
-
-def operands(
-    batch: int, m: int, n: int, k: int, dtype: torch.dtype, layout: str, device: torch.device, seed: int,
-    kind: str = "normal",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """A [batch, m, k] and B [batch, k, n]; t in `layout` for a transposed view."""
-    made = make_operands(kind, (batch, m, k), (batch, k, n), seed=seed, dtype=dtype, device=device)
-    a, b = (x.mT.contiguous().mT if letter == "t" else x for x, letter in zip(made, layout, strict=True))
-    return a, b
+        made = make_operands(kind, *shapes, seed=self.seed, dtype=self.dtype, device=self.device)
+        a, b = (x.mT.contiguous().mT if letter == "t" else x for x, letter in zip(made, self.layout, strict=True))
+        return a, b
 
 
 def _products(a: Tensor, b: Tensor, precision: str) -> dict[str, Tensor]:
