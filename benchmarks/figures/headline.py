@@ -14,6 +14,8 @@ from isogemm.bench.headline import COLUMNS, MEANING, Recorded
 from isogemm.bench.store import Row, newest
 from isogemm.bench.summary import markdown
 from isogemm.bench.views import number_type
+from isogemm.training import report, results
+from isogemm.training.results import Record
 
 Environment = Mapping[str, str]
 Figure = list[str]  # a table line with COLUMNS
@@ -75,6 +77,18 @@ def figure(what: str, against: str, ratios: Sequence[float]) -> Figure:
     """Geometric mean and range of isogemm's speed-ups over something else."""
     span = f"{min(ratios):.2f}x to {max(ratios):.2f}x" if len(ratios) > 1 else ""
     return [what, against, f"{summary.geomean(ratios):.2f}x", span, str(len(ratios))]
+
+
+def of_training(records: Iterable[Record]) -> list[tuple[Figure, Environment]]:
+    """Headline figures: isogemm's speed in training over torch.compile's, with the run's environment."""
+    made = []
+    for preset, runs in report.by_preset(records).items():
+        by_backend = {each["run"]["backend"]: each for each in reversed(runs)}
+        ours, rival = (by_backend.get(name) for name in ("isogemm", "compile"))
+        if ours is not None and rival is not None:
+            what = f"PatchTST, training run of {len(ours['epochs'])} epochs ({preset})"
+            made.append((figure(what, COMPILED, [results.speedup(ours, rival)]), ours["env"]))
+    return made
 
 
 def recorded(rows: Iterable[Row], more: Iterable[tuple[Figure, Environment]] = ()) -> list[Recorded]:

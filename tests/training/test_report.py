@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from figures import training
+from figures import tables
 from isogemm.training import report, results
 from isogemm.training.loop import Plan
 from isogemm.training.results import Record
@@ -32,7 +32,7 @@ def test_runs_are_compared_that_differ_in_the_backend_alone(made):
     ]
     torchs = changed(made, commit="c")
     assert report.by_preset([old, *others, torchs, ours]) == {"reference": [torchs, ours]}
-    table = training.tables([old, *others, torchs, ours])["training-reference"]
+    table = tables.training([old, *others, torchs, ours])["training-reference"]
     assert table.startswith("x: torch x, triton x, driver x, commit c and b, x.")
     assert "over torch" in table
 
