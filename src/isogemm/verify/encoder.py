@@ -17,10 +17,9 @@ from isogemm.verify import trials
 from isogemm.verify.checks import Check
 from isogemm.verify.compare import BitDiff, compare_bits
 from isogemm.verify.encoder_reference import ENCODER_SHAPES, EncoderShape, encoder_parameters
-from isogemm.verify.fused import training_step
 from isogemm.verify.inputs import make_data, with_layout
 from isogemm.verify.precision import fp32_precision
-from isogemm.verify.trials import Rows, Trained
+from isogemm.verify.trials import Rows, Trained, training_step
 
 LONGEST = 128  # tokens of a padded sequence
 _CPU_SHAPES = tuple(
@@ -105,9 +104,7 @@ class Setting(trials.Setting):
         self, x: Tensor, mask: Tensor | None, grad: Tensor, params: EncoderParameters
     ) -> Sequence[Tensor]:
         """Return the result and dx."""
-        x = x.detach().requires_grad_()
-        out = self.layer(x, mask, params)
-        return out.detach(), torch.autograd.grad(out, x, grad)[0]
+        return training_step(lambda x: self.layer(x, mask, params), [x], grad)
 
     def forward(self, m: int) -> tuple[Tensor, list[Rows]]:
         params = self.parameters()

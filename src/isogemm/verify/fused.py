@@ -22,7 +22,7 @@ from isogemm.verify.checks import NO_TILES, Check
 from isogemm.verify.compare import BitDiff, compare_bits
 from isogemm.verify.errors import assert_no_worse_than_torch, scaled_error
 from isogemm.verify.inputs import make_data, with_layout
-from isogemm.verify.trials import Rows, Trained, torch_product
+from isogemm.verify.trials import Rows, Trained, torch_product, training_step
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
@@ -268,14 +268,13 @@ class Setting(trials.Setting):
         widest = max(self.n, self.k)
 
         def of_layer(rows: Tensor) -> Tensor:
-            tokens = self.tokens_of(rows)
-            tokens = tokens._replace(x=tokens.x.requires_grad_())
-            out = layer.isogemm(tokens, precision=self.asked)
-            return torch.autograd.grad(out, tokens.x, rows[:, -widest:][:, : self.n])[0]
+            tokens, grad = self.tokens_of(rows), rows[:, -widest:][:, : self.n]
+            ours = functools.partial(layer.isogemm, precision=self.asked)
+            return training_step(lambda x: ours(tokens._replace(x=x)), [tokens.x], grad)[1]
 
         def of_mlp(rows: Tensor) -> Tensor:
-            x = self.tokens_of(rows).x.requires_grad_()
-            return torch.autograd.grad(self._mlp(layer, down, x), x, rows[:, -widest:][:, : self.k])[0]
+            x, grad = self.tokens_of(rows).x, rows[:, -widest:][:, : self.k]
+            return training_step(lambda x: self._mlp(layer, down, x), [x], grad)[1]
 
         ways: list[Rows] = [of_layer, of_mlp] if self.activation else [of_layer]
         return self.packed(x, self.normal(m, widest, seed=9)), ways
@@ -398,13 +397,6 @@ def _assert_as_torch(
     factor = 4 if each.dtype == torch.float32 else 2  # the order of fp32 sums alone makes more than twice, at times
     for name, *results in zip(names, found, torchs, exact, strict=True):
         assert_largest_error(*results, factor=factor, what=f"{each.called}, {name}")
-
-
-def training_step(function: Callable[..., Tensor], operands: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-    """Return the result and every operand's gradient."""
-    leaves = [operand.detach().requires_grad_() for operand in operands]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 def assert_largest_error(found: Tensor, torchs: Tensor, exact: Tensor, *, factor: float = 2, what: str) -> None:

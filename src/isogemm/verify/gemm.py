@@ -16,7 +16,7 @@ from isogemm.verify.checks import NO_TILES, Check
 from isogemm.verify.compare import BitDiff, compare_bits
 from isogemm.verify.errors import assert_no_worse_than_torch, scaled_error
 from isogemm.verify.inputs import make_data, with_layout
-from isogemm.verify.trials import Rows, Trained, torch_product
+from isogemm.verify.trials import Rows, Trained, torch_product, training_step
 
 
 class Setting(trials.Setting):
@@ -47,9 +47,9 @@ class Setting(trials.Setting):
             return op.product(with_layout(grad, self.layouts[0]), weight, None, self.wide, self.asked)
 
         def backward(grad: Tensor) -> Tensor:
-            x = torch.ones((len(grad), self.k), dtype=self.dtype, device=self.device, requires_grad=True)
-            out = linear(x, weight, precision=self.asked)
-            return torch.autograd.grad(out, x, with_layout(grad, self.layouts[0]))[0]
+            x = torch.ones((len(grad), self.k), dtype=self.dtype, device=self.device)
+            grad = with_layout(grad, self.layouts[0])
+            return training_step(lambda x: linear(x, weight, precision=self.asked), [x], grad)[1]
 
         return grad, [product, backward]
 
@@ -121,12 +121,10 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
     x, b = each.operands(m, each.k, each.n)
     grad = make_data(each.kind, (m, each.n), seed=each.seed, dtype=each.dtype, device=each.device)
     inputs = [with_layout(x, each.layouts[0]), with_layout(b.mT, each.layouts[1]), each.normal(each.n)]
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    out = linear(*leaves, precision=each.asked)
-    dx, dw, db = torch.autograd.grad(out, leaves, grad)
+    out, dx, dw, db = training_step(lambda *leaves: linear(*leaves, precision=each.asked), inputs, grad)
     wide = linear(*inputs, out_dtype=each.wide, precision=each.asked)
     x, weight, bias = inputs
-    assert_accurate(out.detach(), x, weight.mT, precision, bias=bias, what="forward")
+    assert_accurate(out, x, weight.mT, precision, bias=bias, what="forward")
     assert_accurate(wide, x, weight.mT, precision, bias=bias, what="forward to fp32")
     assert_accurate(dx, grad, weight, precision, what="dX")
     assert_accurate(dw, grad.mT, x, precision, what="dW")

@@ -226,6 +226,13 @@ def gradients(each: Setting, trained: Trained, cuts: Sequence[int] = (), *, main
     return [parameter.main_grad if main_grad else parameter.grad for parameter in parameters]
 
 
+def training_step(function: Callable[..., Tensor], operands: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    """Return the result and every operand's gradient."""
+    leaves = [operand.detach().requires_grad_() for operand in operands]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
 def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Iterator[BitDiff]:
     return (compare_bits(one, other) for one, other in zip(found, expected, strict=True))
 

@@ -22,6 +22,7 @@ from isogemm.nn import EncoderLayer
 from isogemm.verify.encoder import assert_accurate, measures
 from isogemm.verify.parallel import run_in_processes
 from isogemm.verify.poison import poisoned_allocations
+from isogemm.verify.trials import training_step
 
 VIEW = FamilyView(
     "encoder", "Encoder layer", ("layers", "sequences", "tokens", "d_model", "nhead", "dim_feedforward"),
@@ -253,7 +254,7 @@ def demo(device: torch.device) -> DemoResult:
     items, unit = "sequences (result and gradient)", "norm of the result and of each gradient"
 
     def compute(model: Model, some: slice) -> Tensor:
-        return demos.result_and_gradient(model, training.x[some], training.grad[some])
+        return torch.cat(training_step(model, [training.x[some]], training.grad[some]), dim=-1)
 
     bits = demos.count_changes(models, compute, items, batch=stack.sequences, sizes=(1, 3), compared=32)
     thunks = {name: partial(training.step, model) for name, model in models.items()}

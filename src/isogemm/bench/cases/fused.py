@@ -33,9 +33,9 @@ from isogemm.core import private
 from isogemm.epilogues import ACTIVATIONS
 from isogemm.fusion.lazy import autofuse
 from isogemm.gemm.api import linear, matmul_fused, mlp
-from isogemm.verify.fused import Layer, Tokens, assert_accurate, assert_largest_error, training_step
+from isogemm.verify.fused import Layer, Tokens, assert_accurate, assert_largest_error
 from isogemm.verify.parallel import run_in_processes
-from isogemm.verify.trials import sampled
+from isogemm.verify.trials import sampled, training_step
 
 VIEW = FamilyView("fused", "Fused epilogues", ("m", "n", "k"), column="m", against=True)
 
