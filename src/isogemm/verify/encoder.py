@@ -19,7 +19,7 @@ from isogemm.verify.compare import BitDiff, compare_bits
 from isogemm.verify.encoder_reference import ENCODER_SHAPES, EncoderShape, encoder_parameters
 from isogemm.verify.inputs import make_data, with_layout
 from isogemm.verify.precision import fp32_precision
-from isogemm.verify.trials import Rows, Trained, training_step
+from isogemm.verify.trials import Measure, Rows, Trained, assert_step_accurate, training_step
 
 LONGEST = 128  # tokens of a padded sequence
 _CPU_SHAPES = tuple(
@@ -193,9 +193,6 @@ def _right_padding(each: Setting) -> Iterator[BitDiff]:
             yield compare_bits(one[:, :tokens], other)
 
 
-Measure = tuple[float, Sequence[Tensor]]  # how many times torch's errors are allowed, and torch's results
-
-
 def measures(
     step: Callable[[], Sequence[Tensor]], dtype: torch.dtype, precision: str, device: torch.device
 ) -> list[Measure]:
@@ -212,27 +209,6 @@ def measures(
             with references.products_of_tf32():
                 found.append((2, step()))
     return found
-
-
-def assert_accurate(
-    found: Tensor, torchs: Sequence[tuple[float, Tensor]], exact: Tensor, *, ulps: float = 1, what: str
-) -> float:
-    """Assert that the error, by largest element and by norm, is at most a factor times torch's and ulps of `exact`.
-
-    Returns the error's norm relative to that of `exact`.
-    """
-
-    def sizes(x: Tensor) -> tuple[float, float]:
-        return float(x.abs().max()), float(x.norm())
-
-    whole, errors = sizes(exact), sizes(found.double() - exact)
-    torchs_errors = [(factor, sizes(each.double() - exact)) for factor, each in torchs]
-    for place, kind in enumerate(("error of an element", "norm of the errors")):
-        most = max(factor * theirs[place] for factor, theirs in torchs_errors)
-        most += ulps * torch.finfo(found.dtype).eps * whole[place]
-        if not errors[place] <= most:
-            raise AssertionError(f"{what}: {kind} {errors[place]:.2e}, expected at most {most:.2e}, by torch's")
-    return errors[1] / whole[1] if whole[1] else 0.0
 
 
 def _accuracy(each: Setting) -> Iterator[BitDiff]:
@@ -261,9 +237,7 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
     found = training_step(named(isogemm, precision=each.asked), operands, grad)
     torchs = measures(lambda: training_step(in_torch, operands, grad), each.dtype, each.precision, each.device)
     exact = training_step(in_torch, [operand.double() for operand in operands], grad.double())
-    for place, name in enumerate(["result", *names]):
-        allowed = [(factor, results[place]) for factor, results in torchs]
-        assert_accurate(found[place], allowed, exact[place], what=name)
+    assert_step_accurate(found, torchs, exact, ["result", *names])
     yield from ()
 
 

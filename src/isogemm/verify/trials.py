@@ -233,6 +233,35 @@ def training_step(function: Callable[..., Tensor], operands: Sequence[Tensor], g
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
+Measure = tuple[float, Sequence[Tensor]]  # how many times torch's errors are allowed, and torch's results
+
+
+def assert_step_accurate(
+    found: Sequence[Tensor], torchs: Sequence[Measure], exact: Sequence[Tensor], names: Sequence[str], *,
+    ulps: float = 1, what: str = "",
+) -> float:  # fmt: skip
+    """Assert that each error, by largest element and by norm, is at most a factor times torch's and ulps of `exact`.
+
+    Returns the largest norm of an error relative to that of `exact`.
+    """
+
+    def sizes(x: Tensor) -> tuple[float, float]:
+        return float(x.abs().max()), float(x.norm())
+
+    relative = [0.0]
+    for index, (name, mine, right) in enumerate(zip(names, found, exact, strict=True)):
+        whole, errors = sizes(right), sizes(mine.double() - right)
+        torchs_errors = [(factor, sizes(results[index].double() - right)) for factor, results in torchs]
+        for place, kind in enumerate(("error of an element", "norm of the errors")):
+            most = max(factor * theirs[place] for factor, theirs in torchs_errors)
+            most += ulps * torch.finfo(mine.dtype).eps * whole[place]
+            if not errors[place] <= most:
+                text = f"{kind} {errors[place]:.2e}, expected at most {most:.2e}, by torch's"
+                raise AssertionError(f"{what}{name}: {text}")
+        relative.append(errors[1] / whole[1] if whole[1] else 0.0)
+    return max(relative)
+
+
 def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Iterator[BitDiff]:
     return (compare_bits(one, other) for one, other in zip(found, expected, strict=True))
 

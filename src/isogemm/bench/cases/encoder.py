@@ -19,10 +19,10 @@ from isogemm.bench.timer import peak_bytes
 from isogemm.bench.views import FamilyView
 from isogemm.core import private
 from isogemm.nn import EncoderLayer
-from isogemm.verify.encoder import assert_accurate, measures
+from isogemm.verify.encoder import measures
 from isogemm.verify.parallel import run_in_processes
 from isogemm.verify.poison import poisoned_allocations
-from isogemm.verify.trials import training_step
+from isogemm.verify.trials import assert_step_accurate, training_step
 
 VIEW = FamilyView(
     "encoder", "Encoder layer", ("layers", "sequences", "tokens", "d_model", "nhead", "dim_feedforward"),
@@ -220,12 +220,9 @@ def _errors(training: Training, eager: nn.Sequential, models: Mapping[str, Model
         times = 1 if name == "isogemm" else 2
         with poisoned_allocations() if name == "isogemm" else nullcontext():  # torch's memory comes from elsewhere
             found = training.results(model)
-        errors[name] = 0.0
-        for place, what in enumerate(names):
-            allowed = [(times * factor, results[place]) for factor, results in torchs]
-            ulps = _ULPS if dtype == torch.float32 else 1
-            error = assert_accurate(found[place], allowed, exact[place], ulps=ulps, what=f"{name}, {what}")
-            errors[name] = max(errors[name], error)
+        allowed = [(times * factor, results) for factor, results in torchs]
+        ulps = _ULPS if dtype == torch.float32 else 1
+        errors[name] = assert_step_accurate(found, allowed, exact, names, ulps=ulps, what=f"{name}, ")
     return errors
 
 
