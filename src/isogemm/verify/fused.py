@@ -392,21 +392,16 @@ def _assert_as_torch(
     ours: Callable[..., Tensor], in_torch: Callable[..., Tensor], names: Sequence[str], operands: Sequence[Tensor],
     grad: Tensor, each: Setting,
 ) -> None:  # fmt: skip
+    """Assert that each largest error is at most a factor times torch's plus one ulp of the largest element."""
     found, torchs = (training_step(way, operands, grad) for way in (ours, in_torch))
     exact = training_step(in_torch, [operand.double() for operand in operands], grad.double())
     factor = 4 if each.dtype == torch.float32 else 2  # the order of fp32 sums alone makes more than twice, at times
-    for name, *results in zip(names, found, torchs, exact, strict=True):
-        assert_largest_error(*results, factor=factor, what=f"{each.called}, {name}")
-
-
-def assert_largest_error(found: Tensor, torchs: Tensor, exact: Tensor, *, factor: float = 2, what: str) -> None:
-    """Assert that the error is at most `factor` times torch's plus one ulp of the largest element."""
-    ours, theirs = (float((each.double() - exact).abs().max()) for each in (found, torchs))
-    allowed = factor * theirs + torch.finfo(found.dtype).eps * float(exact.abs().max())
-    if not ours <= allowed:
-        raise AssertionError(
-            f"{what}: error {ours:.2e}, expected at most {factor:g} x torch's and an ulp, {allowed:.2e}"
-        )
+    for name, mine, torchs_own, right in zip(names, found, torchs, exact, strict=True):
+        error, torchs_error = (float((result.double() - right).abs().max()) for result in (mine, torchs_own))
+        allowed = factor * torchs_error + torch.finfo(mine.dtype).eps * float(right.abs().max())
+        if not error <= allowed:
+            text = f"error {error:.2e}, expected at most {factor} x torch's and an ulp, {allowed:.2e}"
+            raise AssertionError(f"{each.called}, {name}: {text}")
 
 
 def _eager(each: Setting) -> Iterator[BitDiff]:
