@@ -9,15 +9,15 @@ package ships. In a document everything between `<!-- figures:NAME -->` and `<!-
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from figures import headline, swapped_models, tables, training
+from figures import headline, tables
 from isogemm.bench import store
 from isogemm.bench.headline import FILE, Recorded
 from isogemm.cli.families import FAMILIES
 from isogemm.core import files
-from isogemm.training import results
+from isogemm.training import report, results
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -31,15 +31,15 @@ def main() -> None:
     made, measured = generated(RESULTS)
     for file in write(ROOT, made, measured):
         print(f"rewritten: {file.relative_to(ROOT)}")
-    training.save_plots(_runs(RESULTS), ROOT / "docs" / "images")
+    save_plots(_runs(RESULTS), ROOT / "docs" / "images")
 
 
 def generated(folder: Path) -> tuple[dict[str, str], list[Recorded]]:
     """The tables by name, and the headline figures, of a folder of results."""
     rows, runs = store.read(*sorted(folder.glob("*/*.jsonl"))), _runs(folder)
     views = [family.bench.VIEW for family in FAMILIES]
-    made = tables.tables(rows, views) | training.tables(runs) | swapped_models.tables(folder)
-    measured = headline.recorded(rows, training.figures(runs))
+    made = tables.tables(rows, views) | tables.training(runs) | tables.swapped_models(folder)
+    measured = headline.recorded(rows, headline.of_training(runs))
     if measured:
         made["headline"] = headline.table(measured)
     return made, measured
@@ -79,6 +79,13 @@ def rendered(text: str, tables: Mapping[str, str]) -> str:
     if stray:
         raise ValueError(f"{stray[0]} stands alone; expected <!-- figures:NAME --> ... <!-- /figures -->")
     return filled
+
+
+def save_plots(records: Iterable[results.Record], folder: Path) -> None:
+    """Write the plots as images for the documents."""
+    for preset, runs in report.by_preset(records).items():
+        for name, draw in report.PLOTS.items():
+            report.save(folder / f"{preset}-{name}", draw, runs)
 
 
 def _runs(folder: Path) -> list[results.Record]:

@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,29 +47,32 @@ def made(name: str) -> torch.nn.Module:
     return model
 
 
-def train(model: Any, ids: torch.Tensor) -> dict[str, float]:
-    """Milliseconds of a step without the optimizer: until it is launched, and until it is done."""
+def milliseconds(work: Callable[[], object]) -> dict[str, float]:
+    """Time until the work is launched, and until it is done."""
     torch.cuda.synchronize()
     begun = time.perf_counter()
-    model.zero_grad(set_to_none=True)
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    work()
     launched = time.perf_counter()
     torch.cuda.synchronize()
     return {"host": 1e3 * (launched - begun), "wall": 1e3 * (time.perf_counter() - begun)}
 
 
+def train(model: Any, ids: torch.Tensor) -> dict[str, float]:
+    """Time a step without the optimizer."""
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+    return milliseconds(step)
+
+
 @torch.inference_mode()
 def decode(model: Any, ids: torch.Tensor) -> dict[str, float]:
-    """Medians over tokens of one sequence."""
+    """Time the tokens of one sequence; return the medians."""
     cache = model(input_ids=ids[:1, :PROMPT], use_cache=True).past_key_values
-    times = []
-    for _ in range(DECODED):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        model(input_ids=ids[:1, :1], past_key_values=cache, use_cache=True)
-        launched = time.perf_counter()
-        torch.cuda.synchronize()
-        times.append({"host": 1e3 * (launched - begun), "wall": 1e3 * (time.perf_counter() - begun)})
+    token = partial(model, input_ids=ids[:1, :1], past_key_values=cache, use_cache=True)
+    times = [milliseconds(token) for _ in range(DECODED)]
     return {kind: statistics.median(each[kind] for each in times[UNCOUNTED:]) for kind in ("host", "wall")}
 
 

@@ -46,9 +46,7 @@ class Architecture:
 
     def __post_init__(self) -> None:
         sizes = "channels inputs horizon patch stride layers d_model nhead dim_feedforward"
-        for name in sizes.split():
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        require_positive(self, *sizes.split())
         for name in ("dropout", "attention_dropout", "head_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more, below 1")
@@ -89,9 +87,7 @@ class Config:
 
     def __post_init__(self) -> None:
         _require_choices(self)
-        for name in ("batch", "graph_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        require_positive(self, "batch", "graph_steps")
         if not self.lr > 0 or self.weight_decay < 0:
             raise ValueError(f"lr is {self.lr}, weight_decay {self.weight_decay}; expected above 0, and not below")
 
@@ -109,6 +105,13 @@ class Config:
         """All options by name, the model's included."""
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "model"}
         return {**asdict(self.model), **own}
+
+
+def require_positive(options: object, *names: str) -> None:
+    """Raise a ValueError for an option below 1; None passes."""
+    for name in names:
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"{name} is {value}; expected at least 1")
 
 
 def _require_choices(options: Architecture | Config) -> None:

@@ -24,15 +24,14 @@ ELSEWHERE = {
     "verify/activations.py": "torch's forms, an oracle",
     "verify/encoder_reference.py": "torch's layer, an oracle: tests/verify/test_encoder.py",
     "verify/precision.py": "tests/core/test_precision.py",
+    "verify/trials.py": "what the families' checks share: tests/verify/test_gemm.py, test_fused.py and test_encoder.py",
     "bench/cases/tiny.py": "needs a GPU; its demo is in tests/bench/test_demo.py",
     "bench/ceilings.py": "measures a GPU; tests/cli/test_cli.py replaces it",
     "bench/extras.py": "tests/bench/test_report.py",
     "bench/plots.py": "tests/bench/test_report.py",
-    "bench/summary.py": "tests/bench/figures/test_tables.py",
     "cli/*.py": "tests/cli/test_cli.py runs each command",
     "training/benchmark.py": "tests/training/test_command.py: --compare",
     "training/checkpoints.py": "tests/training/test_folder.py and test_loop.py",
-    "training/plots.py": "tests/training/test_report.py",
     "training/results.py": "tests/training/test_folder.py",
 }
 

@@ -10,30 +10,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from isogemm.bench import summary
-from isogemm.bench.cells import markdown
 from isogemm.bench.headline import COLUMNS, MEANING, Recorded
 from isogemm.bench.store import Row, newest
+from isogemm.bench.summary import markdown
 from isogemm.bench.views import number_type
+from isogemm.training import report, results
+from isogemm.training.results import Record
 
 Environment = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """isogemm's speed-up over something else: geometric mean and range of a set of points."""
-
-    what: str
-    against: str
-    speedup: float
-    least: float
-    most: float
-    points: int
-
-    @property
-    def cells(self) -> list[str]:
-        """A table line with COLUMNS."""
-        span = f"{self.least:.2f}x to {self.most:.2f}x" if self.points > 1 else ""
-        return [self.what, self.against, f"{self.speedup:.2f}x", span, str(self.points)]
+Figure = list[str]  # a table line with COLUMNS
 
 
 @dataclass(frozen=True)
@@ -89,9 +74,21 @@ LINES = (
 
 
 def figure(what: str, against: str, ratios: Sequence[float]) -> Figure:
-    """The figure of some ratios, with digits enough that a table rounds it as it would the ratios."""
-    mean, least, most = (round(each, 9) for each in (summary.geomean(ratios), min(ratios), max(ratios)))
-    return Figure(what, against, mean, least, most, len(ratios))
+    """Geometric mean and range of isogemm's speed-ups over something else."""
+    span = f"{min(ratios):.2f}x to {max(ratios):.2f}x" if len(ratios) > 1 else ""
+    return [what, against, f"{summary.geomean(ratios):.2f}x", span, str(len(ratios))]
+
+
+def of_training(records: Iterable[Record]) -> list[tuple[Figure, Environment]]:
+    """Headline figures: isogemm's speed in training over torch.compile's, with the run's environment."""
+    made = []
+    for preset, runs in report.by_preset(records).items():
+        by_backend = {each["run"]["backend"]: each for each in reversed(runs)}
+        ours, rival = (by_backend.get(name) for name in ("isogemm", "compile"))
+        if ours is not None and rival is not None:
+            what = f"PatchTST, training run of {len(ours['epochs'])} epochs ({preset})"
+            made.append((figure(what, COMPILED, [results.speedup(ours, rival)]), ours["env"]))
+    return made
 
 
 def recorded(rows: Iterable[Row], more: Iterable[tuple[Figure, Environment]] = ()) -> list[Recorded]:
@@ -109,7 +106,7 @@ def recorded(rows: Iterable[Row], more: Iterable[tuple[Figure, Environment]] = (
         figures = [*(line.figure(points) for line, points in lines), *(each for each, _ in others)]
         environments = [*(row.env for _, points in lines for row in points), *(env for _, env in others)]
         if figures:
-            made.append(Recorded(gpu, _source(gpu, environments), [each.cells for each in figures]))
+            made.append(Recorded(gpu, _source(gpu, environments), figures))
     return made
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 from isogemm.bench import ceilings, summary
-from isogemm.bench.cells import cell, headline_cells, in_torchs_place, markdown, memory_text, ratio_cell
 from isogemm.bench.store import Row, newest
+from isogemm.bench.summary import cell, headline_cells, in_torchs_place, markdown, memory_text, ratio_cell
 from isogemm.bench.views import FamilyView, number_type, view_of
+from isogemm.training import report, results
+from isogemm.training.results import Record
+
+_SWAPPED = (("train", "wall", "training step"), ("decode", "host", "decoded token, host"))
 
 
 def tables(rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> dict[str, str]:
@@ -154,6 +161,28 @@ def errors(rows: Sequence[Row], view: FamilyView) -> str:
     return markdown(["", *variants], body)
 
 
+def training(runs: Iterable[Record]) -> dict[str, str]:
+    """Tables by the name of a document's marker, `training-PRESET`."""
+    made = {}
+    for preset, compared in report.by_preset(runs).items():
+        columns, lines = results.comparison(compared)
+        made[f"training-{preset}"] = f"{report.source(compared)}\n\n{markdown(columns, lines)}"
+    return made
+
+
+def swapped_models(folder: Path) -> dict[str, str]:
+    """`swapped-models`: by GPU, median times of the models that benchmarks/swap_causal_lm.py measured."""
+    by_gpu: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted(folder.glob("*/swap/*.json")):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        by_gpu.setdefault(record["environment"]["gpu"], []).append(record)
+    made = [
+        f"{source(gpu, [each['environment'] for each in records])}\n\n{_swapped(records)}"
+        for gpu, records in by_gpu.items()
+    ]
+    return {"swapped-models": "\n".join(made)} if made else {}
+
+
 def source(gpu: str, environments: Sequence[Mapping[str, str]]) -> str:
     """The device, versions, commits and dates of measurements, in one line."""
     facts = [
@@ -179,4 +208,20 @@ def _ceilings(rows: Sequence[Row]) -> str:
         copy = "" if limit.bytes_per_s is None else f"{limit.bytes_per_s / 1e9:.0f} GB/s"
         rates = (limit.flops_per_s.get(number) for number in numbers)
         body.append([gpu, copy, *("" if rate is None else summary.rate_text(rate) for rate in rates)])
+    return markdown(head, body)
+
+
+def _swapped(records: list[dict[str, Any]]) -> str:
+    head = [""]
+    for *_, label in _SWAPPED:
+        head += [f"{label}: stock, ms", "swapped, ms", "speed-up"]
+    body = []
+    for record in records:
+        line = [record["model"]]
+        for kind, part, _ in _SWAPPED:
+            stock, swapped = (
+                median(each[part] for each in record["ms"][f"{kind} {model}"]) for model in ("stock", "swapped")
+            )
+            line += [f"{stock:.1f}", f"{swapped:.1f}", f"{stock / swapped:.2f}x"]
+        body.append(line)
     return markdown(head, body)

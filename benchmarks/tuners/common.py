@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from isogemm.core import files
 from isogemm.core.tables import Table
-from isogemm.tuning import common as parallel
+from isogemm.verify.parallel import retried_in_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 _LONG = 6  # values of a config above which it gets a name, so that a step stays short
@@ -30,9 +31,7 @@ def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    files.append(path, json.dumps(row))
 
 
 def source(command: str, arch: str, table: Table, model: Mapping[Any, Any] | None = None) -> str:
@@ -65,7 +64,7 @@ def source(command: str, arch: str, table: Table, model: Mapping[Any, Any] | Non
 def compile_ahead(compile_one: Callable[[Any], str], jobs: list[Any], workers: int) -> list[str]:
     """Compile in parallel; say how long it took, and what failed."""
     begun = time.perf_counter()
-    results = parallel.compile_ahead(compile_one, jobs, workers)
+    results = retried_in_processes(compile_one, jobs, workers)
     failures = [failure for failure in results if failure]
     print(f"compiled {len(jobs)} kernels in {time.perf_counter() - begun:.0f} s, {len(failures)} failed", flush=True)
     for failure in failures[:5]:

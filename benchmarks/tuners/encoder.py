@@ -30,7 +30,7 @@ from isogemm.encoder import configs
 from isogemm.encoder.buffers import ExtraInputs
 from isogemm.encoder.configs import Configs, Layer, ProjectConfig, RowConfig, WarpgroupConfig, WarpgroupConfigs
 from isogemm.encoder.plan import IncomingGrads, Plan, SavedForBackward
-from isogemm.tuning.common import ARITHMETIC
+from isogemm.tuning.gemm import ARITHMETIC
 from isogemm.verify.compare import compare_bits
 from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
 from isogemm.verify.inputs import make_data

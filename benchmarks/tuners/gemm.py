@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from isogemm.core.tables import Table
-from isogemm.tuning.common import ARITHMETIC
-from isogemm.tuning.gemm import EPILOGUES, FORWARD, KINDS, Bench, Point, candidates, jobs, precompile
+from isogemm.tuning.gemm import ARITHMETIC, EPILOGUES, FORWARD, KINDS, Bench, Point, candidates, jobs, precompile
 from tuners import common, cost
 
 WEIGHTS = (  # n, k of public models; `isogemm.bench.cases.gemm.OTHER_WEIGHTS` are kept out of it

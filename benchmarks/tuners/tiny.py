@@ -23,7 +23,7 @@ from isogemm.core.precision import of_cuda_products
 from isogemm.core.tables import Table
 from isogemm.tiny import configs, kernels, op
 from isogemm.tiny.configs import EDGES, Problem
-from isogemm.tuning.common import ARITHMETIC
+from isogemm.tuning.gemm import ARITHMETIC
 from tuners import common
 
 REPRESENTATIVES = {48: (42, 48)}

@@ -21,14 +21,14 @@ from isogemm.cli import families, terminal
 from isogemm.cli.families import Family
 from isogemm.training import report as training_report
 from isogemm.training import results
-from isogemm.verify.checks import Check, CheckResult, skip
+from isogemm.verify.checks import CheckResult
 from isogemm.verify.usability import Usability
 from isogemm_cli import main
 
 COMMANDS = ["doctor", "verify", "bench", "report", "demo", "tune", "train-patchtst"]
 PASSING = CheckResult("same bits", 1, 0, 0)
 FAILING = CheckResult("same bits", 1, 2, 17, detail="trial 3: first at (0, 5)")
-SKIPPED = skip("same bits", "no [tensor] cores")
+SKIPPED = CheckResult("same bits", 0, 0, 0, skipped="no [tensor] cores")
 
 SHOWN = DemoResult(
     "sum of 8",
@@ -45,13 +45,13 @@ VIEW = FamilyView("fake", "Fake", ("m",))
 Register = Callable[..., None]
 
 
-def check_giving(result: CheckResult | Exception) -> Check:
+def check_giving(result: CheckResult | Exception) -> SimpleNamespace:
     def run(device: torch.device, trials: int) -> CheckResult:
         if isinstance(result, Exception):
             raise result
         return result if result.skipped else replace(result, trials=trials)
 
-    return Check("same bits", "a row's bits do not follow its batch", run)
+    return SimpleNamespace(name="same bits", what="a row's bits do not follow its batch", run=run)
 
 
 def sum_case(correct: bool = True, **params: int) -> Case:
@@ -71,7 +71,7 @@ def sum_case(correct: bool = True, **params: int) -> Case:
 def register(monkeypatch: pytest.MonkeyPatch) -> Register:
     """Makes a fake family the only one there is; `fields` replace what its modules have."""
 
-    def register(checks: list[Check] | None = None, **fields: object) -> None:
+    def register(checks: list[SimpleNamespace] | None = None, **fields: object) -> None:
         bench = {"cases": lambda device, quick: [sum_case()], "demo": lambda device: SHOWN, "VIEW": VIEW}
         verify = SimpleNamespace(CHECKS=[check_giving(PASSING)] if checks is None else checks)
         fake = Family("fake", "sums", _no_tensor_cores, SimpleNamespace(**bench | fields), verify)

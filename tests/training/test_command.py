@@ -11,25 +11,25 @@ import pytest
 import torch
 from training_runs import DATA, TINY, final, recorded, same, train
 
-from isogemm.training import plots, results
+from isogemm.training import report, results
 from isogemm.training.loop import BEST, CHECKPOINT, Diverged, Run, Stopped
 from isogemm.training.series import synthetic
 from isogemm.training.steps import Training
 
 ROOT = Path(__file__).parents[2]
-SAVE = plots.save
+SAVE = report.save
 
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An empty one, and no plots: they take longer than a run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plots, "save", lambda path, draw, records: [])
+    monkeypatch.setattr(report, "save", lambda path, draw, records: [])
 
 
 @pytest.fixture
 def drawn(folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "save", SAVE)
+    monkeypatch.setattr(report, "save", SAVE)
 
 
 def write_csv(rows: int = 240) -> Path:

@@ -20,7 +20,7 @@ import torch
 from ranks import run_ranks
 from training_runs import DATA, TINY, final, recorded, same, train
 
-from isogemm.training import checkpoints, folder, plots, results
+from isogemm.training import checkpoints, folder, report, results
 from isogemm.training.folder import BEST, CHECKPOINT, RESULTS
 from isogemm.training.loop import Run
 from isogemm.training.series import synthetic
@@ -34,7 +34,7 @@ RUN = [*DATA, "--backend", "torch", "--dropout", "0.1", "--checkpoint-steps", "5
 def in_an_empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And no plots: they take longer than a run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plots, "save", lambda path, draw, records: [])
+    monkeypatch.setattr(report, "save", lambda path, draw, records: [])
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The weights of an uninterrupted run."""
     out = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "save", lambda path, draw, records: [])
+        patch.setattr(report, "save", lambda path, draw, records: [])
         assert train(*RUN, "--out", str(out)) == 0
     return final(str(out))
 
@@ -260,9 +260,9 @@ def test_a_full_disk_at_each_write(whole, monkeypatch, capsys):
 KILLED = """
 import os, signal, sys
 from isogemm import cli
-from isogemm.training import plots
+from isogemm.training import report
 
-plots.save = lambda path, draw, records: []
+report.save = lambda path, draw, records: []
 replace = os.replace
 
 def run(out, *arguments, kill_at=0):
@@ -314,7 +314,7 @@ def test_killed_at_each_write():
         (Evaluation, "sums", 3, True),  # the test
         (results, "append", 1, True),
         (gc, "collect", 1, True),
-        (plots, "save", 2, True),
+        (report, "save", 2, True),
     ],
 )
 def test_a_stop_at_each_point(owner, name, call, ended, whole, monkeypatch, capsys):
@@ -360,7 +360,7 @@ def test_a_full_standard_output_is_named(capsys):
     """The run is recorded, with its plots: there is nothing to resume."""
     saved = []
     with pytest.MonkeyPatch.context() as patch, Path("/dev/full").open("w") as full:
-        patch.setattr(plots, "save", lambda path, draw, records: saved.append(path) or [])
+        patch.setattr(report, "save", lambda path, draw, records: saved.append(path) or [])
         patch.setattr(sys, "stdout", full)
         assert train(*RUN, "--out", "out") == 2
         with contextlib.suppress(OSError):

@@ -9,8 +9,7 @@ from isogemm.epilogues.operands import PLACES, TENSORS, Epilogue, Operands
 from isogemm.gemm import configs, fused, op
 from isogemm.gemm.configs import Config
 from isogemm.tuning import gemm
-from isogemm.tuning.common import ARITHMETIC
-from isogemm.tuning.gemm import Call, Point
+from isogemm.tuning.gemm import ARITHMETIC, Call, Point
 
 T, N, K = 48, 64, 32
 

@@ -307,7 +307,7 @@ def test_kernels_are_compiled_for_the_current_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (64 << 30, 64 << 30))
     monkeypatch.setattr("torch.cuda.set_device", compiled.append)
     monkeypatch.setattr(run.gemm, "plan", lambda problem, config: compiled.append(config))
-    monkeypatch.setattr(run, "compile_ahead", lambda one, jobs, workers: [one(job) for job in jobs])
+    monkeypatch.setattr(run, "retried_in_processes", lambda one, jobs, workers: [one(job) for job in jobs])
     (point, _) = points(tokens=[64])
     run.on_current_gpu([point], None, lambda *step: None).precompile([(point.problem, "a config")])
     assert compiled == [3, "a config"]

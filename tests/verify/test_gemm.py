@@ -7,6 +7,7 @@ from isogemm.bench import timer
 from isogemm.gemm import api, op
 from isogemm.verify import gemm as gemm_checks
 from isogemm.verify import trials
+from isogemm.verify.checks import Check
 from isogemm.verify.compare import compare_bits
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -51,7 +52,7 @@ def test_default_trials_meet_every_number_of_threads(monkeypatch):
             raise RuntimeError("a trial that fails")
         yield from ()
 
-    result = trials.Trial("name", "what", trial, "covered").check(gemm_checks.Setting).run(CPU, 20)
+    result = Check(gemm_checks.Setting, "name", "what", trial, "covered").run(CPU, 20)
     assert {threads for dtype, threads in seen if dtype == torch.float32} == {1, 2, 3, 4, 8, 16}
     assert (result.failures, torch.get_num_threads()) == (1, before)
 
@@ -61,7 +62,7 @@ def test_threads_are_those_that_ran(own, trials_run, said, monkeypatch):
     """The process's own number among them."""
     monkeypatch.setattr(trials, "THREADS", THREADS)
     monkeypatch.setattr(torch, "get_num_threads", lambda: own)
-    check = trials.Trial("name", "what", lambda each: iter(()), "covered").check(gemm_checks.Setting)
+    check = Check(gemm_checks.Setting, "name", "what", lambda each: iter(()), "covered")
     assert check.run(CPU, trials_run).detail == f"covered; {said} threads"
 
 

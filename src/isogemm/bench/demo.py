@@ -100,14 +100,6 @@ def count_changes(
     return Bits(how, elements, changed["torch"], changed["isogemm"])
 
 
-def result_and_gradient(model: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Tensor:
-    """Return a model's result for x [sequences, tokens, width] and the gradient of x, concatenated."""
-    leaf = x.detach().requires_grad_()
-    out = model(leaf)
-    (found,) = torch.autograd.grad(out, leaf, grad)
-    return torch.cat([out.detach(), found], dim=-1)
-
-
 def result(
     title: str, bits: Bits | str, errors: Callable[[], Mapping[str, float]], unit: str, thunks: Mapping[str, Thunk],
     torch_call: str, device: torch.device, note: str = "",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import Any, ParamSpec
+from typing import Any
 
 from isogemm.bench import summary
 from isogemm.bench.ceilings import Ceilings
@@ -16,13 +16,11 @@ from isogemm.bench.extras import need
 from isogemm.bench.store import Row
 from isogemm.bench.views import FamilyView, number_type
 
-_P = ParamSpec("_P")
-
 INK, MUTED, LINE, BAD = "#1a1f26", "#616b78", "#e1e5ea", "#c02b3c"
 SERIES = ("#2563eb", "#d9730d", "#16885a", "#8b46c9", "#c7305f", "#0e7c93")  # of categories
 _RAMP = ("#86b4f5", "#0b2c66")  # of ordered values, the faintest first
 
-STYLE: dict[str, Any] = {  # for matplotlib's rc_context
+STYLE: dict[str, Any] = {  # for matplotlib's rc_context, until a figure is written
     "svg.fonttype": "none", "font.size": 8.0, "text.color": INK,
     "axes.labelcolor": MUTED, "axes.edgecolor": LINE, "axes.axisbelow": True,
     "axes.spines.top": False, "axes.spines.right": False, "grid.color": LINE, "grid.linewidth": 0.6,
@@ -33,21 +31,28 @@ _WIDTH = 6.0  # inches
 _TICK_STEPS = ((10, (1, 1.5, 2, 3, 4, 6, 8)), (30, (1, 2, 3, 5)), (1000, (1, 3)), (math.inf, (1,)))
 
 
-def _styled(draw: Callable[_P, str]) -> Callable[_P, str]:
-    @wraps(draw)
-    def styled(*args: _P.args, **kwargs: _P.kwargs) -> str:
-        with need("matplotlib").rc_context(STYLE):
-            return draw(*args, **kwargs)
+@dataclass(frozen=True)
+class Key:
+    """An entry of a plot's legend."""
 
-    return styled
-
-
-def series_colour(index: int) -> str:
-    """The colour of a category."""
-    return SERIES[index % len(SERIES)]
+    text: str
+    colour: str = ""
+    mark: str = "dot"  # or "line"
 
 
-def ramp_colours(values: Sequence[int | str]) -> dict[int | str, str]:
+@dataclass(frozen=True)
+class Plot:
+    title: str
+    svg: str
+    keys: list[Key]
+
+
+def _category_colours(names: Iterable[str]) -> dict[str, str]:
+    """Colours by name, in order of first appearance."""
+    return {name: SERIES[index % len(SERIES)] for index, name in enumerate(dict.fromkeys(names))}
+
+
+def _ramp_colours(values: Sequence[int | str]) -> dict[int | str, str]:
     """Colours for ordered values, from faint to strong."""
     colours = need("matplotlib.colors")
     ramp = colours.LinearSegmentedColormap.from_list("ramp", _RAMP)
@@ -55,12 +60,11 @@ def ramp_colours(values: Sequence[int | str]) -> dict[int | str, str]:
     return {value: colours.to_hex(ramp(i / steps)) for i, value in enumerate(values)}
 
 
-@_styled
-def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
+def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> Plot:
     """A line per shape, a dot per column value: speed-up over torch, and the fraction of the roof that was reached."""
     shapes = summary.shapes(rows, view)
     canvas, left, right = _two_panels(shapes)
-    colours = ramp_colours(summary.columns(rows, view))
+    colours = _ramp_colours(summary.columns(rows, view))
     lines: dict[str, list[tuple[float, float]]] = {shape: [] for shape in shapes}
     for row in sorted(rows, key=lambda row: summary.sort_key(view.column_value(row.params))):
         ratio, shape = row.speedup, view.shape_label(row.params)
@@ -95,25 +99,25 @@ def speedup(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
     else:
         right.axvline(100, color=MUTED, linewidth=0.8)
         right.set(xlabel="% of the measured roof", xlim=(0, max(105.0, 1.05 * most)))
-    return canvas.svg(f"speed-up {view.family} {rows[0].gpu} {view.group_label(rows[0].op, rows[0].params)}")
+    label = view.group_label(rows[0].op, rows[0].params)
+    keys = [Key(f"{view.column} {value}", colour) for value, colour in colours.items() if value != ""]
+    return Plot(label, canvas.svg(f"speed-up {view.family} {rows[0].gpu} {label}"), keys)
 
 
-@_styled
-def steps(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
+def steps(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> Plot:
     """A line per training step, a dot per variant: time, with a tick at the arithmetic's, and peak memory."""
     canvas, left, right = _two_panels([view.shape_label(row.params) for row in rows])
-    variants = step_variants(rows)
+    colours = _category_colours(name for row in rows for name in row.times_us)
     times: list[float] = []
     sizes: list[float] = []
     for y, row in enumerate(rows):
         floor = ceilings.arithmetic_us(row)
-        points = {name: row.us[name] / 1e3 for name in variants if name in row.us}
-        memory = {name: float(row.info[key]) for name in variants if (key := f"{name} peak MiB") in row.info}
+        points = {name: row.us[name] / 1e3 for name in colours if name in row.us}
+        memory = {name: float(row.info[key]) for name in colours if (key := f"{name} peak MiB") in row.info}
         for axes, measured, unit in ((left, points, "ms"), (right, memory, "MiB")):
             for name, value in measured.items():
-                colour = series_colour(variants.index(name))
                 tip = f"{view.shape_label(row.params)}, {name}: {summary.digits(value)} {unit}"
-                canvas.point(axes, value, y, colour, tip)
+                canvas.point(axes, value, y, colours[name], tip)
         if floor is not None:
             left.plot([floor / 1e3], [y], "|", color=MUTED, markersize=9, zorder=2)
         times += [*points.values(), *([] if floor is None else [floor / 1e3])]
@@ -123,22 +127,18 @@ def steps(rows: Sequence[Row], view: FamilyView, ceilings: Ceilings) -> str:
         axes.set(xscale="log", xlim=(low, high), xlabel=label)
         axes.set_xticks(ticks := _log_ticks(low, high), [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-    return canvas.svg(f"steps {view.family} {rows[0].gpu} {view.group_label(rows[0].op, rows[0].params)}")
+    label = view.group_label(rows[0].op, rows[0].params)
+    keys = [*(Key(*each) for each in colours.items()), Key("tick: the arithmetic at a matmul's rate")]
+    return Plot(f"{label}: time and memory", canvas.svg(f"steps {view.family} {rows[0].gpu} {label}"), keys)
 
 
-def step_variants(rows: Iterable[Row]) -> list[str]:
-    """The variants of the rows, in order of first appearance: the categories of `steps`."""
-    return list(dict.fromkeys(name for row in rows for name in row.times_us))
-
-
-@_styled
-def roofline(rows: Sequence[Row], view: FamilyView, bytes_per_s: float, flops_per_s: Mapping[str, float]) -> str:
+def roofline(rows: Sequence[Row], view: FamilyView, bytes_per_s: float, flops_per_s: Mapping[str, float]) -> Plot:
     """Achieved rate over arithmetic intensity, under the measured roofs; larger dots are larger batches."""
     points = [row for row in rows if row.flops and row.bytes]
     intensities = [row.flops / row.bytes for row in points]
     rates = [row.flops_per_s for row in points]
-    numbers, columns = number_types(rows), summary.columns(rows, view)
-    roofs = {number: flops_per_s[number] for number in numbers if number in flops_per_s}
+    colours, columns = _category_colours(number_type(row.params) for row in rows), summary.columns(rows, view)
+    roofs = {number: flops_per_s[number] for number in colours if number in flops_per_s}
     ridges = [roof / bytes_per_s for roof in roofs.values()]
     left, right = min([*intensities, *ridges]) / 1.8, max([*intensities, *ridges]) * 1.8
     end = max(ridges, default=right)
@@ -146,12 +146,11 @@ def roofline(rows: Sequence[Row], view: FamilyView, bytes_per_s: float, flops_pe
     axes = canvas.figure.subplots()
     axes.plot([left, end], [left * bytes_per_s, end * bytes_per_s], color=MUTED, linewidth=1.2)
     for number, roof in roofs.items():
-        colour = series_colour(numbers.index(number))
-        axes.plot([roof / bytes_per_s, right], [roof, roof], color=colour, linewidth=1.2)
+        axes.plot([roof / bytes_per_s, right], [roof, roof], color=colours[number], linewidth=1.2)
     for row, intensity, rate in zip(points, intensities, rates, strict=True):
-        colour = series_colour(numbers.index(number_type(row.params)))
         place = columns.index(view.column_value(row.params)) / max(1, len(columns) - 1)
-        canvas.point(axes, intensity, rate, colour, point_label(row, view), 3.5 + 3.5 * place)
+        tip, colour = point_label(row, view), colours[number_type(row.params)]
+        canvas.point(axes, intensity, rate, colour, tip, 3.5 + 3.5 * place)
     bottom, top = min(rates) / 2, max([*rates, end * bytes_per_s]) * 2
     label = "arithmetic intensity, FLOP per byte"
     axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, top), xlabel=label)
@@ -161,12 +160,14 @@ def roofline(rows: Sequence[Row], view: FamilyView, bytes_per_s: float, flops_pe
     axes.tick_params(length=0)
     axes.tick_params(axis="y", labelcolor=MUTED)
     axes.grid()
-    return canvas.svg(f"roofline {view.family} {rows[0].gpu}")
-
-
-def number_types(rows: Iterable[Row]) -> list[str]:
-    """The arithmetic of the rows, in order of first appearance: a roofline's categories."""
-    return list(dict.fromkeys(number_type(row.params) for row in rows))
+    keys = []
+    for number, colour in colours.items():
+        reached = f"{summary.rate_text(roofs[number])} roof" if number in roofs else "compute roof not measured"
+        keys.append(Key(f"{number or 'points'} ({reached})", colour))
+    keys.append(Key(f"copy bandwidth {bytes_per_s / 1e9:.0f} GB/s", MUTED, "line"))
+    if len(columns) > 1:
+        keys.append(Key(f"larger dot: larger {view.column}"))
+    return Plot("Roofline", canvas.svg(f"roofline {view.family} {rows[0].gpu}"), keys)
 
 
 def point_label(row: Row, view: FamilyView) -> str:
@@ -197,7 +198,7 @@ class _Canvas:
 def svg(figure: Any, name: str, tips: Sequence[str] = ()) -> str:
     """Return the figure as an <svg> element; `name` is its accessible name and makes its ids unique."""
     text = io.StringIO()
-    with need("matplotlib").rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+    with need("matplotlib").rc_context({"svg.hashsalt": name}):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     made = text.getvalue()
     made = made[made.index("<svg") :]

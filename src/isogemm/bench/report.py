@@ -9,10 +9,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from isogemm.bench import ceilings, cells, demo, headline, plots, summary
-from isogemm.bench.cells import Cell
+from isogemm.bench import ceilings, demo, headline, plots, summary
 from isogemm.bench.extras import need
+from isogemm.bench.plots import Plot
 from isogemm.bench.store import Row, newest
+from isogemm.bench.summary import Cell
 from isogemm.bench.views import FamilyView, view_of
 from isogemm.core import files
 from isogemm.core.files import AnyPath
@@ -25,22 +26,6 @@ Columns = list[tuple[str, Callable[[Row], Cell]]]  # names, and the cell of a po
 class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-
-
-@dataclass(frozen=True)
-class Key:
-    """An entry of a plot's legend."""
-
-    text: str
-    colour: str = ""
-    mark: str = "dot"  # or "line"
-
-
-@dataclass(frozen=True)
-class Plot:
-    title: str
-    svg: str
-    keys: list[Key]
 
 
 @dataclass(frozen=True)
@@ -112,7 +97,7 @@ def _family(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) ->
         "speed": speed,
         "worst": "" if speed is None else plots.point_label(speed.worst, view),
         "best": "" if speed is None else plots.point_label(speed.best, view),
-        "bandwidth": cells.bandwidth_cell(rows, view, limits).text,
+        "bandwidth": summary.bandwidth_cell(rows, view, limits).text,
         "headline": _headline(rows, view, limits),
         "plots": _plots(rows, view, limits),
         "points": _points(rows, limits),
@@ -121,26 +106,14 @@ def _family(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) ->
 
 def _plots(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> list[Plot]:
     made = []
-    if limits.bytes_per_s is not None and any(row.flops and row.bytes for row in rows):
-        keys = []
-        for index, number in enumerate(plots.number_types(rows)):
-            rate = limits.flops_per_s.get(number)
-            roof = f"{summary.rate_text(rate)} roof" if rate else "compute roof not measured"
-            keys.append(Key(f"{number or 'points'} ({roof})", plots.series_colour(index)))
-        keys.append(Key(f"copy bandwidth {limits.bytes_per_s / 1e9:.0f} GB/s", plots.MUTED, "line"))
-        if len(summary.columns(rows, view)) > 1:
-            keys.append(Key(f"larger dot: larger {view.column}"))
-        made.append(Plot("Roofline", plots.roofline(rows, view, limits.bytes_per_s, limits.flops_per_s), keys))
-    for label, group in summary.by_group(rows, view).items():
-        if summary.speedups(group) is None:
-            continue
-        ramp = plots.ramp_colours(summary.columns(group, view))
-        keys = [Key(f"{view.column} {value}", colour) for value, colour in ramp.items() if value != ""]
-        made.append(Plot(label, plots.speedup(group, view, limits), keys))
-        if view.steps:
-            keys = [Key(name, plots.series_colour(i)) for i, name in enumerate(plots.step_variants(group))]
-            keys.append(Key("tick: the arithmetic at a matmul's rate"))
-            made.append(Plot(f"{label}: time and memory", plots.steps(group, view, limits), keys))
+    with need("matplotlib").rc_context(plots.STYLE):
+        if limits.bytes_per_s is not None and any(row.flops and row.bytes for row in rows):
+            made.append(plots.roofline(rows, view, limits.bytes_per_s, limits.flops_per_s))
+        for group in summary.by_group(rows, view).values():
+            if summary.speedups(group) is not None:
+                made.append(plots.speedup(group, view, limits))
+                if view.steps:
+                    made.append(plots.steps(group, view, limits))
     return made
 
 
@@ -149,7 +122,7 @@ def _headline(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) 
     names += [f"{view.peer_label(peer)} (min)" for peer in summary.peers(rows)]
     names += ["of copy bandwidth", "peak memory", "CPU time per call"]
     return _without_empty(
-        Table(names, [[label, *rest] for label, _, *rest in cells.headline_cells(rows, view, limits)])
+        Table(names, [[label, *rest] for label, _, *rest in summary.headline_cells(rows, view, limits)])
     )
 
 
@@ -164,14 +137,14 @@ def _points(rows: Sequence[Row], limits: ceilings.Ceilings) -> Table:
 
     columns: Columns = [
         ("op", lambda row: Cell(row.op)),
-        *by_name("params", "", lambda value: cells.cell(value, "") if isinstance(value, int) else Cell(value or "")),
+        *by_name("params", "", lambda value: summary.cell(value, "") if isinstance(value, int) else Cell(value or "")),
         *by_name("times_us", " us", _times),
-        ("speed-up", lambda row: cells.ratio_cell(row.speedup)),
+        ("speed-up", lambda row: summary.ratio_cell(row.speedup)),
         ("GB/s", lambda row: _figure(row.bytes_per_s / 1e9)),
-        ("of copy", lambda row: cells.cell(limits.bandwidth_fraction(row), ".0%")),
+        ("of copy", lambda row: summary.cell(limits.bandwidth_fraction(row), ".0%")),
         ("GFLOP/s", lambda row: _figure(row.flops_per_s / 1e9)),
         *by_name("cpu_us", " CPU us", _times),
-        *by_name("error", " error", lambda value: cells.cell(value, ".1e")),
+        *by_name("error", " error", lambda value: summary.cell(value, ".1e")),
         *by_name("info", "", lambda value: Cell(value or "")),
     ]
     return _without_empty(Table([name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows]))
@@ -186,7 +159,7 @@ def _environments(rows: Sequence[Row]) -> Table:
     lines = []
     for values, dates in seen.items():
         span = " to ".join(dict.fromkeys((min(dates), max(dates))))
-        lines.append([*map(Cell, (*values, span)), cells.cell(len(dates), "")])
+        lines.append([*map(Cell, (*values, span)), summary.cell(len(dates), "")])
     return Table([*facts, "measured", "rows"], lines)
 
 

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -26,8 +27,7 @@ _HOST_US = 100_000.0  # about the longest for all bursts of a variant
 _LONGEST_CALL_US = 2_000.0  # of a longer call the CPU time does not matter
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """A case that could not be measured, and why."""
 
     label: str
@@ -95,7 +95,7 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, st
 
 
 def _commit() -> str:
-    """Return the commit that tracks these sources; "" for an installed copy inside another checkout."""
+    """Return the commit these sources are tracked at; "unknown" for a copy that git does not track."""
     here = Path(__file__).resolve()
     if not _output("git", "-C", str(here.parent), "ls-files", "--error-unmatch", here.name):
         return "unknown"

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from isogemm.bench.cases import Thunk
 
 Sampler = Callable[[], float]  # one measurement, in microseconds per call
+_Walk = tuple[Sampler, float]  # and what a measurement costs, in microseconds
 
 _CPU_CACHE_BYTES = 32 << 20  # torch does not know the CPU's cache; larger than most per-core shares
 _MOST_ROTATIONS = 2048
@@ -61,11 +61,11 @@ def measure(
             else _loop_walk(thunks, device, _EAGER_SAMPLE_US if gpu else sample_us)
             for name, thunks in variants.items()
         }
-        round_us = sum(walk.cost_us for walk in walks.values())
+        round_us = sum(cost_us for _, cost_us in walks.values())
         affordable = max(_LEAST_REPEATS, int(budget_us / max(round_us, 1e-3)))
         if affordable < repeats:
             repeats, warmup = affordable, min(warmup, 1)
-        return interleave({name: walk.sample for name, walk in walks.items()}, repeats, warmup)
+        return interleave({name: sample for name, (sample, _) in walks.items()}, repeats, warmup)
 
 
 def host_time(
@@ -105,12 +105,6 @@ def interleave(samplers: Mapping[str, Sampler], repeats: int, warmup: int) -> di
             if turn >= warmup:
                 times[name].append(elapsed)
     return times
-
-
-@dataclass(frozen=True)
-class _Walk:
-    sample: Sampler
-    cost_us: float  # of one sample
 
 
 class _Graph:
@@ -153,14 +147,14 @@ def _graph_walk(thunks: Sequence[Thunk], sample_us: float) -> _Walk:
     if passes > 1:
         del graph  # its memory, before the next is captured
         graph = _Graph(thunks, passes)
-    return _Walk(graph.sample, 2 * call_us * graph.calls)
+    return graph.sample, 2 * call_us * graph.calls
 
 
 def _loop_walk(thunks: Sequence[Thunk], device: torch.device, sample_us: float) -> _Walk:
     _loop_us(thunks, device)
     call_us = _loop_us(thunks, device)
     walk = list(thunks) * _passes(call_us, len(thunks), sample_us)
-    return _Walk(partial(_loop_us, walk, device), call_us * len(walk))
+    return partial(_loop_us, walk, device), call_us * len(walk)
 
 
 def _loop_us(thunks: Sequence[Thunk], device: torch.device, *, wait: bool = True) -> float:

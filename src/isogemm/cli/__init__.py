@@ -41,8 +41,7 @@ from isogemm.core import files, private
 from isogemm.core.device import facts
 from isogemm.training import report as training_report
 from isogemm.training import results, world
-from isogemm.verify.checks import Check, CheckResult
-from isogemm.verify.trials import compile_ahead
+from isogemm.verify.checks import Check, CheckResult, compile_ahead
 from isogemm_cli import BUILD, RECORDED
 from isogemm_cli import main as main
 
@@ -269,8 +268,7 @@ def _speed_table(rows: Sequence[Row], terminal: Terminal) -> None:
 
 def _failure_table(failures: Sequence[runner.Failure], terminal: Terminal) -> int:
     """Show the cases that could not be measured; return the exit status."""
-    lines = [[failure.label, failure.stage, failure.message] for failure in failures]
-    terminal.table("Failures", ["case", "stage", "message"], lines)
+    terminal.table("Failures", ["case", "stage", "message"], failures)
     return FAILED if failures else OK
 
 

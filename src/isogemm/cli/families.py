@@ -26,7 +26,7 @@ class Family:
     summary: str
     usability: Callable[[torch.device], Sequence[Usability]]
     bench: ModuleType  # with cases, demo and VIEW, and compile_cases if they are compiled ahead
-    verify: ModuleType | None = None  # with TRIALS, and the CHECKS made of them
+    verify: ModuleType | None = None  # with CHECKS
 
 
 FAMILIES: tuple[Family, ...] = (

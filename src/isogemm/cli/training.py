@@ -7,42 +7,33 @@ import gc
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from isogemm.bench import runner
 from isogemm.cli.common import FAILED, INTERRUPTED, OK, UsageError, describe, find_device, in_words, values_as_usage
 from isogemm.cli.terminal import STANDARD_OUTPUT, Terminal
-from isogemm.training import folder, loop, plots, results, world
+from isogemm.training import folder, loop, report, results, world
 from isogemm.training.series import Series, read_csv, synthetic
-from isogemm_options import BACKENDS, PRESETS, Architecture, Config
-
-
-class Asked(NamedTuple):
-    """The run that the arguments ask for."""
-
-    config: Config
-    plan: loop.Plan
-    series: Series
+from isogemm_options import BACKENDS, PRESETS, Config
 
 
 def train_patchtst(args: argparse.Namespace, terminal: Terminal) -> int:
     """Train a PatchTST forecaster, or one with each backend."""
     with values_as_usage():
-        asked = _asked(args)
+        config, plan, series = _asked(args)
     with (
         world.entered(find_device(args.device)) as here,
         _stop_requests(here.size == 1) as stop,
         _claimed(args.out, here),
     ):
         try:
-            code = _train(args, asked, here, stop, terminal)
+            code = _train(args, config, plan, series, here, stop, terminal)
         except OSError as error:
             is_of_run = error.errno is not None and error.filename not in (None, STANDARD_OUTPUT)
-            if not (is_of_run and asked.plan.folder and (args.out / folder.CHECKPOINT).exists()):
+            if not (is_of_run and plan.folder and (args.out / folder.CHECKPOINT).exists()):
                 raise
             raise UsageError(f"{in_words(error)}; --resume then continues from the last checkpoint") from error
     if stop() and code == OK:
@@ -51,11 +42,10 @@ def train_patchtst(args: argparse.Namespace, terminal: Terminal) -> int:
     return code
 
 
-def _asked(args: argparse.Namespace) -> Asked:
+def _asked(args: argparse.Namespace) -> tuple[Config, loop.Plan, Series]:
     """Turn the arguments into a run; ValueError names the option that cannot be served, and its value."""
     preset = PRESETS[args.preset]
-    names = [each.name for each in (*fields(Architecture), *fields(Config)) if each.name != "model"]
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in preset.config.flat() if getattr(args, name) is not None}
     for option in ("resume", "overwrite"):
         if getattr(args, option) and args.compare is not None:
             raise ValueError(f"--{option}: not with --compare, which writes no checkpoints")
@@ -79,7 +69,7 @@ def _asked(args: argparse.Namespace) -> Asked:
     epochs = preset.epochs if args.epochs is None else args.epochs
     out = None if args.compare is not None else args.out
     plan = loop.Plan(epochs, args.patience, out, args.checkpoint_epochs, args.checkpoint_steps)
-    return Asked(config, plan, series)
+    return config, plan, series
 
 
 @contextmanager
@@ -122,10 +112,10 @@ def _claimed(out: Path, here: world.World) -> Iterator[None]:
 
 
 def _train(
-    args: argparse.Namespace, asked: Asked, here: world.World, stop: Callable[[], bool], terminal: Terminal
-) -> int:
+    args: argparse.Namespace, config: Config, plan: loop.Plan, series: Series, here: world.World,
+    stop: Callable[[], bool], terminal: Terminal,
+) -> int:  # fmt: skip
     """Train with each backend, record and show the runs that ended; return the exit status."""
-    config, plan, series = asked
     file = args.out / folder.RESULTS
     with values_as_usage(), here.together():
         earlier = results.read(file) if here.leads else []  # finds a broken line before training, not after
@@ -184,8 +174,8 @@ def _prefixed(prefix: str, progress: runner.Progress) -> runner.Progress:
 def _show_training(records: Sequence[results.Record], out: Path, terminal: Terminal, device: str) -> None:
     written, unplotted = [out / folder.RESULTS], ""
     try:  # before the tables: whoever reads those may stop
-        for name, draw in plots.PLOTS.items():
-            written += plots.save(out / name, draw, records)
+        for name, draw in report.PLOTS.items():
+            written += report.save(out / name, draw, records)
     except ModuleNotFoundError as error:
         unplotted = f"no plots: {error}"
     for record in records:

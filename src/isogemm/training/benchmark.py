@@ -26,6 +26,7 @@ from isogemm.training.series import Windows, cut, synthetic, synthetic_rows
 from isogemm.training.steps import Objective
 from isogemm.verify.parallel import run_in_processes
 from isogemm.verify.precision import set_fp32_precision
+from isogemm.verify.trials import training_step
 from isogemm_options import PRESETS, Config
 
 OP = "whole training step"
@@ -188,7 +189,7 @@ def demo(device: torch.device) -> DemoResult:
     )
 
     def compute(encoder: nn.Module, some: slice) -> Tensor:
-        return demos.result_and_gradient(encoder, x[some], grad[some])
+        return torch.cat(training_step(encoder, [x[some]], grad[some]), dim=-1)
 
     bits = demos.count_changes(encoders, compute, items, batch=batch, sizes=(1, 3), compared=64)
     thunks = {name: step.run for name, step in both.items()}

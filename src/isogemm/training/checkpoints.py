@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import sys
 from collections.abc import Mapping
@@ -18,8 +17,7 @@ from isogemm.core.files import AnyPath
 
 SCHEMA = 2
 
-_SEAL = b"isogemm sha256 "  # then the digest of all before it: the comment that a zip archive may end with
-_SEAL_BYTES = len(_SEAL) + 64
+_SEAL_BYTES = len(files.sealed(b""))  # the seal is the comment that a zip archive may end with
 
 
 class CheckpointError(ValueError):
@@ -37,7 +35,7 @@ def save(path: AnyPath, state: Mapping[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save({"schema": SCHEMA, **state}, buffer)
     content = buffer.getvalue()[:-2] + _SEAL_BYTES.to_bytes(2, "little")  # the comment's length is the archive's end
-    files.write(path, content + _seal(content))
+    files.write(path, files.sealed(content))
 
 
 def load(path: AnyPath) -> dict[str, Any]:
@@ -45,9 +43,10 @@ def load(path: AnyPath) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
     data = path.read_bytes()
-    content, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
-    if seal != _seal(content):
-        raise CheckpointError(f"{path}: not a checkpoint, or damaged: use a copy of it, or train again")
+    try:
+        files.unsealed(data)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not a checkpoint, or damaged: use a copy of it, or train again") from error
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # pickle's, zipfile's and torch's own
@@ -55,10 +54,6 @@ def load(path: AnyPath) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("schema") != SCHEMA:
         raise CheckpointError(f"{path}: not a checkpoint of this version")
     return state
-
-
-def _seal(content: bytes) -> bytes:
-    return _SEAL + hashlib.sha256(content).hexdigest().encode()
 
 
 def require_same(path: AnyPath, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:

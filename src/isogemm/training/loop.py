@@ -23,7 +23,7 @@ from isogemm.training.series import Series, SeriesError, cut
 from isogemm.training.steps import Evaluation, Objective, Training, random_state, set_random_state
 from isogemm.training.world import World
 from isogemm.verify.precision import fp32_precision
-from isogemm_options import Architecture, Config
+from isogemm_options import Architecture, Config, require_positive
 
 Progress = Callable[[int, int, str], None]  # steps done, steps in all, what was reached
 
@@ -50,9 +50,7 @@ class Plan:
     checkpoint_steps: int | None = None  # steps between checkpoints inside an epoch
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "patience", "checkpoint_epochs", "checkpoint_steps"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        require_positive(self, "epochs", "patience", "checkpoint_epochs", "checkpoint_steps")
 
 
 @dataclass(frozen=True)

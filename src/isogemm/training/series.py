@@ -181,16 +181,13 @@ class _Csv:
 
     def lines(self) -> Iterator[list[str]]:
         """The cells of each line; `line` is its number, or that of the first line that quoted cells span."""
-        while True:
-            first = self._reader.line_num + 1
-            try:
-                cells = next(self._reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                raise self.refused(error, line=first) from error
-            self.line = first
-            yield cells
+        following = 1
+        try:
+            for cells in self._reader:
+                self.line, following = following, self._reader.line_num + 1
+                yield cells
+        except csv.Error as error:
+            raise self.refused(error, line=following) from error
 
     def series(self) -> Series:
         lines = self.lines()

@@ -21,11 +21,16 @@ from isogemm.epilogues.operands import PLACES, TENSORS, Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import Config, Problem
 from isogemm.gemm.plan import gemm_plan
-from isogemm.tuning.common import ARITHMETIC
 from isogemm.verify.compare import compare_bits
 
 Job = tuple[Problem, Config]  # to compile
 
+ARITHMETIC = {  # by its name in the tables: dtype, precision
+    "half": ("bfloat16", "ieee"),
+    "tf32": ("float32", "tf32"),
+    "tf32x3": ("float32", "tf32x3"),
+    "ieee": ("float32", "ieee"),
+}
 EPILOGUES = {  # kind of problem: the epilogue measured for it
     "activated": Epilogue(bias="n", activation="gelu_tanh"),
     "gated": Epilogue(activation="swiglu"),

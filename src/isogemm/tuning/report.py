@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 
-from isogemm.bench.cells import markdown
+from isogemm.bench.summary import markdown
 from isogemm.gemm.configs import Config
 from isogemm.tuning.gemm import OTHER_BITS, Point
 

@@ -18,11 +18,10 @@ from isogemm.core import plan, tuned
 from isogemm.gemm import configs, selection
 from isogemm.gemm.configs import Config
 from isogemm.tuning import gemm
-from isogemm.tuning.common import compile_ahead
 from isogemm.tuning.gemm import Job, Measured, Point
 from isogemm.tuning.report import Report, Row
 from isogemm.tuning.weights import Weight
-from isogemm.verify.parallel import process_count
+from isogemm.verify.parallel import process_count, retried_in_processes
 
 TOKENS = (1, 4096, 64, 512, 16, 2048, 256, 8192, 128, 1024)  # most useful first: a run may end early
 FEWEST_BACKWARD = 256  # least of TOKENS at which gradients are measured
@@ -100,7 +99,8 @@ class Run:
                 try:
                     chosen[point] = _candidates(point)
                 except ValueError as error:  # nothing is legal
-                    self._skip(point, str(error))
+                    self.skipped.append(f"{point}: {error}")
+                    self._visited += 1
             if self.clock() >= end:
                 return
             jobs = {key: job for key, job in gemm.jobs(chosen).items() if key not in compiled}
@@ -125,10 +125,6 @@ class Run:
         kept = {point.key: ((point.tokens, astuple(row.after)),)}
         self.path = tuned.keep("gemm", point.gpu, kept)
 
-    def _skip(self, point: Point, reason: str) -> None:
-        self.skipped.append(f"{point}: {reason}")
-        self._visited += 1
-
 
 def on_current_gpu(points: Sequence[Point], seconds: float | None, progress: Progress) -> Run:
     """Make a run that measures on torch's current GPU."""
@@ -138,7 +134,7 @@ def on_current_gpu(points: Sequence[Point], seconds: float | None, progress: Pro
 
     def precompile(jobs: Sequence[Job]) -> None:
         processes = process_count(len(jobs), torch.device("cuda", index), _PROCESS_BYTES)
-        compile_ahead(functools.partial(gemm.precompile, index=index), jobs, processes)
+        retried_in_processes(functools.partial(gemm.precompile, index=index), jobs, processes)
 
     return Run(points, gemm.Bench().measure, precompile, math.inf if seconds is None else seconds, progress)
 

@@ -1,13 +1,23 @@
-"""Properties that `isogemm verify` checks on the user's own machine."""
+"""Properties that `isogemm verify` checks on the user's own machine, by trials made from seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 import torch
 
+from isogemm.core import device as devices
+from isogemm.core.problems import usable
+from isogemm.verify import trials
 from isogemm.verify.compare import BitDiff
+from isogemm.verify.parallel import run_in_processes
+from isogemm.verify.poison import poisoned_allocations
+
+NO_TILES = "there are no tiles to choose from on the CPU"
 
 
 @dataclass(frozen=True)
@@ -28,37 +38,63 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Check:
-    """A property, and a function that tries it on a device."""
+    """A property, one trial of it, and what the trials cover."""
 
+    setting: Callable[[int, torch.device], Any]  # (seed, device) -> what a trial takes
     name: str
     what: str  # the property, one sentence
-    run: Callable[[torch.device, int], CheckResult]  # (device, trials)
+    trial: Callable[[Any], Iterator[BitDiff]]
+    covered: str
+    gpu_only: str = ""  # the reason
+    cpu_only: str = ""
 
+    def run(self, device: torch.device, count: int) -> CheckResult:
+        """Run the trials of the first `count` seeds. One fails when a comparison is unequal or when it raises."""
+        gpu = device.type == "cuda"
+        reason = usable(devices.facts(device).arch) or self.cpu_only if gpu else self.gpu_only
+        if reason:
+            return CheckResult(self.name, 0, 0, 0, skipped=reason)
+        covered = self.covered.format(most=(trials.GPU if gpu else trials.CPU).most)
+        if not gpu:
+            threads = sorted({self.setting(seed, device).threads for seed in range(count)})
+            covered += f"; {', '.join(map(str, threads))} threads"
+        failures = differing = 0
+        first_failure = ""
+        for seed in range(count):
+            problem = ""
+            try:
+                for diff in self._diffs(self.setting(seed, device)):
+                    if not diff.equal:
+                        differing += diff.count
+                        problem = problem or str(diff)
+            except Exception as error:  # a check reports what went wrong, whatever it is
+                problem = problem or f"{type(error).__name__}: {error}"
+            if problem:
+                failures += 1
+                first_failure = first_failure or f"trial {seed}: {problem}"
+        return CheckResult(self.name, count, failures, differing, detail=first_failure or covered)
 
-def skip(name: str, reason: str) -> CheckResult:
-    return CheckResult(name=name, trials=0, failures=0, differing=0, skipped=reason)
-
-
-def run_trials(
-    name: str, trials: int, trial: Callable[[int], Iterable[BitDiff] | None], *, covered: str = ""
-) -> CheckResult:
-    """Call `trial(0)`, `trial(1)`, ...: the argument serves as the seed.
-
-    A trial returns (or yields) its bitwise comparisons; it fails when one is unequal or when it raises, and
-    the rest still run. `covered` is the detail of a check without failure.
-    """
-    failures = differing = 0
-    first_failure = ""
-    for seed in range(trials):
-        problem = ""
+    def _diffs(self, each: Any) -> Iterator[BitDiff]:
+        before = torch.get_num_threads()
+        if each.device.type == "cpu":
+            torch.set_num_threads(each.threads)
         try:
-            for diff in trial(seed) or ():
-                if not diff.equal:
-                    differing += diff.count
-                    problem = problem or str(diff)
-        except Exception as error:  # a check reports what went wrong, whatever it is
-            problem = problem or f"{type(error).__name__}: {error}"
-        if problem:
-            failures += 1
-            first_failure = first_failure or f"trial {seed}: {problem}"
-    return CheckResult(name, trials, failures, differing, detail=first_failure or covered)
+            with poisoned_allocations():
+                yield from self.trial(each)
+        finally:
+            torch.set_num_threads(before)
+
+
+def compile_ahead(module: ModuleType, device: torch.device, count: int) -> None:
+    """Compile, on all cores, the kernels that so many trials of the module's CHECKS launch."""
+    if not usable(devices.facts(device).arch):
+        places = [place for place, each in enumerate(module.CHECKS) if not each.cpu_only]
+        jobs = [(module.__name__, seed, place) for seed in range(count) for place in places]
+        run_in_processes(_rehearse, device, jobs)
+
+
+def _rehearse(device: str, job: tuple[str, int, int]) -> None:
+    name, seed, place = job
+    check = import_module(name).CHECKS[place]
+    for _ in check.trial(check.setting(seed, torch.device(device))):
+        pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,12 +14,12 @@ from isogemm.encoder.api import encoder_chunk, encoder_layer
 from isogemm.encoder.parameters import ACTIVATIONS, EncoderParameters
 from isogemm.verify import encoder_reference as references
 from isogemm.verify import trials
+from isogemm.verify.checks import Check
 from isogemm.verify.compare import BitDiff, compare_bits
 from isogemm.verify.encoder_reference import ENCODER_SHAPES, EncoderShape, encoder_parameters
-from isogemm.verify.fused import training_step
 from isogemm.verify.inputs import make_data, with_layout
 from isogemm.verify.precision import fp32_precision
-from isogemm.verify.trials import Rows, Trained, Trial
+from isogemm.verify.trials import Measure, Rows, Trained, assert_step_accurate, training_step
 
 LONGEST = 128  # tokens of a padded sequence
 _CPU_SHAPES = tuple(
@@ -103,9 +104,7 @@ class Setting(trials.Setting):
         self, x: Tensor, mask: Tensor | None, grad: Tensor, params: EncoderParameters
     ) -> Sequence[Tensor]:
         """Return the result and dx."""
-        x = x.detach().requires_grad_()
-        out = self.layer(x, mask, params)
-        return out.detach(), torch.autograd.grad(out, x, grad)[0]
+        return training_step(lambda x: self.layer(x, mask, params), [x], grad)
 
     def forward(self, m: int) -> tuple[Tensor, list[Rows]]:
         params = self.parameters()
@@ -194,9 +193,6 @@ def _right_padding(each: Setting) -> Iterator[BitDiff]:
             yield compare_bits(one[:, :tokens], other)
 
 
-Measure = tuple[float, Sequence[Tensor]]  # how many times torch's errors are allowed, and torch's results
-
-
 def measures(
     step: Callable[[], Sequence[Tensor]], dtype: torch.dtype, precision: str, device: torch.device
 ) -> list[Measure]:
@@ -213,27 +209,6 @@ def measures(
             with references.products_of_tf32():
                 found.append((2, step()))
     return found
-
-
-def assert_accurate(
-    found: Tensor, torchs: Sequence[tuple[float, Tensor]], exact: Tensor, *, ulps: float = 1, what: str
-) -> float:
-    """Assert that the error, by largest element and by norm, is at most a factor times torch's and ulps of `exact`.
-
-    Returns the error's norm relative to that of `exact`.
-    """
-
-    def sizes(x: Tensor) -> tuple[float, float]:
-        return float(x.abs().max()), float(x.norm())
-
-    whole, errors = sizes(exact), sizes(found.double() - exact)
-    torchs_errors = [(factor, sizes(each.double() - exact)) for factor, each in torchs]
-    for place, kind in enumerate(("error of an element", "norm of the errors")):
-        most = max(factor * theirs[place] for factor, theirs in torchs_errors)
-        most += ulps * torch.finfo(found.dtype).eps * whole[place]
-        if not errors[place] <= most:
-            raise AssertionError(f"{what}: {kind} {errors[place]:.2e}, expected at most {most:.2e}, by torch's")
-    return errors[1] / whole[1] if whole[1] else 0.0
 
 
 def _accuracy(each: Setting) -> Iterator[BitDiff]:
@@ -262,33 +237,31 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
     found = training_step(named(isogemm, precision=each.asked), operands, grad)
     torchs = measures(lambda: training_step(in_torch, operands, grad), each.dtype, each.precision, each.device)
     exact = training_step(in_torch, [operand.double() for operand in operands], grad.double())
-    for place, name in enumerate(["result", *names]):
-        allowed = [(factor, results[place]) for factor, results in torchs]
-        assert_accurate(found[place], allowed, exact[place], what=name)
+    assert_step_accurate(found, torchs, exact, ["result", *names])
     yield from ()
 
 
-TRIALS = (
-    Trial(
+_check = partial(Check, Setting)
+
+CHECKS = (
+    _check(
         "sequences", "a sequence's result has the same bits in any batch, at any place", trials.forward,
         "every position of up to {most} sequences, cuts, garbage sequences, permutations, runs under load",
     ),
-    Trial(
+    _check(
         "dx", "the input's gradient has the forward's contract", trials.input_gradient,
         "every position of up to {most} sequences, cuts, garbage sequences, permutations, runs under load",
     ),
-    Trial(
+    _check(
         "right-padding", "masked tokens after a sequence's own change nothing of it", _right_padding,
         f"results and dx, padded to up to {LONGEST} tokens",
     ),
-    Trial(
+    _check(
         "parameters' gradients", "micro-batches cut at chunks have the bits of one pass", _parameter_gradients,
         "cuts at multiples of the chunk into main_grad, trailing sequences without a gradient, runs under load",
     ),
-    Trial(
+    _check(
         "accuracy", "the error is at most twice that of torch's layer and one ulp", _accuracy,
         "the result and every gradient against fp64; 4x torch's error for fp32 sums",
     ),
 )  # fmt: skip
-
-CHECKS = tuple(each.check(Setting) for each in TRIALS)

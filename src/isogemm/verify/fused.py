@@ -18,10 +18,11 @@ from isogemm.gemm.api import linear, matmul_fused, mlp, mm
 from isogemm.gemm.fused import new_seed
 from isogemm.verify import trials
 from isogemm.verify.activations import ACTIVATION_FORMS, GATE_FORMS, Form
+from isogemm.verify.checks import NO_TILES, Check
 from isogemm.verify.compare import BitDiff, compare_bits
-from isogemm.verify.errors import Errors, assert_no_worse_than_torch, measure_errors
+from isogemm.verify.errors import assert_no_worse_than_torch, scaled_error
 from isogemm.verify.inputs import make_data, with_layout
-from isogemm.verify.trials import Rows, Trained, Trial, torch_product
+from isogemm.verify.trials import Rows, Trained, torch_product, training_step
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
@@ -152,7 +153,7 @@ class Layer:
 
 def assert_accurate(
     found: Tensor, layer: Layer, tokens: Tokens, precision: str, *, factor: float = 2, what: str = ""
-) -> Errors:
+) -> float:
     """Assert that `found`, the layer's result, has at most `factor` times the error of torch's separate operations, and
     one ulp. torch's error is measured on more rows too, the given ones with other signs: on few it may be 0 by chance.
     """
@@ -169,7 +170,7 @@ def assert_accurate(
         torchs, exact = (layer.after(*layer.products(way, more.x), more) for way in (of_torch, reference.matmul))
         scale = layer.sizes(*layer.products(reference.matmul_scale, more.x), more) + exact.abs()
     assert_no_worse_than_torch(torch.cat([found, torchs[m:]]), torchs, exact, scale=scale, factor=factor, what=what)
-    return measure_errors(found, exact[:m], scale=scale[:m])
+    return scaled_error(found, exact[:m], scale[:m])
 
 
 class Setting(trials.Setting):
@@ -267,14 +268,13 @@ class Setting(trials.Setting):
         widest = max(self.n, self.k)
 
         def of_layer(rows: Tensor) -> Tensor:
-            tokens = self.tokens_of(rows)
-            tokens = tokens._replace(x=tokens.x.requires_grad_())
-            out = layer.isogemm(tokens, precision=self.asked)
-            return torch.autograd.grad(out, tokens.x, rows[:, -widest:][:, : self.n])[0]
+            tokens, grad = self.tokens_of(rows), rows[:, -widest:][:, : self.n]
+            ours = functools.partial(layer.isogemm, precision=self.asked)
+            return training_step(lambda x: ours(tokens._replace(x=x)), [tokens.x], grad)[1]
 
         def of_mlp(rows: Tensor) -> Tensor:
-            x = self.tokens_of(rows).x.requires_grad_()
-            return torch.autograd.grad(self._mlp(layer, down, x), x, rows[:, -widest:][:, : self.k])[0]
+            x, grad = self.tokens_of(rows).x, rows[:, -widest:][:, : self.k]
+            return training_step(lambda x: self._mlp(layer, down, x), [x], grad)[1]
 
         ways: list[Rows] = [of_layer, of_mlp] if self.activation else [of_layer]
         return self.packed(x, self.normal(m, widest, seed=9)), ways
@@ -392,28 +392,16 @@ def _assert_as_torch(
     ours: Callable[..., Tensor], in_torch: Callable[..., Tensor], names: Sequence[str], operands: Sequence[Tensor],
     grad: Tensor, each: Setting,
 ) -> None:  # fmt: skip
+    """Assert that each largest error is at most a factor times torch's plus one ulp of the largest element."""
     found, torchs = (training_step(way, operands, grad) for way in (ours, in_torch))
     exact = training_step(in_torch, [operand.double() for operand in operands], grad.double())
     factor = 4 if each.dtype == torch.float32 else 2  # the order of fp32 sums alone makes more than twice, at times
-    for name, *results in zip(names, found, torchs, exact, strict=True):
-        assert_largest_error(*results, factor=factor, what=f"{each.called}, {name}")
-
-
-def training_step(function: Callable[..., Tensor], operands: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-    """Return the result and every operand's gradient."""
-    leaves = [operand.detach().requires_grad_() for operand in operands]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def assert_largest_error(found: Tensor, torchs: Tensor, exact: Tensor, *, factor: float = 2, what: str) -> None:
-    """Assert that the error is at most `factor` times torch's plus one ulp of the largest element."""
-    ours, theirs = (float((each.double() - exact).abs().max()) for each in (found, torchs))
-    allowed = factor * theirs + torch.finfo(found.dtype).eps * float(exact.abs().max())
-    if not ours <= allowed:
-        raise AssertionError(
-            f"{what}: error {ours:.2e}, expected at most {factor:g} x torch's and an ulp, {allowed:.2e}"
-        )
+    for name, mine, torchs_own, right in zip(names, found, torchs, exact, strict=True):
+        error, torchs_error = (float((result.double() - right).abs().max()) for result in (mine, torchs_own))
+        allowed = factor * torchs_error + torch.finfo(mine.dtype).eps * float(right.abs().max())
+        if not error <= allowed:
+            text = f"error {error:.2e}, expected at most {factor} x torch's and an ulp, {allowed:.2e}"
+            raise AssertionError(f"{each.called}, {name}: {text}")
 
 
 def _eager(each: Setting) -> Iterator[BitDiff]:
@@ -465,42 +453,42 @@ def _activations(each: Setting) -> Iterator[BitDiff]:
         yield compare_bits(torch.cat([layer(row[None]) for row in x[::3]]), layer(x)[::3])
 
 
-TRIALS = (
-    Trial(
+_check = functools.partial(Check, Setting)
+
+CHECKS = (
+    _check(
         "any tile", "every configuration gives the same bits with an epilogue on", _any_tile,
-        "up to 6 configurations; activations, scales, addends, residuals and dropout", gpu_only=trials.NO_TILES,
+        "up to 6 configurations; activations, scales, addends, residuals and dropout", gpu_only=NO_TILES,
     ),
-    Trial(
+    _check(
         "rows", "a row with its epilogue has the same bits in any batch", trials.forward,
         "every position, cuts, garbage rows, permutations, runs under load; both roundings, and two layers",
     ),
-    Trial(
+    _check(
         "activations", "an activation has the same bits at any place in a tensor", _activations,
         "every activation, float32, rows alone and in a batch of 100 x 201",
         cpu_only="on a GPU a part of the kernels, which the other checks run",
     ),
-    Trial(
+    _check(
         "dX", "the input's gradient has the forward's contract", trials.input_gradient,
         "every position, cuts, garbage rows, permutations, runs under load; one layer and two",
     ),
-    Trial(
+    _check(
         "dW, db", "micro-batches cut at chunks have the bits of one pass", trials.micro_batches,
         "cuts at multiples of the chunk into main_grad, trailing zeros, runs under load; one layer and two",
     ),
-    Trial(
+    _check(
         "dropout", "the mask is that of (seed, row, column), in the backward too", _dropout,
         "1 .. {most} rows, a tenth to nine tenths dropped",
     ),
-    Trial(
+    _check(
         "eager rounding",
         "isogemm.mm followed by torch's operations (on the CPU with isogemm's own exp, erf and tanh), bit for bit",
         _eager, "activations, scales, addends and residuals",
     ),
-    Trial(
+    _check(
         "accuracy", "the error is at most twice that of torch's operations and one ulp", _accuracy,
         "results, dX, dW and db against fp64, one layer and two; 4x torch's error for fp32 of 16-bit inputs, "
         "tf32x3 and fp32 gradients",
     ),
 )  # fmt: skip
-
-CHECKS = tuple(each.check(Setting) for each in TRIALS)

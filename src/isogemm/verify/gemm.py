@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 from isogemm.gemm import configs, op, reference, selection
 from isogemm.gemm.api import linear
 from isogemm.verify import trials
+from isogemm.verify.checks import NO_TILES, Check
 from isogemm.verify.compare import BitDiff, compare_bits
-from isogemm.verify.errors import Errors, assert_no_worse_than_torch, measure_errors
+from isogemm.verify.errors import assert_no_worse_than_torch, scaled_error
 from isogemm.verify.inputs import make_data, with_layout
-from isogemm.verify.trials import Rows, Trained, Trial, torch_product
+from isogemm.verify.trials import Rows, Trained, torch_product, training_step
 
 
 class Setting(trials.Setting):
@@ -45,9 +47,9 @@ class Setting(trials.Setting):
             return op.product(with_layout(grad, self.layouts[0]), weight, None, self.wide, self.asked)
 
         def backward(grad: Tensor) -> Tensor:
-            x = torch.ones((len(grad), self.k), dtype=self.dtype, device=self.device, requires_grad=True)
-            out = linear(x, weight, precision=self.asked)
-            return torch.autograd.grad(out, x, with_layout(grad, self.layouts[0]))[0]
+            x = torch.ones((len(grad), self.k), dtype=self.dtype, device=self.device)
+            grad = with_layout(grad, self.layouts[0])
+            return training_step(lambda x: linear(x, weight, precision=self.asked), [x], grad)[1]
 
         return grad, [product, backward]
 
@@ -89,7 +91,7 @@ def _any_tile(each: Setting) -> Iterator[BitDiff]:
 def assert_accurate(
     found: Tensor, a: Tensor, b: Tensor, precision: str, *,
     bias: Tensor | None = None, torchs: Tensor | None = None, what: str = "",
-) -> Errors:  # fmt: skip
+) -> float:  # fmt: skip
     """Assert that `found` is a @ b (+ bias) to within twice torch's error and one ulp, or four times where tensor cores
     sum an fp32 result: of 16-bit operands, and in tf32x3. torchs: torch's result, if it is known already.
 
@@ -110,7 +112,7 @@ def assert_accurate(
     ours, theirs = (torch.cat([each, torchs_more]) for each in (found, torchs))
     factor = 2 if found.dtype == a.dtype and precision != "tf32x3" else 4
     assert_no_worse_than_torch(ours, theirs, exact, scale=scale, factor=factor, what=what)
-    return measure_errors(found, exact[: len(a)], scale=scale[: len(a)])
+    return scaled_error(found, exact[: len(a)], scale[: len(a)])
 
 
 def _accuracy(each: Setting) -> Iterator[BitDiff]:
@@ -119,12 +121,10 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
     x, b = each.operands(m, each.k, each.n)
     grad = make_data(each.kind, (m, each.n), seed=each.seed, dtype=each.dtype, device=each.device)
     inputs = [with_layout(x, each.layouts[0]), with_layout(b.mT, each.layouts[1]), each.normal(each.n)]
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    out = linear(*leaves, precision=each.asked)
-    dx, dw, db = torch.autograd.grad(out, leaves, grad)
+    out, dx, dw, db = training_step(lambda *leaves: linear(*leaves, precision=each.asked), inputs, grad)
     wide = linear(*inputs, out_dtype=each.wide, precision=each.asked)
     x, weight, bias = inputs
-    assert_accurate(out.detach(), x, weight.mT, precision, bias=bias, what="forward")
+    assert_accurate(out, x, weight.mT, precision, bias=bias, what="forward")
     assert_accurate(wide, x, weight.mT, precision, bias=bias, what="forward to fp32")
     assert_accurate(dx, grad, weight, precision, what="dX")
     assert_accurate(dw, grad.mT, x, precision, what="dW")
@@ -133,37 +133,37 @@ def _accuracy(each: Setting) -> Iterator[BitDiff]:
     yield from ()
 
 
-TRIALS = (
-    Trial(
+_check = partial(Check, Setting)
+
+CHECKS = (
+    _check(
         "any tile", "every configuration of the tables gives the same bits", _any_tile,
-        "every configuration for forward, dX and dW", gpu_only=trials.NO_TILES,
+        "every configuration for forward, dX and dW", gpu_only=NO_TILES,
     ),
-    Trial(
+    _check(
         "needle", "a row has the same bits at every position of any batch", trials.of_rows(trials.needle),
         "every position of 1 .. {most} rows",
     ),
-    Trial("prefill cuts", "rows have the same bits in parts as at once", trials.of_rows(trials.cut), "random cuts"),
-    Trial(
+    _check("prefill cuts", "rows have the same bits in parts as at once", trials.of_rows(trials.cut), "random cuts"),
+    _check(
         "padding", "other rows change nothing", trials.of_rows(trials.padded),
         "random, NaN, Inf, huge and zero rows at both ends",
     ),
-    Trial("permutation", "rows in another order have the same bits", trials.of_rows(trials.permuted), "random orders"),
-    Trial(
+    _check("permutation", "rows in another order have the same bits", trials.of_rows(trials.permuted), "random orders"),
+    _check(
         "run to run", "a call has the same bits every time", trials.of_rows(trials.repeated),
         "4 runs, other work beside",
     ),
-    Trial(
+    _check(
         "dX", "the input's gradient has the forward's contract", trials.input_gradient,
         "every position, cuts, garbage rows, permutations, runs under load",
     ),
-    Trial(
+    _check(
         "dW, db", "micro-batches cut at chunks have the bits of one pass", trials.micro_batches,
         "cuts at multiples of the chunk into main_grad, trailing zeros, runs under load",
     ),
-    Trial(
+    _check(
         "accuracy", "the error is at most twice torch's and one ulp", _accuracy,
         "forward and gradients, against fp64; 4x torch's error for fp32 of 16-bit inputs and for tf32x3",
     ),
 )  # fmt: skip
-
-CHECKS = tuple(each.check(Setting) for each in TRIALS)

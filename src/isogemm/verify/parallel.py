@@ -56,6 +56,19 @@ def in_processes(
     return results + ["a process died"] * (len(jobs) - len(results))
 
 
+def retried_in_processes(function: Callable[[Job], str], jobs: Sequence[Job], workers: int) -> list[str]:
+    """Return why each job failed, or "". What failed is tried again in a process of its own.
+
+    After an illegal access nothing works in a process any more, so that later jobs fail too.
+    """
+    results = in_processes(function, jobs, workers)
+    again = [index for index, failure in enumerate(results) if failure]
+    failures = in_processes(function, [jobs[index] for index in again], workers, max_tasks_per_child=1)
+    for index, failure in zip(again, failures, strict=True):
+        results[index] = failure
+    return results
+
+
 def _try(function: Callable[[str, Job], object], device: str, job: Job) -> str:
     with suppress(Exception):
         function(device, job)

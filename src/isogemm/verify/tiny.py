@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,11 +17,12 @@ from isogemm.gemm import reference
 from isogemm.tiny import configs, op
 from isogemm.tiny.api import bmm
 from isogemm.tiny.configs import Config, DotConfig, Problem, RegistersConfig
+from isogemm.verify.checks import Check
 from isogemm.verify.compare import BitDiff, compare_bits
 from isogemm.verify.errors import assert_no_worse_than_torch
 from isogemm.verify.inputs import DATA_KINDS, make_operands
 from isogemm.verify.poison import poisoned_allocations
-from isogemm.verify.trials import Trial, other_work
+from isogemm.verify.trials import other_work
 
 
 class Setting:
@@ -36,18 +38,11 @@ class Setting:
 
     def operands(self, batch: int, kind: str = "") -> tuple[Tensor, Tensor]:
         """A [batch, m, k] and B [batch, k, n] of this kind of data, a random one by default."""
+        shapes = (batch, self.m, self.k), (batch, self.k, self.n)
         kind = kind or self.rng.choice(DATA_KINDS)
-        return operands(batch, self.m, self.n, self.k, self.dtype, self.layout, self.device, self.seed, kind)
-
-
-def operands(
-    batch: int, m: int, n: int, k: int, dtype: torch.dtype, layout: str, device: torch.device, seed: int,
-    kind: str = "normal",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """A [batch, m, k] and B [batch, k, n]; t in `layout` for a transposed view."""
-    made = make_operands(kind, (batch, m, k), (batch, k, n), seed=seed, dtype=dtype, device=device)
-    a, b = (x.mT.contiguous().mT if letter == "t" else x for x, letter in zip(made, layout, strict=True))
-    return a, b
+        made = make_operands(kind, *shapes, seed=self.seed, dtype=self.dtype, device=self.device)
+        a, b = (x.mT.contiguous().mT if letter == "t" else x for x, letter in zip(made, self.layout, strict=True))
+        return a, b
 
 
 def _products(a: Tensor, b: Tensor, precision: str) -> dict[str, Tensor]:
@@ -143,29 +138,27 @@ def largest_errors(a: Tensor, b: Tensor, precision: str) -> dict[str, float]:
             with of_cuda_products(precision or None):
                 torchs = torch.bmm(x, y)
         found = assert_no_worse_than_torch(ours, torchs, reference.matmul(x, y), scale=reference.matmul_scale(x, y))
-        for name, each in (("isogemm", found.actual), ("torch", found.torch)):
-            errors[name] = max(errors[name], each.max_scaled)
+        for name, error in zip(errors, found, strict=True):
+            errors[name] = max(errors[name], error)
     return errors
 
 
-_NO_CPU = "not on a GPU: torch.bmm serves, which promises nothing about bits"
+_check = partial(Check, Setting, gpu_only="not on a GPU: torch.bmm serves, which promises nothing about bits")
 
-TRIALS = (
-    Trial(
+CHECKS = (
+    _check(
         "batch invariance", "a matrix has the same bits in any batch, at any position", _batch_invariance,
-        "batch 2 in 3 .. 65536, any position", gpu_only=_NO_CPU,
+        "batch 2 in 3 .. 65536, any position",
     ),
-    Trial(
-        "run to run", "a call has the same bits every time", _run_to_run, "4 runs, other work beside", gpu_only=_NO_CPU
+    _check(
+        "run to run", "a call has the same bits every time", _run_to_run, "4 runs, other work beside"
     ),
-    Trial(
+    _check(
         "any tile", "every configuration of a kernel gives the same bits", _any_tile,
-        "two other tiles of each kernel; in ieee, both kernels", gpu_only=_NO_CPU,
+        "two other tiles of each kernel; in ieee, both kernels",
     ),
-    Trial(
+    _check(
         "accuracy", "the error is at most twice torch's and one ulp", _accuracy,
-        "twice torch's error and one ulp, against fp64", gpu_only=_NO_CPU,
+        "twice torch's error and one ulp, against fp64",
     ),
 )  # fmt: skip
-
-CHECKS = tuple(each.check(Setting) for each in TRIALS)

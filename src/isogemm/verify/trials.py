@@ -7,20 +7,14 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isogemm.core import device as devices
 from isogemm.gemm import configs, reference
-from isogemm.verify.checks import Check, CheckResult, run_trials, skip
 from isogemm.verify.compare import BitDiff, compare_bits
 from isogemm.verify.inputs import DATA_KINDS, LAYOUTS, make_data, make_operands
-from isogemm.verify.parallel import run_in_processes
-from isogemm.verify.poison import poisoned_allocations
 from isogemm.verify.precision import fp32_precision
 
 NUMBERS = (("bfloat16", ""), ("float16", ""), ("float32", "ieee"), ("float32", "tf32"), ("float32", "tf32x3"))
@@ -232,6 +226,42 @@ def gradients(each: Setting, trained: Trained, cuts: Sequence[int] = (), *, main
     return [parameter.main_grad if main_grad else parameter.grad for parameter in parameters]
 
 
+def training_step(function: Callable[..., Tensor], operands: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    """Return the result and every operand's gradient."""
+    leaves = [operand.detach().requires_grad_() for operand in operands]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+Measure = tuple[float, Sequence[Tensor]]  # how many times torch's errors are allowed, and torch's results
+
+
+def assert_step_accurate(
+    found: Sequence[Tensor], torchs: Sequence[Measure], exact: Sequence[Tensor], names: Sequence[str], *,
+    ulps: float = 1, what: str = "",
+) -> float:  # fmt: skip
+    """Assert that each error, by largest element and by norm, is at most a factor times torch's and ulps of `exact`.
+
+    Returns the largest norm of an error relative to that of `exact`.
+    """
+
+    def sizes(x: Tensor) -> tuple[float, float]:
+        return float(x.abs().max()), float(x.norm())
+
+    relative = [0.0]
+    for index, (name, mine, right) in enumerate(zip(names, found, exact, strict=True)):
+        whole, errors = sizes(right), sizes(mine.double() - right)
+        torchs_errors = [(factor, sizes(results[index].double() - right)) for factor, results in torchs]
+        for place, kind in enumerate(("error of an element", "norm of the errors")):
+            most = max(factor * theirs[place] for factor, theirs in torchs_errors)
+            most += ulps * torch.finfo(mine.dtype).eps * whole[place]
+            if not errors[place] <= most:
+                text = f"{kind} {errors[place]:.2e}, expected at most {most:.2e}, by torch's"
+                raise AssertionError(f"{what}{name}: {text}")
+        relative.append(errors[1] / whole[1] if whole[1] else 0.0)
+    return max(relative)
+
+
 def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Iterator[BitDiff]:
     return (compare_bits(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -253,59 +283,3 @@ def sampled(size: int, most: int, rng: random.Random, device: torch.device) -> T
     """At most `most` indices below `size`, the first and the last among them."""
     chosen = range(size) if size <= most else sorted({0, size - 1, *rng.sample(range(size), most - 2)})
     return torch.tensor(list(chosen), device=device)
-
-
-# Trials as checks.
-
-NO_TILES = "there are no tiles to choose from on the CPU"
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A property, one trial of it, and what the trials cover."""
-
-    name: str
-    what: str  # the property, one sentence
-    run: Callable[[Any], Iterator[BitDiff]]  # takes the family's Setting
-    covered: str
-    gpu_only: str = ""  # the reason
-    cpu_only: str = ""
-
-    def check(self, setting: Callable[[int, torch.device], Any]) -> Check:
-        def run(device: torch.device, trials: int) -> CheckResult:
-            gpu = device.type == "cuda"
-            reason = configs.usable(devices.facts(device).arch) or self.cpu_only if gpu else self.gpu_only
-            if reason:
-                return skip(self.name, reason)
-            covered = self.covered.format(most=(GPU if gpu else CPU).most)
-            if not gpu:
-                threads = sorted({setting(seed, device).threads for seed in range(trials)})
-                covered += f"; {', '.join(map(str, threads))} threads"
-            return run_trials(self.name, trials, lambda seed: self._run(setting(seed, device)), covered=covered)
-
-        return Check(self.name, self.what, run)
-
-    def _run(self, each: Any) -> Iterator[BitDiff]:
-        before = torch.get_num_threads()
-        if each.device.type == "cpu":
-            torch.set_num_threads(each.threads)
-        try:
-            with poisoned_allocations():
-                yield from self.run(each)
-        finally:
-            torch.set_num_threads(before)
-
-
-def compile_ahead(module: ModuleType, device: torch.device, trials: int) -> None:
-    """Compile, on all cores, the kernels that these trials of the module's TRIALS launch."""
-    if not configs.usable(devices.facts(device).arch):
-        places = [place for place, each in enumerate(module.TRIALS) if not each.cpu_only]
-        jobs = [(module.__name__, seed, place) for seed in range(trials) for place in places]
-        run_in_processes(_rehearse, device, jobs)
-
-
-def _rehearse(device: str, job: tuple[str, int, int]) -> None:
-    name, seed, place = job
-    module = import_module(name)
-    for _ in module.TRIALS[place].run(module.Setting(seed, torch.device(device))):
-        pass

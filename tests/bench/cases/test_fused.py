@@ -125,7 +125,7 @@ def test_a_wrong_gradient_is_not_timed():
         return block.torch(x, weight, bias.detach() + 0.5 * (bias - bias.detach()), *down)
 
     grad = torch.randn(SMALL[0], SMALL[2])
-    with pytest.raises(AssertionError, match="gradient 2: error 5"):
+    with pytest.raises(AssertionError, match="gradient 2: error of an element"):
         fused._block_errors({"isogemm": detached, "torch": block.torch}, operands, grad)
 
 
@@ -140,7 +140,7 @@ def test_one_wrong_element_is_not_timed():
             torch.arange(out.numel()).view(out.shape) == 1000, out + 0.05 * out.detach().abs().max(), out
         )
 
-    with pytest.raises(AssertionError, match="the result, an element: error"):
+    with pytest.raises(AssertionError, match="the result: error of an element"):
         fused._block_errors(
             {"isogemm": patched, "torch": block.torch}, operands, torch.randn(512, 256, dtype=torch.bfloat16)
         )

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from figures import headline
-from figures.headline import Figure
 from isogemm.bench import headline as shipped
 from isogemm.bench.store import Row
 
@@ -40,14 +39,14 @@ def test_figures_are_ratios_of_times(linear: Callable[..., Row], make_row: Calla
         make_row(ratio=9.0),
         _cold(make_row(ratio=2.0, env={"gpu": "CPU X"})),
     ]
-    run = Figure("a training run", "eager", 3.0, 3.0, 3.0, 1)
+    run = headline.figure("a training run", "eager", [3.0])
     (gpu,) = headline.recorded(rows, [(run, rows[0].env), (run, {**rows[0].env, "gpu": "GPU Y"})])
     assert gpu.lines == [
         ["linear, bf16, tuned weights", "torch (cuBLAS)", "1.00x", "0.50x to 2.00x", "2"],
         ["linear, bf16, other weights", "torch (cuBLAS)", "0.75x", "", "1"],
         ["linear, bf16", "batch-invariant kernel, one fixed tile", "4.00x", "4.00x to 4.00x", "2"],
         ["bmm of matrices up to 64 x 64", "torch.bmm", "3.00x", "", "1"],
-        run.cells,
+        ["a training run", "eager", "3.00x", "", "1"],
     ]
     assert gpu.source == (
         "GPU X, 2026-01-02 to 2026-02-03: torch 2.11.0, Triton 3.6.0, commits 0123456789ab, fedcba987654."

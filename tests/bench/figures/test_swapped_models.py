@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from figures import swapped_models
+from figures import tables
 
 
 def record(model: str, date: str) -> str:
@@ -21,11 +21,11 @@ def record(model: str, date: str) -> str:
 
 
 def test_medians_and_their_ratios(tmp_path: Path) -> None:
-    assert swapped_models.tables(tmp_path) == {}
+    assert tables.swapped_models(tmp_path) == {}
     folder = tmp_path / "gpu" / "swap"
     folder.mkdir(parents=True)
     (folder / "a.json").write_text(record("one", "2026-11-16T17:45:01Z"))
     (folder / "b.json").write_text(record("two", "2026-11-18T17:45:01Z"))
-    made = swapped_models.tables(tmp_path)["swapped-models"].splitlines()
+    made = tables.swapped_models(tmp_path)["swapped-models"].splitlines()
     assert made[0] == "GPU: torch 2.11, triton 3.6, driver 580, commit abc, 2026-11-16 to 2026-11-18."
     assert made[-2:] == [f"| {name} | 80.0 | 64.0 | 1.25x | 9.0 | 12.0 | 0.75x |" for name in ("one", "two")]

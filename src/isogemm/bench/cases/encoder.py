@@ -19,9 +19,10 @@ from isogemm.bench.timer import peak_bytes
 from isogemm.bench.views import FamilyView
 from isogemm.core import private
 from isogemm.nn import EncoderLayer
-from isogemm.verify.encoder import assert_accurate, measures
+from isogemm.verify.encoder import measures
 from isogemm.verify.parallel import run_in_processes
 from isogemm.verify.poison import poisoned_allocations
+from isogemm.verify.trials import assert_step_accurate, training_step
 
 VIEW = FamilyView(
     "encoder", "Encoder layer", ("layers", "sequences", "tokens", "d_model", "nhead", "dim_feedforward"),
@@ -219,12 +220,9 @@ def _errors(training: Training, eager: nn.Sequential, models: Mapping[str, Model
         times = 1 if name == "isogemm" else 2
         with poisoned_allocations() if name == "isogemm" else nullcontext():  # torch's memory comes from elsewhere
             found = training.results(model)
-        errors[name] = 0.0
-        for place, what in enumerate(names):
-            allowed = [(times * factor, results[place]) for factor, results in torchs]
-            ulps = _ULPS if dtype == torch.float32 else 1
-            error = assert_accurate(found[place], allowed, exact[place], ulps=ulps, what=f"{name}, {what}")
-            errors[name] = max(errors[name], error)
+        allowed = [(times * factor, results) for factor, results in torchs]
+        ulps = _ULPS if dtype == torch.float32 else 1
+        errors[name] = assert_step_accurate(found, allowed, exact, names, ulps=ulps, what=f"{name}, ")
     return errors
 
 
@@ -253,7 +251,7 @@ def demo(device: torch.device) -> DemoResult:
     items, unit = "sequences (result and gradient)", "norm of the result and of each gradient"
 
     def compute(model: Model, some: slice) -> Tensor:
-        return demos.result_and_gradient(model, training.x[some], training.grad[some])
+        return torch.cat(training_step(model, [training.x[some]], training.grad[some]), dim=-1)
 
     bits = demos.count_changes(models, compute, items, batch=stack.sequences, sizes=(1, 3), compared=32)
     thunks = {name: partial(training.step, model) for name, model in models.items()}

@@ -16,7 +16,8 @@ from isogemm.bench.demo import Bits, DemoResult
 from isogemm.bench.views import FamilyView
 from isogemm.tiny import configs
 from isogemm.tiny.api import bmm
-from isogemm.verify.tiny import largest_errors, operands
+from isogemm.verify.inputs import make_operands
+from isogemm.verify.tiny import largest_errors
 
 VIEW = FamilyView("tiny", "Tiny batched GEMM", ("m", "n", "k"))
 
@@ -89,7 +90,7 @@ def _rotated(
 def demo(device: torch.device) -> DemoResult:
     """Attention scores of a small model: 1024 products of 12 x 64 and 64 x 12."""
     batch, precision = 1024, "ieee"
-    a, b = operands(batch, 12, 12, 64, torch.float32, "nn", device, seed=0)
+    a, b = make_operands("normal", (batch, 12, 64), (batch, 64, 12), seed=0, device=device)
     functions: dict[str, Function] = {"isogemm": partial(bmm, precision=precision), "torch": torch.bmm}
     use_precision(precision, device)
     thunks = first(rotated(functions, [(a, b)]))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from isogemm.bench import cells
+from isogemm.bench import summary
 from isogemm.bench.store import Row
 from isogemm.bench.views import FamilyView
 
@@ -16,4 +16,4 @@ def test_cpu_time_is_that_of_the_smallest_batch(make_row: Callable[..., Row]) ->
         make_row(256, (3, 5, 7), cpu={"isogemm": [48.0], "torch": [20.0]}),
         make_row(65536, (8, 8, 8), cpu={"isogemm": [50.0], "torch": [100.0]}),
     ]
-    assert cells.host_cell(rows, VIEW).text == "1.90x (worst 2.40x) at batch 256"
+    assert summary.host_cell(rows, VIEW).text == "1.90x (worst 2.40x) at batch 256"
