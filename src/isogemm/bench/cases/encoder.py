@@ -222,7 +222,7 @@ def _errors(training: Training, eager: nn.Sequential, models: Mapping[str, Model
             found = training.results(model)
         allowed = [(times * factor, results) for factor, results in torchs]
         ulps = _ULPS if dtype == torch.float32 else 1
-        errors[name] = assert_step_accurate(found, allowed, exact, names, ulps=ulps, what=f"{name}, ")
+        errors[name] = assert_step_accurate(found, allowed, exact, names, ulps=(ulps, ulps), what=f"{name}, ")
     return errors
 
 
