@@ -124,6 +124,16 @@ def test_which_calls_are_known(idle_gpu):  # noqa: F811
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("operation", [isogemm.linear, isogemm.matmul_fused])
+def test_float64_on_a_gpu_is_torchs(idle_gpu, operation):  # noqa: F811
+    """Also where a call would be known after it."""
+    x, square = torch.ones(M, N, dtype=torch.float64), torch.eye(N, dtype=torch.float64)
+    for _ in range(3):
+        assert torch.equal(operation(x, square, bias=square[0], activation="relu", residual=x), 2 * x + square[0])
+    assert not idle_gpu
+
+
+@torch.no_grad()
 def test_two_weights_in_the_other_order(idle_gpu):  # noqa: F811
     """A kernel that reads both by one map is compiled for their order in memory."""
     x, both = _tensor(M, K), _tensor(2, N, K)

@@ -74,6 +74,8 @@ WRONG = {
     "precision": ({"precision": "tf33"}, ValueError, "tf33"),
     "out_dtype": ({"out_dtype": torch.float64}, (TypeError, ValueError), "out_dtype"),
     "dropout_p": ({"dropout_p": 1.5}, ValueError, "dropout_p"),
+    "no number": ({"dropout_p": torch.zeros(2)}, TypeError, "dropout_p is"),
+    "no number inside": ({"hidden_dropout_p": torch.zeros(2)}, TypeError, "dropout_p is"),
     "no weight_down": ({"weight_down": None}, TypeError, "weight_down"),
     "no x": ({"x": None}, TypeError, "x is a NoneType"),
 }

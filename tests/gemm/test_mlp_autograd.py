@@ -78,6 +78,18 @@ def test_mlp_no_worse_than_torch(activation, dtype):
     assert_gradients_no_worse(mlp, plain_mlp, tensors, normal(m, n, seed=9, dtype=dtype), activation=activation)
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+def test_x_has_its_gradient_last(activation):
+    """On a GPU a weight's gradient has a workspace, which is free again when the memory of that of x is allocated."""
+    leaves = make_leaves(MLP_SHAPES | MLP_BIASES | (GATE if activation in GATED else {}), torch.float32)
+    result = mlp(**leaves, activation=activation).sum()
+    with isogemm.dispatch_log() as log:
+        result.backward()
+    of_weights = [place for place, each in enumerate(log) if each.op == "weight_grad"]
+    of_x = [place for place, each in enumerate(log) if each.op in ("matmul", "fused")][1:]  # the first one is dz
+    assert max(of_weights) < min(of_x)
+
+
 FROZEN = {  # names that are trained
     "biases": ("bias", "bias_up", "bias_down"),
     "down": ("weight_down",),

@@ -416,18 +416,17 @@ def mlp(
         "activation_args": activation_args,
     }  # fmt: skip
     second = {"bias": bias_down, "residual": residual}
-    # What is not checked yet may be no tensor.
+    # What is not checked yet may be no tensor, and a probability no number.
     trained = torch.is_grad_enabled() and True in [getattr(each, "requires_grad", False) for each in tensors]
-    inferred = not (trained or hidden_dropout_p or dropout_p)
     eager = key is not None and _checked_mlps.find(key, tensors) is not None
-    if not (eager and inferred):
+    if not eager or trained or hidden_dropout_p or dropout_p:
         calls = _mlp_calls(x, weight, weight_down, first, second, hidden_dropout_p, dropout_p, out_dtype, precision)
         if not eager:
             mlp_autograd.validate(*calls)
             eager = key is not None and not through_dispatcher(*tensors)
             if eager and autocast_dtype(x) is None:
                 _checked_mlps.keep(key, tensors, True)
-    if eager and inferred:
+    if eager and not (trained or hidden_dropout_p or dropout_p):
         h = _fused(mlp, x, weight, first, None, precision)
         result = _fused(mlp, h, weight_down, second, out_dtype, precision)
     else:

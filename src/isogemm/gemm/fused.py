@@ -162,9 +162,6 @@ def new_seed(device: torch.device) -> Tensor:
 def fused(call: Call, save: str = "") -> tuple[Tensor, Tensor | None]:
     """The result [..., N] of a call and, if `save` says so, a mask or the pre-activation ("out": just the result)."""
     save = "" if save == "out" else save
-    if not call.x.is_cuda or call.x.dtype is torch.float64:
-        validate(call)
-        return _in_torch(call, save)
     found = find(call, save)
     if found is None:
         return _in_torch(call, save)
@@ -176,8 +173,11 @@ def fused(call: Call, save: str = "") -> tuple[Tensor, Tensor | None]:
 
 
 def find(call: Call, save: str = "") -> tuple[Plan, list[Tensor | None]] | None:
-    """The plan of a call on a GPU and its inputs, without memory for what is saved; None where torch serves."""
+    """The plan of a call and its inputs, without memory for what is saved; None where torch or the CPU serves."""
     x, weight, weight_up, operands = call[:4]
+    if not x.is_cuda or x.dtype is torch.float64:
+        validate(call)
+        return None
     up = None
     if weight_up is not None:
         weight, weight_up = _alike(weight, weight_up)

@@ -262,7 +262,7 @@ def gradients_of(
 ) -> dict[str, Tensor | None]:
     """The gradients of a call's tensors from dz, where needed; None where added to a main_grad."""
     if call.operands.gated:
-        return _of_both_weights(call, dz, needed, owners)
+        return of_both_weights(call, dz, needed, owners)
     operands, dtype = call.operands, dtypes["x"]
     found: dict[str, Tensor | None] = {}
     if needed["bias"]:
@@ -287,7 +287,7 @@ def gradients_of(
     return found
 
 
-def _of_both_weights(
+def of_both_weights(
     call: Call, dz: Dz, needed: dict[str, bool], owners: dict[str, autograd.Accumulated]
 ) -> dict[str, Tensor | None]:
     """The gradients of x, both weights and both biases in act(gate) * up, from dz [2, ..., N]; all of one dtype."""

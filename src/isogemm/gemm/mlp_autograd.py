@@ -103,7 +103,7 @@ class _Hidden(torch.autograd.Function):
         needed = dict.fromkeys(TENSORS, False) | dict(zip(TENSORS, ctx.needs_input_grad[1:], strict=False))
         owners = fused_autograd.main_grads_of(call, needed, ctx.weight_shape)
         dz = _with_row_sums(grads[1])
-        found = fused_autograd.gradients_of(call, dz, needed, {"x": dz.value.dtype}, owners)
+        found = _of_layer(call, dz, dz.value.dtype, needed, owners)
         return None, *map(found.get, TENSORS[:5])
 
 
@@ -121,6 +121,23 @@ class _Wide(torch.autograd.Function):
 
 def _differentiable_z(z: Tensor, wide: Tensor | None = None) -> Tensor:
     return z if wide is None else cast(Tensor, cast(Any, _Wide).apply(z, wide))
+
+
+def _of_layer(
+    call: Call, dz: Dz, dtype: torch.dtype, needed: dict[str, bool], owners: dict[str, autograd.Accumulated]
+) -> dict[str, Tensor | None]:
+    """The gradients of a layer's tensors from dz; that of x last, when the workspace of the weight's is free again."""
+    if call.operands.gated:
+        return fused_autograd.of_both_weights(call, dz, needed, owners)
+    found: dict[str, Tensor | None] = {}
+    value = dz.value.to(dtype)
+    if needed["weight"]:
+        found["weight"] = autograd.of_weight(value, call.x, call.precision, owners["weight"])
+    if needed["bias"]:
+        found["bias"] = dz.of_bias(dtype, owners["bias"])
+    if needed["x"]:
+        found["x"] = autograd.by_rows(value, call.weight, call.precision)
+    return found
 
 
 class _Down(torch.autograd.Function):
@@ -158,8 +175,7 @@ class _Down(torch.autograd.Function):
             h = _recomputed_hidden(_differentiable_z(*kept), ctx.first._replace(seed=seed), ctx.dtype)
         needed = dict.fromkeys(TENSORS, False) | {"weight": needs_weight, "bias": needs_bias}
         owners = fused_autograd.main_grads_of(ctx.call, needed, ctx.shape, layer="_down")
-        call, dz = ctx.call._replace(x=h), Dz(grads[0], None, ())
-        found = fused_autograd.gradients_of(call, dz, needed, {"x": ctx.dtype}, owners)
+        found = _of_layer(ctx.call._replace(x=h), Dz(grads[0], None, ()), ctx.dtype, needed, owners)
         return None, None, None, None, None, found.get("weight"), found.get("bias")
 
 
@@ -297,7 +313,7 @@ def _backward(ctx: Any, grad: Tensor, *of_kept: Tensor | None) -> tuple[Any, ...
         )
         dz = Dz(value, partial if sums and value.dtype is not torch.float64 else None, (), configs.BIAS_BLOCKS)
         owners = dict(zip(OWNED, accumulated[:4], strict=True))
-        found |= fused_autograd.gradients_of(hidden, dz, needed, {"x": value.dtype}, owners)
+        found |= _of_layer(hidden, dz, value.dtype, needed, owners)
     if needed["weight_down"]:
         found["weight_down"] = autograd.of_weight(above.to(ctx.dtype), h, ctx.precision, accumulated[4])
     if needed["bias_down"]:
