@@ -238,11 +238,11 @@ Measure = tuple[float, Sequence[Tensor]]  # how many times torch's errors are al
 
 def assert_step_accurate(
     found: Sequence[Tensor], torchs: Sequence[Measure], exact: Sequence[Tensor], names: Sequence[str], *,
-    ulps: tuple[float, float] = (1, 1), what: str = "",
+    ulps: tuple[float, float] = (1, 1), least: float = 0, what: str = "",
 ) -> float:  # fmt: skip
     """Assert that each error, by largest element and by norm, is at most a factor times torch's and ulps of `exact`.
 
-    ulps: of the largest element, and of the norm.
+    ulps: of the largest element, and of the norm. least: ulps of the norm that are allowed even if torch has no error.
 
     Returns the largest norm of an error relative to that of `exact`.
     """
@@ -256,7 +256,8 @@ def assert_step_accurate(
         torchs_errors = [(factor, sizes(results[index].double() - right)) for factor, results in torchs]
         for place, kind in enumerate(("error of an element", "norm of the errors")):
             most = max(factor * theirs[place] for factor, theirs in torchs_errors)
-            most += ulps[place] * torch.finfo(mine.dtype).eps * whole[place]
+            ulp = torch.finfo(mine.dtype).eps * whole[place]
+            most = max(most + ulps[place] * ulp, least * ulp if place else 0.0)
             if not errors[place] <= most:
                 text = f"{kind} {errors[place]:.2e}, expected at most {most:.2e}, by torch's"
                 raise AssertionError(f"{what}{name}: {text}")

@@ -302,7 +302,7 @@ def _first(function: Forward, operands: Sequence[Tensor], grad: Tensor) -> Thunk
 def _block_errors(functions: Mapping[str, Forward], operands: Sequence[Tensor], grad: Tensor) -> dict[str, float]:
     """The largest error of the result and the gradients of each variant, relative to their norms.
 
-    isogemm's is at most twice torch's, each; the largest error of an element, twice torch's and one ulp.
+    isogemm's is at most twice torch's or half an ulp, each; the largest error of an element, twice torch's and one ulp.
     """
     exact = training_step(functions["torch"], [each.double() for each in operands], grad.double())
     found = {
@@ -310,7 +310,10 @@ def _block_errors(functions: Mapping[str, Forward], operands: Sequence[Tensor], 
     }
     names = ["the result", *(f"gradient {index}" for index in range(len(operands)))]
     allowed = {name: found["torch"] if name == "isogemm" else results for name, results in found.items()}
-    return {name: assert_step_accurate(found[name], [(2, allowed[name])], exact, names, ulps=(1, 0)) for name in found}
+    return {
+        name: assert_step_accurate(each, [(2, allowed[name])], exact, names, ulps=(1, 0), least=0.5)
+        for name, each in found.items()
+    }
 
 
 def _autofuse_case(dtype: str, precision: str = "") -> Case:
