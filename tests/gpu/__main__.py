@@ -25,10 +25,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 JOBS = 16
 SLICES = {  # processes per file: at most two minutes each on 16 cores
-    "test_encoder_variants.py": 16,
-    "test_attention_*": 12,
+    "test_encoder_variants.py": 10,
+    "test_attention_*": 9,
     "test_promises.py": 10,
-    "test_encoder_*": 8,
+    "test_encoder_*": 5,
     "test_patchtst.py": 4,
     "test_fused_*": 3,
     "*": 2,

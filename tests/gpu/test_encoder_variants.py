@@ -35,14 +35,13 @@ VARIANTS = [
 
 
 def _cases():
-    """Every shape with every variant; in ieee every other one, since compilation takes most of the time."""
+    """Each pair of shape, variant and arithmetic: kernels of all combinations take minutes to compile."""
     for (i, shape), (j, variant) in itertools.product(enumerate(SHAPES), enumerate(VARIANTS)):
-        for dtype, precision in NUMBERS:
-            if precision != "ieee" or (i + j) % 2 == 0:
-                yield pytest.param(shape, variant, dtype, precision, id=f"{shape}-{variant}-{precision or 'bf16'}")
+        dtype, precision = NUMBERS[(i + j) % len(NUMBERS)]
+        yield pytest.param(shape, variant, dtype, precision, id=f"{shape}-{variant}-{precision or 'bf16'}")
 
 
-@pytest.mark.parametrize(("shape", "variant", "dtype", "precision"), _cases())
+@pytest.mark.parametrize(("shape", "variant", "dtype", "precision"), [*_cases()])
 def test_no_worse_than_torch(shape, variant, dtype, precision):
     if variant.norm == "batch_norm" and not variant.training and dtype is torch.bfloat16:
         variant = variant._replace(norm_first=True)  # one of each
