@@ -53,6 +53,11 @@ def test_every_reason_is_needed_and_names_tests_that_are_there():
             assert list(TESTS.parent.glob(word)), word
 
 
+def test_every_package_says_what_it_holds():
+    packages = [each.parent for each in SOURCE.glob("*/__init__.py")]
+    assert not [each.name for each in packages if not (each / "README.md").exists()], "write its README.md"
+
+
 def test_no_test_file_is_long():
     lines = {path: path.read_text(encoding="utf-8").count("\n") for path in TESTS.rglob("*.py")}
     assert not [path for path, count in lines.items() if count > LONGEST], "split it by what it tests"
