@@ -118,7 +118,7 @@ def test_three_layers():
 
 
 def test_dropout_between_layers_is_in_their_node():
-    """Of probability 1: another has other masks than torch."""
+    """With probability 1: any other draws other masks than torch."""
 
     def function(x, up, down, c):
         return F.linear(F.dropout(torch.relu(F.linear(x, up)), 1.0), down, c)

@@ -67,7 +67,7 @@ class Attention:
 
     @property
     def bytes_read(self) -> int:
-        """Of q, k and v, and of the factors."""
+        """Size of q, k and v, and of the factors."""
         return (3 + 2 * self.factors) * self.sequences * self.tokens * self.width * self.itemsize
 
     @property
