@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 
@@ -92,3 +95,35 @@ def test_two_checkouts_are_timed_in_turn(tmp_path, fingerprint, monkeypatch):
     assert found["linear"] == {version: {"us": [1.0] * 2, "host_us": [1.0] * 2} for version in ("before", "after")}
     assert found["bmm"]["before"]["us"] == [1.0] * 4
     assert found["bmm"]["after"]["us"] == [2.0] * 4
+
+
+def test_what_is_said_of_the_recorded_runs(fingerprint):
+    """The figures of the README beside them."""
+    folder = ROOT / "benchmarks" / "results" / "h200" / "fingerprint"
+    first, second, same, times = (
+        json.loads((folder / name).read_text(encoding="utf-8"))
+        for name in ("bits-3905ba9.json", "bits-79e0ef4.json", "same-launches.json", "times.json")
+    )
+    equal = [name for name, bits in first["cases"].items() if second["cases"][name] == bits]
+    ratios = {
+        kind: {name: min(of["after"][kind]) / min(of["before"][kind]) for name, of in times.items()}
+        for kind in fingerprint.Timed._fields
+    }
+    of_same = [ratio for name, ratio in ratios["us"].items() if name in same]
+    others = [ratio for name, ratio in ratios["us"].items() if name not in same]
+    host = ratios["host_us"].values()
+    runs = (folder / "gpu-tests.txt").read_text(encoding="utf-8")
+    counts = Counter()
+    for outcome in dict(re.findall(r" s  (.*?): (.*)", runs)).values():  # a slice in both runs counts once
+        for count, kind in re.findall(r"(\d+) (passed|failed|skipped|xfailed)", outcome):
+            counts[kind] += int(count)
+    text = " ".join((folder / "README.md").read_text(encoding="utf-8").split())
+    for said in (
+        f"equal in {len(equal)} of {len(first['cases'])} cases", f"{len(same)} cases launch the same machine code",
+        f"{len(times)} cases, drawn", f"is {min(of_same):.3f} to {max(of_same):.3f} times", f"the {len(of_same)} cases",
+        f"{min(others):.3f} to {max(others):.3f} in the other {len(others)}", f"is {geometric_mean(host):.3f} times",
+        f"{min(host):.3f} to {max(host):.3f}, {sum(each > 1.02 for each in host)} cases over",
+        f"{counts['passed']} passed, {counts['skipped']} skipped, {counts['xfailed']} expected to fail, none failed",
+    ):  # fmt: skip
+        assert said in text, said
+    assert not counts["failed"]
