@@ -1,5 +1,6 @@
 """What a plan does with a call's addresses, and what is kept."""
 
+import itertools
 from contextlib import nullcontext
 from operator import itemgetter
 from types import SimpleNamespace
@@ -62,6 +63,18 @@ def test_scratch_memory_is_allocated_where_a_plan_needs_it():
     (without, _), (with_scratch, out) = (arguments for _, _, arguments in kernel.launched)
     assert without is None
     assert with_scratch not in (None, out)
+
+
+def test_every_launch_has_its_own_stamps():
+    """What a launch before left in the same memory, up to a million above its stamp, is none of this launch's."""
+    kernel = Kernel()
+    step = Step(kernel, 1, (None, plan.STAMP), ((0, OUT),), (), None, 1)
+    two = _plan(step, step)
+    for _ in range(3):
+        two.run(())
+    stamps = [arguments[1] for _, _, arguments in kernel.launched]
+    assert all(plan.STAMP <= stamp < 2**63 - 2**62 for stamp in stamps)
+    assert all(after - before > 1 << 20 for before, after in itertools.pairwise(stamps))
 
 
 @pytest.mark.parametrize("freed", ["a", "b", "bias", "b_up", "total"])

@@ -84,7 +84,7 @@ def _job(problem, config):
     operand, out = NAMES[problem.dtype], NAMES["float32" if accumulation == "partials" else problem.out_dtype]
     apart = problem.weights > 1 and not configs.reads_b_by_tma(problem, config)
     rest = () if config.kernel == "stream" else (operand if config.rest_n or apart else None,)
-    scratch = "fp32" if accumulation == "scratch" else None
+    scratch = "fp32" if accumulation != "partials" and configs.workspace(problem, config) else None
     left, right = (problem.b_aligned, problem.a_aligned)[:: 1 if config.swapped else -1]
     aligned = (left, right, *(right for _ in rest), accumulation == "partials" or problem.c_aligned, True)
     matrix = "fp32" if problem.reads_float32 else operand
@@ -232,8 +232,24 @@ def _epilogue_cases():
     shifted = _problem(1024, 1024, 1024, epilogue=added, read_strides=(0, 1024), read_aligned=False)
     for problem, parts in ((wide, 1), (wide, 4), (odd, 2), (shifted, 1), (shifted, 4)):
         yield problem, configs.fitted(problem, replace(large, parts=parts))
+    yield from _waiting_cases()
     unaligned = replace(apart, b_aligned=False)
     yield unaligned, selection.choose(unaligned).config
+
+
+def _waiting_cases():
+    """Programs that hand unfinished sums to others, and the loop still pipelined."""
+    stream = Config(128, 256, 64, 8, 3, "stream", persistent=True, parts=2, balanced=True)
+    for epilogue in (Epilogue(), KINDS["activated"], KINDS["gated"]):
+        yield _problem(1024, 14336, 4096, epilogue=epilogue), stream
+    tf32 = _problem(1024, 14336, 4096, dtype="float32", precision="tf32")
+    yield tf32, replace(stream, block_k=32, parts=4)
+    queued = Config(128, 128, 64, 4, 3, "tma", parts=2, parallel_chunks=True, queued=True)
+    yield _problem(1024, 1024, 65536, "tn", out_dtype="float32", accumulate=True, chunk=2048), queued
+    small = replace(queued, block_m=32, block_n=8, block_k=256, num_warps=2, num_stages=5, parts=1, swapped=True)
+    for epilogue in (Epilogue(), Epilogue(bias="n", activation="gelu_tanh", residual=True)):
+        problem = _problem(1, 1536, 8960, chunk=4352, epilogue=epilogue, read_strides=(1536, 1536))
+        yield problem, replace(small, kernel="pointer", pdl=True)
 
 
 def _portable_cases(arch):

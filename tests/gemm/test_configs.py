@@ -189,6 +189,9 @@ def test_tma_serves_no_batches_and_no_levels():
         (Config(128, 256, 64, 8, 3), "need a persistent grid"),
         (Config(128, 128, 64, 8, 3, parallel_chunks=True), "bytes, more than 67108864"),
         (Config(128, 256, 64, 8, 8, persistent=True), "bytes of shared memory"),
+        (Config(128, 128, 64, 8, 3, queued=True), "one of the parallel chunks each"),
+        (Config(128, 128, 64, 8, 3, persistent=True, parallel_chunks=True, queued=True), "are not persistent"),
+        (Config(128, 256, 64, 8, 3, "stream", persistent=True, balanced=True), "of one sum each"),
     ],
 )
 def test_illegal_configs_are_told_why(config, rule):
@@ -206,6 +209,35 @@ def test_rules_of_numbers_and_chunks():
     assert "two chunks or more" in illegal(weight_grad(100, 256, 256), Config(64, 64, 64, 4, 2, parallel_chunks=True))
     one_by_pointer = make_problem(a_aligned=False)
     assert "TMA reads" in illegal(one_by_pointer, Config(64, 64, 64, 4, 2, "tma", rest_n=32))
+
+
+def test_programs_that_wait_for_others():
+    """They need no memory for every chunk, an epilogue may follow, and a wave that is full needs no balance."""
+    into_total = weight_grad(65536, 1024, 1024, out_dtype="float32", accumulate=True)
+    apart = Config(128, 128, 64, 4, 3, "tma", parallel_chunks=True)
+    queued = replace(apart, queued=True)
+    assert "more than 67108864" in illegal(into_total, apart)
+    assert illegal(into_total, queued) == ""
+    assert workspace(into_total, queued) == 64 * 8
+    assert configs.programs(into_total, queued) == 64 * into_total.chunks
+    followed = make_problem(64, 1536, 8960, chunk=4480, epilogue=Epilogue(bias="n", activation="relu"))
+    assert fitted(followed, queued) == queued
+    assert accumulation(followed, queued) == "scratch"
+    assert workspace(followed, queued) == 12 * (4 * 128 * 128 + 8)
+    assert not fitted(followed, apart).parallel_chunks
+    gated = replace(followed, epilogue=Epilogue(activation="swiglu"))
+    assert not fitted(gated, queued).queued
+    assert not fitted(gated, queued).parallel_chunks
+    for change in ({"chunk": 0}, {"batch": 2}):
+        assert not fitted(make_problem(64, 1536, 8960, **{"chunk": 4480, **change}), queued).queued
+    stream = Config(128, 256, 64, 8, 3, "stream", persistent=True, balanced=True)
+    ragged = make_problem(1024, 14336, 4096)
+    assert illegal(ragged, stream) == ""
+    assert workspace(ragged, stream) == 132 * (4 * 128 * 256 + 8)
+    for other in (replace(ragged, n=4096), replace(ragged, m=132 * 128, n=256), replace(ragged, chunk=2048)):
+        assert not fitted(other, stream).balanced
+    elsewhere = replace(ragged, arch="gfx942", chunk=2048)
+    assert "NVIDIA" in illegal(elsewhere, fitted(elsewhere, queued))
 
 
 def test_transposed():

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -197,6 +198,78 @@ def test_every_configuration_has_the_bits_of_the_canonical_one(case):
         for config in candidates:
             result = _gemm(number, x, weight.T, config=config)
             assert_bitwise_equal(result, expected, f"{config}, {kind} data")
+
+
+BALANCED = configs.Config(128, 256, 64, 8, 3, "stream", persistent=True, parts=2, balanced=True)
+UNEVEN = [(1024, 14336), (1000, 4616), (3000, 2568), (777, 12288)]  # M, N: 448, 152, 264 and 336 tiles, or twice
+
+
+@pytest.mark.parametrize("change", [{}, {"parts": 4, "num_stages": 4}, {"block_n": 128, "residents": 2}], ids=str)
+@pytest.mark.parametrize("shape", UNEVEN, ids=str)
+def test_balanced_tiles_have_the_bits_of_whole_ones(shape, change):
+    """Over and over: the memory in which programs leave sums and flags has what earlier launches left."""
+    (m, n), k = shape, 4096 + 72
+    x, weight, _ = _operands("bf16", k, n, m)
+    config = replace(BALANCED, **change)
+    problem = _describe("bf16", x, weight)
+    if not configs.balances(problem, config):
+        pytest.skip("a whole number of waves")
+    expected = _gemm("bf16", x, weight.T, config=configs.canonical(problem))
+    for _ in range(20):
+        assert_bitwise_equal(_gemm("bf16", x, weight.T, config=config), expected)
+
+
+QUEUED = configs.Config(128, 128, 64, 4, 3, "tma", parts=2, parallel_chunks=True, queued=True)
+QUEUES = [
+    (QUEUED, (512, 1024, 8192), 1024),
+    (replace(QUEUED, block_n=64, block_m=64, swapped=True, pdl=True), (64, 1536, 8960), 1792),
+    (
+        replace(QUEUED, kernel="pointer", block_m=32, block_n=8, num_warps=2, swapped=True, pdl=True),
+        (1, 1536, 8960),
+        4480,
+    ),
+    (replace(QUEUED, kernel="pointer", block_m=16, block_n=16, num_warps=1, swapped=True), (9, 1003, 5000), 64),
+]
+
+
+@pytest.mark.parametrize(("config", "shape", "chunk"), QUEUES, ids=str)
+@pytest.mark.parametrize("accumulated", [False, True], ids=["", "accumulated"])
+def test_queued_chunks_have_the_bits_of_one_program(config, shape, chunk, accumulated):
+    (m, n, k), beside = shape, torch.cuda.Stream()
+    x, weight, _ = _operands("bf16", k, n, m)
+    problem = replace(_describe("bf16", x, weight), chunk=chunk)
+    start = make_data("normal", (m, n), seed=5, device=DEVICE) if accumulated else None
+
+    def product(config):
+        into = {} if start is None else {"total": start.clone()}
+        return _gemm("bf16", x, weight.T, config=config, chunk=chunk, **into)
+
+    expected = product(replace(configs.canonical(problem), persistent=True))
+    beside.wait_stream(torch.cuda.current_stream())
+    for _ in range(20):
+        with torch.cuda.stream(beside):
+            other = product(config)
+        assert_bitwise_equal(product(config), expected)
+        beside.synchronize()
+        assert_bitwise_equal(other, expected)
+
+
+@pytest.mark.parametrize("config", [BALANCED, QUEUED], ids=str)
+def test_waiting_programs_in_a_graph(config):
+    """A replay has the stamps of the one before."""
+    m, n, k, chunk = (1024, 14336, 4096, 0) if config.balanced else (512, 1024, 8192, 1024)
+    x, weight, _ = _operands("bf16", k, n, m)
+    expected = _gemm("bf16", x, weight.T, config=config, chunk=chunk)
+    other = x * 2
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [_gemm("bf16", each, weight.T, config=config, chunk=chunk) for each in (x, other, x)]
+    for _ in range(20):
+        for result in results:
+            result.fill_(torch.nan)
+        graph.replay()
+        for result, factor in zip(results, (1, 2, 1), strict=True):
+            assert_bitwise_equal(result, expected * factor)
 
 
 def test_a_batch_of_products_is_each_of_them():

@@ -59,7 +59,7 @@ def _launch(problem, config, a, b, bias=None, total=None):
         right,
         *rest,
         scratch if accumulation == "partials" else out,
-        scratch if accumulation == "scratch" else None,
+        scratch if configs.workspace(problem, config) else None,
         bias if accumulation != "partials" else None,
         *(None,) * (kernels.SLOTS - 1),
     )
@@ -110,6 +110,56 @@ def test_float32(config):
 def test_depths(name, block_k):
     a, b = _operands((24, 24, 72), dtype=torch.float16)
     _assert_close(_launch(_problem(a, b), replace(CONFIGS[name], block_k=block_k), a, b), a, b)
+
+
+@pytest.mark.parametrize("programs", [2, 3, 4, 5, 7, 11])
+@pytest.mark.parametrize("shape", [(40, 72, 200), (24, 200, 40), (72, 40, 24)], ids=str)
+@pytest.mark.parametrize("change", [{}, {"parts": 2, "group": 1}, {"swapped": True}, {"residents": 2}], ids=str)
+def test_balanced(change, shape, programs):
+    """Shares of any length: tiles that two programs sum have the bits of one program's."""
+    a, b = _operands(shape, dtype=torch.float16)
+    bias = _bias(shape[1], torch.float16)
+    problem = _problem(a, b, bias=bias, sm_count=programs)
+    plain = replace(STREAM, **change)
+    balanced = replace(plain, balanced=True)
+    if not configs.balances(problem, balanced):
+        assert "balanced" in configs.illegal(problem, balanced)
+        assert configs.fitted(problem, balanced) == plain
+        pytest.skip("a whole number of waves")
+    result = _launch(problem, balanced, a, b, bias)
+    _assert_close(result, a, b, bias)
+    assert_bitwise_equal(result, _launch(problem, plain, a, b, bias))
+
+
+QUEUES = {  # (dtype of the output, bias, accumulate)
+    "scratch": (None, False, False),
+    "scratch, biased": (None, True, False),
+    "in place": (torch.float32, False, False),
+    "in place, accumulated": (torch.float32, False, True),
+}
+
+
+@pytest.mark.parametrize("ends", QUEUES)
+@pytest.mark.parametrize("k", [136, 256])
+@pytest.mark.parametrize(
+    "name", [name for name, config in CONFIGS.items() if config.kernel != "stream" and not config.persistent]
+)
+def test_queued(name, k, ends):
+    """Chunks that programs add one after another have the bits of one program's, with every end of a sum."""
+    out_dtype, biased, accumulated = QUEUES[ends]
+    queued = replace(CONFIGS[name], parallel_chunks=True, queued=True)
+    a, b = _operands((40, 72, k), dtype=torch.float16)
+    bias = _bias(72, torch.float16) if biased else None
+    total = make_data("normal", (40, 72), seed=9) if accumulated else None
+    problem = _problem(a, b, bias=bias, out_dtype=out_dtype, chunk=64, total=total)
+    assert configs.accumulation(problem, queued) == ends.partition(",")[0]
+    start = None if total is None else total.clone()
+    expected = _launch(problem, replace(POINTER, persistent=True), a, b, bias, start)
+    assert_bitwise_equal(_launch(problem, queued, a, b, bias, total), expected)
+    tile = configs.tile(problem, queued)
+    places = -(-40 // tile[0]) * -(-72 // tile[1])
+    kept = tile[0] * tile[1] * 4 if out_dtype is None else 0
+    assert configs.workspace(problem, queued) == places * (kept + 8)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 33, 5), (17, 1, 31), (33, 17, 33)], ids=str)

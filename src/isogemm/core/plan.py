@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import secrets
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 Seen = tuple[torch.dtype, bool]  # all that Triton sees of a tensor: its dtype, and whether it is aligned to 16 bytes
 Place = tuple[Seen, int] | tuple[Seen, int, int]  # a tensor (or a pair with one TMA map) and its place in a plan
+STAMP = 1 << 61  # among a launch's scalars: stands for a number that no other launch has
 NO_NUMBERS: tuple[float | None, ...] = ()
 
 # The places of a plan's tensors: its result, its scratch memory, and then the call's inputs.
@@ -71,6 +73,7 @@ class Step:
     addressed: tuple[tuple[int, int], ...]  # which of them are addresses, and the places of those tensors
     described: tuple[tuple[slice, Callable[..., Any], Callable[..., Sequence[Any]]], ...]  # and which are TMA maps
     numbered: slice | None  # and which are a call's numbers
+    stamped: int | None = None  # and which is this launch's stamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +123,17 @@ class Plan:
                 arguments[those] = describe(pick(addresses))
             if numbers and step.numbered is not None:
                 arguments[step.numbered] = numbers
+            if step.stamped is not None:
+                arguments[step.stamped] = next(_stamps)
             step.kernel.launch(index, step.programs, arguments)
         if dispatch.active:
             dispatch.record(self.dispatch)
         return out
 
 
+# Begins anywhere, so that nothing left in memory by another process is taken for a stamp. A launch may count up from
+# its stamp to the next one.
+_stamps = itertools.count(STAMP + (secrets.randbits(38) << 22), 1 << 22)
 plans: Cache[Plan] = Cache()  # by operation and all that its plan depends on
 _kernels: Cache[BoundKernel] = Cache(1 << 16)
 
@@ -154,10 +162,12 @@ def make_step(
             described.append((slice(at, len(arguments)), pick, bound.describer(len(described), seen, index)))
         else:
             addressed.append((at, place[1]))
+    stamped = len(arguments) + launch.scalars.index(STAMP) if STAMP in launch.scalars else None
     arguments += launch.scalars
     numbered = slice(len(arguments), len(arguments) + len(launch.numbers)) if launch.numbers else None
     arguments += [None] * len(launch.numbers)
-    return Step(bound, launch.programs, (*arguments, *bound.constants), tuple(addressed), tuple(described), numbered)
+    constant = (*arguments, *bound.constants)
+    return Step(bound, launch.programs, constant, tuple(addressed), tuple(described), numbered, stamped)
 
 
 def compiled_for(

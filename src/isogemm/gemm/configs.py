@@ -32,6 +32,7 @@ _FEW_PROGRAMS = 128  # about one a multiprocessor
 _LARGEST_CHUNK = 4096  # tokens of one sum in a weight gradient
 
 _WIDE_SUM = 1024  # k of one sum in a float32 result of 16-bit operands: no rounding hides its error
+_FLAG = 8  # bytes in which a program says that a tile's sums are ready for the next program
 _REGISTERS = 64  # of a thread, for finished chunks
 _MOST_WARPS = 16
 
@@ -157,13 +158,16 @@ class Config:
     residents: int = 1  # programs of a persistent grid per SM
     parallel_chunks: bool = False  # the chunks of a tile in different programs
     pdl: bool = False  # let the next kernel's launch overlap this one's end
+    balanced: bool = False  # with stream: the last two waves of tiles are divided evenly among the programs
+    queued: bool = False  # with parallel_chunks: each program adds its sums when the chunk before has been added
 
     def __str__(self) -> str:
         marks = (
             "swapped" * self.swapped, "persistent" * self.persistent, f"g{self.group}" * (self.group != 8),
             f"p{self.parts}" * (self.parts > 1),
             "parallel" * self.parallel_chunks,
-            f"r{self.residents}" * (self.residents > 1), "early" * self.pdl,
+            f"r{self.residents}" * (self.residents > 1), "early" * self.pdl, "balanced" * self.balanced,
+            "queued" * self.queued,
         )  # fmt: skip
         columns = f"{self.block_n}+{self.rest_n}" if self.rest_n else str(self.block_n)
         tile = f"{self.kernel} {self.block_m}x{columns}x{self.block_k} w{self.num_warps} s{self.num_stages}"
@@ -310,13 +314,19 @@ def illegal(problem: Problem, config: Config) -> str:
         return "two weights' finished chunks wait in registers"
     if not problem.epilogue.plain and (problem.batch > 1 or problem.accumulate):
         return "an epilogue follows one product, of no batch, that is not accumulated"
-    if not problem.epilogue.plain and config.parallel_chunks:
+    if not problem.epilogue.plain and config.parallel_chunks and not config.queued:
         return "an epilogue follows a tile's whole sums"
     if problem.epilogue.sums and (config.swapped or config.block_m % BIAS_ROWS):
         return f"sums over rows are of {BIAS_ROWS}, all in one tile that is not swapped"
     if (config.kernel == "stream") > config.persistent or config.pdl * config.persistent:
         return "stream is persistent, and nothing persistent launches early"
-    if accumulation(problem, config) == "scratch" and not config.persistent:
+    if config.balanced and not balances(problem, config):
+        return "a balanced grid streams more tiles than it has programs, of one sum each"
+    if config.queued and (config.persistent or not config.parallel_chunks):
+        return "queued programs have one of the parallel chunks each, and are not persistent"
+    if (config.queued or config.balanced) and not sm(problem.arch):
+        return "programs wait for each other on NVIDIA GPUs alone"
+    if accumulation(problem, config) == "scratch" and not (config.persistent or config.queued):
         return "finished chunks that wait in scratch memory need a persistent grid"
     if config.parallel_chunks and (problem.chunks < 2 or problem.batch > 1):
         return "parallel chunks need two chunks or more, and no batch"
@@ -331,10 +341,11 @@ def accumulation(problem: Problem, config: Config) -> Accumulation:
     """Where a tile's finished chunks wait for the next."""
     if problem.chunks <= 1:
         return "one"
-    if config.parallel_chunks:
+    if config.parallel_chunks and not config.queued:
         return "partials"
     sums = config.block_m * config.block_n // (32 * config.num_warps)
-    if sums <= _REGISTERS and config.kernel != "stream" and not (config.rest_n or problem.accumulate):
+    fits = sums <= _REGISTERS and config.kernel != "stream" and not config.rest_n
+    if fits and not (problem.accumulate or config.queued):
         return "registers"
     return "in place" if problem.out_dtype == "float32" and problem.epilogue == NOTHING else "scratch"
 
@@ -344,15 +355,27 @@ def workspace(problem: Problem, config: Config) -> int:
     kind = accumulation(problem, config)
     if kind == "partials":
         return 4 * problem.chunks * problem.m * problem.n
-    return 4 * programs(problem, config) * config.block_m * config.columns if kind == "scratch" else 0
+    kept = 4 * config.block_m * config.columns if kind == "scratch" or config.balanced else 0
+    if config.queued:
+        return programs(problem, config) // problem.chunks * (kept + _FLAG)
+    return programs(problem, config) * (kept + _FLAG * config.balanced)
 
 
 def programs(problem: Problem, config: Config) -> int:
+    tiles = tile_count(problem, config)
+    return min(tiles, config.residents * problem.sm_count) if config.persistent else tiles
+
+
+def tile_count(problem: Problem, config: Config) -> int:
     rows, columns = tile(problem, config)
     tiles = problem.batch * -(-problem.m // rows) * -(-problem.n // columns)
-    if accumulation(problem, config) == "partials":
-        tiles *= problem.chunks
-    return min(tiles, config.residents * problem.sm_count) if config.persistent else tiles
+    return tiles * problem.chunks if config.parallel_chunks else tiles
+
+
+def balances(problem: Problem, config: Config) -> bool:
+    """Whether the grid can be balanced, and is not yet: more than one wave of tiles, the last one not full."""
+    tiles, at_once = tile_count(problem, config), config.residents * problem.sm_count
+    return config.kernel == "stream" and problem.chunks <= 1 and tiles > at_once and tiles % at_once > 0
 
 
 def tile(problem: Problem, config: Config) -> tuple[int, int]:
@@ -448,13 +471,15 @@ def fitted(problem: Problem, config: Config) -> Config:
             config = replace(config, block_n=max(config.block_n, 32))
     if problem.chunk:
         config = replace(config, block_k=min(config.block_k, problem.chunk & -problem.chunk))
-    if config.parallel_chunks and (problem.chunks < 2 or not problem.epilogue.plain):
-        config = replace(config, parallel_chunks=False)
+    apart = problem.weights == 1 if config.queued else problem.epilogue.plain
+    if config.parallel_chunks and (problem.chunks < 2 or problem.batch > 1 or not apart):
+        config = replace(config, parallel_chunks=False, queued=False)
     wide = problem.dtype != problem.out_dtype and not problem.accumulate
-    in_registers = problem.weights > 1 or (wide and problem.chunk == _WIDE_SUM)
+    in_registers = problem.weights > 1 or (wide and problem.chunk == _WIDE_SUM and not config.queued)
     if in_registers and accumulation(problem, config) in ("in place", "scratch"):
         config = Config(128, 128, config.block_k, 8, 4, "tma" if all(by_tma) else "pointer")  # chunks in registers
-    if accumulation(problem, config) == "scratch":
+    config = replace(config, balanced=config.balanced and balances(problem, config))
+    if accumulation(problem, config) == "scratch" and not config.queued:
         config = replace(config, persistent=True, pdl=False)
     if problem.epilogue.sums and problem.epilogue.gated:  # two gradients and their sums: 32 of a thread at once
         at_once = 32 * 32 * config.num_warps

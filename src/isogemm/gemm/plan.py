@@ -43,7 +43,7 @@ def gemm_plan(
     elif reason := configs.illegal(problem, config):
         raise ValueError(f"config {config} for problem {problem}: {reason}")
     accumulation = configs.accumulation(problem, config)
-    operand, sums = getattr(torch, problem.dtype), (torch.float32, True)
+    operand, sums, bytes_ = getattr(torch, problem.dtype), (torch.float32, True), configs.workspace(problem, config)
     a: Place = (operand, problem.a_aligned), _A
     b: Place = (operand, problem.b_aligned), _B
     second: Place | None = None
@@ -68,10 +68,10 @@ def gemm_plan(
         ]
     else:
         reads += [None] * (kernels.SLOTS - len(reads))
-        places = (left, right, *rest, result, scratch if accumulation == "scratch" else None, *reads)
+        places = (left, right, *rest, result, scratch if bytes_ else None, *reads)
         steps = [make_step(kernels.describe_gemm(problem, config), places, device)]
     served = Dispatch(name, "gemm", str(problem), str(config), "", source)
-    return Plan.of(served, shape, dtype, device, steps, configs.workspace(problem, config) // 4)
+    return Plan.of(served, shape, dtype, device, steps, bytes_ // 4)
 
 
 def bias_grad_plan(problem: BiasGradProblem, device: torch.device) -> Plan:

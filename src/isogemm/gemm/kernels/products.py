@@ -15,6 +15,7 @@ import triton.language as tl
 
 from isogemm.core.kernels import pdl_option, round_to_tf32, start_launch
 from isogemm.core.launch import Launch, TensorMap
+from isogemm.core.plan import STAMP
 from isogemm.epilogues import device, operands, spec
 from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs
@@ -30,20 +31,21 @@ def multiple(value, UNIT: tl.constexpr):
     return value // UNIT * UNIT
 
 
-def _has_rounding(_semantic: Any = None) -> tl.constexpr:
-    """Whether the target GPU has an instruction that rounds to TF32: NVIDIA's from sm_90 on."""
+def _has_sm(least: Any, _semantic: Any = None) -> tl.constexpr:
+    """Whether the target is an NVIDIA GPU of at least this architecture; False in the interpreter."""
     arch = "" if _semantic is None else str(_semantic.builder.options.arch)  # empty in the interpreter
-    return tl.constexpr(arch.startswith("sm") and int("".join(filter(str.isdigit, arch))) >= 90)
+    number = int("".join(filter(str.isdigit, arch))) if arch.startswith("sm") else 0
+    return tl.constexpr(number >= getattr(least, "value", least))
 
 
-setattr(_has_rounding, tl.core.TRITON_BUILTIN, True)  # so that kernels call it at compile time
+setattr(_has_sm, tl.core.TRITON_BUILTIN, True)  # so that kernels call it at compile time
 
 
 @triton.jit
 def round_by_instruction(x):
     """`round_to_tf32`, in one instruction where there is one. Not for operands that TMA rounds in other configurations:
     it was not measured whether both treat every number alike, subnormals too."""
-    if _has_rounding():
+    if _has_sm(90):
         return tl.inline_asm_elementwise(
             "cvt.rn.tf32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )  # fmt: skip
@@ -143,7 +145,86 @@ def _place(at, m_tiles, n_tiles, GROUP: tl.constexpr):
     return group * GROUP + within % height, within // height
 
 
-@triton.jit(do_not_specialize=["M", "N", "K", "batch", "batch_inner", "k_inner", "dropped"])
+@triton.jit
+def _kept_at(kept, BM: tl.constexpr, BN: tl.constexpr):
+    """Addresses of a tile's sums in scratch memory: those that the threads of `wgmma` have in one register lie
+    together, so that nothing goes through shared memory. Any layout of the sums is right."""
+    row = tl.arange(0, BM)[:, None]
+    col = tl.arange(0, BN)[None, :]
+    register = (col >> 3 << 2) + ((row >> 3 & 1) << 1) + (col & 1)
+    lane = ((row & 7) << 2) + (col >> 1 & 3)
+    return kept + (register * (BM * 2) + (row >> 4 << 5) + lane)
+
+
+@triton.jit
+def _keep(acc, kept, BM: tl.constexpr, BN: tl.constexpr):
+    """Write a tile's sums to scratch memory, each thread those it has."""
+    at = _kept_at(kept, BM, BN)
+    if _has_sm(70):
+        bits = acc.to(tl.int32, bitcast=True)
+        tl.inline_asm_elementwise(
+            "st.global.b32 [$1], $2; mov.b32 $0, 0;", "=r,l,r", [at, bits], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+    else:
+        tl.store(at, acc)
+
+
+@triton.jit
+def _kept_sums(kept, BM: tl.constexpr, BN: tl.constexpr):
+    """Read what `_keep` wrote."""
+    at = _kept_at(kept, BM, BN)
+    if _has_sm(70):
+        return tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=r,l", [at], dtype=tl.float32, is_pure=False, pack=1
+        )  # fmt: skip
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def _set_flag(flag, stamp):
+    """Let the program that waits for `stamp` see all that this program has written."""
+    if _has_sm(70):  # as one instruction: `tl.debug_barrier` in a loop ends its pipelining
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .b32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            bar.sync 0;
+            @first st.release.gpu.global.b64 [$1], $2;
+            mov.b64 $0, $2;
+            }""",
+            "=l,l,l", [flag, stamp], dtype=tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(flag, stamp)
+
+
+@triton.jit
+def _await_flag(flag, stamp):
+    """Wait for `_set_flag`, then clear the flag: a replayed graph's stamp is the same every time."""
+    if _has_sm(70):
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first, other;
+            .reg .b32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            again: ld.acquire.gpu.global.b64 $0, [$1];
+            setp.ne.b64 other, $0, $2;
+            @other bra again;
+            bar.sync 0;
+            @first st.global.b64 [$1], 0;
+            }""",
+            "=&l,l,l", [flag, stamp], dtype=tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:  # the interpreter runs one program after another
+        tl.device_assert(tl.load(flag) == stamp)
+        tl.store(flag, stamp * 0)
+
+
+@triton.jit(do_not_specialize=["M", "N", "K", "batch", "batch_inner", "k_inner", "stamp", "dropped"])
 def _gemm_kernel(
     a, b, b_rest, c, scratch,
     e0, e1, e2, e3, e4, e5, e6, e7, e8, e9, e10, e11, e12, e13, e14, e15, e16, e17, e18, e19,
@@ -151,7 +232,7 @@ def _gemm_kernel(
     k_inner, stride_ak_outer, stride_bk_outer,
     batch, batch_inner, stride_ab_outer, stride_ab, stride_bb_outer, stride_bb,
     stride_e0, stride_e1, stride_e2, stride_e3, stride_e4, stride_e5, stride_e6, stride_e7, stride_e8, stride_e9,
-    stride_e10, stride_e11, alpha_value, beta_value, dropped, kept_scale,
+    stride_e10, stride_e11, stamp, alpha_value, beta_value, dropped, kept_scale,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     A_TMA: tl.constexpr, B_TMA: tl.constexpr, C_TMA: tl.constexpr,
     A_K_CONTIGUOUS: tl.constexpr, B_K_CONTIGUOUS: tl.constexpr,
@@ -159,12 +240,15 @@ def _gemm_kernel(
     PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr, E: tl.constexpr,
     ACT: tl.constexpr, SLOPE: tl.constexpr,
     BN_REST: tl.constexpr, PERSISTENT: tl.constexpr, MASK_K: tl.constexpr, K_LEVELS: tl.constexpr,
-    BATCHED: tl.constexpr, PDL: tl.constexpr,
+    BATCHED: tl.constexpr, PDL: tl.constexpr, QUEUED: tl.constexpr,
 ):  # fmt: skip
     """C = A B for any operands; one program per tile, or a few persistent programs.
 
     A tile is BN + BN_REST wide: two sums side by side, since each must be a power of two. Where two weights are
     paired, each has half of BN (of BM, if swapped); b_rest is then the second.
+
+    QUEUED: a program per chunk of a tile. It waits until the chunk before is added, adds its own sums, and says so.
+    Programs start in ascending order, so one that is waited for runs already.
     """
     e = (e0, e1, e2, e3, e4, e5, e6, e7, e8, e9, e10, e11, e12, e13, e14, e15, e16, e17, e18, e19)
     steps = (
@@ -196,7 +280,8 @@ def _gemm_kernel(
         first = a if SWAPPED else b
         to_second = (b_rest.to(tl.int64) - first.to(tl.int64)) // (first.dtype.element_ty.primitive_bitwidth // 8)
         to_second = multiple(to_second, UNITS[9])
-    tiles = m_tiles * n_tiles
+    places = m_tiles * n_tiles
+    tiles = places
     if ACCUMULATION == "partials":
         tiles *= tl.cdiv(K, CHUNK)
     if BATCHED:
@@ -204,8 +289,8 @@ def _gemm_kernel(
     start_launch(PDL)
     program = tl.program_id(0)
     for tile in tl.range(program, tiles if PERSISTENT else program + 1, tl.num_programs(0)):
-        layer = tile // (m_tiles * n_tiles)  # of the batch, or of the chunks
-        row, column = _place(tile % (m_tiles * n_tiles), m_tiles, n_tiles, GROUP)
+        layer = tile // places  # of the batch, or of the chunks
+        row, column = _place(tile % places, m_tiles, n_tiles, GROUP)
         m = row * TILE_M
         n = column * TILE_N
         loaded = biases(e, m if SWAPPED else n, M if SWAPPED else N, TILE_M if SWAPPED else BIASED, E)
@@ -221,8 +306,8 @@ def _gemm_kernel(
             b_from = b + (outer * stride_bb_outer + inner * stride_bb)
         if BATCHED or ACCUMULATION == "partials":
             c_to = c + layer.to(tl.int64) * M * N
-        begin_first = layer * CHUNK if ACCUMULATION == "partials" else 0
-        begin_end = begin_first + 1 if ACCUMULATION == "one" or ACCUMULATION == "partials" else K
+        begin_first = layer * CHUNK if ACCUMULATION == "partials" or QUEUED else 0
+        begin_end = begin_first + 1 if ACCUMULATION == "one" or ACCUMULATION == "partials" or QUEUED else K
         if ACCUMULATION == "registers":
             total = tl.zeros((BM, BN), dtype=tl.float32)
         for begin in tl.range(begin_first, begin_end, CHUNK if CHUNK > 0 else 1):
@@ -249,8 +334,16 @@ def _gemm_kernel(
             kept = scratch
             kept_rest = scratch
             if ACCUMULATION == "scratch":
-                kept = scratch + program.to(tl.int64) * (BM * (BN + BN_REST))
+                slot = tile % places if QUEUED else program
+                kept = scratch + slot.to(tl.int64) * (BM * (BN + BN_REST))
                 kept_rest = kept + BM * BN
+            if QUEUED:
+                flags = scratch
+                if ACCUMULATION == "scratch":
+                    flags += places.to(tl.int64) * (BM * (BN + BN_REST))
+                flag = flags.to(tl.pointer_type(tl.int64), bitcast=True) + tile % places
+                if begin > 0:
+                    _await_flag(flag, stamp + layer)
             if ACCUMULATION == "registers":
                 total += acc
             else:
@@ -264,6 +357,9 @@ def _gemm_kernel(
                     stride_cm, stride_cn, BM, BN_REST, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION,
                     ACCUMULATE, INDEX, True,
                 )  # fmt: skip
+            if QUEUED:
+                if end < K:
+                    _set_flag(flag, stamp + layer + 1)
         if ACCUMULATION == "registers":
             finish(
                 total, c_to, scratch, e, loaded, steps, numbers, m, n, True, True, M, N, stride_cm, stride_cn,
@@ -271,22 +367,26 @@ def _gemm_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "N", "K", "dropped"])
+@triton.jit(do_not_specialize=["M", "N", "K", "stamp", "dropped"])
 def _stream_kernel(
     a, b, c, scratch,
     e0, e1, e2, e3, e4, e5, e6, e7, e8, e9, e10, e11, e12, e13, e14, e15, e16, e17, e18, e19,
     M, N, K, stride_cm, stride_cn,
     stride_e0, stride_e1, stride_e2, stride_e3, stride_e4, stride_e5, stride_e6, stride_e7, stride_e8, stride_e9,
-    stride_e10, stride_e11, alpha_value, beta_value, dropped, kept_scale,
+    stride_e10, stride_e11, stamp, alpha_value, beta_value, dropped, kept_scale,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     C_TMA: tl.constexpr, A_K_CONTIGUOUS: tl.constexpr, B_K_CONTIGUOUS: tl.constexpr,
     UNITS: tl.constexpr, ACCUMULATION: tl.constexpr, CHUNK: tl.constexpr, ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr, E: tl.constexpr,
-    ACT: tl.constexpr, SLOPE: tl.constexpr,
+    ACT: tl.constexpr, SLOPE: tl.constexpr, BALANCED: tl.constexpr,
 ):  # fmt: skip
     """C = A B with operands by TMA; a few persistent programs, each with one loop over the k of all its tiles.
 
     The next tile's operands are loaded while this one's result is stored.
+
+    BALANCED: the tiles of the last wave and of the one before are divided evenly, in blocks of k. A program may begin a
+    tile that the next program ends: it does so first, leaves the sums in scratch memory and sets a flag to `stamp`. The
+    next program goes on from these sums, as its last tile, so it hardly waits. Their order over k stays the same.
     """
     e = (e0, e1, e2, e3, e4, e5, e6, e7, e8, e9, e10, e11, e12, e13, e14, e15, e16, e17, e18, e19)
     steps = (
@@ -324,15 +424,39 @@ def _stream_kernel(
         turns = (tl.cdiv(tiles - program, programs) - short) * CHUNK_BLOCKS + short * last_blocks
         block = CHUNK_BLOCKS - 1
         blocks = CHUNK_BLOCKS
+    if BALANCED:
+        whole = tl.maximum(tiles // programs - 1, 0)  # tiles that each program has to itself, before the divided ones
+        divided = (tiles - whole * programs) * blocks
+        begins = divided * program // programs  # of this program's share
+        ends_at = divided * (program + 1) // programs
+        turns = whole * blocks + ends_at - begins
+        last_item = whole - 1 + ends_at // blocks - begins // blocks
+        item = tl.where(ends_at % blocks == 0, -1, -2)  # -1: the tile that it only begins
+        stop = block + 1  # of the item
+        flags = (scratch + programs.to(tl.int64) * (BM * BN)).to(tl.pointer_type(tl.int64), bitcast=True) + program
     layer = 0
     m = 0
     n = 0
     BIASED: tl.constexpr = TILE_M if SWAPPED else TILE_N
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for _ in tl.range(0, turns):
-        block = tl.where(block == blocks - 1, 0, block + 1)
-        if block == 0:
-            tile += programs
+        if BALANCED:
+            starts = block == stop - 1
+        else:
+            starts = block == blocks - 1
+        block = tl.where(starts, 0, block + 1)
+        if starts:
+            if BALANCED:
+                item += 1
+                if (item >= 0) & (item < whole):
+                    tile = program + item * programs
+                else:
+                    of_divided = ends_at // blocks - tl.maximum(item - whole + 1, 0)
+                    tile = whole * programs + of_divided
+                    block = tl.maximum(begins - of_divided * blocks, 0)
+                stop = tl.where(item < 0, ends_at % blocks, blocks)
+            else:
+                tile += programs
             layer = tile // (m_tiles * n_tiles)
             row, column = _place(tile % (m_tiles * n_tiles), m_tiles, n_tiles, GROUP)
             m = row * TILE_M
@@ -344,7 +468,7 @@ def _stream_kernel(
         a_tile = load_tile(a, m, k, M, K, 0, 0, 0, 0, BM, BK, True, A_K_CONTIGUOUS, False, False, 1, INDEX, A_PAIRED, 0)
         b_tile = load_tile(b, n, k, N, K, 0, 0, 0, 0, BN, BK, True, B_K_CONTIGUOUS, True, False, 1, INDEX, B_PAIRED, 0)
         acc = multiply(a_tile, b_tile, acc, PRECISION, True, True)
-        last = block == blocks - 1
+        last = block == (stop if BALANCED else blocks) - 1
         ends = last
         if ACCUMULATION == "in place" or ACCUMULATION == "scratch":
             ends = last | ((block + 1) % (CHUNK // BK) == 0)
@@ -354,11 +478,25 @@ def _stream_kernel(
             if ACCUMULATION == "partials":
                 c_to = c + layer.to(tl.int64) * M * N
             loaded = biases(e, m if SWAPPED else n, M if SWAPPED else N, BIASED, E)
-            finish(
-                acc, c_to, kept, e, loaded, steps, numbers, m, n, first, last, M, N, stride_cm, stride_cn,
-                BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, False,
-            )  # fmt: skip
+            if BALANCED:
+                if item < 0:
+                    _keep(acc, scratch + program.to(tl.int64) * (BM * BN), BM, BN)
+                    _set_flag(flags, stamp)
+                else:
+                    finish(
+                        acc, c_to, kept, e, loaded, steps, numbers, m, n, first, last, M, N, stride_cm, stride_cn,
+                        BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, False,
+                    )  # fmt: skip
+            else:
+                finish(
+                    acc, c_to, kept, e, loaded, steps, numbers, m, n, first, last, M, N, stride_cm, stride_cn,
+                    BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, False,
+                )  # fmt: skip
             acc = tl.zeros((BM, BN), dtype=tl.float32)
+            if BALANCED:
+                if (item == last_item - 1) & (begins % blocks > 0):
+                    _await_flag(flags - 1, stamp)
+                    acc = _kept_sums(scratch + (program.to(tl.int64) - 1) * (BM * BN), BM, BN)
 
 
 @triton.jit(do_not_specialize=["M", "N", "chunks"])
@@ -441,21 +579,23 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
     )  # fmt: skip
     blocks |= {"BK": config.block_k, "WIDTH": configs.width(problem, config)}
     if config.kernel == "stream":
-        scalars = (seen.m, seen.n, seen.k, *c_scalars, *_read_scalars(problem))
-        return Launch(_stream_kernel, programs, scalars, blocks | constants, options, (a_map, b_map, c_map), numbers)
+        scalars = (seen.m, seen.n, seen.k, *c_scalars, *_read_scalars(problem), STAMP if config.balanced else None)
+        constants["BALANCED"] = config.balanced
+        maps = (a_map, b_map, c_map)
+        return Launch(_stream_kernel, programs, scalars, blocks | constants, options, maps, numbers)
     rest = _operand_map((seen.n, bn), (seen.k, bk), (config.rest_n, config.block_k), rounded) if config.rest_n else None
     batched, levels = seen.batch > 1, 2 if seen.k_inner else 1
     constants = {"GROUP": constants.pop("GROUP"), "A_TMA": a_tma, "B_TMA": b_tma} | constants
     constants |= {
         "BN_REST": config.rest_n, "PERSISTENT": config.persistent, "MASK_K": seen.k % config.block_k != 0,
-        "K_LEVELS": levels, "BATCHED": batched, "PDL": config.pdl,
+        "K_LEVELS": levels, "BATCHED": batched, "PDL": config.pdl, "QUEUED": config.queued,
     }  # fmt: skip
     scalars = (
         seen.m, seen.n, seen.k, *((None, None) if a_tma else (am, ak)), *((None, None) if b_tma else (bk, bn)),
         *c_scalars,
         *((seen.k_inner, *seen.k_outer_strides) if levels > 1 else (None,) * 3),
         *((seen.batch, seen.batch_inner, *seen.a_batch_strides, *seen.b_batch_strides) if batched else (None,) * 6),
-        *_read_scalars(problem),
+        *_read_scalars(problem), STAMP if config.queued else None,
     )  # fmt: skip
     return Launch(_gemm_kernel, programs, scalars, blocks | constants, options, (a_map, b_map, rest, c_map), numbers)
 
