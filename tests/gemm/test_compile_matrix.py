@@ -244,12 +244,13 @@ def _waiting_cases():
         yield _problem(1024, 14336, 4096, epilogue=epilogue), stream
     tf32 = _problem(1024, 14336, 4096, dtype="float32", precision="tf32")
     yield tf32, replace(stream, block_k=32, parts=4)
-    queued = Config(128, 128, 64, 4, 3, "tma", parts=2, parallel_chunks=True, queued=True)
+    queued = Config(128, 128, 64, 4, 3, "tma", parts=2, parallel_chunks="queued")
     yield _problem(1024, 1024, 65536, "tn", out_dtype="float32", accumulate=True, chunk=2048), queued
     small = replace(queued, block_m=32, block_n=8, block_k=256, num_warps=2, num_stages=5, parts=1, swapped=True)
     for epilogue in (Epilogue(), Epilogue(bias="n", activation="gelu_tanh", residual=True)):
         problem = _problem(1, 1536, 8960, chunk=4352, epilogue=epilogue, read_strides=(1536, 1536))
-        yield problem, replace(small, kernel="pointer", pdl=True)
+        for parallel in ("queued", "gathered"):
+            yield problem, replace(small, kernel="pointer", pdl=True, parallel_chunks=parallel)
 
 
 def _portable_cases(arch):

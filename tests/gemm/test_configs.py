@@ -121,10 +121,10 @@ def test_the_walk_of_each_configuration():
     assert accumulation(replace(chunked, out_dtype="float32"), large) == "in place"
     assert accumulation(replace(chunked, **into_total), small) == "in place"
     assert accumulation(replace(chunked, out_dtype="float32", epilogue=Epilogue(bias="n")), large) == "scratch"
-    assert accumulation(chunked, replace(small, parallel_chunks=True)) == "partials"
+    assert accumulation(chunked, replace(small, parallel_chunks="partials")) == "partials"
     assert workspace(chunked, small) == workspace(one, large) == 0
     assert workspace(chunked, large) == 4 * 132 * 128 * 256
-    assert workspace(weight_grad(3000, 256, 1024), replace(small, parallel_chunks=True)) == 4 * 3 * 256 * 1024
+    assert workspace(weight_grad(3000, 256, 1024), replace(small, parallel_chunks="partials")) == 4 * 3 * 256 * 1024
 
 
 MISALIGNED = {
@@ -187,10 +187,9 @@ def test_tma_serves_no_batches_and_no_levels():
         (Config(64, 64, 64, 4, 3, "stream"), "stream is persistent"),
         (Config(64, 64, 64, 4, 3, persistent=True, pdl=True), "nothing persistent launches early"),
         (Config(128, 256, 64, 8, 3), "need a persistent grid"),
-        (Config(128, 128, 64, 8, 3, parallel_chunks=True), "bytes, more than 67108864"),
+        (Config(128, 128, 64, 8, 3, parallel_chunks="partials"), "bytes, more than 67108864"),
         (Config(128, 256, 64, 8, 8, persistent=True), "bytes of shared memory"),
-        (Config(128, 128, 64, 8, 3, queued=True), "one of the parallel chunks each"),
-        (Config(128, 128, 64, 8, 3, persistent=True, parallel_chunks=True, queued=True), "are not persistent"),
+        (Config(128, 128, 64, 8, 3, persistent=True, parallel_chunks="queued"), "are not persistent"),
         (Config(128, 256, 64, 8, 3, "stream", persistent=True, balanced=True), "of one sum each"),
     ],
 )
@@ -206,7 +205,9 @@ def test_rules_of_numbers_and_chunks():
     assert "not swapped" in illegal(
         make_problem(dtype="float32", precision="tf32x3"), Config(64, 64, 32, 4, 2, swapped=True)
     )
-    assert "two chunks or more" in illegal(weight_grad(100, 256, 256), Config(64, 64, 64, 4, 2, parallel_chunks=True))
+    assert "two chunks or more" in illegal(
+        weight_grad(100, 256, 256), Config(64, 64, 64, 4, 2, parallel_chunks="partials")
+    )
     one_by_pointer = make_problem(a_aligned=False)
     assert "TMA reads" in illegal(one_by_pointer, Config(64, 64, 64, 4, 2, "tma", rest_n=32))
 
@@ -214,8 +215,8 @@ def test_rules_of_numbers_and_chunks():
 def test_programs_that_wait_for_others():
     """They need no memory for every chunk, an epilogue may follow, and a wave that is full needs no balance."""
     into_total = weight_grad(65536, 1024, 1024, out_dtype="float32", accumulate=True)
-    apart = Config(128, 128, 64, 4, 3, "tma", parallel_chunks=True)
-    queued = replace(apart, queued=True)
+    apart = Config(128, 128, 64, 4, 3, "tma", parallel_chunks="partials")
+    queued, gathered = (replace(apart, parallel_chunks=each) for each in ("queued", "gathered"))
     assert "more than 67108864" in illegal(into_total, apart)
     assert illegal(into_total, queued) == ""
     assert workspace(into_total, queued) == 64 * 8
@@ -224,12 +225,16 @@ def test_programs_that_wait_for_others():
     assert fitted(followed, queued) == queued
     assert accumulation(followed, queued) == "scratch"
     assert workspace(followed, queued) == 12 * (4 * 128 * 128 + 8)
-    assert not fitted(followed, apart).parallel_chunks
+    assert fitted(followed, apart) == gathered
+    assert accumulation(followed, gathered) == "gathered"
+    assert workspace(followed, gathered) == 12 * (4 * 128 * 128 + 8)
+    assert workspace(replace(followed, chunk=1792), gathered) == 4 * 12 * (4 * 128 * 128 + 8)
+    assert "not added to a total" in illegal(into_total, gathered)
     gated = replace(followed, epilogue=Epilogue(activation="swiglu"))
-    assert not fitted(gated, queued).queued
-    assert not fitted(gated, queued).parallel_chunks
+    assert fitted(gated, queued) == queued
+    assert fitted(gated, gathered) == gathered
     for change in ({"chunk": 0}, {"batch": 2}):
-        assert not fitted(make_problem(64, 1536, 8960, **{"chunk": 4480, **change}), queued).queued
+        assert not fitted(make_problem(64, 1536, 8960, **{"chunk": 4480, **change}), queued).parallel_chunks
     stream = Config(128, 256, 64, 8, 3, "stream", persistent=True, balanced=True)
     ragged = make_problem(1024, 14336, 4096)
     assert illegal(ragged, stream) == ""

@@ -93,7 +93,7 @@ def test_terms_of_epilogues_and_chunks():
     chunked = weight_grad(8192, 640, 1024)
     small = Config(64, 64, 64, 4, 3)
     assert selection.terms(chunked, small)[3] == chunked.chunks * selection.terms(chunked, small)[2]
-    parallel = selection.terms(chunked, replace(small, parallel_chunks=True))
+    parallel = selection.terms(chunked, replace(small, parallel_chunks="partials"))
     assert parallel[6] == -(-160 * chunked.chunks // (132 * selection.residents(chunked, small))) * chunked.chunk / 64
 
 

@@ -219,7 +219,7 @@ def test_balanced_tiles_have_the_bits_of_whole_ones(shape, change):
         assert_bitwise_equal(_gemm("bf16", x, weight.T, config=config), expected)
 
 
-QUEUED = configs.Config(128, 128, 64, 4, 3, "tma", parts=2, parallel_chunks=True, queued=True)
+QUEUED = configs.Config(128, 128, 64, 4, 3, "tma", parts=2, parallel_chunks="queued")
 QUEUES = [
     (QUEUED, (512, 1024, 8192), 1024),
     (replace(QUEUED, block_n=64, block_m=64, swapped=True, pdl=True), (64, 1536, 8960), 1792),
@@ -233,12 +233,13 @@ QUEUES = [
 
 
 @pytest.mark.parametrize(("config", "shape", "chunk"), QUEUES, ids=str)
-@pytest.mark.parametrize("accumulated", [False, True], ids=["", "accumulated"])
-def test_queued_chunks_have_the_bits_of_one_program(config, shape, chunk, accumulated):
+@pytest.mark.parametrize("way", ["queued", "queued, accumulated", "gathered"])
+def test_parallel_chunks_have_the_bits_of_one_program(config, shape, chunk, way):
     (m, n, k), beside = shape, torch.cuda.Stream()
     x, weight, _ = _operands("bf16", k, n, m)
     problem = replace(_describe("bf16", x, weight), chunk=chunk)
-    start = make_data("normal", (m, n), seed=5, device=DEVICE) if accumulated else None
+    config = replace(config, parallel_chunks=way.partition(",")[0])
+    start = make_data("normal", (m, n), seed=5, device=DEVICE) if "accumulated" in way else None
 
     def product(config):
         into = {} if start is None else {"total": start.clone()}
@@ -254,7 +255,7 @@ def test_queued_chunks_have_the_bits_of_one_program(config, shape, chunk, accumu
         assert_bitwise_equal(other, expected)
 
 
-@pytest.mark.parametrize("config", [BALANCED, QUEUED], ids=str)
+@pytest.mark.parametrize("config", [BALANCED, QUEUED, replace(QUEUED, parallel_chunks="gathered")], ids=str)
 def test_waiting_programs_in_a_graph(config):
     """A replay has the stamps of the one before."""
     m, n, k, chunk = (1024, 14336, 4096, 0) if config.balanced else (512, 1024, 8192, 1024)

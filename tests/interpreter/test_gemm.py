@@ -131,35 +131,39 @@ def test_balanced(change, shape, programs):
     assert_bitwise_equal(result, _launch(problem, plain, a, b, bias))
 
 
-QUEUES = {  # (dtype of the output, bias, accumulate)
+WAITING = {  # (dtype of the output, bias, accumulate)
     "scratch": (None, False, False),
     "scratch, biased": (None, True, False),
+    "gathered": (None, False, False),
+    "gathered, biased": (None, True, False),
+    "gathered, float32": (torch.float32, False, False),
     "in place": (torch.float32, False, False),
     "in place, accumulated": (torch.float32, False, True),
 }
 
 
-@pytest.mark.parametrize("ends", QUEUES)
+@pytest.mark.parametrize("ends", WAITING)
 @pytest.mark.parametrize("k", [136, 256])
 @pytest.mark.parametrize(
     "name", [name for name, config in CONFIGS.items() if config.kernel != "stream" and not config.persistent]
 )
-def test_queued(name, k, ends):
+def test_programs_that_wait_for_chunks(name, k, ends):
     """Chunks that programs add one after another have the bits of one program's, with every end of a sum."""
-    out_dtype, biased, accumulated = QUEUES[ends]
-    queued = replace(CONFIGS[name], parallel_chunks=True, queued=True)
+    out_dtype, biased, accumulated = WAITING[ends]
+    kind = ends.partition(",")[0]
+    queued = replace(CONFIGS[name], parallel_chunks="gathered" if kind == "gathered" else "queued")
     a, b = _operands((40, 72, k), dtype=torch.float16)
     bias = _bias(72, torch.float16) if biased else None
     total = make_data("normal", (40, 72), seed=9) if accumulated else None
     problem = _problem(a, b, bias=bias, out_dtype=out_dtype, chunk=64, total=total)
-    assert configs.accumulation(problem, queued) == ends.partition(",")[0]
+    assert configs.accumulation(problem, queued) == kind
     start = None if total is None else total.clone()
     expected = _launch(problem, replace(POINTER, persistent=True), a, b, bias, start)
     assert_bitwise_equal(_launch(problem, queued, a, b, bias, total), expected)
     tile = configs.tile(problem, queued)
-    places = -(-40 // tile[0]) * -(-72 // tile[1])
-    kept = tile[0] * tile[1] * 4 if out_dtype is None else 0
-    assert configs.workspace(problem, queued) == places * (kept + 8)
+    slots = -(-40 // tile[0]) * -(-72 // tile[1]) * (problem.chunks - 1 if kind == "gathered" else 1)
+    kept = 0 if kind == "in place" else tile[0] * tile[1] * 4
+    assert configs.workspace(problem, queued) == slots * (kept + 8)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 33, 5), (17, 1, 31), (33, 17, 33)], ids=str)
@@ -199,18 +203,18 @@ def test_any_strides(name, layouts):
 
 
 ACCUMULATIONS = {  # accumulation: (chunk, dtype of the output, bias, accumulate, parallel chunks)
-    "one, biased": (0, None, True, False, False),
-    "one, biased, float32": (0, torch.float32, True, False, False),
-    "one, accumulated": (0, torch.float32, False, True, False),
-    "registers": (64, None, False, False, False),
-    "registers, biased, float32": (64, torch.float32, True, False, False),
-    "in place": (64, torch.float32, False, False, False),
-    "in place, accumulated": (64, torch.float32, False, True, False),
-    "scratch": (64, None, False, False, False),
-    "scratch, biased": (128, None, True, False, False),
-    "partials": (64, None, False, False, True),
-    "partials, biased": (128, None, True, False, True),
-    "partials, accumulated": (64, torch.float32, False, True, True),
+    "one, biased": (0, None, True, False, ""),
+    "one, biased, float32": (0, torch.float32, True, False, ""),
+    "one, accumulated": (0, torch.float32, False, True, ""),
+    "registers": (64, None, False, False, ""),
+    "registers, biased, float32": (64, torch.float32, True, False, ""),
+    "in place": (64, torch.float32, False, False, ""),
+    "in place, accumulated": (64, torch.float32, False, True, ""),
+    "scratch": (64, None, False, False, ""),
+    "scratch, biased": (128, None, True, False, ""),
+    "partials": (64, None, False, False, "partials"),
+    "partials, biased": (128, None, True, False, "partials"),
+    "partials, accumulated": (64, torch.float32, False, True, "partials"),
 }
 
 
@@ -265,8 +269,8 @@ def test_chunks_are_added_from_left_to_right(name, accumulated):
     for operands, given, changes in [
         ((a, b), None, {}),
         ((a, b), bias, {}),
-        (padded, None, {"parallel_chunks": True}),
-        ((a, b), bias, {"parallel_chunks": True}),
+        (padded, None, {"parallel_chunks": "partials"}),
+        ((a, b), bias, {"parallel_chunks": "partials"}),
         (padded, bias, {}),
         ((a, b), bias, {"num_warps": 8}),
     ]:
@@ -281,7 +285,7 @@ def test_chunks_are_added_from_left_to_right(name, accumulated):
 
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "strided", "misaligned"])
 @pytest.mark.parametrize("name", ["pointer", "tma persistent", "stream swapped"])
-@pytest.mark.parametrize("parallel", [False, True], ids=["", "parallel"])
+@pytest.mark.parametrize("parallel", ["", "partials"])
 def test_accumulates_into_any_strides(name, layout, parallel):
     a, b = _operands((12, 24, 40), "tn")
     total = with_layout(make_data("normal", (12, 24), seed=9), layout)
@@ -299,7 +303,7 @@ def test_accumulates_into_any_strides(name, layout, parallel):
 @pytest.mark.parametrize("name", ["pointer persistent", "tma with a rest, parts", "stream"])
 def test_persistent_grids(name, accumulation, sm_count):
     """Fewer programs than tiles, as many, and no more however many SMs there are."""
-    config = replace(CONFIGS[name], parallel_chunks=accumulation == "partials")
+    config = replace(CONFIGS[name], parallel_chunks="partials" if accumulation == "partials" else "")
     a, b = _operands((24, 40, 40), dtype=torch.float16)
     problem = _problem(a, b, chunk=0 if accumulation == "one" else 32, sm_count=sm_count)
     assert configs.accumulation(problem, config) in (accumulation, "registers")

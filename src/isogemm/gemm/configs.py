@@ -36,7 +36,9 @@ _FLAG = 8  # bytes in which a program says that a tile's sums are ready for the 
 _REGISTERS = 64  # of a thread, for finished chunks
 _MOST_WARPS = 16
 
-Accumulation = Literal["one", "registers", "in place", "scratch", "partials"]
+Accumulation = Literal["one", "registers", "in place", "scratch", "partials", "gathered"]
+# Who adds the sums of parallel chunks: a second kernel; each program, after the chunk before; the last chunk's program.
+ParallelChunks = Literal["", "partials", "queued", "gathered"]
 
 
 @dataclass(frozen=True)
@@ -156,22 +158,25 @@ class Config:
     parts: int = 1  # column parts that a tile is stored in
     rest_n: int = 0  # with tma: additional columns of a tile
     residents: int = 1  # programs of a persistent grid per SM
-    parallel_chunks: bool = False  # the chunks of a tile in different programs
+    parallel_chunks: ParallelChunks = ""  # the chunks of a tile in different programs
     pdl: bool = False  # let the next kernel's launch overlap this one's end
     balanced: bool = False  # with stream: the last two waves of tiles are divided evenly among the programs
-    queued: bool = False  # with parallel_chunks: each program adds its sums when the chunk before has been added
 
     def __str__(self) -> str:
         marks = (
             "swapped" * self.swapped, "persistent" * self.persistent, f"g{self.group}" * (self.group != 8),
             f"p{self.parts}" * (self.parts > 1),
-            "parallel" * self.parallel_chunks,
+            {"partials": "parallel"}.get(self.parallel_chunks, self.parallel_chunks),
             f"r{self.residents}" * (self.residents > 1), "early" * self.pdl, "balanced" * self.balanced,
-            "queued" * self.queued,
         )  # fmt: skip
         columns = f"{self.block_n}+{self.rest_n}" if self.rest_n else str(self.block_n)
         tile = f"{self.kernel} {self.block_m}x{columns}x{self.block_k} w{self.num_warps} s{self.num_stages}"
         return " ".join(filter(None, (tile, *marks)))
+
+    @property
+    def waits(self) -> bool:
+        """Whether programs wait for one another."""
+        return self.balanced or self.parallel_chunks in ("queued", "gathered")
 
     @property
     def columns(self) -> int:
@@ -310,11 +315,11 @@ def illegal(problem: Problem, config: Config) -> str:
         return "a tile with a rest has operands that TMA reads"
     if problem.weights > 1 and (config.rest_n or (config.block_m if config.swapped else config.block_n) < 32):
         return "two weights share a tile of at least 32 of their columns, without a rest"
-    if problem.weights > 1 and accumulation(problem, config) not in ("one", "registers"):
-        return "two weights' finished chunks wait in registers"
+    if problem.weights > 1 and accumulation(problem, config) in ("in place", "partials"):
+        return "two weights' finished chunks wait in registers or scratch memory"
     if not problem.epilogue.plain and (problem.batch > 1 or problem.accumulate):
         return "an epilogue follows one product, of no batch, that is not accumulated"
-    if not problem.epilogue.plain and config.parallel_chunks and not config.queued:
+    if not problem.epilogue.plain and config.parallel_chunks == "partials":
         return "an epilogue follows a tile's whole sums"
     if problem.epilogue.sums and (config.swapped or config.block_m % BIAS_ROWS):
         return f"sums over rows are of {BIAS_ROWS}, all in one tile that is not swapped"
@@ -322,11 +327,13 @@ def illegal(problem: Problem, config: Config) -> str:
         return "stream is persistent, and nothing persistent launches early"
     if config.balanced and not balances(problem, config):
         return "a balanced grid streams more tiles than it has programs, of one sum each"
-    if config.queued and (config.persistent or not config.parallel_chunks):
-        return "queued programs have one of the parallel chunks each, and are not persistent"
-    if (config.queued or config.balanced) and not sm(problem.arch):
+    if config.parallel_chunks in ("queued", "gathered") and config.persistent:
+        return "programs that wait for other chunks are not persistent"
+    if config.parallel_chunks == "gathered" and problem.accumulate:
+        return "gathered sums are not added to a total"
+    if config.waits and not sm(problem.arch):
         return "programs wait for each other on NVIDIA GPUs alone"
-    if accumulation(problem, config) == "scratch" and not (config.persistent or config.queued):
+    if accumulation(problem, config) == "scratch" and not (config.persistent or config.parallel_chunks):
         return "finished chunks that wait in scratch memory need a persistent grid"
     if config.parallel_chunks and (problem.chunks < 2 or problem.batch > 1):
         return "parallel chunks need two chunks or more, and no batch"
@@ -341,24 +348,26 @@ def accumulation(problem: Problem, config: Config) -> Accumulation:
     """Where a tile's finished chunks wait for the next."""
     if problem.chunks <= 1:
         return "one"
-    if config.parallel_chunks and not config.queued:
-        return "partials"
+    if config.parallel_chunks in ("partials", "gathered"):
+        return config.parallel_chunks
     sums = config.block_m * config.block_n // (32 * config.num_warps)
     fits = sums <= _REGISTERS and config.kernel != "stream" and not config.rest_n
-    if fits and not (problem.accumulate or config.queued):
+    if fits and not (problem.accumulate or config.parallel_chunks):
         return "registers"
     return "in place" if problem.out_dtype == "float32" and problem.epilogue == NOTHING else "scratch"
 
 
 def workspace(problem: Problem, config: Config) -> int:
     """Bytes for finished chunks."""
-    kind = accumulation(problem, config)
+    kind, slots = accumulation(problem, config), programs(problem, config)
     if kind == "partials":
         return 4 * problem.chunks * problem.m * problem.n
-    kept = 4 * config.block_m * config.columns if kind == "scratch" or config.balanced else 0
-    if config.queued:
-        return programs(problem, config) // problem.chunks * (kept + _FLAG)
-    return programs(problem, config) * (kept + _FLAG * config.balanced)
+    if config.parallel_chunks:
+        slots //= problem.chunks
+    if config.parallel_chunks == "gathered":
+        slots *= problem.chunks - 1
+    kept = 4 * config.block_m * config.columns if kind in ("scratch", "gathered") or config.balanced else 0
+    return slots * (kept + _FLAG * config.waits)
 
 
 def programs(problem: Problem, config: Config) -> int:
@@ -386,7 +395,7 @@ def tile(problem: Problem, config: Config) -> tuple[int, int]:
 
 def width(problem: Problem, config: Config) -> int:
     """Columns of a tile that are stored at once: not all of them if sums are read back from memory."""
-    waited = config.parts == 1 and accumulation(problem, config) in ("scratch", "in place")
+    waited = config.parts == 1 and accumulation(problem, config) == "in place"
     columns = config.block_n if config.swapped else config.block_n // problem.weights
     return max(8, min(columns // (2 if waited else config.parts), config.rest_n or columns))
 
@@ -425,8 +434,8 @@ def shared_memory(problem: Problem, config: Config) -> int:
     operands = stages * (config.block_m + config.columns) * config.block_k * ITEMSIZE[problem.dtype]
     part = config.block_m * width(problem, config)
     out = part * ITEMSIZE[problem.out_dtype] if writes_c_by_tma(problem, config) else 0
-    if config.kernel == "stream" and (accumulation(problem, config) == "scratch" or not out):
-        out += 4 * part  # sums that are copied to and from memory, while the next operands are loaded
+    if config.kernel == "stream" and not out:
+        out += 4 * part  # sums on their way to memory, while the next operands are loaded
     e = problem.epilogue
     if config.kernel == "stream" and (e.residual or e.beta or e.aux or e.saves == "pre" or e.gradient):
         odd = not problem.read_aligned or any((stride or 0) % 16 for stride in problem.read_strides[: len(MATRICES)])
@@ -471,15 +480,16 @@ def fitted(problem: Problem, config: Config) -> Config:
             config = replace(config, block_n=max(config.block_n, 32))
     if problem.chunk:
         config = replace(config, block_k=min(config.block_k, problem.chunk & -problem.chunk))
-    apart = problem.weights == 1 if config.queued else problem.epilogue.plain
-    if config.parallel_chunks and (problem.chunks < 2 or problem.batch > 1 or not apart):
-        config = replace(config, parallel_chunks=False, queued=False)
+    if config.parallel_chunks and (problem.chunks < 2 or problem.batch > 1):
+        config = replace(config, parallel_chunks="")
+    if config.parallel_chunks == "partials" and not problem.epilogue.plain:
+        config = replace(config, parallel_chunks="gathered" if sm(problem.arch) else "")
     wide = problem.dtype != problem.out_dtype and not problem.accumulate
-    in_registers = problem.weights > 1 or (wide and problem.chunk == _WIDE_SUM and not config.queued)
-    if in_registers and accumulation(problem, config) in ("in place", "scratch"):
+    in_registers = problem.weights > 1 or (wide and problem.chunk == _WIDE_SUM)
+    if in_registers and accumulation(problem, config) in ("in place", "scratch") and not config.parallel_chunks:
         config = Config(128, 128, config.block_k, 8, 4, "tma" if all(by_tma) else "pointer")  # chunks in registers
     config = replace(config, balanced=config.balanced and balances(problem, config))
-    if accumulation(problem, config) == "scratch" and not config.queued:
+    if accumulation(problem, config) == "scratch" and not config.parallel_chunks:
         config = replace(config, persistent=True, pdl=False)
     if problem.epilogue.sums and problem.epilogue.gated:  # two gradients and their sums: 32 of a thread at once
         at_once = 32 * 32 * config.num_warps

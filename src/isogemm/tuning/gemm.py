@@ -94,7 +94,7 @@ def candidates(point: Point) -> list[Config]:
         if problem.chunks > 1:
             waits = problem.out_dtype != "float32"  # chunks in scratch memory
             config = replace(config, persistent=config.persistent or waits, pdl=False)
-            chosen.append(replace(config, parallel_chunks=True))
+            chosen.append(replace(config, parallel_chunks="partials"))
         chosen.append(config)
     if point.kind in EPILOGUES:  # these would spill registers with so wide a tile
         chosen = [config for config in chosen if not (config.rest_n and config.num_warps == 4)]

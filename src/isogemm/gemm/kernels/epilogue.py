@@ -11,6 +11,7 @@ import triton.language as tl
 
 from isogemm.epilogues.operands import MATRICES, PLACES
 from isogemm.gemm import configs
+from isogemm.gemm.kernels.handover import keep, kept_sums
 
 _BIAS_ROWS = tl.constexpr(configs.BIAS_ROWS)
 _BIAS, _BIAS_UP, _C, _RESIDUAL, _ROW_SCALE, _COL_SCALE, _ALPHA, _BETA = (
@@ -328,6 +329,33 @@ def finish(
 
     A swapped tile's m and n, M and N and strides are exchanged here: then they are the result's.
     """
+    if ACCUMULATION == "scratch":
+        if not first_chunk:
+            acc += kept_sums(kept_here, BM, BN)
+        if last_chunk:
+            _store(
+                acc, c, e, loaded, steps, numbers, m, n, first_chunk, M, N, stride_cm, stride_cn, BM, BN, WIDTH, C_TMA,
+                SWAPPED, UP_FIRST, E, ACT, SLOPE, "one", ACCUMULATE, INDEX, False,
+            )  # fmt: skip
+        else:
+            keep(acc, kept_here, BM, BN)
+            if BARRIER:
+                tl.debug_barrier()  # another thread may be the one to load it
+    else:
+        _store(
+            acc, c, e, loaded, steps, numbers, m, n, first_chunk, M, N, stride_cm, stride_cn, BM, BN, WIDTH, C_TMA,
+            SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, BARRIER,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store(
+    acc, c, e, loaded, steps, numbers, m, n, first_chunk, M, N, stride_cm, stride_cn,
+    BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr, C_TMA: tl.constexpr, SWAPPED: tl.constexpr,
+    UP_FIRST: tl.constexpr, E: tl.constexpr, ACT: tl.constexpr, SLOPE: tl.constexpr, ACCUMULATION: tl.constexpr,
+    ACCUMULATE: tl.constexpr, INDEX: tl.constexpr, BARRIER: tl.constexpr,
+):  # fmt: skip
+    """Store whole sums, or add a chunk's to the result, WIDTH columns at a time."""
     if SWAPPED:
         m, n = n, m
         M, N = N, M
@@ -351,33 +379,17 @@ def finish(
         at_m = m + part * WIDTH if SWAPPED else m
         at_n = n if SWAPPED else n + part * WIDTH
         total = totals[part]
-        if ACCUMULATION == "scratch":
-            kept = kept_here + (tl.arange(0, BM)[:, None] * BN + (part * WIDTH + tl.arange(0, WIDTH)[None, :]))
-            if first_chunk:
-                total += 0.0
-            else:
-                total += tl.load(kept)
-            if last_chunk:
-                _write(
-                    total, total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn, BM, WIDTH, C_TMA,
-                    SWAPPED, E, BIAS_FIRST, ACT, SLOPE, INDEX,
-                )  # fmt: skip
-            else:
-                tl.store(kept, total)
-                if BARRIER:
-                    tl.debug_barrier()  # another thread may be the one to load it
-        else:
-            if ACCUMULATION == "in place" or (ACCUMULATE and ACCUMULATION != "partials"):
-                row, col = _indices(at_m, at_n, BM, WIDTH, SWAPPED)
-                live = (row < M) & (col < N)
-                if not ACCUMULATE:
-                    live = live & (not first_chunk)
-                total += tl.load(c + (row.to(INDEX) * stride_cm + col.to(INDEX) * stride_cn), mask=live, other=0.0)
-            elif not (BIAS_FIRST or E.paired or ACCUMULATION == "partials"):
-                total += 0.0  # a sum that underflowed to -0 is +0, as one with more padding is
-            _write(
-                total, ups[part] if E.paired else total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn,
-                ROWS, WIDTH, C_TMA, SWAPPED, E, BIAS_FIRST, ACT, SLOPE, INDEX,
-            )  # fmt: skip
-            if ACCUMULATION == "in place" and BARRIER:
-                tl.debug_barrier()
+        if ACCUMULATION == "in place" or (ACCUMULATE and ACCUMULATION != "partials"):
+            row, col = _indices(at_m, at_n, BM, WIDTH, SWAPPED)
+            live = (row < M) & (col < N)
+            if not ACCUMULATE:
+                live = live & (not first_chunk)
+            total += tl.load(c + (row.to(INDEX) * stride_cm + col.to(INDEX) * stride_cn), mask=live, other=0.0)
+        elif not (BIAS_FIRST or E.paired or ACCUMULATION == "partials"):
+            total += 0.0  # a sum that underflowed to -0 is +0, as one with more padding is
+        _write(
+            total, ups[part] if E.paired else total, c, e, steps, numbers, at_m, at_n, M, N, stride_cm, stride_cn,
+            ROWS, WIDTH, C_TMA, SWAPPED, E, BIAS_FIRST, ACT, SLOPE, INDEX,
+        )  # fmt: skip
+        if ACCUMULATION == "in place" and BARRIER:
+            tl.debug_barrier()

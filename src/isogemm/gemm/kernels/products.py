@@ -21,6 +21,7 @@ from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import Config, Problem
 from isogemm.gemm.kernels.epilogue import biases, finish
+from isogemm.gemm.kernels.handover import await_flag, has_sm, keep, kept_sums, set_flag
 
 _ADDED_AT_ONCE = 1024
 
@@ -31,21 +32,11 @@ def multiple(value, UNIT: tl.constexpr):
     return value // UNIT * UNIT
 
 
-def _has_sm(least: Any, _semantic: Any = None) -> tl.constexpr:
-    """Whether the target is an NVIDIA GPU of at least this architecture; False in the interpreter."""
-    arch = "" if _semantic is None else str(_semantic.builder.options.arch)  # empty in the interpreter
-    number = int("".join(filter(str.isdigit, arch))) if arch.startswith("sm") else 0
-    return tl.constexpr(number >= getattr(least, "value", least))
-
-
-setattr(_has_sm, tl.core.TRITON_BUILTIN, True)  # so that kernels call it at compile time
-
-
 @triton.jit
 def round_by_instruction(x):
     """`round_to_tf32`, in one instruction where there is one. Not for operands that TMA rounds in other configurations:
     it was not measured whether both treat every number alike, subnormals too."""
-    if _has_sm(90):
+    if has_sm(90):
         return tl.inline_asm_elementwise(
             "cvt.rn.tf32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )  # fmt: skip
@@ -145,85 +136,6 @@ def _place(at, m_tiles, n_tiles, GROUP: tl.constexpr):
     return group * GROUP + within % height, within // height
 
 
-@triton.jit
-def _kept_at(kept, BM: tl.constexpr, BN: tl.constexpr):
-    """Addresses of a tile's sums in scratch memory: those that the threads of `wgmma` have in one register lie
-    together, so that nothing goes through shared memory. Any layout of the sums is right."""
-    row = tl.arange(0, BM)[:, None]
-    col = tl.arange(0, BN)[None, :]
-    register = (col >> 3 << 2) + ((row >> 3 & 1) << 1) + (col & 1)
-    lane = ((row & 7) << 2) + (col >> 1 & 3)
-    return kept + (register * (BM * 2) + (row >> 4 << 5) + lane)
-
-
-@triton.jit
-def _keep(acc, kept, BM: tl.constexpr, BN: tl.constexpr):
-    """Write a tile's sums to scratch memory, each thread those it has."""
-    at = _kept_at(kept, BM, BN)
-    if _has_sm(70):
-        bits = acc.to(tl.int32, bitcast=True)
-        tl.inline_asm_elementwise(
-            "st.global.b32 [$1], $2; mov.b32 $0, 0;", "=r,l,r", [at, bits], dtype=tl.int32, is_pure=False, pack=1
-        )  # fmt: skip
-    else:
-        tl.store(at, acc)
-
-
-@triton.jit
-def _kept_sums(kept, BM: tl.constexpr, BN: tl.constexpr):
-    """Read what `_keep` wrote."""
-    at = _kept_at(kept, BM, BN)
-    if _has_sm(70):
-        return tl.inline_asm_elementwise(
-            "ld.global.b32 $0, [$1];", "=r,l", [at], dtype=tl.float32, is_pure=False, pack=1
-        )  # fmt: skip
-    else:
-        return tl.load(at)
-
-
-@triton.jit
-def _set_flag(flag, stamp):
-    """Let the program that waits for `stamp` see all that this program has written."""
-    if _has_sm(70):  # as one instruction: `tl.debug_barrier` in a loop ends its pipelining
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .b32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            bar.sync 0;
-            @first st.release.gpu.global.b64 [$1], $2;
-            mov.b64 $0, $2;
-            }""",
-            "=l,l,l", [flag, stamp], dtype=tl.int64, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        tl.store(flag, stamp)
-
-
-@triton.jit
-def _await_flag(flag, stamp):
-    """Wait for `_set_flag`, then clear the flag: a replayed graph's stamp is the same every time."""
-    if _has_sm(70):
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred first, other;
-            .reg .b32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            again: ld.acquire.gpu.global.b64 $0, [$1];
-            setp.ne.b64 other, $0, $2;
-            @other bra again;
-            bar.sync 0;
-            @first st.global.b64 [$1], 0;
-            }""",
-            "=&l,l,l", [flag, stamp], dtype=tl.int64, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:  # the interpreter runs one program after another
-        tl.device_assert(tl.load(flag) == stamp)
-        tl.store(flag, stamp * 0)
-
-
 @triton.jit(do_not_specialize=["M", "N", "K", "batch", "batch_inner", "k_inner", "stamp", "dropped"])
 def _gemm_kernel(
     a, b, b_rest, c, scratch,
@@ -240,15 +152,16 @@ def _gemm_kernel(
     PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr, E: tl.constexpr,
     ACT: tl.constexpr, SLOPE: tl.constexpr,
     BN_REST: tl.constexpr, PERSISTENT: tl.constexpr, MASK_K: tl.constexpr, K_LEVELS: tl.constexpr,
-    BATCHED: tl.constexpr, PDL: tl.constexpr, QUEUED: tl.constexpr,
+    BATCHED: tl.constexpr, PDL: tl.constexpr, PARALLEL: tl.constexpr,
 ):  # fmt: skip
     """C = A B for any operands; one program per tile, or a few persistent programs.
 
     A tile is BN + BN_REST wide: two sums side by side, since each must be a power of two. Where two weights are
     paired, each has half of BN (of BM, if swapped); b_rest is then the second.
 
-    QUEUED: a program per chunk of a tile. It waits until the chunk before is added, adds its own sums, and says so.
-    Programs start in ascending order, so one that is waited for runs already.
+    PARALLEL: a program per chunk of a tile. "partials": another kernel adds the sums. "queued": each program waits until
+    the chunk before is added, adds its own sums, and says so. "gathered": the last chunk's program waits for the
+    others' sums and adds all. Programs start in ascending order, so one that is waited for runs already.
     """
     e = (e0, e1, e2, e3, e4, e5, e6, e7, e8, e9, e10, e11, e12, e13, e14, e15, e16, e17, e18, e19)
     steps = (
@@ -282,7 +195,7 @@ def _gemm_kernel(
         to_second = multiple(to_second, UNITS[9])
     places = m_tiles * n_tiles
     tiles = places
-    if ACCUMULATION == "partials":
+    if PARALLEL != "":
         tiles *= tl.cdiv(K, CHUNK)
     if BATCHED:
         tiles *= batch
@@ -304,10 +217,10 @@ def _gemm_kernel(
             inner = (layer % batch_inner).to(tl.int64)
             a_from = a + (outer * stride_ab_outer + inner * stride_ab)
             b_from = b + (outer * stride_bb_outer + inner * stride_bb)
-        if BATCHED or ACCUMULATION == "partials":
+        if BATCHED or PARALLEL == "partials":
             c_to = c + layer.to(tl.int64) * M * N
-        begin_first = layer * CHUNK if ACCUMULATION == "partials" or QUEUED else 0
-        begin_end = begin_first + 1 if ACCUMULATION == "one" or ACCUMULATION == "partials" or QUEUED else K
+        begin_first = layer * CHUNK if PARALLEL != "" else 0
+        begin_end = begin_first + 1 if ACCUMULATION == "one" or PARALLEL != "" else K
         if ACCUMULATION == "registers":
             total = tl.zeros((BM, BN), dtype=tl.float32)
         for begin in tl.range(begin_first, begin_end, CHUNK if CHUNK > 0 else 1):
@@ -333,33 +246,66 @@ def _gemm_kernel(
                     acc_rest = multiply(a_tile, rest_tile, acc_rest, PRECISION, A_TMA, B_TMA)
             kept = scratch
             kept_rest = scratch
-            if ACCUMULATION == "scratch":
-                slot = tile % places if QUEUED else program
-                kept = scratch + slot.to(tl.int64) * (BM * (BN + BN_REST))
+            AREA: tl.constexpr = BM * (BN + BN_REST)
+            if ACCUMULATION == "scratch" or PARALLEL == "gathered":
+                slot = program
+                if PARALLEL != "":
+                    slot = tile if PARALLEL == "gathered" else tile % places
+                kept = scratch + slot.to(tl.int64) * AREA
                 kept_rest = kept + BM * BN
-            if QUEUED:
+            if PARALLEL == "queued" or PARALLEL == "gathered":
                 flags = scratch
-                if ACCUMULATION == "scratch":
-                    flags += places.to(tl.int64) * (BM * (BN + BN_REST))
-                flag = flags.to(tl.pointer_type(tl.int64), bitcast=True) + tile % places
+                if PARALLEL == "gathered":
+                    flags += places.to(tl.int64) * (tl.cdiv(K, CHUNK) - 1) * AREA
+                elif ACCUMULATION == "scratch":
+                    flags += places.to(tl.int64) * AREA
+                flags = flags.to(tl.pointer_type(tl.int64), bitcast=True)
+            if PARALLEL == "queued":
                 if begin > 0:
-                    _await_flag(flag, stamp + layer)
-            if ACCUMULATION == "registers":
+                    await_flag(flags + tile % places, stamp + layer)
+            if PARALLEL == "gathered":
+                if end < K:
+                    keep(acc, kept, BM, BN)
+                    if BN_REST > 0:
+                        keep(acc_rest, kept_rest, BM, BN_REST)
+                    set_flag(flags + tile, stamp)
+                else:
+                    total = tl.zeros((BM, BN), dtype=tl.float32)
+                    if BN_REST > 0:
+                        total_rest = tl.zeros((BM, BN_REST), dtype=tl.float32)
+                    for earlier in tl.range(0, layer):
+                        other = tile % places + earlier * places
+                        await_flag(flags + other, stamp)
+                        other_kept = scratch + other.to(tl.int64) * AREA
+                        total += kept_sums(other_kept, BM, BN)
+                        if BN_REST > 0:
+                            total_rest += kept_sums(other_kept + BM * BN, BM, BN_REST)
+                    finish(
+                        total + acc, c_to, kept, e, loaded, steps, numbers, m, n, True, True, M, N, stride_cm,
+                        stride_cn, BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, "one", False, INDEX, False,
+                    )  # fmt: skip
+                    if BN_REST > 0:
+                        finish(
+                            total_rest + acc_rest, c_to, kept, e, loaded_rest, steps, numbers, m, n + BN, True, True,
+                            M, N, stride_cm, stride_cn, BM, BN_REST, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE,
+                            "one", False, INDEX, False,
+                        )  # fmt: skip
+            elif ACCUMULATION == "registers":
                 total += acc
             else:
                 finish(
                     acc, c_to, kept, e, loaded, steps, numbers, m, n, begin == 0, end == K, M, N, stride_cm, stride_cn,
                     BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, True,
                 )  # fmt: skip
-            if BN_REST > 0:
-                finish(
-                    acc_rest, c_to, kept_rest, e, loaded_rest, steps, numbers, m, n + BN, begin == 0, end == K, M, N,
-                    stride_cm, stride_cn, BM, BN_REST, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION,
-                    ACCUMULATE, INDEX, True,
-                )  # fmt: skip
-            if QUEUED:
+                if BN_REST > 0:
+                    finish(
+                        acc_rest, c_to, kept_rest, e, loaded_rest, steps, numbers, m, n + BN, begin == 0, end == K,
+                        M, N, stride_cm, stride_cn, BM, BN_REST, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE,
+                        ACCUMULATION, ACCUMULATE, INDEX, True,
+                    )  # fmt: skip
+            if PARALLEL == "queued":
                 if end < K:
-                    _set_flag(flag, stamp + layer + 1)
+                    set_flag(flags + tile % places, stamp + layer + 1)
         if ACCUMULATION == "registers":
             finish(
                 total, c_to, scratch, e, loaded, steps, numbers, m, n, True, True, M, N, stride_cm, stride_cn,
@@ -480,8 +426,8 @@ def _stream_kernel(
             loaded = biases(e, m if SWAPPED else n, M if SWAPPED else N, BIASED, E)
             if BALANCED:
                 if item < 0:
-                    _keep(acc, scratch + program.to(tl.int64) * (BM * BN), BM, BN)
-                    _set_flag(flags, stamp)
+                    keep(acc, scratch + program.to(tl.int64) * (BM * BN), BM, BN)
+                    set_flag(flags, stamp)
                 else:
                     finish(
                         acc, c_to, kept, e, loaded, steps, numbers, m, n, first, last, M, N, stride_cm, stride_cn,
@@ -495,8 +441,8 @@ def _stream_kernel(
             acc = tl.zeros((BM, BN), dtype=tl.float32)
             if BALANCED:
                 if (item == last_item - 1) & (begins % blocks > 0):
-                    _await_flag(flags - 1, stamp)
-                    acc = _kept_sums(scratch + (program.to(tl.int64) - 1) * (BM * BN), BM, BN)
+                    await_flag(flags - 1, stamp)
+                    acc = kept_sums(scratch + (program.to(tl.int64) - 1) * (BM * BN), BM, BN)
 
 
 @triton.jit(do_not_specialize=["M", "N", "chunks"])
@@ -588,14 +534,14 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
     constants = {"GROUP": constants.pop("GROUP"), "A_TMA": a_tma, "B_TMA": b_tma} | constants
     constants |= {
         "BN_REST": config.rest_n, "PERSISTENT": config.persistent, "MASK_K": seen.k % config.block_k != 0,
-        "K_LEVELS": levels, "BATCHED": batched, "PDL": config.pdl, "QUEUED": config.queued,
+        "K_LEVELS": levels, "BATCHED": batched, "PDL": config.pdl, "PARALLEL": config.parallel_chunks,
     }  # fmt: skip
     scalars = (
         seen.m, seen.n, seen.k, *((None, None) if a_tma else (am, ak)), *((None, None) if b_tma else (bk, bn)),
         *c_scalars,
         *((seen.k_inner, *seen.k_outer_strides) if levels > 1 else (None,) * 3),
         *((seen.batch, seen.batch_inner, *seen.a_batch_strides, *seen.b_batch_strides) if batched else (None,) * 6),
-        *_read_scalars(problem), STAMP if config.queued else None,
+        *_read_scalars(problem), STAMP if config.waits else None,
     )  # fmt: skip
     return Launch(_gemm_kernel, programs, scalars, blocks | constants, options, (a_map, b_map, rest, c_map), numbers)
 

@@ -1,0 +1,97 @@
+"""How the programs of a product keep unfinished sums in memory, and hand them to one another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+def has_sm(least: Any, _semantic: Any = None) -> tl.constexpr:
+    """Whether the target is an NVIDIA GPU of at least this architecture; False in the interpreter."""
+    arch = "" if _semantic is None else str(_semantic.builder.options.arch)  # empty in the interpreter
+    number = int("".join(filter(str.isdigit, arch))) if arch.startswith("sm") else 0
+    return tl.constexpr(number >= getattr(least, "value", least))
+
+
+setattr(has_sm, tl.core.TRITON_BUILTIN, True)  # so that kernels call it at compile time
+
+
+@triton.jit
+def _kept_at(kept, BM: tl.constexpr, BN: tl.constexpr):
+    """Addresses of a tile's sums in scratch memory: those that the threads of `wgmma` have in one register lie
+    together, so that nothing goes through shared memory. Any layout of the sums is right."""
+    row = tl.arange(0, BM)[:, None]
+    col = tl.arange(0, BN)[None, :]
+    register = (col >> 3 << 2) + ((row >> 3 & 1) << 1) + (col & 1)
+    lane = ((row & 7) << 2) + (col >> 1 & 3)
+    return kept + (register * (BM * 2) + (row >> 4 << 5) + lane)
+
+
+@triton.jit
+def keep(acc, kept, BM: tl.constexpr, BN: tl.constexpr):
+    """Write a tile's sums to scratch memory, each thread those it has."""
+    at = _kept_at(kept, BM, BN)
+    if has_sm(70):
+        bits = acc.to(tl.int32, bitcast=True)
+        tl.inline_asm_elementwise(
+            "st.global.b32 [$1], $2; mov.b32 $0, 0;", "=r,l,r", [at, bits], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+    else:
+        tl.store(at, acc)
+
+
+@triton.jit
+def kept_sums(kept, BM: tl.constexpr, BN: tl.constexpr):
+    """Read what `keep` wrote."""
+    at = _kept_at(kept, BM, BN)
+    if has_sm(70):
+        return tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=r,l", [at], dtype=tl.float32, is_pure=False, pack=1
+        )  # fmt: skip
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def set_flag(flag, stamp):
+    """Let the program that waits for `stamp` see all that this program has written."""
+    if has_sm(70):  # as one instruction: `tl.debug_barrier` in a loop ends its pipelining
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .b32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            bar.sync 0;
+            @first st.release.gpu.global.b64 [$1], $2;
+            mov.b64 $0, $2;
+            }""",
+            "=l,l,l", [flag, stamp], dtype=tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(flag, stamp)
+
+
+@triton.jit
+def await_flag(flag, stamp):
+    """Wait for `set_flag`, then clear the flag: a replayed graph's stamp is the same every time."""
+    if has_sm(70):
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first, other;
+            .reg .b32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            again: ld.acquire.gpu.global.b64 $0, [$1];
+            setp.ne.b64 other, $0, $2;
+            @other bra again;
+            bar.sync 0;
+            @first st.global.b64 [$1], 0;
+            }""",
+            "=&l,l,l", [flag, stamp], dtype=tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:  # the interpreter runs one program after another
+        tl.device_assert(tl.load(flag) == stamp)
+        tl.store(flag, stamp * 0)
