@@ -95,3 +95,42 @@ def await_flag(flag, stamp):
     else:  # the interpreter runs one program after another
         tl.device_assert(tl.load(flag) == stamp)
         tl.store(flag, stamp * 0)
+
+
+@triton.jit
+def await_flags(flag, places, count, stamp):
+    """Wait for the flags of the `count` chunks before this one; `flag` is this chunk's."""
+    for back in tl.range(1, count + 1):
+        await_flag(flag - back * places, stamp)
+
+
+@triton.jit
+def gathered(first, places, count, AREA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Add what the programs of a tile's first `count` chunks kept, in ascending order."""
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for chunk in tl.range(0, count):
+        total += kept_sums(first + (chunk * places).to(tl.int64) * AREA, BM, BN)
+    return total
+
+
+@triton.jit
+def shared_slots(
+    scratch, program, tile, places, K, CHUNK: tl.constexpr, FIRST: tl.constexpr, AREA: tl.constexpr,
+    ACCUMULATION: tl.constexpr, PARALLEL: tl.constexpr,
+):  # fmt: skip
+    """Where this program keeps its sums in scratch memory, FIRST of AREA and then the rest; and its flag, behind all.
+
+    "gathered": a slot and a flag for each chunk of each place but the last. "queued": one of each per place. Else a
+    slot per program, and no flag.
+    """
+    slot = program
+    slots = 0
+    if PARALLEL == "gathered":
+        slot = tile
+        slots = places * (tl.cdiv(K, CHUNK) - 1)
+    elif PARALLEL == "queued":
+        slot = tile % places
+        slots = places if ACCUMULATION == "scratch" else 0
+    kept = scratch + slot.to(tl.int64) * AREA
+    flags = (scratch + slots.to(tl.int64) * AREA).to(tl.pointer_type(tl.int64), bitcast=True)
+    return kept, kept + FIRST, flags + slot

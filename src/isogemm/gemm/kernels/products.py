@@ -21,7 +21,16 @@ from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import Config, Problem
 from isogemm.gemm.kernels.epilogue import biases, finish
-from isogemm.gemm.kernels.handover import await_flag, has_sm, keep, kept_sums, set_flag
+from isogemm.gemm.kernels.handover import (
+    await_flag,
+    await_flags,
+    gathered,
+    has_sm,
+    keep,
+    kept_sums,
+    set_flag,
+    shared_slots,
+)
 
 _ADDED_AT_ONCE = 1024
 
@@ -30,6 +39,15 @@ _ADDED_AT_ONCE = 1024
 def multiple(value, UNIT: tl.constexpr):
     """The same value, known to the compiler as a multiple of UNIT, for wide loads."""
     return value // UNIT * UNIT
+
+
+@triton.jit
+def multiples(row, col, ROW_UNIT: tl.constexpr, COL_UNIT: tl.constexpr, TMA: tl.constexpr):
+    """The strides of a matrix as `multiple`; TMA has its own."""
+    if TMA:
+        return 0, 0
+    else:
+        return multiple(row, ROW_UNIT), multiple(col, COL_UNIT)
 
 
 @triton.jit
@@ -159,9 +177,9 @@ def _gemm_kernel(
     A tile is BN + BN_REST wide: two sums side by side, since each must be a power of two. Where two weights are
     paired, each has half of BN (of BM, if swapped); b_rest is then the second.
 
-    PARALLEL: a program per chunk of a tile. "partials": another kernel adds the sums. "queued": each program waits until
-    the chunk before is added, adds its own sums, and says so. "gathered": the last chunk's program waits for the
-    others' sums and adds all. Programs start in ascending order, so one that is waited for runs already.
+    PARALLEL: a program per chunk of a tile. "partials": another kernel adds the sums. "queued": each program waits
+    until the chunk before is added, adds its own sums, and says so. "gathered": the last chunk's program waits for
+    the others' sums and adds all. Programs start in ascending order, so one that is waited for runs already.
     """
     e = (e0, e1, e2, e3, e4, e5, e6, e7, e8, e9, e10, e11, e12, e13, e14, e15, e16, e17, e18, e19)
     steps = (
@@ -177,15 +195,9 @@ def _gemm_kernel(
     M = multiple(M, UNITS[0])
     N = multiple(N, UNITS[1])
     K = multiple(K, UNITS[2])
-    if not A_TMA:
-        stride_am = multiple(stride_am, UNITS[3])
-        stride_ak = multiple(stride_ak, UNITS[4])
-    if not B_TMA:
-        stride_bk = multiple(stride_bk, UNITS[5])
-        stride_bn = multiple(stride_bn, UNITS[6])
-    if not C_TMA:
-        stride_cm = multiple(stride_cm, UNITS[7])
-        stride_cn = multiple(stride_cn, UNITS[8])
+    stride_am, stride_ak = multiples(stride_am, stride_ak, UNITS[3], UNITS[4], A_TMA)
+    stride_bk, stride_bn = multiples(stride_bk, stride_bn, UNITS[5], UNITS[6], B_TMA)
+    stride_cm, stride_cn = multiples(stride_cm, stride_cn, UNITS[7], UNITS[8], C_TMA)
     m_tiles = tl.cdiv(M, TILE_M)
     n_tiles = tl.cdiv(N, TILE_N)
     to_second = 0
@@ -226,8 +238,7 @@ def _gemm_kernel(
         for begin in tl.range(begin_first, begin_end, CHUNK if CHUNK > 0 else 1):
             end = min(begin + CHUNK, K) if CHUNK > 0 else K
             acc = tl.zeros((BM, BN), dtype=tl.float32)
-            if BN_REST > 0:
-                acc_rest = tl.zeros((BM, BN_REST), dtype=tl.float32)
+            acc_rest = tl.zeros((BM, BN_REST if BN_REST > 0 else 1), dtype=tl.float32)
             for k in tl.range(begin, end, BK):
                 a_tile = load_tile(
                     a_from, m, k, M, K, stride_am, stride_ak, k_inner, stride_ak_outer,
@@ -244,55 +255,34 @@ def _gemm_kernel(
                         BN_REST, BK, B_TMA, B_K_CONTIGUOUS, True, MASK_K, K_LEVELS, INDEX, False, 0,
                     )  # fmt: skip
                     acc_rest = multiply(a_tile, rest_tile, acc_rest, PRECISION, A_TMA, B_TMA)
+            AREA: tl.constexpr = BM * (BN + BN_REST)
+            place = tile % places
             kept = scratch
             kept_rest = scratch
-            AREA: tl.constexpr = BM * (BN + BN_REST)
-            if ACCUMULATION == "scratch" or PARALLEL == "gathered":
-                slot = program
-                if PARALLEL != "":
-                    slot = tile if PARALLEL == "gathered" else tile % places
-                kept = scratch + slot.to(tl.int64) * AREA
-                kept_rest = kept + BM * BN
-            if PARALLEL == "queued" or PARALLEL == "gathered":
-                flags = scratch
-                if PARALLEL == "gathered":
-                    flags += places.to(tl.int64) * (tl.cdiv(K, CHUNK) - 1) * AREA
-                elif ACCUMULATION == "scratch":
-                    flags += places.to(tl.int64) * AREA
-                flags = flags.to(tl.pointer_type(tl.int64), bitcast=True)
+            if ACCUMULATION == "scratch" or PARALLEL == "queued" or PARALLEL == "gathered":
+                kept, kept_rest, flag = shared_slots(
+                    scratch, program, tile, places, K, CHUNK, BM * BN, AREA, ACCUMULATION, PARALLEL
+                )  # fmt: skip
+            whole = True
             if PARALLEL == "queued":
                 if begin > 0:
-                    await_flag(flags + tile % places, stamp + layer)
-            if PARALLEL == "gathered":
-                if end < K:
+                    await_flag(flag, stamp + layer)
+            elif PARALLEL == "gathered":
+                whole = end == K
+                if whole:
+                    await_flags(flag, places, layer, stamp)
+                    acc += gathered(scratch + place.to(tl.int64) * AREA, places, layer, AREA, BM, BN)
+                    if BN_REST > 0:
+                        rest_place = scratch + (place.to(tl.int64) * AREA + BM * BN)
+                        acc_rest += gathered(rest_place, places, layer, AREA, BM, BN_REST)
+                else:
                     keep(acc, kept, BM, BN)
                     if BN_REST > 0:
                         keep(acc_rest, kept_rest, BM, BN_REST)
-                    set_flag(flags + tile, stamp)
-                else:
-                    total = tl.zeros((BM, BN), dtype=tl.float32)
-                    if BN_REST > 0:
-                        total_rest = tl.zeros((BM, BN_REST), dtype=tl.float32)
-                    for earlier in tl.range(0, layer):
-                        other = tile % places + earlier * places
-                        await_flag(flags + other, stamp)
-                        other_kept = scratch + other.to(tl.int64) * AREA
-                        total += kept_sums(other_kept, BM, BN)
-                        if BN_REST > 0:
-                            total_rest += kept_sums(other_kept + BM * BN, BM, BN_REST)
-                    finish(
-                        total + acc, c_to, kept, e, loaded, steps, numbers, m, n, True, True, M, N, stride_cm,
-                        stride_cn, BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, "one", False, INDEX, False,
-                    )  # fmt: skip
-                    if BN_REST > 0:
-                        finish(
-                            total_rest + acc_rest, c_to, kept, e, loaded_rest, steps, numbers, m, n + BN, True, True,
-                            M, N, stride_cm, stride_cn, BM, BN_REST, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE,
-                            "one", False, INDEX, False,
-                        )  # fmt: skip
-            elif ACCUMULATION == "registers":
+                    set_flag(flag, stamp)
+            if ACCUMULATION == "registers":
                 total += acc
-            else:
+            elif whole:
                 finish(
                     acc, c_to, kept, e, loaded, steps, numbers, m, n, begin == 0, end == K, M, N, stride_cm, stride_cn,
                     BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, True,
@@ -305,7 +295,7 @@ def _gemm_kernel(
                     )  # fmt: skip
             if PARALLEL == "queued":
                 if end < K:
-                    set_flag(flags + tile % places, stamp + layer + 1)
+                    set_flag(flag, stamp + layer + 1)
         if ACCUMULATION == "registers":
             finish(
                 total, c_to, scratch, e, loaded, steps, numbers, m, n, True, True, M, N, stride_cm, stride_cn,
@@ -346,9 +336,7 @@ def _stream_kernel(
     TILE_N: tl.constexpr = BN // 2 if B_PAIRED else BN
     M = multiple(M, UNITS[0])
     N = multiple(N, UNITS[1])
-    if not C_TMA:
-        stride_cm = multiple(stride_cm, UNITS[7])
-        stride_cn = multiple(stride_cn, UNITS[8])
+    stride_cm, stride_cn = multiples(stride_cm, stride_cn, UNITS[7], UNITS[8], C_TMA)
     m_tiles = tl.cdiv(M, TILE_M)
     n_tiles = tl.cdiv(N, TILE_N)
     blocks = tl.cdiv(K, BK)
