@@ -215,7 +215,7 @@ def test_rules_of_numbers_and_chunks():
 def test_programs_that_wait_for_others():
     """They need no memory for every chunk, an epilogue may follow, and a wave that is full needs no balance."""
     into_total = weight_grad(65536, 1024, 1024, out_dtype="float32", accumulate=True)
-    apart = Config(128, 128, 64, 4, 3, "tma", parallel_chunks="partials")
+    apart = Config(128, 128, 64, 8, 3, "tma", parallel_chunks="partials")
     queued, gathered = (replace(apart, parallel_chunks=each) for each in ("queued", "gathered"))
     assert "more than 67108864" in illegal(into_total, apart)
     assert illegal(into_total, queued) == ""
@@ -229,7 +229,12 @@ def test_programs_that_wait_for_others():
     assert accumulation(followed, gathered) == "gathered"
     assert workspace(followed, gathered) == 12 * (4 * 128 * 128 + 8)
     assert workspace(replace(followed, chunk=1792), gathered) == 4 * 12 * (4 * 128 * 128 + 8)
-    assert "not added to a total" in illegal(into_total, gathered)
+    assert illegal(weight_grad(8192, 1024, 1024, out_dtype="float32", accumulate=True), gathered) == ""
+    assert "at most 32 chunks" in illegal(replace(into_total, chunk=1024), gathered)
+    thrice = replace(followed, chunk=3072)
+    for problem, wide in ((followed, replace(gathered, rest_n=64)), (thrice, replace(gathered, num_warps=4))):
+        assert "gathered in tiles without a rest" in illegal(problem, wide)
+    assert illegal(followed, replace(gathered, num_warps=4)) == ""
     gated = replace(followed, epilogue=Epilogue(activation="swiglu"))
     assert fitted(gated, queued) == queued
     assert fitted(gated, gathered) == gathered

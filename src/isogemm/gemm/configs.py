@@ -35,6 +35,7 @@ _WIDE_SUM = 1024  # k of one sum in a float32 result of 16-bit operands: no roun
 _FLAG = 8  # bytes in which a program says that a tile's sums are ready for the next program
 _REGISTERS = 64  # of a thread, for finished chunks
 _MOST_WARPS = 16
+_MOST_GATHERED = 32  # chunks, as many as a warp has threads
 
 Accumulation = Literal["one", "registers", "in place", "scratch", "partials", "gathered"]
 # Who adds the sums of parallel chunks: a second kernel; each program, after the chunk before; the last chunk's program.
@@ -323,25 +324,44 @@ def illegal(problem: Problem, config: Config) -> str:
         return "an epilogue follows a tile's whole sums"
     if problem.epilogue.sums and (config.swapped or config.block_m % BIAS_ROWS):
         return f"sums over rows are of {BIAS_ROWS}, all in one tile that is not swapped"
+    if reason := _illegal_order(problem, config):
+        return reason
+    if workspace(problem, config) > WORKSPACE:
+        return f"finished chunks take {workspace(problem, config)} bytes, more than {WORKSPACE}"
+    if shared_memory(problem, config) > _SHARED_MEMORY.get(problem.arch, _LEAST_SHARED_MEMORY):
+        return f"takes about {shared_memory(problem, config)} bytes of shared memory"
+    return ""
+
+
+def _illegal_order(problem: Problem, config: Config) -> str:
+    """The rule that the order of tiles and chunks breaks: which run at a time, and which wait for which."""
     if (config.kernel == "stream") > config.persistent or config.pdl * config.persistent:
         return "stream is persistent, and nothing persistent launches early"
     if config.balanced and not balances(problem, config):
         return "a balanced grid streams more tiles than it has programs, of one sum each"
     if config.parallel_chunks in ("queued", "gathered") and config.persistent:
         return "programs that wait for other chunks are not persistent"
-    if config.parallel_chunks == "gathered" and problem.accumulate:
-        return "gathered sums are not added to a total"
+    if config.parallel_chunks == "gathered" and problem.chunks > _MOST_GATHERED:
+        return f"at most {_MOST_GATHERED} chunks are gathered"
+    if config.parallel_chunks == "gathered" and (config.rest_n or _sums(config) > _gathered(problem)):
+        return f"chunks are gathered in tiles without a rest, here of at most {_gathered(problem)} sums per thread"
     if config.waits and not sm(problem.arch):
         return "programs wait for each other on NVIDIA GPUs alone"
     if accumulation(problem, config) == "scratch" and not (config.persistent or config.parallel_chunks):
         return "finished chunks that wait in scratch memory need a persistent grid"
     if config.parallel_chunks and (problem.chunks < 2 or problem.batch > 1):
         return "parallel chunks need two chunks or more, and no batch"
-    if workspace(problem, config) > WORKSPACE:
-        return f"finished chunks take {workspace(problem, config)} bytes, more than {WORKSPACE}"
-    if shared_memory(problem, config) > _SHARED_MEMORY.get(problem.arch, _LEAST_SHARED_MEMORY):
-        return f"takes about {shared_memory(problem, config)} bytes of shared memory"
     return ""
+
+
+def _sums(config: Config) -> int:
+    """Sums of a thread."""
+    return config.block_m * config.block_n // (32 * config.num_warps)
+
+
+def _gathered(problem: Problem) -> int:
+    """The most sums of a thread that adds other programs' chunks: if there is one other, it needs no more registers."""
+    return _REGISTERS if problem.chunks > 2 or problem.accumulate else 2 * _REGISTERS
 
 
 def accumulation(problem: Problem, config: Config) -> Accumulation:
@@ -350,8 +370,7 @@ def accumulation(problem: Problem, config: Config) -> Accumulation:
         return "one"
     if config.parallel_chunks in ("partials", "gathered"):
         return config.parallel_chunks
-    sums = config.block_m * config.block_n // (32 * config.num_warps)
-    fits = sums <= _REGISTERS and config.kernel != "stream" and not config.rest_n
+    fits = _sums(config) <= _REGISTERS and not config.rest_n
     if fits and not (problem.accumulate or config.parallel_chunks):
         return "registers"
     return "in place" if problem.out_dtype == "float32" and problem.epilogue == NOTHING else "scratch"

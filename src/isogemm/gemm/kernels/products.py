@@ -21,16 +21,7 @@ from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import Config, Problem
 from isogemm.gemm.kernels.epilogue import biases, finish
-from isogemm.gemm.kernels.handover import (
-    await_flag,
-    await_flags,
-    gathered,
-    has_sm,
-    keep,
-    kept_sums,
-    set_flag,
-    shared_slots,
-)
+from isogemm.gemm.kernels.handover import await_flag, gather, has_sm, keep, kept_sums, set_flag, shared_slots
 
 _ADDED_AT_ONCE = 1024
 
@@ -170,7 +161,7 @@ def _gemm_kernel(
     PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr, E: tl.constexpr,
     ACT: tl.constexpr, SLOPE: tl.constexpr,
     BN_REST: tl.constexpr, PERSISTENT: tl.constexpr, MASK_K: tl.constexpr, K_LEVELS: tl.constexpr,
-    BATCHED: tl.constexpr, PDL: tl.constexpr, PARALLEL: tl.constexpr,
+    BATCHED: tl.constexpr, PDL: tl.constexpr, PARALLEL: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
     """C = A B for any operands; one program per tile, or a few persistent programs.
 
@@ -256,7 +247,6 @@ def _gemm_kernel(
                     )  # fmt: skip
                     acc_rest = multiply(a_tile, rest_tile, acc_rest, PRECISION, A_TMA, B_TMA)
             AREA: tl.constexpr = BM * (BN + BN_REST)
-            place = tile % places
             kept = scratch
             kept_rest = scratch
             if ACCUMULATION == "scratch" or PARALLEL == "queued" or PARALLEL == "gathered":
@@ -269,17 +259,10 @@ def _gemm_kernel(
                     await_flag(flag, stamp + layer)
             elif PARALLEL == "gathered":
                 whole = end == K
-                if whole:
-                    await_flags(flag, places, layer, stamp)
-                    acc += gathered(scratch + place.to(tl.int64) * AREA, places, layer, AREA, BM, BN)
-                    if BN_REST > 0:
-                        rest_place = scratch + (place.to(tl.int64) * AREA + BM * BN)
-                        acc_rest += gathered(rest_place, places, layer, AREA, BM, BN_REST)
-                else:
-                    keep(acc, kept, BM, BN)
-                    if BN_REST > 0:
-                        keep(acc_rest, kept_rest, BM, BN_REST)
-                    set_flag(flag, stamp)
+                acc = gather(
+                    acc, scratch, kept, flag, tile % places, places, layer, whole, stamp, c, m, n, M, N, stride_cm,
+                    stride_cn, BM, BN, GATHERED, ACCUMULATE, INDEX,
+                )  # fmt: skip
             if ACCUMULATION == "registers":
                 total += acc
             elif whole:
@@ -299,7 +282,7 @@ def _gemm_kernel(
         if ACCUMULATION == "registers":
             finish(
                 total, c_to, scratch, e, loaded, steps, numbers, m, n, True, True, M, N, stride_cm, stride_cn,
-                BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, "one", False, INDEX, False,
+                BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, False, INDEX, False,
             )  # fmt: skip
 
 
@@ -373,6 +356,8 @@ def _stream_kernel(
     n = 0
     BIASED: tl.constexpr = TILE_M if SWAPPED else TILE_N
     acc = tl.zeros((BM, BN), dtype=tl.float32)
+    if ACCUMULATION == "registers":
+        total = tl.zeros((BM, BN), dtype=tl.float32)
     for _ in tl.range(0, turns):
         if BALANCED:
             starts = block == stop - 1
@@ -404,8 +389,11 @@ def _stream_kernel(
         acc = multiply(a_tile, b_tile, acc, PRECISION, True, True)
         last = block == (stop if BALANCED else blocks) - 1
         ends = last
-        if ACCUMULATION == "in place" or ACCUMULATION == "scratch":
+        if ACCUMULATION == "in place" or ACCUMULATION == "scratch" or ACCUMULATION == "registers":
             ends = last | ((block + 1) % (CHUNK // BK) == 0)
+        stores = last if ACCUMULATION == "registers" else ends
+        if BALANCED:
+            stores = item >= 0
         if ends:  # no barrier: its own loads and stores agree on threads, and one would end the overlap
             first = k < CHUNK
             c_to = c
@@ -416,16 +404,16 @@ def _stream_kernel(
                 if item < 0:
                     keep(acc, scratch + program.to(tl.int64) * (BM * BN), BM, BN)
                     set_flag(flags, stamp)
-                else:
-                    finish(
-                        acc, c_to, kept, e, loaded, steps, numbers, m, n, first, last, M, N, stride_cm, stride_cn,
-                        BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, False,
-                    )  # fmt: skip
-            else:
+            if ACCUMULATION == "registers":
+                acc += total
+                total = acc
+            if stores:
                 finish(
                     acc, c_to, kept, e, loaded, steps, numbers, m, n, first, last, M, N, stride_cm, stride_cn,
                     BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, False,
                 )  # fmt: skip
+                if ACCUMULATION == "registers":
+                    total = tl.zeros((BM, BN), dtype=tl.float32)
             acc = tl.zeros((BM, BN), dtype=tl.float32)
             if BALANCED:
                 if (item == last_item - 1) & (begins % blocks > 0):
@@ -523,6 +511,7 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
     constants |= {
         "BN_REST": config.rest_n, "PERSISTENT": config.persistent, "MASK_K": seen.k % config.block_k != 0,
         "K_LEVELS": levels, "BATCHED": batched, "PDL": config.pdl, "PARALLEL": config.parallel_chunks,
+        "GATHERED": min(seen.chunks, 3) if config.parallel_chunks == "gathered" else 0,
     }  # fmt: skip
     scalars = (
         seen.m, seen.n, seen.k, *((None, None) if a_tma else (am, ak)), *((None, None) if b_tma else (bk, bn)),
