@@ -84,7 +84,7 @@ def _job(problem, config):
     operand, out = NAMES[problem.dtype], NAMES["float32" if accumulation == "partials" else problem.out_dtype]
     apart = problem.weights > 1 and not configs.reads_b_by_tma(problem, config)
     rest = () if config.kernel == "stream" else (operand if config.rest_n or apart else None,)
-    scratch = "fp32" if accumulation != "partials" and configs.workspace(problem, config) else None
+    scratch = "fp32" if accumulation != "partials" and configs.chunk_bytes(problem, config) else None
     left, right = (problem.b_aligned, problem.a_aligned)[:: 1 if config.swapped else -1]
     aligned = (left, right, *(right for _ in rest), accumulation == "partials" or problem.c_aligned, True)
     matrix = "fp32" if problem.reads_float32 else operand

@@ -12,6 +12,7 @@ from isogemm.gemm import configs, op
 from isogemm.gemm.configs import BiasGradProblem, Config, Problem
 from isogemm.gemm.kernels import gradients as kernels_gradients
 from isogemm.gemm.kernels import products as kernels
+from isogemm.gemm.kernels.halves import describe_split, split_tf32
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.inputs import make_data, make_operands, with_layout
 
@@ -50,8 +51,10 @@ def _launch(problem, config, a, b, bias=None, total=None):
     buffer = torch.full((GUARD + problem.batch * problem.m * problem.n + GUARD,), torch.nan)
     buffer = buffer.to(getattr(torch, problem.out_dtype))
     out = buffer[GUARD:-GUARD].view(shape) if total is None else total
-    scratch = torch.full((configs.workspace(problem, config) // 4 + GUARD,), torch.nan)
+    bytes_ = configs.workspace(problem, config)
+    scratch = torch.full((bytes_ // 4 + GUARD,), torch.nan)
     launch = kernels.describe_gemm(problem, config)
+    a, b = _halves(problem, config, a, b, scratch)
     left, right = (b, a) if config.swapped else (a, b)
     rest = () if config.kernel == "stream" else (right if config.rest_n else None,)
     launch.run(
@@ -59,7 +62,7 @@ def _launch(problem, config, a, b, bias=None, total=None):
         right,
         *rest,
         scratch if accumulation == "partials" else out,
-        scratch if configs.workspace(problem, config) else None,
+        scratch if configs.chunk_bytes(problem, config) else None,
         bias if accumulation != "partials" else None,
         *(None,) * (kernels.SLOTS - 1),
     )
@@ -67,6 +70,22 @@ def _launch(problem, config, a, b, bias=None, total=None):
         kernels.describe_add_partials(problem).run(scratch, out, bias)
     assert bool(buffer[:GUARD].isnan().all() and buffer[-GUARD:].isnan().all() and scratch[-GUARD:].isnan().all())
     return out if total is not None else out[0] if problem.batch == 1 else out
+
+
+def _halves(problem, config, a, b, scratch):
+    """The operands as the product reads them, each as two halves in scratch memory if the config says so."""
+    read = {"a": a, "b": b}
+    for operand, begin in zip(filter(config.splits, configs.OPERANDS), _begins(problem, config), strict=True):
+        whole, read[operand] = read[operand], scratch[begin // 4 :]
+        describe_split(problem, config, operand).run(whole, read[operand])
+    return read["a"], read["b"]
+
+
+def _begins(problem, config):
+    if not config.split:
+        return []
+    at = configs.halves_at(problem, config)
+    return [begin for operand, begin in zip(configs.OPERANDS, at, strict=False) if config.splits(operand)]
 
 
 def _operands(shape, layout="nt", dtype=torch.float32, seed=0):
@@ -424,7 +443,7 @@ def _round_kernel(source, large, small, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     x = tl.load(source + at)
     tl.store(large + at, kernels.round_to_tf32(x))
-    tl.store(small + at, kernels._split_tf32(x)[1])
+    tl.store(small + at, split_tf32(x)[1])
 
 
 def _rounded(x):
@@ -503,6 +522,77 @@ def test_tf32x3(name):
     scale = torch.matmul(a.double().abs(), b.double().abs())
     error = (actual.double() - torch.matmul(a.double(), b.double())).abs()
     assert bool((error <= (3 * 2 * 40 * 2**-24 + 2**-21) * scale).all())
+
+
+SPLIT = {  # every way to split operands, and every loop that multiplies halves
+    "a": replace(TMA, block_n=32, split="a"),
+    "b": replace(TMA, split="b", swapped=True),
+    "both": replace(TMA, split="both", pdl=False),
+    "both swapped": replace(TMA, block_m=32, split="both", swapped=True),
+    "both persistent": replace(TMA, split="both", persistent=True, parts=2),
+    "both with a rest": replace(TMA, split="both", rest_n=16),
+    "both, stream": replace(STREAM, split="both"),
+    "both, stream swapped": replace(STREAM, split="both", swapped=True, parts=2),
+}
+every_split = pytest.mark.parametrize("config", SPLIT.values(), ids=SPLIT.keys())
+
+
+def _assert_bits_of_registers(config, a, b, total=None, **described):
+    """The bits of the canonical config, which splits operands in registers."""
+    precision = {"precision": "tf32x3"} | described
+    problem = _problem(a, b, total=total, **precision)
+    start = None if total is None else total.clone()
+    expected = _launch(problem, replace(configs.canonical(problem), persistent=problem.chunks > 1), a, b, total=start)
+    assert_bitwise_equal(_launch(problem, config, a, b, total=total), expected)
+    return expected
+
+
+@pytest.mark.parametrize("shape", [(1, 17, 3), (33, 1, 17), (17, 65, 33), (3, 33, 65)], ids=str)
+@every_split
+def test_split_operands(config, shape):
+    layouts = ("sliced", "misaligned")
+    a, b = (with_layout(x, layout) for x, layout in zip(_operands(shape), layouts, strict=True))
+    if config.split != "both":  # TMA reads the other operand as it is
+        a, b = _operands((*shape[:2], -(-shape[2] // 4) * 4))
+    _assert_close(_assert_bits_of_registers(config, a, b), a, b)
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@every_split
+def test_split_layouts(config, layout):
+    a, b = _operands((24, 40, 72), layout)
+    _assert_bits_of_registers(config, a, b)
+
+
+@pytest.mark.parametrize("layouts", [("strided", "transposed"), ("misaligned", "strided")], ids=" ".join)
+def test_split_any_strides(layouts):
+    a, b = (with_layout(x, layout) for x, layout in zip(_operands((19, 21, 35)), layouts, strict=True))
+    _assert_bits_of_registers(SPLIT["both"], a, b)
+
+
+@pytest.mark.parametrize("accumulated", [False, True], ids=["", "accumulated"])
+@pytest.mark.parametrize("parallel", ["", "partials", "queued", "gathered"])
+@every_split
+def test_split_operands_in_chunks(config, parallel, accumulated):
+    """For 136 = 64 + 64 + 8, wherever finished chunks wait beside the halves."""
+    waits = parallel in ("queued", "gathered")
+    if waits and config.persistent or parallel == "gathered" and accumulated:
+        pytest.skip("illegal")
+    a, b = _operands((24, 40, 136), "tn")
+    total = make_data("normal", (24, 40), seed=9) if accumulated else None
+    if config.split != "both":
+        a, b = _operands((24, 40, 136))
+    _assert_bits_of_registers(replace(config, parallel_chunks=parallel), a, b, total, chunk=64)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's word for inf - inf
+@every_split
+def test_split_nan_inf_and_subnormals(config):
+    a, b = _operands((20, 24, 24))
+    _place_nonfinite(a, b)
+    a[7:9] = torch.tensor([1e-40, -0.0]).repeat(12)
+    b[:, 7] *= 1e-38
+    _assert_bits_of_registers(config, a, b)
 
 
 BIAS_GRADS = {  # the gradient's layout, or a [t_outer, t_inner] one; the sum's stride

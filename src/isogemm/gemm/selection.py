@@ -118,7 +118,7 @@ def terms(problem: Problem, config: Config) -> tuple[float, ...]:
     accumulation, e = configs.accumulation(problem, config), problem.epilogue
     rows, columns = configs.tile(problem, config)
     tiles, k, area = -(-problem.m // rows) * -(-problem.n // columns), problem.k, config.block_m * config.columns
-    flushed, partials = 0.0, 0.0  # finished chunks that wait in registers or the cache; in memory
+    flushed, partials = 0.0, 0.0  # finished chunks that wait in registers or the cache; what other kernels add or split
     if accumulation == "partials":
         tiles, k, partials = tiles * problem.chunks, problem.chunk, 8e-6 * problem.m * problem.n * problem.chunks / 4
     elif accumulation != "one":
@@ -127,7 +127,9 @@ def terms(problem: Problem, config: Config) -> tuple[float, ...]:
     turns = -(-tiles // (problem.sm_count * residents(problem, config)))  # how many of them run one after another
     results = busiest * area / 4e4
     item, out_item = configs.ITEMSIZE[problem.dtype], configs.ITEMSIZE[problem.out_dtype]
-    read = (problem.weights * problem.n + problem.m) * problem.k * item
+    copies = [1 + config.splits(operand) for operand in configs.OPERANDS]  # that the product reads
+    read = (copies[0] * problem.m + copies[1] * problem.weights * problem.n) * problem.k * item
+    partials += 3e-6 * ((copies[0] - 1) * problem.m + (copies[1] - 1) * problem.n) * problem.k  # read, and both halves
     return (
         1.0,
         turns,
@@ -137,7 +139,7 @@ def terms(problem: Problem, config: Config) -> tuple[float, ...]:
         results * (1 + e.gated) if e.gradient else 0.0,
         turns * k / config.block_k,  # latency: blocks of k that a program waits for
         busiest * k * area / 3e6,  # arithmetic
-        tiles * (config.block_m + config.columns) * k * item / 5e6,  # cache: operands of all tiles
+        tiles * (rows * copies[0] + columns * problem.weights * copies[1]) * k * item / 5e6,  # cache: all tiles' operands
         (read + problem.m * problem.n * out_item) / 4e6,  # memory: every operand once
     )
 
