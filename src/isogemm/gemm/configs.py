@@ -312,12 +312,8 @@ def illegal(problem: Problem, config: Config) -> str:
         return "blocks are at least 16 x 8 x 16"
     if config.block_k != _PINNED.get(problem.number, config.block_k):
         return f"{problem.number} has block_k {_PINNED[problem.number]}: its bits depend on it"
-    if config.split and (problem.number != "tf32x3" or problem.weights > 1):
-        return "split operands are those of one tf32x3 product"
-    if config.split and not _has_maps(problem, config):
-        return "halves are read by TMA"
-    if split_bytes(problem, config) > HALVES:
-        return f"halves take {split_bytes(problem, config)} bytes, more than {HALVES}"
+    if reason := _illegal_split(problem, config):
+        return reason
     if problem.chunk % config.block_k:
         return "block_k divides the chunk"
     if config.kernel == "tma" and not (reads_a_by_tma(problem, config) or reads_b_by_tma(problem, config)):
@@ -517,7 +513,7 @@ _LEAST_SHARED_MEMORY = 101_376  # sm_86, sm_89, sm_120
 
 def fitted(problem: Problem, config: Config) -> Config:
     """Adapt a configuration to what the problem requires."""
-    config = _with_split_that_fits(problem, config)
+    config = _with_legal_split(problem, config)
     by_tma = reads_a_by_tma(problem, config), reads_b_by_tma(problem, config)
     # Rows that TMA cannot read are read in pieces, each with an address in a register: smaller tiles.
     pieces = problem.tma and problem.batch == 1 and not problem.k_inner and sm(problem.arch) >= 90
@@ -567,18 +563,26 @@ def fitted(problem: Problem, config: Config) -> Config:
     return config
 
 
-def _with_split_that_fits(problem: Problem, config: Config) -> Config:
-    """Split in registers what no pass can split, with the same bits: a tile without a rest has room for it."""
+def _illegal_split(problem: Problem, config: Config) -> str:
+    """The rule that operands split by a pass break, or empty."""
     if not config.split:
+        return ""
+    if problem.number != "tf32x3" or problem.weights > 1:
+        return "split operands are those of one tf32x3 product"
+    if not _has_maps(problem, config):
+        return "halves are read by TMA"
+    size = split_bytes(problem, config)
+    return f"halves take {size} bytes, more than {HALVES}" if size > HALVES else ""
+
+
+def _with_legal_split(problem: Problem, config: Config) -> Config:
+    """Split in registers what no pass can split, with the same bits: both operands, or the larger one."""
+    if not _illegal_split(problem, config):
         return config
-    split = config.split
-    if problem.number != "tf32x3" or problem.weights > 1 or not _has_maps(problem, config):
-        split = ""
-    if split == "both" and split_bytes(problem, config) > HALVES:
-        split = "a" if problem.m < problem.n else "b"  # the smaller one
-    if split and split_bytes(problem, replace(config, split=split)) > HALVES:
-        split = ""
-    return config if split == config.split else replace(config, split=split, rest_n=0)
+    smaller = replace(config, split="a" if problem.m < problem.n else "b", rest_n=0)
+    if config.split == "both" and not _illegal_split(problem, smaller):
+        return smaller
+    return replace(config, split="", rest_n=0)
 
 
 def default(problem: Problem) -> Config:

@@ -127,9 +127,10 @@ def terms(problem: Problem, config: Config) -> tuple[float, ...]:
     turns = -(-tiles // (problem.sm_count * residents(problem, config)))  # how many of them run one after another
     results = busiest * area / 4e4
     item, out_item = configs.ITEMSIZE[problem.dtype], configs.ITEMSIZE[problem.out_dtype]
-    copies = [1 + config.splits(operand) for operand in configs.OPERANDS]  # that the product reads
-    read = (copies[0] * problem.m + copies[1] * problem.weights * problem.n) * problem.k * item
-    partials += 3e-6 * ((copies[0] - 1) * problem.m + (copies[1] - 1) * problem.n) * problem.k  # read, and both halves
+    a_copies, b_copies = (1 + config.splits(operand) for operand in configs.OPERANDS)  # that the product reads
+    read = (a_copies * problem.m + b_copies * problem.weights * problem.n) * problem.k * item
+    partials += 3e-6 * ((a_copies - 1) * problem.m + (b_copies - 1) * problem.n) * problem.k  # read, and two halves
+    tile_read = (a_copies * rows + b_copies * problem.weights * columns) * k * item
     return (
         1.0,
         turns,
@@ -139,7 +140,7 @@ def terms(problem: Problem, config: Config) -> tuple[float, ...]:
         results * (1 + e.gated) if e.gradient else 0.0,
         turns * k / config.block_k,  # latency: blocks of k that a program waits for
         busiest * k * area / 3e6,  # arithmetic
-        tiles * (rows * copies[0] + columns * problem.weights * copies[1]) * k * item / 5e6,  # cache: all tiles' operands
+        tiles * tile_read / 5e6,  # cache: operands of all tiles
         (read + problem.m * problem.n * out_item) / 4e6,  # memory: every operand once
     )
 

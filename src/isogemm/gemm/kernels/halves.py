@@ -14,6 +14,12 @@ _ROWS, _KS = 64, 64  # of a program
 
 
 @triton.jit
+def multiple(value, UNIT: tl.constexpr):
+    """The same value, known to the compiler as a multiple of UNIT, for wide loads."""
+    return value // UNIT * UNIT
+
+
+@triton.jit
 def split_tf32(x):
     """x as the sum of two TF32 numbers; an infinity is its own large part."""
     large = round_to_tf32(x)
@@ -27,10 +33,11 @@ def _split_kernel(
     UNITS: tl.constexpr, INDEX: tl.constexpr, ROWS: tl.constexpr, KS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """halves[0] + halves[1] = x [rows, K]: both [rows, ld], contiguous along k as TMA and wgmma want them."""
-    K = K // UNITS[0] * UNITS[0]  # the same value, known to the compiler as a multiple, for wide loads
-    stride_row = stride_row // UNITS[1] * UNITS[1]
-    stride_k = stride_k // UNITS[2] * UNITS[2]
-    ld = ld // 4 * 4
+    rows = multiple(rows, UNITS[0])
+    K = multiple(K, UNITS[1])
+    stride_row = multiple(stride_row, UNITS[2])
+    stride_k = multiple(stride_k, UNITS[3])
+    ld = multiple(ld, 4)
     start_launch(PDL)
     across = tl.cdiv(K, KS)
     row = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
@@ -49,8 +56,9 @@ def describe_split(problem: Problem, config: Config, operand: configs.Operand) -
     rows, strides = (problem.m, problem.a_strides) if operand == "a" else (problem.n, problem.b_strides[::-1])
     ld = configs.halves_ld(problem)
     reach = max(2 * rows * ld, rows * strides[0] + problem.k * strides[1])
+    along = [configs.unit(size) if stride == 1 else 1 for size, stride in zip((rows, problem.k), strides, strict=True)]
     constants: dict[str, object] = {
-        "UNITS": (configs.unit(problem.k) if strides[1] == 1 else 1, *map(configs.unit, strides)),
+        "UNITS": (*along, *map(configs.unit, strides)),
         "INDEX": tl.int64 if reach >= 2**31 else tl.int32, "ROWS": _ROWS, "KS": _KS, "PDL": config.pdl,
     }  # fmt: skip
     programs = -(-rows // _ROWS) * -(-problem.k // _KS)

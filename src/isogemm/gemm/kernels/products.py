@@ -21,16 +21,10 @@ from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import Config, Problem
 from isogemm.gemm.kernels.epilogue import biases, finish
-from isogemm.gemm.kernels.halves import split_tf32
+from isogemm.gemm.kernels.halves import multiple, split_tf32
 from isogemm.gemm.kernels.handover import await_flag, has_sm, keep, kept_sums, set_flag
 
 _ADDED_AT_ONCE = 1024
-
-
-@triton.jit
-def multiple(value, UNIT: tl.constexpr):
-    """The same value, known to the compiler as a multiple of UNIT, for wide loads."""
-    return value // UNIT * UNIT
 
 
 @triton.jit
@@ -489,7 +483,8 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
     """The launch that computes `problem` with `config`.
 
     Its tensors are a, b, (b's rest, or the second weight), c, scratch memory and what the epilogue reads and writes
-    (`operands.TENSORS`). An operand that a pass splits is given as its halves. A swapped configuration's a and b change places. Accumulated by partials, c is their memory.
+    (`operands.TENSORS`). An operand that a pass splits is given as its halves. A swapped configuration's a and b change
+    places. Accumulated by partials, c is their memory.
     Its numbers are alpha, beta, the dropout's threshold and its scale.
     """
     accumulation = configs.accumulation(problem, config)
