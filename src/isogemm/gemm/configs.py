@@ -588,6 +588,10 @@ def _with_legal_split(problem: Problem, config: Config) -> Config:
 def default(problem: Problem) -> Config:
     """The configuration without measurements: tiles that suit the problem on any architecture."""
     sums = problem.epilogue.sums
+    if problem.number == "tf32x3" and problem.m > 128 and sm(problem.arch) == 90:
+        split = Config(128, 128, 32, num_warps=8, num_stages=3, kernel="tma", parts=4, split="both")
+        if not _illegal_split(problem, split):
+            return split
     if problem.number in _PINNED:
         rows = 128 if problem.m > 128 and problem.number == "tf32x3" else 64 if problem.m > 32 or sums else 16
         return Config(rows, 64, _PINNED[problem.number], num_warps=8 if rows == 128 else 4, num_stages=2)
