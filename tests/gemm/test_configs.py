@@ -18,6 +18,7 @@ from isogemm.gemm.configs import (
     Config,
     accumulation,
     accumulation_chunk,
+    default,
     fitted,
     illegal,
     token_chunk,
