@@ -18,6 +18,7 @@ from isogemm.gemm.configs import (
     Config,
     accumulation,
     accumulation_chunk,
+    default,
     fitted,
     illegal,
     token_chunk,
@@ -202,14 +203,38 @@ def test_rules_of_numbers_and_chunks():
         assert "its bits depend on it" in illegal(
             make_problem(dtype="float32", precision=precision), Config(64, 64, 64, 4, 2)
         )
-    assert "not swapped" in illegal(
-        make_problem(dtype="float32", precision="tf32x3"), Config(64, 64, 32, 4, 2, swapped=True)
-    )
     assert "two chunks or more" in illegal(
         weight_grad(100, 256, 256), Config(64, 64, 64, 4, 2, parallel_chunks="partials")
     )
     one_by_pointer = make_problem(a_aligned=False)
     assert "TMA reads" in illegal(one_by_pointer, Config(64, 64, 64, 4, 2, "tma", rest_n=32))
+
+
+def test_operands_split_by_a_pass():
+    """What no pass can split is split in registers: both operands, or the larger one."""
+    both = Config(64, 64, 32, 4, 2, "tma", rest_n=64, split="both")
+    problem = make_problem(1000, 3000, 2001, dtype="float32", precision="tf32x3", a_aligned=False)
+    assert fitted(problem, both) == both
+    assert configs.halves_at(problem, both) == (0, 8 * 1000 * 2004, 8 * 4000 * 2004)
+    assert workspace(problem, replace(both, split="b")) == 8 * 3000 * 2004
+    assert not configs.reads_a_by_tma(problem, replace(both, split="b"))
+    chunked, parallel = replace(problem, m=3, n=5, chunk=1024), replace(both, parallel_chunks="partials")
+    assert configs.chunk_bytes(chunked, parallel) == 4 * 2 * 3 * 5
+    assert configs.halves_at(chunked, parallel)[0] == 128
+    for change in ({"precision": "tf32"}, {"batch": 2}, {"k_inner": 3}, {"tma": False}, {"arch": "sm_80"}):
+        other = replace(problem, **change)
+        assert illegal(other, both)
+        assert not fitted(other, both).split
+    gated = replace(problem, epilogue=Epilogue(activation="swiglu"))
+    assert "one tf32x3 product" in illegal(gated, both)
+    assert not fitted(gated, both).split
+    long = make_problem(512, 65536, 4096, dtype="float32", precision="tf32x3")
+    assert "more than 1073741824" in illegal(long, both)
+    assert fitted(long, both) == replace(both, split="a", rest_n=0)
+    assert not fitted(replace(long, m=65536), both).split
+    assert default(problem).split == "both"
+    assert illegal(problem, default(problem)) == ""
+    assert not default(replace(problem, arch="sm_100")).split
 
 
 def test_programs_that_wait_for_others():

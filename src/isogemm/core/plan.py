@@ -29,7 +29,8 @@ Place = tuple[Seen, int] | tuple[Seen, int, int]  # a tensor (or a pair with one
 STAMP = 1 << 61  # among a launch's scalars: stands for a number that no other launch has
 NO_NUMBERS: tuple[float | None, ...] = ()
 
-# The places of a plan's tensors: its result, its scratch memory, and then the call's inputs.
+# The places of a plan's tensors: its result, its scratch memory, and then the call's inputs. Further parts of the
+# scratch memory come last, and are counted from the end: -1 is the last.
 OUT, SCRATCH, INPUTS = range(3)
 
 
@@ -88,14 +89,16 @@ class Plan:
     index: int
     scratch: int  # float32 elements
     steps: tuple[Step, ...]
+    parts: tuple[int, ...] = ()  # of the scratch memory: where they begin, in bytes
 
     @classmethod
     def of(
         cls, dispatch: Dispatch, shape: Sequence[int], dtype: torch.dtype, device: torch.device, steps: Sequence[Step],
-        scratch: int = 0,
+        scratch: int = 0, parts: Sequence[int] = (),
     ) -> Plan:  # fmt: skip
         """Make a plan whose result is contiguous."""
-        return cls(dispatch, *contiguous(shape), dtype, device, devices.index_of(device), scratch, tuple(steps))
+        index = devices.index_of(device)
+        return cls(dispatch, *contiguous(shape), dtype, device, index, scratch, tuple(steps), tuple(parts))
 
     def run(
         self, inputs: Sequence[Tensor | None], out: Tensor | None = None, numbers: tuple[float | None, ...] = NO_NUMBERS
@@ -115,6 +118,8 @@ class Plan:
         ]
         if 0 in addresses:
             raise FreedOperandError(f"isogemm.{self.dispatch.op}: an operand has no memory: its storage was freed")
+        if scratch is not None:
+            addresses += [scratch.data_ptr() + begin for begin in self.parts]
         for step in self.steps:
             arguments = list(step.arguments)
             for at, place in step.addressed:

@@ -118,7 +118,7 @@ def terms(problem: Problem, config: Config) -> tuple[float, ...]:
     accumulation, e = configs.accumulation(problem, config), problem.epilogue
     rows, columns = configs.tile(problem, config)
     tiles, k, area = -(-problem.m // rows) * -(-problem.n // columns), problem.k, config.block_m * config.columns
-    flushed, moved = 0.0, 0.0  # finished chunks that wait in registers or the cache; those that other programs read
+    flushed, moved = 0.0, 0.0  # finished chunks that wait in registers or the cache; what others read, add or split
     if config.parallel_chunks:
         tiles, k = tiles * problem.chunks, problem.chunk
     if accumulation == "partials":
@@ -134,7 +134,10 @@ def terms(problem: Problem, config: Config) -> tuple[float, ...]:
         busiest, turns = tiles / problem.sm_count, tiles / side_by_side
     results = busiest * area / 4e4
     item, out_item = configs.ITEMSIZE[problem.dtype], configs.ITEMSIZE[problem.out_dtype]
-    read = (problem.weights * problem.n + problem.m) * problem.k * item
+    a_copies, b_copies = (1 + config.splits(operand) for operand in configs.OPERANDS)  # that the product reads
+    read = (a_copies * problem.m + b_copies * problem.weights * problem.n) * problem.k * item
+    moved += 3e-6 * ((a_copies - 1) * problem.m + (b_copies - 1) * problem.n) * problem.k  # read, and two halves
+    tile_read = (a_copies * rows + b_copies * problem.weights * columns) * k * item
     return (
         1.0,
         turns,
@@ -144,7 +147,7 @@ def terms(problem: Problem, config: Config) -> tuple[float, ...]:
         results * (1 + e.gated) if e.gradient else 0.0,
         turns * k / config.block_k,  # latency: blocks of k that a program waits for
         busiest * k * area / 3e6,  # arithmetic
-        tiles * (config.block_m + config.columns) * k * item / 5e6,  # cache: operands of all tiles
+        tiles * tile_read / 5e6,  # cache: operands of all tiles
         (read + problem.m * problem.n * out_item) / 4e6,  # memory: every operand once
     )
 

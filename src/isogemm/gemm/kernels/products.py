@@ -21,15 +21,10 @@ from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import Config, Problem
 from isogemm.gemm.kernels.epilogue import biases, finish
+from isogemm.gemm.kernels.halves import multiple, split_tf32
 from isogemm.gemm.kernels.handover import await_flag, gather, has_sm, keep, kept_sums, set_flag, shared_slots
 
 _ADDED_AT_ONCE = 1024
-
-
-@triton.jit
-def multiple(value, UNIT: tl.constexpr):
-    """The same value, known to the compiler as a multiple of UNIT, for wide loads."""
-    return value // UNIT * UNIT
 
 
 @triton.jit
@@ -54,24 +49,20 @@ def round_by_instruction(x):
 
 
 @triton.jit
-def _split_tf32(x):
-    """x as the sum of two TF32 numbers; an infinity is its own large part."""
-    large = round_to_tf32(x)
-    small = round_to_tf32(x - large)
-    return large, tl.where(tl.abs(large) == float("inf"), 0.0, small)
-
-
-@triton.jit
 def _added(block, acc):
     """acc + block, as a fused multiply-add: Triton would merge a plain sum into the dot, as one longer chain."""
     return tl.fma(block, tl.full(block.shape, 1.0, tl.float32), acc)
 
 
 @triton.jit
-def multiply(a, b, acc, PRECISION: tl.constexpr, A_ROUNDED: tl.constexpr, B_ROUNDED: tl.constexpr):
+def multiply(
+    a, b, acc, PRECISION: tl.constexpr, A_ROUNDED: tl.constexpr, B_ROUNDED: tl.constexpr,
+    A_SPLIT: tl.constexpr = False, B_SPLIT: tl.constexpr = False, SWAPPED: tl.constexpr = False,
+):  # fmt: skip
     """acc + a b, in ascending k.
 
     ieee and tf32x3 add finished blocks: a tensor core's own sum truncates, and a long chain rounds as often.
+    A_SPLIT, B_SPLIT: a, b is its two halves. SWAPPED: the small products change places, as the operands did.
     """
     if PRECISION == "tf32":
         if not A_ROUNDED:
@@ -80,10 +71,14 @@ def multiply(a, b, acc, PRECISION: tl.constexpr, A_ROUNDED: tl.constexpr, B_ROUN
             b = round_to_tf32(b)
         return tl.dot(a, b, acc, input_precision="tf32")
     elif PRECISION == "tf32x3":
-        a_large, a_small = _split_tf32(a)
-        b_large, b_small = _split_tf32(b)
-        block = tl.dot(a_small, b_large, input_precision="tf32")
-        block = tl.dot(a_large, b_small, block, input_precision="tf32")
+        a_large, a_small = a if A_SPLIT else split_tf32(a)
+        b_large, b_small = b if B_SPLIT else split_tf32(b)
+        if SWAPPED:
+            block = tl.dot(a_large, b_small, input_precision="tf32")
+            block = tl.dot(a_small, b_large, block, input_precision="tf32")
+        else:
+            block = tl.dot(a_small, b_large, input_precision="tf32")
+            block = tl.dot(a_large, b_small, block, input_precision="tf32")
         return _added(tl.dot(a_large, b_large, block, input_precision="tf32"), acc)
     elif PRECISION == "ieee":
         return _added(tl.dot(a, b, input_precision="ieee"), acc)
@@ -96,12 +91,20 @@ def load_tile(
     source, first, k, rows, K, stride_row, stride_k, k_inner, stride_k_outer,
     ROWS: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, K_CONTIGUOUS: tl.constexpr, TRANSPOSED: tl.constexpr,
     MASK_K: tl.constexpr, K_LEVELS: tl.constexpr, INDEX: tl.constexpr, PAIRED: tl.constexpr, to_second,
+    SPLIT: tl.constexpr = False,
 ):  # fmt: skip
     """Rows first .. first + ROWS - 1 of an operand at k .. k + BK - 1: [ROWS, BK], or [BK, ROWS] if TRANSPOSED.
 
     PAIRED: ROWS // 2 rows of one matrix, then as many of another, `to_second` elements away (TMA: one map of both).
+    SPLIT: the large and the small halves, of which there is one map.
     """
-    if TMA:
+    if SPLIT:
+        large = tl.reshape(source.load([0, first, k]), (ROWS, BK))
+        small = tl.reshape(source.load([1, first, k]), (ROWS, BK))
+        if TRANSPOSED:
+            large, small = large.T, small.T
+        return large, small
+    elif TMA:
         if PAIRED:
             tile = tl.reshape(source.load([0, first, k]), (ROWS, BK))
         elif K_CONTIGUOUS:
@@ -159,7 +162,7 @@ def _gemm_kernel(
     A_K_CONTIGUOUS: tl.constexpr, B_K_CONTIGUOUS: tl.constexpr,
     UNITS: tl.constexpr, ACCUMULATION: tl.constexpr, CHUNK: tl.constexpr, ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr, E: tl.constexpr,
-    ACT: tl.constexpr, SLOPE: tl.constexpr,
+    ACT: tl.constexpr, SLOPE: tl.constexpr, A_SPLIT: tl.constexpr, B_SPLIT: tl.constexpr,
     BN_REST: tl.constexpr, PERSISTENT: tl.constexpr, MASK_K: tl.constexpr, K_LEVELS: tl.constexpr,
     BATCHED: tl.constexpr, PDL: tl.constexpr, PARALLEL: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
@@ -233,19 +236,19 @@ def _gemm_kernel(
             for k in tl.range(begin, end, BK):
                 a_tile = load_tile(
                     a_from, m, k, M, K, stride_am, stride_ak, k_inner, stride_ak_outer,
-                    BM, BK, A_TMA, A_K_CONTIGUOUS, False, MASK_K, K_LEVELS, INDEX, A_PAIRED, to_second,
+                    BM, BK, A_TMA, A_K_CONTIGUOUS, False, MASK_K, K_LEVELS, INDEX, A_PAIRED, to_second, A_SPLIT,
                 )  # fmt: skip
                 b_tile = load_tile(
                     b_from, n, k, N, K, stride_bn, stride_bk, k_inner, stride_bk_outer,
-                    BN, BK, B_TMA, B_K_CONTIGUOUS, True, MASK_K, K_LEVELS, INDEX, B_PAIRED, to_second,
+                    BN, BK, B_TMA, B_K_CONTIGUOUS, True, MASK_K, K_LEVELS, INDEX, B_PAIRED, to_second, B_SPLIT,
                 )  # fmt: skip
-                acc = multiply(a_tile, b_tile, acc, PRECISION, A_TMA, B_TMA)
+                acc = multiply(a_tile, b_tile, acc, PRECISION, A_TMA, B_TMA, A_SPLIT, B_SPLIT, SWAPPED)
                 if BN_REST > 0:
                     rest_tile = load_tile(
                         b_rest, n + BN, k, N, K, stride_bn, stride_bk, k_inner, stride_bk_outer,
-                        BN_REST, BK, B_TMA, B_K_CONTIGUOUS, True, MASK_K, K_LEVELS, INDEX, False, 0,
+                        BN_REST, BK, B_TMA, B_K_CONTIGUOUS, True, MASK_K, K_LEVELS, INDEX, False, 0, B_SPLIT,
                     )  # fmt: skip
-                    acc_rest = multiply(a_tile, rest_tile, acc_rest, PRECISION, A_TMA, B_TMA)
+                    acc_rest = multiply(a_tile, rest_tile, acc_rest, PRECISION, A_TMA, B_TMA, A_SPLIT, B_SPLIT, SWAPPED)
             AREA: tl.constexpr = BM * (BN + BN_REST)
             kept = scratch
             kept_rest = scratch
@@ -297,7 +300,7 @@ def _stream_kernel(
     C_TMA: tl.constexpr, A_K_CONTIGUOUS: tl.constexpr, B_K_CONTIGUOUS: tl.constexpr,
     UNITS: tl.constexpr, ACCUMULATION: tl.constexpr, CHUNK: tl.constexpr, ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr, E: tl.constexpr,
-    ACT: tl.constexpr, SLOPE: tl.constexpr, BALANCED: tl.constexpr,
+    ACT: tl.constexpr, SLOPE: tl.constexpr, A_SPLIT: tl.constexpr, B_SPLIT: tl.constexpr, BALANCED: tl.constexpr,
 ):  # fmt: skip
     """C = A B with operands by TMA; a few persistent programs, each with one loop over the k of all its tiles.
 
@@ -384,9 +387,13 @@ def _stream_kernel(
                 begin = layer * CHUNK
                 blocks = tl.minimum(tl.cdiv(K - begin, BK), CHUNK // BK)
         k = begin + block * BK
-        a_tile = load_tile(a, m, k, M, K, 0, 0, 0, 0, BM, BK, True, A_K_CONTIGUOUS, False, False, 1, INDEX, A_PAIRED, 0)
-        b_tile = load_tile(b, n, k, N, K, 0, 0, 0, 0, BN, BK, True, B_K_CONTIGUOUS, True, False, 1, INDEX, B_PAIRED, 0)
-        acc = multiply(a_tile, b_tile, acc, PRECISION, True, True)
+        a_tile = load_tile(
+            a, m, k, M, K, 0, 0, 0, 0, BM, BK, True, A_K_CONTIGUOUS, False, False, 1, INDEX, A_PAIRED, 0, A_SPLIT
+        )
+        b_tile = load_tile(
+            b, n, k, N, K, 0, 0, 0, 0, BN, BK, True, B_K_CONTIGUOUS, True, False, 1, INDEX, B_PAIRED, 0, B_SPLIT
+        )
+        acc = multiply(a_tile, b_tile, acc, PRECISION, True, True, A_SPLIT, B_SPLIT, SWAPPED)
         last = block == (stop if BALANCED else blocks) - 1
         ends = last
         if ACCUMULATION == "in place" or ACCUMULATION == "scratch" or ACCUMULATION == "registers":
@@ -452,15 +459,17 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
     """The launch that computes `problem` with `config`.
 
     Its tensors are a, b, (b's rest, or the second weight), c, scratch memory and what the epilogue reads and writes
-    (`operands.TENSORS`). A swapped configuration's a and b change places. Accumulated by partials, c is their memory.
+    (`operands.TENSORS`). An operand that a pass splits is given as its halves. A swapped configuration's a and b change
+    places. Accumulated by partials, c is their memory.
     Its numbers are alpha, beta, the dropout's threshold and its scale.
     """
     accumulation = configs.accumulation(problem, config)
     a_tma, b_tma = configs.reads_a_by_tma(problem, config), configs.reads_b_by_tma(problem, config)
     c_tma = configs.writes_c_by_tma(problem, config)
-    seen = problem
+    seen = configs.as_read(problem, config)
+    a_split, b_split = config.splits("a"), config.splits("b")
     if config.swapped:
-        seen, a_tma, b_tma = problem.transposed(), b_tma, a_tma
+        seen, a_tma, b_tma, a_split, b_split = seen.transposed(), b_tma, a_tma, b_split, a_split
     if accumulation == "partials":
         seen = replace(seen, c_strides=(1, problem.n) if config.swapped else (problem.n, 1))
     (am, ak), (bk, bn), (cm, cn) = seen.a_strides, seen.b_strides, seen.c_strides
@@ -482,13 +491,14 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
         "PRECISION": seen.precision if seen.dtype == "float32" else "",
         "INDEX": index_type(_reach(seen)),
         "SWAPPED": config.swapped, "UP_FIRST": problem.up_first and (b_tma if not config.swapped else a_tma),
-        "E": epilogue, "ACT": act, "SLOPE": slope,
+        "E": epilogue, "ACT": act, "SLOPE": slope, "A_SPLIT": a_split, "B_SPLIT": b_split,
     }  # fmt: skip
     blocks: dict[str, object] = {"BM": config.block_m, "BN": config.block_n}
     a_block, b_block = (config.block_m, config.block_k), (config.block_n, config.block_k)
     rounded = seen.precision == "tf32"
     a_map = _operand_map((seen.m, am), (seen.k, ak), a_block, rounded) if a_tma else None
     b_map = _operand_map((seen.n, bn), (seen.k, bk), b_block, rounded) if b_tma else None
+    a_map, b_map = _halved(a_map) if a_split else a_map, _halved(b_map) if b_split else b_map
     if epilogue.paired:
         a_map, b_map = (_paired(a_map), b_map) if config.swapped else (a_map, _paired(b_map))
     c_map = TensorMap((seen.m, seen.n), (cm, cn), (config.block_m, configs.width(problem, config))) if c_tma else None
@@ -506,6 +516,7 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
         maps = (a_map, b_map, c_map)
         return Launch(_stream_kernel, programs, scalars, blocks | constants, options, maps, numbers)
     rest = _operand_map((seen.n, bn), (seen.k, bk), (config.rest_n, config.block_k), rounded) if config.rest_n else None
+    rest = _halved(rest) if b_split else rest
     batched, levels = seen.batch > 1, 2 if seen.k_inner else 1
     constants = {"GROUP": constants.pop("GROUP"), "A_TMA": a_tma, "B_TMA": b_tma} | constants
     constants |= {
@@ -551,6 +562,15 @@ def _paired(seen: TensorMap | None) -> TensorMap | None:
         return None
     rows, k = seen.block
     return replace(seen, shape=(2, *seen.shape), strides=(0, *seen.strides), block=(2, rows // 2, k))
+
+
+def _halved(seen: TensorMap | None) -> TensorMap | None:
+    """The map of an operand's large and small halves, which lie one after the other."""
+    if seen is None:
+        return None
+    return replace(
+        seen, shape=(2, *seen.shape), strides=(seen.shape[0] * seen.strides[0], *seen.strides), block=(1, *seen.block)
+    )
 
 
 def index_type(reach: int) -> Any:
