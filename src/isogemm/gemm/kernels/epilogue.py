@@ -333,7 +333,7 @@ def finish(
         if first_chunk:
             keep(acc, kept_here, BM, BN)
         else:  # as a new value: ptxas runs products one after another where their sums change in a branch
-            total = kept_sums(kept_here, BM, BN) + acc
+            total = kept_sums(kept_here, acc, BM, BN) + acc
             if last_chunk:
                 _store(
                     total, c, e, loaded, steps, numbers, m, n, first_chunk, M, N, stride_cm, stride_cn, BM, BN, WIDTH,

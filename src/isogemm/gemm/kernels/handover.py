@@ -45,12 +45,13 @@ def keep(acc, kept, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def kept_sums(kept, BM: tl.constexpr, BN: tl.constexpr):
-    """Read what `keep` wrote."""
+def kept_sums(kept, like, BM: tl.constexpr, BN: tl.constexpr):
+    """Read what `keep` wrote, in the layout of `like`, which are sums of this tile: their values are ignored."""
     at = _kept_at(kept, BM, BN)
     if has_sm(70):
         return tl.inline_asm_elementwise(
-            "ld.global.b32 $0, [$1];", "=r,l", [at], dtype=tl.float32, is_pure=False, pack=1
+            "ld.global.b32 $0, [$1];", "=r,l,r", [at, like.to(tl.int32, bitcast=True)], dtype=tl.float32, is_pure=False,
+            pack=1,
         )  # fmt: skip
     else:
         return tl.load(at)
@@ -140,21 +141,21 @@ def gather(
         await_flags(flag, places, chunk, stamp)
         other = scratch + place.to(tl.int64) * (BM * BN)
         apart = places.to(tl.int64) * (BM * BN)
-        total = kept_sums(other, BM, BN)
+        total = kept_sums(other, acc, BM, BN)
         if not ACCUMULATE:
             total += 0.0  # as a sum that starts at 0: no -0
         if CHUNKS > 2:  # a loop needs registers for both sums
             if BM * BN > _LOADED_AHEAD:
                 for _ in tl.range(1, chunk):
                     other += apart
-                    total += kept_sums(other, BM, BN)
+                    total += kept_sums(other, acc, BM, BN)
             else:  # small tiles wait for memory, and have registers for what is loaded next
                 other += apart
-                ahead = kept_sums(other, BM, BN)
+                ahead = kept_sums(other, acc, BM, BN)
                 for _ in tl.range(2, chunk):
                     other += apart
                     now = ahead
-                    ahead = kept_sums(other, BM, BN)
+                    ahead = kept_sums(other, acc, BM, BN)
                     total += now
                 total += ahead
         acc = total + acc

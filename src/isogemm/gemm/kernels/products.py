@@ -425,7 +425,7 @@ def _stream_kernel(
             if BALANCED:
                 if (item == last_item - 1) & (begins % blocks > 0):
                     await_flag(flags - 1, stamp)
-                    acc = kept_sums(scratch + (program.to(tl.int64) - 1) * (BM * BN), BM, BN)
+                    acc = kept_sums(scratch + (program.to(tl.int64) - 1) * (BM * BN), acc, BM, BN)
 
 
 @triton.jit(do_not_specialize=["M", "N", "chunks"])
