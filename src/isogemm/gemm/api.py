@@ -265,7 +265,9 @@ def _fused(
     ):  # fmt: skip
         key = [function, x.shape, weight.shape, out_dtype, precision]
         for name, value in epilogue.items():  # of a tensor, that it is one; of other arguments, their values
-            if isinstance(value, Tensor):
+            if value is None:
+                key.append(name)
+            elif isinstance(value, Tensor):
                 tensors.append(value)
                 key += name, Tensor
             elif name in _FACTORS and type(value) in (int, float):  # only whether the number has an effect
@@ -280,13 +282,12 @@ def _fused(
     if known is not None and known.plan is not None:
         if p:
             tensors.append(new_seed(x.device))
-        inputs = [place if place is None else tensors[place] for place in known.places]
         numbers = known.numbers
         if numbers[0] is not None:
             numbers = (float(epilogue["alpha"]), *numbers[1:])
         if numbers[1] is not None and epilogue.get("beta") is not None:
             numbers = (numbers[0], float(epilogue["beta"]), *numbers[2:])
-        return known.plan.run(inputs, None, numbers)
+        return known.plan.run(tensors, None, numbers)
     _require_keywords(function, epilogue)
     if function is linear and epilogue.get("activation") is None and not _has_effect(epilogue):
         return plain_linear(x, weight, epilogue["bias"], out_dtype, precision)
@@ -332,12 +333,11 @@ _BY_ROW = [name for name, shape in SHAPES.items() if shape.startswith("m")]  # t
 class _Known(NamedTuple):
     """A fused call whose plan is known; without a plan, a call that must be prepared every time."""
 
-    plan: Plan | None
-    places: tuple[int | None, ...]  # of the plan's inputs among the call's tensors; a new seed is the last of these
+    plan: Plan | None  # of the call's tensors; a new seed is the last of these
     numbers: tuple[float | None, ...]
 
 
-_UNKNOWN = _Known(None, (), ())
+_UNKNOWN = _Known(None, ())
 _known_fused: KnownCalls[_Known] = KnownCalls()
 
 
@@ -355,7 +355,7 @@ def _known(call: Call, tensors: list[Tensor]) -> _Known | None:
     if any(each is not None and each.data_ptr() not in addresses for each in inputs):
         return None
     places = tuple(None if each is None else addresses[each.data_ptr()] for each in inputs)
-    return _Known(plan, places, fused.call_numbers(operands))
+    return _Known(plan.of_inputs(places), fused.call_numbers(operands))
 
 
 def _has_effect(epilogue: Mapping[str, Any]) -> bool:
