@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from triton import knobs
-from triton.runtime import driver
+from triton.runtime import cache, driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from isogemm.core import private
+from isogemm.core import compiler_key, private
 
 # The raw handle of torch's current stream on a device: what Triton's own launcher asks for.
 current_stream: Any = private.find("torch._C:_cuda_getCurrentRawStream") or (
@@ -85,6 +85,7 @@ class Launch:
         if not isinstance(self.kernel, JITFunction):
             raise TypeError(f"kernel is a {type(self.kernel).__name__}; expected a compiled @triton.jit function")
         self.check(len(tensors))
+        compiler_key.keep(cache)
         arguments = (*self._described(tensors), *self.scalars, *self.numbers)
         compiled = self.kernel.warmup(*arguments, grid=(1,), **self.constants, **self.options)
         return BoundKernel(compiled, list(self.constants.values()))
