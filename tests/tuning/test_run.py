@@ -233,10 +233,9 @@ def test_this_process_chooses_again():
     assert not plans
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
-def test_other_numbers_of_tokens_are_served_as_before(arch):
+def test_other_numbers_of_tokens_are_served_as_before():
     """What was measured of 512 tokens serves 257 to 512, at once and in this process."""
-    (point, _) = points(tokens=[512], arch=arch)
+    (point, _) = points(tokens=[512])
     before = {tokens: untuned(point, tokens) for tokens in (1, 16, 256, 257, 400, 512, 513, 4096, 100_000)}
     made(Fake(fastest=5.0), [point]).run()
     for tokens, config in before.items():
@@ -247,6 +246,19 @@ def test_other_numbers_of_tokens_are_served_as_before(arch):
         else:
             assert chosen.config == config
             assert chosen.source != "tuned"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_100", "gfx942"])
+def test_on_an_architecture_without_a_table_a_run_serves_almost_all(arch):
+    """Of any weight and pass, all numbers of tokens but 2 are served by what the default run measured."""
+    given = points(backward=True, arch=arch, found=FOUND[:1])
+    made(Fake(fastest=5.0), given).run()
+    for point in (each for each in given if each.tokens == 4096):
+        least = 32 if point.kind not in FORWARD else 2
+        for tokens in (*range(least + 1, 300), 1000, 3000, 5000, 16384, 100_000):
+            chosen = selection.choose(replace(point, tokens=tokens).problem)
+            assert chosen.source == "tuned", (point, tokens)
+            assert configs.illegal(replace(point, tokens=tokens).problem, chosen.config) == ""
 
 
 def test_a_later_run_replaces_only_what_it_measured():
