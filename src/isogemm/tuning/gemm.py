@@ -17,6 +17,7 @@ import torch
 from isogemm.bench import timer
 from isogemm.core.plan import Plan, Seen
 from isogemm.core.precision import of_cuda_products
+from isogemm.core.problems import sm
 from isogemm.epilogues.operands import PLACES, TENSORS, Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import Config, Problem
@@ -89,17 +90,28 @@ def candidates(point: Point) -> list[Config]:
         made = _fma(problem) if problem.number == "ieee" else _split(problem)
     elif problem.number == "tf32" and problem.layout != "nt":
         made = _small(problem) if problem.m <= 16 else _across(problem)
-    chosen = []
+    chosen: list[Config] = []
     for config in made:
+        if sm(problem.arch) < 90:
+            config = replace(config, pdl=False)  # neither launches nor assembles there
         if problem.chunks > 1:
+            if _few_tiles(problem, config):
+                chosen.append(replace(config, parallel_chunks="gathered"))
             waits = problem.out_dtype != "float32"  # chunks in scratch memory
             config = replace(config, persistent=config.persistent or waits, pdl=False)
             chosen.append(replace(config, parallel_chunks="partials"))
+        elif configs.balances(problem, config):
+            chosen.append(replace(config, balanced=True))
         chosen.append(config)
     if point.kind in EPILOGUES:  # these would spill registers with so wide a tile
         chosen = [config for config in chosen if not (config.rest_n and config.num_warps == 4)]
     fitted = (configs.fitted(problem, config) for config in chosen)
     return list(dict.fromkeys(config for config in fitted if not configs.illegal(problem, config)))
+
+
+def _few_tiles(problem: Problem, config: Config) -> bool:
+    """Whether its tiles leave the GPU idle, so that their chunks may run side by side and wait for one another."""
+    return not config.persistent and configs.tile_count(problem, config) < problem.sm_count
 
 
 def _small(problem: Problem) -> Iterator[Config]:
