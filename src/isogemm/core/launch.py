@@ -181,20 +181,28 @@ class BoundKernel:
         """
         meta = self._encoders[index]
         describe_at = _encoded if self.direct else _unencoded
-        kept: dict[Any, tuple[Any, ...]] = {}
 
         def describe(address: Any) -> tuple[Any, ...]:
-            found = kept.get(address)
-            if found is None:
-                if len(kept) >= _MOST_MAPS:
-                    kept.clear()
-                first, strides = address, list(seen.strides)
-                if isinstance(address, tuple):
-                    first, strides[0] = min(address), abs(address[1] - address[0]) // meta["elem_size"]
-                found = kept[address] = describe_at(first, strides, meta, seen, device)
-            return found
+            first, strides = address, list(seen.strides)
+            if isinstance(address, tuple):
+                first, strides[0] = min(address), abs(address[1] - address[0]) // meta["elem_size"]
+            return describe_at(first, strides, meta, seen, device)
 
-        return describe
+        return _Maps(describe).__getitem__
+
+
+class _Maps(dict[Any, tuple[Any, ...]]):
+    """Descriptions by address, made where they are missing; emptied when full."""
+
+    def __init__(self, describe: Callable[[Any], tuple[Any, ...]]) -> None:
+        super().__init__()
+        self._describe = describe
+
+    def __missing__(self, address: Any) -> tuple[Any, ...]:
+        if len(self) >= _MOST_MAPS:
+            self.clear()
+        found = self[address] = self._describe(address)
+        return found
 
 
 @functools.cache

@@ -255,29 +255,32 @@ def _fused(
     tensors: list[Any] = [x, weight]
     known = None
     get, p = epilogue.get, epilogue.get("dropout_p", 0)
-    # A call with tensors that only a registered epilogue reads is never known.
-    if (
-        type(p) in (int, float) and type(x) in PLAIN and type(weight) in PLAIN
-        and not (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))
-        and not is_compiling() and not is_tracing()
-        and get("epilogue") is None and get("aux", ()) is DEFAULTS["aux"]
-        and x.layout is weight.layout is torch.strided and not x.is_nested
-    ):  # fmt: skip
-        key = [function, x.shape, weight.shape, out_dtype, precision]
-        for name, value in epilogue.items():  # of a tensor, that it is one; of other arguments, their values
-            if value is None:
-                key.append(name)
-            elif isinstance(value, Tensor):
-                tensors.append(value)
-                key += name, Tensor
-            elif name in _FACTORS and type(value) in (int, float):  # only whether the number has an effect
-                key += name, value == _FACTORS[name]
-            else:
-                key += name, type(value), tuple(value.items()) if isinstance(value, dict) else value
-        up = get("weight_up")
-        if type(up) in PLAIN and up.layout is torch.strided:  # `fused.apart`, without its frame
-            distance = up.data_ptr() - weight.data_ptr()
-            key += distance < 0, abs(distance) < 2**40, distance == 0
+    try:
+        # A call with tensors that only a registered epilogue reads is never known.
+        if (
+            type(p) in (int, float)
+            and not (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))
+            and not is_compiling() and not is_tracing()
+            and get("epilogue") is None and get("aux", ()) is DEFAULTS["aux"]
+        ):  # fmt: skip
+            key = [function, x.shape, weight.shape, out_dtype, precision]
+            for name, value in epilogue.items():  # of a tensor, that it is one; of other arguments, their values
+                if value is None:
+                    key.append(name)
+                elif isinstance(value, Tensor):
+                    tensors.append(value)
+                    key += name, Tensor
+                elif name in _FACTORS and type(value) in (int, float):  # only whether the number has an effect
+                    key += name, value == _FACTORS[name]
+                else:
+                    key += name, type(value), tuple(value.items()) if isinstance(value, dict) else value
+            up = get("weight_up")
+            if type(up) in PLAIN:  # `fused.apart`, without its frame
+                distance = up.data_ptr() - weight.data_ptr()
+                key += distance < 0, abs(distance) < 2**40, distance == 0
+    except (AttributeError, RuntimeError):  # no tensors, nested ones, or some without memory
+        key = []
+    if key:
         known = _known_fused.find(tuple(key), tensors)
     if known is not None and known.plan is not None:
         if p:
