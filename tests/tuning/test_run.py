@@ -5,6 +5,7 @@ from dataclasses import astuple, replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -80,6 +81,16 @@ def test_gradients_are_of_many_tokens_unless_they_are_asked_for():
     asked = points(tokens=[8, 300, 8], backward=True)
     assert [point.tokens for point in asked] == [8] * 6 + [300] * 6
     assert {point.kind for point in asked[:6]} == {"linear", "dx", "dw"}
+
+
+def test_float16_is_measured_in_float16():
+    """Its configs are kept where bfloat16's are, but what was compared is what runs."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for forced in (None, torch.float16):
+            found = weights.listed(weights.from_torch(torch.empty(64, 32, dtype=dtype)), forced, "tf32")
+            (point,) = points(tokens=[64], found=found)
+            assert point.problem.dtype == point.dtype == str(forced or dtype).removeprefix("torch.")
+            assert point.key[0] == ("tf32" if (forced or dtype) is torch.float32 else "half")
 
 
 def test_a_transposed_weight_s_forward_is_of_few_tokens_too():

@@ -55,13 +55,14 @@ class Point:
     arch: str = "sm_90"
     sm_count: int = 132
     gpu: str = ""
+    half: str = "bfloat16"  # which of the 16-bit types, which share their tables
 
     def __str__(self) -> str:
         return f"{self.kind} {self.number} {self.tokens} tokens, weight {self.n} x {self.k}"
 
     @property
     def problem(self) -> Problem:
-        dtype, precision = ARITHMETIC[self.number]
+        dtype, precision = self.dtype, ARITHMETIC[self.number][1]
         t, n, k = self.tokens, self.n, self.k
         if self.kind == "dw":
             sizes, strides, chunk = (n, k, t), ((1, n), (k, 1), (k, 1)), configs.token_chunk(n, k, dtype)
@@ -73,6 +74,10 @@ class Point:
             *sizes, dtype, dtype, precision, *strides, chunk=chunk, epilogue=EPILOGUES.get(self.kind, Epilogue()),
             arch=self.arch, sm_count=self.sm_count, gpu=self.gpu,
         )  # fmt: skip
+
+    @property
+    def dtype(self) -> str:
+        return self.half if self.number == "half" else "float32"
 
     @property
     def key(self) -> tuple[str, str, int, int]:
@@ -361,7 +366,7 @@ class Bench:
         return Measured({name: round(statistics.median(raw), 3) for name, raw in times.items()}, differing)
 
     def _operands_of(self, point: Point) -> Operands:
-        wanted = point.n, point.k, getattr(torch, ARITHMETIC[point.number][0])
+        wanted = point.n, point.k, getattr(torch, point.dtype)
         kept = self._operands
         if kept is None or (kept.n, kept.k, kept.dtype) != wanted:
             kept = self._operands = None  # its memory, before the next is allocated

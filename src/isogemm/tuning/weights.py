@@ -47,6 +47,11 @@ class Weight:
     number: str = ""  # its arithmetic, a name in ARITHMETIC
     precision: str | None = None  # of its module, where that has one of its own
 
+    @property
+    def half(self) -> str:
+        """The 16-bit type in which it is measured."""
+        return "float16" if self.dtype is torch.float16 else "bfloat16"
+
 
 def listed(found: Iterable[Weight], dtype: torch.dtype | None, precision: str | None) -> list[Weight]:
     """The weights to tune, each shape once, with their arithmetic.
@@ -62,7 +67,7 @@ def listed(found: Iterable[Weight], dtype: torch.dtype | None, precision: str | 
         if served not in SERVED or not each.dtype.is_floating_point:
             continue  # float64 and quantized weights are torch's; those that are packed have other sizes
         number = (each.precision or precision or matmul_precision()) if served is torch.float32 else "half"
-        known = merged.get((number, each.n, each.k), replace(each, number=number))
+        known = merged.get((number, each.n, each.k), replace(each, number=number, dtype=served))
         merged[number, each.n, each.k] = replace(
             known, forward=_union(known.forward, each.forward), backward=_union(known.backward, each.backward)
         )
