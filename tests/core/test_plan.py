@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -71,6 +72,14 @@ def test_scratch_memory_is_allocated_where_a_plan_needs_it():
     _plan(step, scratch=16).run(())
     ((_, _, (scratch, out)),) = kernel.launched
     assert scratch not in (None, out)
+
+
+def test_parts_of_the_scratch_memory_come_last():
+    kernel = Kernel()
+    step = Step(kernel, 1, (None,) * 3, ((0, plan.SCRATCH), (1, -2), (2, -1)), (), ())
+    replace(_plan(step, scratch=256), parts=(128, 512)).run((None, torch.zeros(3)))
+    ((_, _, (scratch, first, second)),) = kernel.launched
+    assert (first - scratch, second - scratch) == (128, 512)
 
 
 def test_every_launch_has_its_own_stamps():

@@ -4,6 +4,7 @@ From a shell, with PYTHONPATH=src:tests/shared:tests/gemm:
 `python -m compile_matrix test_compile_matrix:table_jobs --target sm_90`.
 """
 
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -18,6 +19,7 @@ from isogemm.epilogues.operands import MATRICES, PLACES, TENSORS, Epilogue
 from isogemm.gemm import configs, selection
 from isogemm.gemm.configs import BIAS_BLOCKS, BIAS_CHUNK, ActivationGradProblem, BiasGradProblem, Config, Problem
 from isogemm.gemm.kernels.gradients import describe_activation_grad, describe_bias_grad, describe_chunk_sums
+from isogemm.gemm.kernels.halves import describe_split
 from isogemm.gemm.kernels.products import SLOTS, describe_add_partials, describe_gemm
 from isogemm.gemm.tables.sm_90 import TABLE
 
@@ -84,7 +86,7 @@ def _job(problem, config):
     operand, out = NAMES[problem.dtype], NAMES["float32" if accumulation == "partials" else problem.out_dtype]
     apart = problem.weights > 1 and not configs.reads_b_by_tma(problem, config)
     rest = () if config.kernel == "stream" else (operand if config.rest_n or apart else None,)
-    scratch = "fp32" if accumulation != "partials" and configs.workspace(problem, config) else None
+    scratch = "fp32" if accumulation != "partials" and configs.chunk_bytes(problem, config) else None
     left, right = (problem.b_aligned, problem.a_aligned)[:: 1 if config.swapped else -1]
     aligned = (left, right, *(right for _ in rest), accumulation == "partials" or problem.c_aligned, True)
     matrix = "fp32" if problem.reads_float32 else operand
@@ -253,6 +255,27 @@ def _waiting_cases():
             yield problem, replace(small, kernel="pointer", pdl=True, parallel_chunks=parallel)
 
 
+def _split_cases():
+    """tf32x3 with halves that a pass wrote: wgmma reads them from shared memory, whatever the layout was."""
+    both = Config(128, 128, 32, 8, 3, "tma", split="both", parts=4)
+    stream = replace(both, kernel="stream", persistent=True)
+    for layout, config in product(("nt", "tn"), (both, stream, replace(both, num_stages=2, rest_n=64))):
+        yield _problem(4096, 4096, 4096, layout, *NUMBERS["tf32x3"]), config
+    chunked = _problem(1000, 3000, 2001, "tn", *NUMBERS["tf32x3"], chunk=1024)
+    yield chunked, replace(both, block_m=64, num_warps=4, num_stages=2)
+    few = _problem(64, 4096, 4096, "nt", *NUMBERS["tf32x3"], epilogue=BIASED)
+    for split, columns in product(("", "a"), (16, 64)):
+        yield few, Config(64, columns, 32, 4, 4, "tma", swapped=True, split=split, pdl=True)
+
+
+def _split_jobs():
+    """The pass, over operands contiguous along k, along their rows, and of odd sizes."""
+    config = Config(128, 128, 32, 8, 3, "tma", split="both")
+    for sizes, layout in product(((4096, 4096, 4096), (1000, 3000, 2001)), ("nt", "tn")):
+        problem = _problem(*sizes, layout, *NUMBERS["tf32x3"])
+        yield _launch_job(f"halves of {problem}", describe_split(problem, config, "a"), ("fp32", "fp32"), (True, True))
+
+
 def _portable_cases(arch):
     """What `choose` gives where nothing was measured."""
     for number, tokens in product(NUMBERS, (8, 512)):
@@ -334,14 +357,18 @@ def _distinct(cases):
 
 MEASURED = list(_measured())
 SAMPLE = _makes()[::2]  # all of them ran on the GPU they were measured on; `table_jobs` compiles the rest
-OTHERS = _distinct([*((problem, selection.choose(problem).config) for problem in _other_cases()), *_epilogue_cases()])
+OTHERS = _distinct(
+    [*((problem, selection.choose(problem).config) for problem in _other_cases()), *_epilogue_cases(), *_split_cases()]
+)
 PORTABLE = [
     (problem, selection.choose(problem).config)
     for arch in ("sm_80", "sm_100", "gfx942")
     for problem in _portable_cases(arch)
 ]
 SMALL = [*_bias_grad_jobs(), *_adding_jobs(), *_activation_grad_jobs()]
-SMALL = [(job, "sm_90") for job in SMALL] + [(job, target) for job in SMALL[::2] for target in ("sm_80", "gfx942")]
+SMALL = [(job, "sm_90") for job in (*SMALL, *_split_jobs())] + [
+    (job, target) for job in SMALL[::2] for target in ("sm_80", "gfx942")
+]
 TENSOR_CORES = {"sm_80": {"mma"}, "sm_100": {"mma", "tcgen05"}, "gfx942": {"mfma"}}
 
 
@@ -360,6 +387,9 @@ def test_measured_compile_within_limits(problem, config):
 @pytest.mark.parametrize(("problem", "config"), OTHERS, ids=_ids(OTHERS))
 def test_compiles_within_limits(problem, config):
     _check_compiled(problem, config)
+    if config.split:  # an operand in registers is one that the product splits
+        left_in_registers = re.search(r"HGMMA\S* R\d+, R\d+, gdesc", disassemble(_job(problem, config), "sm_90"))
+        assert bool(left_in_registers) == (not config.splits("b" if config.swapped else "a"))
 
 
 def _check_compiled(problem, config):

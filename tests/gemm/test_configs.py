@@ -18,6 +18,7 @@ from isogemm.gemm.configs import (
     Config,
     accumulation,
     accumulation_chunk,
+    default,
     fitted,
     illegal,
     token_chunk,
@@ -202,9 +203,6 @@ def test_rules_of_numbers_and_chunks():
         assert "its bits depend on it" in illegal(
             make_problem(dtype="float32", precision=precision), Config(64, 64, 64, 4, 2)
         )
-    assert "not swapped" in illegal(
-        make_problem(dtype="float32", precision="tf32x3"), Config(64, 64, 32, 4, 2, swapped=True)
-    )
     assert "two chunks or more" in illegal(
         weight_grad(100, 256, 256), Config(64, 64, 64, 4, 2, parallel_chunks="partials")
     )
@@ -212,10 +210,37 @@ def test_rules_of_numbers_and_chunks():
     assert "TMA reads" in illegal(one_by_pointer, Config(64, 64, 64, 4, 2, "tma", rest_n=32))
 
 
+def test_operands_split_by_a_pass():
+    """What no pass can split is split in registers: both operands, or the larger one."""
+    both = Config(64, 64, 32, 4, 2, "tma", rest_n=64, split="both")
+    problem = make_problem(1000, 3000, 2001, dtype="float32", precision="tf32x3", a_aligned=False)
+    assert fitted(problem, both) == both
+    assert configs.halves_at(problem, both) == (0, 8 * 1000 * 2004, 8 * 4000 * 2004)
+    assert workspace(problem, replace(both, split="b")) == 8 * 3000 * 2004
+    assert not configs.reads_a_by_tma(problem, replace(both, split="b"))
+    chunked, parallel = replace(problem, m=3, n=5, chunk=1024), replace(both, parallel_chunks="partials")
+    assert configs.chunk_bytes(chunked, parallel) == 4 * 2 * 3 * 5
+    assert configs.halves_at(chunked, parallel)[0] == 128
+    for change in ({"precision": "tf32"}, {"batch": 2}, {"k_inner": 3}, {"tma": False}, {"arch": "sm_80"}):
+        other = replace(problem, **change)
+        assert illegal(other, both)
+        assert not fitted(other, both).split
+    gated = replace(problem, epilogue=Epilogue(activation="swiglu"))
+    assert "one tf32x3 product" in illegal(gated, both)
+    assert not fitted(gated, both).split
+    long = make_problem(512, 65536, 4096, dtype="float32", precision="tf32x3")
+    assert "more than 1073741824" in illegal(long, both)
+    assert fitted(long, both) == replace(both, split="a", rest_n=0)
+    assert not fitted(replace(long, m=65536), both).split
+    assert default(problem).split == "both"
+    assert illegal(problem, default(problem)) == ""
+    assert not default(replace(problem, arch="sm_100")).split
+
+
 def test_programs_that_wait_for_others():
     """They need no memory for every chunk, an epilogue may follow, and a wave that is full needs no balance."""
     into_total = weight_grad(65536, 1024, 1024, out_dtype="float32", accumulate=True)
-    apart = Config(128, 128, 64, 4, 3, "tma", parallel_chunks="partials")
+    apart = Config(128, 128, 64, 8, 3, "tma", parallel_chunks="partials")
     queued, gathered = (replace(apart, parallel_chunks=each) for each in ("queued", "gathered"))
     assert "more than 67108864" in illegal(into_total, apart)
     assert illegal(into_total, queued) == ""
@@ -229,7 +254,12 @@ def test_programs_that_wait_for_others():
     assert accumulation(followed, gathered) == "gathered"
     assert workspace(followed, gathered) == 12 * (4 * 128 * 128 + 8)
     assert workspace(replace(followed, chunk=1792), gathered) == 4 * 12 * (4 * 128 * 128 + 8)
-    assert "not added to a total" in illegal(into_total, gathered)
+    assert illegal(weight_grad(8192, 1024, 1024, out_dtype="float32", accumulate=True), gathered) == ""
+    assert "at most 32 chunks" in illegal(replace(into_total, chunk=1024), gathered)
+    thrice = replace(followed, chunk=3072)
+    for problem, wide in ((followed, replace(gathered, rest_n=64)), (thrice, replace(gathered, num_warps=4))):
+        assert "gathered in tiles without a rest" in illegal(problem, wide)
+    assert illegal(followed, replace(gathered, num_warps=4)) == ""
     gated = replace(followed, epilogue=Epilogue(activation="swiglu"))
     assert fitted(gated, queued) == queued
     assert fitted(gated, gathered) == gathered

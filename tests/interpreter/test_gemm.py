@@ -6,16 +6,16 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from gemm_launches import GUARD, launch, seen_problem
 from nonfinite import assert_same_nonfinite
 
-from isogemm.gemm import configs, op
+from isogemm.gemm import configs
 from isogemm.gemm.configs import BiasGradProblem, Config, Problem
 from isogemm.gemm.kernels import gradients as kernels_gradients
 from isogemm.gemm.kernels import products as kernels
+from isogemm.gemm.kernels.halves import split_tf32
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.inputs import make_data, make_operands, with_layout
-
-GUARD = 16  # elements on either side of an output that must stay as they were
 
 POINTER = Config(16, 16, 32, 4, 1)
 TMA = Config(16, 16, 32, 4, 2, "tma")
@@ -34,39 +34,6 @@ CONFIGS = {  # what a Config can say, but early launches, which the interpreter 
     "stream swapped": replace(STREAM, block_n=32, swapped=True),
 }
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-
-
-def _problem(a, b, *, sm_count=2, **described):
-    """As `op.describe` has it, for a GPU of few SMs."""
-    return replace(op.problem_of(a, b, **described), arch="sm_90", tma=True, sm_count=sm_count)
-
-
-def _launch(problem, config, a, b, bias=None, total=None):
-    """What a plan launches, with the block_k that the number demands; the output lies between guards."""
-    config = replace(config, block_k=configs.fitted(problem, config).block_k)
-    assert configs.illegal(problem, config) == ""
-    accumulation = configs.accumulation(problem, config)
-    shape = (problem.batch, problem.m, problem.n)
-    buffer = torch.full((GUARD + problem.batch * problem.m * problem.n + GUARD,), torch.nan)
-    buffer = buffer.to(getattr(torch, problem.out_dtype))
-    out = buffer[GUARD:-GUARD].view(shape) if total is None else total
-    scratch = torch.full((configs.workspace(problem, config) // 4 + GUARD,), torch.nan)
-    launch = kernels.describe_gemm(problem, config)
-    left, right = (b, a) if config.swapped else (a, b)
-    rest = () if config.kernel == "stream" else (right if config.rest_n else None,)
-    launch.run(
-        left,
-        right,
-        *rest,
-        scratch if accumulation == "partials" else out,
-        scratch if configs.workspace(problem, config) else None,
-        bias if accumulation != "partials" else None,
-        *(None,) * (kernels.SLOTS - 1),
-    )
-    if accumulation == "partials":
-        kernels.describe_add_partials(problem).run(scratch, out, bias)
-    assert bool(buffer[:GUARD].isnan().all() and buffer[-GUARD:].isnan().all() and scratch[-GUARD:].isnan().all())
-    return out if total is not None else out[0] if problem.batch == 1 else out
 
 
 def _operands(shape, layout="nt", dtype=torch.float32, seed=0):
@@ -96,20 +63,20 @@ def _assert_close(actual, a, b, *others, reference=None):
 @every_config
 def test_layouts(config, layout):
     a, b = _operands((24, 40, 40), layout, torch.float16)
-    _assert_close(_launch(_problem(a, b), config, a, b), a, b)
+    _assert_close(launch(seen_problem(a, b), config, a, b), a, b)
 
 
 @every_config
 def test_float32(config):
     a, b = _operands((24, 40, 24))
-    _assert_close(_launch(_problem(a, b), config, a, b), a, b)
+    _assert_close(launch(seen_problem(a, b), config, a, b), a, b)
 
 
 @pytest.mark.parametrize("block_k", [16, 64])
 @pytest.mark.parametrize("name", ["pointer", "tma", "stream"])
 def test_depths(name, block_k):
     a, b = _operands((24, 24, 72), dtype=torch.float16)
-    _assert_close(_launch(_problem(a, b), replace(CONFIGS[name], block_k=block_k), a, b), a, b)
+    _assert_close(launch(seen_problem(a, b), replace(CONFIGS[name], block_k=block_k), a, b), a, b)
 
 
 @pytest.mark.parametrize("programs", [2, 3, 4, 5, 7, 11])
@@ -119,16 +86,16 @@ def test_balanced(change, shape, programs):
     """Shares of any length: tiles that two programs sum have the bits of one program's."""
     a, b = _operands(shape, dtype=torch.float16)
     bias = _bias(shape[1], torch.float16)
-    problem = _problem(a, b, bias=bias, sm_count=programs)
+    problem = seen_problem(a, b, bias=bias, sm_count=programs)
     plain = replace(STREAM, **change)
     balanced = replace(plain, balanced=True)
     if not configs.balances(problem, balanced):
         assert "balanced" in configs.illegal(problem, balanced)
         assert configs.fitted(problem, balanced) == plain
         pytest.skip("a whole number of waves")
-    result = _launch(problem, balanced, a, b, bias)
+    result = launch(problem, balanced, a, b, bias)
     _assert_close(result, a, b, bias)
-    assert_bitwise_equal(result, _launch(problem, plain, a, b, bias))
+    assert_bitwise_equal(result, launch(problem, plain, a, b, bias))
 
 
 WAITING = {  # (dtype of the output, bias, accumulate)
@@ -137,6 +104,7 @@ WAITING = {  # (dtype of the output, bias, accumulate)
     "gathered": (None, False, False),
     "gathered, biased": (None, True, False),
     "gathered, float32": (torch.float32, False, False),
+    "gathered, accumulated": (torch.float32, False, True),
     "in place": (torch.float32, False, False),
     "in place, accumulated": (torch.float32, False, True),
 }
@@ -151,15 +119,17 @@ def test_programs_that_wait_for_chunks(name, k, ends):
     """Chunks that programs add one after another have the bits of one program's, with every end of a sum."""
     out_dtype, biased, accumulated = WAITING[ends]
     kind = ends.partition(",")[0]
+    if kind == "gathered" and CONFIGS[name].rest_n:
+        pytest.skip("chunks are gathered in tiles without a rest")
     queued = replace(CONFIGS[name], parallel_chunks="gathered" if kind == "gathered" else "queued")
     a, b = _operands((40, 72, k), dtype=torch.float16)
     bias = _bias(72, torch.float16) if biased else None
     total = make_data("normal", (40, 72), seed=9) if accumulated else None
-    problem = _problem(a, b, bias=bias, out_dtype=out_dtype, chunk=64, total=total)
+    problem = seen_problem(a, b, bias=bias, out_dtype=out_dtype, chunk=64, total=total)
     assert configs.accumulation(problem, queued) == kind
     start = None if total is None else total.clone()
-    expected = _launch(problem, replace(POINTER, persistent=True), a, b, bias, start)
-    assert_bitwise_equal(_launch(problem, queued, a, b, bias, total), expected)
+    expected = launch(problem, replace(POINTER, persistent=True), a, b, bias, start)
+    assert_bitwise_equal(launch(problem, queued, a, b, bias, total), expected)
     tile = configs.tile(problem, queued)
     slots = -(-40 // tile[0]) * -(-72 // tile[1]) * (problem.chunks - 1 if kind == "gathered" else 1)
     kept = 0 if kind == "in place" else tile[0] * tile[1] * 4
@@ -171,7 +141,7 @@ def test_programs_that_wait_for_chunks(name, k, ends):
 def test_odd_sizes(name, shape):
     """What lies around the operands is NaN."""
     a, b = (with_layout(x, "sliced") for x in _operands(shape))
-    _assert_close(_launch(_problem(a, b), CONFIGS[name], a, b), a, b)
+    _assert_close(launch(seen_problem(a, b), CONFIGS[name], a, b), a, b)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 8), (17, 33, 36), (33, 7, 4)], ids=str)
@@ -179,7 +149,7 @@ def test_odd_sizes(name, shape):
 def test_odd_sizes_by_tma(name, shape):
     """Rows of 16-byte multiples are all that TMA asks for; the output's may be anything."""
     a, b = _operands(shape)
-    _assert_close(_launch(_problem(a, b), CONFIGS[name], a, b), a, b)
+    _assert_close(launch(seen_problem(a, b), CONFIGS[name], a, b), a, b)
 
 
 @pytest.mark.parametrize(
@@ -188,9 +158,9 @@ def test_odd_sizes_by_tma(name, shape):
 @pytest.mark.parametrize("name", ["tma", "tma swapped", "tma persistent"])
 def test_one_operand_by_tma(name, layouts):
     a, b = (with_layout(x, layout) for x, layout in zip(_operands((24, 40, 40)), layouts, strict=True))
-    problem = _problem(a, b)
+    problem = seen_problem(a, b)
     assert configs.reads_a_by_tma(problem, CONFIGS[name]) != configs.reads_b_by_tma(problem, CONFIGS[name])
-    _assert_close(_launch(problem, CONFIGS[name], a, b), a, b)
+    _assert_close(launch(problem, CONFIGS[name], a, b), a, b)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +169,7 @@ def test_one_operand_by_tma(name, layouts):
 @pytest.mark.parametrize("name", ["pointer", "pointer swapped"])
 def test_any_strides(name, layouts):
     a, b = (with_layout(x, layout) for x, layout in zip(_operands((19, 21, 35)), layouts, strict=True))
-    _assert_close(_launch(_problem(a, b), CONFIGS[name], a, b), a, b)
+    _assert_close(launch(seen_problem(a, b), CONFIGS[name], a, b), a, b)
 
 
 ACCUMULATIONS = {  # accumulation: (chunk, dtype of the output, bias, accumulate, parallel chunks)
@@ -238,15 +208,15 @@ def test_accumulations(config, accumulation):
     a, b = _operands((m, n, 136), dtype=torch.float16)
     bias = _bias(n, torch.float16) if biased else None
     total = make_data("normal", (m, n), seed=9) if accumulated else None
-    problem = _problem(a, b, bias=bias, out_dtype=out_dtype, chunk=chunk, total=total)
+    problem = seen_problem(a, b, bias=bias, out_dtype=out_dtype, chunk=chunk, total=total)
     assert configs.accumulation(problem, config) == kind
     others = [x.clone() for x in (bias, total) if x is not None]
-    _assert_close(_launch(problem, config, a, b, bias, total), a, b, *others)
+    _assert_close(launch(problem, config, a, b, bias, total), a, b, *others)
 
 
 def _beyond_registers(config):
     """A tile so large that finished chunks have no place in the registers."""
-    if config.kernel == "stream" or config.rest_n:  # never have
+    if config.rest_n:  # never have
         return config
     return replace(config, block_m=64, block_n=64, num_warps=1)
 
@@ -263,7 +233,7 @@ def test_chunks_are_added_from_left_to_right(name, accumulated):
     expected = torch.zeros(m, n) if total is None else total.clone()
     for begin in range(0, 72, 32):
         part = a[:, begin : begin + 32].contiguous(), b[begin : begin + 32].mT.contiguous().mT
-        expected += _launch(_problem(*part), config, *part)
+        expected += launch(seen_problem(*part), config, *part)
     bias = None if accumulated else torch.zeros(n)
     accumulations = set()
     for operands, given, changes in [
@@ -275,11 +245,11 @@ def test_chunks_are_added_from_left_to_right(name, accumulated):
         ((a, b), bias, {"num_warps": 8}),
     ]:
         sums = None if total is None else total.clone()
-        problem = _problem(*operands, bias=given, chunk=32, total=sums)
+        problem = seen_problem(*operands, bias=given, chunk=32, total=sums)
         variant = replace(config, **changes)
         accumulations.add(configs.accumulation(problem, variant))
-        assert_bitwise_equal(_launch(problem, variant, *operands, given, sums), expected)
-    in_registers = {"registers"} if name in ("pointer persistent", "tma swapped") else set()
+        assert_bitwise_equal(launch(problem, variant, *operands, given, sums), expected)
+    in_registers = set() if name == "tma with a rest" else {"registers"}
     assert accumulations == {"in place", "partials"} | (set() if accumulated else {"scratch"} | in_registers)
 
 
@@ -290,9 +260,9 @@ def test_accumulates_into_any_strides(name, layout, parallel):
     a, b = _operands((12, 24, 40), "tn")
     total = with_layout(make_data("normal", (12, 24), seed=9), layout)
     before = total.clone()
-    problem = _problem(a, b, chunk=32, total=total)
+    problem = seen_problem(a, b, chunk=32, total=total)
     config = replace(CONFIGS[name], parallel_chunks=parallel)
-    _assert_close(_launch(problem, config, a, b, total=total), a, b, before)
+    _assert_close(launch(problem, config, a, b, total=total), a, b, before)
     if layout in ("sliced", "strided"):
         whole = total._base
         assert int(whole.isnan().sum()) == whole.numel() - total.numel()
@@ -305,9 +275,9 @@ def test_persistent_grids(name, accumulation, sm_count):
     """Fewer programs than tiles, as many, and no more however many SMs there are."""
     config = replace(CONFIGS[name], parallel_chunks="partials" if accumulation == "partials" else "")
     a, b = _operands((24, 40, 40), dtype=torch.float16)
-    problem = _problem(a, b, chunk=0 if accumulation == "one" else 32, sm_count=sm_count)
+    problem = seen_problem(a, b, chunk=0 if accumulation == "one" else 32, sm_count=sm_count)
     assert configs.accumulation(problem, config) in (accumulation, "registers")
-    _assert_close(_launch(problem, config, a, b), a, b)
+    _assert_close(launch(problem, config, a, b), a, b)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 8])
@@ -315,7 +285,7 @@ def test_persistent_grids(name, accumulation, sm_count):
 def test_groups_of_tiles(name, group):
     """Five rows of tiles in groups: the last is smaller."""
     a, b = _operands((72, 24, 8))
-    _assert_close(_launch(_problem(a, b), replace(CONFIGS[name], group=group), a, b), a, b)
+    _assert_close(launch(seen_problem(a, b), replace(CONFIGS[name], group=group), a, b), a, b)
 
 
 BATCHES = {  # a and b of a [2, 3] batch of [5, 24] @ [24, 12]
@@ -333,9 +303,9 @@ BATCHES = {  # a and b of a [2, 3] batch of [5, 24] @ [24, 12]
 def test_batches(levels, name):
     a_shape, b_shape, arrange = BATCHES[levels]
     a, b = arrange(*make_operands("normal", a_shape, b_shape, seed=0))
-    problem = _problem(a, b)
+    problem = seen_problem(a, b)
     assert problem.batch > 1
-    _assert_close(_launch(problem, CONFIGS[name], a, b).view(*a.shape[:-1], 12), a, b)
+    _assert_close(launch(problem, CONFIGS[name], a, b).view(*a.shape[:-1], 12), a, b)
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
@@ -343,8 +313,8 @@ def test_batches(levels, name):
 def test_batches_in_chunks(arrange, biased):
     a, b = make_operands("normal", (3, 20, 70), (3, 70, 17), seed=0, dtype=torch.float16)
     bias = _bias(17, torch.float16) if biased else None
-    problem = _problem(a, b, bias=bias, chunk=32)
-    actual = _launch(problem, arrange(replace(POINTER, persistent=True)), a, b, bias)
+    problem = seen_problem(a, b, bias=bias, chunk=32)
+    actual = launch(problem, arrange(replace(POINTER, persistent=True)), a, b, bias)
     _assert_close(actual, a, b, *([bias] if biased else []))
 
 
@@ -359,7 +329,7 @@ def test_two_levels_of_k(swapped, chunk):
         a_strides=(1, grad.stride(1)), b_strides=(x.stride(1), 1), c_strides=(20, 1),
         k_inner=4, k_outer_strides=(grad.stride(0), x.stride(0)),
     )  # fmt: skip
-    actual = _launch(problem, replace(POINTER, swapped=swapped), grad, x)
+    actual = launch(problem, replace(POINTER, swapped=swapped), grad, x)
     _assert_close(actual, grad.reshape(60, 24).mT, x.reshape(60, 20))
 
 
@@ -379,23 +349,23 @@ def test_wide_offsets(name, stride, vast):
     rows = 1 + (2**31 + 8) // stride
     a, b = _operands((rows, 24, 40), dtype=torch.float16)
     far = vast.as_strided(a.shape, (stride, 1)).copy_(a)
-    problem = _problem(far, b)
+    problem = seen_problem(far, b)
     assert kernels.describe_gemm(problem, CONFIGS[name]).constants["INDEX"] is tl.int64
-    _assert_close(_launch(problem, CONFIGS[name], far, b), a, b)
+    _assert_close(launch(problem, CONFIGS[name], far, b), a, b)
 
 
 def test_wide_offsets_of_the_output(vast):
     a, b = _operands((2, 24, 40))
     total = vast.view(torch.float32).as_strided((2, 24), (2**30 + 8, 1)).zero_()
-    problem = _problem(a, b, total=total)
+    problem = seen_problem(a, b, total=total)
     assert kernels.describe_gemm(replace(problem, m=3), POINTER).constants["INDEX"] is tl.int64
-    _assert_close(_launch(problem, POINTER, a, b, total=total), a, b)
+    _assert_close(launch(problem, POINTER, a, b, total=total), a, b)
 
 
 def test_wide_batch_strides(vast):
     a, b = make_operands("normal", (2, 5, 24), (2, 24, 20), seed=0, dtype=torch.float16)
     far = vast.as_strided(a.shape, (2**31 + 8, 24, 1)).copy_(a)
-    _assert_close(_launch(_problem(far, b), POINTER, far, b), a, b)
+    _assert_close(launch(seen_problem(far, b), POINTER, far, b), a, b)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's word for inf * 0
@@ -404,7 +374,7 @@ def test_nan_and_inf(config):
     """They stay in their row or column, though blocks reach past the edges of both operands."""
     a, b = _operands((20, 24, 24))
     _place_nonfinite(a, b)
-    assert_same_nonfinite(_launch(_problem(a, b), config, a, b), torch.matmul(a.double(), b.double()))
+    assert_same_nonfinite(launch(seen_problem(a, b), config, a, b), torch.matmul(a.double(), b.double()))
 
 
 def _place_nonfinite(a, b):
@@ -424,7 +394,7 @@ def _round_kernel(source, large, small, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     x = tl.load(source + at)
     tl.store(large + at, kernels.round_to_tf32(x))
-    tl.store(small + at, kernels._split_tf32(x)[1])
+    tl.store(small + at, split_tf32(x)[1])
 
 
 def _rounded(x):
@@ -484,7 +454,7 @@ def test_tf32(name):
     """The product of the rounded operands. TMA rounds as it reads, which the interpreter's does not."""
     a, b = _operands((20, 24, 24))
     reference = torch.matmul(_rounded_all(a).double(), _rounded_all(b).double())
-    actual = _launch(_problem(a, b, precision="tf32"), CONFIGS[name], a, b)
+    actual = launch(seen_problem(a, b, precision="tf32"), CONFIGS[name], a, b)
     _assert_close(actual, a, b, reference=reference)
     with pytest.raises(AssertionError, match="largest error"):
         _assert_close(actual, a, b)  # it is TF32, not fp32
@@ -499,7 +469,7 @@ def _rounded_all(x):
 def test_tf32x3(name):
     """Three products: what is dropped is 2^-22 of each term."""
     a, b = _operands((20, 24, 40))
-    actual = _launch(_problem(a, b, precision="tf32x3"), CONFIGS[name], a, b)
+    actual = launch(seen_problem(a, b, precision="tf32x3"), CONFIGS[name], a, b)
     scale = torch.matmul(a.double().abs(), b.double().abs())
     error = (actual.double() - torch.matmul(a.double(), b.double())).abs()
     assert bool((error <= (3 * 2 * 40 * 2**-24 + 2**-21) * scale).all())

@@ -29,7 +29,8 @@ Place = tuple[Seen, int] | tuple[Seen, int, int]  # a tensor (or a pair with one
 STAMP = 1 << 61  # among a launch's scalars: stands for a number that no other launch has
 NO_NUMBERS: tuple[float | None, ...] = ()
 
-# The places of a plan's tensors: its result, its scratch memory, and then the call's inputs.
+# The places of a plan's tensors: its result, its scratch memory, and then the call's inputs. Further parts of the
+# scratch memory come last, and are counted from the end: -1 is the last.
 OUT, SCRATCH, INPUTS = range(3)
 
 
@@ -88,16 +89,17 @@ class Plan:
     index: int
     scratch: int  # float32 elements
     steps: tuple[Step, ...]
+    parts: tuple[int, ...] = ()  # of the scratch memory: where they begin, in bytes
     is_cuda: bool = False  # and no GPU is simulated
 
     @classmethod
     def of(
         cls, dispatch: Dispatch, shape: Sequence[int], dtype: torch.dtype, device: torch.device, steps: Sequence[Step],
-        scratch: int = 0,
+        scratch: int = 0, parts: Sequence[int] = (),
     ) -> Plan:  # fmt: skip
         """Make a plan whose result is contiguous."""
         index, is_cuda = devices.index_of(device), device.type == "cuda"
-        return cls(dispatch, *contiguous(shape), dtype, device, index, scratch, tuple(steps), is_cuda)
+        return cls(dispatch, *contiguous(shape), dtype, device, index, scratch, tuple(steps), tuple(parts), is_cuda)
 
     def run(
         self, inputs: Sequence[Tensor | None], out: Tensor | None = None, numbers: tuple[float | None, ...] = NO_NUMBERS
@@ -113,6 +115,8 @@ class Plan:
             out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device) if self.scratch else None
         tensors: Any = (out, scratch, *inputs)
+        if self.parts and scratch is not None:
+            tensors += tuple([scratch[begin // 4 :] for begin in self.parts])
         for step in self.steps:
             arguments = list(step.arguments)
             for at, place in step.addressed:

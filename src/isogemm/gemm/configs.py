@@ -19,6 +19,7 @@ from isogemm.epilogues.spec import levels_off
 DTYPES = tuple(ITEMSIZE)
 
 WORKSPACE = 64 << 20  # bytes, the most that finished chunks may take
+HALVES = 1 << 30  # bytes, the most that a tf32x3 product's operands take once they are split; larger ones are not
 LONGEST_SUM = 16384  # k of one sum in a product; longer ones are cut
 _CUT_SUM = 8192
 _PINNED = {"ieee": 16, "tf32x3": 32}  # block_k, where bits depend on it
@@ -32,13 +33,18 @@ _FEW_PROGRAMS = 128  # about one a multiprocessor
 _LARGEST_CHUNK = 4096  # tokens of one sum in a weight gradient
 
 _WIDE_SUM = 1024  # k of one sum in a float32 result of 16-bit operands: no rounding hides its error
+_MAP_ALIGNMENT = 128  # bytes, at whose multiples the halves of an operand begin: TMA wants 16
 _FLAG = 8  # bytes in which a program says that a tile's sums are ready for the next program
 _REGISTERS = 64  # of a thread, for finished chunks
 _MOST_WARPS = 16
+_MOST_GATHERED = 32  # chunks, as many as a warp has threads
 
 Accumulation = Literal["one", "registers", "in place", "scratch", "partials", "gathered"]
 # Who adds the sums of parallel chunks: a second kernel; each program, after the chunk before; the last chunk's program.
 ParallelChunks = Literal["", "partials", "queued", "gathered"]
+
+Operand = Literal["a", "b"]
+OPERANDS: tuple[Operand, ...] = ("a", "b")
 
 
 @dataclass(frozen=True)
@@ -161,6 +167,7 @@ class Config:
     parallel_chunks: ParallelChunks = ""  # the chunks of a tile in different programs
     pdl: bool = False  # let the next kernel's launch overlap this one's end
     balanced: bool = False  # with stream: the last two waves of tiles are divided evenly among the programs
+    split: Literal["", "a", "b", "both"] = ""  # of tf32x3: operands whose halves a pass writes to memory beforehand
 
     def __str__(self) -> str:
         marks = (
@@ -168,10 +175,15 @@ class Config:
             f"p{self.parts}" * (self.parts > 1),
             {"partials": "parallel"}.get(self.parallel_chunks, self.parallel_chunks),
             f"r{self.residents}" * (self.residents > 1), "early" * self.pdl, "balanced" * self.balanced,
+            f"split {self.split}" * bool(self.split),
         )  # fmt: skip
         columns = f"{self.block_n}+{self.rest_n}" if self.rest_n else str(self.block_n)
         tile = f"{self.kernel} {self.block_m}x{columns}x{self.block_k} w{self.num_warps} s{self.num_stages}"
         return " ".join(filter(None, (tile, *marks)))
+
+    def splits(self, operand: Operand) -> bool:
+        """Whether a pass splits the operand; in tf32x3 the product splits it in registers otherwise."""
+        return self.split in (operand, "both")
 
     @property
     def waits(self) -> bool:
@@ -301,8 +313,8 @@ def illegal(problem: Problem, config: Config) -> str:
         return "blocks are at least 16 x 8 x 16"
     if config.block_k != _PINNED.get(problem.number, config.block_k):
         return f"{problem.number} has block_k {_PINNED[problem.number]}: its bits depend on it"
-    if problem.number == "tf32x3" and config.swapped:
-        return "tf32x3 is not swapped: its small products would change places"
+    if reason := _illegal_split(problem, config):
+        return reason
     if problem.chunk % config.block_k:
         return "block_k divides the chunk"
     if config.kernel == "tma" and not (reads_a_by_tma(problem, config) or reads_b_by_tma(problem, config)):
@@ -323,25 +335,44 @@ def illegal(problem: Problem, config: Config) -> str:
         return "an epilogue follows a tile's whole sums"
     if problem.epilogue.sums and (config.swapped or config.block_m % BIAS_ROWS):
         return f"sums over rows are of {BIAS_ROWS}, all in one tile that is not swapped"
+    if reason := _illegal_order(problem, config):
+        return reason
+    if chunk_bytes(problem, config) > WORKSPACE:
+        return f"finished chunks take {chunk_bytes(problem, config)} bytes, more than {WORKSPACE}"
+    if shared_memory(problem, config) > _SHARED_MEMORY.get(problem.arch, _LEAST_SHARED_MEMORY):
+        return f"takes about {shared_memory(problem, config)} bytes of shared memory"
+    return ""
+
+
+def _illegal_order(problem: Problem, config: Config) -> str:
+    """The rule that the order of tiles and chunks breaks: which run at a time, and which wait for which."""
     if (config.kernel == "stream") > config.persistent or config.pdl * config.persistent:
         return "stream is persistent, and nothing persistent launches early"
     if config.balanced and not balances(problem, config):
         return "a balanced grid streams more tiles than it has programs, of one sum each"
     if config.parallel_chunks in ("queued", "gathered") and config.persistent:
         return "programs that wait for other chunks are not persistent"
-    if config.parallel_chunks == "gathered" and problem.accumulate:
-        return "gathered sums are not added to a total"
+    if config.parallel_chunks == "gathered" and problem.chunks > _MOST_GATHERED:
+        return f"at most {_MOST_GATHERED} chunks are gathered"
+    if config.parallel_chunks == "gathered" and (config.rest_n or _sums(config) > _gathered(problem)):
+        return f"chunks are gathered in tiles without a rest, here of at most {_gathered(problem)} sums per thread"
     if config.waits and not sm(problem.arch):
         return "programs wait for each other on NVIDIA GPUs alone"
     if accumulation(problem, config) == "scratch" and not (config.persistent or config.parallel_chunks):
         return "finished chunks that wait in scratch memory need a persistent grid"
     if config.parallel_chunks and (problem.chunks < 2 or problem.batch > 1):
         return "parallel chunks need two chunks or more, and no batch"
-    if workspace(problem, config) > WORKSPACE:
-        return f"finished chunks take {workspace(problem, config)} bytes, more than {WORKSPACE}"
-    if shared_memory(problem, config) > _SHARED_MEMORY.get(problem.arch, _LEAST_SHARED_MEMORY):
-        return f"takes about {shared_memory(problem, config)} bytes of shared memory"
     return ""
+
+
+def _sums(config: Config) -> int:
+    """Sums of a thread."""
+    return config.block_m * config.block_n // (32 * config.num_warps)
+
+
+def _gathered(problem: Problem) -> int:
+    """The most sums of a thread that adds other programs' chunks: if there is one other, it needs no more registers."""
+    return _REGISTERS if problem.chunks > 2 or problem.accumulate else 2 * _REGISTERS
 
 
 def accumulation(problem: Problem, config: Config) -> Accumulation:
@@ -350,14 +381,56 @@ def accumulation(problem: Problem, config: Config) -> Accumulation:
         return "one"
     if config.parallel_chunks in ("partials", "gathered"):
         return config.parallel_chunks
-    sums = config.block_m * config.block_n // (32 * config.num_warps)
-    fits = sums <= _REGISTERS and config.kernel != "stream" and not config.rest_n
+    fits = _sums(config) <= _REGISTERS and not config.rest_n
     if fits and not (problem.accumulate or config.parallel_chunks):
         return "registers"
     return "in place" if problem.out_dtype == "float32" and problem.epilogue == NOTHING else "scratch"
 
 
 def workspace(problem: Problem, config: Config) -> int:
+    """Bytes of scratch memory: finished chunks, then the halves of A and of B."""
+    return halves_at(problem, config)[-1] if config.split else chunk_bytes(problem, config)
+
+
+def halves_at(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Where the halves of A and of B begin in scratch memory, and where they end, in bytes."""
+    begin = _aligned(chunk_bytes(problem, config))
+    middle = begin + _aligned(_halves_bytes(problem, problem.m) * config.splits("a"))
+    return begin, middle, middle + _aligned(_halves_bytes(problem, problem.n) * config.splits("b"))
+
+
+def split_bytes(problem: Problem, config: Config) -> int:
+    """Bytes for halves."""
+    begin, _, end = halves_at(problem, config)
+    return end - begin
+
+
+def _halves_bytes(problem: Problem, rows: int) -> int:
+    return 2 * rows * halves_ld(problem) * ITEMSIZE[problem.dtype]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+
+
+def halves_ld(problem: Problem) -> int:
+    """Elements from one row of a half to the next: TMA reads rows of 16-byte multiples."""
+    return -(-problem.k // 4) * 4
+
+
+def as_read(problem: Problem, config: Config) -> Problem:
+    """The problem as the product reads it: operands that a pass has split are aligned, and contiguous along k."""
+    if not config.split:
+        return problem
+    ld = halves_ld(problem)
+    if config.splits("a"):
+        problem = replace(problem, a_strides=(ld, 1), a_aligned=True)
+    if config.splits("b"):
+        problem = replace(problem, b_strides=(1, ld), b_aligned=True)
+    return problem
+
+
+def chunk_bytes(problem: Problem, config: Config) -> int:
     """Bytes for finished chunks."""
     kind, slots = accumulation(problem, config), programs(problem, config)
     if kind == "partials":
@@ -411,13 +484,15 @@ def _needs_transposing(problem: Problem) -> bool:
 
 
 def reads_a_by_tma(problem: Problem, config: Config) -> bool:
-    return _by_tma(problem, config, problem.a_strides, problem.a_aligned)
+    seen = as_read(problem, config)
+    return _by_tma(problem, config, seen.a_strides, seen.a_aligned)
 
 
 def reads_b_by_tma(problem: Problem, config: Config) -> bool:
     # Two lie in one map, whose innermost axis is k.
     together = problem.weights == 1 or (problem.b_strides[0] == 1 and problem.up_near)
-    return together and _by_tma(problem, config, problem.b_strides, problem.b_aligned)
+    seen = as_read(problem, config)
+    return together and _by_tma(problem, config, seen.b_strides, seen.b_aligned)
 
 
 def writes_c_by_tma(problem: Problem, config: Config) -> bool:
@@ -431,7 +506,9 @@ def writes_c_by_tma(problem: Problem, config: Config) -> bool:
 def shared_memory(problem: Problem, config: Config) -> int:
     """Estimated bytes: the stages of both operands and, with TMA, the tile that is stored."""
     stages = max(1, config.num_stages)
-    operands = stages * (config.block_m + config.columns) * config.block_k * ITEMSIZE[problem.dtype]
+    left, right = (config.splits("b"), config.splits("a"))[:: 1 if config.swapped else -1]
+    tiles = config.block_m * (1 + left) + config.columns * (1 + right)
+    operands = stages * tiles * config.block_k * ITEMSIZE[problem.dtype]
     part = config.block_m * width(problem, config)
     out = part * ITEMSIZE[problem.out_dtype] if writes_c_by_tma(problem, config) else 0
     if config.kernel == "stream" and not out:
@@ -455,6 +532,7 @@ _LEAST_SHARED_MEMORY = 101_376  # sm_86, sm_89, sm_120
 
 def fitted(problem: Problem, config: Config) -> Config:
     """Adapt a configuration to what the problem requires."""
+    config = _with_legal_split(problem, config)
     by_tma = reads_a_by_tma(problem, config), reads_b_by_tma(problem, config)
     # Rows that TMA cannot read are read in pieces, each with an address in a register: smaller tiles.
     pieces = problem.tma and problem.batch == 1 and not problem.k_inner and sm(problem.arch) >= 90
@@ -504,9 +582,35 @@ def fitted(problem: Problem, config: Config) -> Config:
     return config
 
 
+def _illegal_split(problem: Problem, config: Config) -> str:
+    """The rule that operands split by a pass break, or empty."""
+    if not config.split:
+        return ""
+    if problem.number != "tf32x3" or problem.weights > 1:
+        return "split operands are those of one tf32x3 product"
+    if not _has_maps(problem, config):
+        return "halves are read by TMA"
+    size = split_bytes(problem, config)
+    return f"halves take {size} bytes, more than {HALVES}" if size > HALVES else ""
+
+
+def _with_legal_split(problem: Problem, config: Config) -> Config:
+    """Split in registers what no pass can split, with the same bits: both operands, or the larger one."""
+    if not _illegal_split(problem, config):
+        return config
+    smaller = replace(config, split="a" if problem.m < problem.n else "b", rest_n=0)
+    if config.split == "both" and not _illegal_split(problem, smaller):
+        return smaller
+    return replace(config, split="", rest_n=0)
+
+
 def default(problem: Problem) -> Config:
     """The configuration without measurements: tiles that suit the problem on any architecture."""
     sums = problem.epilogue.sums
+    if problem.number == "tf32x3" and problem.m > 128 and sm(problem.arch) == 90:
+        split = Config(128, 128, 32, num_warps=8, num_stages=3, kernel="tma", parts=4, split="both")
+        if not _illegal_split(problem, split):
+            return split
     if problem.number in _PINNED:
         rows = 128 if problem.m > 128 and problem.number == "tf32x3" else 64 if problem.m > 32 or sums else 16
         return Config(rows, 64, _PINNED[problem.number], num_warps=8 if rows == 128 else 4, num_stages=2)
@@ -528,9 +632,13 @@ def _vectors(problem: Problem) -> bool:
 
 def _by_tma(problem: Problem, config: Config, strides: tuple[int, int], aligned: bool) -> bool:
     """TMA reads rows of 16-byte multiples from an aligned address."""
-    if config.kernel == "pointer" or not (problem.tma and sm(problem.arch) >= 90):
-        return False
-    if not aligned or problem.batch > 1 or problem.k_inner:
+    if not aligned or not _has_maps(problem, config):
         return False
     row = max(strides) * ITEMSIZE[problem.dtype]
     return min(strides) == 1 and row % 16 == 0 and row < 2**40
+
+
+def _has_maps(problem: Problem, config: Config) -> bool:
+    """Whether an operand can be read by TMA at all, if its rows allow it."""
+    usable_here = config.kernel != "pointer" and problem.tma and sm(problem.arch) >= 90
+    return usable_here and problem.batch == 1 and not problem.k_inner

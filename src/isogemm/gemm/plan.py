@@ -14,6 +14,7 @@ from isogemm.gemm.configs import ActivationGradProblem, BiasGradProblem, Config,
 
 # The places of a product's inputs: the operands, a gated activation's second weight, what the epilogue reads.
 _A, _B, _B_UP, _READ = range(INPUTS, INPUTS + 4)
+_HALVES = {"a": -2, "b": -1}  # places of what a pass makes of an operand, in scratch memory
 
 
 def plan_for(problem: Problem, device: torch.device) -> Plan:
@@ -35,6 +36,7 @@ def gemm_plan(
     config: used instead of the one that would be chosen.
     """
     from isogemm.gemm.kernels import products as kernels
+    from isogemm.gemm.kernels.halves import describe_split
 
     _require_usable(name, problem)
     source = ""
@@ -52,7 +54,14 @@ def gemm_plan(
             b = b[0], _B, _B_UP
         else:
             second = b[0], _B_UP
-    left, right = (b, a) if config.swapped else (a, b)
+    steps = []
+    whole = {"a": a, "b": b}
+    for operand in filter(config.splits, configs.OPERANDS):
+        halves: Place = (torch.float32, True), _HALVES[operand]
+        launch = describe_split(problem, config, operand)
+        steps.append(make_step(launch, (whole[operand], halves), device))
+        whole[operand] = halves
+    left, right = (whole["b"], whole["a"]) if config.swapped else (whole["a"], whole["b"])
     result: Place = (dtype, problem.c_aligned), OUT
     scratch: Place = sums, SCRATCH
     rest = () if config.kernel == "stream" else (right if config.rest_n else second,)
@@ -62,16 +71,18 @@ def gemm_plan(
     if accumulation == "partials":
         epilogue = [None] * kernels.SLOTS
         adding = (scratch, result, reads[0] if reads else None)
-        steps = [
+        steps += [
             make_step(kernels.describe_gemm(problem, config), (left, right, *rest, scratch, None, *epilogue), device),
             make_step(kernels.describe_add_partials(problem), adding, device),
         ]
     else:
         reads += [None] * (kernels.SLOTS - len(reads))
-        places = (left, right, *rest, result, scratch if bytes_ else None, *reads)
-        steps = [make_step(kernels.describe_gemm(problem, config), places, device)]
+        kept = scratch if configs.chunk_bytes(problem, config) else None
+        places = (left, right, *rest, result, kept, *reads)
+        steps.append(make_step(kernels.describe_gemm(problem, config), places, device))
     served = Dispatch(name, "gemm", str(problem), str(config), "", source)
-    return Plan.of(served, shape, dtype, device, steps, bytes_ // 4)
+    parts = configs.halves_at(problem, config)[:2] if config.split else ()
+    return Plan.of(served, shape, dtype, device, steps, bytes_ // 4, parts)
 
 
 def bias_grad_plan(problem: BiasGradProblem, device: torch.device) -> Plan:

@@ -124,26 +124,36 @@ def terms(problem: Problem, config: Config) -> tuple[float, ...]:
     accumulation, e = configs.accumulation(problem, config), problem.epilogue
     rows, columns = configs.tile(problem, config)
     tiles, k, area = -(-problem.m // rows) * -(-problem.n // columns), problem.k, config.block_m * config.columns
-    flushed, partials = 0.0, 0.0  # finished chunks that wait in registers or the cache; in memory
+    flushed, moved = 0.0, 0.0  # finished chunks that wait in registers or the cache; what others read, add or split
+    if config.parallel_chunks:
+        tiles, k = tiles * problem.chunks, problem.chunk
     if accumulation == "partials":
-        tiles, k, partials = tiles * problem.chunks, problem.chunk, 8e-6 * problem.m * problem.n * problem.chunks / 4
+        moved = 8e-6 * problem.m * problem.n * problem.chunks / 4
+    elif config.parallel_chunks:  # one program reads them one after another
+        moved = (problem.chunks - 1) * area / 4e4
     elif accumulation != "one":
         flushed = problem.chunks
-    busiest = -(-tiles // problem.sm_count)  # tiles of the SM that has most
-    turns = -(-tiles // (problem.sm_count * residents(problem, config)))  # how many of them run one after another
+    side_by_side = problem.sm_count * residents(problem, config)
+    busiest: float = -(-tiles // problem.sm_count)  # tiles of the SM that has most
+    turns: float = -(-tiles // side_by_side)  # how many of them run one after another
+    if config.balanced:
+        busiest, turns = tiles / problem.sm_count, tiles / side_by_side
     results = busiest * area / 4e4
     item, out_item = configs.ITEMSIZE[problem.dtype], configs.ITEMSIZE[problem.out_dtype]
-    read = (problem.weights * problem.n + problem.m) * problem.k * item
+    a_copies, b_copies = (1 + config.splits(operand) for operand in configs.OPERANDS)  # that the product reads
+    read = (a_copies * problem.m + b_copies * problem.weights * problem.n) * problem.k * item
+    moved += 3e-6 * ((a_copies - 1) * problem.m + (b_copies - 1) * problem.n) * problem.k  # read, and two halves
+    tile_read = (a_copies * rows + b_copies * problem.weights * columns) * k * item
     return (
         1.0,
         turns,
         results,
-        results * flushed + partials,
+        results * flushed + moved,
         results if e.activation and not e.gradient else 0.0,
         results * (1 + e.gated) if e.gradient else 0.0,
         turns * k / config.block_k,  # latency: blocks of k that a program waits for
         busiest * k * area / 3e6,  # arithmetic
-        tiles * (config.block_m + config.columns) * k * item / 5e6,  # cache: operands of all tiles
+        tiles * tile_read / 5e6,  # cache: operands of all tiles
         (read + problem.m * problem.n * out_item) / 4e6,  # memory: every operand once
     )
 

@@ -229,7 +229,7 @@ def _fma(problem: Problem) -> Iterator[Config]:
 
 
 def _split(problem: Problem) -> Iterator[Config]:
-    """tf32x3: three products of operand halves, which are split in registers."""
+    """tf32x3: three products of operand halves, which a pass writes to memory or the product makes in registers."""
     for block_m, block_n, warps, stages in (
         (16, 32, 2, 5), (16, 64, 4, 5), (16, 128, 4, 4), (32, 64, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3),
         (64, 128, 8, 3),
@@ -238,6 +238,17 @@ def _split(problem: Problem) -> Iterator[Config]:
         if block_m <= max(16, 2 * problem.m):
             yield Config(block_m, block_n, 32, warps, stages)
             yield Config(block_m, block_n, 32, warps, stages, "tma")
+    if problem.m <= 256:  # the weight's tile on the left, from where wgmma reads registers
+        for block_m, block_n, warps in ((64, 16, 4), (64, 32, 4), (64, 64, 4), (128, 64, 8)):
+            if block_n <= max(16, problem.m):
+                few = Config(block_m, block_n, 32, warps, 4, "tma", swapped=True, pdl=True)
+                yield from (few, replace(few, split="a"), replace(few, kernel="pointer"))
+    if problem.m > 64:
+        for block_m, block_n, warps, stages in ((128, 128, 8, 3), (128, 64, 4, 2), (64, 128, 4, 2), (64, 64, 4, 3)):
+            yield Config(block_m, block_n, 32, warps, stages, "tma", split="both", parts=4, pdl=True)
+        wide = Config(128, 128, 32, 8, 2, "tma", split="both", parts=4, pdl=True)
+        yield from (replace(wide, rest_n=64), replace(wide, rest_n=128))
+        yield replace(wide, num_stages=3, kernel="stream", persistent=True, pdl=False)
 
 
 def plan(problem: Problem, config: Config) -> Plan:

@@ -330,21 +330,25 @@ def finish(
     A swapped tile's m and n, M and N and strides are exchanged here: then they are the result's.
     """
     if ACCUMULATION == "scratch":
-        if not first_chunk:
-            acc += kept_sums(kept_here, BM, BN)
-        if last_chunk:
-            _store(
-                acc, c, e, loaded, steps, numbers, m, n, first_chunk, M, N, stride_cm, stride_cn, BM, BN, WIDTH, C_TMA,
-                SWAPPED, UP_FIRST, E, ACT, SLOPE, "one", ACCUMULATE, INDEX, False,
-            )  # fmt: skip
-        else:
+        if first_chunk:
             keep(acc, kept_here, BM, BN)
-            if BARRIER:
-                tl.debug_barrier()  # another thread may be the one to load it
+        else:  # as a new value: ptxas runs products one after another where their sums change in a branch
+            total = kept_sums(kept_here, BM, BN) + acc
+            if last_chunk:
+                _store(
+                    total, c, e, loaded, steps, numbers, m, n, first_chunk, M, N, stride_cm, stride_cn, BM, BN, WIDTH,
+                    C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, "one", ACCUMULATE, INDEX, False,
+                )  # fmt: skip
+            else:
+                keep(total, kept_here, BM, BN)
+        if BARRIER:
+            tl.debug_barrier()  # another thread may be the one to load it
     else:
+        WHOLE: tl.constexpr = ACCUMULATION == "registers" or ACCUMULATION == "gathered"
         _store(
             acc, c, e, loaded, steps, numbers, m, n, first_chunk, M, N, stride_cm, stride_cn, BM, BN, WIDTH, C_TMA,
-            SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, BARRIER,
+            SWAPPED, UP_FIRST, E, ACT, SLOPE, "one" if WHOLE else ACCUMULATION, ACCUMULATE and not WHOLE, INDEX,
+            BARRIER,
         )  # fmt: skip
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+_LOADED_AHEAD = tl.constexpr(64 * 64)  # elements of a tile
+
 
 def has_sm(least: Any, _semantic: Any = None) -> tl.constexpr:
     """Whether the target is an NVIDIA GPU of at least this architecture; False in the interpreter."""
@@ -95,3 +97,97 @@ def await_flag(flag, stamp):
     else:  # the interpreter runs one program after another
         tl.device_assert(tl.load(flag) == stamp)
         tl.store(flag, stamp * 0)
+
+
+@triton.jit
+def await_flags(flag, stride, count, stamp):
+    """Wait for the `count` flags before this one, `stride` apart, then clear them; `count` is at most 32."""
+    if has_sm(70):  # each thread waits for one: a flag takes about a microsecond to be seen
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred waits, other;
+            .reg .b32 thread;
+            .reg .b64 at, seen;
+            mov.u32 thread, %tid.x;
+            setp.lt.u32 waits, thread, $3;
+            add.u32 thread, thread, 1;
+            mul.wide.u32 at, thread, $2;
+            sub.u64 at, $1, at;
+            again: @waits ld.acquire.gpu.global.b64 seen, [at];
+            setp.ne.and.b64 other, seen, $4, waits;
+            @other bra again;
+            bar.sync 0;
+            @waits st.global.b64 [at], 0;
+            mov.b64 $0, $4;
+            }""",
+            "=&l,l,r,r,l", [flag, stride * 8, count, stamp], dtype=tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        for back in tl.range(1, count + 1):
+            await_flag(flag - back * stride, stamp)
+
+
+@triton.jit
+def gather(
+    acc, scratch, kept, flag, place, places, chunk, last, stamp, c, m, n, M, N, stride_cm, stride_cn,
+    BM: tl.constexpr, BN: tl.constexpr, CHUNKS: tl.constexpr, ACCUMULATE: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """Keep a chunk's sums; or, in the last chunk's program, add all chunks' in order and return them.
+
+    CHUNKS: 2, or 3 for more. If ACCUMULATE, the first chunk's sums are added to C.
+    """
+    if last:
+        await_flags(flag, places, chunk, stamp)
+        other = scratch + place.to(tl.int64) * (BM * BN)
+        apart = places.to(tl.int64) * (BM * BN)
+        total = kept_sums(other, BM, BN)
+        if not ACCUMULATE:
+            total += 0.0  # as a sum that starts at 0: no -0
+        if CHUNKS > 2:  # a loop needs registers for both sums
+            if BM * BN > _LOADED_AHEAD:
+                for _ in tl.range(1, chunk):
+                    other += apart
+                    total += kept_sums(other, BM, BN)
+            else:  # small tiles wait for memory, and have registers for what is loaded next
+                other += apart
+                ahead = kept_sums(other, BM, BN)
+                for _ in tl.range(2, chunk):
+                    other += apart
+                    now = ahead
+                    ahead = kept_sums(other, BM, BN)
+                    total += now
+                total += ahead
+        acc = total + acc
+    else:
+        if ACCUMULATE:
+            if chunk == 0:
+                row = (m + tl.arange(0, BM))[:, None]
+                col = (n + tl.arange(0, BN))[None, :]
+                at = c + (row.to(INDEX) * stride_cm + col.to(INDEX) * stride_cn)
+                acc += tl.load(at, mask=(row < M) & (col < N), other=0.0)
+        keep(acc, kept, BM, BN)
+        set_flag(flag, stamp)
+    return acc
+
+
+@triton.jit
+def shared_slots(
+    scratch, program, tile, places, K, CHUNK: tl.constexpr, FIRST: tl.constexpr, AREA: tl.constexpr,
+    ACCUMULATION: tl.constexpr, PARALLEL: tl.constexpr,
+):  # fmt: skip
+    """Where this program keeps its sums in scratch memory, FIRST of AREA and then the rest; and its flag, behind all.
+
+    "gathered": a slot and a flag for each chunk of each place but the last. "queued": one of each per place. Else a
+    slot per program, and no flag.
+    """
+    slot = program
+    slots = 0
+    if PARALLEL == "gathered":
+        slot = tile
+        slots = places * (tl.cdiv(K, CHUNK) - 1)
+    elif PARALLEL == "queued":
+        slot = tile % places
+        slots = places if ACCUMULATION == "scratch" else 0
+    kept = scratch + slot.to(tl.int64) * AREA
+    flags = (scratch + slots.to(tl.int64) * AREA).to(tl.pointer_type(tl.int64), bitcast=True)
+    return kept, kept + FIRST, flags + slot

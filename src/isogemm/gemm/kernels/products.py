@@ -21,15 +21,19 @@ from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import Config, Problem
 from isogemm.gemm.kernels.epilogue import biases, finish
-from isogemm.gemm.kernels.handover import await_flag, has_sm, keep, kept_sums, set_flag
+from isogemm.gemm.kernels.halves import multiple, split_tf32
+from isogemm.gemm.kernels.handover import await_flag, gather, has_sm, keep, kept_sums, set_flag, shared_slots
 
 _ADDED_AT_ONCE = 1024
 
 
 @triton.jit
-def multiple(value, UNIT: tl.constexpr):
-    """The same value, known to the compiler as a multiple of UNIT, for wide loads."""
-    return value // UNIT * UNIT
+def multiples(row, col, ROW_UNIT: tl.constexpr, COL_UNIT: tl.constexpr, TMA: tl.constexpr):
+    """The strides of a matrix as `multiple`; TMA has its own."""
+    if TMA:
+        return 0, 0
+    else:
+        return multiple(row, ROW_UNIT), multiple(col, COL_UNIT)
 
 
 @triton.jit
@@ -45,24 +49,20 @@ def round_by_instruction(x):
 
 
 @triton.jit
-def _split_tf32(x):
-    """x as the sum of two TF32 numbers; an infinity is its own large part."""
-    large = round_to_tf32(x)
-    small = round_to_tf32(x - large)
-    return large, tl.where(tl.abs(large) == float("inf"), 0.0, small)
-
-
-@triton.jit
 def _added(block, acc):
     """acc + block, as a fused multiply-add: Triton would merge a plain sum into the dot, as one longer chain."""
     return tl.fma(block, tl.full(block.shape, 1.0, tl.float32), acc)
 
 
 @triton.jit
-def multiply(a, b, acc, PRECISION: tl.constexpr, A_ROUNDED: tl.constexpr, B_ROUNDED: tl.constexpr):
+def multiply(
+    a, b, acc, PRECISION: tl.constexpr, A_ROUNDED: tl.constexpr, B_ROUNDED: tl.constexpr,
+    A_SPLIT: tl.constexpr = False, B_SPLIT: tl.constexpr = False, SWAPPED: tl.constexpr = False,
+):  # fmt: skip
     """acc + a b, in ascending k.
 
     ieee and tf32x3 add finished blocks: a tensor core's own sum truncates, and a long chain rounds as often.
+    A_SPLIT, B_SPLIT: a, b is its two halves. SWAPPED: the small products change places, as the operands did.
     """
     if PRECISION == "tf32":
         if not A_ROUNDED:
@@ -71,10 +71,14 @@ def multiply(a, b, acc, PRECISION: tl.constexpr, A_ROUNDED: tl.constexpr, B_ROUN
             b = round_to_tf32(b)
         return tl.dot(a, b, acc, input_precision="tf32")
     elif PRECISION == "tf32x3":
-        a_large, a_small = _split_tf32(a)
-        b_large, b_small = _split_tf32(b)
-        block = tl.dot(a_small, b_large, input_precision="tf32")
-        block = tl.dot(a_large, b_small, block, input_precision="tf32")
+        a_large, a_small = a if A_SPLIT else split_tf32(a)
+        b_large, b_small = b if B_SPLIT else split_tf32(b)
+        if SWAPPED:
+            block = tl.dot(a_large, b_small, input_precision="tf32")
+            block = tl.dot(a_small, b_large, block, input_precision="tf32")
+        else:
+            block = tl.dot(a_small, b_large, input_precision="tf32")
+            block = tl.dot(a_large, b_small, block, input_precision="tf32")
         return _added(tl.dot(a_large, b_large, block, input_precision="tf32"), acc)
     elif PRECISION == "ieee":
         return _added(tl.dot(a, b, input_precision="ieee"), acc)
@@ -87,12 +91,20 @@ def load_tile(
     source, first, k, rows, K, stride_row, stride_k, k_inner, stride_k_outer,
     ROWS: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, K_CONTIGUOUS: tl.constexpr, TRANSPOSED: tl.constexpr,
     MASK_K: tl.constexpr, K_LEVELS: tl.constexpr, INDEX: tl.constexpr, PAIRED: tl.constexpr, to_second,
+    SPLIT: tl.constexpr = False,
 ):  # fmt: skip
     """Rows first .. first + ROWS - 1 of an operand at k .. k + BK - 1: [ROWS, BK], or [BK, ROWS] if TRANSPOSED.
 
     PAIRED: ROWS // 2 rows of one matrix, then as many of another, `to_second` elements away (TMA: one map of both).
+    SPLIT: the large and the small halves, of which there is one map.
     """
-    if TMA:
+    if SPLIT:
+        large = tl.reshape(source.load([0, first, k]), (ROWS, BK))
+        small = tl.reshape(source.load([1, first, k]), (ROWS, BK))
+        if TRANSPOSED:
+            large, small = large.T, small.T
+        return large, small
+    elif TMA:
         if PAIRED:
             tile = tl.reshape(source.load([0, first, k]), (ROWS, BK))
         elif K_CONTIGUOUS:
@@ -150,18 +162,18 @@ def _gemm_kernel(
     A_K_CONTIGUOUS: tl.constexpr, B_K_CONTIGUOUS: tl.constexpr,
     UNITS: tl.constexpr, ACCUMULATION: tl.constexpr, CHUNK: tl.constexpr, ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr, E: tl.constexpr,
-    ACT: tl.constexpr, SLOPE: tl.constexpr,
+    ACT: tl.constexpr, SLOPE: tl.constexpr, A_SPLIT: tl.constexpr, B_SPLIT: tl.constexpr,
     BN_REST: tl.constexpr, PERSISTENT: tl.constexpr, MASK_K: tl.constexpr, K_LEVELS: tl.constexpr,
-    BATCHED: tl.constexpr, PDL: tl.constexpr, PARALLEL: tl.constexpr,
+    BATCHED: tl.constexpr, PDL: tl.constexpr, PARALLEL: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
     """C = A B for any operands; one program per tile, or a few persistent programs.
 
     A tile is BN + BN_REST wide: two sums side by side, since each must be a power of two. Where two weights are
     paired, each has half of BN (of BM, if swapped); b_rest is then the second.
 
-    PARALLEL: a program per chunk of a tile. "partials": another kernel adds the sums. "queued": each program waits until
-    the chunk before is added, adds its own sums, and says so. "gathered": the last chunk's program waits for the
-    others' sums and adds all. Programs start in ascending order, so one that is waited for runs already.
+    PARALLEL: a program per chunk of a tile. "partials": another kernel adds the sums. "queued": each program waits
+    until the chunk before is added, adds its own sums, and says so. "gathered": the last chunk's program waits for
+    the others' sums and adds all. Programs start in ascending order, so one that is waited for runs already.
     """
     e = (e0, e1, e2, e3, e4, e5, e6, e7, e8, e9, e10, e11, e12, e13, e14, e15, e16, e17, e18, e19)
     steps = (
@@ -177,15 +189,9 @@ def _gemm_kernel(
     M = multiple(M, UNITS[0])
     N = multiple(N, UNITS[1])
     K = multiple(K, UNITS[2])
-    if not A_TMA:
-        stride_am = multiple(stride_am, UNITS[3])
-        stride_ak = multiple(stride_ak, UNITS[4])
-    if not B_TMA:
-        stride_bk = multiple(stride_bk, UNITS[5])
-        stride_bn = multiple(stride_bn, UNITS[6])
-    if not C_TMA:
-        stride_cm = multiple(stride_cm, UNITS[7])
-        stride_cn = multiple(stride_cn, UNITS[8])
+    stride_am, stride_ak = multiples(stride_am, stride_ak, UNITS[3], UNITS[4], A_TMA)
+    stride_bk, stride_bn = multiples(stride_bk, stride_bn, UNITS[5], UNITS[6], B_TMA)
+    stride_cm, stride_cn = multiples(stride_cm, stride_cn, UNITS[7], UNITS[8], C_TMA)
     m_tiles = tl.cdiv(M, TILE_M)
     n_tiles = tl.cdiv(N, TILE_N)
     to_second = 0
@@ -226,73 +232,43 @@ def _gemm_kernel(
         for begin in tl.range(begin_first, begin_end, CHUNK if CHUNK > 0 else 1):
             end = min(begin + CHUNK, K) if CHUNK > 0 else K
             acc = tl.zeros((BM, BN), dtype=tl.float32)
-            if BN_REST > 0:
-                acc_rest = tl.zeros((BM, BN_REST), dtype=tl.float32)
+            acc_rest = tl.zeros((BM, BN_REST if BN_REST > 0 else 1), dtype=tl.float32)
             for k in tl.range(begin, end, BK):
                 a_tile = load_tile(
                     a_from, m, k, M, K, stride_am, stride_ak, k_inner, stride_ak_outer,
-                    BM, BK, A_TMA, A_K_CONTIGUOUS, False, MASK_K, K_LEVELS, INDEX, A_PAIRED, to_second,
+                    BM, BK, A_TMA, A_K_CONTIGUOUS, False, MASK_K, K_LEVELS, INDEX, A_PAIRED, to_second, A_SPLIT,
                 )  # fmt: skip
                 b_tile = load_tile(
                     b_from, n, k, N, K, stride_bn, stride_bk, k_inner, stride_bk_outer,
-                    BN, BK, B_TMA, B_K_CONTIGUOUS, True, MASK_K, K_LEVELS, INDEX, B_PAIRED, to_second,
+                    BN, BK, B_TMA, B_K_CONTIGUOUS, True, MASK_K, K_LEVELS, INDEX, B_PAIRED, to_second, B_SPLIT,
                 )  # fmt: skip
-                acc = multiply(a_tile, b_tile, acc, PRECISION, A_TMA, B_TMA)
+                acc = multiply(a_tile, b_tile, acc, PRECISION, A_TMA, B_TMA, A_SPLIT, B_SPLIT, SWAPPED)
                 if BN_REST > 0:
                     rest_tile = load_tile(
                         b_rest, n + BN, k, N, K, stride_bn, stride_bk, k_inner, stride_bk_outer,
-                        BN_REST, BK, B_TMA, B_K_CONTIGUOUS, True, MASK_K, K_LEVELS, INDEX, False, 0,
+                        BN_REST, BK, B_TMA, B_K_CONTIGUOUS, True, MASK_K, K_LEVELS, INDEX, False, 0, B_SPLIT,
                     )  # fmt: skip
-                    acc_rest = multiply(a_tile, rest_tile, acc_rest, PRECISION, A_TMA, B_TMA)
+                    acc_rest = multiply(a_tile, rest_tile, acc_rest, PRECISION, A_TMA, B_TMA, A_SPLIT, B_SPLIT, SWAPPED)
+            AREA: tl.constexpr = BM * (BN + BN_REST)
             kept = scratch
             kept_rest = scratch
-            AREA: tl.constexpr = BM * (BN + BN_REST)
-            if ACCUMULATION == "scratch" or PARALLEL == "gathered":
-                slot = program
-                if PARALLEL != "":
-                    slot = tile if PARALLEL == "gathered" else tile % places
-                kept = scratch + slot.to(tl.int64) * AREA
-                kept_rest = kept + BM * BN
-            if PARALLEL == "queued" or PARALLEL == "gathered":
-                flags = scratch
-                if PARALLEL == "gathered":
-                    flags += places.to(tl.int64) * (tl.cdiv(K, CHUNK) - 1) * AREA
-                elif ACCUMULATION == "scratch":
-                    flags += places.to(tl.int64) * AREA
-                flags = flags.to(tl.pointer_type(tl.int64), bitcast=True)
+            if ACCUMULATION == "scratch" or PARALLEL == "queued" or PARALLEL == "gathered":
+                kept, kept_rest, flag = shared_slots(
+                    scratch, program, tile, places, K, CHUNK, BM * BN, AREA, ACCUMULATION, PARALLEL
+                )  # fmt: skip
+            whole = True
             if PARALLEL == "queued":
                 if begin > 0:
-                    await_flag(flags + tile % places, stamp + layer)
-            if PARALLEL == "gathered":
-                if end < K:
-                    keep(acc, kept, BM, BN)
-                    if BN_REST > 0:
-                        keep(acc_rest, kept_rest, BM, BN_REST)
-                    set_flag(flags + tile, stamp)
-                else:
-                    total = tl.zeros((BM, BN), dtype=tl.float32)
-                    if BN_REST > 0:
-                        total_rest = tl.zeros((BM, BN_REST), dtype=tl.float32)
-                    for earlier in tl.range(0, layer):
-                        other = tile % places + earlier * places
-                        await_flag(flags + other, stamp)
-                        other_kept = scratch + other.to(tl.int64) * AREA
-                        total += kept_sums(other_kept, BM, BN)
-                        if BN_REST > 0:
-                            total_rest += kept_sums(other_kept + BM * BN, BM, BN_REST)
-                    finish(
-                        total + acc, c_to, kept, e, loaded, steps, numbers, m, n, True, True, M, N, stride_cm,
-                        stride_cn, BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, "one", False, INDEX, False,
-                    )  # fmt: skip
-                    if BN_REST > 0:
-                        finish(
-                            total_rest + acc_rest, c_to, kept, e, loaded_rest, steps, numbers, m, n + BN, True, True,
-                            M, N, stride_cm, stride_cn, BM, BN_REST, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE,
-                            "one", False, INDEX, False,
-                        )  # fmt: skip
-            elif ACCUMULATION == "registers":
+                    await_flag(flag, stamp + layer)
+            elif PARALLEL == "gathered":
+                whole = end == K
+                acc = gather(
+                    acc, scratch, kept, flag, tile % places, places, layer, whole, stamp, c, m, n, M, N, stride_cm,
+                    stride_cn, BM, BN, GATHERED, ACCUMULATE, INDEX,
+                )  # fmt: skip
+            if ACCUMULATION == "registers":
                 total += acc
-            else:
+            elif whole:
                 finish(
                     acc, c_to, kept, e, loaded, steps, numbers, m, n, begin == 0, end == K, M, N, stride_cm, stride_cn,
                     BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, True,
@@ -305,11 +281,11 @@ def _gemm_kernel(
                     )  # fmt: skip
             if PARALLEL == "queued":
                 if end < K:
-                    set_flag(flags + tile % places, stamp + layer + 1)
+                    set_flag(flag, stamp + layer + 1)
         if ACCUMULATION == "registers":
             finish(
                 total, c_to, scratch, e, loaded, steps, numbers, m, n, True, True, M, N, stride_cm, stride_cn,
-                BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, "one", False, INDEX, False,
+                BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, False, INDEX, False,
             )  # fmt: skip
 
 
@@ -324,7 +300,7 @@ def _stream_kernel(
     C_TMA: tl.constexpr, A_K_CONTIGUOUS: tl.constexpr, B_K_CONTIGUOUS: tl.constexpr,
     UNITS: tl.constexpr, ACCUMULATION: tl.constexpr, CHUNK: tl.constexpr, ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr, E: tl.constexpr,
-    ACT: tl.constexpr, SLOPE: tl.constexpr, BALANCED: tl.constexpr,
+    ACT: tl.constexpr, SLOPE: tl.constexpr, A_SPLIT: tl.constexpr, B_SPLIT: tl.constexpr, BALANCED: tl.constexpr,
 ):  # fmt: skip
     """C = A B with operands by TMA; a few persistent programs, each with one loop over the k of all its tiles.
 
@@ -346,9 +322,7 @@ def _stream_kernel(
     TILE_N: tl.constexpr = BN // 2 if B_PAIRED else BN
     M = multiple(M, UNITS[0])
     N = multiple(N, UNITS[1])
-    if not C_TMA:
-        stride_cm = multiple(stride_cm, UNITS[7])
-        stride_cn = multiple(stride_cn, UNITS[8])
+    stride_cm, stride_cn = multiples(stride_cm, stride_cn, UNITS[7], UNITS[8], C_TMA)
     m_tiles = tl.cdiv(M, TILE_M)
     n_tiles = tl.cdiv(N, TILE_N)
     blocks = tl.cdiv(K, BK)
@@ -385,6 +359,8 @@ def _stream_kernel(
     n = 0
     BIASED: tl.constexpr = TILE_M if SWAPPED else TILE_N
     acc = tl.zeros((BM, BN), dtype=tl.float32)
+    if ACCUMULATION == "registers":
+        total = tl.zeros((BM, BN), dtype=tl.float32)
     for _ in tl.range(0, turns):
         if BALANCED:
             starts = block == stop - 1
@@ -411,13 +387,20 @@ def _stream_kernel(
                 begin = layer * CHUNK
                 blocks = tl.minimum(tl.cdiv(K - begin, BK), CHUNK // BK)
         k = begin + block * BK
-        a_tile = load_tile(a, m, k, M, K, 0, 0, 0, 0, BM, BK, True, A_K_CONTIGUOUS, False, False, 1, INDEX, A_PAIRED, 0)
-        b_tile = load_tile(b, n, k, N, K, 0, 0, 0, 0, BN, BK, True, B_K_CONTIGUOUS, True, False, 1, INDEX, B_PAIRED, 0)
-        acc = multiply(a_tile, b_tile, acc, PRECISION, True, True)
+        a_tile = load_tile(
+            a, m, k, M, K, 0, 0, 0, 0, BM, BK, True, A_K_CONTIGUOUS, False, False, 1, INDEX, A_PAIRED, 0, A_SPLIT
+        )
+        b_tile = load_tile(
+            b, n, k, N, K, 0, 0, 0, 0, BN, BK, True, B_K_CONTIGUOUS, True, False, 1, INDEX, B_PAIRED, 0, B_SPLIT
+        )
+        acc = multiply(a_tile, b_tile, acc, PRECISION, True, True, A_SPLIT, B_SPLIT, SWAPPED)
         last = block == (stop if BALANCED else blocks) - 1
         ends = last
-        if ACCUMULATION == "in place" or ACCUMULATION == "scratch":
+        if ACCUMULATION == "in place" or ACCUMULATION == "scratch" or ACCUMULATION == "registers":
             ends = last | ((block + 1) % (CHUNK // BK) == 0)
+        stores = last if ACCUMULATION == "registers" else ends
+        if BALANCED:
+            stores = item >= 0
         if ends:  # no barrier: its own loads and stores agree on threads, and one would end the overlap
             first = k < CHUNK
             c_to = c
@@ -428,16 +411,16 @@ def _stream_kernel(
                 if item < 0:
                     keep(acc, scratch + program.to(tl.int64) * (BM * BN), BM, BN)
                     set_flag(flags, stamp)
-                else:
-                    finish(
-                        acc, c_to, kept, e, loaded, steps, numbers, m, n, first, last, M, N, stride_cm, stride_cn,
-                        BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, False,
-                    )  # fmt: skip
-            else:
+            if ACCUMULATION == "registers":
+                acc += total
+                total = acc
+            if stores:
                 finish(
                     acc, c_to, kept, e, loaded, steps, numbers, m, n, first, last, M, N, stride_cm, stride_cn,
                     BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, False,
                 )  # fmt: skip
+                if ACCUMULATION == "registers":
+                    total = tl.zeros((BM, BN), dtype=tl.float32)
             acc = tl.zeros((BM, BN), dtype=tl.float32)
             if BALANCED:
                 if (item == last_item - 1) & (begins % blocks > 0):
@@ -476,15 +459,17 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
     """The launch that computes `problem` with `config`.
 
     Its tensors are a, b, (b's rest, or the second weight), c, scratch memory and what the epilogue reads and writes
-    (`operands.TENSORS`). A swapped configuration's a and b change places. Accumulated by partials, c is their memory.
+    (`operands.TENSORS`). An operand that a pass splits is given as its halves. A swapped configuration's a and b change
+    places. Accumulated by partials, c is their memory.
     Its numbers are alpha, beta, the dropout's threshold and its scale.
     """
     accumulation = configs.accumulation(problem, config)
     a_tma, b_tma = configs.reads_a_by_tma(problem, config), configs.reads_b_by_tma(problem, config)
     c_tma = configs.writes_c_by_tma(problem, config)
-    seen = problem
+    seen = configs.as_read(problem, config)
+    a_split, b_split = config.splits("a"), config.splits("b")
     if config.swapped:
-        seen, a_tma, b_tma = problem.transposed(), b_tma, a_tma
+        seen, a_tma, b_tma, a_split, b_split = seen.transposed(), b_tma, a_tma, b_split, a_split
     if accumulation == "partials":
         seen = replace(seen, c_strides=(1, problem.n) if config.swapped else (problem.n, 1))
     (am, ak), (bk, bn), (cm, cn) = seen.a_strides, seen.b_strides, seen.c_strides
@@ -506,13 +491,14 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
         "PRECISION": seen.precision if seen.dtype == "float32" else "",
         "INDEX": index_type(_reach(seen)),
         "SWAPPED": config.swapped, "UP_FIRST": problem.up_first and (b_tma if not config.swapped else a_tma),
-        "E": epilogue, "ACT": act, "SLOPE": slope,
+        "E": epilogue, "ACT": act, "SLOPE": slope, "A_SPLIT": a_split, "B_SPLIT": b_split,
     }  # fmt: skip
     blocks: dict[str, object] = {"BM": config.block_m, "BN": config.block_n}
     a_block, b_block = (config.block_m, config.block_k), (config.block_n, config.block_k)
     rounded = seen.precision == "tf32"
     a_map = _operand_map((seen.m, am), (seen.k, ak), a_block, rounded) if a_tma else None
     b_map = _operand_map((seen.n, bn), (seen.k, bk), b_block, rounded) if b_tma else None
+    a_map, b_map = _halved(a_map) if a_split else a_map, _halved(b_map) if b_split else b_map
     if epilogue.paired:
         a_map, b_map = (_paired(a_map), b_map) if config.swapped else (a_map, _paired(b_map))
     c_map = TensorMap((seen.m, seen.n), (cm, cn), (config.block_m, configs.width(problem, config))) if c_tma else None
@@ -530,11 +516,13 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
         maps = (a_map, b_map, c_map)
         return Launch(_stream_kernel, programs, scalars, blocks | constants, options, maps, numbers)
     rest = _operand_map((seen.n, bn), (seen.k, bk), (config.rest_n, config.block_k), rounded) if config.rest_n else None
+    rest = _halved(rest) if b_split else rest
     batched, levels = seen.batch > 1, 2 if seen.k_inner else 1
     constants = {"GROUP": constants.pop("GROUP"), "A_TMA": a_tma, "B_TMA": b_tma} | constants
     constants |= {
         "BN_REST": config.rest_n, "PERSISTENT": config.persistent, "MASK_K": seen.k % config.block_k != 0,
         "K_LEVELS": levels, "BATCHED": batched, "PDL": config.pdl, "PARALLEL": config.parallel_chunks,
+        "GATHERED": min(seen.chunks, 3) if config.parallel_chunks == "gathered" else 0,
     }  # fmt: skip
     scalars = (
         seen.m, seen.n, seen.k, *((None, None) if a_tma else (am, ak)), *((None, None) if b_tma else (bk, bn)),
@@ -574,6 +562,15 @@ def _paired(seen: TensorMap | None) -> TensorMap | None:
         return None
     rows, k = seen.block
     return replace(seen, shape=(2, *seen.shape), strides=(0, *seen.strides), block=(2, rows // 2, k))
+
+
+def _halved(seen: TensorMap | None) -> TensorMap | None:
+    """The map of an operand's large and small halves, which lie one after the other."""
+    if seen is None:
+        return None
+    return replace(
+        seen, shape=(2, *seen.shape), strides=(seen.shape[0] * seen.strides[0], *seen.strides), block=(1, *seen.block)
+    )
 
 
 def index_type(reach: int) -> Any:
