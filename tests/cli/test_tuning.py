@@ -1,5 +1,6 @@
 """`isogemm tune`, and doctor's lines about it, on a GPU that is not there."""
 
+import errno
 from dataclasses import replace
 
 import pytest
@@ -135,6 +136,31 @@ def test_a_cache_that_cannot_be_written_is_noticed_at_once(measuring, capsys):
     env.settings.cache.write_text("a file")
     assert main(["tune", "--weights", "4x4"]) == 2
     assert str(tuned.path(GPU).parent) in capsys.readouterr().err
+
+
+def test_a_disk_that_becomes_full_ends_the_run_after_its_table(measuring, monkeypatch, capsys):
+    measuring()
+    keep, calls = tuned.keep, []
+
+    def fill(*given):
+        calls.append(given)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device", "file")
+        return keep(*given)
+
+    monkeypatch.setattr(tuned, "keep", fill)
+    assert main(["tune", "--weights", "4096x14336", "--tokens", "64", "512"]) == 2
+    shown = capsys.readouterr()
+    assert "file: No space left on device" in shown.err
+    assert "4096 x 14336 half" in shown.out
+    assert tuned.summary(GPU).points == 1
+
+
+def test_a_run_that_calls_will_ignore_says_so(measuring, monkeypatch, capsys):
+    monkeypatch.setattr(env, "settings", replace(env.settings, tuned=False))
+    measuring()
+    assert main(["tune", "--weights", "4096x14336", "--tokens", "64"]) == 0
+    assert "ISOGEMM_TUNED=0: calls ignore it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

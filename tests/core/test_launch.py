@@ -231,6 +231,31 @@ def test_descriptors_are_tritons_own(cuda, monkeypatch, rounded, direct):
     assert compiled.launched[0] == compiled.launched[1]
 
 
+def test_constants_are_left_out_where_triton_would_skip_them(cuda):
+    """The same annotations beside the same arguments, but for the constants, however the kernel is launched."""
+    meta = {"swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [64, 32], "fp4_padded": False}
+    signature = ("*fp32", "constexpr", "tensordesc<fp32[64, 32],#layout>", "i32", "constexpr", "constexpr")
+    annotations = ["out", "constexpr", "map", "height", "width", "pitch", "one", "size", "constexpr", "constexpr"]
+    compiled = Installed(signature, [meta], arg_annotations=annotations)
+    compiled.src = SimpleNamespace(signature=dict(enumerate(signature)))
+    kernel = BoundKernel(compiled, [2, 8])
+    arguments = (512, None, *kernel.describer(0, TensorMap((100, 96), (128, 1), (64, 32)), 0)(4096), 7)
+    kernel(0, 64, *arguments)
+    kernel.prepared(103, 64, arguments)()
+    base = SimpleNamespace(data_ptr=lambda: 4096, dtype=launch._OF_SIZE[4])
+    described = TensorDescriptor(base, [100, 96], [128, 1], [64, 32])
+    compiled.launch(64, 103, 512, None, described, 7, 2, 8)
+    direct, prepared, tritons = compiled.launched
+    assert direct == prepared
+    if not kernel._grouped:  # before Triton 3.7
+        assert direct == tritons
+        return
+    at = tritons.index(tuple(annotations))
+    assert (*direct[:at], *direct[at + 1 : -1]) == (*tritons[:at], *tritons[at + 1 : -1])
+    read = [each for each in zip(annotations, tritons[-1], strict=True) if each[0] != "constexpr"]
+    assert list(zip(direct[at], direct[-1], strict=True)) == read
+
+
 def test_this_tritons_descriptors_are_known(cuda):
     assert launch.descriptors_usable()
 

@@ -2,7 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
-from operator import itemgetter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -38,11 +38,11 @@ def test_a_call_fills_in_addresses_descriptions_and_numbers():
     """A step with one argument of each kind: an address, two descriptors, a scalar, two numbers and a constant."""
     kernel = Kernel()
     described = (
-        (slice(1, 4), itemgetter(INPUTS + 1), lambda address: (f"map of {address}", 7, 8)),
-        (slice(4, 5), itemgetter(INPUTS, INPUTS + 1), lambda pair: (pair,)),
+        (slice(1, 4), (INPUTS + 1,), lambda address: (f"map of {address}", 7, 8)),
+        (slice(4, 5), (INPUTS, INPUTS + 1), lambda pair: (pair,)),
     )
     empty = (None, None, None, None, None, 16, None, None, "constant")
-    step = Step(kernel, 5, empty, ((0, OUT),), described, slice(6, 8))
+    step = Step(kernel, 5, empty, ((0, OUT),), described, ((6, 0), (7, 1)))
     a, b = torch.randn(4, 8), torch.randn(8, 4)
     first = _plan(step).run((a, b))
     second = _plan(step).run((b, a), torch.zeros(4, 4), (0.5, 2.0))
@@ -55,20 +55,37 @@ def test_a_call_fills_in_addresses_descriptions_and_numbers():
     assert kernel.launched == expected
 
 
+def test_a_plan_of_other_inputs_launches_the_same():
+    kernel = Kernel()
+    described = ((slice(0, 1), (INPUTS, INPUTS + 2), lambda pair: (pair,)),)
+    served = _plan(Step(kernel, 1, (None, None, None), ((1, OUT), (2, INPUTS + 2)), described, ()))
+    a, b, out = torch.randn(4, 8), torch.randn(8, 4), torch.zeros(4, 4)
+    served.run((a, None, b), out)
+    served.of_inputs((1, None, 0)).run((b, a), out)
+    first, second = kernel.launched
+    assert first == second == (0, 1, [(a.data_ptr(), b.data_ptr()), out.data_ptr(), b.data_ptr()])
+
+
 def test_scratch_memory_is_allocated_where_a_plan_needs_it():
     kernel = Kernel()
-    step = Step(kernel, 1, (None, None), ((0, plan.SCRATCH), (1, OUT)), (), None)
-    _plan(step).run(())
+    step = Step(kernel, 1, (None, None), ((0, plan.SCRATCH), (1, OUT)), (), ())
     _plan(step, scratch=16).run(())
-    (without, _), (with_scratch, out) = (arguments for _, _, arguments in kernel.launched)
-    assert without is None
-    assert with_scratch not in (None, out)
+    ((_, _, (scratch, out)),) = kernel.launched
+    assert scratch not in (None, out)
+
+
+def test_parts_of_the_scratch_memory_come_last():
+    kernel = Kernel()
+    step = Step(kernel, 1, (None,) * 3, ((0, plan.SCRATCH), (1, -2), (2, -1)), (), ())
+    replace(_plan(step, scratch=256), parts=(128, 512)).run((None, torch.zeros(3)))
+    ((_, _, (scratch, first, second)),) = kernel.launched
+    assert (first - scratch, second - scratch) == (128, 512)
 
 
 def test_every_launch_has_its_own_stamps():
     """What a launch before left in the same memory, up to a million above its stamp, is none of this launch's."""
     kernel = Kernel()
-    step = Step(kernel, 1, (None, plan.STAMP), ((0, OUT),), (), None, 1)
+    step = Step(kernel, 1, (None, plan.STAMP), ((0, OUT),), (), (), 1)
     two = _plan(step, step)
     for _ in range(3):
         two.run(())
@@ -84,8 +101,15 @@ def test_an_operand_without_memory_is_refused(freed):
     operands["total"] = torch.zeros(4, 4)
     operands[freed].untyped_storage().resize_(0)
     *inputs, total = operands.values()
+    described = (
+        (slice(2, 3), (INPUTS,), lambda address: (address,)),
+        (slice(3, 4), (INPUTS + 1, INPUTS + 2), lambda pair: (pair,)),
+    )
+    kernel = Kernel()
+    step = Step(kernel, 1, (None,) * 4, ((0, OUT), (1, INPUTS + 3)), described, ())
     with pytest.raises(RuntimeError, match=r"isogemm.matmul: an operand has no memory"):
-        _plan().run((*inputs, None), total)
+        _plan(step).run(inputs, total)
+    assert kernel.launched == []
 
 
 def test_caches_are_bounded_and_cleared_together():

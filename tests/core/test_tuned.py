@@ -96,6 +96,11 @@ def test_processes_that_write_at_once_lose_nothing(cache):
 
 
 WHOLE = content()
+BEFORE = (
+    "block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int, "
+    "kernel: Literal['pointer', 'tma', 'stream'], swapped: bool, group: int, persistent: bool, parts: int, "
+    "rest_n: int, residents: int, parallel_chunks: bool, pdl: bool"
+)
 UNUSABLE = {
     "empty": b"",
     "truncated": WHOLE[:-40],
@@ -105,6 +110,15 @@ UNUSABLE = {
     "another GPU's": content(gpu="NVIDIA H100"),
     "another Triton's": content(triton="1.0.0"),
     "another version's": content(version=tuned.VERSION + 1),
+    "a config whose field has other values": content(
+        configs={"gemm": tuned._fields("gemm").replace("'gathered'", "'collected'")}
+    ),
+    "configs of before a change of Config": content(
+        configs={"gemm": BEFORE}, families={"gemm": [[KEY, [[16, [64, 16, 128, 4, 3, "pointer", *[True] * 8]]]]]}
+    ),
+    "another structure": files.sealed(b'{"tables": {}}'),
+    "a list": files.sealed(b"[]"),
+    "nested without end": files.sealed(b"[" * 100_000),
     "configs of other fields": content(configs={"gemm": tuned._fields("gemm").rpartition(", ")[0]}),
     "an unknown family": content(families={"os": []}),
     "a family without a Config": content(families={"encoder": []}),
@@ -124,6 +138,7 @@ def test_an_unusable_file_is_ignored_with_one_warning(data):
         assert [tuned.load("gemm", GPU) for _ in range(3)] == [{}] * 3
     assert len(warned) == 1
     assert str(file) in str(warned[0].message)
+    assert len(str(warned[0].message)) < len(str(file)) + 200
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tuned.keep("gemm", GPU, {KEY: ((16, SMALL),)})
@@ -233,6 +248,13 @@ def test_what_could_be_kept_can_be_asked(cache):
     with pytest.raises(IsADirectoryError, match="Is a directory") as error:
         tuned.require_writable(GPU)
     assert error.value.filename == str(tuned.path(GPU))
+
+
+def test_nothing_is_summed_up_where_nothing_is_served(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(env, "settings", replace(env.settings, cache=Path("~/.cache")))
+    place(WHOLE)
+    assert tuned.summary(GPU).points == 0
 
 
 def test_a_user_without_a_home(tmp_path, monkeypatch):

@@ -185,6 +185,32 @@ def test_a_tuned_config_serves_from_half_of_its_tokens(tuned_for):
         assert choose(others).source != "tuned"
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100", "gfx942"])
+def test_without_a_table_a_tuned_config_serves_its_neighbours(arch, tuned_for):
+    """The rules that would serve them know nothing of this GPU. Few tokens say nothing of many, nor many of few."""
+
+    def served(*tokens):
+        found = {each: choose(linear(each, 1536, 2048, gpu="here", arch=arch)) for each in tokens}
+        assert {choice.source for choice in found.values()} <= {"tuned", "default"}
+        edges = token_edges(linear(1, 1536, 2048, gpu="here", arch=arch), 1 << 20)
+        for each, choice in found.items():
+            assert choose(linear(edges[bisect_left(edges, each)], 1536, 2048, gpu="here", arch=arch)) == choice
+        return [each for each, choice in found.items() if choice.source == "tuned"]
+
+    tuned_for(1, 40, 4096)
+    sizes = 1, 2, 5, 6, 20, 21, 40, 41, 512, 513, 2048, 4096, 4097, 1 << 20
+    assert served(*sizes) == [1, 6, 20, 21, 40, 513, 2048, 4096, 4097, 1 << 20]
+    tuned_for(1, 512)
+    assert served(1, 2, 64, 65, 512, 513, 4096) == [1, 65, 512]
+
+
+def test_the_nearest_tuned_config_serves(monkeypatch):
+    steps = tuple((tokens, astuple(replace(TUNED, group=tokens))) for tokens in (16, 64, 2048))
+    monkeypatch.setattr(tuned, "load", lambda family, gpu: {("half", "nt", 1536, 2048): steps})
+    chosen = {each: choose(linear(each, 1536, 2048, arch="sm_80")).config.group for each in (3, 17, 30, 64, 300, 9999)}
+    assert chosen == {3: 16, 17: 64, 30: 64, 64: 64, 300: 2048, 9999: 2048}
+
+
 def test_a_tuned_config_that_does_not_serve_here_is_passed_over(tuned_for):
     """What may differ between calls of one weight: alignment forces another kernel, a residual takes shared memory."""
     tuned_for(64, config=replace(TUNED, num_stages=64, block_k=512))

@@ -57,6 +57,21 @@ def test_there_are_legal_candidates_everywhere(kind, number, arch):
         assert [configs.illegal(point.problem, config) for config in made] == [""] * len(made)
 
 
+@pytest.mark.parametrize(("arch", "early"), [("sm_80", False), ("sm_89", False), ("sm_90", True), ("gfx942", False)])
+def test_launches_begin_early_only_where_the_gpu_can(arch, early):
+    """Elsewhere the instructions do not assemble: all such candidates would fail."""
+    made = [gemm.candidates(Point("linear", "half", tokens, 4096, 1024, arch)) for tokens in (1, 64, 4096)]
+    assert all(any(config.pdl for config in each) == early for each in made)
+
+
+def test_ways_to_fill_the_gpu_are_tried():
+    few = gemm.candidates(Point("dw", "half", 16384, 512, 512))
+    assert {config.parallel_chunks for config in few} == {"", "partials", "gathered"}
+    many = gemm.candidates(Point("dw", "half", 16384, 8192, 8192))
+    assert {config.parallel_chunks for config in many if not config.swapped} <= {"", "partials"}
+    assert {config.balanced for config in gemm.candidates(Point("linear", "half", 4096, 4096, 1024))} == {True, False}
+
+
 def test_kernels_are_listed_once():
     pytest.importorskip("triton")
     points = [Point("linear", "half", tokens, n, 4096) for tokens in (1024, 2048) for n in (4096, 8192)]

@@ -5,6 +5,7 @@ from dataclasses import astuple, replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -80,6 +81,16 @@ def test_gradients_are_of_many_tokens_unless_they_are_asked_for():
     asked = points(tokens=[8, 300, 8], backward=True)
     assert [point.tokens for point in asked] == [8] * 6 + [300] * 6
     assert {point.kind for point in asked[:6]} == {"linear", "dx", "dw"}
+
+
+def test_float16_is_measured_in_float16():
+    """Its configs are kept where bfloat16's are, but what was compared is what runs."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for forced in (None, torch.float16):
+            found = weights.listed(weights.from_torch(torch.empty(64, 32, dtype=dtype)), forced, "tf32")
+            (point,) = points(tokens=[64], found=found)
+            assert point.problem.dtype == point.dtype == str(forced or dtype).removeprefix("torch.")
+            assert point.key[0] == ("tf32" if (forced or dtype) is torch.float32 else "half")
 
 
 def test_a_transposed_weight_s_forward_is_of_few_tokens_too():
@@ -233,10 +244,9 @@ def test_this_process_chooses_again():
     assert not plans
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
-def test_other_numbers_of_tokens_are_served_as_before(arch):
+def test_other_numbers_of_tokens_are_served_as_before():
     """What was measured of 512 tokens serves 257 to 512, at once and in this process."""
-    (point, _) = points(tokens=[512], arch=arch)
+    (point, _) = points(tokens=[512])
     before = {tokens: untuned(point, tokens) for tokens in (1, 16, 256, 257, 400, 512, 513, 4096, 100_000)}
     made(Fake(fastest=5.0), [point]).run()
     for tokens, config in before.items():
@@ -247,6 +257,19 @@ def test_other_numbers_of_tokens_are_served_as_before(arch):
         else:
             assert chosen.config == config
             assert chosen.source != "tuned"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_100", "gfx942"])
+def test_on_an_architecture_without_a_table_a_run_serves_almost_all(arch):
+    """Of any weight and pass, all numbers of tokens but 2 are served by what the default run measured."""
+    given = points(backward=True, arch=arch, found=FOUND[:1])
+    made(Fake(fastest=5.0), given).run()
+    for point in (each for each in given if each.tokens == 4096):
+        least = 32 if point.kind not in FORWARD else 2
+        for tokens in (*range(least + 1, 300), 1000, 3000, 5000, 16384, 100_000):
+            chosen = selection.choose(replace(point, tokens=tokens).problem)
+            assert chosen.source == "tuned", (point, tokens)
+            assert configs.illegal(replace(point, tokens=tokens).problem, chosen.config) == ""
 
 
 def test_a_later_run_replaces_only_what_it_measured():

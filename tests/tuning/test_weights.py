@@ -202,6 +202,67 @@ def test_a_model_that_is_no_causal_lm(config):
     assert {(64, 64), (128, 64), (64, 128)} <= set(sizes(from_config(config(VIT))))
 
 
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "vocab_size": 1000,
+}  # fmt: skip
+SEEING = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+PLAIN = {(64, 64), (32, 64), (176, 64), (64, 176), (1000, 64)}
+FAMILIES = {  # model_type: the class its config names, what differs from SMALL, and shapes that must be found
+    "llama": ("LlamaForCausalLM", {}, PLAIN),
+    "qwen2": ("Qwen2ForCausalLM", {}, PLAIN),
+    "qwen3": ("Qwen3ForCausalLM", {}, PLAIN),
+    "gemma2": ("Gemma2ForCausalLM", {}, PLAIN),
+    "gemma3_text": ("Gemma3ForCausalLM", {}, PLAIN),
+    "mistral": ("MistralForCausalLM", {}, PLAIN),
+    "phi3": ("Phi3ForCausalLM", {"pad_token_id": 0}, {(128, 64), (64, 64), (352, 64), (64, 176), (1000, 64)}),  # packed
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 2}, {(64, 64), (32, 64), (1000, 64)}),
+    "gemma3": (
+        "Gemma3ForConditionalGeneration", {"text_config": SMALL, "vision_config": SEEING}, {*PLAIN, (48, 32), (32, 48)},
+    ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": {"model_type": "llama", **SMALL},
+            "vision_config": {"model_type": "clip_vision_model", **SEEING},
+        },
+        {*PLAIN, (48, 32), (32, 48), (64, 32)},
+    ),
+    "mllama": (
+        "MllamaForConditionalGeneration",
+        {
+            "text_config": {
+                "model_type": "mllama_text_model", **SMALL, "cross_attention_layers": [0], "pad_token_id": 0,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "vision_config": {
+                "model_type": "mllama_vision_model", "hidden_size": 32, "intermediate_size": 48, "attention_heads": 2,
+                "num_hidden_layers": 1, "num_global_layers": 1, "intermediate_layers_indices": [0],
+                "vision_output_dim": 64,
+            },
+        },
+        {*PLAIN, (48, 32), (32, 48)},
+    ),
+    "t5": ("T5ForConditionalGeneration", {"d_model": 64, "d_kv": 16, "d_ff": 176, "num_heads": 4, "num_layers": 1}, {
+        (64, 64), (176, 64), (64, 176), (1000, 64),
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_configs_of_many_families(family, named, config):
+    """All of a model, its head too: of the class that the config names, in the dtype that it names."""
+    pytest.importorskip("transformers")
+    architecture, changes, expected = FAMILIES[family]
+    given = {"architectures": [architecture]} if named else {}
+    if not named and family == "mllama":
+        pytest.skip("without its class the text model serves, whose own config has no dtype")
+    found = from_config(config({"model_type": family, "torch_dtype": "bfloat16", **given, **SMALL, **changes}))
+    assert expected <= set(sizes(found))
+    assert {each.dtype for each in found} == {torch.bfloat16}
+
+
 def test_a_config_of_nothing_known(config, tmp_path):
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=r"config is .*json, from which transformers cannot make a model: ") as error:
@@ -291,6 +352,42 @@ def test_a_file_as_safetensors_writes_it(tmp_path):
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4, dtype=torch.bfloat16))
     library.save_file(model.state_dict(), tmp_path / "model.safetensors")
     assert sorted(from_safetensors(tmp_path), key=str) == sorted(from_torch(model), key=str)
+
+
+def test_the_files_that_an_index_lists(tmp_path):
+    """And no other of the folder, such as the same weights in other names."""
+    index = {"weight_map": {"a.weight": "model-1.safetensors", "b.weight": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name, n in (("model-1", 1), ("model-2", 2), ("consolidated", 3)):
+        safetensors(tmp_path / f"{name}.safetensors", **{f"{n}.weight": ("F16", n, 8)})
+    assert sizes(from_safetensors(tmp_path)) == [(1, 8), (2, 8)]
+    assert sizes(from_safetensors(tmp_path / "model.safetensors.index.json")) == [(1, 8), (2, 8)]
+    (tmp_path / "model-2.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"safetensors: .*model-2\.safetensors: No such file"):
+        from_safetensors(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "[" * 100_000])
+def test_an_index_of_another_kind(content, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        with pytest.raises(ValueError, match=r"index\.json is no index of safetensors files"):
+            from_safetensors(path)
+
+
+def test_quantized_files_are_tuned_for_the_dtype_they_are_run_in(tmp_path):
+    file = safetensors(
+        tmp_path / "model.safetensors",
+        **{
+            "fp8.weight": ("F8_E4M3", 32, 64),
+            "fp8.weight_scale_inv": ("F32", 1, 1),
+            "packed.qweight": ("I32", 4, 8),
+            "four_bits.weight": ("U8", 1024, 1),
+        },
+    )
+    assert sizes(listed(from_safetensors(file), torch.bfloat16, None)) == [(32, 64)]
+    with pytest.raises(ValueError, match=r"found no linear layer in .*; give a dtype"):
+        listed(from_safetensors(file), None, None)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def tune(args: argparse.Namespace, terminal: Terminal) -> int:
             terminal.line(str(point))
         terminal.line(f"{len(points)} points")
         return OK
-    code = OK
+    code, failure = OK, None
     with terminal.progress() as progress:
         with values_as_usage():
             tuning = run.on_current_gpu(points, args.seconds, progress)
@@ -36,10 +36,18 @@ def tune(args: argparse.Namespace, terminal: Terminal) -> int:
             tuning.run()
         except KeyboardInterrupt:
             code = INTERRUPTED
+        except OSError as error:  # such as a full disk: what was kept before is shown first
+            failure = error
     made = tuning.report()
+    if failure is not None and not made.rows:
+        raise failure
     terminal.table(f"Tuned for {made.gpu}", report.COLUMNS, (row.cells for row in made.rows), key=3)
     for line in made.summary:
         terminal.line(line)
+    if not env.settings.tuned:
+        terminal.line("ISOGEMM_TUNED=0: calls ignore it")
+    if failure is not None:
+        raise failure
     return FAILED if made.differing else code
 
 

@@ -32,9 +32,10 @@ def _facts(device: torch.device) -> DeviceFacts:
         return DeviceFacts(name=device.type, arch=device.type, sm_count=0, shared_memory=0, l2_bytes=0)
     properties = torch.cuda.get_device_properties(device)
     arch = getattr(properties, "gcnArchName", "").split(":")[0] if torch.version.hip else ""
+    arch = arch or f"sm_{properties.major}{properties.minor}"
     return DeviceFacts(
-        name=properties.name,
-        arch=arch or f"sm_{properties.major}{properties.minor}",
+        name=properties.name or arch,  # some drivers of AMD give none
+        arch=arch,
         sm_count=properties.multi_processor_count,
         shared_memory=getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block,
         l2_bytes=properties.L2_cache_size,

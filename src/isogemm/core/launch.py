@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from triton import knobs
-from triton.runtime import driver
+from triton.runtime import cache, driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from isogemm.core import private
+from isogemm.core import compiler_key, private
 
 # The raw handle of torch's current stream on a device: what Triton's own launcher asks for.
 current_stream: Any = private.find("torch._C:_cuda_getCurrentRawStream") or (
@@ -85,6 +85,7 @@ class Launch:
         if not isinstance(self.kernel, JITFunction):
             raise TypeError(f"kernel is a {type(self.kernel).__name__}; expected a compiled @triton.jit function")
         self.check(len(tensors))
+        compiler_key.keep(cache)
         arguments = (*self._described(tensors), *self.scalars, *self.numbers)
         compiled = self.kernel.warmup(*arguments, grid=(1,), **self.constants, **self.options)
         return BoundKernel(compiled, list(self.constants.values()))
@@ -115,6 +116,7 @@ class BoundKernel:
         "_grouped",
         "_launch",
         "_metadata",
+        "_places",
         "constants",
         "direct",
     )
@@ -130,17 +132,21 @@ class BoundKernel:
         self._encoders = tuple(getattr(getattr(compiled, "metadata", None), "tensordesc_meta", None) or ())
         launcher = _launcher(compiled, bool(self._encoders))
         self.direct = launcher is not None  # whether launches go past Triton's launcher
-        self._launch, self._before, self._after, self._grouped = launcher or _Launcher(compiled.run)
+        self._launch, self._before, self._after, self._grouped, self._places = launcher or _Launcher(compiled.run)
 
     def __call__(self, device: int, programs: int, *args: Any) -> None:
         """Launch on `device`'s current stream; `device` must be current.
 
         Tensors are given by address, or by what a `describer` gives, unpacked.
         """
-        self.launch(device, programs, (*args, *self.constants))
+        self.launch(device, programs, self.taken((*args, *self.constants)))
+
+    def taken(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Return those of the kernel's arguments, its constants last, that its launcher takes."""
+        return arguments if self._places is None else [arguments[place] for place in self._places]
 
     def launch(self, device: int, programs: int, arguments: Sequence[Any]) -> None:
-        """Launch with all of the kernel's arguments, its constants last."""
+        """Launch with the `taken` arguments."""
         stream, runtime = current_stream(device), knobs.runtime
         enter, leave, described = runtime.launch_enter_hook, runtime.launch_exit_hook, None
         # A chain without hooks counts as none; Triton would call it.
@@ -150,14 +156,13 @@ class BoundKernel:
             described = self._compiled.launch_metadata((programs, 1, 1), stream, *arguments)
         hooks = (self._metadata, described, enter, leave)
         if self._grouped:
-            rest = (*self._after, tuple(arguments))
-            self._launch(programs, 1, 1, stream, self._function, *self._before, *hooks, *rest)
+            self._launch(programs, 1, 1, stream, self._function, *self._before, *hooks, *self._after, arguments)
         else:
             self._launch(programs, 1, 1, stream, self._function, *self._before, *hooks, *arguments)
 
     def prepared(self, stream: int, programs: int, args: Sequence[Any]) -> Callable[[], None]:
         """Return a function that launches with these arguments on that stream, without Triton's launch hooks."""
-        rest: tuple[Any, ...] = (*args, *self.constants)
+        rest = tuple(self.taken((*args, *self.constants)))
         if self._grouped:
             rest = (*self._after, rest)
         hooks = (self._metadata, None, None, None)
@@ -176,20 +181,28 @@ class BoundKernel:
         """
         meta = self._encoders[index]
         describe_at = _encoded if self.direct else _unencoded
-        kept: dict[Any, tuple[Any, ...]] = {}
 
         def describe(address: Any) -> tuple[Any, ...]:
-            found = kept.get(address)
-            if found is None:
-                if len(kept) >= _MOST_MAPS:
-                    kept.clear()
-                first, strides = address, list(seen.strides)
-                if isinstance(address, tuple):
-                    first, strides[0] = min(address), abs(address[1] - address[0]) // meta["elem_size"]
-                found = kept[address] = describe_at(first, strides, meta, seen, device)
-            return found
+            first, strides = address, list(seen.strides)
+            if isinstance(address, tuple):
+                first, strides[0] = min(address), abs(address[1] - address[0]) // meta["elem_size"]
+            return describe_at(first, strides, meta, seen, device)
 
-        return describe
+        return _Maps(describe).__getitem__
+
+
+class _Maps(dict[Any, tuple[Any, ...]]):
+    """Descriptions by address, made where they are missing; emptied when full."""
+
+    def __init__(self, describe: Callable[[Any], tuple[Any, ...]]) -> None:
+        super().__init__()
+        self._describe = describe
+
+    def __missing__(self, address: Any) -> tuple[Any, ...]:
+        if len(self) >= _MOST_MAPS:
+            self.clear()
+        found = self[address] = self._describe(address)
+        return found
 
 
 @functools.cache
@@ -266,7 +279,8 @@ class _Launcher(NamedTuple):
     launch: Callable[..., None]
     before: tuple[Any, ...] = ()
     after: tuple[Any, ...] = ()
-    grouped: bool = False  # whether the arguments are one tuple
+    grouped: bool = False  # whether the arguments are one sequence
+    places: tuple[int, ...] | None = None  # the arguments that it takes; None: all
 
 
 def _launcher(compiled: Any, described: bool) -> _Launcher | None:
@@ -287,13 +301,34 @@ def _launcher(compiled: Any, described: bool) -> _Launcher | None:
         expected = [*given[:5], *before, *given[5:9], *after, (given[9],) if grouped else given[9]]
         if seen == expected and all(each in constant for each in (*before, *after)):
             launch = _below_descriptors(outer.launch) if described else outer.launch
-            return _Launcher(launch, tuple(before), tuple(after), grouped)
+            return _without_constants(compiled, outer, _Launcher(launch, tuple(before), tuple(after), grouped))
         reason = "it calls its innermost one in an unknown way"
     except Exception as error:  # of another structure, or with more to do than to launch
         reason = repr(error)
     if type(outer).__name__ == "CudaLauncher":
         _warn_of_slow_launches(reason)
     return None
+
+
+def _without_constants(compiled: Any, outer: Any, launcher: _Launcher) -> _Launcher:
+    """Return a launcher that takes only what the kernel reads: Triton's (since 3.7) skips a hundred constants a call.
+
+    It does so by a list of annotations, one for each argument.
+    """
+    kinds = [*getattr(getattr(compiled, "src", None), "signature", {}).values()]
+    annotations = getattr(outer, "arg_annotations", None)
+    if not launcher.grouped or not annotations or not all(isinstance(kind, str) for kind in kinds):
+        return launcher
+    axes = [kind.partition("[")[2].partition("]")[0].count(",") + 1 for kind in kinds]
+    sizes = [1 + 2 * n if kind.startswith("tensordesc") else 1 for kind, n in zip(kinds, axes, strict=True)]
+    expanded = [kind for kind, size in zip(kinds, sizes, strict=True) for _ in range(size)]
+    if len(annotations) != len(expanded):
+        return launcher
+    places = tuple(place for place, kind in enumerate(expanded) if kind != "constexpr")
+    fewer = [annotations[place] for place in places]
+    return launcher._replace(
+        after=tuple(fewer if each is annotations else each for each in launcher.after), places=places
+    )
 
 
 @functools.cache

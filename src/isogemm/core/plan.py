@@ -10,14 +10,14 @@ import itertools
 import operator
 import secrets
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from isogemm.core import device as devices
-from isogemm.core import dispatch
+from isogemm.core import dispatch, private
 from isogemm.core.dispatch import Dispatch
 
 if TYPE_CHECKING:
@@ -70,10 +70,10 @@ class Step:
 
     kernel: BoundKernel
     programs: int
-    arguments: tuple[Any, ...]  # all of the kernel's
+    arguments: tuple[Any, ...]  # all that the kernel's launcher takes
     addressed: tuple[tuple[int, int], ...]  # which of them are addresses, and the places of those tensors
-    described: tuple[tuple[slice, Callable[..., Any], Callable[..., Sequence[Any]]], ...]  # and which are TMA maps
-    numbered: slice | None  # and which are a call's numbers
+    described: tuple[tuple[slice, tuple[int, ...], Callable[..., Sequence[Any]]], ...]  # and which are TMA maps
+    numbered: tuple[tuple[int, int], ...]  # and which are a call's numbers
     stamped: int | None = None  # and which is this launch's stamp
 
 
@@ -90,6 +90,7 @@ class Plan:
     scratch: int  # float32 elements
     steps: tuple[Step, ...]
     parts: tuple[int, ...] = ()  # of the scratch memory: where they begin, in bytes
+    is_cuda: bool = False  # and no GPU is simulated
 
     @classmethod
     def of(
@@ -97,8 +98,8 @@ class Plan:
         scratch: int = 0, parts: Sequence[int] = (),
     ) -> Plan:  # fmt: skip
         """Make a plan whose result is contiguous."""
-        index = devices.index_of(device)
-        return cls(dispatch, *contiguous(shape), dtype, device, index, scratch, tuple(steps), tuple(parts))
+        index, is_cuda = devices.index_of(device), device.type == "cuda"
+        return cls(dispatch, *contiguous(shape), dtype, device, index, scratch, tuple(steps), tuple(parts), is_cuda)
 
     def run(
         self, inputs: Sequence[Tensor | None], out: Tensor | None = None, numbers: tuple[float | None, ...] = NO_NUMBERS
@@ -108,26 +109,29 @@ class Plan:
         if index != devices.current_device():
             with torch.cuda.device(index):
                 return self.run(inputs, out, numbers)
-        if out is None:
+        if out is None and self.is_cuda:
+            out = _empty_strided_cuda(self.shape, self.strides, self.dtype)
+        elif out is None:
             out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device) if self.scratch else None
-        addresses = [
-            out.data_ptr(),
-            None if scratch is None else scratch.data_ptr(),
-            *[None if each is None else each.data_ptr() for each in inputs],
-        ]
-        if 0 in addresses:
-            raise FreedOperandError(f"isogemm.{self.dispatch.op}: an operand has no memory: its storage was freed")
-        if scratch is not None:
-            addresses += [scratch.data_ptr() + begin for begin in self.parts]
+        tensors: Any = (out, scratch, *inputs)
+        if self.parts and scratch is not None:
+            tensors += tuple([scratch[begin // 4 :] for begin in self.parts])
         for step in self.steps:
             arguments = list(step.arguments)
             for at, place in step.addressed:
-                arguments[at] = addresses[place]
-            for those, pick, describe in step.described:
-                arguments[those] = describe(pick(addresses))
-            if numbers and step.numbered is not None:
-                arguments[step.numbered] = numbers
+                arguments[at] = address = tensors[place].data_ptr()
+                if not address:
+                    raise self._freed()
+            for those, places, describe in step.described:
+                address = tensors[places[0]].data_ptr()
+                pair = (address, tensors[places[1]].data_ptr()) if len(places) > 1 else None
+                if not address or (pair and not pair[1]):
+                    raise self._freed()
+                arguments[those] = describe(pair or address)
+            if numbers:
+                for at, which in step.numbered:
+                    arguments[at] = numbers[which]
             if step.stamped is not None:
                 arguments[step.stamped] = next(_stamps)
             step.kernel.launch(index, step.programs, arguments)
@@ -135,12 +139,36 @@ class Plan:
             dispatch.record(self.dispatch)
         return out
 
+    def _freed(self) -> FreedOperandError:
+        return FreedOperandError(f"isogemm.{self.dispatch.op}: an operand has no memory: its storage was freed")
+
+    def of_inputs(self, places: Sequence[int | None]) -> Plan:
+        """The same launches of other inputs, among which the plan's own are at these places."""
+
+        def moved(place: int) -> int:
+            return place if place < INPUTS else INPUTS + cast(int, places[place - INPUTS])
+
+        steps = [
+            replace(
+                step,
+                addressed=tuple((at, moved(place)) for at, place in step.addressed),
+                described=tuple((at, tuple(map(moved, those)), describe) for at, those, describe in step.described),
+            )
+            for step in self.steps
+        ]
+        return replace(self, steps=tuple(steps))
+
 
 # Begins anywhere, so that nothing left in memory by another process is taken for a stamp. A launch may count up from
 # its stamp to the next one.
 _stamps = itertools.count(STAMP + (secrets.randbits(38) << 22), 1 << 22)
 plans: Cache[Plan] = Cache()  # by operation and all that its plan depends on
 _kernels: Cache[BoundKernel] = Cache(1 << 16)
+
+# As torch.empty_strided on the current GPU, at half its cost.
+_empty_strided_cuda: Callable[..., Tensor] = private.find("torch._C._dynamo.guards:_empty_strided_cuda") or (
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+)
 
 
 def compiled() -> int:
@@ -156,23 +184,30 @@ def make_step(
     bound = compiled_for(launch, [place and place[0] for place in places], device, in_capture=in_capture)
     arguments: list[Any] = []
     addressed: list[tuple[int, int]] = []
-    described: list[tuple[slice, Callable[..., Any], Callable[..., Sequence[Any]]]] = []
+    described: list[tuple[slice, tuple[int, ...], Callable[..., Sequence[Any]]]] = []
     for place, seen in itertools.zip_longest(places, launch.maps):
         at = len(arguments)
         arguments += [None] * (1 if seen is None else bound.described_by(seen))
         if place is None:
             continue
         if seen is not None:
-            pick = operator.itemgetter(*place[1:])
-            described.append((slice(at, len(arguments)), pick, bound.describer(len(described), seen, index)))
+            described.append((slice(at, len(arguments)), place[1:], bound.describer(len(described), seen, index)))
         else:
             addressed.append((at, place[1]))
     stamped = len(arguments) + launch.scalars.index(STAMP) if STAMP in launch.scalars else None
-    arguments += launch.scalars
-    numbered = slice(len(arguments), len(arguments) + len(launch.numbers)) if launch.numbers else None
-    arguments += [None] * len(launch.numbers)
-    constant = (*arguments, *bound.constants)
-    return Step(bound, launch.programs, constant, tuple(addressed), tuple(described), numbered, stamped)
+    first_number = len(arguments) + len(launch.scalars)
+    arguments += (*launch.scalars, *launch.numbers, *bound.constants)
+    new = {at: place for place, at in enumerate(bound.taken(range(len(arguments))))}
+    numbered = [(first_number + which, which) for which, _ in enumerate(launch.numbers)]
+    return Step(
+        bound,
+        launch.programs,
+        tuple(bound.taken(arguments)),
+        tuple((new[at], place) for at, place in addressed),
+        tuple((slice(new[at.start], new[at.stop - 1] + 1), those, describe) for at, those, describe in described),
+        tuple((new[at], which) for at, which in numbered if at in new),
+        None if stamped is None else new[stamped],
+    )
 
 
 def compiled_for(

@@ -39,6 +39,7 @@ NAMES = {  # each as module:attribute, with what needs it
     "torch.autograd.forward_ad:_current_level": (FAST_PATH, AUTOFUSE),
     "torch._C:_functorch.is_legacy_batchedtensor": (FALLBACK,),
     "torch._C._dynamo.guards:TensorGuards": (FALLBACK,),
+    "torch._C._dynamo.guards:_empty_strided_cuda": (FALLBACK,),
     "torch._C:_get_fp32_precision_getter": (FALLBACK,),
     "torch._C:_cuda_getCurrentRawStream": (FALLBACK,),
     "torch._C:_cuda_getDevice": (FALLBACK,),

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from isogemm.core import env, files
 from isogemm.core.tables import Table
@@ -26,8 +26,8 @@ from isogemm.core.tables import Table
 VERSION = 2
 
 _NOTHING: Table = {}
-# What reading a damaged or foreign file raises; the last three for a family that has no single Config here.
-_UNUSABLE = (OSError, ValueError, ImportError, AttributeError, TypeError)
+# What reading a damaged or foreign file raises: one of another structure, or of a family without a single Config here.
+_UNUSABLE = (OSError, ValueError, LookupError, RecursionError, ImportError, AttributeError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,7 @@ def load(family: str, gpu: str) -> Table:
 
     The file is read once per process, at the first call. One that cannot be used gives one warning.
     """
-    if not gpu or not env.settings.tuned or not path(gpu).is_absolute():
-        return _NOTHING
-    return _tables(path(gpu), gpu).get(family, _NOTHING)
+    return _served(gpu).get(family, _NOTHING)
 
 
 def require_writable(gpu: str) -> None:
@@ -94,9 +92,14 @@ def _lock_file(file: Path) -> Path:
 
 def summary(gpu: str) -> Summary:
     """How much `load` serves, over all families."""
-    tables = _tables(path(gpu), gpu).values() if env.settings.tuned else ()
-    entries = [steps for table in tables for steps in table.values()]
+    entries = [steps for table in _served(gpu).values() for steps in table.values()]
     return Summary(path(gpu), len(entries), sum(map(len, entries)))
+
+
+def _served(gpu: str) -> Mapping[str, Table]:
+    if not gpu or not env.settings.tuned or not path(gpu).is_absolute():
+        return {}
+    return _tables(path(gpu), gpu)
 
 
 @functools.cache
@@ -130,9 +133,10 @@ def _header(gpu: str, families: Iterable[str]) -> dict[str, object]:
 
 
 def _fields(family: str) -> str:
-    """The names and types of a config's fields."""
+    """The names and types of a config's fields, with the values of those that have a few."""
     config = importlib.import_module(f"isogemm.{family}.configs").Config
-    return ", ".join(f"{each.name}: {each.type}" for each in fields(config))
+    types = get_type_hints(config)
+    return ", ".join(f"{each.name}: {types[each.name]}" for each in fields(config))
 
 
 def _parsed(file: Path, gpu: str) -> dict[str, Table]:
@@ -142,6 +146,8 @@ def _parsed(file: Path, gpu: str) -> dict[str, Table]:
     """
     record = json.loads(files.unsealed(file.read_bytes()))
     for name, expected in _header(gpu, record["families"]).items():
+        if record.get(name) != expected and name == "configs":
+            raise ValueError("its configurations are of another version of isogemm")
         if record.get(name) != expected:
             raise ValueError(f"its {name} is {record.get(name)!r}; expected {expected!r}")
     return {

@@ -255,38 +255,42 @@ def _fused(
     tensors: list[Any] = [x, weight]
     known = None
     get, p = epilogue.get, epilogue.get("dropout_p", 0)
-    # A call with tensors that only a registered epilogue reads is never known.
-    if (
-        type(p) in (int, float) and type(x) in PLAIN and type(weight) in PLAIN
-        and not (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))
-        and not is_compiling() and not is_tracing()
-        and get("epilogue") is None and get("aux", ()) is DEFAULTS["aux"]
-        and x.layout is weight.layout is torch.strided and not x.is_nested
-    ):  # fmt: skip
-        key = [function, x.shape, weight.shape, out_dtype, precision]
-        for name, value in epilogue.items():  # of a tensor, that it is one; of other arguments, their values
-            if isinstance(value, Tensor):
-                tensors.append(value)
-                key += name, Tensor
-            elif name in _FACTORS and type(value) in (int, float):  # only whether the number has an effect
-                key += name, value == _FACTORS[name]
-            else:
-                key += name, type(value), tuple(value.items()) if isinstance(value, dict) else value
-        up = get("weight_up")
-        if type(up) in PLAIN and up.layout is torch.strided:  # `fused.apart`, without its frame
-            distance = up.data_ptr() - weight.data_ptr()
-            key += distance < 0, abs(distance) < 2**40, distance == 0
+    try:
+        # A call with tensors that only a registered epilogue reads is never known.
+        if (
+            type(p) in (int, float)
+            and not (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))
+            and not is_compiling() and not is_tracing()
+            and get("epilogue") is None and get("aux", ()) is DEFAULTS["aux"]
+        ):  # fmt: skip
+            key = [function, x.shape, weight.shape, out_dtype, precision]
+            for name, value in epilogue.items():  # of a tensor, that it is one; of other arguments, their values
+                if value is None:
+                    key.append(name)
+                elif isinstance(value, Tensor):
+                    tensors.append(value)
+                    key += name, Tensor
+                elif name in _FACTORS and type(value) in (int, float):  # only whether the number has an effect
+                    key += name, value == _FACTORS[name]
+                else:
+                    key += name, type(value), tuple(value.items()) if isinstance(value, dict) else value
+            up = get("weight_up")
+            if type(up) in PLAIN:  # `fused.apart`, without its frame
+                distance = up.data_ptr() - weight.data_ptr()
+                key += distance < 0, abs(distance) < 2**40, distance == 0
+    except (AttributeError, RuntimeError):  # no tensors, nested ones, or some without memory
+        key = []
+    if key:
         known = _known_fused.find(tuple(key), tensors)
     if known is not None and known.plan is not None:
         if p:
             tensors.append(new_seed(x.device))
-        inputs = [place if place is None else tensors[place] for place in known.places]
         numbers = known.numbers
         if numbers[0] is not None:
             numbers = (float(epilogue["alpha"]), *numbers[1:])
         if numbers[1] is not None and epilogue.get("beta") is not None:
             numbers = (numbers[0], float(epilogue["beta"]), *numbers[2:])
-        return known.plan.run(inputs, None, numbers)
+        return known.plan.run(tensors, None, numbers)
     _require_keywords(function, epilogue)
     if function is linear and epilogue.get("activation") is None and not _has_effect(epilogue):
         return plain_linear(x, weight, epilogue["bias"], out_dtype, precision)
@@ -332,12 +336,11 @@ _BY_ROW = [name for name, shape in SHAPES.items() if shape.startswith("m")]  # t
 class _Known(NamedTuple):
     """A fused call whose plan is known; without a plan, a call that must be prepared every time."""
 
-    plan: Plan | None
-    places: tuple[int | None, ...]  # of the plan's inputs among the call's tensors; a new seed is the last of these
+    plan: Plan | None  # of the call's tensors; a new seed is the last of these
     numbers: tuple[float | None, ...]
 
 
-_UNKNOWN = _Known(None, (), ())
+_UNKNOWN = _Known(None, ())
 _known_fused: KnownCalls[_Known] = KnownCalls()
 
 
@@ -355,7 +358,7 @@ def _known(call: Call, tensors: list[Tensor]) -> _Known | None:
     if any(each is not None and each.data_ptr() not in addresses for each in inputs):
         return None
     places = tuple(None if each is None else addresses[each.data_ptr()] for each in inputs)
-    return _Known(plan, places, fused.call_numbers(operands))
+    return _Known(plan.of_inputs(places), fused.call_numbers(operands))
 
 
 def _has_effect(epilogue: Mapping[str, Any]) -> bool:

@@ -1,7 +1,8 @@
 """From a problem to the configuration that serves it: no device, no tensors, but the user's file, read once.
 
 In this order: what `isogemm tune` measured on this GPU, what was measured for the same weight, a model of a
-configuration's time, rules. The choice cannot change a bit of the result.
+configuration's time, what `isogemm tune` measured for other numbers of tokens, rules. The choice cannot change a bit of
+the result.
 
 The model has ten coefficients for each configuration:
 
@@ -33,6 +34,8 @@ _GRID = (
     *(1 << power for power in range(6)), 64, 96, 128, 192, *range(256, 2048, 128), *range(2048, 8192, 512),
     *(eighths << power for power in range(10, 20) for eighths in range(8, 16)),
 )  # fmt: skip
+_FEWER = 8  # where nothing else is known, a tuned step serves from more than this part of its number of tokens on
+_MANY = 2048  # tokens from which on, likewise, the largest step serves any larger number
 _NEAR = 1.01  # of configurations this close, the first of the menu serves: fewer kernels to compile
 
 ADDED = 6  # terms of the model that are added; the others overlap
@@ -68,8 +71,8 @@ def choose(problem: Problem) -> Choice:
 
 
 def _wanted(problem: Problem) -> Iterator[Choice]:
-    tokens = _tokens(problem)
-    for most, config in _tuned(problem):
+    tokens, measured = _tokens(problem), _tuned(problem)
+    for most, config in measured:
         if most // 2 < tokens <= most:
             yield Choice(config, "tuned")
     if steps := _table(problem):
@@ -77,6 +80,9 @@ def _wanted(problem: Problem) -> Iterator[Choice]:
     modelled = _modelled(_with_tokens(problem, _GRID[min(bisect.bisect_left(_GRID, tokens), len(_GRID) - 1)]))
     if modelled:
         yield Choice(modelled, "model")
+    for most, config in measured:
+        if most // _FEWER < tokens <= most or (tokens > most == measured[-1][0] and most >= _MANY):
+            yield Choice(config, "tuned")
     yield Choice(default(problem), "default")
     yield Choice(canonical(problem), "default")
 
@@ -172,7 +178,7 @@ def token_edges(problem: Problem, most: int) -> list[int]:
     weight = {*_weight(problem)}
     for (_, _, *sizes), steps in tuned.load("gemm", problem.gpu).items():
         if not weight.isdisjoint(sizes):  # this weight, or another one of its layer: they are warmed up together
-            edges.update(size for tokens, _ in steps for size in (tokens // 2, tokens))
+            edges.update(size for tokens, _ in steps for size in (tokens // _FEWER, tokens // 2, tokens))
     edges = {size for size in edges if size < most} | {most}
     if problem.layout == "tn":  # one chunk or several, and a last block that is full or not
         edges.update(size for chunks in (1, 2) for size in (problem.chunk * chunks, problem.chunk * chunks + 1))
@@ -216,7 +222,10 @@ def _with_tokens(problem: Problem, tokens: int) -> Problem:
 
 
 def _tuned(problem: Problem) -> Steps:
-    """What the user measured for this weight: a step serves from more than half of its number of tokens on."""
+    """What the user measured for this weight: a step serves from more than half of its number of tokens on.
+
+    Without a table or a model it serves more: `_FEWER`, `_MANY`.
+    """
     if problem.batch > 1:
         return ()
     steps = tuned.load("gemm", problem.gpu).get((problem.number, problem.kind, *_weight(problem)), ())

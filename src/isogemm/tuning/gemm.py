@@ -17,6 +17,7 @@ import torch
 from isogemm.bench import timer
 from isogemm.core.plan import Plan, Seen
 from isogemm.core.precision import of_cuda_products
+from isogemm.core.problems import sm
 from isogemm.epilogues.operands import PLACES, TENSORS, Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import Config, Problem
@@ -54,13 +55,14 @@ class Point:
     arch: str = "sm_90"
     sm_count: int = 132
     gpu: str = ""
+    half: str = "bfloat16"  # which of the 16-bit types, which share their tables
 
     def __str__(self) -> str:
         return f"{self.kind} {self.number} {self.tokens} tokens, weight {self.n} x {self.k}"
 
     @property
     def problem(self) -> Problem:
-        dtype, precision = ARITHMETIC[self.number]
+        dtype, precision = self.dtype, ARITHMETIC[self.number][1]
         t, n, k = self.tokens, self.n, self.k
         if self.kind == "dw":
             sizes, strides, chunk = (n, k, t), ((1, n), (k, 1), (k, 1)), configs.token_chunk(n, k, dtype)
@@ -72,6 +74,10 @@ class Point:
             *sizes, dtype, dtype, precision, *strides, chunk=chunk, epilogue=EPILOGUES.get(self.kind, Epilogue()),
             arch=self.arch, sm_count=self.sm_count, gpu=self.gpu,
         )  # fmt: skip
+
+    @property
+    def dtype(self) -> str:
+        return self.half if self.number == "half" else "float32"
 
     @property
     def key(self) -> tuple[str, str, int, int]:
@@ -89,17 +95,28 @@ def candidates(point: Point) -> list[Config]:
         made = _fma(problem) if problem.number == "ieee" else _split(problem)
     elif problem.number == "tf32" and problem.layout != "nt":
         made = _small(problem) if problem.m <= 16 else _across(problem)
-    chosen = []
+    chosen: list[Config] = []
     for config in made:
+        if sm(problem.arch) < 90:
+            config = replace(config, pdl=False)  # neither launches nor assembles there
         if problem.chunks > 1:
+            if _few_tiles(problem, config):
+                chosen.append(replace(config, parallel_chunks="gathered"))
             waits = problem.out_dtype != "float32"  # chunks in scratch memory
             config = replace(config, persistent=config.persistent or waits, pdl=False)
             chosen.append(replace(config, parallel_chunks="partials"))
+        elif configs.balances(problem, config):
+            chosen.append(replace(config, balanced=True))
         chosen.append(config)
     if point.kind in EPILOGUES:  # these would spill registers with so wide a tile
         chosen = [config for config in chosen if not (config.rest_n and config.num_warps == 4)]
     fitted = (configs.fitted(problem, config) for config in chosen)
     return list(dict.fromkeys(config for config in fitted if not configs.illegal(problem, config)))
+
+
+def _few_tiles(problem: Problem, config: Config) -> bool:
+    """Whether its tiles leave the GPU idle, so that their chunks may run side by side and wait for one another."""
+    return not config.persistent and configs.tile_count(problem, config) < problem.sm_count
 
 
 def _small(problem: Problem) -> Iterator[Config]:
@@ -360,7 +377,7 @@ class Bench:
         return Measured({name: round(statistics.median(raw), 3) for name, raw in times.items()}, differing)
 
     def _operands_of(self, point: Point) -> Operands:
-        wanted = point.n, point.k, getattr(torch, ARITHMETIC[point.number][0])
+        wanted = point.n, point.k, getattr(torch, point.dtype)
         kept = self._operands
         if kept is None or (kept.n, kept.k, kept.dtype) != wanted:
             kept = self._operands = None  # its memory, before the next is allocated

@@ -42,7 +42,7 @@ def points(
     if tokens is not None and (not tokens or not all(type(each) is int and each > 0 for each in tokens)):
         raise ValueError(f"tokens is {tokens!r}; expected numbers of tokens, each at least 1")
     return [
-        Point(kind, each.number, count, each.n, each.k, arch, sm_count, gpu)
+        Point(kind, each.number, count, each.n, each.k, arch, sm_count, gpu, half=each.half)
         for count in dict.fromkeys(TOKENS if tokens is None else tokens)
         for each in weights
         for kind in (*each.forward, *(each.backward if backward else ()))

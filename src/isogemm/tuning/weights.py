@@ -7,9 +7,10 @@ import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,10 +22,16 @@ from isogemm.gemm.op import SERVED
 from isogemm.nn.linear import Linear
 from isogemm.nn.mlp import MLP
 
-_SAFETENSORS_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_SAFETENSORS_DTYPES = {
+    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_INDEX = ".safetensors.index.json"  # ends the name of the file that lists a model's files
 _LARGEST_HEADER = 100 << 20  # bytes, the format's own limit
 _GIT_LFS = b"version "  # begins a pointer of Git LFS, where the file itself begins with a length
 _EXPECTED = "expected a module, [N, K] tensors, or sizes such as '4096x14336'"
+# The first that suits a config serves where the config names no class. The last one's models have no head.
+_AUTO_MODELS = "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel"
 _EMBEDDING = re.compile(r"embed|wte|wpe", re.IGNORECASE)
 
 
@@ -39,6 +46,11 @@ class Weight:
     backward: tuple[str, ...] = ("dx", "dw")
     number: str = ""  # its arithmetic, a name in ARITHMETIC
     precision: str | None = None  # of its module, where that has one of its own
+
+    @property
+    def half(self) -> str:
+        """The 16-bit type in which it is measured."""
+        return "float16" if self.dtype is torch.float16 else "bfloat16"
 
 
 def listed(found: Iterable[Weight], dtype: torch.dtype | None, precision: str | None) -> list[Weight]:
@@ -55,12 +67,13 @@ def listed(found: Iterable[Weight], dtype: torch.dtype | None, precision: str | 
         if served not in SERVED or not each.dtype.is_floating_point:
             continue  # float64 and quantized weights are torch's; those that are packed have other sizes
         number = (each.precision or precision or matmul_precision()) if served is torch.float32 else "half"
-        known = merged.get((number, each.n, each.k), replace(each, number=number))
+        known = merged.get((number, each.n, each.k), replace(each, number=number, dtype=served))
         merged[number, each.n, each.k] = replace(
             known, forward=_union(known.forward, each.forward), backward=_union(known.backward, each.backward)
         )
     if not merged:
-        raise ValueError(f"weights: found no linear layer in {', '.join(map(str, SERVED))}")
+        hint = "; give a dtype for weights in another one" if dtype is None else ""
+        raise ValueError(f"weights: found no linear layer in {', '.join(map(str, SERVED))}{hint}")
     return list(merged.values())
 
 
@@ -93,39 +106,61 @@ def from_config(path: Path) -> list[Weight]:
     if not file.is_file():
         raise ValueError(f"config is {path}; expected a Hugging Face config.json, or a folder that has one")
     try:
-        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+        import transformers
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "a config is read with transformers, which is not installed: pip install transformers, or give --weights",
             name=error.name,
         ) from error
-    causal: Any = AutoModelForCausalLM
-    other: Any = AutoModel
     try:
-        config = AutoConfig.from_pretrained(file, trust_remote_code=False)
-        with torch.device("meta"):
-            try:
-                model = causal.from_config(config, trust_remote_code=False)
-            except ValueError:  # an encoder, or a model of images
-                model = other.from_config(config, trust_remote_code=False)
+        model = _model(transformers, file)
     except Exception as error:  # whatever a config makes transformers raise, of a field or of a missing package
         reason = textwrap.shorten(str(error), 240) or type(error).__name__
         raise ValueError(f"config is {path}, from which transformers cannot make a model: {reason}") from error
     return from_torch(model)
 
 
-def from_safetensors(path: Path) -> list[Weight]:
-    """The two-dimensional weights of a .safetensors file, or of all in a folder; no tensor is read.
+def _model(transformers: Any, file: Path) -> torch.nn.Module:
+    """A model of this config, on the meta device: of the class that it names, else of one that suits it."""
+    config = transformers.AutoConfig.from_pretrained(file, trust_remote_code=False)
+    suitable = None
+    for name in _AUTO_MODELS:
+        auto = getattr(transformers, name, None)
+        with torch.device("meta"), suppress(ValueError):  # the config is of another kind
+            if auto is not None:
+                model = auto.from_config(config, trust_remote_code=False)
+                suitable = suitable or model
+                if type(model).__name__ in (config.architectures or ()):
+                    return cast(torch.nn.Module, model)
+    return cast(torch.nn.Module, suitable or transformers.AutoModel.from_config(config, trust_remote_code=False))
 
-    Each is taken as [N, K]. Embeddings are left out, but for the largest one, which may be the head as well.
+
+def from_safetensors(path: Path) -> list[Weight]:
+    """The two-dimensional weights of a .safetensors file, of those that an index lists, or of a folder's.
+
+    No tensor is read. Each is taken as [N, K]. Embeddings are left out, but for the largest one, which may be the head
+    as well.
     """
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    indices = sorted(path.glob(f"*{_INDEX}")) if path.is_dir() else [path] * path.name.endswith(_INDEX)
+    files = [file for index in indices for file in _indexed(index)]
+    files = files or (sorted(path.glob("*.safetensors")) if path.is_dir() else [path])
     if not files:
         raise ValueError(f"safetensors is {path}; expected a .safetensors file, or a folder that has some")
     tensors = {name: weight for file in files for name, weight in _header(file)}
     embeddings = [weight for name, weight in tensors.items() if _EMBEDDING.search(name)]
     others = [weight for name, weight in tensors.items() if not _EMBEDDING.search(name)]
     return others + sorted(embeddings, key=lambda weight: weight.n)[-1:]
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index lists."""
+    try:
+        names = json.loads(index.read_bytes())["weight_map"].values()
+        return [index.parent / name for name in dict.fromkeys(names)]
+    except OSError as error:
+        raise ValueError(f"safetensors: {index}: {error.strerror}") from error
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
+        raise ValueError(f"safetensors: {index} is no index of safetensors files") from None
 
 
 def _header(file: Path) -> Iterator[tuple[str, Weight]]:

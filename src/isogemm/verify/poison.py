@@ -11,9 +11,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from isogemm.core import plan
+
 _ALLOCATORS: tuple[tuple[Any, str], ...] = (
     *((torch, name) for name in ("empty", "empty_like", "empty_strided")),
     *((Tensor, name) for name in ("new_empty", "new_empty_strided")),
+    (plan, "_empty_strided_cuda"),
 )
 
 
