@@ -15,10 +15,13 @@ from isogemm.tiny.configs import (
     DotConfig,
     Problem,
     RegistersConfig,
+    WholeConfig,
     choose,
     eligible,
     gate,
     illegal,
+    parts,
+    prefetches,
     programs,
     usable,
 )
@@ -179,6 +182,13 @@ def test_programs_cover_every_output(problem):
     assert tiles_m * dot.block_m >= problem.m > (tiles_m - 1) * dot.block_m
     assert tiles_n * dot.block_n >= problem.n > (tiles_n - 1) * dot.block_n
     assert programs(problem, dot) == problem.batch * tiles_m * tiles_n
+    whole = choose(problem, "whole")
+    for size, unit in ((problem.m, whole.unit_m), (problem.n, whole.unit_n), (problem.k, 16)):
+        cut = parts(size, unit, whole.block_k)
+        assert [start for start, _ in cut] == [sum(length for _, length in cut[:at]) for at in range(len(cut))]
+        assert size <= sum(length for _, length in cut) < size + unit
+    count = programs(problem, whole)
+    assert count * whole.matrices * whole.loops >= problem.batch > (count - 1) * whole.matrices * whole.loops
     registers = choose(problem, "registers")
     width = registers.cols * registers.vec
     groups = -(-problem.m // registers.rows) * -(-problem.n // width)
@@ -186,6 +196,28 @@ def test_programs_cover_every_output(problem):
     threads = 32 * registers.num_warps
     count = programs(problem, registers)
     assert count * threads >= problem.batch * groups > (count - 1) * threads
+
+
+def test_parts():
+    assert parts(42, 16) == ((0, 32), (32, 16))
+    assert parts(50, 8) == ((0, 32), (32, 16), (48, 8))
+    assert parts(33, 16, most=16) == ((0, 16), (16, 16), (32, 16))
+    assert parts(1, 8) == ((0, 8),)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, (7, 7)),
+        ({"a": "t", "b": "t"}, (7, 7)),
+        ({"a_strides": (0, 64, 1)}, (0, 7)),  # shared
+        ({"a_strides": (12 * 128, 128, 1), "b_strides": (64 * 12, 24, 2)}, (0, 0)),  # sliced
+    ],
+)
+def test_only_dense_operands_are_fetched_ahead(change, expected):
+    config = replace(choose(_problem(), "registers"), ahead=7)
+    assert prefetches(_problem(**change), config) == expected
+    assert prefetches(_problem(**change), choose(_problem(), "dot")) == (0, 0)
 
 
 def test_widest_vectors():
@@ -253,6 +285,9 @@ def test_early_launch_only_where_the_hardware_has_it(kernel, arch):
         (DotConfig(24, 16, 16, num_warps=1, num_stages=1), "powers of two"),
         (DotConfig(16, 16, 8, num_warps=1, num_stages=1), "at least 16"),
         (DotConfig(16, 16, 128, num_warps=1, num_stages=1), "block_k pads"),
+        (WholeConfig(12, 16, 16, 1, 1), "powers of two"),
+        (WholeConfig(16, 16, 8, 1, 1), "at least 16"),
+        (WholeConfig(16, 128, 16, 1, 1), "up to 64"),
         (RegistersConfig(1, 1, 1, 1, 1, unroll=8, num_warps=16), "num_warps"),
         (RegistersConfig(1, 1, 3, 1, 1, unroll=8, num_warps=1), "1, 2 or 4"),
         (RegistersConfig(1, 1, 1, 8, 1, unroll=8, num_warps=1), "1, 2 or 4"),
@@ -262,6 +297,19 @@ def test_early_launch_only_where_the_hardware_has_it(kernel, arch):
 )
 def test_illegal_configs_are_told_why(config, rule):
     assert rule in illegal(_problem(), config)
+
+
+@pytest.mark.parametrize(
+    ("config", "arch", "rule"),
+    [
+        (WholeConfig(16, 16, 16, 1, 1, ahead=100), "sm_80", "sm_90"),
+        (RegistersConfig(1, 1, 1, 1, 1, unroll=8, num_warps=1, ahead=100), "sm_89", "sm_90"),
+        (WholeConfig(16, 16, 16, 1, 1, ordered=True), "gfx942", "NVIDIA"),
+    ],
+)
+def test_assembly_only_where_it_runs(config, arch, rule):
+    assert rule in illegal(_problem(arch=arch), config)
+    assert illegal(_problem(), config) == ""
 
 
 def test_k_must_be_a_multiple_of_its_vector():

@@ -7,6 +7,7 @@ tile, warps and stages do not change bits and may depend on the batch. So may th
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,11 +17,11 @@ from isogemm.core.problems import unit as unit
 from isogemm.core.problems import usable as usable
 
 MAX_SIZE = 64
-KERNELS = ("registers", "dot")
+KERNELS = ("registers", "dot", "whole")
 EDGES = (8, 16, 32, 48, 64)  # largest m, n and k of the table's cells
 
 DTYPES = tuple(ITEMSIZE)
-_MASKED_K_STEP = 16  # the least K of tl.dot
+K_STEP = 16  # the least k of tl.dot, to which k is padded
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,14 @@ class RegistersConfig:
     b_vec: int  # adjacent k in one load of B
     unroll: int  # k per iteration
     num_warps: int
+    ahead: int = 0  # programs whose operands are fetched into L2 ahead of them
     pdl: bool = False  # let the next kernel's launch overlap this one's end
     kernel: Literal["registers"] = "registers"
 
     def __str__(self) -> str:
         return (
             f"registers {self.rows}x{self.cols * self.vec} a{self.a_vec} b{self.b_vec}"
-            f" u{self.unroll} w{self.num_warps}{' early' if self.pdl else ''}"
+            f" u{self.unroll} w{self.num_warps}{_flags(self)}"
         )
 
 
@@ -90,7 +92,34 @@ class DotConfig:
         )
 
 
-Config = RegistersConfig | DotConfig
+@dataclass(frozen=True)
+class WholeConfig:
+    """Each program computes whole matrices with tl.dot, in parts that are powers of two. All loads come first."""
+
+    unit_m: int  # m is padded to a multiple of it
+    unit_n: int
+    block_k: int  # the longest part of k
+    matrices: int  # at once
+    num_warps: int
+    loops: int = 1  # one after another
+    num_stages: int = 1  # loads in flight, of a loop
+    ordered: bool = False  # by inline assembly: wait once, not for each load
+    ahead: int = 0  # programs whose operands are fetched into L2 ahead of them
+    pdl: bool = False
+    kernel: Literal["whole"] = "whole"
+
+    def __str__(self) -> str:
+        return (
+            f"whole {self.unit_m}x{self.unit_n}x{self.block_k} p{self.matrices}x{self.loops} w{self.num_warps}"
+            f" s{self.num_stages}{' ordered' if self.ordered else ''}{_flags(self)}"
+        )
+
+
+Config = RegistersConfig | DotConfig | WholeConfig
+
+
+def _flags(config: RegistersConfig | WholeConfig) -> str:
+    return f"{f' +{config.ahead}' if config.ahead else ''}{' early' if config.pdl else ''}"
 
 
 def eligible(problem: Problem) -> str:
@@ -128,7 +157,8 @@ def gate(problem: Problem) -> str:
 
 def choose(problem: Problem, kernel: str) -> Config:
     """The configuration of `kernel` for an eligible problem."""
-    config = _registers(problem) if kernel == "registers" else _dot(problem)
+    rules: dict[str, Callable[[Problem], Config]] = {"registers": _registers, "dot": _dot, "whole": _whole}
+    config = rules[kernel](problem)
     reason = illegal(problem, config)
     if reason:
         raise ValueError(f"config {config} for problem {problem}: {reason}")
@@ -138,6 +168,8 @@ def choose(problem: Problem, kernel: str) -> Config:
 def programs(problem: Problem, config: Config) -> int:
     if isinstance(config, DotConfig):
         return problem.batch * _ceil(problem.m, config.block_m) * _ceil(problem.n, config.block_n)
+    if isinstance(config, WholeConfig):
+        return _ceil(problem.batch, config.matrices * config.loops)
     threads = _ceil(problem.m, config.rows) * _ceil(problem.n, config.cols * config.vec)
     return _ceil(problem.batch * threads, 32 * config.num_warps)
 
@@ -146,11 +178,20 @@ def illegal(problem: Problem, config: Config) -> str:
     """Empty where `config` computes `problem`; else the rule it breaks. The one statement of legality."""
     if config.num_warps not in (1, 2, 4, 8):
         return "num_warps is not 1, 2, 4 or 8"
+    if not isinstance(config, DotConfig) and config.ahead and sm(problem.arch) < 90:
+        return "fetching ahead needs sm_90"
     if isinstance(config, DotConfig):
-        if config.block_k < _MASKED_K_STEP or not power_of_two(config.block_m, config.block_n, config.block_k):
-            return f"blocks are powers of two, block_k at least {_MASKED_K_STEP}"
-        if problem.k % _MASKED_K_STEP == 0 and problem.k % config.block_k:
+        if config.block_k < K_STEP or not power_of_two(config.block_m, config.block_n, config.block_k):
+            return f"blocks are powers of two, block_k at least {K_STEP}"
+        if problem.k % K_STEP == 0 and problem.k % config.block_k:
             return "block_k pads a k that needs no padding: a zero's sign could depend on it"
+        return ""
+    if isinstance(config, WholeConfig):
+        blocks = config.unit_m, config.unit_n, config.block_k
+        if not power_of_two(*blocks, config.matrices) or max(blocks) > MAX_SIZE or config.block_k < K_STEP:
+            return f"units, matrices and block_k are powers of two up to {MAX_SIZE}, block_k at least {K_STEP}"
+        if config.ordered and not sm(problem.arch):
+            return "ordered is NVIDIA's assembly"
         return ""
     if not power_of_two(config.vec, config.a_vec, config.b_vec) or max(config.a_vec, config.b_vec) > 4:
         return "vector widths are 1, 2 or 4"
@@ -162,6 +203,26 @@ def illegal(problem: Problem, config: Config) -> str:
     if config.vec > 1 and (config.b_vec > 1 or config.vec > n_widest):
         return "B is not contiguous and aligned along n as vec needs"
     return ""
+
+
+def parts(size: int, unit: int, most: int = MAX_SIZE) -> tuple[tuple[int, int], ...]:
+    """Start and length of an axis's parts, padded to a multiple of `unit`: powers of two up to `most`, descending."""
+    found: list[tuple[int, int]] = []
+    start, end = 0, _ceil(size, unit) * unit
+    while start < end:
+        length = min(most, 1 << ((end - start).bit_length() - 1))
+        found.append((start, length))
+        start += length
+    return tuple(found)
+
+
+def prefetches(problem: Problem, config: Config) -> tuple[int, int]:
+    """How many programs ahead A and B are fetched into L2: those whose matrices lie one after another in memory."""
+    ahead = 0 if isinstance(config, DotConfig) else config.ahead
+    a, b = (sorted(strides[1:]) for strides in (problem.a_strides, problem.b_strides))
+    a_dense = problem.a_strides[0] == problem.m * problem.k and a == sorted({1, a[1]})
+    b_dense = problem.b_strides[0] == problem.k * problem.n and b == sorted({1, b[1]})
+    return ahead * a_dense, ahead * b_dense
 
 
 def vectors(problem: Problem) -> tuple[int, int, int]:
@@ -224,7 +285,7 @@ def _unroll(k: int, step: int) -> int:
 
 def _dot(problem: Problem) -> DotConfig:
     m, n, k = problem.m, problem.n, problem.k
-    block_m, block_n, block_k = _next_power_of_two(m, 16), _next_power_of_two(n, 8), _MASKED_K_STEP
+    block_m, block_n, block_k = _next_power_of_two(m, 16), _next_power_of_two(n, 8), K_STEP
     few, many = 4 * problem.sm_count, problem.batch > 16 * problem.sm_count
     if block_m == 64 and (k <= block_k or block_n == 8):  # a short loop over k: smaller tiles, less padding of m
         block_m = 16 if m <= 48 or 2 * problem.batch < few else 32
@@ -238,6 +299,22 @@ def _dot(problem: Problem) -> DotConfig:
     config = DotConfig(block_m, block_n, block_k, num_warps, num_stages)
     if programs(problem, config) * num_warps < few and block_m * block_n >= 1024 * num_warps:
         config = replace(config, num_warps=2 * num_warps)
+    return replace(config, pdl=_uses_pdl(problem, config))
+
+
+def _whole(problem: Problem) -> WholeConfig:
+    m, n, k = problem.m, problem.n, problem.k
+    tensor_cores = problem.dtype != "float32" or problem.precision == "tf32"
+    unit_m, unit_n = 16 if tensor_cores else 8, 8
+    outputs = math.prod(sum(length for _, length in parts(*axis)) for axis in ((m, unit_m), (n, unit_n)))
+    matrices = min(8, max(1, 512 // outputs))
+    while matrices > 1 and problem.batch < 16 * problem.sm_count * matrices:
+        matrices //= 2
+    num_warps = 4 if outputs > 2048 or (problem.batch < 4 * problem.sm_count and outputs >= 512) else 1
+    num_warps = 2 if num_warps == 1 and outputs >= 1024 else num_warps
+    block_k = 64 if tensor_cores or k <= 16 else 16
+    ordered = tensor_cores and sm(problem.arch) >= 80
+    config = WholeConfig(unit_m, unit_n, block_k, matrices, num_warps, ordered=ordered)
     return replace(config, pdl=_uses_pdl(problem, config))
 
 
