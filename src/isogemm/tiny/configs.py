@@ -7,18 +7,24 @@ tile, warps and stages do not change bits and may depend on the batch. So may th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 from isogemm.core import tables
 from isogemm.core.problems import ITEMSIZE, layout_letter, power_of_two, sm
 from isogemm.core.problems import unit as unit
 from isogemm.core.problems import usable as usable
+from isogemm.tiny import model
 
 MAX_SIZE = 64
 KERNELS = ("registers", "dot", "whole")
 EDGES = (8, 16, 32, 48, 64)  # largest m, n and k of the table's cells
+
+JUDGED = (300, 3000, 30000)  # batches over which the model compares with torch.bmm
+JUDGED_SMS = 132  # of the GPU whose times were measured: the path depends on the matrices alone
+WIN = 1.03  # below this a win is within the errors of measurement
 
 DTYPES = tuple(ITEMSIZE)
 K_STEP = 16  # the least k of tl.dot, to which k is padded
@@ -136,14 +142,58 @@ def eligible(problem: Problem) -> str:
 
 
 def gate(problem: Problem) -> str:
-    """The kernel that serves this problem, or empty where torch.bmm was measured faster.
+    """The entry of the menu that serves this problem, or empty where torch.bmm is faster.
 
-    Both kernels give ieee float32 the same bits, so there the batch may choose between them.
+    Entries with the same bits may serve different batches of the same matrices; whether torch does may not.
     """
+    fitted = tables.load("tiny", problem.arch, "MODEL").get(arithmetic(problem))
+    return fastest(problem, fitted) if fitted else _measured(problem)
+
+
+def choose(problem: Problem, entry: str) -> Config:
+    """The configuration of an entry of the menu, or of a kernel by its rules, for an eligible problem."""
+    config = MENU[entry](problem)
+    reason = illegal(problem, config)
+    if reason:
+        raise ValueError(f"config {config} for problem {problem}: {reason}")
+    return config
+
+
+def fastest(problem: Problem, fitted: Sequence[tuple[str, int, int, Sequence[float]]]) -> str:
+    """The entry of the least modelled time, among those with the bits that win over small and large batches."""
+    coefficients = {entry: found for entry, _, _, found in fitted}
+    layouts = _measured_layouts(problem.layout)
+
+    def microseconds(entry: str, at: Problem) -> list[float]:
+        return [model.predicted(at, layout, coefficients[entry]) for layout in layouts]
+
+    groups: dict[str, list[str]] = {}
+    for entry in coefficients:
+        if entry != "torch":
+            groups.setdefault(_bits(problem, entry), []).append(entry)
+    gains = dict.fromkeys(groups, 1.0)
+    for group, batch in product(groups, JUDGED):
+        at = replace(problem, batch=batch, sm_count=JUDGED_SMS)
+        best = [min(times) for times in zip(*(microseconds(entry, at) for entry in groups[group]), strict=True)]
+        gains[group] *= min(torch / us for torch, us in zip(microseconds("torch", at), best, strict=True))
+    group = max(gains, key=lambda group: gains[group])
+    if gains[group] < WIN ** len(JUDGED):
+        return ""
+    return min(groups[group], key=lambda entry: max(microseconds(entry, problem)))
+
+
+def _bits(problem: Problem, entry: str) -> str:
+    """Entries with the same name here give the same bits: all of ieee float32, else those that use tl.dot."""
+    return "fma" if entry == "registers" and arithmetic(problem) != "ieee" else "dot"
+
+
+def _measured(problem: Problem) -> str:
+    """The kernel that the architecture's table has for the problem's cell, or empty."""
     m, n = (next(edge for edge in EDGES if size <= edge) for size in (problem.m, problem.n))
-    number = problem.precision if problem.dtype == "float32" else "half"
     table = tables.load("tiny", problem.arch)
-    winners = {tables.at(table[number, layout, m, n], problem.k) for layout in _measured_layouts(problem.layout)}
+    winners = {
+        tables.at(table[arithmetic(problem), layout, m, n], problem.k) for layout in _measured_layouts(problem.layout)
+    }
     if "torch" in winners:
         return ""
     winner: str = winners.pop() if len(winners) == 1 else "registers"
@@ -153,16 +203,6 @@ def gate(problem: Problem) -> str:
         small = problem.k > 4 and not _fills(problem, rows, cols * vec, warps=32)
         return "dot" if small and tables.measured("tiny", problem.arch) else "registers"
     return winner
-
-
-def choose(problem: Problem, kernel: str) -> Config:
-    """The configuration of `kernel` for an eligible problem."""
-    rules: dict[str, Callable[[Problem], Config]] = {"registers": _registers, "dot": _dot, "whole": _whole}
-    config = rules[kernel](problem)
-    reason = illegal(problem, config)
-    if reason:
-        raise ValueError(f"config {config} for problem {problem}: {reason}")
-    return config
 
 
 def programs(problem: Problem, config: Config) -> int:
@@ -235,7 +275,7 @@ def vectors(problem: Problem) -> tuple[int, int, int]:
     )
 
 
-def _registers(problem: Problem) -> RegistersConfig:
+def _registers(problem: Problem) -> Config:
     k = problem.k
     rows, cols, vec = _registers_tile(problem)
     while rows * cols > 1 and not _fills(problem, rows, cols * vec):
@@ -246,7 +286,7 @@ def _registers(problem: Problem) -> RegistersConfig:
     many = _fills(problem, rows, cols * vec, warps=32)
     num_warps = 4 if k <= 4 or (many and rows * cols * vec * k < 64) else 1
     config = RegistersConfig(rows, cols, vec, a_vec, b_vec, _unroll(k, max(a_vec, b_vec)), num_warps)
-    return replace(config, pdl=_uses_pdl(problem, config))
+    return with_pdl(problem, config)
 
 
 def _registers_tile(problem: Problem) -> tuple[int, int, int]:
@@ -283,9 +323,9 @@ def _unroll(k: int, step: int) -> int:
     return whole if whole >= 6 else 8
 
 
-def _dot(problem: Problem) -> DotConfig:
+def _dot(problem: Problem) -> Config:
     m, n, k = problem.m, problem.n, problem.k
-    block_m, block_n, block_k = _next_power_of_two(m, 16), _next_power_of_two(n, 8), K_STEP
+    block_m, block_n, block_k = next_power_of_two(m, 16), next_power_of_two(n, 8), K_STEP
     few, many = 4 * problem.sm_count, problem.batch > 16 * problem.sm_count
     if block_m == 64 and (k <= block_k or block_n == 8):  # a short loop over k: smaller tiles, less padding of m
         block_m = 16 if m <= 48 or 2 * problem.batch < few else 32
@@ -299,12 +339,12 @@ def _dot(problem: Problem) -> DotConfig:
     config = DotConfig(block_m, block_n, block_k, num_warps, num_stages)
     if programs(problem, config) * num_warps < few and block_m * block_n >= 1024 * num_warps:
         config = replace(config, num_warps=2 * num_warps)
-    return replace(config, pdl=_uses_pdl(problem, config))
+    return with_pdl(problem, config)
 
 
-def _whole(problem: Problem) -> WholeConfig:
+def _whole(problem: Problem) -> Config:
     m, n, k = problem.m, problem.n, problem.k
-    tensor_cores = problem.dtype != "float32" or problem.precision == "tf32"
+    tensor_cores = arithmetic(problem) != "ieee"
     unit_m, unit_n = 16 if tensor_cores else 8, 8
     outputs = math.prod(sum(length for _, length in parts(*axis)) for axis in ((m, unit_m), (n, unit_n)))
     matrices = min(8, max(1, 512 // outputs))
@@ -315,12 +355,17 @@ def _whole(problem: Problem) -> WholeConfig:
     block_k = 64 if tensor_cores or k <= 16 else 16
     ordered = tensor_cores and sm(problem.arch) >= 80
     config = WholeConfig(unit_m, unit_n, block_k, matrices, num_warps, ordered=ordered)
-    return replace(config, pdl=_uses_pdl(problem, config))
+    return with_pdl(problem, config)
 
 
-def _uses_pdl(problem: Problem, config: Config) -> bool:
-    """Whether to use PDL: it saves 0.5 us per small grid; in large ones waiting programs displace working ones."""
-    return sm(problem.arch) >= 90 and programs(problem, config) <= 16 * problem.sm_count
+def with_pdl(problem: Problem, config: Config) -> Config:
+    """Use PDL in small grids: it saves 0.5 us each; in large ones waiting programs displace working ones."""
+    return replace(config, pdl=sm(problem.arch) >= 90 and programs(problem, config) <= 16 * problem.sm_count)
+
+
+def arithmetic(problem: Problem) -> str:
+    """The kind of number in tables: ieee, tf32 or half."""
+    return problem.precision if problem.dtype == "float32" else "half"
 
 
 def _measured_layouts(layout: str) -> tuple[str, ...]:
@@ -343,9 +388,49 @@ def _at_most(tile: int, size: int) -> int:
     return tile
 
 
-def _next_power_of_two(size: int, least: int) -> int:
+def next_power_of_two(size: int, least: int) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
 def _ceil(size: int, block: int) -> int:
     return -(-size // block)
+
+
+def _blocks(square: bool, packed: bool, num_warps: int, loops: int = 1) -> Callable[[Problem], Config]:
+    """Builds a WholeConfig: one block of powers of two (square) or parts; several matrices at once, or in a loop.
+
+    num_warps: 0 for what the size asks for.
+    """
+
+    def build(problem: Problem) -> Config:
+        sizes = (problem.m, 16), (problem.n, 8)
+        unit_m, unit_n = (next_power_of_two(*size) if square else size[1] for size in sizes)
+        outputs = _ceil(problem.m, unit_m) * unit_m * _ceil(problem.n, unit_n) * unit_n
+        config = WholeConfig(
+            unit_m,
+            unit_n,
+            block_k=16 if arithmetic(problem) == "ieee" else 64,
+            matrices=min(16, next_power_of_two(max(1, 1024 // outputs), 1)) if packed else 1,
+            num_warps=num_warps or max(1, min(4, next_power_of_two(outputs, 1) // 1024)),
+            loops=loops,
+            num_stages=3 if loops > 1 else 1,
+            ordered=arithmetic(problem) != "ieee" and loops == 1 and sm(problem.arch) >= 80,
+        )
+        return with_pdl(problem, config)
+
+    return build
+
+
+MENU: Mapping[str, Callable[[Problem], Config]] = {
+    "registers": _registers,
+    "dot": _dot,
+    "whole": _whole,
+    **{
+        f"whole {'square' if square else 'parts'} w{warps}": _blocks(square, False, warps)
+        for square in (False, True)
+        for warps in (1, 2, 4)
+    },
+    "whole packed w1": _blocks(False, True, 1),
+    "whole packed w4": _blocks(False, True, 4),
+    "whole looped": _blocks(False, False, 0, loops=8),
+}
