@@ -26,6 +26,8 @@ JUDGED = (300, 3000, 30000)  # batches over which the model compares with torch.
 JUDGED_SMS = 132  # of the GPU whose times were measured: the path depends on the matrices alone
 WIN = 1.03  # below this a win is within the errors of measurement
 
+_RESIDENT_WARPS = 40  # of an SM: more than run at once
+
 DTYPES = tuple(ITEMSIZE)
 K_STEP = 16  # the least k of tl.dot, to which k is padded
 
@@ -184,7 +186,7 @@ def fastest(problem: Problem, fitted: Sequence[tuple[str, int, int, Sequence[flo
 
 def _bits(problem: Problem, entry: str) -> str:
     """Entries with the same name here give the same bits: all of ieee float32, else those that use tl.dot."""
-    return "fma" if entry == "registers" and arithmetic(problem) != "ieee" else "dot"
+    return "fma" if entry.startswith("registers") and arithmetic(problem) != "ieee" else "dot"
 
 
 def _measured(problem: Problem) -> str:
@@ -421,8 +423,43 @@ def _blocks(square: bool, packed: bool, num_warps: int, loops: int = 1) -> Calla
     return build
 
 
+def _fetching(build: Callable[[Problem], Config]) -> Callable[[Problem], Config]:
+    """The same configuration, operands fetched into L2 ahead of the programs that run at once; large grids only."""
+
+    def fetching(problem: Problem) -> Config:
+        config = build(problem)
+        ahead = _RESIDENT_WARPS * problem.sm_count // config.num_warps
+        if isinstance(config, DotConfig) or sm(problem.arch) < 90 or programs(problem, config) < 4 * ahead:
+            return config
+        return replace(config, ahead=ahead)
+
+    return fetching
+
+
+def _exact(problem: Problem) -> Config:
+    """The tile of the rules, with as many rows up to 8 as divide m."""
+    config = _registers(problem)
+    assert isinstance(config, RegistersConfig)
+    rows = max(rows for rows in range(1, 9) if problem.m % rows == 0)
+    return with_pdl(problem, replace(config, rows=rows, num_warps=1))
+
+
+def _wide(problem: Problem) -> Config:
+    """Twice the columns and about 6 rows: fewer loads per multiply-add."""
+    config = _registers(problem)
+    assert isinstance(config, RegistersConfig)
+    rows = max((rows for rows in (4, 5, 6) if problem.m % rows == 0), default=min(6, problem.m))
+    cols = _at_most(2 * config.cols, _ceil(problem.n, config.vec))
+    return with_pdl(problem, replace(config, rows=rows, cols=cols, num_warps=1))
+
+
 MENU: Mapping[str, Callable[[Problem], Config]] = {
     "registers": _registers,
+    "registers ahead": _fetching(_registers),
+    "registers exact": _exact,
+    "registers wide": _wide,
+    "registers wide ahead": _fetching(_wide),
+    "whole parts w1 ahead": _fetching(_blocks(False, False, 1)),
     "dot": _dot,
     "whole": _whole,
     **{
