@@ -40,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     rows = common.read(common.raw_files(family, _raw_file(options).parent.name))
     if options.only == "judge":
-        print(cost.report(gemm.samples(rows, options.arch)))
+        print(tiny.report(rows, options.arch) if tuner is tiny else cost.report(gemm.samples(rows, options.arch)))
     else:
-        model = tuner.model(rows, options.arch) if tuner is gemm else None
+        model = tuner.model(rows, options.arch) if tuner is not encoder else None
         for of, table in tuner.tables(rows, options.arch).items():
             path = common.table_path(of, options.arch)
             path.write_text(common.source(family, options.arch, table, model), encoding="utf-8")
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="family", required=True)
     for name, tuner in TUNERS.items():
         command = commands.add_parser(name, help=tuner.__doc__.splitlines()[0])
-        steps = ("measure", "write", *(("judge",) if tuner is gemm else ()))
+        steps = ("measure", "write", *(("judge",) if tuner is not encoder else ()))
         command.add_argument("--only", choices=steps, help="this step alone, of measuring and writing the table")
         command.add_argument("--dry-run", action="store_true", help="list what would be timed")
         command.add_argument("--gpu", default=facts.name if facts else "h200", help="whose folder the times are in")

@@ -56,7 +56,10 @@ def source(command: str, arch: str, table: Table, model: Mapping[Any, Any] | Non
         lines += ["}", "", "MODEL = {"]
         for key, menu in model.items():
             lines.append(f"    {key!r}: (")
-            lines += [f"        ({names[config]}, {above}, {most}, {fitted})," for config, above, most, fitted in menu]
+            lines += [
+                f"        ({names.get(config) or repr(config)}, {above}, {most}, {fitted}),"
+                for config, above, most, fitted in menu
+            ]
             lines.append("    ),")
     return "\n".join([*lines, "}", ""])
 

@@ -4,6 +4,9 @@ A cell of the table is measured at its corner, cells between 32 and 48 at 42 too
 gets a cell where it wins everywhere in it; of two winners, the faster. ieee float32, whose bits both kernels share, may
 take one for small batches and the other for large ones. A cell without a measurement takes the next larger one's. Of
 two measurements the newer counts.
+
+Rows of the whole menu (they say what was served then, and with which configurations) are for the model, which replaces
+the cells where it has been fitted.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from isogemm.bench import timer
 from isogemm.core.precision import of_cuda_products
 from isogemm.core.tables import Table
 from isogemm.tiny import configs, kernels, op
-from isogemm.tiny.configs import EDGES, Problem
+from isogemm.tiny import model as model_
+from isogemm.tiny.configs import EDGES, WIN, Problem
 from isogemm.tuning.gemm import ARITHMETIC
 from tuners import common
 
@@ -30,7 +34,9 @@ REPRESENTATIVES = {48: (42, 48)}
 LAYOUTS = ("nn", "nt", "tn")
 NUMBERS = {name: ARITHMETIC[name] for name in ("ieee", "tf32", "half")}
 BATCHES = (512, 16384)
-WIN = 1.03  # below this a win is within what shapes away from the corner lose
+LEAST = 40  # measurements of an entry that is fitted
+FOLDS = 12  # of shapes, each left out once
+RIDGE = 0.3  # weight of the coefficients' squares; leaving shapes out decided
 
 
 def problem(number: str, layout: str, batch: int, m: int, n: int, k: int, arch: str, sm_count: int) -> Problem:
@@ -112,6 +118,7 @@ def won(rows: list[dict[str, Any]], name: str) -> list[float]:
 
 def tables(rows: list[dict[str, Any]], arch: str) -> dict[str, Table]:
     measured: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    rows = [row for row in rows if "configs" not in row]  # those of the menu are the model's
     newest = {tuple(v for name, v in row.items() if name != "us"): row for row in rows}
     for row in newest.values():
         place = (row["number"], row["layout"], cell(row["m"]), cell(row["n"]), cell(row["k"]))
@@ -124,6 +131,71 @@ def tables(rows: list[dict[str, Any]], arch: str) -> dict[str, Table]:
 
     cells = product(NUMBERS, LAYOUTS, EDGES, EDGES)
     return {"tiny": {place: tuple((k, winner(*place, k)) for k in EDGES) for place in cells}}
+
+
+Samples = list[tuple[Problem, dict[str, float]]]  # microseconds of torch and of the menu's entries
+
+
+def samples(rows: list[dict[str, Any]], arch: str) -> Samples:
+    """The newest times of every problem; rows name a configuration by its entry or as it prints."""
+    found: dict[Problem, dict[str, float]] = {}
+    for row in rows:
+        sizes = row["batch"], row["m"], row["n"], row["k"]
+        place = problem(row["number"], row["layout"], *sizes, arch, sm_count=132)
+        named = {"torch": "torch"} | {entry: str(build(place)) for entry, build in configs.MENU.items()}
+        times = {entry: row["us"].get(entry, row["us"].get(name)) for entry, name in named.items()}
+        found.setdefault(place, {}).update({entry: us for entry, us in times.items() if us})
+    return list(found.items())
+
+
+def fit(measured: Samples, number: str) -> tuple[tuple[str, int, int, tuple[float, ...]], ...]:
+    """Coefficients of every entry that was measured often enough, by ridge regression."""
+    fitted = []
+    for entry in ("torch", *configs.MENU):
+        own = [(place, us[entry]) for place, us in measured if configs.arithmetic(place) == number and entry in us]
+        x = torch.tensor([model_.features(place, place.layout) for place, _ in own], dtype=torch.float64)
+        y = torch.tensor([math.log(us / model_.base(place)) for place, us in own], dtype=torch.float64)
+        if len(own) >= LEAST:
+            solved = torch.linalg.solve(x.T @ x + RIDGE * torch.eye(x.shape[1], dtype=torch.float64), x.T @ y)
+            fitted.append((entry, 0, 0, tuple(round(c, 4) for c in solved.tolist())))
+    return tuple(fitted)
+
+
+def model(rows: list[dict[str, Any]], arch: str) -> dict[str, Any]:
+    """The model, where the menu was measured."""
+    if not any("configs" in row for row in rows):
+        return {}
+    measured = samples(rows, arch)
+    return {number: fit(measured, number) for number in NUMBERS}
+
+
+def report(rows: list[dict[str, Any]], arch: str) -> str:
+    """What the model chooses for shapes left out of its fit: torch's time over the chosen one's, and over the best."""
+    measured = samples(rows, arch)
+    shapes = sorted({(row["m"], row["n"], row["k"]) for row in rows if "configs" in row})
+    lines: list[str] = []
+    gains: dict[str, list[tuple[float, float, Problem, str]]] = {number: [] for number in NUMBERS}
+    for fold in range(FOLDS):
+        out = set(shapes[fold::FOLDS])
+        kept = [(place, us) for place, us in measured if (place.m, place.n, place.k) not in out]
+        models = {number: fit(kept, number) for number in NUMBERS}
+        for place, us in measured:
+            if (place.m, place.n, place.k) in out and len(us) > 3:
+                number = configs.arithmetic(place)
+                entry = configs.fastest(place, models[number]) or "torch"
+                gains[number].append(
+                    (us["torch"] / us.get(entry, us["torch"]), us["torch"] / min(us.values()), place, entry)
+                )
+    for number, found in gains.items():
+        for name, large in (("all", None), ("batch <= 1024", False), ("batch > 1024", True)):
+            some = [gain for gain in found if large is None or (gain[2].batch > 1024) == large]
+            if not some:
+                continue
+            chosen, best = (math.prod(gain[at] for gain in some) ** (1 / len(some)) for at in (0, 1))
+            lines.append(f"{number:5} {name:14} {len(some):4} points: chosen {chosen:.2f}x, best {best:.2f}x of torch")
+        worst = sorted(found, key=lambda gain: gain[0] / gain[1])[:5]
+        lines += [f"  {gain[2]}: {gain[3]} {gain[0]:.2f}x, best {gain[1]:.2f}x" for gain in worst]
+    return "\n".join(lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

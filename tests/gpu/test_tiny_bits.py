@@ -7,7 +7,7 @@ import torch
 
 import isogemm
 from isogemm.tiny import configs, op
-from isogemm.tiny.configs import DotConfig, RegistersConfig
+from isogemm.tiny.configs import DotConfig, RegistersConfig, WholeConfig
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.inputs import make_operands, with_layout
 
@@ -90,6 +90,7 @@ def test_registers_configs_agree(layout, launch):
         RegistersConfig(4, 2, *wide, unroll=20, num_warps=4),
         RegistersConfig(2, 1, *wide, unroll=8, num_warps=1, pdl=True),
         RegistersConfig(8, 4, 1, 2, 1, unroll=12, num_warps=2),
+        RegistersConfig(6, 1, *wide, unroll=20, num_warps=2, ahead=3),
     ]
     legal = _legal(shape, layout, torch.float32, "ieee", candidates)
     _assert_all_equal(launch, "registers", legal, shape, layout, torch.float32)
@@ -110,6 +111,29 @@ def test_dot_configs_agree(dtype, precision, launch):
     ]
     legal = _legal(shape, "contiguous", dtype, precision, candidates)
     _assert_all_equal(launch, "dot", legal, shape, "contiguous", dtype, precision)
+
+
+@pytest.mark.parametrize("shape", [(33, 20, 17), (1, 63, 3), (12, 64, 12), (64, 48, 33)], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "misaligned"])
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "ieee")],
+    ids=["ieee", "tf32", "bf16"],
+)
+def test_whole_has_the_bits_of_dot(dtype, precision, layout, shape, launch):
+    """However it pads, packs, orders and fetches: the batch may choose between the two."""
+    candidates = [
+        WholeConfig(16, 8, 16, 1, 1),
+        WholeConfig(16, 8, 64, 1, 4, ordered=True),
+        WholeConfig(16, 16, 32, 2, 2, ordered=True, ahead=3),
+        WholeConfig(32, 32, 16, 4, 4),
+        WholeConfig(16, 8, 16, 1, 1, loops=4, num_stages=3, ahead=2),
+    ]
+    for kind in ("normal", "wide", "cancelling", "zeros"):
+        a, b = _operands(*shape, layout, dtype, kind)
+        expected = launch("dot", a, b, precision)
+        for config in candidates:
+            assert_bitwise_equal(launch("whole", a, b, precision, config), expected, f"{config}, {kind} data")
 
 
 @pytest.mark.parametrize("kernel", configs.KERNELS)

@@ -1,4 +1,4 @@
-"""isogemm.bmm and both tiny kernels against fp64."""
+"""isogemm.bmm and the tiny kernels against fp64."""
 
 import hypothesis
 import pytest
@@ -30,7 +30,7 @@ for _size in (63, 64, 65):
     SHAPES[f"k{_size}"] = (64, 16, _size), (64, _size, 16)
     SHAPES[f"n{_size}"] = (64, 16, 16), (64, 16, _size)
 
-PRECISIONS = [("registers", "ieee"), ("dot", "ieee"), ("dot", "tf32")]
+PRECISIONS = [("registers", "ieee"), ("dot", "ieee"), ("dot", "tf32"), ("whole", "ieee"), ("whole", "tf32")]
 
 
 def _operands(name, seed=0, dtype=torch.float32):

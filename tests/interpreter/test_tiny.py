@@ -1,4 +1,4 @@
-"""The logic of both tiny kernels on the CPU: every case on poisoned outputs against fp64."""
+"""The logic of the tiny kernels on the CPU: every case on poisoned outputs against fp64."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from nonfinite import assert_same_nonfinite
 
 from isogemm.gemm.reference import round_to_tf32
 from isogemm.tiny import configs, op
-from isogemm.tiny.configs import DotConfig, Problem, RegistersConfig
+from isogemm.tiny.configs import DotConfig, Problem, RegistersConfig, WholeConfig
 from isogemm.tiny.kernels import launch_bmm
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.inputs import make_operands
@@ -25,10 +25,10 @@ LARGE = [(2, 33, 10, 41), (2, 42, 8, 42), (2, 12, 64, 12)]
 
 
 def _problem(a, b, precision="ieee"):
-    """As `op.describe` has it, for a GPU: sm_80 knows nothing of early launches, which the interpreter cannot run."""
+    """As `op.describe` has it, for a GPU without what the interpreter cannot run: early launches and assembly."""
     described = op.problem_of(a, b, precision)
     fields = {name: getattr(described, name) for name in Problem.__dataclass_fields__}
-    return Problem(**{**fields, "arch": "sm_80", "sm_count": 2})
+    return Problem(**{**fields, "arch": "gfx942", "sm_count": 2})
 
 
 def _launch(kernel, a, b, precision="ieee", config=None):
@@ -94,6 +94,8 @@ REGISTERS = [  # for m, k, n = 6, 12, 8
     RegistersConfig(4, 2, 2, 2, 1, unroll=8, num_warps=2),
     RegistersConfig(8, 4, 1, 1, 1, unroll=5, num_warps=4),
     RegistersConfig(4, 4, 4, 4, 1, unroll=4, num_warps=1),
+    RegistersConfig(3, 1, 4, 4, 1, unroll=12, num_warps=1),  # divides m, no power of two
+    RegistersConfig(6, 5, 1, 2, 1, unroll=12, num_warps=2),
 ]
 REGISTERS_ALONG_K = [
     RegistersConfig(2, 2, 1, 4, 4, unroll=4, num_warps=1),
@@ -122,6 +124,34 @@ def test_dot_configs(config):
     _assert_close(_launch("dot", a, b, config=config), a, b)
 
 
+WHOLE = [  # for 5 matrices
+    WholeConfig(16, 8, 16, 1, 1),
+    WholeConfig(8, 16, 64, 4, 1),  # the last program has one matrix
+    WholeConfig(32, 32, 32, 2, 2),
+    WholeConfig(4, 4, 16, 1, 1, loops=3, num_stages=2),
+]
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("shape", [(5, 1, 3, 17), (5, 17, 33, 3), (5, 33, 17, 1), (5, 3, 63, 33)], ids=str)
+def test_whole_configs(shape, precision):
+    """Any padding, packing and loop, on operands that are misaligned and transposed."""
+    a, b = _operands(shape)
+    a, b = with_layout(a, "misaligned"), with_layout(b, "transposed")
+    reference, _ = _exact(round_to_tf32(a), round_to_tf32(b)) if precision == "tf32" else _exact(a, b)
+    for config in WHOLE:
+        assert configs.illegal(_problem(a, b, precision), config) == ""
+        _assert_close(_launch("whole", a, b, precision, config), a, b, reference)
+
+
+@pytest.mark.parametrize("shared", ["a", "b"])
+@pytest.mark.parametrize("config", WHOLE[1:3], ids=str)
+def test_whole_packs_a_shared_operand(config, shared):
+    a, b = _operands((5, 4, 9, 6))
+    a, b = (a[:1], b) if shared == "a" else (a, b[:1])
+    _assert_close(_launch("whole", a, b, config=config), a, b)
+
+
 @pytest.mark.parametrize("kernel", configs.KERNELS)
 @pytest.mark.parametrize("num_warps", [1, 4])
 def test_batch_is_no_multiple_of_the_block(kernel, num_warps):
@@ -131,6 +161,7 @@ def test_batch_is_no_multiple_of_the_block(kernel, num_warps):
     config = {
         "registers": RegistersConfig(1, 1, 1, 1, 1, unroll=4, num_warps=num_warps),
         "dot": DotConfig(16, 16, 16, num_warps, 1),
+        "whole": WholeConfig(8, 8, 16, 2, num_warps, loops=2, num_stages=2),
     }[kernel]
     buffer = torch.full((7, 3, 3), torch.nan)
     launch_bmm(buffer[1:6], a, b, problem, config)
@@ -162,7 +193,9 @@ def test_tf32_keeps_what_it_can_represent():
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's word for inf * 0
-@pytest.mark.parametrize(("kernel", "precision"), [("registers", "ieee"), ("dot", "ieee"), ("dot", "tf32")])
+@pytest.mark.parametrize(
+    ("kernel", "precision"), [("registers", "ieee"), ("dot", "ieee"), ("dot", "tf32"), ("whole", "tf32")]
+)
 def test_nan_and_inf(kernel, precision):
     a, b = _operands((7, 5, 7, 6))
     for at, value in enumerate((torch.nan, torch.inf, -torch.inf)):

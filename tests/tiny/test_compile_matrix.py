@@ -1,4 +1,4 @@
-"""Both tiny kernels compiled for GPUs that are not here, as `choose` would have them.
+"""The tiny kernels compiled for GPUs that are not here, as `choose` would have them.
 
 From a shell, with PYTHONPATH=src:tests/shared:tests/tiny:
 `python -m compile_matrix test_compile_matrix:jobs --target sm_90`; `:portable_jobs` for every target.
@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from compile_matrix import CompileJob, compile_job, limit_violations
 
-from isogemm.tiny.configs import KERNELS, DotConfig, Problem, choose, gate
+from isogemm.tiny.configs import KERNELS, DotConfig, Problem, RegistersConfig, WholeConfig, choose, gate
 from isogemm.tiny.kernels import describe_bmm
 
 SHAPES = [  # m, n, k
@@ -53,13 +53,27 @@ def forced_jobs():
     return list(found.values())
 
 
+def fetching_jobs():
+    """For sm_90: programs that fetch ahead, pack matrices or loop over them."""
+    found = []
+    for config in (
+        RegistersConfig(6, 1, 4, 4, 1, 8, 1, ahead=2112),
+        WholeConfig(16, 8, 16, 2, 1, ahead=2112),
+        WholeConfig(16, 16, 64, 4, 4),
+        WholeConfig(16, 16, 16, 1, 1, loops=8, num_stages=3),
+    ):
+        found += [_job(_problem((12, 12, 64), "nn"), config)]
+    odd = _problem((17, 50, 33), "nt", *NUMBERS[2])
+    return [*found, _job(odd, WholeConfig(16, 8, 64, 1, 2, ordered=True, ahead=2112))]
+
+
 def portable_jobs():
-    """Without what sm_90 brought: a sample for every target."""
+    """Without early launches and assembly: a sample for every target."""
     found = {}
     for shape, number in [((12, 12, 64), NUMBERS[0]), ((64, 64, 16), NUMBERS[1]), ((48, 24, 40), NUMBERS[2])]:
         for kernel in KERNELS:
-            _add(found, _problem(shape, "nn", *number, arch="sm_80"), kernel)
-    _add(found, _problem((3, 5, 7), "nt", arch="sm_80"), "registers")
+            _add(found, _problem(shape, "nn", *number, arch="gfx942"), kernel)
+    _add(found, _problem((3, 5, 7), "nt", arch="gfx942"), "registers")
     return list(found.values())
 
 
@@ -90,7 +104,7 @@ def _job(problem, config):
             constexprs[name] = 1
             continue
         signature[name] = "i32" if value < 2**31 else "i64"
-        if value % 16 == 0:
+        if value % 16 == 0 and name != "batch":
             attrs[name] = 16
     options = dict(launch.options)
     return CompileJob(
@@ -106,7 +120,7 @@ def _job(problem, config):
 
 
 # Of every layout, batch and number some; the others from a shell, as above.
-CASES = [(job, "sm_90") for job in (*jobs()[::5], *forced_jobs())]
+CASES = [(job, "sm_90") for job in (*jobs()[::5], *forced_jobs(), *fetching_jobs())]
 CASES += [(job, target) for job in portable_jobs() for target in ("sm_80", "sm_100", "gfx942")]
 
 
@@ -130,7 +144,7 @@ def test_specialisation_is_tritons():
     """What `_job` says of the arguments is what Triton would find out from them."""
     job = _job(_problem((12, 12, 64), "nn"), DotConfig(16, 16, 64, 1, 1))
     assert (job.constexprs["stride_ak"], job.constexprs["stride_bn"]) == (1, 1)
-    assert set(job.attrs) == {"a_ptr", "b_ptr", "c_ptr", "batch", "stride_ab", "stride_am", "stride_bb"}
+    assert set(job.attrs) == {"a_ptr", "b_ptr", "c_ptr", "stride_ab", "stride_am", "stride_bb"}
     assert job.signature["stride_bk"] == "i32"
     far = _job(replace(_problem((3, 5, 7), "nn"), a_strides=(0, 2**31, 1)), DotConfig(16, 16, 16, 1, 1))
     assert far.signature["stride_am"] == "i64"

@@ -7,108 +7,56 @@ from itertools import product
 import hypothesis
 import pytest
 from hypothesis import strategies as st
+from tiny_problems import ARCHS, BATCHES, PRECISIONS, make_problem, problems
 
 from isogemm.tiny import configs
 from isogemm.tiny.configs import (
-    DTYPES,
     KERNELS,
+    MENU,
     DotConfig,
-    Problem,
     RegistersConfig,
+    WholeConfig,
     choose,
     eligible,
     gate,
     illegal,
+    parts,
+    prefetches,
     programs,
     usable,
 )
-
-PRECISIONS = ("ieee", "tf32")
-ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
-
-
-def _problem(batch=1024, m=12, n=12, k=64, dtype="float32", precision="ieee", a="n", b="n", **changes):
-    """Contiguous operands, or transposed views of contiguous ones."""
-    problem = Problem(
-        batch,
-        m,
-        n,
-        k,
-        dtype,
-        precision,
-        a_strides=(m * k, k, 1) if a == "n" else (m * k, 1, m),
-        b_strides=(k * n, n, 1) if b == "n" else (k * n, 1, k),
-    )
-    return replace(problem, **changes)
-
-
-SIZES = st.one_of(st.sampled_from([1, 2, 3, 4, 8, 12, 15, 16, 17, 32, 63, 64]), st.integers(1, 64))
-BATCHES = st.one_of(st.sampled_from([2, 3, 256, 65535, 65536]), st.integers(2, 2**31))
-
-
-@st.composite
-def problems(draw):
-    """All that an eligible problem can be: layouts, gaps between rows and matrices, shared operands, misalignment."""
-    m, n, k = draw(SIZES), draw(SIZES), draw(SIZES)
-    dtype = draw(st.sampled_from(DTYPES))
-    itemsize = 4 if dtype == "float32" else 2
-
-    def strides(rows, columns):
-        inner, outer = draw(st.sampled_from([(1, columns), (rows, 1), (2, 2 * columns)]))
-        if 1 in (inner, outer):
-            gap = draw(st.sampled_from([0, 0, 1, 2, 3, 16]))
-            inner, outer = (inner, outer + gap) if inner == 1 else (inner + gap, outer)
-        extent = (rows - 1) * outer + (columns - 1) * inner + 1
-        batch = draw(st.sampled_from([0, rows * columns, extent, extent + 1, extent + 16, 2**31 + 16]))
-        return batch, outer, inner
-
-    alignments = [size for size in (2, 4, 8, 16) if size >= itemsize]
-    return Problem(
-        batch=draw(BATCHES),
-        m=m,
-        n=n,
-        k=k,
-        dtype=dtype,
-        precision=draw(st.sampled_from(PRECISIONS)) if dtype == "float32" else "ieee",
-        a_strides=strides(m, k),
-        b_strides=strides(k, n),
-        a_alignment=draw(st.sampled_from(alignments)),
-        b_alignment=draw(st.sampled_from(alignments)),
-        arch=draw(st.sampled_from(ARCHS)),
-        sm_count=draw(st.sampled_from([1, 20, 108, 132, 148, 304])),
-    )
 
 
 @pytest.mark.parametrize("axis", ["m", "n", "k"])
 def test_sizes_up_to_64(axis):
     for size in (1, 63, 64):
-        assert eligible(_problem(**{axis: size})) == ""
-    assert eligible(_problem(**{axis: 65})) == "m, n or k is above 64"
-    assert eligible(_problem(**{axis: 0})) == "an empty size"
+        assert eligible(make_problem(**{axis: size})) == ""
+    assert eligible(make_problem(**{axis: 65})) == "m, n or k is above 64"
+    assert eligible(make_problem(**{axis: 0})) == "an empty size"
 
 
 def test_more_than_one_matrix():
-    assert eligible(_problem(batch=2)) == ""
-    assert eligible(_problem(batch=1)) == "batch is 1"
-    assert eligible(_problem(batch=0)) != ""
+    assert eligible(make_problem(batch=2)) == ""
+    assert eligible(make_problem(batch=1)) == "batch is 1"
+    assert eligible(make_problem(batch=0)) != ""
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int32", "int8", "complex64", "bool"])
 def test_other_dtypes_are_not_served(dtype):
-    assert eligible(_problem(dtype=dtype)) == f"dtype {dtype} is not one of float32, float16, bfloat16"
+    assert eligible(make_problem(dtype=dtype)) == f"dtype {dtype} is not one of float32, float16, bfloat16"
 
 
 @pytest.mark.parametrize("arch", ["sm_70", "sm_75", "gfx90a", "gfx1100", "cpu", ""])
 def test_other_architectures_are_not_served(arch):
     assert arch in usable(arch)
     assert usable(arch)
-    assert eligible(_problem(arch=arch)) == usable(arch)
+    assert eligible(make_problem(arch=arch)) == usable(arch)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_architectures_served(arch):
     assert usable(arch) == ""
-    assert eligible(_problem(arch=arch)) == ""
+    assert eligible(make_problem(arch=arch)) == ""
 
 
 @hypothesis.settings(max_examples=300, deadline=None)
@@ -132,7 +80,7 @@ def test_path_follows_sizes_type_and_strides_alone(problem, batch, alignment, sm
 def test_every_cell_keeps_its_path_in_any_batch(precision, layout):
     """And its kernel, where the kernels' bits differ."""
     for m, n, k in product((4, 8, 16, 32, 48, 64), repeat=3):
-        problem = _problem(2, m, n, k, precision=precision, a=layout[0], b=layout[1])
+        problem = make_problem(2, m, n, k, precision=precision, a=layout[0], b=layout[1])
         kernels = {gate(replace(problem, batch=batch)) for batch in (2, 64, 1024, 2**20)}
         assert len({bool(kernel) for kernel in kernels}) == 1, problem
         assert precision == "ieee" or len(kernels) == 1, problem
@@ -165,7 +113,7 @@ def test_chosen_is_legal_for_every_size():
         for n in range(1, 65):
             for k in random.sample(range(1, 65), 4):
                 for layout in ("nn", "nt", "tn", "tt"):
-                    problem = _problem(random.choice((2, 1024, 65536)), m, n, k, a=layout[0], b=layout[1])
+                    problem = make_problem(random.choice((2, 1024, 65536)), m, n, k, a=layout[0], b=layout[1])
                     for kernel in KERNELS:
                         assert illegal(problem, choose(problem, kernel)) == "", problem
 
@@ -179,6 +127,13 @@ def test_programs_cover_every_output(problem):
     assert tiles_m * dot.block_m >= problem.m > (tiles_m - 1) * dot.block_m
     assert tiles_n * dot.block_n >= problem.n > (tiles_n - 1) * dot.block_n
     assert programs(problem, dot) == problem.batch * tiles_m * tiles_n
+    whole = choose(problem, "whole")
+    for size, unit in ((problem.m, whole.unit_m), (problem.n, whole.unit_n), (problem.k, 16)):
+        cut = parts(size, unit, whole.block_k)
+        assert [start for start, _ in cut] == [sum(length for _, length in cut[:at]) for at in range(len(cut))]
+        assert size <= sum(length for _, length in cut) < size + unit
+    count = programs(problem, whole)
+    assert count * whole.matrices * whole.loops >= problem.batch > (count - 1) * whole.matrices * whole.loops
     registers = choose(problem, "registers")
     width = registers.cols * registers.vec
     groups = -(-problem.m // registers.rows) * -(-problem.n // width)
@@ -188,13 +143,35 @@ def test_programs_cover_every_output(problem):
     assert count * threads >= problem.batch * groups > (count - 1) * threads
 
 
+def test_parts():
+    assert parts(42, 16) == ((0, 32), (32, 16))
+    assert parts(50, 8) == ((0, 32), (32, 16), (48, 8))
+    assert parts(33, 16, most=16) == ((0, 16), (16, 16), (32, 16))
+    assert parts(1, 8) == ((0, 8),)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, (7, 7)),
+        ({"a": "t", "b": "t"}, (7, 7)),
+        ({"a_strides": (0, 64, 1)}, (0, 7)),  # shared
+        ({"a_strides": (12 * 128, 128, 1), "b_strides": (64 * 12, 24, 2)}, (0, 0)),  # sliced
+    ],
+)
+def test_only_dense_operands_are_fetched_ahead(change, expected):
+    config = replace(choose(make_problem(), "registers"), ahead=7)
+    assert prefetches(make_problem(**change), config) == expected
+    assert prefetches(make_problem(**change), choose(make_problem(), "dot")) == (0, 0)
+
+
 def test_widest_vectors():
     """Along k of A, k of B, n of B: only the contiguous axis, only what divides it and all strides, 4 at most."""
-    assert configs.vectors(_problem()) == (4, 1, 4)
-    assert configs.vectors(_problem(a="t", b="t")) == (1, 4, 1)
-    assert configs.vectors(_problem(n=6, k=10)) == (2, 1, 2)
-    assert configs.vectors(_problem(n=5, k=7)) == (1, 1, 1)
-    assert configs.vectors(_problem(a_strides=(0, 64, 1), b_strides=(0, 12, 1))) == (4, 1, 4)
+    assert configs.vectors(make_problem()) == (4, 1, 4)
+    assert configs.vectors(make_problem(a="t", b="t")) == (1, 4, 1)
+    assert configs.vectors(make_problem(n=6, k=10)) == (2, 1, 2)
+    assert configs.vectors(make_problem(n=5, k=7)) == (1, 1, 1)
+    assert configs.vectors(make_problem(a_strides=(0, 64, 1), b_strides=(0, 12, 1))) == (4, 1, 4)
 
 
 MISALIGNED = {
@@ -207,7 +184,7 @@ MISALIGNED = {
 
 @pytest.mark.parametrize("change", MISALIGNED.values(), ids=MISALIGNED.keys())
 def test_no_vectors_where_one_could_be_misaligned(change):
-    problem = _problem(**change)
+    problem = make_problem(**change)
     config = choose(problem, "registers")
     assert (config.vec, config.a_vec, config.b_vec) == (1, 1, 1)
     for wider in ({"a_vec": 2, "unroll": 8}, {"vec": 2}):
@@ -216,7 +193,7 @@ def test_no_vectors_where_one_could_be_misaligned(change):
 
 @pytest.mark.parametrize(("alignment", "width"), [(4, 1), (8, 2), (16, 4)])
 def test_widest_vectors_follow_the_address(alignment, width):
-    problem = _problem(a_alignment=alignment, b_alignment=alignment)
+    problem = make_problem(a_alignment=alignment, b_alignment=alignment)
     assert configs.vectors(problem) == (width, 1, width)
     assert configs.vectors(replace(problem, dtype="bfloat16")) == (min(4, 2 * width), 1, min(4, 2 * width))
 
@@ -243,7 +220,7 @@ def test_every_vector_is_aligned(problem):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_early_launch_only_where_the_hardware_has_it(kernel, arch):
     for batch in (2, 64, 65536):
-        assert not choose(_problem(batch=batch, arch=arch), kernel).pdl
+        assert not choose(make_problem(batch=batch, arch=arch), kernel).pdl
 
 
 @pytest.mark.parametrize(
@@ -253,6 +230,9 @@ def test_early_launch_only_where_the_hardware_has_it(kernel, arch):
         (DotConfig(24, 16, 16, num_warps=1, num_stages=1), "powers of two"),
         (DotConfig(16, 16, 8, num_warps=1, num_stages=1), "at least 16"),
         (DotConfig(16, 16, 128, num_warps=1, num_stages=1), "block_k pads"),
+        (WholeConfig(12, 16, 16, 1, 1), "powers of two"),
+        (WholeConfig(16, 16, 8, 1, 1), "at least 16"),
+        (WholeConfig(16, 128, 16, 1, 1), "up to 64"),
         (RegistersConfig(1, 1, 1, 1, 1, unroll=8, num_warps=16), "num_warps"),
         (RegistersConfig(1, 1, 3, 1, 1, unroll=8, num_warps=1), "1, 2 or 4"),
         (RegistersConfig(1, 1, 1, 8, 1, unroll=8, num_warps=1), "1, 2 or 4"),
@@ -261,23 +241,42 @@ def test_early_launch_only_where_the_hardware_has_it(kernel, arch):
     ],
 )
 def test_illegal_configs_are_told_why(config, rule):
-    assert rule in illegal(_problem(), config)
+    assert rule in illegal(make_problem(), config)
+
+
+@pytest.mark.parametrize(
+    ("config", "arch", "rule"),
+    [
+        (WholeConfig(16, 16, 16, 1, 1, ahead=100), "sm_80", "sm_90"),
+        (RegistersConfig(1, 1, 1, 1, 1, unroll=8, num_warps=1, ahead=100), "sm_89", "sm_90"),
+        (WholeConfig(16, 16, 16, 1, 1, ordered=True), "gfx942", "NVIDIA"),
+    ],
+)
+def test_assembly_only_where_it_runs(config, arch, rule):
+    assert rule in illegal(make_problem(arch=arch), config)
+    assert illegal(make_problem(), config) == ""
 
 
 def test_k_must_be_a_multiple_of_its_vector():
-    assert "multiples" in illegal(_problem(k=6), RegistersConfig(1, 1, 1, 4, 1, unroll=8, num_warps=1))
+    assert "multiples" in illegal(make_problem(k=6), RegistersConfig(1, 1, 1, 4, 1, unroll=8, num_warps=1))
 
 
 def test_choose_refuses_an_illegal_choice(monkeypatch):
     bad = RegistersConfig(1, 1, 1, 4, 1, unroll=4, num_warps=1)
-    monkeypatch.setattr(configs, "_registers", lambda problem: bad)
+    monkeypatch.setattr(configs, "MENU", {"registers": lambda problem: bad})
     with pytest.raises(ValueError, match=r"config registers .* for problem \[1024; 12,12,63\]"):
-        choose(_problem(k=63), "registers")
+        choose(make_problem(k=63), "registers")
 
 
 def test_names():
-    assert str(_problem()) == "[1024; 12,12,64] float32/ieee nn"
-    assert str(_problem(dtype="bfloat16", a="t", b="t")) == "[1024; 12,12,64] bfloat16 tt"
-    assert _problem(a_strides=(1536, 128, 2)).layout == "xn"
+    assert str(make_problem()) == "[1024; 12,12,64] float32/ieee nn"
+    assert str(make_problem(dtype="bfloat16", a="t", b="t")) == "[1024; 12,12,64] bfloat16 tt"
+    assert make_problem(a_strides=(1536, 128, 2)).layout == "xn"
     for kernel in KERNELS:
-        assert str(choose(_problem(), kernel)).startswith(kernel)
+        assert str(choose(make_problem(), kernel)).startswith(kernel)
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(problem=problems(), entry=st.sampled_from(sorted(MENU)))
+def test_menu_is_legal(problem, entry):
+    assert illegal(problem, choose(problem, entry)) == ""

@@ -7,20 +7,29 @@ tile, warps and stages do not change bits and may depend on the batch. So may th
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 from isogemm.core import tables
 from isogemm.core.problems import ITEMSIZE, layout_letter, power_of_two, sm
 from isogemm.core.problems import unit as unit
 from isogemm.core.problems import usable as usable
+from isogemm.tiny import model
 
 MAX_SIZE = 64
-KERNELS = ("registers", "dot")
+KERNELS = ("registers", "dot", "whole")
 EDGES = (8, 16, 32, 48, 64)  # largest m, n and k of the table's cells
 
+JUDGED = (300, 3000, 30000)  # batches over which the model compares with torch.bmm
+JUDGED_SMS = 132  # of the GPU whose times were measured: the path depends on the matrices alone
+WIN = 1.03  # below this a win is within the errors of measurement
+
+_RESIDENT_WARPS = 40  # of an SM: more than run at once
+
 DTYPES = tuple(ITEMSIZE)
-_MASKED_K_STEP = 16  # the least K of tl.dot
+K_STEP = 16  # the least k of tl.dot, to which k is padded
 
 
 @dataclass(frozen=True)
@@ -61,13 +70,14 @@ class RegistersConfig:
     b_vec: int  # adjacent k in one load of B
     unroll: int  # k per iteration
     num_warps: int
+    ahead: int = 0  # programs whose operands are fetched into L2 ahead of them
     pdl: bool = False  # let the next kernel's launch overlap this one's end
     kernel: Literal["registers"] = "registers"
 
     def __str__(self) -> str:
         return (
             f"registers {self.rows}x{self.cols * self.vec} a{self.a_vec} b{self.b_vec}"
-            f" u{self.unroll} w{self.num_warps}{' early' if self.pdl else ''}"
+            f" u{self.unroll} w{self.num_warps}{_flags(self)}"
         )
 
 
@@ -90,7 +100,34 @@ class DotConfig:
         )
 
 
-Config = RegistersConfig | DotConfig
+@dataclass(frozen=True)
+class WholeConfig:
+    """Each program computes whole matrices with tl.dot, in parts that are powers of two. All loads come first."""
+
+    unit_m: int  # m is padded to a multiple of it
+    unit_n: int
+    block_k: int  # the longest part of k
+    matrices: int  # at once
+    num_warps: int
+    loops: int = 1  # one after another
+    num_stages: int = 1  # loads in flight, of a loop
+    ordered: bool = False  # by inline assembly: wait once, not for each load
+    ahead: int = 0  # programs whose operands are fetched into L2 ahead of them
+    pdl: bool = False
+    kernel: Literal["whole"] = "whole"
+
+    def __str__(self) -> str:
+        return (
+            f"whole {self.unit_m}x{self.unit_n}x{self.block_k} p{self.matrices}x{self.loops} w{self.num_warps}"
+            f" s{self.num_stages}{' ordered' if self.ordered else ''}{_flags(self)}"
+        )
+
+
+Config = RegistersConfig | DotConfig | WholeConfig
+
+
+def _flags(config: RegistersConfig | WholeConfig) -> str:
+    return f"{f' +{config.ahead}' if config.ahead else ''}{' early' if config.pdl else ''}"
 
 
 def eligible(problem: Problem) -> str:
@@ -107,14 +144,58 @@ def eligible(problem: Problem) -> str:
 
 
 def gate(problem: Problem) -> str:
-    """The kernel that serves this problem, or empty where torch.bmm was measured faster.
+    """The entry of the menu that serves this problem, or empty where torch.bmm is faster.
 
-    Both kernels give ieee float32 the same bits, so there the batch may choose between them.
+    Entries with the same bits may serve different batches of the same matrices; whether torch does may not.
     """
+    fitted = tables.load("tiny", problem.arch, "MODEL").get(arithmetic(problem))
+    return fastest(problem, fitted) if fitted else _measured(problem)
+
+
+def choose(problem: Problem, entry: str) -> Config:
+    """The configuration of an entry of the menu, or of a kernel by its rules, for an eligible problem."""
+    config = MENU[entry](problem)
+    reason = illegal(problem, config)
+    if reason:
+        raise ValueError(f"config {config} for problem {problem}: {reason}")
+    return config
+
+
+def fastest(problem: Problem, fitted: Sequence[tuple[str, int, int, Sequence[float]]]) -> str:
+    """The entry of the least modelled time, among those with the bits that win over small and large batches."""
+    coefficients = {entry: found for entry, _, _, found in fitted}
+    layouts = _measured_layouts(problem.layout)
+
+    def microseconds(entry: str, at: Problem) -> list[float]:
+        return [model.predicted(at, layout, coefficients[entry]) for layout in layouts]
+
+    groups: dict[str, list[str]] = {}
+    for entry in coefficients:
+        if entry != "torch":
+            groups.setdefault(_bits(problem, entry), []).append(entry)
+    gains = dict.fromkeys(groups, 1.0)
+    for group, batch in product(groups, JUDGED):
+        at = replace(problem, batch=batch, sm_count=JUDGED_SMS)
+        best = [min(times) for times in zip(*(microseconds(entry, at) for entry in groups[group]), strict=True)]
+        gains[group] *= min(torch / us for torch, us in zip(microseconds("torch", at), best, strict=True))
+    group = max(gains, key=lambda group: gains[group])
+    if gains[group] < WIN ** len(JUDGED):
+        return ""
+    return min(groups[group], key=lambda entry: max(microseconds(entry, problem)))
+
+
+def _bits(problem: Problem, entry: str) -> str:
+    """Entries with the same name here give the same bits: all of ieee float32, else those that use tl.dot."""
+    return "fma" if entry.startswith("registers") and arithmetic(problem) != "ieee" else "dot"
+
+
+def _measured(problem: Problem) -> str:
+    """The kernel that the architecture's table has for the problem's cell, or empty."""
     m, n = (next(edge for edge in EDGES if size <= edge) for size in (problem.m, problem.n))
-    number = problem.precision if problem.dtype == "float32" else "half"
     table = tables.load("tiny", problem.arch)
-    winners = {tables.at(table[number, layout, m, n], problem.k) for layout in _measured_layouts(problem.layout)}
+    winners = {
+        tables.at(table[arithmetic(problem), layout, m, n], problem.k) for layout in _measured_layouts(problem.layout)
+    }
     if "torch" in winners:
         return ""
     winner: str = winners.pop() if len(winners) == 1 else "registers"
@@ -126,18 +207,11 @@ def gate(problem: Problem) -> str:
     return winner
 
 
-def choose(problem: Problem, kernel: str) -> Config:
-    """The configuration of `kernel` for an eligible problem."""
-    config = _registers(problem) if kernel == "registers" else _dot(problem)
-    reason = illegal(problem, config)
-    if reason:
-        raise ValueError(f"config {config} for problem {problem}: {reason}")
-    return config
-
-
 def programs(problem: Problem, config: Config) -> int:
     if isinstance(config, DotConfig):
         return problem.batch * _ceil(problem.m, config.block_m) * _ceil(problem.n, config.block_n)
+    if isinstance(config, WholeConfig):
+        return _ceil(problem.batch, config.matrices * config.loops)
     threads = _ceil(problem.m, config.rows) * _ceil(problem.n, config.cols * config.vec)
     return _ceil(problem.batch * threads, 32 * config.num_warps)
 
@@ -146,11 +220,20 @@ def illegal(problem: Problem, config: Config) -> str:
     """Empty where `config` computes `problem`; else the rule it breaks. The one statement of legality."""
     if config.num_warps not in (1, 2, 4, 8):
         return "num_warps is not 1, 2, 4 or 8"
+    if not isinstance(config, DotConfig) and config.ahead and sm(problem.arch) < 90:
+        return "fetching ahead needs sm_90"
     if isinstance(config, DotConfig):
-        if config.block_k < _MASKED_K_STEP or not power_of_two(config.block_m, config.block_n, config.block_k):
-            return f"blocks are powers of two, block_k at least {_MASKED_K_STEP}"
-        if problem.k % _MASKED_K_STEP == 0 and problem.k % config.block_k:
+        if config.block_k < K_STEP or not power_of_two(config.block_m, config.block_n, config.block_k):
+            return f"blocks are powers of two, block_k at least {K_STEP}"
+        if problem.k % K_STEP == 0 and problem.k % config.block_k:
             return "block_k pads a k that needs no padding: a zero's sign could depend on it"
+        return ""
+    if isinstance(config, WholeConfig):
+        blocks = config.unit_m, config.unit_n, config.block_k
+        if not power_of_two(*blocks, config.matrices) or max(blocks) > MAX_SIZE or config.block_k < K_STEP:
+            return f"units, matrices and block_k are powers of two up to {MAX_SIZE}, block_k at least {K_STEP}"
+        if config.ordered and not sm(problem.arch):
+            return "ordered is NVIDIA's assembly"
         return ""
     if not power_of_two(config.vec, config.a_vec, config.b_vec) or max(config.a_vec, config.b_vec) > 4:
         return "vector widths are 1, 2 or 4"
@@ -164,6 +247,26 @@ def illegal(problem: Problem, config: Config) -> str:
     return ""
 
 
+def parts(size: int, unit: int, most: int = MAX_SIZE) -> tuple[tuple[int, int], ...]:
+    """Start and length of an axis's parts, padded to a multiple of `unit`: powers of two up to `most`, descending."""
+    found: list[tuple[int, int]] = []
+    start, end = 0, _ceil(size, unit) * unit
+    while start < end:
+        length = min(most, 1 << ((end - start).bit_length() - 1))
+        found.append((start, length))
+        start += length
+    return tuple(found)
+
+
+def prefetches(problem: Problem, config: Config) -> tuple[int, int]:
+    """How many programs ahead A and B are fetched into L2: those whose matrices lie one after another in memory."""
+    ahead = 0 if isinstance(config, DotConfig) else config.ahead
+    a, b = (sorted(strides[1:]) for strides in (problem.a_strides, problem.b_strides))
+    a_dense = problem.a_strides[0] == problem.m * problem.k and a == sorted({1, a[1]})
+    b_dense = problem.b_strides[0] == problem.k * problem.n and b == sorted({1, b[1]})
+    return ahead * a_dense, ahead * b_dense
+
+
 def vectors(problem: Problem) -> tuple[int, int, int]:
     """The widest loads of A along k, of B along k, and of B along n. C, contiguous, can be stored as wide as B."""
     (a_batch, a_m, a_k), (b_batch, b_k, b_n) = problem.a_strides, problem.b_strides
@@ -174,7 +277,7 @@ def vectors(problem: Problem) -> tuple[int, int, int]:
     )
 
 
-def _registers(problem: Problem) -> RegistersConfig:
+def _registers(problem: Problem) -> Config:
     k = problem.k
     rows, cols, vec = _registers_tile(problem)
     while rows * cols > 1 and not _fills(problem, rows, cols * vec):
@@ -185,7 +288,7 @@ def _registers(problem: Problem) -> RegistersConfig:
     many = _fills(problem, rows, cols * vec, warps=32)
     num_warps = 4 if k <= 4 or (many and rows * cols * vec * k < 64) else 1
     config = RegistersConfig(rows, cols, vec, a_vec, b_vec, _unroll(k, max(a_vec, b_vec)), num_warps)
-    return replace(config, pdl=_uses_pdl(problem, config))
+    return with_pdl(problem, config)
 
 
 def _registers_tile(problem: Problem) -> tuple[int, int, int]:
@@ -222,9 +325,9 @@ def _unroll(k: int, step: int) -> int:
     return whole if whole >= 6 else 8
 
 
-def _dot(problem: Problem) -> DotConfig:
+def _dot(problem: Problem) -> Config:
     m, n, k = problem.m, problem.n, problem.k
-    block_m, block_n, block_k = _next_power_of_two(m, 16), _next_power_of_two(n, 8), _MASKED_K_STEP
+    block_m, block_n, block_k = next_power_of_two(m, 16), next_power_of_two(n, 8), K_STEP
     few, many = 4 * problem.sm_count, problem.batch > 16 * problem.sm_count
     if block_m == 64 and (k <= block_k or block_n == 8):  # a short loop over k: smaller tiles, less padding of m
         block_m = 16 if m <= 48 or 2 * problem.batch < few else 32
@@ -238,12 +341,33 @@ def _dot(problem: Problem) -> DotConfig:
     config = DotConfig(block_m, block_n, block_k, num_warps, num_stages)
     if programs(problem, config) * num_warps < few and block_m * block_n >= 1024 * num_warps:
         config = replace(config, num_warps=2 * num_warps)
-    return replace(config, pdl=_uses_pdl(problem, config))
+    return with_pdl(problem, config)
 
 
-def _uses_pdl(problem: Problem, config: Config) -> bool:
-    """Whether to use PDL: it saves 0.5 us per small grid; in large ones waiting programs displace working ones."""
-    return sm(problem.arch) >= 90 and programs(problem, config) <= 16 * problem.sm_count
+def _whole(problem: Problem) -> Config:
+    m, n, k = problem.m, problem.n, problem.k
+    tensor_cores = arithmetic(problem) != "ieee"
+    unit_m, unit_n = 16 if tensor_cores else 8, 8
+    outputs = math.prod(sum(length for _, length in parts(*axis)) for axis in ((m, unit_m), (n, unit_n)))
+    matrices = min(8, max(1, 512 // outputs))
+    while matrices > 1 and problem.batch < 16 * problem.sm_count * matrices:
+        matrices //= 2
+    num_warps = 4 if outputs > 2048 or (problem.batch < 4 * problem.sm_count and outputs >= 512) else 1
+    num_warps = 2 if num_warps == 1 and outputs >= 1024 else num_warps
+    block_k = 64 if tensor_cores or k <= 16 else 16
+    ordered = tensor_cores and sm(problem.arch) >= 80
+    config = WholeConfig(unit_m, unit_n, block_k, matrices, num_warps, ordered=ordered)
+    return with_pdl(problem, config)
+
+
+def with_pdl(problem: Problem, config: Config) -> Config:
+    """Use PDL in small grids: it saves 0.5 us each; in large ones waiting programs displace working ones."""
+    return replace(config, pdl=sm(problem.arch) >= 90 and programs(problem, config) <= 16 * problem.sm_count)
+
+
+def arithmetic(problem: Problem) -> str:
+    """The kind of number in tables: ieee, tf32 or half."""
+    return problem.precision if problem.dtype == "float32" else "half"
 
 
 def _measured_layouts(layout: str) -> tuple[str, ...]:
@@ -266,9 +390,84 @@ def _at_most(tile: int, size: int) -> int:
     return tile
 
 
-def _next_power_of_two(size: int, least: int) -> int:
+def next_power_of_two(size: int, least: int) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
 def _ceil(size: int, block: int) -> int:
     return -(-size // block)
+
+
+def _blocks(square: bool, packed: bool, num_warps: int, loops: int = 1) -> Callable[[Problem], Config]:
+    """Builds a WholeConfig: one block of powers of two (square) or parts; several matrices at once, or in a loop.
+
+    num_warps: 0 for what the size asks for.
+    """
+
+    def build(problem: Problem) -> Config:
+        sizes = (problem.m, 16), (problem.n, 8)
+        unit_m, unit_n = (next_power_of_two(*size) if square else size[1] for size in sizes)
+        outputs = _ceil(problem.m, unit_m) * unit_m * _ceil(problem.n, unit_n) * unit_n
+        config = WholeConfig(
+            unit_m,
+            unit_n,
+            block_k=16 if arithmetic(problem) == "ieee" else 64,
+            matrices=min(16, next_power_of_two(max(1, 1024 // outputs), 1)) if packed else 1,
+            num_warps=num_warps or max(1, min(4, next_power_of_two(outputs, 1) // 1024)),
+            loops=loops,
+            num_stages=3 if loops > 1 else 1,
+            ordered=arithmetic(problem) != "ieee" and loops == 1 and sm(problem.arch) >= 80,
+        )
+        return with_pdl(problem, config)
+
+    return build
+
+
+def _fetching(build: Callable[[Problem], Config]) -> Callable[[Problem], Config]:
+    """The same configuration, operands fetched into L2 ahead of the programs that run at once; large grids only."""
+
+    def fetching(problem: Problem) -> Config:
+        config = build(problem)
+        ahead = _RESIDENT_WARPS * problem.sm_count // config.num_warps
+        if isinstance(config, DotConfig) or sm(problem.arch) < 90 or programs(problem, config) < 4 * ahead:
+            return config
+        return replace(config, ahead=ahead)
+
+    return fetching
+
+
+def _exact(problem: Problem) -> Config:
+    """The tile of the rules, with as many rows up to 8 as divide m."""
+    config = _registers(problem)
+    assert isinstance(config, RegistersConfig)
+    rows = max(rows for rows in range(1, 9) if problem.m % rows == 0)
+    return with_pdl(problem, replace(config, rows=rows, num_warps=1))
+
+
+def _wide(problem: Problem) -> Config:
+    """Twice the columns and about 6 rows: fewer loads per multiply-add."""
+    config = _registers(problem)
+    assert isinstance(config, RegistersConfig)
+    rows = max((rows for rows in (4, 5, 6) if problem.m % rows == 0), default=min(6, problem.m))
+    cols = _at_most(2 * config.cols, _ceil(problem.n, config.vec))
+    return with_pdl(problem, replace(config, rows=rows, cols=cols, num_warps=1))
+
+
+MENU: Mapping[str, Callable[[Problem], Config]] = {
+    "registers": _registers,
+    "registers ahead": _fetching(_registers),
+    "registers exact": _exact,
+    "registers wide": _wide,
+    "registers wide ahead": _fetching(_wide),
+    "whole parts w1 ahead": _fetching(_blocks(False, False, 1)),
+    "dot": _dot,
+    "whole": _whole,
+    **{
+        f"whole {'square' if square else 'parts'} w{warps}": _blocks(square, False, warps)
+        for square in (False, True)
+        for warps in (1, 2, 4)
+    },
+    "whole packed w1": _blocks(False, True, 1),
+    "whole packed w4": _blocks(False, True, 4),
+    "whole looped": _blocks(False, False, 0, loops=8),
+}

@@ -16,7 +16,7 @@ from isogemm.core.precision import of_cuda_products
 from isogemm.gemm import reference
 from isogemm.tiny import configs, op
 from isogemm.tiny.api import bmm
-from isogemm.tiny.configs import Config, DotConfig, Problem, RegistersConfig
+from isogemm.tiny.configs import Config, DotConfig, Problem, WholeConfig
 from isogemm.verify.checks import Check
 from isogemm.verify.compare import BitDiff, compare_bits
 from isogemm.verify.errors import assert_no_worse_than_torch
@@ -90,8 +90,10 @@ def _any_tile(each: Setting) -> Iterator[BitDiff]:
         others = [config for config in configurations if not configs.illegal(problem, config)]
         for config in each.rng.sample(others, min(2, len(others))):
             yield compare_bits(_product(a, b, problem, config), canonical[kernel])
-    if each.precision == "ieee" and tables.measured("tiny", problem.arch):  # there the gate may change kernels
-        yield compare_bits(canonical["registers"], canonical["dot"])
+    if tables.measured("tiny", problem.arch):  # there the gate may change kernels
+        yield compare_bits(canonical["whole"], canonical["dot"])
+        if each.precision == "ieee":
+            yield compare_bits(canonical["registers"], canonical["dot"])
 
 
 def variants(config: Config) -> list[Config]:
@@ -104,7 +106,13 @@ def variants(config: Config) -> list[Config]:
             for bk in (16, 32, 64)
             for warps, stages in ((1, 1), (2, 3), (4, 2))
         ]
-    assert isinstance(config, RegistersConfig)
+    if isinstance(config, WholeConfig):
+        return [
+            replace(config, unit_m=unit_m, unit_n=unit_n, block_k=block_k, matrices=matrices, num_warps=warps)
+            for unit_m, unit_n in ((16, 8), (16, 16), (32, 32))
+            for block_k in (16, 64)
+            for matrices, warps in ((1, 1), (1, 4), (4, 2))
+        ]
     return [
         replace(config, rows=rows, cols=cols, vec=vec, b_vec=b_vec, unroll=unroll, num_warps=warps)
         for rows in (1, 2, 4)
