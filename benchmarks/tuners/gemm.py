@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from isogemm.core.tables import Table
+from isogemm.gemm.configs import LONGEST_SUM
 from isogemm.tuning.gemm import ARITHMETIC, EPILOGUES, FORWARD, KINDS, Bench, Point, candidates, jobs, precompile
 from tuners import common, cost
 
@@ -61,7 +62,7 @@ def sweep(options: argparse.Namespace, raw: Path) -> None:
             print("failed:", point, type(error).__name__, str(error)[-300:], flush=True)
             continue
         row = {"kind": point.kind, "number": point.number, "tokens": point.tokens, "n": point.n, "k": point.k}
-        common.append(raw, row | {"sm_count": point.sm_count} | asdict(result))
+        common.append(raw, row | {"sm_count": point.sm_count, "chunk": point.problem.chunk} | asdict(result))
 
 
 NEAR = 1.015  # configurations this close to the best share a point: fewer kernels to compile
@@ -71,8 +72,9 @@ def samples(rows: list[dict[str, Any]], arch: str) -> list[cost.Sample]:
     """Mean times of what was recorded, for the model's fit."""
     found: dict[Point, dict[str, list[float]]] = {}
     for row in rows:
-        for name, us in row["us"].items():
-            found.setdefault(_point(row, arch), {}).setdefault(name, []).append(us)
+        point = _point(row, arch)
+        for name, us in row["us"].items() if _as_now(row, point) else ():
+            found.setdefault(point, {}).setdefault(name, []).append(us)
     return [
         cost.Sample(point.problem, (point.n, point.k), times)
         for point, us in found.items()
@@ -93,11 +95,20 @@ def _point(row: dict[str, Any], arch: str) -> Point:
     return Point(row["kind"], row["number"], *sizes, arch, row.get("sm_count", 132))
 
 
+def _as_now(row: dict[str, Any], point: Point) -> bool:
+    """Whether it was measured with the chunks of today; rows without a chunk are older than the cut of k in two."""
+    problem = point.problem
+    older = problem.chunk if point.of_tokens or problem.k > LONGEST_SUM else 0
+    return bool(row.get("chunk", older) == problem.chunk)
+
+
 def tables(rows: list[dict[str, Any]], arch: str) -> dict[str, Table]:
     """By arithmetic, kind of problem, weight and tokens: a configuration near the best, of as few as will do."""
     measured: dict[Point, dict[str, list[float]]] = {}
     for row in rows:
         point = _point(row, arch)
+        if not _as_now(row, point):
+            continue
         known = set(map(str, candidates(point)))  # of an older file, only what still is one counts
         for name in known & row["us"].keys():
             measured.setdefault(point, {}).setdefault(name, []).append(row["us"][name] / row["us"]["torch"])

@@ -64,8 +64,8 @@ def _measured():
                 chunk = configs.token_chunk(*sizes, dtype)
                 problem = _problem(*sizes, tokens, layout, *NUMBERS[number], chunk=chunk)
             else:
-                chunk = configs.accumulation_chunk(sizes[1], dtype, dtype)
-                problem = _problem(tokens, *sizes, layout, *NUMBERS[number], chunk=chunk, epilogue=epilogue)
+                problem = _problem(tokens, *sizes, layout, *NUMBERS[number], epilogue=epilogue)
+                problem = replace(problem, chunk=configs.accumulation_chunk(problem))
             chosen = {selection.choose(problem).config, *_on_the_menu(problem)}
             for config in sorted(chosen, key=str):
                 found.setdefault((number, kind, config, configs.accumulation(problem, config)), (problem, config))

@@ -53,10 +53,8 @@ def bound(monkeypatch):
 
 
 def _forward(n, k, dtype, precision, out_dtype):
-    chunk = configs.accumulation_chunk(k, dtype, out_dtype)
-    return Problem(
-        1, n, k, dtype, out_dtype, precision, (k, 1), (1, k), (n, 1), chunk=chunk, epilogue=Epilogue(bias="n")
-    )
+    problem = Problem(1, n, k, dtype, out_dtype, precision, (k, 1), (1, k), (n, 1), epilogue=Epilogue(bias="n"))
+    return replace(problem, chunk=configs.accumulation_chunk(problem))
 
 
 @pytest.mark.parametrize(

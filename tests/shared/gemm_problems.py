@@ -20,11 +20,15 @@ def make_problem(m=512, n=4096, k=4096, layout="nt", dtype="bfloat16", precision
 
 
 def linear(tokens, n, k, dtype="bfloat16", precision="ieee", **changes):
-    return make_problem(tokens, n, k, "nt", dtype, precision, chunk=accumulation_chunk(k, dtype, dtype), **changes)
+    return _product(make_problem(tokens, n, k, "nt", dtype, precision), changes)
 
 
 def input_grad(tokens, n, k, dtype="bfloat16", precision="ieee", **changes):
-    return make_problem(tokens, k, n, "nn", dtype, precision, chunk=accumulation_chunk(n, dtype, dtype), **changes)
+    return _product(make_problem(tokens, k, n, "nn", dtype, precision), changes)
+
+
+def _product(problem, changes):
+    return replace(problem, **{"chunk": accumulation_chunk(problem)} | changes)
 
 
 def weight_grad(tokens, n, k, dtype="bfloat16", precision="ieee", **changes):
@@ -69,7 +73,7 @@ def problems(draw):
         inner = 3 if batch == 6 else batch
         epilogue = draw(st.sampled_from(EPILOGUES if batch == 1 else EPILOGUES[:2]))
         return replace(
-            problem, chunk=accumulation_chunk(k, dtype, out_dtype), epilogue=epilogue, batch=batch, batch_inner=inner,
+            problem, chunk=accumulation_chunk(problem), epilogue=epilogue, batch=batch, batch_inner=inner,
             a_batch_strides=(inner * m * k, m * k) if batch > 1 else (0, 0),
         )  # fmt: skip
     accumulate = draw(st.booleans())

@@ -22,6 +22,8 @@ WORKSPACE = 64 << 20  # bytes, the most that finished chunks may take
 HALVES = 1 << 30  # bytes, the most that a tf32x3 product's operands take once they are split; larger ones are not
 LONGEST_SUM = 16384  # k of one sum in a product; longer ones are cut
 _CUT_SUM = 8192
+_NARROW, _LONG = 4096, 4096  # weights of at most so many rows, and at least so many columns, are cut in two
+_CUT_UNIT = 512  # what cuts are multiples of, so that weights share kernels
 _PINNED = {"ieee": 16, "tf32x3": 32}  # block_k, where bits depend on it
 BIAS_CHUNK = 1024  # tokens of one sum in a bias gradient; divides every weight's chunk
 BIAS_ROWS = 64  # tokens of one sum that a product's epilogue makes for it
@@ -36,6 +38,7 @@ _WIDE_SUM = 1024  # k of one sum in a float32 result of 16-bit operands: no roun
 _MAP_ALIGNMENT = 128  # bytes, at whose multiples the halves of an operand begin: TMA wants 16
 _FLAG = 8  # bytes in which a program says that a tile's sums are ready for the next program
 _REGISTERS = 64  # of a thread, for finished chunks
+_REGISTERS_BESIDE = 96  # likewise, where a tile has a rest
 _MOST_WARPS = 16
 _MOST_GATHERED = 32  # chunks, as many as a warp has threads
 
@@ -121,7 +124,7 @@ class Problem:
     def kind(self) -> str:
         """The layout and the kind of epilogue, for which configurations are measured."""
         e = self.epilogue
-        followed = " gated" * e.gated + " gradient" * bool(e.gradient)
+        followed = " gated" * e.gated + " gradient" * bool(e.gradient) + " accumulated" * self.accumulate
         return self.layout + (followed or " activated" * bool(e.activation or e.user))
 
     @property
@@ -290,11 +293,20 @@ def token_chunk(n: int, k: int, dtype: str) -> int:
     return _LARGEST_CHUNK if tiles >= 128 else _LARGEST_CHUNK // 2 if tiles >= 64 else _LARGEST_CHUNK // 4
 
 
-def accumulation_chunk(k: int, dtype: str, out_dtype: str) -> int:
-    """k of one sum in a product; 0 where it is one sum. Tensor cores truncate: a long sum is less exact."""
-    if dtype != out_dtype:
+def accumulation_chunk(problem: Problem) -> int:
+    """k of one sum in a product; 0 where it is one sum. Depends on the weight alone.
+
+    Tensor cores truncate, so a long sum is less exact. A long and narrow weight has few tiles where tokens are few: its
+    two sums run side by side. A weight not contiguous along k, as in an input gradient, seldom has few tokens.
+    """
+    n, k = problem.n, problem.k
+    if problem.dtype != problem.out_dtype:
         return _WIDE_SUM if k > _WIDE_SUM else 0
-    return _CUT_SUM if k > LONGEST_SUM else 0
+    if k > LONGEST_SUM:
+        return _CUT_SUM
+    if problem.b_strides[0] == 1 and n <= _NARROW and k > 2 * n and k >= _LONG:
+        return -(-k // (2 * _CUT_UNIT)) * _CUT_UNIT
+    return 0
 
 
 def canonical(problem: Problem) -> Config:
@@ -367,7 +379,7 @@ def _illegal_order(problem: Problem, config: Config) -> str:
 
 def _sums(config: Config) -> int:
     """Sums of a thread."""
-    return config.block_m * config.block_n // (32 * config.num_warps)
+    return config.block_m * config.columns // (32 * config.num_warps)
 
 
 def _gathered(problem: Problem) -> int:
@@ -381,7 +393,9 @@ def accumulation(problem: Problem, config: Config) -> Accumulation:
         return "one"
     if config.parallel_chunks in ("partials", "gathered"):
         return config.parallel_chunks
-    fits = _sums(config) <= _REGISTERS and not config.rest_n
+    fits = _sums(config) <= _REGISTERS or (
+        config.rest_n and _sums(config) <= _REGISTERS_BESIDE and config.num_warps == 8
+    )
     if fits and not (problem.accumulate or config.parallel_chunks):
         return "registers"
     return "in place" if problem.out_dtype == "float32" and problem.epilogue == NOTHING else "scratch"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from isogemm.gemm.configs import BiasGradProblem, Problem
 
 
 def product(
-    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, precision: str | None, chunk: int
+    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, precision: str | None, chunk: int | None = None
 ) -> Problem | None:
-    """Describe [*, M, K] @ [*, K, N] of the same leading sizes; None where those have more than two levels."""
+    """Describe [*, M, K] @ [*, K, N] of the same leading sizes; None where those have more than two levels.
+
+    chunk: of Problem; None for `accumulation_chunk`.
+    """
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     (am, ak), (bk, bn) = a.stride()[-2:], b.stride()[-2:]
     levels = _levels(a.shape[:-2], a.stride()[:-2], b.stride()[:-2])
@@ -30,15 +34,16 @@ def product(
     batch, (inner, a_inner, b_inner) = math.prod(size for size, *_ in levels), levels[-1] if levels else (1, 0, 0)
     _, a_outer, b_outer = levels[0] if len(levels) == 2 else (1, 0, 0)
     facts = devices.facts(a.device)
-    return Problem(
+    problem = Problem(
         m=m, n=n, k=k, dtype=dtype_name(a.dtype), out_dtype=dtype_name(out_dtype), precision=precision or "ieee",
         a_strides=_matrix_strides((m, k), (am, ak)), b_strides=_matrix_strides((n, k), (bn, bk))[::-1],
         c_strides=(n, 1),
         a_aligned=aligned(a), b_aligned=aligned(b), batch=batch, batch_inner=inner,
         a_batch_strides=(a_outer, a_inner), b_batch_strides=(b_outer, b_inner),
-        chunk=chunk, epilogue=Epilogue(bias="n" if bias is not None else ""), tma=_tma(), arch=facts.arch,
+        epilogue=Epilogue(bias="n" if bias is not None else ""), tma=_tma(), arch=facts.arch,
         sm_count=facts.sm_count, gpu=facts.name,
     )  # fmt: skip
+    return replace(problem, chunk=configs.accumulation_chunk(problem) if chunk is None else chunk)
 
 
 def weight_grad(
@@ -98,10 +103,6 @@ def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
     if len(longer) < 2:
         return tuple(*longer)
     return tuple(torch.broadcast_shapes(*longer))  # type: ignore[no-untyped-call]  # it imports sympy: 0.4 s
-
-
-def accumulation_chunk(a: Tensor, out_dtype: torch.dtype) -> int:
-    return configs.accumulation_chunk(a.shape[-1], dtype_name(a.dtype), dtype_name(out_dtype))
 
 
 def aligned(x: Tensor) -> bool:

@@ -305,8 +305,7 @@ def _problem(call: Call, save: str = "") -> Problem:
         *(None if each is None else each.stride(0) for each in matrices),
         *(stride for each in aux for stride in each.stride()),
     )
-    chunk = describe.accumulation_chunk(x, call.dtype)
-    problem = describe.product(describe.flat(x), b, None, call.dtype, precision, chunk)
+    problem = describe.product(describe.flat(x), b, None, call.dtype, precision)
     assert problem is not None
     return replace(
         problem, epilogue=call.operands.compiled(call.dtype, precision, save), read_strides=strides,
@@ -450,8 +449,7 @@ def hidden_grad(
     if plan is None:
         op.validate(grad, weight, None, None, precision)
         epilogue = operands.of_gradient(kind, grad.dtype is torch.float32 and precision != "tf32", sums)
-        chunk = describe.accumulation_chunk(grad, grad.dtype)
-        problem = describe.product(describe.flat(grad), weight, None, grad.dtype, precision, chunk)
+        problem = describe.product(describe.flat(grad), weight, None, grad.dtype, precision)
         assert problem is not None
         problem = replace(problem, epilogue=epilogue)
         seen = [None if each is None else (each.dtype, describe.aligned(each)) for each in read]

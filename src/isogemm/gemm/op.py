@@ -132,10 +132,10 @@ def problem_of(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
-    chunk: int = 0,
+    chunk: int | None = 0,
     total: Tensor | None = None,
 ) -> Problem:
-    """Describe the product of these tensors; `chunk` as in Problem; `total`: float32 [M, N] to add to."""
+    """Describe the product of these tensors; `chunk` as in `describe.product`; `total`: float32 [M, N] to add to."""
     batch = describe.broadcast(a.shape[:-2], b.shape[:-2])
     a, b = (x.expand(*batch, *x.shape[-2:]) for x in (a, b))
     problem = describe.product(a, b, bias, out_dtype or a.dtype, devices.resolve_precision(a, precision), chunk)
@@ -282,7 +282,7 @@ def _multiply(
         empty = torch.zeros(shape, dtype=dtype, device=a.device)
         return empty if bias is None else empty.copy_(bias)
     a, b = (x.expand(*shape[:-2], *x.shape[-2:]) for x in (a, b))
-    problem = describe.product(a, b, bias, dtype, precision, describe.accumulation_chunk(a, dtype))
+    problem = describe.product(a, b, bias, dtype, precision)
     if problem is not None:
         plan = plans.keep(key, gemm_plan("matmul", shape, dtype, a.device, problem))
         return plan.run((a, b, None, bias))
@@ -296,7 +296,7 @@ def _multiply_into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, preci
     key = *plan_key("into", a, b, bias, out.dtype, precision), describe.aligned(out)
     plan = plans.get(key)
     if plan is None:
-        problem = describe.product(a, b, bias, out.dtype, precision, describe.accumulation_chunk(a, out.dtype))
+        problem = describe.product(a, b, bias, out.dtype, precision)
         if problem is None:
             for places in zip(out, a, b, strict=True):
                 _multiply_into(*places, bias, precision)

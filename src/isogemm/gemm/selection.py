@@ -200,12 +200,15 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
 
 def menu(problem: Problem) -> tuple[Measured, ...]:
     """The configurations whose time the model predicts."""
-    return _menu(problem.arch, *model_key(problem)) if problem.batch == 1 else ()
+    if problem.batch > 1:
+        return ()
+    return _menu(problem.arch, *model_key(problem)) or _menu(problem.arch, problem.number, problem.layout)
 
 
 def model_key(problem: Problem) -> tuple[str, str]:
-    """Key of the model's coefficients: arithmetic, layout, and whether it is an activation's gradient."""
-    return problem.number, problem.layout + " gradient" * bool(problem.epilogue.gradient)
+    """Key of the model's coefficients: arithmetic, layout, whether it is an activation's gradient, or accumulated."""
+    of = " gradient" * bool(problem.epilogue.gradient) + " accumulated" * problem.accumulate
+    return problem.number, problem.layout + of
 
 
 def _weight(problem: Problem) -> tuple[int, int]:

@@ -186,9 +186,7 @@ def _forward(weight: Tensor, bias: bool, out_dtype: torch.dtype | None, precisio
         wide = out_dtype is torch.float32
         problem = replace(problem, dtype=dtype, out_dtype="float32" if wide else dtype, b_strides=(1, problem.k))
     epilogue = Epilogue(bias="n" if bias else "")
-    return replace(
-        problem, epilogue=epilogue, chunk=configs.accumulation_chunk(problem.k, problem.dtype, problem.out_dtype)
-    )
+    return replace(problem, epilogue=epilogue, chunk=configs.accumulation_chunk(problem))
 
 
 def _every(problem: Problem, tokens: int) -> Iterator[Problem]:
@@ -202,10 +200,9 @@ def _gradients(forward: Problem, tokens: int) -> Iterator[Problem]:
     n, k, dtype = forward.n, forward.k, forward.dtype
     bk, bn = forward.b_strides
     dx = replace(
-        forward, n=k, k=n, out_dtype=dtype, a_strides=(n, 1), b_strides=(bn, bk), c_strides=(k, 1), epilogue=Epilogue(),
-        chunk=configs.accumulation_chunk(n, dtype, dtype),
+        forward, n=k, k=n, out_dtype=dtype, a_strides=(n, 1), b_strides=(bn, bk), c_strides=(k, 1), epilogue=Epilogue()
     )  # fmt: skip
-    yield from _every(dx, tokens)
+    yield from _every(replace(dx, chunk=configs.accumulation_chunk(dx)), tokens)
     dw = replace(
         forward, m=n, n=k, k=1, out_dtype=dtype, a_strides=(1, n), b_strides=(k, 1), c_strides=(k, 1), b_aligned=True,
         epilogue=Epilogue(), chunk=configs.token_chunk(n, k, dtype),

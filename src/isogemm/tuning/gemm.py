@@ -38,7 +38,7 @@ EPILOGUES = {  # kind of problem: the epilogue measured for it
     "gradient": Epilogue(activation="gelu", gradient="pre"),  # of the hidden layer, in the product that gives it
     "gated gradient": Epilogue(activation="swiglu", gradient="pre"),
 }
-KINDS = ("linear", "dx", "dw", *EPILOGUES)
+KINDS = ("linear", "dx", "dw", "main_grad", *EPILOGUES)  # main_grad: dw, added to a float32 total
 OTHER_BITS = "other bits"  # the reason for a config that breaks the contract
 FORWARD = ("linear", "activated", "gated")  # x [tokens, k] times the weight's transpose; the others are gradients
 
@@ -64,16 +64,25 @@ class Point:
     def problem(self) -> Problem:
         dtype, precision = self.dtype, ARITHMETIC[self.number][1]
         t, n, k = self.tokens, self.n, self.k
-        if self.kind == "dw":
-            sizes, strides, chunk = (n, k, t), ((1, n), (k, 1), (k, 1)), configs.token_chunk(n, k, dtype)
+        if self.of_tokens:
+            sizes, strides = (n, k, t), ((1, n), (k, 1), (k, 1))
         elif self.kind in FORWARD:
-            sizes, strides, chunk = (t, n, k), ((k, 1), (1, k), (n, 1)), configs.accumulation_chunk(k, dtype, dtype)
+            sizes, strides = (t, n, k), ((k, 1), (1, k), (n, 1))
         else:
-            sizes, strides, chunk = (t, k, n), ((n, 1), (k, 1), (k, 1)), configs.accumulation_chunk(n, dtype, dtype)
-        return Problem(
-            *sizes, dtype, dtype, precision, *strides, chunk=chunk, epilogue=EPILOGUES.get(self.kind, Epilogue()),
-            arch=self.arch, sm_count=self.sm_count, gpu=self.gpu,
+            sizes, strides = (t, k, n), ((n, 1), (k, 1), (k, 1))
+        problem = Problem(
+            *sizes, dtype, dtype, precision, *strides, epilogue=EPILOGUES.get(self.kind, Epilogue()), arch=self.arch,
+            sm_count=self.sm_count, gpu=self.gpu,
         )  # fmt: skip
+        if self.kind == "main_grad":
+            problem = replace(problem, out_dtype="float32", accumulate=True)
+        chunk = configs.token_chunk(n, k, dtype) if self.of_tokens else configs.accumulation_chunk(problem)
+        return replace(problem, chunk=chunk)
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether it is a sum over the tokens."""
+        return self.kind in ("dw", "main_grad")
 
     @property
     def dtype(self) -> str:
@@ -83,7 +92,7 @@ class Point:
     def key(self) -> tuple[str, str, int, int]:
         """Key of the tables' entry that it is measured for."""
         problem = self.problem
-        sizes = (problem.m, problem.n) if self.kind == "dw" else (problem.n, problem.k)
+        sizes = (problem.m, problem.n) if self.of_tokens else (problem.n, problem.k)
         return problem.number, problem.kind, *sizes
 
 
@@ -253,13 +262,14 @@ def _split(problem: Problem) -> Iterator[Config]:
 
 def plan(problem: Problem, config: Config) -> Plan:
     """Plan on the current GPU, as `Call.run` wants it."""
-    dtype, device = getattr(torch, problem.dtype), torch.device("cuda", torch.cuda.current_device())
+    dtype, out_dtype = (getattr(torch, name) for name in (problem.dtype, problem.out_dtype))
+    device = torch.device("cuda", torch.cuda.current_device())
     read: list[Seen | None] = [None] * len(TENSORS)
     names: dict[str, object] = {"bias": problem.epilogue.bias, "saved": problem.epilogue.gradient}
     names["second"] = problem.epilogue.gated and problem.epilogue.gradient
     for name, is_read in names.items():
         read[PLACES[name]] = (dtype, name != "bias") if is_read else None
-    return gemm_plan("tuned", (problem.m, problem.n), dtype, device, problem, config, read)
+    return gemm_plan("tuned", (problem.m, problem.n), out_dtype, device, problem, config, read)
 
 
 def canonical(problem: Problem) -> Config:
@@ -305,7 +315,7 @@ class Operands:
         x = torch.randn(t, self.k, device="cuda", dtype=self.dtype)
         grad = torch.randn(t, self.n, device="cuda", dtype=self.dtype)
         pairs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
-        if point.kind == "dw":
+        if point.of_tokens:
             pairs = [(grad.mT, x, None)]
         elif point.kind == "gated":
             pairs = [(x, gate.mT, up.mT) for gate, up in zip(self.weights[::2], self.weights[1::2], strict=False)]
@@ -322,7 +332,9 @@ class Operands:
             read[PLACES["saved"]] = torch.randn(both, device="cuda", dtype=self.dtype)
         if gradient and problem.epilogue.gated:
             read[PLACES["second"]] = torch.empty(shape, device="cuda", dtype=self.dtype)
-        return [Call(*pair, read, torch.empty(shape, device="cuda", dtype=self.dtype)) for pair in pairs]
+        out_dtype = getattr(torch, problem.out_dtype)
+        start = torch.randn(shape, device="cuda") if problem.accumulate else None
+        return [Call(*pair, read, torch.empty(shape, device="cuda", dtype=out_dtype), start) for pair in pairs]
 
 
 @dataclass(frozen=True)
@@ -334,6 +346,7 @@ class Call:
     b_up: torch.Tensor | None
     read: list[torch.Tensor | None]
     out: torch.Tensor
+    start: torch.Tensor | None  # what the product is added to
 
     @property
     def results(self) -> tuple[torch.Tensor, ...]:
@@ -341,11 +354,21 @@ class Call:
         second = self.read[PLACES["second"]]
         return (self.out,) if second is None else (self.out, second)
 
+    def reset(self) -> None:
+        """Make the results what they are before a launch; NaN where it must write."""
+        for each in self.results:
+            each.fill_(torch.nan)
+        if self.start is not None:
+            self.out.copy_(self.start)
+
     def run(self, plan: Plan) -> None:
         plan.run((self.a, self.b, self.b_up, *self.read), self.out)
 
     def run_torch(self) -> None:
         """Run torch's plain product, which every epilogue is compared with."""
+        if self.start is not None:
+            torch.addmm(self.out, self.a, self.b, out_dtype=torch.float32, out=self.out)
+            return
         torch.mm(self.a, self.b, out=self.out)
         if self.b_up is not None:
             torch.mm(self.a, self.b_up, out=self.out)
@@ -388,13 +411,13 @@ class Bench:
 
 def _checked(problem: Problem, call: Call, chosen: Sequence[Config]) -> tuple[dict[str, Plan], list[str]]:
     """Plans, by the config's str, of the configs with the canonical one's bits; and what differs or fails."""
+    call.reset()
     call.run(plan(problem, canonical(problem)))
     wanted = [each.clone() for each in call.results]
     plans: dict[str, Plan] = {}
     differing = []
     for config in chosen:
-        for each in call.results:
-            each.fill_(float("nan"))
+        call.reset()
         try:
             made = plan(problem, config)
             call.run(made)

@@ -22,11 +22,6 @@ from isogemm.verify.trials import Rows, Trained, torch_product, training_step
 class Setting(trials.Setting):
     """Products and their gradients."""
 
-    def accumulation_chunk(self, k: int, out_dtype: torch.dtype | None) -> int:
-        """The chunk of K of a product over k."""
-        names = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, out_dtype or self.dtype)]
-        return configs.accumulation_chunk(k, *names)
-
     def forward(self, m: int) -> tuple[Tensor, list[Rows]]:
         """Return x, and the ways to multiply it: with an fp32 result, and with one of its own dtype."""
         x, b = self.operands(m, self.k, self.n)
@@ -71,11 +66,11 @@ def _any_tile(each: Setting) -> Iterator[BitDiff]:
     token_grad, token_x = each.weight_operands(tokens)
     way = each.seed % 3  # as it is served; bits before rounding, in one walk; with an fp32 result
     out_dtype = None if way == 0 else each.wide
-    chunks = [each.accumulation_chunk(k, out_dtype) if way != 1 else 0 for k in (each.k, each.n)]
+    as_served = None if way != 1 else 0
     total = torch.randn(each.n, each.k, device=each.device) if way == 1 else None
     for left, right, cut, sums in (
-        (with_layout(x, layouts[0]), with_layout(b.mT, layouts[1]).mT, chunks[0], None),
-        (with_layout(grad, layouts[0]), with_layout(weight, layouts[1]), chunks[1], None),
+        (with_layout(x, layouts[0]), with_layout(b.mT, layouts[1]).mT, as_served, None),
+        (with_layout(grad, layouts[0]), with_layout(weight, layouts[1]), as_served, None),
         (token_grad.mT, token_x, chunk, total),
     ):
         how: Any = {"out_dtype": out_dtype, "precision": each.asked, "chunk": cut}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isogemm.gemm.kernels.products import round_by_instruction
+from isogemm.gemm.kernels.halves import round_by_instruction
 
 # memory: four consecutive values at each address
 

@@ -13,7 +13,7 @@ from isogemm.encoder import configs
 from isogemm.encoder.configs import Layer, WeightSums, projected_parts, tile_rows
 from isogemm.encoder.parameters import EncoderDropout
 from isogemm.epilogues import device, random
-from isogemm.gemm.kernels.products import round_by_instruction
+from isogemm.gemm.kernels.halves import round_by_instruction
 
 # Added to dropout's seed at each place.
 PROJECTION = tl.constexpr(EncoderDropout._fields.index("projection"))

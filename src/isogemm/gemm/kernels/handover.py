@@ -101,6 +101,20 @@ def await_flag(flag, stamp):
 
 
 @triton.jit
+def await_turn(flag, stamp, chunk):
+    """Wait until the chunk before is added, in a queue of a place's chunks."""
+    if chunk > 0:
+        await_flag(flag, stamp + chunk)
+
+
+@triton.jit
+def pass_turn(flag, stamp, chunk, last):
+    """Let the next chunk be added, if there is one."""
+    if not last:
+        set_flag(flag, stamp + chunk + 1)
+
+
+@triton.jit
 def await_flags(flag, stride, count, stamp):
     """Wait for the `count` flags before this one, `stride` apart, then clear them; `count` is at most 32."""
     if has_sm(70):  # each thread waits for one: a flag takes about a microsecond to be seen

@@ -13,7 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from isogemm.core.kernels import pdl_option, round_to_tf32, start_launch
+from isogemm.core.kernels import pdl_option, start_launch
 from isogemm.core.launch import Launch, TensorMap
 from isogemm.core.plan import STAMP
 from isogemm.epilogues import device, operands, spec
@@ -21,8 +21,17 @@ from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import Config, Problem
 from isogemm.gemm.kernels.epilogue import biases, finish
-from isogemm.gemm.kernels.halves import multiple, split_tf32
-from isogemm.gemm.kernels.handover import await_flag, gather, has_sm, keep, kept_sums, set_flag, shared_slots
+from isogemm.gemm.kernels.halves import multiple, round_by_instruction, split_tf32
+from isogemm.gemm.kernels.handover import (
+    await_flag,
+    await_turn,
+    gather,
+    keep,
+    kept_sums,
+    pass_turn,
+    set_flag,
+    shared_slots,
+)  # fmt: skip
 
 _ADDED_AT_ONCE = 1024
 
@@ -34,18 +43,6 @@ def multiples(row, col, ROW_UNIT: tl.constexpr, COL_UNIT: tl.constexpr, TMA: tl.
         return 0, 0
     else:
         return multiple(row, ROW_UNIT), multiple(col, COL_UNIT)
-
-
-@triton.jit
-def round_by_instruction(x):
-    """`round_to_tf32`, in one instruction where there is one. Not for operands that TMA rounds in other configurations:
-    it was not measured whether both treat every number alike, subnormals too."""
-    if has_sm(90):
-        return tl.inline_asm_elementwise(
-            "cvt.rn.tf32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )  # fmt: skip
-    else:
-        return round_to_tf32(x)
 
 
 @triton.jit
@@ -66,9 +63,9 @@ def multiply(
     """
     if PRECISION == "tf32":
         if not A_ROUNDED:
-            a = round_to_tf32(a)
+            a = round_by_instruction(a)
         if not B_ROUNDED:
-            b = round_to_tf32(b)
+            b = round_by_instruction(b)
         return tl.dot(a, b, acc, input_precision="tf32")
     elif PRECISION == "tf32x3":
         a_large, a_small = a if A_SPLIT else split_tf32(a)
@@ -229,6 +226,7 @@ def _gemm_kernel(
         begin_end = begin_first + 1 if ACCUMULATION == "one" or PARALLEL != "" else K
         if ACCUMULATION == "registers":
             total = tl.zeros((BM, BN), dtype=tl.float32)
+            total_rest = tl.zeros((BM, BN_REST if BN_REST > 0 else 1), dtype=tl.float32)
         for begin in tl.range(begin_first, begin_end, CHUNK if CHUNK > 0 else 1):
             end = min(begin + CHUNK, K) if CHUNK > 0 else K
             acc = tl.zeros((BM, BN), dtype=tl.float32)
@@ -258,8 +256,7 @@ def _gemm_kernel(
                 )  # fmt: skip
             whole = True
             if PARALLEL == "queued":
-                if begin > 0:
-                    await_flag(flag, stamp + layer)
+                await_turn(flag, stamp, layer)
             elif PARALLEL == "gathered":
                 whole = end == K
                 acc = gather(
@@ -268,6 +265,7 @@ def _gemm_kernel(
                 )  # fmt: skip
             if ACCUMULATION == "registers":
                 total += acc
+                total_rest += acc_rest
             elif whole:
                 finish(
                     acc, c_to, kept, e, loaded, steps, numbers, m, n, begin == 0, end == K, M, N, stride_cm, stride_cn,
@@ -280,13 +278,18 @@ def _gemm_kernel(
                         ACCUMULATION, ACCUMULATE, INDEX, True,
                     )  # fmt: skip
             if PARALLEL == "queued":
-                if end < K:
-                    set_flag(flag, stamp + layer + 1)
+                pass_turn(flag, stamp, layer, end == K)
         if ACCUMULATION == "registers":
             finish(
                 total, c_to, scratch, e, loaded, steps, numbers, m, n, True, True, M, N, stride_cm, stride_cn,
                 BM, BN, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, False, INDEX, False,
             )  # fmt: skip
+            if BN_REST > 0:
+                finish(
+                    total_rest, c_to, scratch, e, loaded_rest, steps, numbers, m, n + BN, True, True, M, N, stride_cm,
+                    stride_cn, BM, BN_REST, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, False, INDEX,
+                    False,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "N", "K", "stamp", "dropped"])

@@ -8,7 +8,7 @@ import triton.language as tl
 from isogemm.attention.kernels.lanes import floats, operand, row_sum
 from isogemm.attention.kernels.mma import ops
 from isogemm.core.kernels import start_launch
-from isogemm.gemm.kernels.products import round_by_instruction
+from isogemm.gemm.kernels.halves import round_by_instruction
 
 
 @triton.jit

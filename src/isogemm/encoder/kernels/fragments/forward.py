@@ -19,7 +19,7 @@ from isogemm.core.kernels import start_launch
 from isogemm.encoder.kernels.common import ACTIVATION, OUTPUT, PROJECTION, in_proj, pack_weights, projected_at
 from isogemm.encoder.kernels.common import operand as as_operand
 from isogemm.encoder.kernels.fragments import ops
-from isogemm.gemm.kernels.products import round_by_instruction
+from isogemm.gemm.kernels.halves import round_by_instruction
 
 
 @triton.jit

@@ -7,7 +7,8 @@ import triton.language as tl
 
 from isogemm.encoder.kernels.common import operand, scale_of_kept
 from isogemm.gemm.kernels.epilogue import is_kept
-from isogemm.gemm.kernels.products import multiply, round_by_instruction
+from isogemm.gemm.kernels.halves import round_by_instruction
+from isogemm.gemm.kernels.products import multiply
 
 
 @triton.jit
