@@ -110,10 +110,11 @@ def candidates(point: Point) -> list[Config]:
             config = replace(config, pdl=False)  # neither launches nor assembles there
         if problem.chunks > 1:
             if _few_tiles(problem, config):
-                chosen.append(replace(config, parallel_chunks="gathered"))
-            waits = problem.out_dtype != "float32"  # chunks in scratch memory
-            config = replace(config, persistent=config.persistent or waits, pdl=False)
-            chosen.append(replace(config, parallel_chunks="partials"))
+                chosen += [replace(config, parallel_chunks=way) for way in ("gathered", *("queued",) * point.of_tokens)]
+            if point.of_tokens:
+                chosen.append(replace(config, parallel_chunks="partials", pdl=False))
+            if configs.accumulation(problem, config) == "scratch":
+                config = replace(config, persistent=True, pdl=False)
         elif configs.balances(problem, config):
             chosen.append(replace(config, balanced=True))
         chosen.append(config)
@@ -125,7 +126,7 @@ def candidates(point: Point) -> list[Config]:
 
 def _few_tiles(problem: Problem, config: Config) -> bool:
     """Whether its tiles leave the GPU idle, so that their chunks may run side by side and wait for one another."""
-    return not config.persistent and configs.tile_count(problem, config) < problem.sm_count
+    return not config.persistent and configs.tile_count(problem, config) < 2 * problem.sm_count
 
 
 def _small(problem: Problem) -> Iterator[Config]:
@@ -167,6 +168,9 @@ def _medium(problem: Problem) -> Iterator[Config]:
             (128, 64, 32, 4),
             (128, 32, 16, 4),
             (64, 128, 32, 4),
+            (128, 128, 16, 8),
+            (128, 128, 32, 8),
+            (128, 128, 64, 8),
         ):
             if block_m <= problem.m:
                 yield Config(block_m, block_n, 32 * wide, warps, 5, "tma", rest_n=rest, pdl=True)
@@ -181,6 +185,8 @@ def _large(problem: Problem) -> Iterator[Config]:
     yield replace(stream, parts=4, num_stages=4)
     yield replace(stream, block_m=256, block_n=128, parts=2)
     yield Config(128, 256, block_k, 8, 3, "tma", persistent=True, parts=2)
+    yield replace(stream, block_n=128, num_stages=4)
+    yield Config(128, 128, block_k, 8, 5, "tma", persistent=True, parts=2)
     for block_m, block_n, warps, stages, residents in (
         (128, 128, 8, 5, 1), (128, 128, 4, 5, 1), (128, 128, 4, 3, 2), (128, 128, 8, 3, 2), (64, 256, 4, 4, 1),
         (128, 64, 4, 2, 3),
@@ -189,14 +195,16 @@ def _large(problem: Problem) -> Iterator[Config]:
         for parts in (2, 4) if residents == 2 else (1, 2):
             yield replace(tile, residents=residents, parts=parts)
     for block_m, block_n, rest, warps, stages in (
-        (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 32, 8, 4), (128, 128, 64, 4, 4), (128, 64, 32, 4, 5),
+        (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 32, 8, 4), (128, 128, 16, 8, 4), (128, 128, 64, 4, 4),
+        (128, 64, 32, 4, 5),
         (64, 128, 64, 4, 4), (128, 64, 16, 4, 5), (64, 256, 64, 4, 3),
     ):  # fmt: skip
         yield Config(block_m, block_n, block_k, warps, stages, "tma", rest_n=rest, pdl=True)
     if problem.m * problem.n > 64 * 132 * 128 * 128:
         return
     for block_m, block_n, depth, warps, stages in (
-        (128, 128, 1, 4, 5), (128, 64, 2, 4, 4), (64, 128, 2, 4, 4), (64, 256, 1, 4, 4), (128, 64, 1, 4, 6),
+        (128, 128, 1, 4, 5), (128, 128, 1, 8, 5), (128, 64, 2, 4, 4), (64, 128, 2, 4, 4), (64, 256, 1, 4, 4),
+        (128, 64, 1, 4, 6),
         (64, 64, 2, 4, 5), (64, 128, 1, 4, 3), (64, 64, 1, 4, 4),
     ):  # fmt: skip
         yield Config(block_m, block_n, block_k * depth, warps, stages, "tma", pdl=True)
