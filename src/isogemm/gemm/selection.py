@@ -36,7 +36,7 @@ _GRID = (
 )  # fmt: skip
 _FEWER = 8  # where nothing else is known, a tuned step serves from more than this part of its number of tokens on
 _MANY = 2048  # tokens from which on, likewise, the largest step serves any larger number
-_NEAR = 1.01  # of configurations this close, the first of the menu serves: fewer kernels to compile
+_NEAR = 1.003  # of configurations this close, the first of the menu serves: fewer kernels to compile
 
 ADDED = 6  # terms of the model that are added; the others overlap
 _REGISTERS = 65536  # of a multiprocessor
@@ -155,6 +155,7 @@ def terms(problem: Problem, config: Config) -> tuple[float, ...]:
         busiest * k * area / 3e6,  # arithmetic
         tiles * tile_read / 5e6,  # cache: operands of all tiles
         (read + problem.m * problem.n * out_item) / 4e6,  # memory: every operand once
+        busiest * tile_read / 1e5,  # ingest: operands of the tiles of the busiest multiprocessor
     )
 
 
