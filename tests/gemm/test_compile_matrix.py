@@ -409,6 +409,14 @@ OVERLAPPED = {
         _problem(256, 2048, 11008, chunk=5632), replace(NESTED, parallel_chunks="gathered"), "gathered",
     ),
     "queued": (_problem(256, 2048, 11008, chunk=5632), replace(NESTED, parallel_chunks="queued"), "scratch"),
+    "main_grad": (
+        _problem(4096, 4096, 8192, "tn", chunk=4096, out_dtype="float32", accumulate=True), STREAM, "in place",
+    ),
+    "with an activation": (_problem(4096, 2048, 11008, chunk=5632, epilogue=KINDS["activated"]), STREAM, "scratch"),
+    "a gate's two sums": (
+        _problem(4096, 2048, 11008, chunk=5632, epilogue=KINDS["gated"]),
+        replace(STREAM, block_n=128, num_stages=4), "registers",
+    ),
 }  # fmt: skip
 
 
