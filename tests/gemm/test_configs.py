@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from gemm_problems import NUMBERS, input_grad, make_problem, weight_grad
+from gemm_problems import NUMBERS, input_grad, linear, make_problem, weight_grad
 
 from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs
@@ -12,7 +12,6 @@ from isogemm.gemm.configs import (
     BIAS_BLOCK_T,
     BIAS_CHUNK,
     BIAS_ROWS,
-    DTYPES,
     ActivationGradProblem,
     BiasGradProblem,
     Config,
@@ -99,17 +98,72 @@ def test_sums_over_rows_are_of_whole_blocks():
         assert choose(replace(summed, m=tokens)).config.block_m % BIAS_ROWS == 0
 
 
-def test_long_walks_are_cut():
+def _chunk(n, k, layout="nt", dtype="bfloat16", precision="ieee", m=512, **changes):
+    return accumulation_chunk(make_problem(m, n, k, layout, dtype, precision, **changes))
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+def test_long_walks_are_cut(layout):
     """For 16-bit operands with a float32 result sooner: their rounding hides nothing."""
-    for dtype in DTYPES:
-        assert accumulation_chunk(configs.LONGEST_SUM, dtype, dtype) == 0
-        chunk = accumulation_chunk(configs.LONGEST_SUM + 1, dtype, dtype)
+    n = configs.LONGEST_SUM  # wide: it has many tiles
+    for dtype, precision in NUMBERS:
+        assert _chunk(n, configs.LONGEST_SUM, layout, dtype, precision) == 0
+        chunk = _chunk(n, configs.LONGEST_SUM + 1, layout, dtype, precision)
         assert 0 < chunk <= configs.LONGEST_SUM
         assert chunk & (chunk - 1) == 0
-    wide = accumulation_chunk(4096, "bfloat16", "float32")
-    assert 0 < wide < 4096
-    assert wide & (wide - 1) == 0
-    assert accumulation_chunk(wide, "bfloat16", "float32") == 0
+        assert _chunk(64, 2 * configs.LONGEST_SUM, layout, dtype, precision) == chunk
+    for n in (64, 4096, 16384):
+        wide = _chunk(n, 8192, layout, out_dtype="float32")
+        assert 0 < wide < 4096
+        assert wide & (wide - 1) == 0
+        assert _chunk(n, wide, layout, out_dtype="float32") == 0
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "chunk"),
+    [
+        (1536, 8960, 4608), (3584, 8192, 4096), (2048, 11008, 5632), (2048, 5632, 3072), (1, 4096, 2048),
+        (100, 4097, 2560),
+        (2047, 4096, 2048), (2048, 4096, 0), (2048, 4097, 2560),  # k > 2 n
+        (1, 4095, 0), (1024, 3072, 0),  # k is 4096 or more
+        (4096, 8192, 0), (4096, 8193, 4608), (4096, 14336, 7168), (4097, 14336, 0), (5120, 13824, 0),  # n up to 4096
+        (4096, 16384, 8192), (4096, 16385, 8192), (64, 32768, 8192),  # as long as any sum may be, and longer
+        (14336, 4096, 0), (4096, 4096, 0), (3584, 18944, 8192),
+    ],
+)  # fmt: skip
+def test_long_and_narrow_weights_are_cut_in_two(n, k, chunk):
+    """Whatever the arithmetic of the operands. Neither the rows nor how they lie matter, nor a batch of them."""
+    assert _chunk(n, k) == chunk
+    for (dtype, precision), m, layout in product(NUMBERS, (1, 64, 2048, 65536), ("nt", "tt")):
+        assert _chunk(n, k, layout, dtype, precision, m) == chunk
+    changed = {"batch": 6, "a_aligned": False, "b_aligned": False, "a_strides": (2 * k, 2), "arch": "gfx942"}
+    for name, value in changed.items():
+        assert _chunk(n, k, **{name: value}) == chunk
+    assert _chunk(n, k, b_strides=(1, k + 8)) == chunk
+    assert _chunk(n, k, epilogue=Epilogue(activation="swiglu")) == chunk
+    if chunk > 0 and k <= configs.LONGEST_SUM:
+        assert chunk % 512 == 0
+        assert chunk < k <= 2 * chunk
+
+
+@pytest.mark.parametrize(("n", "k"), [(1536, 8960), (2048, 11008), (1, 4096), (4096, 14336)])
+def test_weights_not_contiguous_along_k_are_not_cut_in_two(n, k):
+    """As in an input gradient, whose weight [k, n] lies along n, and in torch.mm of such a matrix."""
+    for layout, m in product(("nn", "tn"), (1, 2048)):
+        assert _chunk(n, k, layout, m=m) == (0 if n > 1 else _chunk(n, k))
+    assert _chunk(n, k, b_strides=(2, 2 * k)) == 0
+    if n > 1:
+        assert input_grad(64, k, n).chunk == 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_cuts_are_served_by_every_arithmetic(arch):
+    for (dtype, precision), m in product(NUMBERS, (1, 16, 64, 512, 8192)):
+        problem = linear(m, 1536, 8960, dtype, precision, arch=arch)
+        assert problem.chunks == 2
+        chosen = choose(problem).config
+        assert illegal(problem, chosen) == ""
+        assert all(problem.chunk % config.block_k == 0 for config in candidates(problem))
 
 
 def test_the_walk_of_each_configuration():
@@ -123,9 +177,35 @@ def test_the_walk_of_each_configuration():
     assert accumulation(replace(chunked, **into_total), small) == "in place"
     assert accumulation(replace(chunked, out_dtype="float32", epilogue=Epilogue(bias="n")), large) == "scratch"
     assert accumulation(chunked, replace(small, parallel_chunks="partials")) == "partials"
-    assert workspace(chunked, small) == workspace(one, large) == 0
+    stream = Config(128, 128, 64, 8, 5, "stream", persistent=True)
+    assert accumulation(chunked, stream) == "registers"
+    assert accumulation(chunked, replace(stream, num_warps=4)) == "scratch"
+    assert workspace(chunked, small) == workspace(chunked, stream) == workspace(one, large) == 0
     assert workspace(chunked, large) == 4 * 132 * 128 * 256
     assert workspace(weight_grad(3000, 256, 1024), replace(small, parallel_chunks="partials")) == 4 * 3 * 256 * 1024
+
+
+@pytest.mark.parametrize(
+    ("block_m", "block_n", "rest_n", "warps", "kept"),
+    [
+        (64, 64, 32, 4, "registers"), (128, 64, 0, 4, "registers"),  # up to 64 sums a thread, with a rest or without
+        (128, 128, 64, 8, "registers"),  # up to 96, where a tile has a rest and 8 warps
+        (128, 128, 128, 8, "scratch"), (128, 256, 64, 8, "scratch"), (128, 64, 32, 4, "scratch"),
+        (128, 256, 128, 16, "scratch"), (64, 128, 64, 4, "scratch"),
+    ],
+)  # fmt: skip
+def test_chunks_wait_in_registers_if_there_is_room(block_m, block_n, rest_n, warps, kept):
+    problem = linear(2048, 1536, 8960)
+    assert problem.chunks == 2
+    config = Config(block_m, block_n, 64, warps, 3, "tma", rest_n=rest_n)
+    assert accumulation(problem, config) == kept
+    assert ("persistent grid" in illegal(problem, config)) == (kept == "scratch")
+    assert fitted(problem, config).persistent == (kept == "scratch")
+    total = replace(problem, out_dtype="float32", accumulate=True)
+    assert accumulation(total, config) == "in place"
+    if not rest_n:
+        assert accumulation(problem, replace(config, parallel_chunks="gathered")) == "gathered"
+    assert accumulation(problem, replace(config, parallel_chunks="queued")) == "scratch"
 
 
 MISALIGNED = {

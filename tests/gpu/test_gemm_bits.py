@@ -17,6 +17,7 @@ DEVICE = "cuda"
 LLM = [(4096, 12288), (4096, 4096), (4096, 14336), (14336, 4096), (4096, 32000)]  # K, N
 ODD = [(1000, 1003), (127, 65), (4095, 257)]
 CASES = [("bf16", *sizes) for sizes in LLM + ODD]
+CASES += [(number, 8960, 1536) for number in ("bf16", "tf32", "tf32x3", "ieee")]  # k is cut in two
 CASES += [("fp16", 4096, 4096), ("tf32", 4096, 4096), ("ieee", 4096, 1024)]
 CASES += [("tf32", 1000, 1003), ("ieee", 1000, 1003), ("tf32x3", 1000, 1003)]
 
@@ -134,22 +135,27 @@ def test_gradients_of_x_are_the_product_with_the_weight():
 
 
 ROWS = sorted({*range(1, 601), *(size + off for size in (1024, 2048, 4096, 8192) for off in (-1, 0, 1))})
-BOUNDED = [("bf16", 4096, 4096), ("bf16", 4096, 1024), ("bf16", 14336, 4096), ("tf32", 4096, 4096)]
+BOUNDED = [
+    ("bf16", 4096, 4096),
+    ("bf16", 4096, 1024),
+    ("bf16", 14336, 4096),
+    ("bf16", 8960, 1536),
+    ("tf32", 4096, 4096),
+]
 
 
 def _describe(number, x, weight):
     return op.problem_of(x, weight.T, out_dtype=torch.float32, precision=NUMBERS[number][1])
 
 
-def _accumulation(number, k):
+def _accumulation(number, x, weight):
     """The chunk of a product in its own dtype."""
-    name = str(NUMBERS[number][0]).removeprefix("torch.")
-    return configs.accumulation_chunk(k, name, name)
+    return op.problem_of(x, weight.T, precision=NUMBERS[number][1], chunk=None).chunk
 
 
 def _boundaries(number, x, weight):
     """The numbers of rows on both sides of each change of configuration, one pair for each two configurations."""
-    precision, accumulation = NUMBERS[number][1], _accumulation(number, x.shape[1])
+    precision, accumulation = NUMBERS[number][1], _accumulation(number, x, weight)
     problems = {m: op.problem_of(x[:m], weight.T, precision=precision, chunk=accumulation) for m in ROWS}
     chosen = {m: selection.choose(problem).config for m, problem in problems.items()}
     pairs = {}
@@ -163,7 +169,7 @@ def _boundaries(number, x, weight):
 def test_both_sides_of_every_dispatch_boundary(case):
     number, k, n = case
     x, weight, _ = _operands(number, k, n, max(ROWS))
-    (dtype, precision), accumulation = NUMBERS[number], _accumulation(number, k)
+    (dtype, precision), accumulation = NUMBERS[number], _accumulation(number, x, weight)
     expected = _gemm(number, x, weight.T, chunk=accumulation, config=configs.canonical(_describe(number, x, weight)))
     boundaries = _boundaries(number, x, weight)
     assert boundaries, "one configuration for every M"
@@ -294,7 +300,7 @@ def test_k_longer_than_one_walk():
     x, weight, _ = _operands("bf16", configs.LONGEST_SUM + 1000, 256)
     bias = make_data("normal", (256,), seed=3, dtype=torch.bfloat16, device=DEVICE)
     whole = _linear("bf16", x, weight)
-    served = _gemm("bf16", x, weight.T, chunk=_accumulation("bf16", x.shape[1]))
+    served = _gemm("bf16", x, weight.T, chunk=_accumulation("bf16", x, weight))
     for rows in (slice(0, 1), slice(100, 256), slice(511, 512), slice(0, 512)):
         assert_bitwise_equal(_linear("bf16", x[rows], weight), whole[rows], f"rows {rows}")
         rounded = isogemm.linear(x[rows], weight, bias)

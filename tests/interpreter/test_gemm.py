@@ -6,12 +6,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from gemm_launches import GUARD, launch, seen_problem
+from gemm_launches import assert_close, launch, seen_problem
 from nonfinite import assert_same_nonfinite
 
+from isogemm.core.kernels import round_to_tf32
 from isogemm.gemm import configs
-from isogemm.gemm.configs import BiasGradProblem, Config, Problem
-from isogemm.gemm.kernels import gradients as kernels_gradients
+from isogemm.gemm.configs import Config, Problem
 from isogemm.gemm.kernels import products as kernels
 from isogemm.gemm.kernels.halves import split_tf32
 from isogemm.verify.compare import assert_bitwise_equal
@@ -49,34 +49,24 @@ def _bias(n, dtype=torch.float32):
     return make_data("normal", (n,), seed=7, dtype=dtype)
 
 
-def _assert_close(actual, a, b, *others, reference=None):
-    """k fp32 products and k sums, each rounded once, those of the other summands, and one rounding to the dtype."""
-    exact, scale = torch.matmul(a.double(), b.double()), torch.matmul(a.double().abs(), b.double().abs())
-    for other in others:
-        exact, scale = exact + other.double(), scale + other.double().abs()
-    allowed = (2 * (a.shape[-1] + len(others)) * 2**-24 + torch.finfo(actual.dtype).eps) * scale
-    error = (actual.double() - (exact if reference is None else reference)).abs()
-    assert bool((error <= allowed).all()), f"largest error {error.max()}, or poison left"
-
-
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @every_config
 def test_layouts(config, layout):
     a, b = _operands((24, 40, 40), layout, torch.float16)
-    _assert_close(launch(seen_problem(a, b), config, a, b), a, b)
+    assert_close(launch(seen_problem(a, b), config, a, b), a, b)
 
 
 @every_config
 def test_float32(config):
     a, b = _operands((24, 40, 24))
-    _assert_close(launch(seen_problem(a, b), config, a, b), a, b)
+    assert_close(launch(seen_problem(a, b), config, a, b), a, b)
 
 
 @pytest.mark.parametrize("block_k", [16, 64])
 @pytest.mark.parametrize("name", ["pointer", "tma", "stream"])
 def test_depths(name, block_k):
     a, b = _operands((24, 24, 72), dtype=torch.float16)
-    _assert_close(launch(seen_problem(a, b), replace(CONFIGS[name], block_k=block_k), a, b), a, b)
+    assert_close(launch(seen_problem(a, b), replace(CONFIGS[name], block_k=block_k), a, b), a, b)
 
 
 @pytest.mark.parametrize("programs", [2, 3, 4, 5, 7, 11])
@@ -94,7 +84,7 @@ def test_balanced(change, shape, programs):
         assert configs.fitted(problem, balanced) == plain
         pytest.skip("a whole number of waves")
     result = launch(problem, balanced, a, b, bias)
-    _assert_close(result, a, b, bias)
+    assert_close(result, a, b, bias)
     assert_bitwise_equal(result, launch(problem, plain, a, b, bias))
 
 
@@ -141,7 +131,7 @@ def test_programs_that_wait_for_chunks(name, k, ends):
 def test_odd_sizes(name, shape):
     """What lies around the operands is NaN."""
     a, b = (with_layout(x, "sliced") for x in _operands(shape))
-    _assert_close(launch(seen_problem(a, b), CONFIGS[name], a, b), a, b)
+    assert_close(launch(seen_problem(a, b), CONFIGS[name], a, b), a, b)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 8), (17, 33, 36), (33, 7, 4)], ids=str)
@@ -149,7 +139,7 @@ def test_odd_sizes(name, shape):
 def test_odd_sizes_by_tma(name, shape):
     """Rows of 16-byte multiples are all that TMA asks for; the output's may be anything."""
     a, b = _operands(shape)
-    _assert_close(launch(seen_problem(a, b), CONFIGS[name], a, b), a, b)
+    assert_close(launch(seen_problem(a, b), CONFIGS[name], a, b), a, b)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +150,7 @@ def test_one_operand_by_tma(name, layouts):
     a, b = (with_layout(x, layout) for x, layout in zip(_operands((24, 40, 40)), layouts, strict=True))
     problem = seen_problem(a, b)
     assert configs.reads_a_by_tma(problem, CONFIGS[name]) != configs.reads_b_by_tma(problem, CONFIGS[name])
-    _assert_close(launch(problem, CONFIGS[name], a, b), a, b)
+    assert_close(launch(problem, CONFIGS[name], a, b), a, b)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +159,7 @@ def test_one_operand_by_tma(name, layouts):
 @pytest.mark.parametrize("name", ["pointer", "pointer swapped"])
 def test_any_strides(name, layouts):
     a, b = (with_layout(x, layout) for x, layout in zip(_operands((19, 21, 35)), layouts, strict=True))
-    _assert_close(launch(seen_problem(a, b), CONFIGS[name], a, b), a, b)
+    assert_close(launch(seen_problem(a, b), CONFIGS[name], a, b), a, b)
 
 
 ACCUMULATIONS = {  # accumulation: (chunk, dtype of the output, bias, accumulate, parallel chunks)
@@ -194,7 +184,6 @@ ACCUMULATIONS = {  # accumulation: (chunk, dtype of the output, bias, accumulate
         pytest.param(config, accumulation, id=f"{name}-{accumulation}")
         for name, config in CONFIGS.items()
         for accumulation in ACCUMULATIONS
-        if not (accumulation.startswith("registers") and (config.kernel == "stream" or config.rest_n))
     ],
 )
 def test_accumulations(config, accumulation):
@@ -211,13 +200,11 @@ def test_accumulations(config, accumulation):
     problem = seen_problem(a, b, bias=bias, out_dtype=out_dtype, chunk=chunk, total=total)
     assert configs.accumulation(problem, config) == kind
     others = [x.clone() for x in (bias, total) if x is not None]
-    _assert_close(launch(problem, config, a, b, bias, total), a, b, *others)
+    assert_close(launch(problem, config, a, b, bias, total), a, b, *others)
 
 
 def _beyond_registers(config):
     """A tile so large that finished chunks have no place in the registers."""
-    if config.rest_n:  # never have
-        return config
     return replace(config, block_m=64, block_n=64, num_warps=1)
 
 
@@ -249,8 +236,7 @@ def test_chunks_are_added_from_left_to_right(name, accumulated):
         variant = replace(config, **changes)
         accumulations.add(configs.accumulation(problem, variant))
         assert_bitwise_equal(launch(problem, variant, *operands, given, sums), expected)
-    in_registers = set() if name == "tma with a rest" else {"registers"}
-    assert accumulations == {"in place", "partials"} | (set() if accumulated else {"scratch"} | in_registers)
+    assert accumulations == {"in place", "partials"} | (set() if accumulated else {"scratch", "registers"})
 
 
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "strided", "misaligned"])
@@ -262,22 +248,25 @@ def test_accumulates_into_any_strides(name, layout, parallel):
     before = total.clone()
     problem = seen_problem(a, b, chunk=32, total=total)
     config = replace(CONFIGS[name], parallel_chunks=parallel)
-    _assert_close(launch(problem, config, a, b, total=total), a, b, before)
+    assert_close(launch(problem, config, a, b, total=total), a, b, before)
     if layout in ("sliced", "strided"):
         whole = total._base
         assert int(whole.isnan().sum()) == whole.numel() - total.numel()
 
 
 @pytest.mark.parametrize("sm_count", [1, 5, 100])
-@pytest.mark.parametrize("accumulation", ["one", "scratch", "partials"])
+@pytest.mark.parametrize("accumulation", ["one", "registers", "scratch", "partials"])
 @pytest.mark.parametrize("name", ["pointer persistent", "tma with a rest, parts", "stream"])
 def test_persistent_grids(name, accumulation, sm_count):
     """Fewer programs than tiles, as many, and no more however many SMs there are."""
     config = replace(CONFIGS[name], parallel_chunks="partials" if accumulation == "partials" else "")
-    a, b = _operands((24, 40, 40), dtype=torch.float16)
+    m, n = 24, 40
+    if accumulation == "scratch":
+        config, m, n = _beyond_registers(config), 72, 136
+    a, b = _operands((m, n, 40), dtype=torch.float16)
     problem = seen_problem(a, b, chunk=0 if accumulation == "one" else 32, sm_count=sm_count)
-    assert configs.accumulation(problem, config) in (accumulation, "registers")
-    _assert_close(launch(problem, config, a, b), a, b)
+    assert configs.accumulation(problem, config) == accumulation
+    assert_close(launch(problem, config, a, b), a, b)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 8])
@@ -285,7 +274,7 @@ def test_persistent_grids(name, accumulation, sm_count):
 def test_groups_of_tiles(name, group):
     """Five rows of tiles in groups: the last is smaller."""
     a, b = _operands((72, 24, 8))
-    _assert_close(launch(seen_problem(a, b), replace(CONFIGS[name], group=group), a, b), a, b)
+    assert_close(launch(seen_problem(a, b), replace(CONFIGS[name], group=group), a, b), a, b)
 
 
 BATCHES = {  # a and b of a [2, 3] batch of [5, 24] @ [24, 12]
@@ -305,7 +294,7 @@ def test_batches(levels, name):
     a, b = arrange(*make_operands("normal", a_shape, b_shape, seed=0))
     problem = seen_problem(a, b)
     assert problem.batch > 1
-    _assert_close(launch(problem, CONFIGS[name], a, b).view(*a.shape[:-1], 12), a, b)
+    assert_close(launch(problem, CONFIGS[name], a, b).view(*a.shape[:-1], 12), a, b)
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
@@ -315,7 +304,7 @@ def test_batches_in_chunks(arrange, biased):
     bias = _bias(17, torch.float16) if biased else None
     problem = seen_problem(a, b, bias=bias, chunk=32)
     actual = launch(problem, arrange(replace(POINTER, persistent=True)), a, b, bias)
-    _assert_close(actual, a, b, *([bias] if biased else []))
+    assert_close(actual, a, b, *([bias] if biased else []))
 
 
 @pytest.mark.parametrize("chunk", [0, 32])
@@ -330,7 +319,7 @@ def test_two_levels_of_k(swapped, chunk):
         k_inner=4, k_outer_strides=(grad.stride(0), x.stride(0)),
     )  # fmt: skip
     actual = launch(problem, replace(POINTER, swapped=swapped), grad, x)
-    _assert_close(actual, grad.reshape(60, 24).mT, x.reshape(60, 20))
+    assert_close(actual, grad.reshape(60, 24).mT, x.reshape(60, 20))
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +340,7 @@ def test_wide_offsets(name, stride, vast):
     far = vast.as_strided(a.shape, (stride, 1)).copy_(a)
     problem = seen_problem(far, b)
     assert kernels.describe_gemm(problem, CONFIGS[name]).constants["INDEX"] is tl.int64
-    _assert_close(launch(problem, CONFIGS[name], far, b), a, b)
+    assert_close(launch(problem, CONFIGS[name], far, b), a, b)
 
 
 def test_wide_offsets_of_the_output(vast):
@@ -359,13 +348,13 @@ def test_wide_offsets_of_the_output(vast):
     total = vast.view(torch.float32).as_strided((2, 24), (2**30 + 8, 1)).zero_()
     problem = seen_problem(a, b, total=total)
     assert kernels.describe_gemm(replace(problem, m=3), POINTER).constants["INDEX"] is tl.int64
-    _assert_close(launch(problem, POINTER, a, b, total=total), a, b)
+    assert_close(launch(problem, POINTER, a, b, total=total), a, b)
 
 
 def test_wide_batch_strides(vast):
     a, b = make_operands("normal", (2, 5, 24), (2, 24, 20), seed=0, dtype=torch.float16)
     far = vast.as_strided(a.shape, (2**31 + 8, 24, 1)).copy_(a)
-    _assert_close(launch(seen_problem(far, b), POINTER, far, b), a, b)
+    assert_close(launch(seen_problem(far, b), POINTER, far, b), a, b)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's word for inf * 0
@@ -393,7 +382,7 @@ subtracting_infinities = pytest.mark.filterwarnings("ignore:invalid value:Runtim
 def _round_kernel(source, large, small, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     x = tl.load(source + at)
-    tl.store(large + at, kernels.round_to_tf32(x))
+    tl.store(large + at, round_to_tf32(x))
     tl.store(small + at, split_tf32(x)[1])
 
 
@@ -455,9 +444,9 @@ def test_tf32(name):
     a, b = _operands((20, 24, 24))
     reference = torch.matmul(_rounded_all(a).double(), _rounded_all(b).double())
     actual = launch(seen_problem(a, b, precision="tf32"), CONFIGS[name], a, b)
-    _assert_close(actual, a, b, reference=reference)
+    assert_close(actual, a, b, reference=reference)
     with pytest.raises(AssertionError, match="largest error"):
-        _assert_close(actual, a, b)  # it is TF32, not fp32
+        assert_close(actual, a, b)  # it is TF32, not fp32
 
 
 def _rounded_all(x):
@@ -473,60 +462,3 @@ def test_tf32x3(name):
     scale = torch.matmul(a.double().abs(), b.double().abs())
     error = (actual.double() - torch.matmul(a.double(), b.double())).abs()
     assert bool((error <= (3 * 2 * 40 * 2**-24 + 2**-21) * scale).all())
-
-
-BIAS_GRADS = {  # the gradient's layout, or a [t_outer, t_inner] one; the sum's stride
-    "contiguous": (lambda grad: grad, 1),
-    "transposed": (lambda grad: with_layout(grad, "transposed"), 1),
-    "sliced": (lambda grad: with_layout(grad, "sliced"), 1),
-    "strided output": (lambda grad: grad, 3),
-    "two levels": (lambda grad: grad.view(-1, 3, grad.shape[1]).transpose(0, 1).contiguous().transpose(0, 1), 1),
-}
-
-
-@pytest.mark.parametrize("accumulated", [False, True], ids=["", "accumulated"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("layout", BIAS_GRADS)
-@pytest.mark.parametrize("size", [(3, 1), (390, 40)], ids=str)
-def test_bias_grad(size, layout, dtype, accumulated):
-    """Chunks of 256 rows: a part of one, and 256 + 134."""
-    t, n = size
-    arrange, out_stride = BIAS_GRADS[layout]
-    flat = make_data("normal", (t, n), seed=0, dtype=dtype)
-    grad = arrange(flat)
-    levels = {"t_inner": 3, "t_outer": grad.stride(0)} if grad.dim() == 3 else {}
-    out_dtype = torch.float32 if accumulated else dtype
-    problem = BiasGradProblem(
-        t, n, str(dtype).removeprefix("torch."), str(out_dtype).removeprefix("torch."), grad.stride()[-2:], 256,
-        out_stride=out_stride, accumulate=accumulated, **levels,
-    )  # fmt: skip
-    buffer = torch.full((GUARD + n * out_stride + GUARD,), torch.nan, dtype=out_dtype)
-    out = buffer[GUARD:-GUARD:out_stride]
-    start = torch.zeros(n) if not accumulated else out.copy_(_bias(n)).clone()
-    kernels_gradients.describe_bias_grad(problem).run(grad, out)
-    _assert_close(out, torch.ones(1, t), flat, start[None], reference=None)
-    assert int(buffer.isnan().sum()) == buffer.numel() - n
-
-
-@pytest.mark.parametrize("accumulated", [False, True], ids=["", "accumulated"])
-@pytest.mark.parametrize("layout", BIAS_GRADS)
-def test_bias_grad_by_chunks_side_by_side(layout, accumulated, monkeypatch):
-    """The bits of chunks one after another; the last of eleven has two rows."""
-    t, n = 642, 40
-    arrange, out_stride = BIAS_GRADS[layout]
-    grad = arrange(make_data("normal", (t, n), seed=0))
-    levels = {"t_inner": 3, "t_outer": grad.stride(0)} if grad.dim() == 3 else {}
-    problem = BiasGradProblem(
-        t, n, "float32", "float32", grad.stride()[-2:], 64, out_stride=out_stride, accumulate=accumulated, **levels
-    )
-    assert problem.split
-    found, expected = (_bias(n).repeat_interleave(out_stride)[::out_stride] for _ in range(2))
-    sums_buffer = torch.full((GUARD + problem.chunks * n + GUARD,), torch.nan)
-    sums = sums_buffer[GUARD:-GUARD]
-    kernels_gradients.describe_bias_grad(problem).run(grad, sums)
-    assert int(sums_buffer.isnan().sum()) == 2 * GUARD
-    adding = kernels_gradients.describe_chunk_sums(problem.chunks, n, 1, out_stride, accumulated)
-    adding.run(sums, found)
-    monkeypatch.setattr(configs, "_SPLIT_CHUNKS", 100)
-    kernels_gradients.describe_bias_grad(problem).run(grad, expected)
-    assert_bitwise_equal(found, expected)

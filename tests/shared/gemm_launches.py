@@ -60,3 +60,13 @@ def _begins(problem, config):
         return []
     at = configs.halves_at(problem, config)
     return [begin for operand, begin in zip(configs.OPERANDS, at, strict=False) if config.splits(operand)]
+
+
+def assert_close(actual, a, b, *others, reference=None):
+    """k fp32 products and k sums, each rounded once, those of the other summands, and one rounding to the dtype."""
+    exact, scale = torch.matmul(a.double(), b.double()), torch.matmul(a.double().abs(), b.double().abs())
+    for other in others:
+        exact, scale = exact + other.double(), scale + other.double().abs()
+    allowed = (2 * (a.shape[-1] + len(others)) * 2**-24 + torch.finfo(actual.dtype).eps) * scale
+    error = (actual.double() - (exact if reference is None else reference)).abs()
+    assert bool((error <= allowed).all()), f"largest error {error.max()}, or poison left"

@@ -24,6 +24,9 @@ def _asked(kind, number):
         return op.problem_of(grad, weight, precision=precision)
     if kind == "dw":
         return op.problem_of(grad.mT, x, precision=precision, chunk=configs.token_chunk(N, K, str(dtype)))
+    if kind == "main_grad":
+        chunk = configs.token_chunk(N, K, str(dtype))
+        return op.problem_of(grad.mT, x, precision=precision, chunk=chunk, total=torch.zeros(N, K))
     if kind == "linear":
         return op.problem_of(x, weight.mT, precision=precision)
     gated = kind.startswith("gated")
@@ -38,12 +41,33 @@ def _asked(kind, number):
 @pytest.mark.parametrize("kind", gemm.KINDS)
 def test_a_point_s_key_is_that_of_the_call(kind, number):
     asked = _asked(kind, number)
-    sizes = (asked.m, asked.n) if kind == "dw" else (asked.n, asked.k)
+    sizes = (asked.m, asked.n) if kind in ("dw", "main_grad") else (asked.n, asked.k)
     point = Point(kind, number, T, N, K)
     assert point.key == (asked.number, asked.kind, *sizes)
     problem = point.problem
     assert (problem.m, problem.n, problem.k) == (asked.m, asked.n, asked.k)
     assert (problem.a_strides, problem.b_strides) == (asked.a_strides, asked.b_strides)
+    assert (problem.out_dtype, problem.accumulate) == (asked.out_dtype, asked.accumulate)
+    assert (asked.kind == "tn accumulated") == (kind == "main_grad")
+
+
+@pytest.mark.parametrize("number", ARITHMETIC)
+@pytest.mark.parametrize("kind", gemm.KINDS)
+@pytest.mark.parametrize(("n", "k"), [(1536, 8960), (4096, 1024)])
+def test_a_point_s_chunk_is_that_of_the_call(n, k, kind, number):
+    """Also of a weight whose k is cut in two."""
+    pytest.importorskip("triton")
+    dtype, precision = ARITHMETIC[number]
+    x, grad, weight = (
+        torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape in ((T, k), (T, n), (n, k))
+    )
+    chunk = Point(kind, number, T, n, k).problem.chunk
+    if kind in ("dw", "main_grad"):
+        assert chunk == configs.token_chunk(n, k, dtype)
+        return
+    asked = (x, weight.mT) if kind in gemm.FORWARD else (grad, weight)
+    assert chunk == op.problem_of(*asked, precision=precision, chunk=None).chunk
+    assert bool(chunk) == (kind in gemm.FORWARD and k > 2 * n)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100", "gfx942"])
@@ -126,9 +150,50 @@ def test_a_config_counts_only_with_the_canonical_bits(monkeypatch):
     monkeypatch.setattr(gemm, "plan", plan)
     read = [None] * len(TENSORS)
     read[PLACES["second"]] = torch.empty(4, 16)
-    call = Call(torch.empty(4, 8), torch.empty(8, 16), None, read, torch.empty(4, 16))
+    call = Call(torch.empty(4, 8), torch.empty(8, 16), None, read, torch.empty(4, 16), None)
     found, differing = gemm._checked(point.problem, call, chosen)
     names = dict(zip(map(str, chosen), made, strict=True))
     assert [names[each] for each in found] == ["same"]
     assert [names[each.partition(":")[0]] for each in differing] == [name for name in made if name != "same"]
     assert [each.partition(": ")[2] for each in differing[-3:]] == ["other bits", "RuntimeError", "ValueError"]
+
+
+def test_every_config_of_a_main_grad_adds_to_the_same_total(monkeypatch):
+    """What one config has added to is not what the next one adds to."""
+    point = Point("main_grad", "half", 4, 8, 16)
+    start, product = torch.randn(8, 16), torch.randn(8, 16)
+
+    class Adding:
+        def __init__(self, *summands):
+            self.summands = summands
+
+        def run(self, inputs, out):
+            for each in self.summands:
+                out += each
+
+    made = {
+        "once": Adding(product),
+        "twice": Adding(product, product),
+        "not at all": Adding(),
+        "again": Adding(product),
+    }
+    chosen = [Config(16 << index, 16, 32, 4, 1) for index in range(len(made))]
+    plans = dict(zip(chosen, made.values(), strict=True)) | {gemm.canonical(point.problem): Adding(product)}
+    monkeypatch.setattr(gemm, "plan", lambda problem, config: plans[config])
+    out = torch.full((8, 16), torch.nan)
+    call = Call(torch.empty(4, 8).mT, torch.empty(4, 16), None, [None] * len(TENSORS), out, start)
+    found, differing = gemm._checked(point.problem, call, chosen)
+    names = dict(zip(map(str, chosen), made, strict=True))
+    assert [names[each] for each in found] == ["once", "again"]
+    assert [names[each.partition(":")[0]] for each in differing] == ["twice", "not at all"]
+    call.reset()
+    assert torch.equal(out, start)
+
+
+def test_results_are_poisoned_where_nothing_is_added_to():
+    read = [None] * len(TENSORS)
+    read[PLACES["second"]] = torch.zeros(4, 16)
+    call = Call(torch.empty(4, 8), torch.empty(8, 16), None, read, torch.zeros(4, 16), None)
+    call.reset()
+    assert all(bool(each.isnan().all()) for each in call.results)
+    assert len(call.results) == 2
