@@ -90,7 +90,7 @@ def test_launches_begin_early_only_where_the_gpu_can(arch, early):
 
 def test_ways_to_fill_the_gpu_are_tried():
     few = gemm.candidates(Point("dw", "half", 16384, 512, 512))
-    assert {config.parallel_chunks for config in few} == {"", "partials", "gathered"}
+    assert {config.parallel_chunks for config in few} == {"", "partials", "gathered", "queued"}
     many = gemm.candidates(Point("dw", "half", 16384, 8192, 8192))
     assert {config.parallel_chunks for config in many if not config.swapped} <= {"", "partials"}
     assert {config.balanced for config in gemm.candidates(Point("linear", "half", 4096, 4096, 1024))} == {True, False}

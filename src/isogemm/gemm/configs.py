@@ -580,6 +580,8 @@ def fitted(problem: Problem, config: Config) -> Config:
     in_registers = problem.weights > 1 or (wide and problem.chunk == _WIDE_SUM)
     if in_registers and accumulation(problem, config) in ("in place", "scratch") and not config.parallel_chunks:
         config = Config(128, 128, config.block_k, 8, 4, "tma" if all(by_tma) else "pointer")  # chunks in registers
+    if config.rest_n and accumulation(problem, config) in ("in place", "scratch"):  # too many sums wait for memory
+        config = replace(config, rest_n=0)
     config = replace(config, balanced=config.balanced and balances(problem, config))
     if accumulation(problem, config) == "scratch" and not config.parallel_chunks:
         config = replace(config, persistent=True, pdl=False)

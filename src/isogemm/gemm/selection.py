@@ -4,10 +4,10 @@ In this order: what `isogemm tune` measured on this GPU, what was measured for t
 configuration's time, what `isogemm tune` measured for other numbers of tokens, rules. The choice cannot change a bit of
 the result.
 
-The model has ten coefficients for each configuration:
+The model has eleven coefficients for each configuration:
 
     us = c0 + c1 turns + c2 results + c3 flushes + c4 activated + c5 gradients
-         + hypot(c6 latency, c7 arithmetic, c8 cache, c9 memory)
+         + hypot(c6 latency, c7 arithmetic, c8 cache, c9 memory, c10 ingest)
 
 Terms that overlap are a root of squares, the others are added. `terms` computes the quantities from the sizes,
 `benchmarks/tune.py gemm` fits the coefficients to measured times, and the tables keep them by architecture.

@@ -110,7 +110,9 @@ def candidates(point: Point) -> list[Config]:
             config = replace(config, pdl=False)  # neither launches nor assembles there
         if problem.chunks > 1:
             if _few_tiles(problem, config):
-                chosen += [replace(config, parallel_chunks=way) for way in ("gathered", *("queued",) * point.of_tokens)]
+                chosen.append(replace(config, parallel_chunks="gathered"))
+                if point.of_tokens:
+                    chosen.append(replace(config, parallel_chunks="queued"))
             if point.of_tokens:
                 chosen.append(replace(config, parallel_chunks="partials", pdl=False))
             if configs.accumulation(problem, config) == "scratch":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -43,7 +43,8 @@ OTHER_WEIGHTS = (  # of public models, none of them among the tuned ones
     (3072, 8192), (8192, 3072), (4608, 3584), (2560, 10240), (3840, 15360), (7168, 2048), (2048, 7168), (1280, 5120),
     (1600, 6400), (50304, 768),
 )  # fmt: skip
-OTHER_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
+OTHER_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+FP32_WEIGHTS = ((1024, 1024), (2048, 2048), (4096, 4096), (3000, 2000), (14336, 4096))  # for ieee's place, tf32x3
 TOKENS = tuple(2**i for i in range(14))  # 1 .. 8192
 THINNED = (1, 16, 64, 256, 1024, 4096)  # of the other dtypes: every other one of TOKENS, about
 IEEE_WEIGHTS = ((4096, 4096), (1024, 4096), (4096, 14336), (8192, 8192))  # few: ieee calls are slow
@@ -53,6 +54,7 @@ CPU_TOKENS = (1, 8, 128, 512)
 MICRO_BATCH = 8192
 
 Product = Callable[[Tensor, Tensor], Tensor]
+Precise = Callable[[Tensor, Tensor, str | None], Tensor]  # with isogemm's precision; None for torch's
 
 
 @dataclass(frozen=True)
@@ -61,21 +63,24 @@ class _Operation:
 
     shapes: Callable[[int, int, int], tuple[tuple[int, int], tuple[int, int]]]  # (m, n, k) -> its two operands'
     product: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # operands -> [M, K], [K, N]
-    isogemm: Product
+    isogemm: Precise
     with_grad: bool = False
 
 
-_FORWARD = _Operation(lambda m, n, k: ((m, k), (n, k)), lambda x, weight: (x, weight.t()), linear)
+_FORWARD = _Operation(
+    lambda m, n, k: ((m, k), (n, k)), lambda x, weight: (x, weight.t()),
+    lambda x, weight, precision: linear(x, weight, precision=precision),
+)  # fmt: skip
 OPERATIONS = {
     "linear": _FORWARD,
-    "linear grad": _Operation(_FORWARD.shapes, _FORWARD.product, linear, with_grad=True),  # the forward of training
+    "linear grad": replace(_FORWARD, with_grad=True),  # the forward of training
     "dX": _Operation(
         lambda m, n, k: ((m, n), (n, k)), lambda grad, weight: (grad, weight),
-        lambda grad, weight: op.product(grad, weight, None, None, None),
+        lambda grad, weight, precision: op.product(grad, weight, None, None, precision),
     ),
     "dW": _Operation(
         lambda m, n, k: ((m, n), (m, k)), lambda grad, x: (grad.t(), x),
-        lambda grad, x: op.weight_grad(grad, x, None, x.dtype, None),
+        lambda grad, x, precision: op.weight_grad(grad, x, None, x.dtype, precision),
     ),
 }  # fmt: skip
 OTHER = " other"  # an operation on OTHER_WEIGHTS
@@ -104,11 +109,15 @@ def cases(device: torch.device, quick: bool) -> Sequence[Case]:
         *_grid("dX", "bfloat16", "", WEIGHTS, TRAINING),
         *_grid("dW", "bfloat16", "", WEIGHTS, TRAINING),
         *(_main_grad_case(tokens, 1024, 1024) for tokens in (65536, 524288)),
+        *(_main_grad_case(65536, n, k) for n, k in ((2048, 2048), (4096, 1024), (4096, 4096), (1536, 8960))),
         *_grid("linear", "float32", "tf32", WEIGHTS, THINNED),
         *_grid("linear", "float16", "", WEIGHTS, THINNED),
         *_grid("dX", "float16", "", WEIGHTS, THINNED[-3:]),
         *_grid("dW", "float16", "", WEIGHTS, THINNED[-3:]),
         *_grid("linear", "float32", "ieee", IEEE_WEIGHTS, THINNED),
+        *_grid("linear", "float32", "tf32x3", FP32_WEIGHTS, (64, 1024, 4096)),
+        *_grid("dX", "float32", "tf32x3", FP32_WEIGHTS[:4], (1024, 4096)),
+        *_grid("dW", "float32", "tf32x3", FP32_WEIGHTS[:4], (1024, 4096)),
     ]
 
 
@@ -143,7 +152,11 @@ def _case(name: str, m: int, n: int, k: int, dtype: str, precision: str = "", mo
     size = float(element.itemsize * (m * k + n * k + m * n))
 
     def build(device: torch.device) -> CaseRun:
-        use_precision(precision, device)
+        asked = "tf32x3" if precision == "tf32x3" else None  # torch has none like it: its ieee is beside it
+        use_precision("ieee" if asked else precision, device)
+
+        def isogemm(left: Tensor, right: Tensor) -> Tensor:
+            return operation.isogemm(left, right, asked)
 
         def operand(shape: tuple[int, int]) -> Tensor:
             return torch.randn(shape, dtype=element, device=device, requires_grad=operation.with_grad)
@@ -151,7 +164,7 @@ def _case(name: str, m: int, n: int, k: int, dtype: str, precision: str = "", mo
         left, right = operation.shapes(m, n, k)
         sets = [(operand(left), operand(right)) for _ in range(timer.rotations(size, device, most_sets))]
         products = [operation.product(*operands) for operands in sets]
-        variants = rotated({"isogemm": operation.isogemm}, sets) | rotated({"torch": torch.mm}, products)
+        variants = rotated({"isogemm": isogemm}, sets) | rotated({"torch": torch.mm}, products)
         if name == "linear" and dtype == "bfloat16" and device.type == "cuda":
             from isogemm.bench import fixed_tile
 
