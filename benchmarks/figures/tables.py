@@ -20,8 +20,8 @@ _SWAPPED = (("train", "wall", "training step"), ("decode", "host", "decoded toke
 
 def tables(rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> dict[str, str]:
     """The tables by name, per family: `FAMILY-headline`, `-speedup`, `-bandwidth`, `-errors`, and `-PEER` (such as
-    `gemm-fixed-tile`) for each variant beside isogemm and torch, unless `-speedup` has them; `-deferred` and `-steps`
-    where they were measured. And `ceilings`.
+    `gemm-fixed-tile`) for each variant beside isogemm and torch, unless `-speedup` has them; `-float32`, `-deferred`
+    and `-steps` where they were measured. And `ceilings`.
     """
     latest, views = newest(rows), tuple(views)
     made: dict[str, str] = {}
@@ -37,6 +37,8 @@ def tables(rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> dict[str, s
             }
             if not view.against:
                 parts |= {peer.replace(" ", "-"): speedup(part, view, peer) for peer in summary.peers(part)}
+            if split := float32_by_tensor_cores(part):
+                parts["float32"] = split
             if cost := deferred(part):
                 parts["deferred"] = cost
             if view.steps:
@@ -48,6 +50,22 @@ def tables(rows: Iterable[Row], views: Iterable[FamilyView] = ()) -> dict[str, s
     if measured:
         made["ceilings"] = _ceilings(measured)
     return made
+
+
+def float32_by_tensor_cores(rows: Sequence[Row]) -> str:
+    """Times and errors of products in tf32x3 beside torch's in ieee; empty if there are none."""
+    lines = [
+        [
+            f"{row.op}, {row.params['m']} x {row.params['n']} x {row.params['k']}",
+            *(f"{row.us[name]:.1f}" for name in ("torch", "isogemm")),
+            f"{row.speedup:.2f}x",
+            *(f"{row.error[name]:.1e}" for name in ("torch", "isogemm")),
+        ]
+        for row in rows
+        if row.params.get("precision") == "tf32x3"
+    ]
+    head = ["product, tokens x n x k", "torch ieee, us", "tf32x3, us", "speed-up", "error of ieee", "error of tf32x3"]
+    return markdown(head, lines) if lines else ""
 
 
 def headline(rows: Sequence[Row], view: FamilyView, limits: ceilings.Ceilings) -> str:

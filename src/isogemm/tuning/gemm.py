@@ -265,6 +265,8 @@ def _split(problem: Problem) -> Iterator[Config]:
     if problem.m > 64:
         for block_m, block_n, warps, stages in ((128, 128, 8, 3), (128, 64, 4, 2), (64, 128, 4, 2), (64, 64, 4, 3)):
             yield Config(block_m, block_n, 32, warps, stages, "tma", split="both", parts=4, pdl=True)
+        left = Config(64, 128, 32, 4, 3, "tma", swapped=True, parts=4, pdl=True)
+        yield from (left, replace(left, split="a"))
         wide = Config(128, 128, 32, 8, 2, "tma", split="both", parts=4, pdl=True)
         yield from (replace(wide, rest_n=64), replace(wide, rest_n=128))
         yield replace(wide, num_stages=3, kernel="stream", persistent=True, pdl=False)
