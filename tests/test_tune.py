@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import tune
 from isogemm.core import tables
 from isogemm.encoder import configs
-from tuners import common, encoder
+from tuners import common, encoder, tiny
 
 
 def _options(*arguments):
@@ -168,3 +168,33 @@ def test_tiles_are_timed_by_layers_that_they_serve():
             assert layer.padded == point.width
         if point.launch in (*encoder.GROUPS, encoder.FORMULATION):
             assert configs.choose_warpgroup(layer).project is not None
+
+
+def test_the_tiny_model_is_fitted_to_what_is_recorded():
+    fitted = tiny.model(_rows_of_tiny(), "sm_90")
+    known = tables.load("tiny", "sm_90", "MODEL")
+    assert {number: [entry for entry, *_ in menu] for number, menu in fitted.items()} == {
+        number: ["torch", *entries] for number, entries in tiny.ENTRIES.items()
+    }
+    for number, menu in known.items():
+        for (_, _, _, found), (_, _, _, expected) in zip(fitted[number], menu, strict=True):
+            assert found == pytest.approx(expected, rel=0.01)
+
+
+def test_nothing_is_fitted_to_the_shapes_that_check_the_model():
+    fitted = {(place.m, place.n, place.k) for place, _ in tiny.fitted_samples(_rows_of_tiny(), "sm_90")}
+    assert not fitted & {(20, 20, 20), (17, 50, 33), (48, 57, 35)}
+    assert {(3, 5, 7), (64, 64, 64)} <= fitted
+    assert not {key[2:] for key in tables.load("tiny", "sm_90")} & {(20, 20, 20), (17, 50, 33), (48, 57, 35)}
+
+
+def test_shapes_left_out_of_the_fit_are_served_well():
+    """torch's time over the chosen entry's: at least 0.9, and near the best on average."""
+    said = [line for line in tiny.report(_rows_of_tiny(), "sm_90").splitlines() if " all " in line]
+    for line, (nearest, least) in zip(said, ((0.88, 0.9), (0.95, 1.0), (0.91, 0.99)), strict=True):
+        assert float(line.split("(")[1].split(")")[0]) >= nearest, line
+        assert float(line.split()[-1].rstrip("x")) >= least, line
+
+
+def _rows_of_tiny():
+    return common.read(common.raw_files("tiny", "h200"))

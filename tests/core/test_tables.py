@@ -71,7 +71,7 @@ def test_a_new_architecture_is_one_new_file(family, add_table):
     before, known = choices("sm_95"), choices("sm_90")
     key, config = {
         "gemm": (("half", "nt", 4096, 4096), (64, 32, 64, 4, 3, "pointer", True)),
-        "tiny": (("half", "nn", 8, 8), "dot"),
+        "tiny": (("half", "nn", 8, 8, 8), "dot"),
         "encoder": (("half", "input_grad"), (16, 16, 4, 3)),
         "attention": (("half", "forward"), (16, 16, 32, 16, 8, 3)),
     }[family]

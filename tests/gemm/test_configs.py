@@ -200,7 +200,10 @@ def test_chunks_wait_in_registers_if_there_is_room(block_m, block_n, rest_n, war
     config = Config(block_m, block_n, 64, warps, 3, "tma", rest_n=rest_n)
     assert accumulation(problem, config) == kept
     assert ("persistent grid" in illegal(problem, config)) == (kept == "scratch")
-    assert fitted(problem, config).persistent == (kept == "scratch")
+    fits = fitted(problem, config)  # a rest whose sums would wait in memory is dropped
+    assert fits.rest_n == (rest_n if kept == "registers" else 0)
+    assert accumulation(problem, fits) == ("registers" if fits.block_n < 256 and warps < 16 else "scratch")
+    assert illegal(problem, fits) == ""
     total = replace(problem, out_dtype="float32", accumulate=True)
     assert accumulation(total, config) == "in place"
     if not rest_n:

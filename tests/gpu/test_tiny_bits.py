@@ -90,7 +90,7 @@ def test_registers_configs_agree(layout, launch):
         RegistersConfig(4, 2, *wide, unroll=20, num_warps=4),
         RegistersConfig(2, 1, *wide, unroll=8, num_warps=1, pdl=True),
         RegistersConfig(8, 4, 1, 2, 1, unroll=12, num_warps=2),
-        RegistersConfig(6, 1, *wide, unroll=20, num_warps=2, ahead=3),
+        RegistersConfig(6, 1, *wide, unroll=20, num_warps=2),
     ]
     legal = _legal(shape, layout, torch.float32, "ieee", candidates)
     _assert_all_equal(launch, "registers", legal, shape, layout, torch.float32)
@@ -121,13 +121,12 @@ def test_dot_configs_agree(dtype, precision, launch):
     ids=["ieee", "tf32", "bf16"],
 )
 def test_whole_has_the_bits_of_dot(dtype, precision, layout, shape, launch):
-    """However it pads, packs, orders and fetches: the batch may choose between the two."""
+    """However it pads, packs and orders: the batch may choose between the two."""
     candidates = [
         WholeConfig(16, 8, 16, 1, 1),
         WholeConfig(16, 8, 64, 1, 4, ordered=True),
-        WholeConfig(16, 16, 32, 2, 2, ordered=True, ahead=3),
+        WholeConfig(16, 16, 32, 2, 2, ordered=True),
         WholeConfig(32, 32, 16, 4, 4),
-        WholeConfig(16, 8, 16, 1, 1, loops=4, num_stages=3, ahead=2),
     ]
     for kind in ("normal", "wide", "cancelling", "zeros"):
         a, b = _operands(*shape, layout, dtype, kind)

@@ -128,14 +128,14 @@ WHOLE = [  # for 5 matrices
     WholeConfig(16, 8, 16, 1, 1),
     WholeConfig(8, 16, 64, 4, 1),  # the last program has one matrix
     WholeConfig(32, 32, 32, 2, 2),
-    WholeConfig(4, 4, 16, 1, 1, loops=3, num_stages=2),
+    WholeConfig(4, 4, 16, 1, 1),
 ]
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize("shape", [(5, 1, 3, 17), (5, 17, 33, 3), (5, 33, 17, 1), (5, 3, 63, 33)], ids=str)
 def test_whole_configs(shape, precision):
-    """Any padding, packing and loop, on operands that are misaligned and transposed."""
+    """Any padding and packing, on operands that are misaligned and transposed."""
     a, b = _operands(shape)
     a, b = with_layout(a, "misaligned"), with_layout(b, "transposed")
     reference, _ = _exact(round_to_tf32(a), round_to_tf32(b)) if precision == "tf32" else _exact(a, b)
@@ -161,7 +161,7 @@ def test_batch_is_no_multiple_of_the_block(kernel, num_warps):
     config = {
         "registers": RegistersConfig(1, 1, 1, 1, 1, unroll=4, num_warps=num_warps),
         "dot": DotConfig(16, 16, 16, num_warps, 1),
-        "whole": WholeConfig(8, 8, 16, 2, num_warps, loops=2, num_stages=2),
+        "whole": WholeConfig(8, 8, 16, 2, num_warps),
     }[kernel]
     buffer = torch.full((7, 3, 3), torch.nan)
     launch_bmm(buffer[1:6], a, b, problem, config)

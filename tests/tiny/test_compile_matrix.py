@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from compile_matrix import CompileJob, compile_job, limit_violations
 
-from isogemm.tiny.configs import KERNELS, DotConfig, Problem, RegistersConfig, WholeConfig, choose, gate
+from isogemm.tiny.configs import KERNELS, DotConfig, Problem, WholeConfig, choose, gate
 from isogemm.tiny.kernels import describe_bmm
 
 SHAPES = [  # m, n, k
@@ -33,8 +33,9 @@ def jobs():
         problem = _problem(shape, layout, batch=batch)
         _add(found, problem, gate(problem))
     for shape, layout, number in product(SHAPES, LAYOUTS, NUMBERS[1:3]):
-        problem = _problem(shape, layout, *number)
-        _add(found, problem, gate(problem))
+        for batch in (1024, 65536):
+            problem = _problem(shape, layout, *number, batch=batch)
+            _add(found, problem, gate(problem))
     return list(found.values())
 
 
@@ -53,18 +54,11 @@ def forced_jobs():
     return list(found.values())
 
 
-def fetching_jobs():
-    """For sm_90: programs that fetch ahead, pack matrices or loop over them."""
-    found = []
-    for config in (
-        RegistersConfig(6, 1, 4, 4, 1, 8, 1, ahead=2112),
-        WholeConfig(16, 8, 16, 2, 1, ahead=2112),
-        WholeConfig(16, 16, 64, 4, 4),
-        WholeConfig(16, 16, 16, 1, 1, loops=8, num_stages=3),
-    ):
-        found += [_job(_problem((12, 12, 64), "nn"), config)]
+def packed_jobs():
+    """For sm_90: several matrices per program, and parts of odd sizes."""
     odd = _problem((17, 50, 33), "nt", *NUMBERS[2])
-    return [*found, _job(odd, WholeConfig(16, 8, 64, 1, 2, ordered=True, ahead=2112))]
+    packed = _job(_problem((12, 12, 64), "nn"), WholeConfig(16, 16, 64, 4, 4))
+    return [packed, _job(odd, WholeConfig(16, 8, 64, 1, 2, ordered=True))]
 
 
 def portable_jobs():
@@ -120,7 +114,7 @@ def _job(problem, config):
 
 
 # Of every layout, batch and number some; the others from a shell, as above.
-CASES = [(job, "sm_90") for job in (*jobs()[::5], *forced_jobs(), *fetching_jobs())]
+CASES = [(job, "sm_90") for job in (*jobs()[::5], *forced_jobs(), *packed_jobs())]
 CASES += [(job, target) for job in portable_jobs() for target in ("sm_80", "sm_100", "gfx942")]
 
 

@@ -1,6 +1,7 @@
 """The pure part of the family: who serves what, with which configuration."""
 
 import random
+import time
 from dataclasses import replace
 from itertools import product
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from tiny_problems import ARCHS, BATCHES, PRECISIONS, make_problem, problems
 
+from isogemm.core import tables
 from isogemm.tiny import configs
 from isogemm.tiny.configs import (
     KERNELS,
@@ -21,7 +23,6 @@ from isogemm.tiny.configs import (
     gate,
     illegal,
     parts,
-    prefetches,
     programs,
     usable,
 )
@@ -64,26 +65,48 @@ def test_architectures_served(arch):
     problem=problems(), batch=BATCHES, alignment=st.sampled_from([4, 8, 16]), sm_count=st.integers(1, 200)
 )
 def test_path_follows_sizes_type_and_strides_alone(problem, batch, alignment, sm_count):
-    """Not the batch, addresses or device; nor does the kernel, but in ieee, where both have the same bits."""
+    """Not the batch, addresses or device; entries that do have the same bits."""
     assert eligible(problem) == ""
-    kernel = gate(problem)
-    assert kernel in ("", *KERNELS)
+    entry = gate(problem)
+    assert entry in ("", *MENU)
     other = replace(problem, batch=batch, a_alignment=alignment, b_alignment=alignment, sm_count=sm_count)
     assert eligible(other) == ""
-    assert bool(gate(other)) == bool(kernel)
-    if problem.dtype != "float32" or problem.precision != "ieee":
-        assert gate(other) == kernel
+    assert _bits(other) == _bits(problem)
+
+
+def _bits(problem):
+    """Which entries could serve without another bit; empty where torch does."""
+    entry = gate(problem)
+    return entry and configs.bits(configs.arithmetic(problem), entry)
+
+
+MEASURED = sorted({key[2:] for key in tables.load("tiny", "sm_90")})
 
 
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_every_cell_keeps_its_path_in_any_batch(precision, layout):
-    """And its kernel, where the kernels' bits differ."""
-    for m, n, k in product((4, 8, 16, 32, 48, 64), repeat=3):
-        problem = make_problem(2, m, n, k, precision=precision, a=layout[0], b=layout[1])
-        kernels = {gate(replace(problem, batch=batch)) for batch in (2, 64, 1024, 2**20)}
-        assert len({bool(kernel) for kernel in kernels}) == 1, problem
-        assert precision == "ieee" or len(kernels) == 1, problem
+def test_every_shape_keeps_its_bits_in_any_batch(precision, dtype, layout):
+    if (dtype, precision) == ("bfloat16", "tf32"):
+        return
+    for m, n, k in (*MEASURED, *product((4, 17, 32, 64), repeat=3)):
+        problem = make_problem(2, m, n, k, dtype=dtype, precision=precision, a=layout[0], b=layout[1])
+        found = {_bits(replace(problem, batch=batch)) for batch in (2, 64, 1024, 9000, 2**20)}
+        assert len(found) == 1, problem
+
+
+@pytest.mark.parametrize("layout", ["nn", "tt"])
+def test_choosing_is_cheap(layout):
+    """Below a millisecond for a problem that was never seen: 0.2 ms where both of these layouts' models are asked."""
+    shapes = random.Random(1).sample(list(product(range(1, 65, 3), repeat=3)), 40)
+    made = [make_problem(300, m, n, k, dtype="bfloat16", a=layout[0], b=layout[1]) for m, n, k in shapes]
+    times = []
+    for problem in made:
+        begun = time.perf_counter()
+        entry = gate(problem)
+        times.append(time.perf_counter() - begun)
+        assert gate(problem) == entry
+    assert sorted(times)[len(times) // 2] < 1e-3
 
 
 @hypothesis.settings(max_examples=100, deadline=None)
@@ -92,9 +115,7 @@ def test_path_does_not_follow_the_stride_between_matrices(problem, batch_strides
     """A matrix alone in memory, in a slice, or shared by the batch takes the same path."""
     a_batch, b_batch = batch_strides
     moved = replace(problem, a_strides=(a_batch, *problem.a_strides[1:]), b_strides=(b_batch, *problem.b_strides[1:]))
-    assert bool(gate(moved)) == bool(gate(problem))
-    if problem.dtype != "float32" or problem.precision != "ieee":
-        assert gate(moved) == gate(problem)
+    assert gate(moved) == gate(problem)
 
 
 @hypothesis.settings(max_examples=1000, deadline=None)
@@ -133,7 +154,7 @@ def test_programs_cover_every_output(problem):
         assert [start for start, _ in cut] == [sum(length for _, length in cut[:at]) for at in range(len(cut))]
         assert size <= sum(length for _, length in cut) < size + unit
     count = programs(problem, whole)
-    assert count * whole.matrices * whole.loops >= problem.batch > (count - 1) * whole.matrices * whole.loops
+    assert count * whole.matrices >= problem.batch > (count - 1) * whole.matrices
     registers = choose(problem, "registers")
     width = registers.cols * registers.vec
     groups = -(-problem.m // registers.rows) * -(-problem.n // width)
@@ -148,21 +169,6 @@ def test_parts():
     assert parts(50, 8) == ((0, 32), (32, 16), (48, 8))
     assert parts(33, 16, most=16) == ((0, 16), (16, 16), (32, 16))
     assert parts(1, 8) == ((0, 8),)
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({}, (7, 7)),
-        ({"a": "t", "b": "t"}, (7, 7)),
-        ({"a_strides": (0, 64, 1)}, (0, 7)),  # shared
-        ({"a_strides": (12 * 128, 128, 1), "b_strides": (64 * 12, 24, 2)}, (0, 0)),  # sliced
-    ],
-)
-def test_only_dense_operands_are_fetched_ahead(change, expected):
-    config = replace(choose(make_problem(), "registers"), ahead=7)
-    assert prefetches(make_problem(**change), config) == expected
-    assert prefetches(make_problem(**change), choose(make_problem(), "dot")) == (0, 0)
 
 
 def test_widest_vectors():
@@ -245,12 +251,7 @@ def test_illegal_configs_are_told_why(config, rule):
 
 
 @pytest.mark.parametrize(
-    ("config", "arch", "rule"),
-    [
-        (WholeConfig(16, 16, 16, 1, 1, ahead=100), "sm_80", "sm_90"),
-        (RegistersConfig(1, 1, 1, 1, 1, unroll=8, num_warps=1, ahead=100), "sm_89", "sm_90"),
-        (WholeConfig(16, 16, 16, 1, 1, ordered=True), "gfx942", "NVIDIA"),
-    ],
+    ("config", "arch", "rule"), [(WholeConfig(16, 16, 16, 1, 1, ordered=True), "gfx942", "NVIDIA")]
 )
 def test_assembly_only_where_it_runs(config, arch, rule):
     assert rule in illegal(make_problem(arch=arch), config)

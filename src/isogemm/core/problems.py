@@ -29,3 +29,8 @@ def unit(size: int) -> int:
 
 def power_of_two(*sizes: int) -> bool:
     return all(size > 0 and size & (size - 1) == 0 for size in sizes)
+
+
+def next_power_of_two(size: int, least: int) -> int:
+    """The smallest power of two that is at least `size` and `least`, itself a power of two."""
+    return max(least, 1 << (size - 1).bit_length())

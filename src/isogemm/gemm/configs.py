@@ -393,9 +393,8 @@ def accumulation(problem: Problem, config: Config) -> Accumulation:
         return "one"
     if config.parallel_chunks in ("partials", "gathered"):
         return config.parallel_chunks
-    fits = _sums(config) <= _REGISTERS or (
-        config.rest_n and _sums(config) <= _REGISTERS_BESIDE and config.num_warps == 8
-    )
+    room = _REGISTERS_BESIDE if config.rest_n and config.num_warps == 8 else _REGISTERS
+    fits = _sums(config) <= room and config.num_warps <= 8  # of more warps a thread has too few registers
     if fits and not (problem.accumulate or config.parallel_chunks):
         return "registers"
     return "in place" if problem.out_dtype == "float32" and problem.epilogue == NOTHING else "scratch"

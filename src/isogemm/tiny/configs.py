@@ -1,6 +1,6 @@
 """Which problems the tiny kernels serve, with which kernel and which tile. Pure: no device, no tensors.
 
-The path depends on (m, n, k, number type, strides) alone, and a matrix's bits never depend on the batch around it. The
+The path depends on (m, n, k, number type, layout) alone, and a matrix's bits never depend on the batch around it. The
 tile, warps and stages do not change bits and may depend on the batch. So may the kernel where both give the same bits.
 """
 
@@ -9,27 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Literal
 
 from isogemm.core import tables
-from isogemm.core.problems import ITEMSIZE, layout_letter, power_of_two, sm
+from isogemm.core.problems import ITEMSIZE, layout_letter, next_power_of_two, power_of_two, sm
 from isogemm.core.problems import unit as unit
 from isogemm.core.problems import usable as usable
 from isogemm.tiny import model
 
 MAX_SIZE = 64
 KERNELS = ("registers", "dot", "whole")
-EDGES = (8, 16, 32, 48, 64)  # largest m, n and k of the table's cells
 
 JUDGED = (300, 3000, 30000)  # batches over which the model compares with torch.bmm
 JUDGED_SMS = 132  # of the GPU whose times were measured: the path depends on the matrices alone
 WIN = 1.03  # below this a win is within the errors of measurement
 
-_RESIDENT_WARPS = 40  # of an SM: more than run at once
-
 DTYPES = tuple(ITEMSIZE)
 K_STEP = 16  # the least k of tl.dot, to which k is padded
+_MOST_OUTPUTS = 2048  # of a warp: more spill
 
 
 @dataclass(frozen=True)
@@ -70,14 +67,13 @@ class RegistersConfig:
     b_vec: int  # adjacent k in one load of B
     unroll: int  # k per iteration
     num_warps: int
-    ahead: int = 0  # programs whose operands are fetched into L2 ahead of them
     pdl: bool = False  # let the next kernel's launch overlap this one's end
     kernel: Literal["registers"] = "registers"
 
     def __str__(self) -> str:
         return (
             f"registers {self.rows}x{self.cols * self.vec} a{self.a_vec} b{self.b_vec}"
-            f" u{self.unroll} w{self.num_warps}{_flags(self)}"
+            f" u{self.unroll} w{self.num_warps}{' early' if self.pdl else ''}"
         )
 
 
@@ -109,25 +105,18 @@ class WholeConfig:
     block_k: int  # the longest part of k
     matrices: int  # at once
     num_warps: int
-    loops: int = 1  # one after another
-    num_stages: int = 1  # loads in flight, of a loop
     ordered: bool = False  # by inline assembly: wait once, not for each load
-    ahead: int = 0  # programs whose operands are fetched into L2 ahead of them
     pdl: bool = False
     kernel: Literal["whole"] = "whole"
 
     def __str__(self) -> str:
         return (
-            f"whole {self.unit_m}x{self.unit_n}x{self.block_k} p{self.matrices}x{self.loops} w{self.num_warps}"
-            f" s{self.num_stages}{' ordered' if self.ordered else ''}{_flags(self)}"
+            f"whole {self.unit_m}x{self.unit_n}x{self.block_k} p{self.matrices} w{self.num_warps}"
+            f"{' ordered' if self.ordered else ''}{' early' if self.pdl else ''}"
         )
 
 
 Config = RegistersConfig | DotConfig | WholeConfig
-
-
-def _flags(config: RegistersConfig | WholeConfig) -> str:
-    return f"{f' +{config.ahead}' if config.ahead else ''}{' early' if config.pdl else ''}"
 
 
 def eligible(problem: Problem) -> str:
@@ -146,10 +135,15 @@ def eligible(problem: Problem) -> str:
 def gate(problem: Problem) -> str:
     """The entry of the menu that serves this problem, or empty where torch.bmm is faster.
 
-    Entries with the same bits may serve different batches of the same matrices; whether torch does may not.
+    A measured problem's entry is in the table; others have the least modelled time. Entries with the same bits may
+    serve different batches of the same matrices; whether torch does may not depend on the batch.
     """
-    fitted = tables.load("tiny", problem.arch, "MODEL").get(arithmetic(problem))
-    return fastest(problem, fitted) if fitted else _measured(problem)
+    measured = tables.load("tiny", problem.arch)
+    steps = measured.get((arithmetic(problem), problem.layout, problem.m, problem.n, problem.k))
+    if steps:
+        entry: str = tables.at(steps, problem.batch)
+        return entry
+    return fastest(problem, tables.load("tiny", problem.arch, "MODEL").get(arithmetic(problem), ()))
 
 
 def choose(problem: Problem, entry: str) -> Config:
@@ -163,55 +157,53 @@ def choose(problem: Problem, entry: str) -> Config:
 
 def fastest(problem: Problem, fitted: Sequence[tuple[str, int, int, Sequence[float]]]) -> str:
     """The entry of the least modelled time, among those with the bits that win over small and large batches."""
+    if not fitted:  # nobody measured this kind of number
+        return ""
     coefficients = {entry: found for entry, _, _, found in fitted}
     layouts = _measured_layouts(problem.layout)
 
-    def microseconds(entry: str, at: Problem) -> list[float]:
-        return [model.predicted(at, layout, coefficients[entry]) for layout in layouts]
+    def microseconds(entry: str, batch: int, sm_count: int) -> list[float]:
+        found = []
+        for layout in layouts:
+            place = _plain(problem, layout, batch, sm_count)
+            config = None if entry == "torch" else MENU[entry](place)
+            found.append(model.predicted(coefficients[entry], model.terms(place, config)))
+        return found
 
     groups: dict[str, list[str]] = {}
     for entry in coefficients:
         if entry != "torch":
-            groups.setdefault(_bits(problem, entry), []).append(entry)
+            groups.setdefault(bits(arithmetic(problem), entry), []).append(entry)
     gains = dict.fromkeys(groups, 1.0)
-    for group, batch in product(groups, JUDGED):
-        at = replace(problem, batch=batch, sm_count=JUDGED_SMS)
-        best = [min(times) for times in zip(*(microseconds(entry, at) for entry in groups[group]), strict=True)]
-        gains[group] *= min(torch / us for torch, us in zip(microseconds("torch", at), best, strict=True))
+    for batch in JUDGED:
+        torch = microseconds("torch", batch, JUDGED_SMS)
+        for group, entries in groups.items():
+            times = zip(*(microseconds(entry, batch, JUDGED_SMS) for entry in entries), strict=True)
+            gains[group] *= min(theirs / min(ours) for theirs, ours in zip(torch, times, strict=True))
     group = max(gains, key=lambda group: gains[group])
     if gains[group] < WIN ** len(JUDGED):
         return ""
-    return min(groups[group], key=lambda entry: max(microseconds(entry, problem)))
+    return min(groups[group], key=lambda entry: max(microseconds(entry, problem.batch, problem.sm_count)))
 
 
-def _bits(problem: Problem, entry: str) -> str:
+def bits(number: str, entry: str) -> str:
     """Entries with the same name here give the same bits: all of ieee float32, else those that use tl.dot."""
-    return "fma" if entry.startswith("registers") and arithmetic(problem) != "ieee" else "dot"
+    return "fma" if entry.startswith("registers") and number != "ieee" else "dot"
 
 
-def _measured(problem: Problem) -> str:
-    """The kernel that the architecture's table has for the problem's cell, or empty."""
-    m, n = (next(edge for edge in EDGES if size <= edge) for size in (problem.m, problem.n))
-    table = tables.load("tiny", problem.arch)
-    winners = {
-        tables.at(table[arithmetic(problem), layout, m, n], problem.k) for layout in _measured_layouts(problem.layout)
-    }
-    if "torch" in winners:
-        return ""
-    winner: str = winners.pop() if len(winners) == 1 else "registers"
-    if winner == "by batch":
-        rows, cols, vec = _registers_tile(problem)
-        # dot pads k to 16: at 4, registers win in every batch.
-        small = problem.k > 4 and not _fills(problem, rows, cols * vec, warps=32)
-        return "dot" if small and tables.measured("tiny", problem.arch) else "registers"
-    return winner
+def _plain(problem: Problem, layout: str, batch: int, sm_count: int) -> Problem:
+    """The same matrices one after another and aligned: the model knows no other addresses."""
+    m, n, k = problem.m, problem.n, problem.k
+    a = (m * k, k, 1) if layout[0] == "n" else (m * k, 1, m)
+    b = (k * n, n, 1) if layout[1] == "n" else (k * n, 1, k)
+    return Problem(batch, m, n, k, problem.dtype, problem.precision, a, b, arch=problem.arch, sm_count=sm_count)
 
 
 def programs(problem: Problem, config: Config) -> int:
     if isinstance(config, DotConfig):
         return problem.batch * _ceil(problem.m, config.block_m) * _ceil(problem.n, config.block_n)
     if isinstance(config, WholeConfig):
-        return _ceil(problem.batch, config.matrices * config.loops)
+        return _ceil(problem.batch, config.matrices)
     threads = _ceil(problem.m, config.rows) * _ceil(problem.n, config.cols * config.vec)
     return _ceil(problem.batch * threads, 32 * config.num_warps)
 
@@ -220,8 +212,6 @@ def illegal(problem: Problem, config: Config) -> str:
     """Empty where `config` computes `problem`; else the rule it breaks. The one statement of legality."""
     if config.num_warps not in (1, 2, 4, 8):
         return "num_warps is not 1, 2, 4 or 8"
-    if not isinstance(config, DotConfig) and config.ahead and sm(problem.arch) < 90:
-        return "fetching ahead needs sm_90"
     if isinstance(config, DotConfig):
         if config.block_k < K_STEP or not power_of_two(config.block_m, config.block_n, config.block_k):
             return f"blocks are powers of two, block_k at least {K_STEP}"
@@ -256,15 +246,6 @@ def parts(size: int, unit: int, most: int = MAX_SIZE) -> tuple[tuple[int, int], 
         found.append((start, length))
         start += length
     return tuple(found)
-
-
-def prefetches(problem: Problem, config: Config) -> tuple[int, int]:
-    """How many programs ahead A and B are fetched into L2: those whose matrices lie one after another in memory."""
-    ahead = 0 if isinstance(config, DotConfig) else config.ahead
-    a, b = (sorted(strides[1:]) for strides in (problem.a_strides, problem.b_strides))
-    a_dense = problem.a_strides[0] == problem.m * problem.k and a == sorted({1, a[1]})
-    b_dense = problem.b_strides[0] == problem.k * problem.n and b == sorted({1, b[1]})
-    return ahead * a_dense, ahead * b_dense
 
 
 def vectors(problem: Problem) -> tuple[int, int, int]:
@@ -390,84 +371,40 @@ def _at_most(tile: int, size: int) -> int:
     return tile
 
 
-def next_power_of_two(size: int, least: int) -> int:
-    return max(least, 1 << (size - 1).bit_length())
-
-
 def _ceil(size: int, block: int) -> int:
     return -(-size // block)
 
 
-def _blocks(square: bool, packed: bool, num_warps: int, loops: int = 1) -> Callable[[Problem], Config]:
-    """Builds a WholeConfig: one block of powers of two (square) or parts; several matrices at once, or in a loop.
-
-    num_warps: 0 for what the size asks for.
-    """
+def _blocks(square: bool, num_warps: int) -> Callable[[Problem], Config]:
+    """Builds a WholeConfig of one matrix per program: one block of powers of two (square), or parts."""
 
     def build(problem: Problem) -> Config:
+        tensor_cores = arithmetic(problem) != "ieee"
         sizes = (problem.m, 16), (problem.n, 8)
         unit_m, unit_n = (next_power_of_two(*size) if square else size[1] for size in sizes)
         outputs = _ceil(problem.m, unit_m) * unit_m * _ceil(problem.n, unit_n) * unit_n
-        config = WholeConfig(
-            unit_m,
-            unit_n,
-            block_k=16 if arithmetic(problem) == "ieee" else 64,
-            matrices=min(16, next_power_of_two(max(1, 1024 // outputs), 1)) if packed else 1,
-            num_warps=num_warps or max(1, min(4, next_power_of_two(outputs, 1) // 1024)),
-            loops=loops,
-            num_stages=3 if loops > 1 else 1,
-            ordered=arithmetic(problem) != "ieee" and loops == 1 and sm(problem.arch) >= 80,
-        )
+        warps = max(num_warps, next_power_of_two(outputs, 1) // _MOST_OUTPUTS)
+        ordered = tensor_cores and sm(problem.arch) >= 80
+        config = WholeConfig(unit_m, unit_n, 64 if tensor_cores else 16, matrices=1, num_warps=warps, ordered=ordered)
         return with_pdl(problem, config)
 
     return build
 
 
-def _fetching(build: Callable[[Problem], Config]) -> Callable[[Problem], Config]:
-    """The same configuration, operands fetched into L2 ahead of the programs that run at once; large grids only."""
-
-    def fetching(problem: Problem) -> Config:
-        config = build(problem)
-        ahead = _RESIDENT_WARPS * problem.sm_count // config.num_warps
-        if isinstance(config, DotConfig) or sm(problem.arch) < 90 or programs(problem, config) < 4 * ahead:
-            return config
-        return replace(config, ahead=ahead)
-
-    return fetching
-
-
-def _exact(problem: Problem) -> Config:
-    """The tile of the rules, with as many rows up to 8 as divide m."""
-    config = _registers(problem)
-    assert isinstance(config, RegistersConfig)
-    rows = max(rows for rows in range(1, 9) if problem.m % rows == 0)
-    return with_pdl(problem, replace(config, rows=rows, num_warps=1))
-
-
-def _wide(problem: Problem) -> Config:
-    """Twice the columns and about 6 rows: fewer loads per multiply-add."""
-    config = _registers(problem)
-    assert isinstance(config, RegistersConfig)
-    rows = max((rows for rows in (4, 5, 6) if problem.m % rows == 0), default=min(6, problem.m))
-    cols = _at_most(2 * config.cols, _ceil(problem.n, config.vec))
-    return with_pdl(problem, replace(config, rows=rows, cols=cols, num_warps=1))
+def _early(problem: Problem) -> Config:
+    """The tile of the rules, with PDL in any grid: one measured problem gains by it."""
+    return replace(_registers(problem), pdl=sm(problem.arch) >= 90)
 
 
 MENU: Mapping[str, Callable[[Problem], Config]] = {
     "registers": _registers,
-    "registers ahead": _fetching(_registers),
-    "registers exact": _exact,
-    "registers wide": _wide,
-    "registers wide ahead": _fetching(_wide),
-    "whole parts w1 ahead": _fetching(_blocks(False, False, 1)),
+    "registers early": _early,
     "dot": _dot,
     "whole": _whole,
-    **{
-        f"whole {'square' if square else 'parts'} w{warps}": _blocks(square, False, warps)
-        for square in (False, True)
-        for warps in (1, 2, 4)
-    },
-    "whole packed w1": _blocks(False, True, 1),
-    "whole packed w4": _blocks(False, True, 4),
-    "whole looped": _blocks(False, False, 0, loops=8),
+    "whole parts w1": _blocks(False, 1),
+    "whole parts w2": _blocks(False, 2),
+    "whole parts w4": _blocks(False, 4),
+    "whole square w1": _blocks(True, 1),
+    "whole square w2": _blocks(True, 2),
+    "whole square w4": _blocks(True, 4),
 }

@@ -1,6 +1,6 @@
 """The kernels of the tiny family and their launchers.
 
-Both kernels add over k in ascending order, into one fp32 sum per element, and give the same bits for ieee float32.
+All kernels add over k in ascending order, into one fp32 sum per element, and give the same bits for ieee float32.
 `registers` multiplies in fp32 for any precision: exact for 16-bit operands, for float32 at least what was asked for.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isogemm.core.kernels import pdl_option, round_to_tf32, start_launch
 from isogemm.core.launch import Launch
-from isogemm.tiny.configs import K_STEP, Config, DotConfig, Problem, WholeConfig, parts, prefetches, programs, unit
+from isogemm.tiny.configs import K_STEP, Config, DotConfig, Problem, WholeConfig, parts, programs, unit
 
 
 @triton.jit
@@ -39,32 +39,6 @@ def _columns(x, BLOCK: tl.constexpr, VEC: tl.constexpr):
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
         return x0, x1, x2, x3
-
-
-@triton.jit
-def _prefetch(ptr, batch, SIZE: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr):
-    """Fetch into L2 what the program AHEAD programs later reads; nothing where AHEAD is 0.
-
-    Matrices of SIZE elements lie one after another. A program covers STEP of a matrix's STEPS shares.
-    """
-    if AHEAD > 0:
-        first = (tl.program_id(0).to(tl.int64) + AHEAD) * STEP
-        start = tl.minimum(first, batch.to(tl.int64) * STEPS) * SIZE // STEPS
-        end = tl.minimum(first + STEP, batch.to(tl.int64) * STEPS) * SIZE // STEPS
-        start = ((ptr + start).to(tl.int64) + 15) & -16
-        size = (((ptr + end).to(tl.int64) & -16) - start).to(tl.int32)
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred p;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 p, thread, 0;
-            setp.gt.and.s32 p, $2, 0, p;
-            @p cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, thread;
-            }""",
-            "=r,l,r", [start, size], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -117,7 +91,7 @@ def _registers_kernel(
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     A_UNITS: tl.constexpr, B_UNITS: tl.constexpr, INDEX: tl.constexpr, PDL: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, VEC: tl.constexpr, A_VEC: tl.constexpr, B_VEC: tl.constexpr,
-    UNROLL: tl.constexpr, BLOCK: tl.constexpr, A_AHEAD: tl.constexpr, B_AHEAD: tl.constexpr,
+    UNROLL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One thread per (matrix, row group, column group), the batch flattened: no padding, no shared memory, no barrier.
     # A tuple of sums, not a tensor: a tensor's layout would send the operands through shared memory.
@@ -137,8 +111,6 @@ def _registers_kernel(
     for _ in tl.static_range(ROWS * COLS):
         acc = acc + (tl.zeros((BLOCK, VEC), dtype=tl.float32),)
     start_launch(PDL)
-    _prefetch(a_ptr, batch, M * K, BLOCK, M_STEP * N_GROUPS, A_AHEAD)
-    _prefetch(b_ptr, batch, K * N, BLOCK, M_STEP * N_GROUPS, B_AHEAD)
     k = tl.zeros((), dtype=INDEX)
     TAIL: tl.constexpr = K % UNROLL
     for _ in range(K // UNROLL):
@@ -243,44 +215,41 @@ def _whole_kernel(
     a_ptr, b_ptr, c_ptr, batch, stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     A_UNITS: tl.constexpr, B_UNITS: tl.constexpr, INDEX: tl.constexpr, PDL: tl.constexpr,
-    M_PARTS: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr, MATRICES: tl.constexpr, LOOPS: tl.constexpr,
-    STAGES: tl.constexpr, ORDERED: tl.constexpr, A_AHEAD: tl.constexpr, B_AHEAD: tl.constexpr, PRECISION: tl.constexpr,
+    M_PARTS: tl.constexpr, N_PARTS: tl.constexpr, K_PARTS: tl.constexpr, MATRICES: tl.constexpr,
+    ORDERED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # All loads come before the arithmetic: one wait for memory. Parts pad 42 rows to 32 + 16 instead of 64.
     stride_ab, stride_am, stride_ak = _aligned(stride_ab, stride_am, stride_ak, A_UNITS)
     stride_bb, stride_bk, stride_bn = _aligned(stride_bb, stride_bk, stride_bn, B_UNITS)
     start_launch(PDL)
-    _prefetch(a_ptr, batch, M * K, MATRICES * LOOPS, 1, A_AHEAD)
-    _prefetch(b_ptr, batch, K * N, MATRICES * LOOPS, 1, B_AHEAD)
-    for turn in tl.range(0, LOOPS, num_stages=STAGES):
-        matrix = tl.program_id(0).to(tl.int64) * LOOPS + turn
-        if MATRICES > 1:
-            matrix = matrix * MATRICES + tl.arange(0, MATRICES)[:, None, None]  # [MATRICES, 1, 1]
-        live = matrix < batch
-        a_ptrs = a_ptr + matrix * stride_ab
-        b_ptrs = b_ptr + matrix * stride_bb
-        c_ptrs = c_ptr + matrix * (M * N)
-        a, b = (), ()  # per part of k: a block of A per part of m, one of B per part of n
-        for s in tl.static_range(len(K_PARTS)):
-            for i in tl.static_range(len(M_PARTS)):
-                part = _load_part(a_ptrs, live, stride_am, stride_ak, INDEX, M, K, M_PARTS, K_PARTS, i, s)
-                a = a + (part,)  # [(MATRICES,) m, k]
-            for j in tl.static_range(len(N_PARTS)):
-                part = _load_part(b_ptrs, live, stride_bk, stride_bn, INDEX, K, N, K_PARTS, N_PARTS, s, j)
-                b = b + (part,)  # [(MATRICES,) k, n]
-        x, y = (), ()
-        for at in tl.static_range(len(K_PARTS) * len(M_PARTS)):
-            x = x + (_operand(a[at], ORDERED, PRECISION),)
-        for at in tl.static_range(len(K_PARTS) * len(N_PARTS)):
-            y = y + (_operand(b[at], ORDERED, PRECISION),)
+    matrix = tl.program_id(0).to(tl.int64)
+    if MATRICES > 1:
+        matrix = matrix * MATRICES + tl.arange(0, MATRICES)[:, None, None]  # [MATRICES, 1, 1]
+    live = matrix < batch
+    a_ptrs = a_ptr + matrix * stride_ab
+    b_ptrs = b_ptr + matrix * stride_bb
+    c_ptrs = c_ptr + matrix * (M * N)
+    a, b = (), ()  # per part of k: a block of A per part of m, one of B per part of n
+    for s in tl.static_range(len(K_PARTS)):
         for i in tl.static_range(len(M_PARTS)):
-            m = (M_PARTS[i][0] + tl.arange(0, M_PARTS[i][1]))[:, None]
-            for j in tl.static_range(len(N_PARTS)):
-                n = (N_PARTS[j][0] + tl.arange(0, N_PARTS[j][1]))[None, :]
-                acc = tl.dot(x[i], y[j], input_precision=PRECISION)  # [(MATRICES,) m, n]
-                for s in tl.static_range(1, len(K_PARTS)):
-                    acc = tl.dot(x[s * len(M_PARTS) + i], y[s * len(N_PARTS) + j], acc, input_precision=PRECISION)
-                tl.store(c_ptrs + (m * N + n), acc.to(c_ptr.dtype.element_ty), mask=live & (m < M) & (n < N))
+            part = _load_part(a_ptrs, live, stride_am, stride_ak, INDEX, M, K, M_PARTS, K_PARTS, i, s)
+            a = a + (part,)  # [(MATRICES,) m, k]
+        for j in tl.static_range(len(N_PARTS)):
+            part = _load_part(b_ptrs, live, stride_bk, stride_bn, INDEX, K, N, K_PARTS, N_PARTS, s, j)
+            b = b + (part,)  # [(MATRICES,) k, n]
+    x, y = (), ()
+    for at in tl.static_range(len(K_PARTS) * len(M_PARTS)):
+        x = x + (_operand(a[at], ORDERED, PRECISION),)
+    for at in tl.static_range(len(K_PARTS) * len(N_PARTS)):
+        y = y + (_operand(b[at], ORDERED, PRECISION),)
+    for i in tl.static_range(len(M_PARTS)):
+        m = (M_PARTS[i][0] + tl.arange(0, M_PARTS[i][1]))[:, None]
+        for j in tl.static_range(len(N_PARTS)):
+            n = (N_PARTS[j][0] + tl.arange(0, N_PARTS[j][1]))[None, :]
+            acc = tl.dot(x[i], y[j], input_precision=PRECISION)  # [(MATRICES,) m, n]
+            for s in tl.static_range(1, len(K_PARTS)):
+                acc = tl.dot(x[s * len(M_PARTS) + i], y[s * len(N_PARTS) + j], acc, input_precision=PRECISION)
+            tl.store(c_ptrs + (m * N + n), acc.to(c_ptr.dtype.element_ty), mask=live & (m < M) & (n < N))
 
 
 def describe_bmm(problem: Problem, config: Config) -> Launch:
@@ -299,7 +268,6 @@ def describe_bmm(problem: Problem, config: Config) -> Launch:
         "PDL": config.pdl,
     }
     options = {"num_warps": config.num_warps, "enable_fp_fusion": False} | pdl_option(config.pdl)
-    ahead = dict(zip(("A_AHEAD", "B_AHEAD"), prefetches(problem, config), strict=True))
     kernel: Any
     if isinstance(config, DotConfig):
         kernel = _dot_kernel
@@ -310,14 +278,14 @@ def describe_bmm(problem: Problem, config: Config) -> Launch:
         constants.update(
             M_PARTS=parts(problem.m, config.unit_m), N_PARTS=parts(problem.n, config.unit_n),
             K_PARTS=parts(problem.k, K_STEP, config.block_k), MATRICES=config.matrices,
-            LOOPS=config.loops, STAGES=config.num_stages, ORDERED=config.ordered, **ahead, PRECISION=problem.precision,
+            ORDERED=config.ordered, PRECISION=problem.precision,
         )  # fmt: skip
-        options["num_stages"] = config.num_stages
+        options["num_stages"] = 1
     else:
         kernel = _registers_kernel
         constants.update(
             ROWS=config.rows, COLS=config.cols, VEC=config.vec, A_VEC=config.a_vec, B_VEC=config.b_vec,
-            UNROLL=config.unroll, BLOCK=32 * config.num_warps, **ahead,
+            UNROLL=config.unroll, BLOCK=32 * config.num_warps,
         )  # fmt: skip
         options["num_stages"] = 1
     scalars = (problem.batch, *problem.a_strides, *problem.b_strides)

@@ -39,7 +39,9 @@ def test_the_grid_on_a_gpu():
         chosen = [case for case in cases if case.op == name and case.params["dtype"] == "bfloat16"]
         assert len(chosen) == 11 * 6
         assert min(case.params["m"] for case in chosen) == 256
-    assert [case.params["tokens"] for case in cases if case.op == "main_grad"] == [65536, 524288]
+    assert [case.params["tokens"] for case in cases if case.op == "main_grad"] == [65536, 524288, *[65536] * 4]
+    split = {case.op for case in cases if case.params.get("precision") == "tf32x3"}
+    assert split == {"linear", "dX", "dW"}
 
 
 @pytest.mark.parametrize("name", gemm.OPERATIONS)
@@ -99,7 +101,7 @@ def test_other_weights_are_not_the_tuned_ones():
     tuned = {(n, k) for number, kind, n, k in TABLE if (number, kind) == ("half", "nt")}
     assert not tuned & set(gemm.OTHER_WEIGHTS)
     cases = [case for case in gemm.cases(CUDA, False) if case.op == "linear other"]
-    assert len(cases) == 25 * 8
+    assert len(cases) == 25 * 11
     gradients = {case.label for case in gemm.cases(CUDA, False) if case.op in ("dX other", "dW other")}
     assert len(gradients) == 2 * 25 * 3
     assert not any(case.op == "linear other" for case in gemm.cases(CUDA, True))

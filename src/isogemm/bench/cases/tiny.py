@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ SHAPES = (  # m, n, k
 BATCHES = (256, 1024, 14336, 65536)
 NUMBERS = (("float32", "ieee"), ("float32", "tf32"), ("bfloat16", ""))
 RANDOM_SHAPES = 60  # besides the chosen ones: what the gate gives where nobody looked
+NAMED_SHAPES = ((20, 20, 20), (17, 50, 33))  # as the random ones, in every number and batch
+RANDOM_BATCHES = (300, 3000, 30000)
 
 Function = Callable[..., Tensor]
 
@@ -51,8 +54,15 @@ def _random_cases() -> Iterator[Case]:
     for index in range(RANDOM_SHAPES):
         dtype, precision = NUMBERS[index % len(NUMBERS)]
         m, n, k = (rng.randint(1, configs.MAX_SIZE) for _ in range(3))
-        batch = rng.choice((300, 3000, 30000))
+        batch = rng.choice(RANDOM_BATCHES)
         yield _case(batch, m, n, k, dtype, precision, rng.choice(("nn", "nt", "tn")), "cold", name="bmm random")
+    for shape, (dtype, precision), batch in product(NAMED_SHAPES, NUMBERS, RANDOM_BATCHES):
+        yield _case(batch, *shape, dtype, precision, "nn", "cold", name="bmm random")
+
+
+def unfitted_shapes() -> set[tuple[int | str, ...]]:
+    """m, n and k of the random cases: the tuner fits no rule on them."""
+    return {tuple(case.params[axis] for axis in ("m", "n", "k")) for case in _random_cases()}
 
 
 def _case(
