@@ -1,6 +1,6 @@
 """The tiny kernels compiled for GPUs that are not here, as `choose` would have them.
 
-From a shell, with PYTHONPATH=src:tests/shared:tests/tiny:
+From a shell, with PYTHONPATH=src:tests/tiny:tests/shared:
 `python -m compile_matrix test_compile_matrix:jobs --target sm_90`; `:portable_jobs` for every target.
 """
 
