@@ -146,6 +146,25 @@ def test_chosen_configs_agree(kernel, precision, launch):
     _assert_all_equal(launch, kernel, sorted(chosen, key=str), (12, 24, 16), "contiguous", torch.float32, precision)
 
 
+@pytest.mark.parametrize("shape", [(20, 20, 20), (17, 33, 50), (42, 42, 8), (64, 63, 64), (3, 7, 5)], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "ieee")],
+    ids=["ieee", "tf32", "bf16"],
+)
+def test_entries_of_the_menu_agree(dtype, precision, layout, shape, launch):
+    """As `configs.bits` says: the batch chooses between them, also between mma and wgmma."""
+    for kind in ("normal", "wide", "cancelling", "zeros"):
+        a, b = _operands(*shape, layout, dtype, kind)
+        problem = op.problem_of(a, b, precision)
+        first = {}
+        for entry in configs.MENU:
+            result = launch("", a, b, precision, configs.choose(problem, entry))
+            group = configs.bits(configs.arithmetic(problem), entry)
+            assert_bitwise_equal(result, first.setdefault(group, result), f"{entry}, {kind} data")
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 @pytest.mark.parametrize("shape", [(12, 64, 12), (12, 20, 12), (3, 7, 5), (33, 20, 17)], ids=str)
 def test_both_kernels_agree_in_ieee(shape, layout, launch):

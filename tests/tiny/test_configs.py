@@ -92,6 +92,7 @@ def test_every_shape_keeps_its_bits_in_any_batch(precision, dtype, layout):
     for m, n, k in (*MEASURED, *product((4, 17, 32, 64), repeat=3)):
         problem = make_problem(2, m, n, k, dtype=dtype, precision=precision, a=layout[0], b=layout[1])
         found = {_bits(replace(problem, batch=batch)) for batch in (2, 64, 1024, 9000, 2**20)}
+        found.add(_bits(replace(problem, a_alignment=4, b_alignment=4)))
         assert len(found) == 1, problem
 
 

@@ -2,8 +2,8 @@
 
 Every such module has a literal TABLE: {key: ((up to, config), ...)}. A key names what was measured (arithmetic,
 launch or layout, fixed sizes). Its steps ascend: each has the largest size that it serves, and the field values of the
-family's config. gemm's modules also have MODEL: {key: ((config, above, most, coefficients), ...)}, see
-`isogemm.gemm.selection`.
+family's config. gemm's and tiny's modules also have MODEL: {key: ((config, above, most, coefficients), ...)}, see
+`isogemm.gemm.selection` and `isogemm.tiny.model`. tiny's steps are of batches and name an entry of its menu.
 `benchmarks/tune.py` writes these files; a new architecture is one new file per family.
 """
 
