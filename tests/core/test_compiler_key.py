@@ -60,6 +60,28 @@ def test_another_library_has_another_key(process):
     assert after.computed == 1
 
 
+def test_a_backend_behind_a_link_is_watched(process, tmp_path):
+    """An editable Triton links its backends' folders."""
+    source = tmp_path / "third_party/backend"
+    source.mkdir(parents=True)
+    (source / "compiler.py").write_text("first")
+    (source / "above").symlink_to(source)
+    before, same, after = process(), process(), process()
+    Path(before.__file__, "../../backends/linked").resolve().symlink_to(source)
+    key(before)
+    key(same)
+    (source / "compiler.py").write_text("changed")
+    key(after)
+    assert (before.computed, same.computed, after.computed) == (1, 0, 1)
+
+
+def test_a_link_to_nothing_is_no_failure(process, folder):
+    module = process()
+    Path(module.__file__, "../../language/.#core.py").resolve().symlink_to("someone@host")
+    assert key(module) == "key of _C/libtriton.so"
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("damage", [lambda content: content[:-3], lambda content: content.replace(b"key", b"yek")])
 def test_a_damaged_file_is_replaced(process, folder, damage):
     key(process())

@@ -23,8 +23,12 @@ def keep(cache: ModuleType) -> None:
     compute: Any = getattr(cache, "triton_key", None)
     if not hasattr(compute, "cache_info") or compute.cache_info().currsize or not cache.__file__:
         return  # unknown, or this process has it already
-    file = env.settings.cache / "isogemm" / "triton" / f"{_state(Path(cache.__file__).parents[1])}.txt"
-    if not file.is_absolute():
+    folder = env.settings.cache / "isogemm" / "triton"
+    if not folder.is_absolute():
+        return
+    try:
+        file = folder / f"{_state(Path(cache.__file__).parents[1])}.txt"
+    except OSError:  # such as a link to nothing, left by an editor: Triton itself may not mind
         return
     with suppress(OSError, ValueError):
         key = files.unsealed(file.read_bytes()).decode()
@@ -35,10 +39,15 @@ def keep(cache: ModuleType) -> None:
 
 
 def _state(root: Path) -> str:
-    """A hash of the names, sizes and times of Triton's files."""
-    found = []
+    """A hash of the names, sizes and times of Triton's files, also behind links: an editable Triton's backends."""
+    found, visited = [], set()
     for name in _FOLDERS:
-        for folder, _, names in os.walk(root / name):
+        for folder, folders, names in os.walk(root / name, followlinks=True):
+            real = os.path.realpath(folder)
+            if real in visited:  # a link to a folder above would never end
+                folders.clear()
+                continue
+            visited.add(real)
             for each in names:
                 if each.endswith((".py", ".so", ".pyd")):
                     status = Path(folder, each).stat()
