@@ -59,7 +59,7 @@ def _launch(config, problem, x, b, b_up, read, out, numbers):
     second = None if by_map else b_up
     rest = () if config.kernel == "stream" else (second,)
     scratch = torch.full((configs.workspace(problem, config) // 4 + GUARD,), torch.nan)
-    waits = scratch if configs.accumulation(problem, config) == "scratch" else None
+    waits = scratch if configs.chunk_bytes(problem, config) else None
     launch.run(left, right, *rest, out, waits, *read, numbers=numbers)
 
 
@@ -161,6 +161,27 @@ def test_gated(config, activation, up_first):
     _assert_close(result, exact, scale=20)
     for pre, weight, bias in zip(saved, (b, b_up), (fusion.bias, fusion.bias_up), strict=True):
         _assert_close(pre, x.double() @ weight.double() + bias.double(), scale=10)
+
+
+@triton.jit
+def _underflown(
+    a, b, acc, PRECISION: tl.constexpr, A_ROUNDED: tl.constexpr, B_ROUNDED: tl.constexpr,
+    A_SPLIT: tl.constexpr = False, B_SPLIT: tl.constexpr = False, SWAPPED: tl.constexpr = False,
+):  # fmt: skip
+    return tl.abs(acc) * -1.0  # since -x is 0 - x
+
+
+@pytest.mark.parametrize("kept", [{}, {"block_m": 32, "block_n": 128, "num_warps": 1}], ids=["registers", "scratch"])
+def test_sums_of_minus_zero_through_a_gate(kept, monkeypatch):
+    """They are +0 wherever chunks wait, so the result's sign is the same."""
+    monkeypatch.setattr(kernels, "multiply", _underflown)
+    config = replace(CONFIGS["pointer"], persistent=True, **kept)
+    x, b = _operands()
+    call = fused.Call(x, b, b.clone(), Operands(activation="reglu"), by_rows=False, out_dtype=x.dtype)
+    problem = replace(fused._problem(call), chunk=32, precision="tf32")
+    assert configs.accumulation(problem, config) == ("scratch" if kept else "registers")
+    monkeypatch.setattr(fused, "_problem", lambda *_: problem)
+    assert_bitwise_equal(_run(config, x, b, call.operands, b.clone())[0], torch.zeros(M, N))
 
 
 @pytest.mark.parametrize("columns", [N, N - 3])

@@ -17,9 +17,9 @@ from isogemm.gemm.kernels.halves import split_tf32
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.inputs import make_data, make_operands, with_layout
 
-POINTER = Config(16, 16, 32, 4, 1)
-TMA = Config(16, 16, 32, 4, 2, "tma")
-STREAM = Config(16, 16, 32, 4, 2, "stream", persistent=True)
+POINTER = Config(16, 16, 32, 2, 1)
+TMA = Config(16, 16, 32, 2, 2, "tma")
+STREAM = Config(16, 16, 32, 2, 2, "stream", persistent=True)
 CONFIGS = {  # what a Config can say, but early launches, which the interpreter cannot run
     "pointer": POINTER,
     "pointer swapped": replace(POINTER, block_m=32, block_n=8, swapped=True),
@@ -237,6 +237,41 @@ def test_chunks_are_added_from_left_to_right(name, accumulated):
         accumulations.add(configs.accumulation(problem, variant))
         assert_bitwise_equal(launch(problem, variant, *operands, given, sums), expected)
     assert accumulations == {"in place", "partials"} | (set() if accumulated else {"scratch", "registers"})
+
+
+@triton.jit
+def _underflown(
+    a, b, acc, PRECISION: tl.constexpr, A_ROUNDED: tl.constexpr, B_ROUNDED: tl.constexpr,
+    A_SPLIT: tl.constexpr = False, B_SPLIT: tl.constexpr = False, SWAPPED: tl.constexpr = False,
+):  # fmt: skip
+    """Sums that are -0, as a tensor core's that underflow may be; the interpreter's are never."""
+    return tl.abs(acc) * -1.0  # since -x is 0 - x
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "changes"),
+    {
+        "one": {},
+        "registers": {},
+        "in place": {},
+        "scratch": {"persistent": True},
+        "partials": {"parallel_chunks": "partials"},
+        "gathered": {"parallel_chunks": "gathered"},
+        "queued": {"parallel_chunks": "queued"},
+    }.items(),
+)
+@pytest.mark.parametrize("accumulated", [False, True], ids=["", "accumulated"])
+def test_sums_of_minus_zero(accumulation, changes, accumulated, monkeypatch):
+    """A sum begins at +0, or at the total's -0, whoever adds the chunks."""
+    monkeypatch.setattr(kernels, "multiply", _underflown)
+    a, b = _operands((24, 40, 72), dtype=torch.float16)
+    total = torch.full((24, 40), -0.0) if accumulated else None
+    problem = seen_problem(a, b, chunk=32 * (accumulation != "one"), total=total)
+    config = replace(POINTER, **changes)
+    if accumulation == "scratch":
+        config = _beyond_registers(config)
+    result = launch(problem, config, a, b, total=total)
+    assert_bitwise_equal(result, torch.full((24, 40), -0.0 if accumulated else 0.0, dtype=result.dtype))
 
 
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "strided", "misaligned"])

@@ -333,7 +333,7 @@ def finish(
         if first_chunk:
             keep(acc, kept_here, BM, BN)
         else:  # as a new value: ptxas runs products one after another where their sums change in a branch
-            total = kept_sums(kept_here, acc, BM, BN) + acc
+            total = kept_sums(kept_here, acc, BM, BN) + 0.0 + acc  # as a sum that starts at 0: no -0
             if last_chunk:
                 _store(
                     total, c, e, loaded, steps, numbers, m, n, first_chunk, M, N, stride_cm, stride_cn, BM, BN, WIDTH,
@@ -345,10 +345,11 @@ def finish(
             tl.debug_barrier()  # another thread may be the one to load it
     else:
         WHOLE: tl.constexpr = ACCUMULATION == "registers" or ACCUMULATION == "gathered"
+        # Whole sums that C is part of already are stored as they are: its -0 stays, however many chunks are added.
+        AS: tl.constexpr = "partials" if WHOLE and ACCUMULATE else "one" if WHOLE else ACCUMULATION
         _store(
             acc, c, e, loaded, steps, numbers, m, n, first_chunk, M, N, stride_cm, stride_cn, BM, BN, WIDTH, C_TMA,
-            SWAPPED, UP_FIRST, E, ACT, SLOPE, "one" if WHOLE else ACCUMULATION, ACCUMULATE and not WHOLE, INDEX,
-            BARRIER,
+            SWAPPED, UP_FIRST, E, ACT, SLOPE, AS, ACCUMULATE and not WHOLE, INDEX, BARRIER,
         )  # fmt: skip
 
 
