@@ -377,3 +377,18 @@ def test_names():
     assert str(BiasGradProblem(9, 5, "float16", "float32", (5, 1), 1024, accumulate=True)) == (
         "[9,5] float16 chunk 1024 accumulated"
     )
+
+
+@pytest.mark.parametrize(
+    ("block", "legal"), [((16, 32, 4), True), ((16, 16, 2), True), ((16, 16, 4), False), ((128, 8, 16), False)]
+)
+def test_no_thread_has_a_copy_of_a_sum_that_is_added_to_in_memory(block, legal):
+    """Warps that repeat a tile would each add to what another has added to already. Gathered sums are only read."""
+    rows, columns, warps = block
+    problem = make_problem(64, 64, 8192, chunk=1024)
+    queued = Config(rows, columns, 32, warps, 2, parallel_chunks="queued")
+    assert ("none has copies" not in illegal(problem, queued)) == legal
+    assert illegal(problem, replace(queued, parallel_chunks="gathered")) == ""
+    rest = Config(128, 64, 32, 8, 2, "tma", parallel_chunks="queued", rest_n=8)
+    assert illegal(problem, rest) == ""
+    assert "none has copies" in illegal(problem, replace(rest, num_warps=16))

@@ -39,6 +39,7 @@ _MAP_ALIGNMENT = 128  # bytes, at whose multiples the halves of an operand begin
 _FLAG = 8  # bytes in which a program says that a tile's sums are ready for the next program
 _REGISTERS = 64  # of a thread, for finished chunks
 _REGISTERS_BESIDE = 96  # likewise, where a tile has a rest
+_LEAST_REWRITTEN = 4  # sums of a thread, of which no other thread has a copy: a warp has 16 x 8 of a tile at least
 _MOST_WARPS = 16
 _MOST_GATHERED = 32  # chunks, as many as a warp has threads
 
@@ -372,14 +373,17 @@ def _illegal_order(problem: Problem, config: Config) -> str:
         return "programs wait for each other on NVIDIA GPUs alone"
     if accumulation(problem, config) == "scratch" and not (config.persistent or config.parallel_chunks):
         return "finished chunks that wait in scratch memory need a persistent grid"
+    if accumulation(problem, config) == "scratch" and _sums(config, narrow=True) < _LEAST_REWRITTEN:
+        return f"sums that are added to in scratch memory are at least {_LEAST_REWRITTEN} per thread: none has copies"
     if config.parallel_chunks and (problem.chunks < 2 or problem.batch > 1):
         return "parallel chunks need two chunks or more, and no batch"
     return ""
 
 
-def _sums(config: Config) -> int:
-    """Sums of a thread."""
-    return config.block_m * config.columns // (32 * config.num_warps)
+def _sums(config: Config, narrow: bool = False) -> int:
+    """Sums of a thread; narrow: in the narrower of a tile's two parts."""
+    columns = config.rest_n or config.block_n if narrow else config.columns
+    return config.block_m * columns // (32 * config.num_warps)
 
 
 def _gathered(problem: Problem) -> int:
