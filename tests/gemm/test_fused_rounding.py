@@ -7,10 +7,13 @@ import torch
 from cpu_tensors import CONTRACT, HALVES, normal
 from fused_cases import COMBINATIONS, fused_operands, gated_operands
 from fused_forms import doubled, fused_form, gated_form
+from idle_gpu import idle_gpu  # noqa: F401
 from nonfinite import assert_same_nonfinite
 
 import isogemm
 from isogemm.epilogues import spec
+from isogemm.epilogues.operands import Operands
+from isogemm.gemm import fused, op
 from isogemm.verify.activations import ACTIVATION_FORMS as ACTIVATIONS
 from isogemm.verify.activations import GATE_FORMS as GATED
 from isogemm.verify.compare import assert_bitwise_equal
@@ -137,3 +140,34 @@ def test_large_numbers_do_not_overflow_inside(activation):
         result = isogemm.matmul_fused(a, torch.ones(1, 1, dtype=dtype), activation=activation)
         expected = ACTIVATIONS[activation](a.double()).to(dtype)
         assert_bitwise_equal(result + 0, expected + 0, activation)  # -0 is 0 here
+
+
+def _weight(rows, columns, layout):
+    flat = torch.zeros(2 * rows * columns, dtype=torch.bfloat16)
+    strides = {"rows": (columns, 1), "columns": (1, rows), "sliced": (2 * columns, 1), "strided": (2 * columns, 2)}
+    return flat.as_strided((rows, columns), strides[layout])
+
+
+@pytest.mark.parametrize("layouts", [("rows", "columns"), ("columns", "rows"), ("strided", "rows")], ids="-".join)
+def test_gates_of_two_layouts_are_cut_as_mm_cuts_them(layouts, idle_gpu):  # noqa: F811
+    """One kernel reads both weights along k; `mm` of a weight that lies across k has one sum."""
+    x = torch.zeros(8, 4096, dtype=torch.bfloat16)
+    gate, up = (_weight(256, 4096, each) for each in layouts)
+    chunks = [op.problem_of(x, each.mT, chunk=None).chunk for each in (gate, up)]
+    assert chunks == [2048 * (layout == "rows") for layout in layouts]
+    call = fused.Call(x, gate, up, Operands(activation="reglu", eager=True), by_rows=True)
+    assert fused.find(call) is None
+    assert fused.find(call._replace(operands=Operands(activation="reglu"))) is not None
+    assert fused.find(call._replace(weight_up=_weight(256, 4096, layouts[0]))) is not None
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "sliced", "strided"])
+def test_a_weight_in_both_places_keeps_its_strides(layout):
+    """The kernel reads both by the strides of one."""
+    weight = _weight(24, 40, layout)
+    weight.copy_(torch.randn(24, 40))
+    first, second = fused._alike(weight, weight)
+    assert first.stride() == second.stride() == weight.stride()
+    assert first.data_ptr() != second.data_ptr()
+    assert torch.equal(first, second)
+    assert torch.equal(*fused._alike(weight[:1].expand(24, 40), weight[:1].expand(24, 40)))

@@ -180,6 +180,9 @@ def find(call: Call, save: str = "") -> tuple[Plan, list[Tensor | None]] | None:
         return None
     up = None
     if weight_up is not None:
+        if operands.eager and weight.stride() != weight_up.stride():  # copies may be cut along k where these are not
+            validate(call)
+            return None
         weight, weight_up = _alike(weight, weight_up)
         up = layout(weight_up), *apart(weight, weight_up)
     key = (  # all that a plan depends on
@@ -246,7 +249,10 @@ def _alike(weight: Tensor, weight_up: Tensor) -> tuple[Tensor, Tensor]:
     """Make two weights readable by one kernel: with the same strides, at different addresses."""
     if weight.stride() != weight_up.stride():
         weight, weight_up = weight.contiguous(), weight_up.contiguous()
-    return weight, weight_up.clone() if weight.data_ptr() == weight_up.data_ptr() else weight_up
+    if weight.data_ptr() == weight_up.data_ptr():  # copied with what lies between its elements, to keep the strides
+        span = 1 + sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
+        weight_up = weight_up.as_strided((span,), (1,)).clone().as_strided(weight.shape, weight.stride())
+    return weight, weight_up
 
 
 def _operands(call: Call) -> list[Tensor | None]:
