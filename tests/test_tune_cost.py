@@ -33,12 +33,12 @@ def _of(samples, *keys):
 def test_the_tables_have_the_fitted_model(samples):
     """The same configurations, and the same times to 1 %: the last digit depends on the machine that fits."""
     made, kept = fits.model(samples), tables.load("gemm", "sm_90", "MODEL")
-    assert {key: [(each.config, each.above, each.most) for each in menu] for key, menu in made.items()} == {
-        key: [(Config(*values), above, most) for values, above, most, _ in menu] for key, menu in kept.items()
-    }
+    assert {
+        key: [(each.config, each.above, each.most, each.chunked) for each in menu] for key, menu in made.items()
+    } == {key: [(Config(*values), *measured) for values, *measured, _ in menu] for key, menu in kept.items()}
     for sample in samples:
         key = selection.model_key(sample.problem)
-        for each, (_, _, _, coefficients) in zip(made[key], kept[key], strict=True):
+        for each, (*_, coefficients) in zip(made[key], kept[key], strict=True):
             if each.config in sample.times:
                 fitted, stated = (
                     selection.microseconds(sample.problem, each.config, values)
@@ -133,7 +133,7 @@ def test_the_fastest_is_one_that_serves_as_it_was_measured():
     point = gemm.Point("linear", "half", 64, 4096, 4096)
     by_tma, by_pointer = Config(128, 128, 64, 8, 3, "tma"), Config(64, 64, 64, 4, 3)
     slow, quick = (10.0, *(0.0,) * 10), (1.0, *(0.0,) * 10)
-    menu = [selection.Measured(by_tma, 0, 0, quick), selection.Measured(by_pointer, 0, 0, slow)]
+    menu = [selection.Measured(by_tma, 0, 0, False, quick), selection.Measured(by_pointer, 0, 0, False, slow)]
     assert selection.fastest(point.problem, menu) == by_tma
     misaligned = replace(point.problem, a_aligned=False, b_aligned=False)
     assert selection.fastest(misaligned, menu) == by_pointer

@@ -57,8 +57,8 @@ def source(command: str, arch: str, table: Table, model: Mapping[Any, Any] | Non
         for key, menu in model.items():
             lines.append(f"    {key!r}: (")
             lines += [
-                f"        ({names.get(config) or repr(config)}, {above}, {most}, {fitted}),"
-                for config, above, most, fitted in menu
+                f"        ({', '.join([names.get(config) or repr(config), *map(repr, measured)])}),"
+                for config, *measured in menu
             ]
             lines.append("    ),")
     return "\n".join([*lines, "}", ""])

@@ -120,7 +120,8 @@ def _fitted(samples: Collection[Sample]) -> tuple[Measured, ...]:
         below = [size for size in sizes if size < min(measured)]
         most = 0 if max(measured) >= min(_UNBOUNDED, sizes[-1]) else max(measured)
         coefficients = np.exp(_fit(*arrays[config], shared, _SHARED))
-        made.append(Measured(config, below[-1] if below else 0, most, tuple(map(_rounded, coefficients))))
+        chunked = any(problem.chunks > 1 for problem, _ in by_config[config])
+        made.append(Measured(config, below[-1] if below else 0, most, chunked, tuple(map(_rounded, coefficients))))
     return tuple(made)
 
 

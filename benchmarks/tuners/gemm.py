@@ -85,7 +85,7 @@ def samples(rows: list[dict[str, Any]], arch: str) -> list[cost.Sample]:
 def model(rows: list[dict[str, Any]], arch: str) -> dict[tuple[str, str], tuple[Any, ...]]:
     """The model of a configuration's time, as plain values."""
     return {
-        key: tuple((astuple(each.config), each.above, each.most, each.coefficients) for each in menu)
+        key: tuple((astuple(each.config), each.above, each.most, each.chunked, each.coefficients) for each in menu)
         for key, menu in cost.model(samples(rows, arch)).items()
     }
 

@@ -218,8 +218,6 @@ def test_balanced_tiles_have_the_bits_of_whole_ones(shape, change):
     x, weight, _ = _operands("bf16", k, n, m)
     config = replace(BALANCED, **change)
     problem = _describe("bf16", x, weight)
-    if not configs.balances(problem, config):
-        pytest.skip("a whole number of waves")
     expected = _gemm("bf16", x, weight.T, config=configs.canonical(problem))
     for _ in range(20):
         assert_bitwise_equal(_gemm("bf16", x, weight.T, config=config), expected)

@@ -67,7 +67,7 @@ def test_a_point_s_chunk_is_that_of_the_call(n, k, kind, number):
         return
     asked = (x, weight.mT) if kind in gemm.FORWARD else (grad, weight)
     assert chunk == op.problem_of(*asked, precision=precision, chunk=None).chunk
-    assert bool(chunk) == (kind in gemm.FORWARD and k > 2 * n)
+    assert bool(chunk) == (kind in gemm.FORWARD and k > 2 * n and number in ("half", "tf32x3"))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100", "gfx942"])

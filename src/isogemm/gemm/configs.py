@@ -298,14 +298,16 @@ def accumulation_chunk(problem: Problem) -> int:
     """k of one sum in a product; 0 where it is one sum. Depends on the weight alone.
 
     Tensor cores truncate, so a long sum is less exact. A long and narrow weight has few tiles where tokens are few: its
-    two sums run side by side. A weight not contiguous along k, as in an input gradient, seldom has few tokens.
+    two sums run side by side. Not in TF32 and ieee, whose results are their sums and wait in memory for the next one;
+    and not where a weight is not contiguous along k, as in an input gradient, which seldom has few tokens.
     """
     n, k = problem.n, problem.k
     if problem.dtype != problem.out_dtype:
         return _WIDE_SUM if k > _WIDE_SUM else 0
     if k > LONGEST_SUM:
         return _CUT_SUM
-    if problem.b_strides[0] == 1 and n <= _NARROW and k > 2 * n and k >= _LONG:
+    long_narrow = n <= _NARROW and k > 2 * n and k >= _LONG
+    if long_narrow and problem.b_strides[0] == 1 and problem.number in ("half", "tf32x3"):
         return -(-k // (2 * _CUT_UNIT)) * _CUT_UNIT
     return 0
 
@@ -361,8 +363,8 @@ def _illegal_order(problem: Problem, config: Config) -> str:
     """The rule that the order of tiles and chunks breaks: which run at a time, and which wait for which."""
     if (config.kernel == "stream") > config.persistent or config.pdl * config.persistent:
         return "stream is persistent, and nothing persistent launches early"
-    if config.balanced and not balances(problem, config):
-        return "a balanced grid streams more tiles than it has programs, of one sum each"
+    if config.balanced and (config.kernel != "stream" or problem.chunks > 1):
+        return "a balanced grid streams tiles of one sum each"
     if config.parallel_chunks in ("queued", "gathered") and config.persistent:
         return "programs that wait for other chunks are not persistent"
     if config.parallel_chunks == "gathered" and problem.chunks > _MOST_GATHERED:
@@ -472,7 +474,7 @@ def tile_count(problem: Problem, config: Config) -> int:
 
 
 def balances(problem: Problem, config: Config) -> bool:
-    """Whether the grid can be balanced, and is not yet: more than one wave of tiles, the last one not full."""
+    """Whether it is worth balancing the grid: more than one wave of tiles, the last one not full."""
     tiles, at_once = tile_count(problem, config), config.residents * problem.sm_count
     return config.kernel == "stream" and problem.chunks <= 1 and tiles > at_once and tiles % at_once > 0
 
@@ -585,7 +587,7 @@ def fitted(problem: Problem, config: Config) -> Config:
         config = Config(128, 128, config.block_k, 8, 4, "tma" if all(by_tma) else "pointer")  # chunks in registers
     if config.rest_n and accumulation(problem, config) in ("in place", "scratch"):  # too many sums wait for memory
         config = replace(config, rest_n=0)
-    config = replace(config, balanced=config.balanced and balances(problem, config))
+    config = replace(config, balanced=config.balanced and config.kernel == "stream" and problem.chunks <= 1)
     if accumulation(problem, config) == "scratch" and not config.parallel_chunks:
         config = replace(config, persistent=True, pdl=False)
     if problem.epilogue.sums and problem.epilogue.gated:  # two gradients and their sums: 32 of a thread at once

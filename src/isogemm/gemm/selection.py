@@ -38,6 +38,7 @@ _FEWER = 8  # where nothing else is known, a tuned step serves from more than th
 _MANY = 2048  # tokens from which on, likewise, the largest step serves any larger number
 _NEAR = 1.003  # of configurations this close, the first of the menu serves: fewer kernels to compile
 
+_UNBOUNDED = 2048  # tokens: what was measured with so many serves any larger number
 ADDED = 6  # terms of the model that are added; the others overlap
 _REGISTERS = 65536  # of a multiprocessor
 _SHARED_MEMORY = 228 << 10  # bytes, likewise
@@ -58,6 +59,7 @@ class Measured(NamedTuple):
     config: Config
     above: int  # m of the problems that it was measured for: more than this
     most: int  # and at most this; 0: any
+    chunked: bool  # whether a problem of several sums was among them
     coefficients: tuple[float, ...]
 
 
@@ -76,7 +78,11 @@ def _wanted(problem: Problem) -> Iterator[Choice]:
         if most // 2 < tokens <= most:
             yield Choice(config, "tuned")
     if steps := _table(problem):
-        yield Choice(tables.at(steps, min(tokens, steps[-1][0])), "table")
+        last = steps[-1][0]
+        most = next((size for size, _ in steps if size >= tokens), last)
+        # A step serves from more than half of its tokens on; the last one up to twice as many, or any if it is large.
+        if most // 2 < tokens and (tokens <= 2 * last or last >= _UNBOUNDED):
+            yield Choice(tables.at(steps, min(tokens, last)), "table")
     modelled = _modelled(_with_tokens(problem, _GRID[min(bisect.bisect_left(_GRID, tokens), len(_GRID) - 1)]))
     if modelled:
         yield Choice(modelled, "model")
@@ -106,7 +112,8 @@ def within(factor: float, problem: Problem, measured: Iterable[Measured]) -> lis
             continue
         usable_here = fitted(problem, each.config)
         if not illegal(problem, usable_here):
-            changed = usable_here.kernel != each.config.kernel  # other operand layouts, for which it was not measured
+            # Other operand layouts, or more sums, than it was measured for.
+            changed = usable_here.kernel != each.config.kernel or (problem.chunks > 1 and not each.chunked)
             us = microseconds(problem, usable_here, each.coefficients)
             predicted.append((changed, us, each.config))
     among, least, _ = min(predicted, key=lambda each: each[:2], default=(False, 0.0, None))
@@ -137,7 +144,7 @@ def terms(problem: Problem, config: Config) -> tuple[float, ...]:
     busiest: float = -(-tiles // problem.sm_count)  # tiles of the SM that has most
     turns: float = -(-tiles // side_by_side)  # how many of them run one after another
     if config.balanced:
-        busiest, turns = tiles / problem.sm_count, tiles / side_by_side
+        busiest, turns = max(1.0, tiles / problem.sm_count), max(1.0, tiles / side_by_side)
     results = busiest * area / 4e4
     item, out_item = configs.ITEMSIZE[problem.dtype], configs.ITEMSIZE[problem.out_dtype]
     a_copies, b_copies = (1 + config.splits(operand) for operand in configs.OPERANDS)  # that the product reads
@@ -175,7 +182,8 @@ def token_edges(problem: Problem, most: int) -> list[int]:
 
     Tokens are the rows of A; in a weight gradient, its k.
     """
-    edges = {*_GRID, *(tokens for tokens, _ in _table(problem))}
+    in_table = [size for size, _ in _table(problem)]
+    edges = {*_GRID, *in_table, *(size // 2 for size in in_table), *(2 * size for size in in_table[-1:])}
     weight = {*_weight(problem)}
     for (_, _, *sizes), steps in tuned.load("gemm", problem.gpu).items():
         if not weight.isdisjoint(sizes):  # this weight, or another one of its layer: they are warmed up together
@@ -259,6 +267,6 @@ def _menu(arch: str, *key: str) -> tuple[Measured, ...]:
     if not tables.measured("gemm", arch):
         return ()
     return tuple(
-        Measured(Config(*values), above, most, coefficients)
-        for values, above, most, coefficients in tables.load("gemm", arch, "MODEL").get(key, ())
+        Measured(Config(*values), above, most, chunked, coefficients)
+        for values, above, most, chunked, coefficients in tables.load("gemm", arch, "MODEL").get(key, ())
     )

@@ -27,6 +27,7 @@ TOKENS = (1, 4096, 64, 512, 16, 2048, 256, 8192, 128, 1024)  # most useful first
 FEWEST_BACKWARD = 256  # least of TOKENS at which gradients are measured
 # times the shortest predicted time; on weights that the model never saw, 0.995 of the best speed is within it
 LIKELY = 1.3
+FEWEST_LIKELY = 4  # where the model knows fewer configs for so many tokens, all are measured
 GAIN = 1.015  # least speed-up for which a point's config is replaced: times vary by about as much
 
 _PROCESS_BYTES = 2 << 30  # device memory of a process that compiles
@@ -160,9 +161,9 @@ def _candidates(point: Point) -> list[Config]:
     """
     problem = point.problem
     modelled = selection.within(LIKELY, problem, selection.menu(problem))
-    likely = [configs.fitted(problem, config) for config in modelled] or (
-        *selection.candidates(problem), *gemm.candidates(point),
-    )  # fmt: skip
+    likely = [configs.fitted(problem, config) for config in modelled]
+    if len(likely) < FEWEST_LIKELY:
+        likely += (*selection.candidates(problem), *gemm.candidates(point))
     return list(dict.fromkeys((selection.choose(problem).config, *likely)))
 
 

@@ -7,68 +7,68 @@ C0 = (64, 16, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
 C1 = (64, 16, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
 C2 = (64, 64, 128, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
 C3 = (64, 128, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C4 = (128, 128, 64, 4, 3, 'stream', False, 8, True, 2, 0, 2, '', False, False, '')
+C4 = (128, 128, 64, 4, 3, 'stream', False, 8, True, 4, 0, 2, '', False, False, '')
 C5 = (64, 32, 64, 4, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
 C6 = (64, 128, 128, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
 C7 = (64, 64, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C8 = (128, 128, 64, 4, 5, 'stream', False, 8, True, 1, 0, 1, '', False, False, '')
-C9 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C10 = (32, 8, 256, 2, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C11 = (128, 256, 64, 8, 3, 'stream', False, 8, True, 1, 0, 1, '', False, False, '')
-C12 = (128, 8, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C13 = (128, 64, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C14 = (128, 128, 64, 8, 4, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C15 = (128, 128, 64, 8, 5, 'stream', False, 8, True, 1, 0, 1, '', False, False, '')
-C16 = (128, 128, 64, 4, 3, 'stream', False, 8, True, 4, 0, 2, '', False, False, '')
-C17 = (128, 64, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C18 = (128, 256, 64, 8, 4, 'stream', False, 8, True, 4, 0, 1, '', False, False, '')
-C19 = (128, 256, 64, 8, 3, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
-C20 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C21 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'queued', True, False, '')
-C22 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C23 = (64, 64, 128, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C24 = (128, 128, 64, 4, 3, 'stream', False, 8, True, 4, 0, 2, 'partials', False, False, '')
-C25 = (64, 64, 128, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C26 = (128, 128, 64, 8, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C27 = (64, 128, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C28 = (64, 256, 64, 4, 3, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C29 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'queued', True, False, '')
+C8 = (128, 128, 64, 4, 5, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
+C9 = (128, 256, 64, 8, 3, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
+C10 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C11 = (32, 8, 256, 2, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C12 = (128, 128, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C13 = (128, 8, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C14 = (128, 64, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C15 = (128, 128, 64, 8, 4, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
+C16 = (128, 64, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C17 = (128, 256, 64, 8, 4, 'stream', False, 8, True, 4, 0, 1, '', False, False, '')
+C18 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C19 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'queued', True, False, '')
+C20 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
+C21 = (64, 64, 128, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C22 = (128, 128, 64, 4, 3, 'stream', False, 8, True, 4, 0, 2, 'partials', False, False, '')
+C23 = (64, 64, 128, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C24 = (128, 128, 64, 8, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C25 = (64, 128, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
+C26 = (128, 256, 64, 8, 3, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
+C27 = (64, 256, 64, 4, 3, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
+C28 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'queued', True, False, '')
+C29 = (128, 256, 64, 8, 3, 'tma', False, 8, True, 2, 0, 1, '', False, False, '')
 C30 = (128, 128, 64, 4, 4, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
 C31 = (128, 128, 64, 4, 5, 'stream', False, 8, True, 2, 0, 1, '', False, True, '')
 C32 = (128, 128, 64, 8, 5, 'tma', False, 8, True, 2, 0, 1, '', False, False, '')
-C33 = (128, 128, 64, 4, 5, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
-C34 = (128, 256, 64, 8, 3, 'stream', False, 8, True, 2, 0, 1, '', False, True, '')
-C35 = (64, 64, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C36 = (128, 128, 64, 8, 4, 'stream', False, 8, True, 1, 0, 1, '', False, False, '')
-C37 = (64, 64, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C38 = (128, 128, 64, 8, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C39 = (64, 8, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C40 = (64, 16, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C41 = (64, 64, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C42 = (128, 16, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C43 = (64, 32, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C44 = (128, 64, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C45 = (64, 16, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C46 = (64, 32, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C47 = (128, 128, 64, 8, 5, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
-C48 = (64, 32, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C49 = (128, 256, 64, 8, 3, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C50 = (64, 64, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C51 = (128, 64, 128, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C52 = (64, 8, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C53 = (64, 16, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C54 = (64, 32, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C55 = (64, 128, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C56 = (128, 16, 128, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C57 = (64, 128, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C58 = (128, 32, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C59 = (128, 128, 64, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C60 = (128, 128, 64, 8, 5, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C61 = (64, 128, 64, 8, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C62 = (16, 8, 16, 2, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C63 = (32, 16, 16, 2, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C64 = (32, 64, 16, 2, 5, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
-C65 = (64, 64, 16, 2, 4, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
+C33 = (128, 256, 64, 8, 3, 'stream', False, 8, True, 2, 0, 1, '', False, True, '')
+C34 = (64, 64, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C35 = (128, 128, 64, 8, 4, 'stream', False, 8, True, 1, 0, 1, '', False, False, '')
+C36 = (64, 64, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C37 = (128, 128, 64, 8, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C38 = (64, 8, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C39 = (64, 16, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C40 = (64, 64, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C41 = (128, 16, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C42 = (64, 32, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C43 = (128, 64, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C44 = (64, 16, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C45 = (64, 32, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C46 = (128, 128, 64, 8, 5, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
+C47 = (64, 32, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C48 = (64, 64, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C49 = (128, 64, 128, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C50 = (64, 8, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C51 = (64, 16, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C52 = (64, 32, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C53 = (64, 128, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C54 = (128, 16, 128, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C55 = (64, 128, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C56 = (128, 32, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C57 = (128, 128, 64, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C58 = (128, 32, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C59 = (128, 128, 64, 8, 5, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
+C60 = (64, 128, 64, 8, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C61 = (16, 8, 16, 2, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C62 = (16, 16, 16, 2, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C63 = (32, 64, 16, 2, 5, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
+C64 = (64, 64, 16, 2, 4, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
+C65 = (32, 16, 16, 2, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
 C66 = (64, 16, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
 C67 = (64, 64, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
 C68 = (128, 128, 32, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
@@ -76,559 +76,540 @@ C69 = (128, 128, 32, 4, 3, 'stream', False, 8, True, 4, 0, 2, '', False, False, 
 C70 = (64, 32, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
 C71 = (128, 128, 32, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
 C72 = (128, 128, 32, 4, 5, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
-C73 = (128, 256, 32, 8, 3, 'stream', False, 8, True, 4, 0, 1, '', False, False, '')
-C74 = (128, 256, 32, 8, 3, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
-C75 = (128, 64, 32, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C76 = (128, 16, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C77 = (128, 256, 32, 8, 4, 'stream', False, 8, True, 4, 0, 1, '', False, False, '')
-C78 = (32, 32, 32, 1, 6, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C79 = (32, 64, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C80 = (64, 32, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C81 = (32, 32, 32, 1, 6, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C82 = (64, 64, 64, 2, 2, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C83 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 1, 0, 1, 'partials', False, False, '')
-C84 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C85 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C86 = (64, 128, 16, 2, 6, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C87 = (64, 128, 32, 2, 3, 'stream', False, 8, True, 1, 0, 2, '', False, False, '')
-C88 = (64, 64, 32, 2, 4, 'stream', False, 8, True, 2, 0, 3, '', False, False, '')
-C89 = (32, 8, 128, 2, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C90 = (64, 16, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C91 = (64, 32, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C92 = (16, 8, 256, 2, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C93 = (32, 16, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C94 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C95 = (32, 8, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C96 = (32, 128, 32, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C97 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 2, 0, 1, '', True, False, '')
-C98 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 2, 0, 1, '', True, False, '')
-C99 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 4, 0, 1, '', True, False, '')
-C100 = (64, 128, 32, 2, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C101 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, '')
-C102 = (64, 16, 64, 4, 6, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C103 = (64, 16, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C104 = (64, 32, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C105 = (64, 64, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C106 = (64, 64, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C107 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C108 = (128, 128, 32, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C109 = (64, 16, 64, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C110 = (64, 128, 32, 4, 8, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C111 = (128, 128, 32, 4, 4, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C112 = (128, 256, 32, 8, 3, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C113 = (64, 128, 64, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C114 = (64, 64, 32, 4, 5, 'tma', False, 8, False, 1, 32, 1, '', True, False, '')
-C115 = (128, 64, 32, 4, 5, 'tma', False, 8, False, 1, 32, 1, '', True, False, '')
-C116 = (128, 64, 64, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C117 = (128, 128, 32, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C118 = (128, 256, 32, 8, 3, 'stream', False, 16, True, 2, 0, 1, '', False, False, '')
-C119 = (128, 128, 32, 8, 3, 'stream', False, 8, True, 4, 0, 1, '', False, False, 'both')
-C120 = (64, 128, 32, 4, 2, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both')
-C121 = (64, 64, 32, 4, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both')
-C122 = (16, 32, 32, 2, 5, 'pointer', False, 8, False, 1, 0, 1, 'gathered', False, False, '')
-C123 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C124 = (128, 64, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', False, False, '')
-C125 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', False, False, '')
-C126 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, '', False, False, '')
-C127 = (64, 16, 32, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C128 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, 'a')
-C129 = (32, 64, 32, 4, 4, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
-C130 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C131 = (64, 64, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, 'a')
-C132 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both')
-C133 = (64, 64, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C134 = (128, 256, 64, 8, 3, 'stream', False, 4, True, 2, 0, 1, '', False, False, '')
-C135 = (64, 64, 128, 4, 5, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C136 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C137 = (128, 16, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C138 = (128, 128, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C139 = (64, 64, 256, 4, 3, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C140 = (128, 32, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C141 = (64, 128, 64, 4, 8, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C142 = (16, 16, 512, 2, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C143 = (128, 256, 64, 8, 3, 'stream', False, 16, True, 2, 0, 1, '', False, False, '')
-C144 = (128, 64, 128, 8, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C145 = (64, 128, 32, 2, 3, 'stream', False, 8, True, 2, 0, 2, '', False, False, '')
-C146 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 2, 0, 1, '', True, False, '')
-C147 = (128, 128, 32, 8, 5, 'stream', False, 8, True, 1, 0, 1, '', False, False, '')
-C148 = (64, 128, 32, 4, 5, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C149 = (64, 32, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C150 = (128, 32, 64, 8, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C151 = (128, 256, 32, 8, 3, 'tma', False, 8, True, 2, 0, 1, '', False, False, '')
-C152 = (128, 256, 32, 8, 3, 'stream', False, 4, True, 2, 0, 1, '', False, False, '')
-C153 = (128, 128, 32, 4, 5, 'stream', False, 8, True, 1, 0, 1, '', False, False, '')
-C154 = (64, 128, 16, 2, 6, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C155 = (32, 64, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C156 = (64, 64, 32, 2, 4, 'stream', False, 8, True, 2, 0, 3, 'partials', False, False, '')
-C157 = (64, 16, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, 'a')
-C158 = (16, 32, 32, 2, 5, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
-C159 = (64, 64, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, 'a')
+C73 = (128, 256, 32, 8, 3, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
+C74 = (128, 64, 32, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C75 = (128, 16, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C76 = (128, 256, 32, 8, 4, 'stream', False, 8, True, 4, 0, 1, '', False, False, '')
+C77 = (32, 32, 32, 1, 6, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C78 = (32, 64, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C79 = (64, 32, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
+C80 = (32, 32, 32, 1, 6, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
+C81 = (64, 64, 64, 2, 2, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
+C82 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 1, 0, 1, 'partials', False, False, '')
+C83 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C84 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C85 = (64, 128, 16, 2, 6, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
+C86 = (64, 128, 32, 2, 3, 'stream', False, 8, True, 1, 0, 2, '', False, False, '')
+C87 = (64, 64, 32, 2, 4, 'stream', False, 8, True, 2, 0, 3, '', False, False, '')
+C88 = (32, 8, 128, 2, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C89 = (64, 16, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C90 = (64, 32, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C91 = (16, 8, 256, 2, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C92 = (32, 16, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C93 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C94 = (32, 8, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C95 = (32, 128, 32, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C96 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 2, 0, 1, '', True, False, '')
+C97 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 2, 0, 1, '', True, False, '')
+C98 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 4, 0, 1, '', True, False, '')
+C99 = (64, 128, 32, 2, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C100 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, '')
+C101 = (64, 64, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C102 = (64, 128, 32, 4, 8, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C103 = (64, 16, 64, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C104 = (128, 128, 32, 4, 4, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
+C105 = (128, 256, 32, 8, 3, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
+C106 = (64, 128, 64, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C107 = (64, 64, 32, 4, 5, 'tma', False, 8, False, 1, 32, 1, '', True, False, '')
+C108 = (128, 64, 32, 4, 5, 'tma', False, 8, False, 1, 32, 1, '', True, False, '')
+C109 = (128, 64, 64, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C110 = (128, 128, 32, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C111 = (128, 128, 32, 8, 3, 'stream', False, 8, True, 4, 0, 1, '', False, False, 'both')
+C112 = (64, 128, 32, 4, 2, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both')
+C113 = (64, 64, 32, 4, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both')
+C114 = (64, 16, 32, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C115 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C116 = (128, 128, 32, 8, 3, 'stream', False, 8, True, 4, 0, 1, '', False, True, 'both')
+C117 = (64, 128, 32, 4, 3, 'tma', True, 8, False, 4, 0, 1, '', True, False, 'a')
+C118 = (16, 32, 32, 2, 5, 'pointer', False, 8, False, 1, 0, 1, 'gathered', False, False, '')
+C119 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C120 = (128, 64, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', False, False, '')
+C121 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', False, False, '')
+C122 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, '', False, False, '')
+C123 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, 'a')
+C124 = (32, 64, 32, 4, 4, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
+C125 = (64, 64, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, 'a')
+C126 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both')
+C127 = (64, 256, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C128 = (64, 64, 128, 4, 5, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C129 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C130 = (128, 16, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C131 = (64, 64, 256, 4, 3, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C132 = (64, 128, 64, 4, 8, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C133 = (128, 64, 128, 8, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C134 = (128, 32, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C135 = (64, 128, 32, 2, 3, 'stream', False, 8, True, 2, 0, 2, '', False, False, '')
+C136 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 2, 0, 1, '', True, False, '')
+C137 = (64, 128, 32, 4, 5, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
+C138 = (64, 32, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C139 = (128, 256, 32, 8, 3, 'tma', False, 8, True, 2, 0, 1, '', False, False, '')
+C140 = (128, 32, 64, 8, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C141 = (64, 128, 16, 2, 6, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C142 = (32, 64, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
+C143 = (64, 64, 32, 2, 4, 'stream', False, 8, True, 2, 0, 3, 'partials', False, False, '')
+C144 = (16, 32, 32, 2, 5, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
+C145 = (64, 16, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, 'a')
+C146 = (64, 64, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, 'a')
 TABLE: Table = {
     ('half', 'nt activated', 1024, 256): ((1, C0), (16, C0), (64, C1), (256, C2), (512, C2), (2048, C3), (8192, C4), (16384, C4),),
-    ('half', 'nt activated', 3072, 768): ((1, C0), (16, C0), (64, C5), (256, C6), (512, C7), (2048, C8), (8192, C4), (16384, C4),),
-    ('half', 'nt activated', 4096, 1024): ((1, C0), (16, C0), (64, C5), (256, C6), (512, C9), (2048, C4), (8192, C4), (16384, C4),),
-    ('half', 'nt activated', 4096, 4096): ((1, C10), (16, C0), (64, C2), (256, C6), (512, C9), (2048, C4), (8192, C11), (16384, C11),),
-    ('half', 'nt activated', 11008, 4096): ((1, C12), (16, C0), (64, C13), (256, C14), (512, C15), (2048, C4), (8192, C11), (16384, C16),),
-    ('half', 'nt activated', 14336, 4096): ((1, C12), (16, C0), (64, C17), (256, C18), (512, C19), (2048, C4), (8192, C11), (16384, C11),),
-    ('half', 'tn', 96, 384): ((512, C20), (2048, C21), (8192, C22),),
-    ('half', 'tn', 256, 1024): ((512, C2), (2048, C23), (8192, C24),),
-    ('half', 'tn', 384, 96): ((512, C25), (2048, C23), (8192, C23),),
-    ('half', 'tn', 384, 384): ((512, C25), (2048, C23), (8192, C24),),
-    ('half', 'tn', 512, 2048): ((512, C6), (2048, C6), (8192, C6),),
-    ('half', 'tn', 512, 3584): ((512, C9), (2048, C9), (8192, C26),),
-    ('half', 'tn', 768, 768): ((512, C6), (2048, C6), (8192, C27),),
-    ('half', 'tn', 768, 3072): ((512, C28), (2048, C28), (8192, C14),),
-    ('half', 'tn', 1024, 256): ((512, C25), (2048, C23), (8192, C24),),
-    ('half', 'tn', 1024, 4096): ((512, C16), (2048, C16), (8192, C19),),
-    ('half', 'tn', 1152, 1152): ((512, C7), (2048, C9), (8192, C29),),
-    ('half', 'tn', 1280, 1280): ((512, C9), (2048, C9), (8192, C26),),
-    ('half', 'tn', 2048, 768): ((512, C7), (2048, C9), (8192, C26),),
-    ('half', 'tn', 2048, 2048): ((512, C16), (2048, C16), (8192, C19),),
-    ('half', 'tn', 2048, 8192): ((512, C16), (2048, C19), (8192, C19),),
-    ('half', 'tn', 2304, 768): ((512, C9), (2048, C9), (8192, C26),),
-    ('half', 'tn', 2560, 9728): ((512, C16), (2048, C19), (8192, C16),),
-    ('half', 'tn', 3072, 768): ((512, C30), (2048, C31), (8192, C14),),
-    ('half', 'tn', 3072, 3072): ((512, C4), (2048, C16), (8192, C32),),
-    ('half', 'tn', 3584, 3584): ((512, C16), (2048, C16), (8192, C16),),
-    ('half', 'tn', 4096, 512): ((512, C9), (2048, C9), (8192, C26),),
-    ('half', 'tn', 4096, 1024): ((512, C16), (2048, C16), (8192, C19),),
-    ('half', 'tn', 4096, 4096): ((512, C16), (2048, C16), (8192, C19),),
-    ('half', 'tn', 4096, 11008): ((512, C16), (2048, C16),),
-    ('half', 'tn', 4096, 14336): ((512, C16), (2048, C16),),
-    ('half', 'tn', 4608, 4096): ((512, C16), (2048, C33), (8192, C32),),
-    ('half', 'tn', 5120, 5120): ((512, C16), (2048, C34), (8192, C16),),
-    ('half', 'tn', 6144, 4096): ((512, C16), (2048, C19), (8192, C19),),
-    ('half', 'tn', 6912, 1152): ((512, C16), (2048, C16), (8192, C16),),
-    ('half', 'tn', 7168, 16384): ((512, C16), (2048, C16),),
-    ('half', 'tn', 8192, 2048): ((512, C16), (2048, C16), (8192, C16),),
-    ('half', 'tn', 8192, 8192): ((512, C16), (2048, C16),),
-    ('half', 'tn', 9216, 3072): ((512, C16), (2048, C16), (8192, C16),),
-    ('half', 'tn', 11008, 4096): ((512, C16), (2048, C19),),
-    ('half', 'tn', 12288, 4096): ((512, C16), (2048, C16),),
-    ('half', 'tn', 14336, 4096): ((512, C16), (2048, C16),),
-    ('half', 'tn', 16384, 2048): ((512, C16), (2048, C16),),
-    ('half', 'tn', 16384, 3072): ((512, C16), (2048, C19),),
-    ('half', 'tn', 22016, 4096): ((512, C19), (2048, C16),),
-    ('half', 'tn', 24576, 1536): ((512, C16), (2048, C19),),
-    ('half', 'tn', 28672, 4096): ((512, C16), (2048, C16),),
-    ('half', 'tn', 32000, 4096): ((512, C16),),
-    ('half', 'tn', 50257, 768): ((512, C35), (2048, C35),),
-    ('half', 'tn', 151936, 896): ((512, C16),),
+    ('half', 'nt activated', 3072, 768): ((1, C0), (16, C0), (64, C5), (256, C6), (512, C7), (2048, C8), (8192, C9), (16384, C4),),
+    ('half', 'nt activated', 4096, 1024): ((1, C0), (16, C0), (64, C5), (256, C6), (512, C10), (2048, C4), (8192, C9), (16384, C4),),
+    ('half', 'nt activated', 4096, 4096): ((1, C11), (16, C0), (64, C2), (256, C6), (512, C10), (2048, C4), (8192, C9), (16384, C12),),
+    ('half', 'nt activated', 11008, 4096): ((1, C13), (16, C0), (64, C14), (256, C15), (512, C10), (2048, C4), (8192, C9), (16384, C4),),
+    ('half', 'nt activated', 14336, 4096): ((1, C13), (16, C0), (64, C16), (256, C17), (512, C9), (2048, C17), (8192, C12), (16384, C9),),
+    ('half', 'tn', 96, 384): ((512, C18), (2048, C19), (8192, C20),),
+    ('half', 'tn', 256, 1024): ((256, C10), (512, C2), (1024, C2), (2048, C21), (8192, C22),),
+    ('half', 'tn', 384, 96): ((512, C23), (2048, C21), (8192, C21),),
+    ('half', 'tn', 384, 384): ((512, C23), (2048, C21), (8192, C22),),
+    ('half', 'tn', 512, 2048): ((256, C6), (512, C6), (1024, C6), (2048, C6), (8192, C6),),
+    ('half', 'tn', 512, 3584): ((512, C10), (2048, C10), (8192, C24),),
+    ('half', 'tn', 768, 768): ((512, C6), (2048, C6), (8192, C25),),
+    ('half', 'tn', 768, 3072): ((256, C26), (512, C27), (1024, C27), (2048, C27), (4096, C27), (8192, C15),),
+    ('half', 'tn', 1024, 256): ((512, C23), (2048, C21), (8192, C22),),
+    ('half', 'tn', 1024, 4096): ((256, C9), (512, C4), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'tn', 1152, 1152): ((512, C7), (2048, C10), (8192, C28),),
+    ('half', 'tn', 1280, 1280): ((512, C10), (2048, C10), (8192, C24),),
+    ('half', 'tn', 2048, 768): ((512, C7), (2048, C10), (8192, C24),),
+    ('half', 'tn', 2048, 2048): ((256, C9), (512, C4), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'tn', 2048, 8192): ((512, C4), (2048, C9), (8192, C9),),
+    ('half', 'tn', 2304, 768): ((512, C10), (2048, C10), (8192, C24),),
+    ('half', 'tn', 2560, 9728): ((256, C9), (512, C4), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'tn', 3072, 768): ((256, C29), (512, C30), (1024, C30), (2048, C31), (4096, C30), (8192, C15),),
+    ('half', 'tn', 3072, 3072): ((512, C4), (2048, C4), (8192, C32),),
+    ('half', 'tn', 3584, 3584): ((512, C4), (2048, C9), (8192, C9),),
+    ('half', 'tn', 4096, 512): ((512, C10), (2048, C10), (8192, C24),),
+    ('half', 'tn', 4096, 1024): ((512, C4), (2048, C9), (8192, C9),),
+    ('half', 'tn', 4096, 4096): ((256, C9), (512, C4), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'tn', 4096, 11008): ((512, C4), (2048, C9),),
+    ('half', 'tn', 4096, 14336): ((256, C9), (512, C9), (1024, C9), (2048, C9), (4096, C9),),
+    ('half', 'tn', 4608, 4096): ((512, C4), (2048, C8), (8192, C32),),
+    ('half', 'tn', 5120, 5120): ((256, C9), (512, C4), (1024, C9), (2048, C33), (4096, C9), (8192, C4),),
+    ('half', 'tn', 6144, 4096): ((256, C9), (512, C4), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'tn', 6912, 1152): ((512, C4), (2048, C4), (8192, C4),),
+    ('half', 'tn', 7168, 16384): ((512, C4), (2048, C4),),
+    ('half', 'tn', 8192, 2048): ((512, C4), (2048, C9), (8192, C9),),
+    ('half', 'tn', 8192, 8192): ((256, C9), (512, C9), (1024, C9), (2048, C4), (4096, C9),),
+    ('half', 'tn', 9216, 3072): ((512, C4), (2048, C9), (8192, C9),),
+    ('half', 'tn', 11008, 4096): ((512, C9), (2048, C9),),
+    ('half', 'tn', 12288, 4096): ((256, C9), (512, C9), (1024, C9), (2048, C9), (4096, C9),),
+    ('half', 'tn', 14336, 4096): ((256, C9), (512, C9), (1024, C9), (2048, C9), (4096, C9),),
+    ('half', 'tn', 16384, 2048): ((512, C4), (2048, C9),),
+    ('half', 'tn', 16384, 3072): ((512, C9), (2048, C9),),
+    ('half', 'tn', 22016, 4096): ((512, C9), (2048, C9),),
+    ('half', 'tn', 24576, 1536): ((512, C9), (2048, C9),),
+    ('half', 'tn', 28672, 4096): ((512, C9), (2048, C9),),
+    ('half', 'tn', 32000, 4096): ((256, C9), (512, C9), (1024, C9), (2048, C9), (4096, C9),),
+    ('half', 'tn', 50257, 768): ((512, C34), (2048, C34),),
+    ('half', 'tn', 128256, 4096): ((256, C9), (512, C9), (1024, C9), (2048, C9), (4096, C9),),
+    ('half', 'tn', 151936, 896): ((512, C4),),
     ('half', 'nn', 384, 96): ((512, C7), (2048, C7), (8192, C30),),
-    ('half', 'nn', 1024, 256): ((512, C25), (2048, C3), (8192, C16),),
-    ('half', 'nn', 96, 384): ((512, C25), (2048, C25), (8192, C6),),
-    ('half', 'nn', 384, 384): ((512, C25), (2048, C7), (8192, C30),),
-    ('half', 'nn', 2048, 512): ((512, C6), (2048, C16), (8192, C4),),
-    ('half', 'nn', 3584, 512): ((512, C9), (2048, C16), (8192, C16),),
-    ('half', 'nn', 768, 768): ((512, C25), (2048, C9), (8192, C33),),
-    ('half', 'nn', 3072, 768): ((512, C9), (2048, C33), (8192, C19),),
-    ('half', 'nn', 256, 1024): ((512, C25), (2048, C25), (8192, C9),),
-    ('half', 'nn', 4096, 1024): ((512, C9), (2048, C16), (8192, C19),),
-    ('half', 'nn', 1152, 1152): ((512, C6), (2048, C30), (8192, C16),),
-    ('half', 'nn', 1280, 1280): ((512, C6), (2048, C30), (8192, C33),),
-    ('half', 'nn', 768, 2048): ((512, C25), (2048, C9), (8192, C33),),
-    ('half', 'nn', 2048, 2048): ((512, C6), (2048, C16), (8192, C11),),
-    ('half', 'nn', 8192, 2048): ((512, C16), (2048, C16), (8192, C34),),
-    ('half', 'nn', 768, 2304): ((512, C25), (2048, C9), (8192, C36),),
-    ('half', 'nn', 9728, 2560): ((512, C34), (2048, C19), (8192, C33),),
-    ('half', 'nn', 768, 3072): ((512, C25), (2048, C9), (8192, C36),),
-    ('half', 'nn', 3072, 3072): ((512, C9), (2048, C33), (8192, C19),),
-    ('half', 'nn', 3584, 3584): ((512, C9), (2048, C34), (8192, C19),),
-    ('half', 'nn', 512, 4096): ((512, C2), (2048, C6), (8192, C11),),
-    ('half', 'nn', 1024, 4096): ((512, C25), (2048, C9), (8192, C19),),
-    ('half', 'nn', 4096, 4096): ((512, C9), (2048, C16), (8192, C19),),
-    ('half', 'nn', 11008, 4096): ((512, C33), (2048, C16),),
-    ('half', 'nn', 14336, 4096): ((512, C19), (2048, C16),),
-    ('half', 'nn', 4096, 4608): ((512, C9), (2048, C16), (8192, C19),),
-    ('half', 'nn', 5120, 5120): ((512, C30), (2048, C33), (8192, C19),),
-    ('half', 'nn', 4096, 6144): ((512, C9), (2048, C16), (8192, C19),),
+    ('half', 'nn', 1024, 256): ((256, C23), (512, C23), (1024, C6), (2048, C3), (4096, C9), (8192, C4),),
+    ('half', 'nn', 96, 384): ((512, C23), (2048, C23), (8192, C6),),
+    ('half', 'nn', 384, 384): ((512, C23), (2048, C7), (8192, C30),),
+    ('half', 'nn', 2048, 512): ((256, C23), (512, C6), (1024, C10), (2048, C4), (4096, C9), (8192, C4),),
+    ('half', 'nn', 3584, 512): ((512, C10), (2048, C4), (8192, C4),),
+    ('half', 'nn', 768, 768): ((512, C23), (2048, C10), (8192, C8),),
+    ('half', 'nn', 3072, 768): ((256, C6), (512, C10), (1024, C30), (2048, C8), (4096, C9), (8192, C9),),
+    ('half', 'nn', 256, 1024): ((512, C23), (2048, C23), (8192, C10),),
+    ('half', 'nn', 4096, 1024): ((256, C6), (512, C10), (1024, C9), (2048, C4), (4096, C9), (8192, C9),),
+    ('half', 'nn', 1152, 1152): ((512, C6), (2048, C30), (8192, C4),),
+    ('half', 'nn', 1280, 1280): ((512, C6), (2048, C30), (8192, C8),),
+    ('half', 'nn', 768, 2048): ((512, C23), (2048, C10), (8192, C8),),
+    ('half', 'nn', 2048, 2048): ((256, C23), (512, C6), (1024, C10), (2048, C4), (4096, C9), (8192, C17),),
+    ('half', 'nn', 8192, 2048): ((512, C9), (2048, C9), (8192, C33),),
+    ('half', 'nn', 768, 2304): ((512, C23), (2048, C10), (8192, C35),),
+    ('half', 'nn', 9728, 2560): ((256, C30), (512, C33), (1024, C10), (2048, C9), (4096, C9), (8192, C8),),
+    ('half', 'nn', 768, 3072): ((256, C2), (512, C23), (1024, C6), (2048, C10), (4096, C30), (8192, C35),),
+    ('half', 'nn', 3072, 3072): ((512, C10), (2048, C8), (8192, C9),),
+    ('half', 'nn', 3584, 3584): ((512, C10), (2048, C33), (8192, C9),),
+    ('half', 'nn', 512, 4096): ((512, C2), (2048, C6), (8192, C9),),
+    ('half', 'nn', 1024, 4096): ((512, C23), (2048, C10), (8192, C9),),
+    ('half', 'nn', 4096, 4096): ((256, C6), (512, C10), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'nn', 11008, 4096): ((512, C8), (2048, C4),),
+    ('half', 'nn', 14336, 4096): ((256, C17), (512, C9), (1024, C10), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'nn', 4096, 4608): ((512, C10), (2048, C9), (8192, C9),),
+    ('half', 'nn', 5120, 5120): ((256, C10), (512, C30), (1024, C26), (2048, C8), (4096, C9), (8192, C9),),
+    ('half', 'nn', 4096, 6144): ((256, C6), (512, C10), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
     ('half', 'nn', 1152, 6912): ((512, C6), (2048, C31), (8192, C30),),
-    ('half', 'nn', 16384, 7168): ((512, C19), (2048, C19),),
-    ('half', 'nn', 2048, 8192): ((512, C6), (2048, C16), (8192, C19),),
-    ('half', 'nn', 8192, 8192): ((512, C19), (2048, C19),),
-    ('half', 'nn', 3072, 9216): ((512, C33), (2048, C9), (8192, C19),),
-    ('half', 'nn', 4096, 11008): ((512, C9), (2048, C19),),
-    ('half', 'nn', 4096, 12288): ((512, C9), (2048, C19),),
-    ('half', 'nn', 4096, 14336): ((512, C9), (2048, C19),),
-    ('half', 'nn', 2048, 16384): ((512, C6), (2048, C19),),
-    ('half', 'nn', 3072, 16384): ((512, C9), (2048, C33),),
-    ('half', 'nn', 4096, 22016): ((512, C26), (2048, C19),),
-    ('half', 'nn', 1536, 24576): ((512, C6), (2048, C14),),
-    ('half', 'nn', 4096, 28672): ((512, C26), (2048, C16),),
-    ('half', 'nn', 4096, 32000): ((512, C26),),
-    ('half', 'nn', 768, 50257): ((512, C37), (2048, C7),),
-    ('half', 'nn', 896, 151936): ((512, C38),),
-    ('half', 'nt gated', 4096, 1024): ((1, C39), (16, C40), (64, C41), (256, C9), (1024, C4), (4096, C19), (8192, C19),),
-    ('half', 'nt gated', 11008, 4096): ((1, C10), (16, C42), (64, C20), (256, C15), (1024, C4), (4096, C4), (8192, C19),),
-    ('half', 'nt gated', 14336, 4096): ((1, C12), (16, C42), (64, C13), (256, C18), (1024, C19), (4096, C19), (8192, C19),),
-    ('half', 'nn gated gradient', 4096, 1024): ((512, C15), (2048, C19), (4096, C19), (8192, C19),),
-    ('half', 'nn gated gradient', 1024, 4096): ((4096, C19), (8192, C19),),
-    ('half', 'nn gated gradient', 14336, 4096): ((512, C19), (2048, C19), (4096, C19), (8192, C19),),
-    ('half', 'nn gated gradient', 4096, 14336): ((4096, C19), (8192, C19),),
-    ('half', 'nn gradient', 3072, 768): ((512, C7), (2048, C15), (4096, C19), (8192, C19),),
-    ('half', 'nn gradient', 4096, 1024): ((512, C15), (2048, C19), (4096, C19), (8192, C19),),
-    ('half', 'nn gradient', 1024, 4096): ((4096, C19), (8192, C19),),
-    ('half', 'nn gradient', 14336, 4096): ((512, C19), (2048, C19), (4096, C19), (8192, C19),),
-    ('half', 'nn gradient', 4096, 14336): ((4096, C19), (8192, C19),),
-    ('half', 'nt', 96, 384): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C25), (2048, C2), (4096, C25), (8192, C6),),
-    ('half', 'nt', 256, 1024): ((1, C0), (16, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C2), (4096, C6),),
-    ('half', 'nt', 384, 96): ((1, C0), (16, C0), (64, C43), (128, C43), (256, C25), (512, C2), (1024, C25), (2048, C6), (4096, C7),),
-    ('half', 'nt', 384, 384): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C25), (512, C2), (1024, C2), (2048, C6), (4096, C7), (8192, C30),),
-    ('half', 'nt', 512, 2048): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C6), (4096, C9), (8192, C16),),
-    ('half', 'nt', 512, 3584): ((1, C0), (16, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C6), (4096, C9),),
-    ('half', 'nt', 768, 768): ((1, C0), (16, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C6), (2048, C9), (4096, C30),),
-    ('half', 'nt', 768, 3072): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C44), (2048, C9), (4096, C30), (8192, C36),),
-    ('half', 'nt', 1024, 256): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C43), (256, C2), (512, C25), (1024, C6), (2048, C3), (4096, C16), (8192, C16),),
-    ('half', 'nt', 1024, 4096): ((1, C45), (16, C45), (64, C46), (128, C46), (256, C23), (512, C25), (1024, C38), (2048, C26), (4096, C47),),
-    ('half', 'nt', 1152, 1152): ((1, C0), (16, C0), (64, C48), (128, C2), (256, C25), (512, C6), (1024, C9), (2048, C30), (4096, C49),),
-    ('half', 'nt', 1280, 1280): ((1, C0), (16, C0), (32, C0), (64, C48), (128, C48), (256, C25), (512, C6), (1024, C9), (2048, C30), (4096, C49), (8192, C33),),
-    ('half', 'nt', 2048, 768): ((1, C0), (16, C0), (32, C0), (64, C48), (128, C48), (256, C2), (512, C6), (1024, C9), (2048, C16), (4096, C16), (8192, C16),),
-    ('half', 'nt', 2048, 2048): ((1, C0), (16, C0), (64, C48), (128, C48), (256, C2), (512, C6), (1024, C9), (2048, C16), (4096, C16),),
-    ('half', 'nt', 2048, 8192): ((1, C45), (16, C45), (64, C46), (128, C50), (256, C51), (512, C38), (1024, C26), (2048, C16), (4096, C19),),
-    ('half', 'nt', 2304, 768): ((1, C0), (16, C0), (64, C48), (128, C2), (256, C6), (512, C9), (1024, C30), (2048, C49), (4096, C16),),
-    ('half', 'nt', 2560, 9728): ((1, C52), (16, C53), (32, C54), (64, C50), (128, C55), (256, C38), (512, C26), (1024, C14), (2048, C26), (4096, C26), (8192, C26),),
-    ('half', 'nt', 3072, 768): ((1, C0), (16, C0), (64, C48), (128, C2), (256, C6), (512, C9), (1024, C30), (2048, C33), (4096, C16),),
-    ('half', 'nt', 3072, 3072): ((1, C0), (16, C0), (64, C48), (128, C2), (256, C6), (512, C9), (1024, C30), (2048, C33), (4096, C16),),
-    ('half', 'nt', 3584, 3584): ((1, C0), (16, C0), (32, C48), (64, C48), (128, C2), (256, C6), (512, C9), (1024, C16), (2048, C34), (4096, C33), (8192, C19),),
-    ('half', 'nt', 4096, 512): ((1, C0), (16, C40), (32, C0), (64, C48), (128, C2), (256, C6), (512, C9), (1024, C16), (2048, C16), (4096, C16), (8192, C16),),
-    ('half', 'nt', 4096, 1024): ((1, C0), (16, C0), (64, C48), (128, C2), (256, C6), (512, C9), (1024, C16), (2048, C16), (4096, C16),),
-    ('half', 'nt', 4096, 4096): ((1, C0), (16, C0), (32, C48), (64, C2), (128, C2), (256, C6), (512, C9), (1024, C19), (2048, C19), (4096, C16), (8192, C4),),
-    ('half', 'nt', 4096, 11008): ((1, C45), (16, C45), (32, C46), (64, C50), (128, C55), (256, C38), (512, C26), (1024, C19), (2048, C16), (4096, C16),),
-    ('half', 'nt', 4096, 14336): ((1, C45), (16, C45), (32, C46), (64, C50), (128, C55), (256, C38), (512, C26), (1024, C19), (2048, C16), (4096, C19),),
-    ('half', 'nt', 4608, 4096): ((1, C39), (16, C56), (32, C5), (64, C2), (128, C57), (256, C9), (512, C30), (1024, C34), (2048, C30), (4096, C33), (8192, C16),),
-    ('half', 'nt', 5120, 5120): ((1, C39), (16, C56), (32, C5), (64, C2), (128, C57), (256, C9), (512, C30), (1024, C34), (2048, C33), (4096, C16), (8192, C19),),
-    ('half', 'nt', 6144, 4096): ((1, C39), (16, C56), (32, C5), (64, C2), (128, C57), (256, C9), (512, C30), (1024, C33), (2048, C16), (4096, C19), (8192, C19),),
-    ('half', 'nt', 6912, 1152): ((1, C39), (16, C40), (32, C5), (64, C2), (128, C57), (256, C9), (512, C16), (1024, C16), (2048, C16), (4096, C16), (8192, C34),),
-    ('half', 'nt', 7168, 16384): ((1, C39), (16, C0), (64, C2), (128, C57), (256, C33), (512, C11), (1024, C16), (2048, C33),),
-    ('half', 'nt', 8192, 2048): ((1, C0), (16, C0), (32, C48), (64, C2), (128, C57), (256, C9), (512, C16), (1024, C16), (2048, C16), (4096, C16), (8192, C34),),
-    ('half', 'nt', 8192, 8192): ((1, C0), (16, C0), (64, C2), (128, C57), (256, C33), (512, C18), (1024, C19), (2048, C16),),
-    ('half', 'nt', 9216, 3072): ((1, C12), (16, C0), (32, C58), (64, C13), (128, C59), (256, C31), (512, C34), (1024, C30), (2048, C33), (4096, C16), (8192, C16),),
-    ('half', 'nt', 11008, 4096): ((1, C12), (16, C0), (64, C2), (128, C59), (256, C30), (512, C33), (1024, C11), (2048, C16), (4096, C33),),
-    ('half', 'nt', 12288, 4096): ((1, C12), (16, C0), (64, C2), (128, C59), (256, C30), (512, C33), (1024, C19), (2048, C16), (4096, C16),),
-    ('half', 'nt', 14336, 4096): ((1, C12), (16, C0), (64, C44), (128, C59), (256, C18), (512, C19), (1024, C33), (2048, C16), (4096, C16),),
-    ('half', 'nt', 16384, 2048): ((1, C56), (16, C56), (64, C44), (128, C59), (256, C18), (512, C18), (1024, C16), (2048, C16), (4096, C16),),
-    ('half', 'nt', 16384, 3072): ((1, C56), (16, C56), (32, C58), (64, C44), (128, C59), (256, C18), (512, C19), (1024, C19), (2048, C16), (4096, C16),),
-    ('half', 'nt', 22016, 4096): ((1, C0), (16, C0), (64, C2), (128, C60), (256, C33), (512, C19), (1024, C33), (2048, C33),),
-    ('half', 'nt', 24576, 1536): ((1, C56), (16, C56), (64, C44), (128, C60), (256, C33), (512, C16), (1024, C16), (2048, C16), (4096, C16),),
-    ('half', 'nt', 28672, 4096): ((1, C56), (16, C56), (64, C44), (128, C59), (256, C18), (512, C33), (1024, C16), (2048, C16),),
-    ('half', 'nt', 32000, 4096): ((1, C56), (16, C56), (64, C44), (128, C59), (256, C18), (512, C16), (1024, C19),),
-    ('half', 'nt', 50257, 768): ((1, C12), (16, C56), (64, C61), (128, C60), (256, C18), (512, C19), (1024, C19), (2048, C19), (4096, C19),),
-    ('half', 'nt', 128256, 4096): ((1, C56), (16, C56), (32, C58), (64, C44), (128, C59), (256, C16),),
-    ('half', 'nt', 151936, 896): ((1, C56), (16, C56), (32, C5), (64, C20), (128, C59), (256, C18), (512, C16), (1024, C16),),
-    ('half', 'tn accumulated', 512, 3584): ((2048, C16), (8192, C33),),
-    ('half', 'tn accumulated', 768, 768): ((2048, C6), (8192, C27),),
-    ('half', 'tn accumulated', 1024, 1024): ((2048, C6), (8192, C24),),
-    ('half', 'tn accumulated', 1152, 1152): ((2048, C16), (8192, C29),),
-    ('half', 'tn accumulated', 2048, 2048): ((2048, C16), (8192, C19),),
-    ('half', 'tn accumulated', 2048, 8192): ((2048, C19), (8192, C19),),
-    ('half', 'tn accumulated', 3072, 768): ((2048, C31), (8192, C38),),
-    ('half', 'tn accumulated', 4096, 1024): ((2048, C19), (8192, C19),),
-    ('half', 'tn accumulated', 7168, 16384): ((2048, C34),),
-    ('half', 'tn accumulated', 12288, 4096): ((2048, C34),),
-    ('half', 'tn accumulated', 28672, 4096): ((2048, C34),),
-    ('ieee', 'nt', 4096, 4096): ((1, C62), (16, C63), (64, C64), (256, C65), (1024, C65), (4096, C65),),
+    ('half', 'nn', 16384, 7168): ((512, C9), (2048, C9),),
+    ('half', 'nn', 2048, 8192): ((512, C6), (2048, C9), (8192, C9),),
+    ('half', 'nn', 8192, 8192): ((256, C10), (512, C9), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'nn', 3072, 9216): ((512, C8), (2048, C10), (8192, C9),),
+    ('half', 'nn', 4096, 11008): ((512, C10), (2048, C9),),
+    ('half', 'nn', 4096, 12288): ((256, C6), (512, C10), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'nn', 4096, 14336): ((256, C6), (512, C10), (1024, C9), (2048, C9), (4096, C9), (8192, C12),),
+    ('half', 'nn', 2048, 16384): ((512, C6), (2048, C9),),
+    ('half', 'nn', 3072, 16384): ((512, C10), (2048, C8),),
+    ('half', 'nn', 4096, 22016): ((512, C24), (2048, C9),),
+    ('half', 'nn', 1536, 24576): ((512, C6), (2048, C15),),
+    ('half', 'nn', 4096, 28672): ((512, C24), (2048, C4),),
+    ('half', 'nn', 4096, 32000): ((512, C24),),
+    ('half', 'nn', 768, 50257): ((512, C36), (2048, C7),),
+    ('half', 'nn', 896, 151936): ((512, C37),),
+    ('half', 'nt gated', 4096, 1024): ((1, C38), (16, C39), (64, C40), (256, C10), (1024, C9), (4096, C9), (8192, C9),),
+    ('half', 'nt gated', 11008, 4096): ((1, C11), (16, C41), (64, C18), (256, C10), (1024, C10), (4096, C17), (8192, C9),),
+    ('half', 'nt gated', 14336, 4096): ((1, C13), (16, C41), (64, C14), (256, C17), (1024, C9), (4096, C9), (8192, C9),),
+    ('half', 'nn gated gradient', 4096, 1024): ((512, C3), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'nn gated gradient', 1024, 4096): ((4096, C9), (8192, C9),),
+    ('half', 'nn gated gradient', 14336, 4096): ((512, C9), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'nn gated gradient', 4096, 14336): ((4096, C9), (8192, C9),),
+    ('half', 'nn gradient', 3072, 768): ((512, C7), (2048, C15), (4096, C9), (8192, C9),),
+    ('half', 'nn gradient', 4096, 1024): ((512, C10), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'nn gradient', 1024, 4096): ((4096, C9), (8192, C9),),
+    ('half', 'nn gradient', 14336, 4096): ((512, C9), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'nn gradient', 4096, 14336): ((4096, C9), (8192, C9),),
+    ('half', 'nt', 96, 384): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C23), (2048, C2), (4096, C23), (8192, C6),),
+    ('half', 'nt', 256, 1024): ((1, C0), (8, C0), (16, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C2), (4096, C6),),
+    ('half', 'nt', 384, 96): ((1, C0), (16, C0), (64, C42), (128, C42), (256, C23), (512, C2), (1024, C23), (2048, C6), (4096, C7),),
+    ('half', 'nt', 384, 384): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C23), (512, C2), (1024, C2), (2048, C6), (4096, C7), (8192, C30),),
+    ('half', 'nt', 512, 2048): ((1, C0), (8, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C6), (4096, C10), (8192, C4),),
+    ('half', 'nt', 512, 3584): ((1, C0), (16, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C6), (4096, C10),),
+    ('half', 'nt', 768, 768): ((1, C0), (16, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C6), (2048, C10), (4096, C30),),
+    ('half', 'nt', 768, 3072): ((1, C0), (8, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C43), (2048, C10), (4096, C30), (8192, C35),),
+    ('half', 'nt', 1024, 256): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C42), (256, C2), (512, C23), (1024, C6), (2048, C3), (4096, C4), (8192, C4),),
+    ('half', 'nt', 1024, 4096): ((1, C44), (16, C44), (64, C45), (128, C45), (256, C21), (512, C23), (1024, C37), (2048, C24), (4096, C46),),
+    ('half', 'nt', 1152, 1152): ((1, C0), (16, C0), (64, C47), (128, C2), (256, C23), (512, C6), (1024, C10), (2048, C30), (4096, C26),),
+    ('half', 'nt', 1280, 1280): ((1, C0), (16, C0), (32, C0), (64, C47), (128, C47), (256, C23), (512, C6), (1024, C10), (2048, C30), (4096, C26), (8192, C8),),
+    ('half', 'nt', 2048, 768): ((1, C0), (16, C0), (32, C0), (64, C47), (128, C47), (256, C2), (512, C6), (1024, C10), (2048, C4), (4096, C4), (8192, C4),),
+    ('half', 'nt', 2048, 2048): ((1, C0), (2, C0), (4, C0), (8, C0), (16, C0), (32, C0), (64, C47), (128, C47), (256, C2), (512, C6), (1024, C10), (2048, C4), (4096, C4), (8192, C9),),
+    ('half', 'nt', 2048, 8192): ((1, C44), (16, C44), (64, C45), (128, C48), (256, C49), (512, C37), (1024, C24), (2048, C4), (4096, C9),),
+    ('half', 'nt', 2304, 768): ((1, C0), (16, C0), (64, C47), (128, C2), (256, C6), (512, C10), (1024, C30), (2048, C26), (4096, C4),),
+    ('half', 'nt', 2560, 9728): ((1, C50), (16, C51), (32, C52), (64, C48), (128, C53), (256, C37), (512, C24), (1024, C15), (2048, C24), (4096, C24), (8192, C24),),
+    ('half', 'nt', 3072, 768): ((1, C0), (8, C0), (16, C0), (64, C47), (128, C2), (256, C6), (512, C10), (1024, C30), (2048, C8), (4096, C4),),
+    ('half', 'nt', 3072, 3072): ((1, C0), (16, C0), (64, C47), (128, C2), (256, C6), (512, C10), (1024, C30), (2048, C8), (4096, C9),),
+    ('half', 'nt', 3584, 3584): ((1, C0), (16, C0), (32, C47), (64, C47), (128, C2), (256, C6), (512, C10), (1024, C4), (2048, C33), (4096, C8), (8192, C9),),
+    ('half', 'nt', 4096, 512): ((1, C0), (16, C39), (32, C0), (64, C47), (128, C2), (256, C6), (512, C10), (1024, C4), (2048, C4), (4096, C4), (8192, C4),),
+    ('half', 'nt', 4096, 1024): ((1, C0), (16, C0), (64, C47), (128, C2), (256, C6), (512, C10), (1024, C4), (2048, C4), (4096, C4),),
+    ('half', 'nt', 4096, 4096): ((1, C0), (2, C0), (4, C0), (8, C0), (16, C0), (32, C47), (64, C2), (128, C2), (256, C6), (512, C10), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'nt', 4096, 11008): ((1, C44), (16, C44), (32, C45), (64, C48), (128, C53), (256, C37), (512, C24), (1024, C9), (2048, C4), (4096, C4),),
+    ('half', 'nt', 4096, 14336): ((1, C44), (16, C44), (32, C45), (64, C48), (128, C53), (256, C37), (512, C24), (1024, C9), (2048, C4), (4096, C9),),
+    ('half', 'nt', 4608, 4096): ((1, C38), (16, C54), (32, C5), (64, C2), (128, C55), (256, C10), (512, C30), (1024, C33), (2048, C30), (4096, C8), (8192, C9),),
+    ('half', 'nt', 5120, 5120): ((1, C38), (2, C38), (4, C38), (8, C38), (16, C54), (32, C5), (64, C2), (128, C55), (256, C10), (512, C30), (1024, C33), (2048, C8), (4096, C4), (8192, C9),),
+    ('half', 'nt', 6144, 4096): ((1, C38), (2, C38), (4, C38), (8, C38), (16, C54), (32, C5), (64, C2), (128, C55), (256, C10), (512, C30), (1024, C8), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'nt', 6912, 1152): ((1, C38), (16, C39), (32, C5), (64, C2), (128, C55), (256, C10), (512, C4), (1024, C4), (2048, C4), (4096, C4), (8192, C33),),
+    ('half', 'nt', 7168, 16384): ((1, C38), (16, C0), (64, C2), (128, C55), (256, C8), (512, C17), (1024, C9), (2048, C8),),
+    ('half', 'nt', 8192, 2048): ((1, C0), (16, C0), (32, C47), (64, C2), (128, C55), (256, C10), (512, C4), (1024, C9), (2048, C4), (4096, C9), (8192, C33),),
+    ('half', 'nt', 8192, 8192): ((1, C0), (2, C0), (4, C0), (8, C0), (16, C0), (32, C47), (64, C2), (128, C55), (256, C8), (512, C17), (1024, C9), (2048, C9), (4096, C9), (8192, C12),),
+    ('half', 'nt', 9216, 3072): ((1, C13), (16, C0), (32, C56), (64, C14), (128, C57), (256, C31), (512, C33), (1024, C30), (2048, C8), (4096, C4), (8192, C4),),
+    ('half', 'nt', 11008, 4096): ((1, C13), (16, C0), (64, C2), (128, C57), (256, C30), (512, C8), (1024, C9), (2048, C4), (4096, C8),),
+    ('half', 'nt', 12288, 4096): ((1, C13), (2, C13), (4, C13), (8, C13), (16, C0), (32, C58), (64, C2), (128, C57), (256, C30), (512, C8), (1024, C9), (2048, C4), (4096, C9), (8192, C9),),
+    ('half', 'nt', 14336, 4096): ((1, C13), (2, C13), (4, C13), (8, C13), (16, C0), (32, C58), (64, C43), (128, C57), (256, C17), (512, C9), (1024, C8), (2048, C4), (4096, C4), (8192, C12),),
+    ('half', 'nt', 16384, 2048): ((1, C54), (16, C54), (64, C43), (128, C57), (256, C17), (512, C17), (1024, C4), (2048, C4), (4096, C4),),
+    ('half', 'nt', 16384, 3072): ((1, C54), (16, C54), (32, C58), (64, C43), (128, C57), (256, C17), (512, C9), (1024, C9), (2048, C9), (4096, C9),),
+    ('half', 'nt', 22016, 4096): ((1, C0), (16, C0), (64, C2), (128, C59), (256, C8), (512, C9), (1024, C8), (2048, C8),),
+    ('half', 'nt', 24576, 1536): ((1, C54), (16, C54), (64, C43), (128, C59), (256, C8), (512, C4), (1024, C4), (2048, C4), (4096, C4),),
+    ('half', 'nt', 28672, 4096): ((1, C54), (16, C54), (64, C43), (128, C57), (256, C17), (512, C8), (1024, C4), (2048, C9),),
+    ('half', 'nt', 32000, 4096): ((1, C54), (2, C54), (4, C54), (8, C0), (16, C54), (32, C58), (64, C18), (128, C57), (256, C17), (512, C4), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'nt', 50257, 768): ((1, C13), (16, C54), (64, C60), (128, C59), (256, C17), (512, C9), (1024, C9), (2048, C9), (4096, C9),),
+    ('half', 'nt', 128256, 4096): ((1, C54), (2, C54), (4, C0), (8, C0), (16, C54), (32, C58), (64, C18), (128, C57), (256, C4), (512, C9), (1024, C9), (2048, C9), (4096, C9), (8192, C29),),
+    ('half', 'nt', 151936, 896): ((1, C54), (16, C54), (32, C5), (64, C18), (128, C57), (256, C17), (512, C4), (1024, C4),),
+    ('half', 'tn accumulated', 512, 3584): ((2048, C4), (8192, C8),),
+    ('half', 'tn accumulated', 768, 768): ((2048, C6), (8192, C25),),
+    ('half', 'tn accumulated', 1024, 1024): ((2048, C6), (8192, C22),),
+    ('half', 'tn accumulated', 1152, 1152): ((2048, C4), (8192, C28),),
+    ('half', 'tn accumulated', 2048, 2048): ((2048, C9), (8192, C9),),
+    ('half', 'tn accumulated', 2048, 8192): ((2048, C9), (8192, C9),),
+    ('half', 'tn accumulated', 3072, 768): ((2048, C31), (8192, C37),),
+    ('half', 'tn accumulated', 4096, 1024): ((2048, C9), (8192, C9),),
+    ('half', 'tn accumulated', 7168, 16384): ((2048, C33),),
+    ('half', 'tn accumulated', 12288, 4096): ((2048, C33),),
+    ('half', 'tn accumulated', 28672, 4096): ((2048, C33),),
+    ('ieee', 'nt', 1024, 4096): ((1, C61), (16, C62), (64, C63), (256, C63), (1024, C64), (4096, C64),),
+    ('ieee', 'nt', 4096, 4096): ((1, C61), (16, C65), (64, C63), (256, C64), (1024, C64), (4096, C64),),
     ('tf32', 'nt activated', 1024, 256): ((1, C66), (64, C66), (512, C67), (2048, C68), (8192, C69), (32768, C69),),
     ('tf32', 'nt activated', 3072, 768): ((1, C66), (64, C70), (512, C71), (2048, C72), (8192, C69), (32768, C69),),
-    ('tf32', 'nt activated', 4096, 1024): ((1, C66), (64, C67), (512, C68), (2048, C69), (8192, C69), (32768, C73),),
-    ('tf32', 'nt activated', 4096, 4096): ((1, C66), (64, C67), (512, C68), (2048, C69), (8192, C74), (32768, C68),),
-    ('tf32', 'nt activated', 11008, 4096): ((1, C66), (64, C75), (512, C68), (2048, C72), (8192, C74),),
-    ('tf32', 'nt activated', 14336, 4096): ((1, C76), (64, C75), (512, C77), (2048, C74), (8192, C68), (32768, C73),),
-    ('tf32', 'tn', 96, 384): ((256, C78), (1024, C79), (4096, C80), (8192, C81),),
-    ('tf32', 'tn', 256, 1024): ((256, C78), (1024, C79), (4096, C82), (8192, C83),),
-    ('tf32', 'tn', 384, 96): ((256, C84), (1024, C78), (4096, C80), (8192, C80),),
-    ('tf32', 'tn', 384, 384): ((256, C85), (1024, C79), (4096, C80), (8192, C82),),
-    ('tf32', 'tn', 768, 768): ((256, C78), (1024, C78), (4096, C83), (8192, C83),),
-    ('tf32', 'tn', 768, 3072): ((256, C84), (1024, C84), (4096, C84), (8192, C86),),
-    ('tf32', 'tn', 1024, 256): ((256, C84), (1024, C79), (4096, C82), (8192, C83),),
-    ('tf32', 'tn', 2048, 2048): ((256, C84), (1024, C84), (4096, C84), (8192, C83),),
-    ('tf32', 'tn', 3072, 768): ((256, C84), (1024, C84), (4096, C84), (8192, C83),),
-    ('tf32', 'tn', 4096, 4096): ((256, C84), (1024, C84), (4096, C84), (8192, C87),),
-    ('tf32', 'tn', 4096, 14336): ((256, C84), (1024, C84), (4096, C84), (8192, C87),),
-    ('tf32', 'nn', 384, 96): ((256, C78), (1024, C85), (4096, C85), (8192, C88),),
-    ('tf32', 'nn', 1024, 256): ((256, C78), (1024, C88), (4096, C84), (8192, C84),),
-    ('tf32', 'nn', 96, 384): ((1, C89), (16, C90), (64, C78), (256, C78), (1024, C78), (4096, C91), (8192, C91),),
-    ('tf32', 'nn', 384, 384): ((256, C78), (1024, C79), (4096, C85), (8192, C85),),
-    ('tf32', 'nn', 768, 768): ((1, C92), (16, C93), (64, C78), (256, C78), (1024, C85), (4096, C85), (8192, C94),),
-    ('tf32', 'nn', 3072, 768): ((1, C92), (16, C93), (64, C78), (256, C85), (1024, C85), (4096, C84), (8192, C84),),
-    ('tf32', 'nn', 256, 1024): ((1, C92), (16, C93), (64, C78), (256, C78), (1024, C78), (4096, C88), (8192, C94),),
-    ('tf32', 'nn', 2048, 2048): ((1, C92), (16, C93), (64, C78), (256, C85), (1024, C94), (4096, C94), (8192, C84),),
-    ('tf32', 'nn', 768, 3072): ((256, C78), (1024, C88), (4096, C85), (8192, C94),),
-    ('tf32', 'nn', 4096, 4096): ((1, C95), (16, C93), (64, C78), (256, C88), (1024, C94), (4096, C94), (8192, C94),),
-    ('tf32', 'nn', 14336, 4096): ((256, C94), (1024, C94), (4096, C84), (8192, C94),),
-    ('tf32', 'nn gradient', 384, 96): ((256, C91), (1024, C96), (4096, C85), (8192, C97),),
-    ('tf32', 'nn gradient', 1024, 256): ((256, C91), (1024, C96), (4096, C97), (8192, C97),),
-    ('tf32', 'nn gradient', 96, 384): ((256, C91), (1024, C91), (4096, C91), (8192, C91),),
-    ('tf32', 'nn gradient', 384, 384): ((256, C91), (1024, C79), (4096, C85), (8192, C98),),
-    ('tf32', 'nn gradient', 768, 768): ((256, C91), (1024, C91), (4096, C98), (8192, C97),),
-    ('tf32', 'nn gradient', 3072, 768): ((256, C91), (1024, C98), (4096, C97), (8192, C97),),
-    ('tf32', 'nn gradient', 256, 1024): ((256, C91), (1024, C91), (4096, C99), (8192, C99),),
-    ('tf32', 'nn gradient', 2048, 2048): ((256, C96), (1024, C100), (4096, C98), (8192, C98),),
-    ('tf32', 'nn gradient', 768, 3072): ((256, C91), (1024, C79), (4096, C98), (8192, C100),),
-    ('tf32', 'nn gradient', 4096, 4096): ((256, C99), (1024, C97), (4096, C98), (8192, C98),),
-    ('tf32', 'nn gradient', 14336, 4096): ((256, C97), (1024, C98), (4096, C98), (8192, C101),),
+    ('tf32', 'nt activated', 4096, 1024): ((1, C66), (64, C67), (512, C68), (2048, C69), (8192, C69), (32768, C69),),
+    ('tf32', 'nt activated', 4096, 4096): ((1, C66), (64, C67), (512, C68), (2048, C69), (8192, C73), (32768, C68),),
+    ('tf32', 'nt activated', 11008, 4096): ((1, C66), (64, C74), (512, C68), (2048, C72), (8192, C73),),
+    ('tf32', 'nt activated', 14336, 4096): ((1, C75), (64, C74), (512, C76), (2048, C73), (8192, C68), (32768, C76),),
+    ('tf32', 'tn', 96, 384): ((256, C77), (1024, C78), (4096, C79), (8192, C80),),
+    ('tf32', 'tn', 256, 1024): ((256, C77), (1024, C78), (4096, C81), (8192, C82),),
+    ('tf32', 'tn', 384, 96): ((256, C83), (1024, C77), (4096, C79), (8192, C79),),
+    ('tf32', 'tn', 384, 384): ((256, C84), (1024, C78), (4096, C79), (8192, C81),),
+    ('tf32', 'tn', 768, 768): ((256, C77), (1024, C77), (4096, C82), (8192, C82),),
+    ('tf32', 'tn', 768, 3072): ((256, C83), (1024, C83), (4096, C83), (8192, C85),),
+    ('tf32', 'tn', 1024, 256): ((256, C83), (1024, C78), (4096, C81), (8192, C82),),
+    ('tf32', 'tn', 2048, 2048): ((256, C83), (1024, C83), (4096, C83), (8192, C82),),
+    ('tf32', 'tn', 3072, 768): ((256, C83), (1024, C83), (4096, C83), (8192, C82),),
+    ('tf32', 'tn', 4096, 4096): ((256, C83), (1024, C83), (4096, C83), (8192, C86),),
+    ('tf32', 'tn', 4096, 14336): ((256, C83), (1024, C83), (4096, C83), (8192, C86),),
+    ('tf32', 'nn', 384, 96): ((256, C77), (1024, C84), (4096, C84), (8192, C87),),
+    ('tf32', 'nn', 1024, 256): ((256, C77), (1024, C87), (4096, C83), (8192, C83),),
+    ('tf32', 'nn', 96, 384): ((1, C88), (16, C89), (64, C77), (256, C77), (1024, C77), (4096, C90), (8192, C90),),
+    ('tf32', 'nn', 384, 384): ((256, C77), (1024, C78), (4096, C84), (8192, C84),),
+    ('tf32', 'nn', 768, 768): ((1, C91), (16, C92), (64, C77), (256, C77), (1024, C84), (4096, C84), (8192, C93),),
+    ('tf32', 'nn', 3072, 768): ((1, C91), (16, C92), (64, C77), (256, C84), (1024, C84), (4096, C83), (8192, C83),),
+    ('tf32', 'nn', 256, 1024): ((1, C91), (16, C92), (64, C77), (256, C77), (1024, C77), (4096, C87), (8192, C93),),
+    ('tf32', 'nn', 2048, 2048): ((1, C91), (16, C92), (64, C77), (256, C84), (1024, C93), (4096, C93), (8192, C83),),
+    ('tf32', 'nn', 768, 3072): ((256, C77), (1024, C87), (4096, C84), (8192, C93),),
+    ('tf32', 'nn', 4096, 4096): ((1, C94), (16, C92), (64, C77), (256, C87), (1024, C93), (4096, C93), (8192, C93),),
+    ('tf32', 'nn', 14336, 4096): ((256, C93), (1024, C93), (4096, C83), (8192, C93),),
+    ('tf32', 'nn gradient', 384, 96): ((256, C90), (1024, C95), (4096, C84), (8192, C96),),
+    ('tf32', 'nn gradient', 1024, 256): ((256, C90), (1024, C95), (4096, C96), (8192, C96),),
+    ('tf32', 'nn gradient', 96, 384): ((256, C90), (1024, C90), (4096, C90), (8192, C90),),
+    ('tf32', 'nn gradient', 384, 384): ((256, C90), (1024, C78), (4096, C84), (8192, C97),),
+    ('tf32', 'nn gradient', 768, 768): ((256, C90), (1024, C90), (4096, C97), (8192, C96),),
+    ('tf32', 'nn gradient', 3072, 768): ((256, C90), (1024, C97), (4096, C96), (8192, C96),),
+    ('tf32', 'nn gradient', 256, 1024): ((256, C90), (1024, C90), (4096, C98), (8192, C98),),
+    ('tf32', 'nn gradient', 2048, 2048): ((256, C95), (1024, C99), (4096, C97), (8192, C97),),
+    ('tf32', 'nn gradient', 768, 3072): ((256, C90), (1024, C78), (4096, C97), (8192, C99),),
+    ('tf32', 'nn gradient', 4096, 4096): ((256, C98), (1024, C96), (4096, C97), (8192, C97),),
+    ('tf32', 'nn gradient', 14336, 4096): ((256, C96), (1024, C97), (4096, C97), (8192, C100),),
+    ('tf32', 'nt', 512, 2048): ((1, C66), (16, C66), (64, C66),),
     ('tf32', 'nt', 768, 3072): ((1, C66), (16, C66), (64, C66), (256, C67),),
-    ('tf32', 'nt', 1024, 4096): ((1, C102), (16, C103), (64, C104), (256, C37),),
-    ('tf32', 'nt', 2048, 2048): ((1, C66), (8, C66), (16, C66), (32, C66), (64, C70), (128, C67), (256, C105), (512, C20), (1024, C68), (4096, C77),),
-    ('tf32', 'nt', 2048, 8192): ((1, C103), (16, C103), (64, C106), (256, C107),),
-    ('tf32', 'nt', 3072, 768): ((1, C66), (16, C66), (64, C70), (256, C20),),
-    ('tf32', 'nt', 4096, 4096): ((1, C66), (8, C66), (16, C66), (32, C70), (64, C67), (128, C67), (256, C20), (512, C68), (1024, C77), (4096, C77),),
-    ('tf32', 'nt', 4096, 14336): ((1, C103), (16, C103), (64, C106), (256, C108),),
-    ('tf32', 'nt', 5120, 5120): ((1, C109), (8, C66), (16, C66), (32, C70), (64, C67), (128, C110), (256, C68), (512, C111), (1024, C112), (4096, C77),),
-    ('tf32', 'nt', 8192, 8192): ((1, C66), (8, C66), (16, C66), (32, C70), (64, C67), (128, C113), (256, C68), (512, C77), (1024, C77), (4096, C77),),
-    ('tf32', 'nt', 12288, 4096): ((1, C66), (8, C66), (16, C66), (32, C70), (64, C114), (128, C115), (256, C111), (512, C111), (1024, C77), (4096, C77),),
-    ('tf32', 'nt', 128256, 4096): ((1, C66), (8, C66), (16, C66), (32, C70), (64, C116), (128, C117), (256, C77), (512, C77), (1024, C118), (4096, C74),),
-    ('tf32x3', 'tn', 1024, 4096): ((512, C119), (4096, C119),),
-    ('tf32x3', 'tn', 2048, 2048): ((512, C120), (4096, C119),),
-    ('tf32x3', 'tn', 4096, 4096): ((512, C119), (4096, C119),),
-    ('tf32x3', 'nn', 4096, 1024): ((512, C119), (4096, C119),),
-    ('tf32x3', 'nn', 2048, 2048): ((512, C121), (4096, C119),),
-    ('tf32x3', 'nn', 4096, 4096): ((512, C119), (4096, C119),),
-    ('tf32x3', 'nt', 1024, 4096): ((1, C122), (16, C122), (64, C122), (128, C123), (256, C123), (512, C124), (1024, C125), (4096, C126),),
-    ('tf32x3', 'nt', 3072, 768): ((1, C127), (16, C127), (64, C128), (128, C128), (256, C128), (512, C126), (1024, C121), (4096, C119),),
-    ('tf32x3', 'nt', 4096, 4096): ((1, C127), (16, C127), (64, C129), (128, C130), (256, C131), (512, C126), (1024, C119), (4096, C132),),
-    ('tf32x3', 'nt', 4096, 14336): ((1, C122), (16, C122), (64, C123), (128, C124), (256, C125), (512, C126), (1024, C126), (4096, C132),),
+    ('tf32', 'nt', 1024, 4096): ((1, C66), (8, C66), (16, C66), (32, C66), (64, C66), (128, C70), (256, C67), (512, C101), (1024, C18), (4096, C76),),
+    ('tf32', 'nt', 2048, 2048): ((1, C66), (8, C66), (16, C66), (32, C66), (64, C70), (128, C67), (256, C101), (512, C18), (1024, C68), (4096, C76),),
+    ('tf32', 'nt', 3072, 768): ((1, C66), (16, C66), (64, C70), (256, C18),),
+    ('tf32', 'nt', 4096, 4096): ((1, C66), (8, C66), (16, C66), (32, C70), (64, C67), (128, C67), (256, C18), (512, C68), (1024, C76), (4096, C76),),
+    ('tf32', 'nt', 4096, 14336): ((1, C66), (8, C66), (16, C66), (32, C70), (64, C67), (128, C102), (256, C18), (512, C68), (1024, C76), (4096, C71),),
+    ('tf32', 'nt', 5120, 5120): ((1, C103), (8, C66), (16, C66), (32, C70), (64, C67), (128, C102), (256, C68), (512, C104), (1024, C105), (4096, C76),),
+    ('tf32', 'nt', 8192, 8192): ((1, C66), (8, C66), (16, C66), (32, C70), (64, C67), (128, C106), (256, C68), (512, C76), (1024, C76), (4096, C76),),
+    ('tf32', 'nt', 12288, 4096): ((1, C66), (8, C66), (16, C66), (32, C70), (64, C107), (128, C108), (256, C104), (512, C104), (1024, C76), (4096, C76),),
+    ('tf32', 'nt', 128256, 4096): ((1, C66), (8, C66), (16, C66), (32, C70), (64, C109), (128, C110), (256, C76), (512, C76), (1024, C76), (4096, C73),),
+    ('tf32x3', 'tn', 1024, 4096): ((512, C111), (4096, C111),),
+    ('tf32x3', 'tn', 2048, 2048): ((512, C112), (4096, C111),),
+    ('tf32x3', 'tn', 4096, 4096): ((512, C111), (4096, C111),),
+    ('tf32x3', 'nn', 4096, 1024): ((512, C111), (4096, C111),),
+    ('tf32x3', 'nn', 2048, 2048): ((512, C113), (4096, C111),),
+    ('tf32x3', 'nn', 4096, 4096): ((512, C111), (4096, C111),),
+    ('tf32x3', 'nt', 768, 3072): ((1, C114), (16, C114), (64, C114), (256, C115), (1024, C113), (4096, C116),),
+    ('tf32x3', 'nt', 1024, 1024): ((1, C114), (16, C114), (64, C114), (256, C115), (1024, C113), (4096, C117),),
+    ('tf32x3', 'nt', 1024, 4096): ((1, C118), (16, C118), (64, C118), (128, C119), (256, C119), (512, C120), (1024, C121), (4096, C122),),
+    ('tf32x3', 'nt', 2048, 2048): ((1, C114), (16, C114), (64, C114), (256, C115), (1024, C117), (4096, C117),),
+    ('tf32x3', 'nt', 3072, 768): ((1, C114), (16, C114), (64, C123), (128, C123), (256, C123), (512, C122), (1024, C113), (4096, C111),),
+    ('tf32x3', 'nt', 4096, 4096): ((1, C114), (16, C114), (64, C124), (128, C115), (256, C125), (512, C122), (1024, C117), (4096, C126),),
+    ('tf32x3', 'nt', 4096, 14336): ((1, C118), (16, C118), (64, C119), (128, C120), (256, C121), (512, C122), (1024, C122), (4096, C126),),
 }
 
 MODEL = {
     ('half', 'nn'): (
-        (C33, 0, 0, (2.34, 0.276, 2.48, 7.09, 0.3, 0.3, 0.191, 0.584, 0.29, 0.192, 0.0302)),
-        (C6, 0, 0, (1.44, 0.323, 4.13, 9.52, 0.3, 0.3, 0.207, 0.639, 0.249, 0.259, 0.0302)),
-        (C25, 0, 0, (1.61, 0.307, 3.54, 9.92, 0.3, 0.3, 0.182, 0.665, 0.239, 0.23, 0.0302)),
-        (C19, 0, 0, (2.53, 0.269, 1.83, 7.06, 0.3, 0.3, 0.233, 0.742, 0.396, 0.219, 0.0302)),
-        (C30, 0, 0, (1.19, 0.305, 3.72, 9.92, 0.3, 0.3, 0.201, 0.546, 0.442, 0.233, 0.0302)),
-        (C7, 0, 0, (1.32, 0.263, 2.21, 113.0, 0.3, 0.3, 0.234, 0.497, 0.293, 0.935, 0.0301)),
-        (C9, 0, 0, (0.755, 0.321, 5.14, 9.92, 0.3, 0.3, 0.17, 0.515, 0.346, 0.192, 0.0302)),
-        (C16, 0, 0, (2.34, 0.275, 1.41, 7.3, 0.3, 0.3, 0.362, 0.564, 0.351, 0.219, 0.0302)),
-        (C38, 0, 0, (1.49, 0.301, 3.41, 6.58, 0.3, 0.3, 0.193, 0.592, 0.219, 0.223, 0.0302)),
-        (C133, 0, 512, (1.51, 0.303, 3.52, 10.2, 0.3, 0.3, 0.243, 0.757, 1.26, 0.23, 0.0302)),
-        (C32, 0, 0, (1.47, 0.321, 5.13, 5.88, 0.3, 0.3, 0.188, 0.576, 0.291, 0.189, 0.0302)),
-        (C34, 0, 0, (4.13, 0.288, 2.49, 9.92, 0.3, 0.3, 0.241, 0.95, 0.338, 0.244, 0.0302)),
-        (C11, 0, 0, (1.33, 0.276, 2.02, 8.54, 0.3, 0.3, 0.24, 0.9, 0.281, 0.221, 0.0302)),
-        (C14, 0, 0, (0.977, 0.309, 4.1, 5.87, 0.3, 0.3, 0.236, 0.766, 0.454, 0.216, 0.0302)),
-        (C31, 0, 0, (4.34, 0.23, 1.6, 9.92, 0.3, 0.3, 0.248, 0.795, 0.328, 0.251, 0.0302)),
-        (C3, 0, 0, (1.24, 0.29, 2.74, 7.25, 0.3, 0.3, 0.372, 0.443, 0.224, 0.3, 0.0301)),
-        (C4, 512, 0, (2.04, 0.291, 2.05, 9.92, 0.3, 0.3, 0.315, 0.612, 0.272, 0.225, 0.0302)),
-        (C36, 0, 0, (2.54, 0.268, 2.28, 7.73, 0.3, 0.3, 0.202, 0.623, 0.277, 0.208, 0.0302)),
-        (C2, 0, 0, (1.87, 0.314, 3.65, 9.92, 0.3, 0.3, 0.17, 0.641, 0.263, 0.23, 0.0302)),
-        (C18, 0, 0, (1.34, 0.28, 2.15, 7.59, 0.3, 0.3, 0.238, 0.846, 0.333, 0.221, 0.0302)),
+        (C12, 0, 0, False, (0.791, 1.06, 4.19, 10.7, 0.3, 0.3, 0.176, 0.602, 0.299, 0.0523, 0.0456)),
+        (C9, 0, 0, True, (2.41, 0.633, 1.59, 7.75, 0.3, 0.3, 0.208, 0.767, 0.357, 0.0525, 0.0456)),
+        (C6, 0, 0, True, (0.983, 0.989, 3.22, 9.76, 0.3, 0.3, 0.19, 0.667, 0.275, 0.0527, 0.0456)),
+        (C23, 0, 0, False, (0.891, 1.13, 3.15, 10.7, 0.3, 0.3, 0.163, 0.673, 0.294, 0.0525, 0.0455)),
+        (C30, 0, 0, False, (0.997, 0.85, 2.92, 10.7, 0.3, 0.3, 0.204, 0.715, 0.38, 0.0527, 0.0456)),
+        (C8, 256, 0, True, (2.27, 0.599, 1.86, 7.43, 0.3, 0.3, 0.179, 0.614, 0.289, 0.0519, 0.0456)),
+        (C10, 0, 0, False, (0.727, 0.987, 3.66, 10.7, 0.3, 0.3, 0.175, 0.595, 0.305, 0.0519, 0.0456)),
+        (C7, 256, 0, True, (1.22, 0.509, 2.22, 115.0, 0.3, 0.3, 0.232, 0.499, 0.299, 0.0536, 0.0451)),
+        (C4, 256, 0, True, (2.07, 0.634, 1.24, 7.68, 0.3, 0.3, 0.361, 0.569, 0.348, 0.0526, 0.0456)),
+        (C37, 256, 0, True, (1.22, 0.838, 2.86, 6.89, 0.3, 0.3, 0.179, 0.616, 0.22, 0.0525, 0.0456)),
+        (C36, 256, 512, True, (1.23, 0.854, 2.93, 11.0, 0.3, 0.3, 0.216, 0.79, 1.26, 0.0526, 0.0456)),
+        (C32, 256, 0, True, (1.42, 0.983, 3.63, 6.13, 0.3, 0.3, 0.177, 0.605, 0.291, 0.0519, 0.0456)),
+        (C33, 256, 0, False, (3.65, 0.755, 2.2, 10.7, 0.3, 0.3, 0.213, 0.966, 0.335, 0.0528, 0.0456)),
+        (C26, 0, 0, False, (1.13, 0.782, 2.28, 10.7, 0.3, 0.3, 0.211, 0.895, 0.448, 0.0525, 0.0456)),
+        (C15, 0, 0, True, (0.896, 0.887, 3.21, 6.0, 0.3, 0.3, 0.211, 0.808, 0.444, 0.0524, 0.0456)),
+        (C17, 0, 0, True, (2.02, 0.69, 1.85, 8.86, 0.3, 0.3, 0.21, 0.8, 0.343, 0.0522, 0.0456)),
+        (C31, 256, 0, False, (4.19, 0.451, 1.34, 10.7, 0.3, 0.3, 0.22, 0.842, 0.333, 0.0529, 0.0456)),
+        (C3, 256, 0, True, (1.06, 0.634, 2.14, 7.66, 0.3, 0.3, 0.371, 0.46, 0.225, 0.0531, 0.0452)),
+        (C2, 0, 0, False, (1.05, 1.22, 3.2, 10.7, 0.3, 0.3, 0.145, 0.624, 0.338, 0.0525, 0.0455)),
+        (C35, 256, 0, True, (2.47, 0.565, 1.74, 8.1, 0.3, 0.3, 0.188, 0.657, 0.276, 0.0523, 0.0456)),
+        (C127, 0, 0, False, (1.07, 0.821, 2.78, 10.7, 0.3, 0.3, 0.195, 0.693, 0.221, 0.0528, 0.0456)),
     ),
     ('half', 'nn gradient'): (
-        (C19, 0, 0, (1.27, 2.05, 0.0268, 0.3, 0.3, 5.19, 0.182, 0.722, 0.352, 0.139, 0.131)),
-        (C15, 0, 0, (1.45, 1.14, 0.0266, 0.3, 0.3, 5.76, 0.169, 0.671, 0.315, 0.139, 0.13)),
-        (C7, 0, 0, (1.07, 0.92, 0.0266, 0.3, 0.3, 3.1, 0.191, 0.794, 0.375, 0.138, 0.131)),
-        (C134, 0, 0, (1.26, 2.04, 0.0268, 0.3, 0.3, 5.11, 0.182, 0.727, 0.357, 0.139, 0.131)),
+        (C9, 0, 0, False, (0.832, 2.07, 0.034, 0.3, 0.3, 5.28, 0.201, 0.755, 0.321, 0.185, 0.151)),
+        (C3, 0, 0, False, (0.889, 1.28, 0.0338, 0.3, 0.3, 5.16, 0.238, 0.861, 0.27, 0.186, 0.151)),
+        (C7, 0, 0, False, (0.773, 0.937, 0.0337, 0.3, 0.3, 3.23, 0.213, 0.864, 0.358, 0.184, 0.151)),
+        (C10, 0, 0, False, (0.568, 0.58, 0.0331, 0.3, 0.3, 18.0, 0.173, 0.64, 0.314, 0.18, 0.149)),
+        (C15, 0, 0, False, (0.77, 1.91, 0.0339, 0.3, 0.3, 6.16, 0.209, 0.979, 0.322, 0.185, 0.151)),
     ),
     ('half', 'nt'): (
-        (C33, 128, 0, (2.4, 0.757, 1.08, 1.71, 3.01, 0.3, 0.0757, 0.559, 0.286, 0.381, 0.6)),
-        (C0, 0, 128, (0.971, 0.875, 1.36, 1.67, 3.54, 0.3, 0.0785, 0.698, 0.337, 0.869, 0.777)),
-        (C2, 32, 0, (0.914, 1.08, 1.36, 1.6, 4.2, 0.3, 0.0736, 0.611, 0.305, 0.788, 0.53)),
-        (C19, 128, 0, (2.06, 0.9, 1.09, 1.89, 2.35, 0.3, 0.0783, 0.683, 0.34, 0.505, 0.741)),
-        (C44, 32, 0, (0.733, 1.33, 1.42, 1.4, 4.93, 0.3, 0.0765, 0.589, 0.32, 0.834, 0.556)),
-        (C59, 64, 128, (1.26, 1.31, 1.46, 1.52, 2.7, 0.3, 0.0749, 0.531, 0.214, 0.826, 0.569)),
-        (C48, 16, 128, (1.03, 0.91, 1.35, 1.62, 3.38, 0.3, 0.0775, 0.68, 0.328, 0.881, 0.633)),
-        (C16, 128, 0, (1.62, 1.03, 0.779, 1.77, 1.72, 0.3, 0.417, 0.349, 0.319, 0.516, 0.374)),
-        (C9, 128, 0, (0.813, 1.68, 1.59, 1.52, 2.52, 0.3, 0.0742, 0.51, 0.33, 0.453, 0.547)),
-        (C30, 128, 0, (0.565, 1.86, 1.85, 1.52, 2.7, 0.3, 0.0764, 0.512, 0.432, 0.5, 0.586)),
-        (C6, 128, 0, (1.12, 1.18, 1.38, 1.47, 4.05, 0.3, 0.0755, 0.552, 0.233, 0.606, 0.507)),
-        (C56, 0, 16, (1.66, 0.758, 1.32, 1.52, 3.04, 0.3, 0.0745, 0.675, 0.226, 0.918, 0.531)),
-        (C45, 0, 128, (1.53, 1.37, 1.38, 1.53, 2.7, 0.3, 0.0788, 0.7, 0.254, 0.865, 0.844)),
-        (C57, 64, 128, (1.07, 1.23, 1.39, 1.52, 2.7, 0.3, 0.0755, 0.551, 0.204, 0.759, 0.507)),
-        (C49, 128, 0, (0.878, 0.943, 1.09, 1.52, 4.19, 0.3, 0.0784, 0.757, 0.4, 0.633, 0.779)),
-        (C18, 128, 0, (1.89, 1.05, 1.27, 1.9, 2.49, 0.3, 0.0782, 0.661, 0.359, 0.335, 0.726)),
-        (C135, 32, 1024, (2.15, 1.67, 1.42, 1.59, 2.7, 0.3, 0.0769, 0.669, 0.246, 0.749, 0.654)),
-        (C12, 0, 1, (1.37, 1.03, 1.37, 1.52, 2.77, 0.3, 0.0795, 0.699, 0.225, 0.818, 1.01)),
-        (C5, 16, 128, (0.925, 0.833, 1.52, 1.84, 2.88, 0.3, 0.0979, 0.709, 0.197, 0.767, 0.948)),
-        (C11, 128, 0, (2.15, 0.916, 1.1, 1.75, 2.07, 0.3, 0.0783, 0.711, 0.291, 0.507, 0.758)),
-        (C55, 64, 128, (1.26, 1.18, 1.38, 1.53, 2.7, 0.3, 0.0778, 0.656, 0.199, 0.678, 0.663)),
-        (C136, 128, 0, (1.4, 1.65, 1.59, 1.62, 2.7, 0.3, 0.0769, 0.606, 0.224, 0.642, 0.651)),
-        (C46, 16, 128, (1.56, 1.31, 1.38, 1.54, 2.7, 0.3, 0.0783, 0.698, 0.265, 0.863, 0.757)),
-        (C39, 0, 1, (1.12, 0.883, 1.37, 1.52, 2.84, 0.3, 0.0708, 0.699, 0.223, 0.762, 1.48)),
-        (C26, 128, 0, (0.621, 1.96, 1.65, 1.22, 2.7, 0.3, 0.0751, 0.538, 0.31, 0.415, 0.577)),
-        (C25, 128, 0, (0.984, 1.04, 1.35, 1.52, 5.15, 0.3, 0.0749, 0.632, 0.262, 0.727, 0.568)),
-        (C7, 128, 0, (1.85, 0.54, 0.734, 1.52, 1.43, 0.3, 0.0996, 0.555, 0.343, 0.749, 0.446)),
-        (C4, 128, 0, (2.38, 0.82, 0.787, 1.52, 1.73, 0.3, 0.4, 0.5, 0.214, 0.527, 0.536)),
-        (C20, 32, 128, (1.33, 1.11, 1.32, 1.52, 2.56, 0.3, 0.225, 0.521, 0.174, 0.874, 0.47)),
-        (C40, 1, 16, (1.04, 0.811, 1.35, 1.5, 2.77, 0.3, 0.0805, 0.7, 0.224, 0.861, 0.858)),
-        (C60, 64, 128, (1.4, 1.58, 1.7, 1.64, 2.7, 0.3, 0.0782, 0.681, 0.213, 0.768, 0.738)),
-        (C34, 128, 0, (2.88, 0.853, 1.03, 1.52, 2.7, 0.3, 0.0786, 0.891, 0.24, 1.46, 0.834)),
-        (C43, 16, 128, (0.984, 0.843, 1.34, 1.48, 3.29, 0.3, 0.0804, 0.708, 0.231, 0.816, 0.923)),
-        (C3, 128, 0, (1.48, 0.733, 0.94, 1.52, 1.96, 0.3, 0.38, 0.499, 0.158, 0.755, 0.444)),
-        (C23, 128, 1024, (1.42, 1.38, 1.4, 1.55, 2.7, 0.3, 0.0765, 0.661, 0.225, 0.819, 0.633)),
-        (C14, 128, 0, (0.882, 1.34, 1.53, 1.48, 4.07, 0.3, 0.0782, 0.681, 0.376, 0.485, 0.738)),
-        (C36, 128, 0, (2.54, 0.668, 0.991, 1.12, 2.7, 0.3, 0.0769, 0.606, 0.264, 0.683, 0.65)),
-        (C41, 32, 128, (1.12, 1.18, 1.38, 1.53, 2.54, 0.3, 0.0782, 0.695, 0.181, 0.773, 0.74)),
-        (C58, 16, 128, (0.989, 1.16, 1.37, 1.46, 3.1, 0.3, 0.0787, 0.707, 0.256, 0.834, 0.836)),
-        (C13, 32, 128, (1.31, 1.22, 1.39, 1.52, 2.66, 0.3, 0.0787, 0.732, 0.202, 0.799, 0.856)),
-        (C10, 0, 1, (1.33, 0.938, 1.37, 1.52, 2.62, 0.3, 0.335, 0.698, 0.221, 0.717, 1.32)),
-        (C137, 1, 64, (1.25, 1.01, 1.36, 1.52, 2.67, 0.3, 0.0785, 0.698, 0.3, 0.868, 0.778)),
-        (C52, 0, 1, (1.71, 1.54, 1.37, 1.53, 2.7, 0.3, 0.0795, 0.699, 0.224, 0.821, 1.12)),
-        (C50, 32, 128, (1.88, 1.5, 1.41, 1.58, 2.7, 0.3, 0.0787, 0.706, 0.193, 0.742, 0.796)),
-        (C31, 128, 0, (3.99, 0.532, 0.838, 1.52, 2.7, 0.3, 0.079, 0.782, 0.241, 0.779, 0.843)),
-        (C47, 128, 0, (2.62, 0.725, 1.05, 1.3, 3.15, 0.3, 0.0757, 0.558, 0.296, 0.364, 0.599)),
-        (C1, 32, 64, (0.966, 0.959, 1.38, 1.52, 2.73, 0.3, 0.0776, 0.702, 0.245, 0.995, 1.02)),
-        (C54, 16, 128, (1.71, 1.4, 1.38, 1.54, 2.7, 0.3, 0.0798, 0.705, 0.215, 0.821, 0.86)),
-        (C138, 128, 0, (0.922, 1.57, 1.56, 1.52, 3.32, 0.3, 0.0737, 0.498, 0.349, 0.483, 0.534)),
-        (C15, 128, 0, (2.62, 0.853, 1.17, 1.55, 2.25, 0.3, 0.0775, 0.638, 0.236, 0.477, 0.685)),
-        (C51, 128, 0, (1.72, 1.96, 1.49, 1.62, 2.7, 0.3, 0.0779, 0.665, 0.246, 0.674, 0.681)),
-        (C134, 128, 0, (2.12, 1.03, 1.24, 1.52, 2.27, 0.3, 0.0783, 0.695, 0.281, 0.629, 0.749)),
-        (C53, 1, 16, (1.42, 1.3, 1.37, 1.53, 2.7, 0.3, 0.0812, 0.701, 0.226, 0.853, 0.905)),
-        (C61, 32, 128, (1.04, 0.932, 1.26, 1.44, 3.97, 0.3, 0.259, 0.509, 0.187, 0.897, 0.455)),
-        (C139, 32, 128, (0.999, 0.873, 1.31, 1.56, 2.99, 0.3, 0.0784, 0.704, 0.214, 0.817, 0.785)),
-        (C140, 16, 64, (1.17, 1.07, 1.36, 1.52, 2.83, 0.3, 0.079, 0.713, 0.28, 0.802, 0.916)),
-        (C141, 64, 128, (1.16, 1.42, 1.43, 1.5, 2.7, 0.3, 0.0646, 0.494, 0.206, 0.786, 0.438)),
-        (C142, 1, 16, (2.74, 0.456, 1.35, 1.58, 2.57, 0.3, 0.0798, 0.699, 0.192, 0.547, 1.27)),
-        (C143, 128, 0, (2.08, 1.05, 1.26, 1.52, 2.32, 0.3, 0.0783, 0.69, 0.286, 0.63, 0.745)),
-        (C144, 32, 128, (1.11, 1.08, 1.35, 1.5, 3.44, 0.3, 0.0775, 0.638, 0.269, 0.846, 0.631)),
-        (C42, 1, 16, (1.15, 0.953, 1.35, 1.62, 3.0, 0.3, 0.079, 0.701, 0.225, 0.864, 0.869)),
-        (C8, 1024, 0, (2.27, 0.738, 1.06, 1.52, 1.76, 0.3, 0.0779, 0.667, 0.239, 0.863, 0.717)),
+        (C0, 0, 128, True, (1.01, 0.841, 1.13, 1.14, 3.58, 0.3, 0.0795, 0.695, 0.337, 0.869, 0.778)),
+        (C8, 128, 0, True, (2.4, 0.815, 0.929, 1.3, 3.01, 0.3, 0.0767, 0.556, 0.285, 0.382, 0.607)),
+        (C2, 32, 0, True, (0.915, 1.1, 1.13, 1.12, 4.06, 0.3, 0.0743, 0.607, 0.31, 0.783, 0.533)),
+        (C9, 128, 0, True, (2.03, 1.03, 0.967, 1.37, 2.35, 0.3, 0.0794, 0.682, 0.325, 0.519, 0.759)),
+        (C43, 32, 0, True, (0.707, 1.4, 1.17, 1.0, 4.64, 0.3, 0.0774, 0.583, 0.331, 0.825, 0.558)),
+        (C47, 16, 128, True, (0.983, 0.971, 1.13, 1.13, 3.39, 0.3, 0.0785, 0.677, 0.332, 0.861, 0.639)),
+        (C57, 64, 128, False, (1.17, 1.48, 1.2, 1.07, 2.69, 0.3, 0.0759, 0.53, 0.203, 0.829, 0.578)),
+        (C4, 128, 0, True, (1.57, 1.11, 0.693, 1.3, 1.71, 0.3, 0.418, 0.349, 0.318, 0.518, 0.38)),
+        (C10, 128, 0, False, (0.782, 1.84, 1.27, 1.07, 2.53, 0.3, 0.0751, 0.51, 0.323, 0.464, 0.556)),
+        (C30, 128, 0, False, (0.544, 2.14, 1.41, 1.07, 2.69, 0.3, 0.0773, 0.508, 0.432, 0.498, 0.592)),
+        (C6, 128, 0, True, (1.07, 1.29, 1.15, 1.03, 3.53, 0.3, 0.0762, 0.54, 0.252, 0.536, 0.5)),
+        (C54, 0, 16, False, (1.63, 0.809, 1.11, 1.07, 2.97, 0.3, 0.0757, 0.675, 0.212, 0.91, 0.546)),
+        (C44, 0, 128, True, (1.38, 1.55, 1.16, 1.08, 2.69, 0.3, 0.0798, 0.697, 0.241, 0.869, 0.842)),
+        (C55, 64, 128, True, (1.01, 1.32, 1.16, 1.07, 2.69, 0.3, 0.0765, 0.551, 0.194, 0.764, 0.514)),
+        (C13, 0, 8, False, (1.3, 1.15, 1.15, 1.07, 2.7, 0.3, 0.0806, 0.697, 0.211, 0.809, 1.03)),
+        (C26, 128, 0, False, (0.844, 1.06, 0.964, 1.07, 4.15, 0.3, 0.0795, 0.749, 0.417, 0.618, 0.796)),
+        (C38, 0, 8, False, (1.12, 0.921, 1.15, 1.07, 2.85, 0.3, 0.0663, 0.697, 0.211, 0.78, 1.42)),
+        (C17, 128, 0, True, (1.88, 1.2, 1.09, 1.32, 2.49, 0.3, 0.0793, 0.656, 0.358, 0.335, 0.739)),
+        (C128, 32, 1024, True, (1.95, 1.94, 1.18, 1.1, 2.69, 0.3, 0.0778, 0.664, 0.234, 0.76, 0.657)),
+        (C5, 16, 128, True, (0.904, 0.868, 1.24, 1.22, 2.85, 0.3, 0.0959, 0.706, 0.185, 0.79, 0.958)),
+        (C53, 64, 128, True, (1.18, 1.34, 1.16, 1.08, 2.69, 0.3, 0.0788, 0.653, 0.19, 0.686, 0.674)),
+        (C129, 128, 0, True, (1.31, 2.01, 1.29, 1.13, 2.69, 0.3, 0.0779, 0.603, 0.215, 0.656, 0.661)),
+        (C45, 16, 128, True, (1.43, 1.51, 1.16, 1.08, 2.69, 0.3, 0.0794, 0.694, 0.254, 0.867, 0.759)),
+        (C24, 128, 0, True, (0.61, 2.1, 1.3, 0.948, 2.69, 0.3, 0.076, 0.535, 0.31, 0.414, 0.583)),
+        (C23, 128, 0, True, (0.933, 1.12, 1.13, 1.07, 4.28, 0.3, 0.0755, 0.625, 0.277, 0.671, 0.565)),
+        (C7, 128, 0, False, (1.81, 0.577, 0.658, 1.07, 1.41, 0.3, 0.102, 0.556, 0.34, 0.757, 0.454)),
+        (C18, 32, 128, False, (1.24, 1.24, 1.11, 1.07, 2.55, 0.3, 0.224, 0.522, 0.169, 0.875, 0.478)),
+        (C33, 128, 0, False, (2.81, 0.955, 0.911, 1.07, 2.69, 0.3, 0.0797, 0.892, 0.224, 1.46, 0.862)),
+        (C12, 128, 0, False, (0.872, 1.75, 1.26, 1.07, 3.34, 0.3, 0.0749, 0.504, 0.336, 0.504, 0.549)),
+        (C39, 8, 16, True, (0.998, 0.858, 1.14, 1.06, 2.77, 0.3, 0.0813, 0.698, 0.211, 0.862, 0.861)),
+        (C59, 64, 128, True, (1.3, 1.88, 1.36, 1.15, 2.69, 0.3, 0.0793, 0.676, 0.202, 0.768, 0.751)),
+        (C42, 16, 128, True, (0.939, 0.896, 1.12, 1.05, 3.28, 0.3, 0.0813, 0.705, 0.224, 0.816, 0.929)),
+        (C58, 16, 64, False, (1.11, 1.2, 1.14, 1.07, 2.83, 0.3, 0.0799, 0.707, 0.282, 0.81, 0.885)),
+        (C3, 128, 0, False, (1.44, 0.8, 0.83, 1.07, 1.94, 0.3, 0.379, 0.501, 0.153, 0.764, 0.452)),
+        (C21, 128, 1024, True, (1.32, 1.57, 1.17, 1.08, 2.69, 0.3, 0.0775, 0.658, 0.212, 0.839, 0.641)),
+        (C15, 128, 0, True, (0.837, 1.52, 1.25, 1.05, 4.04, 0.3, 0.0793, 0.671, 0.386, 0.469, 0.748)),
+        (C35, 128, 0, True, (2.54, 0.719, 0.864, 0.878, 2.69, 0.3, 0.0778, 0.601, 0.263, 0.683, 0.658)),
+        (C40, 32, 128, True, (1.06, 1.26, 1.15, 1.08, 2.54, 0.3, 0.0792, 0.691, 0.176, 0.769, 0.748)),
+        (C14, 32, 128, False, (1.23, 1.34, 1.16, 1.07, 2.65, 0.3, 0.0797, 0.725, 0.194, 0.798, 0.865)),
+        (C11, 0, 8, False, (1.28, 0.93, 1.15, 1.07, 2.62, 0.3, 0.416, 0.696, 0.207, 0.682, 1.27)),
+        (C130, 8, 64, False, (1.15, 1.1, 1.14, 1.07, 2.62, 0.3, 0.0798, 0.697, 0.283, 0.862, 0.822)),
+        (C50, 0, 1, True, (1.51, 1.79, 1.15, 1.07, 2.69, 0.3, 0.0805, 0.697, 0.211, 0.823, 1.1)),
+        (C48, 32, 128, True, (1.68, 1.78, 1.18, 1.1, 2.69, 0.3, 0.0796, 0.7, 0.184, 0.749, 0.793)),
+        (C31, 128, 0, False, (3.97, 0.572, 0.746, 1.07, 2.69, 0.3, 0.0802, 0.781, 0.226, 0.781, 0.873)),
+        (C46, 128, 0, True, (2.62, 0.781, 0.908, 1.0, 3.15, 0.3, 0.0766, 0.554, 0.296, 0.365, 0.606)),
+        (C1, 16, 64, False, (0.893, 1.04, 1.16, 1.07, 2.79, 0.3, 0.0747, 0.699, 0.265, 0.962, 0.968)),
+        (C52, 16, 128, True, (1.55, 1.63, 1.16, 1.08, 2.69, 0.3, 0.0806, 0.701, 0.204, 0.826, 0.853)),
+        (C49, 128, 0, True, (1.55, 2.32, 1.23, 1.12, 2.69, 0.3, 0.0789, 0.659, 0.235, 0.69, 0.685)),
+        (C56, 16, 128, True, (0.959, 1.21, 1.14, 1.05, 3.09, 0.3, 0.0798, 0.703, 0.251, 0.84, 0.839)),
+        (C51, 8, 16, True, (1.28, 1.48, 1.15, 1.07, 2.69, 0.3, 0.0819, 0.698, 0.212, 0.855, 0.901)),
+        (C60, 32, 128, True, (0.973, 1.03, 1.07, 1.04, 3.97, 0.3, 0.259, 0.51, 0.181, 0.898, 0.463)),
+        (C131, 32, 128, True, (0.95, 0.94, 1.11, 1.09, 2.99, 0.3, 0.0794, 0.7, 0.21, 0.815, 0.792)),
+        (C132, 64, 128, True, (1.09, 1.53, 1.18, 1.06, 2.69, 0.3, 0.0653, 0.495, 0.196, 0.791, 0.445)),
+        (C133, 32, 128, True, (1.05, 1.18, 1.13, 1.08, 3.44, 0.3, 0.0785, 0.633, 0.264, 0.847, 0.637)),
+        (C41, 8, 16, True, (1.08, 1.03, 1.14, 1.12, 3.0, 0.3, 0.08, 0.698, 0.212, 0.865, 0.871)),
+        (C134, 16, 0, False, (1.06, 1.03, 1.12, 1.07, 3.46, 0.3, 0.0793, 0.693, 0.36, 0.846, 0.753)),
     ),
     ('half', 'tn'): (
-        (C16, 96, 0, (1.94, 0.913, 0.0132, 2.56, 0.3, 0.3, 0.239, 0.685, 0.241, 0.738, 0.363)),
-        (C6, 96, 0, (0.731, 1.81, 0.0133, 3.05, 0.3, 0.3, 0.149, 0.735, 0.18, 0.781, 0.358)),
-        (C26, 96, 0, (0.766, 2.73, 0.0133, 2.16, 0.3, 0.3, 0.145, 0.69, 0.213, 0.551, 0.364)),
-        (C23, 96, 1024, (2.03, 2.09, 0.0133, 1.63, 0.3, 0.3, 0.171, 0.914, 0.2, 0.918, 0.403)),
-        (C24, 96, 0, (2.04, 2.13, 0.0133, 0.799, 0.3, 0.3, 0.239, 0.828, 0.145, 0.643, 0.381)),
-        (C19, 384, 0, (2.36, 1.14, 0.0133, 2.21, 0.3, 0.3, 0.156, 0.83, 0.22, 0.627, 0.382)),
-        (C35, 32000, 0, (1.68, 1.93, 0.0133, 1.54, 0.3, 0.3, 0.159, 5.33, 0.179, 0.888, 0.397)),
-        (C9, 96, 0, (0.817, 2.44, 0.0133, 1.54, 0.3, 0.3, 0.139, 0.626, 0.249, 0.58, 0.352)),
-        (C22, 0, 96, (2.01, 2.01, 0.0133, 1.69, 0.3, 0.3, 0.186, 0.982, 0.172, 0.942, 0.402)),
-        (C30, 384, 0, (1.41, 2.08, 0.0133, 1.54, 0.3, 0.3, 0.156, 0.824, 0.205, 0.817, 0.381)),
-        (C25, 96, 0, (0.692, 1.75, 0.0133, 4.08, 0.3, 0.3, 0.173, 0.924, 0.158, 0.903, 0.406)),
-        (C20, 0, 96, (1.2, 1.2, 0.0133, 1.56, 0.3, 0.3, 0.143, 0.78, 0.17, 0.875, 0.369)),
-        (C29, 96, 0, (1.89, 1.35, 0.0133, 5.53, 0.3, 0.3, 0.148, 0.72, 0.175, 0.945, 0.369)),
-        (C28, 384, 0, (1.69, 1.69, 0.0133, 1.54, 0.3, 0.3, 0.15, 0.708, 0.175, 0.873, 0.361)),
-        (C21, 0, 96, (1.59, 1.59, 0.0133, 7.0, 0.3, 0.3, 0.144, 0.786, 0.173, 1.04, 0.37)),
-        (C4, 2560, 0, (1.55, 1.12, 0.0133, 1.69, 0.3, 0.3, 0.164, 0.814, 0.16, 0.698, 0.38)),
-        (C32, 96, 0, (1.39, 2.38, 0.0133, 1.84, 0.3, 0.3, 0.149, 0.729, 0.173, 0.574, 0.37)),
-        (C14, 96, 0, (1.0, 2.93, 0.0133, 1.74, 0.3, 0.3, 0.157, 0.885, 0.312, 0.666, 0.385)),
-        (C27, 96, 0, (1.77, 1.64, 0.0133, 0.715, 0.3, 0.3, 0.263, 0.94, 0.176, 0.705, 0.397)),
-        (C7, 96, 0, (0.967, 1.11, 0.0133, 1.6, 0.3, 0.3, 0.192, 0.629, 0.273, 0.974, 0.301)),
-        (C33, 96, 0, (2.61, 0.863, 0.0133, 2.89, 0.3, 0.3, 0.149, 0.731, 0.171, 0.543, 0.37)),
-        (C34, 1280, 0, (7.45, 1.4, 0.0133, 1.54, 0.3, 0.3, 0.157, 0.894, 0.171, 0.838, 0.385)),
-        (C31, 512, 0, (4.9, 0.567, 0.0132, 1.54, 0.3, 0.3, 0.162, 1.0, 0.176, 0.596, 0.392)),
+        (C9, 96, 0, True, (5.07, 0.921, 0.128, 3.04, 0.3, 0.3, 0.139, 0.641, 0.358, 0.776, 0.301)),
+        (C24, 96, 0, True, (0.924, 2.76, 0.139, 2.53, 0.3, 0.3, 0.134, 0.671, 0.237, 0.771, 0.299)),
+        (C6, 96, 0, True, (2.13, 1.73, 0.138, 2.34, 0.3, 0.3, 0.135, 0.682, 0.226, 0.973, 0.291)),
+        (C4, 96, 0, True, (2.0, 0.824, 0.128, 2.41, 0.3, 0.3, 0.245, 0.694, 0.248, 0.714, 0.301)),
+        (C21, 96, 1024, True, (2.37, 2.01, 0.138, 1.25, 0.3, 0.3, 0.148, 0.831, 0.267, 0.92, 0.314)),
+        (C30, 96, 0, False, (2.76, 2.97, 0.14, 1.16, 0.3, 0.3, 0.137, 0.643, 0.34, 0.715, 0.299)),
+        (C22, 96, 0, True, (2.83, 1.96, 0.138, 0.705, 0.3, 0.3, 0.171, 0.867, 0.184, 0.659, 0.311)),
+        (C34, 32000, 0, False, (2.9, 2.01, 0.138, 1.16, 0.3, 0.3, 0.143, 0.83, 1.09, 0.954, 0.314)),
+        (C10, 96, 0, False, (1.71, 2.67, 0.139, 1.16, 0.3, 0.3, 0.133, 0.657, 0.215, 0.554, 0.297)),
+        (C20, 0, 96, True, (3.14, 1.89, 0.138, 1.21, 0.3, 0.3, 0.146, 0.821, 0.238, 1.01, 0.31)),
+        (C23, 96, 0, True, (1.87, 1.67, 0.138, 2.08, 0.3, 0.3, 0.161, 0.903, 0.205, 1.55, 0.325)),
+        (C18, 0, 96, True, (1.47, 1.09, 0.136, 1.22, 0.3, 0.3, 0.143, 0.805, 0.235, 0.942, 0.309)),
+        (C28, 96, 0, True, (2.54, 1.32, 0.136, 5.26, 0.3, 0.3, 0.134, 0.664, 0.238, 0.978, 0.298)),
+        (C27, 96, 0, False, (2.62, 2.46, 0.139, 1.16, 0.3, 0.3, 0.142, 0.797, 0.233, 0.657, 0.308)),
+        (C19, 0, 96, True, (2.47, 1.62, 0.138, 5.96, 0.3, 0.3, 0.122, 0.69, 0.245, 1.36, 0.292)),
+        (C8, 96, 0, True, (2.66, 0.805, 0.131, 2.88, 0.3, 0.3, 0.14, 0.759, 0.182, 0.544, 0.306)),
+        (C29, 96, 0, True, (3.82, 2.01, 0.139, 2.47, 0.3, 0.3, 0.14, 0.664, 0.369, 0.948, 0.302)),
+        (C15, 96, 0, True, (2.41, 2.72, 0.14, 2.6, 0.3, 0.3, 0.142, 0.785, 0.383, 0.971, 0.307)),
+        (C25, 96, 0, True, (2.63, 1.65, 0.136, 0.586, 0.3, 0.3, 0.205, 0.911, 0.24, 0.713, 0.318)),
+        (C7, 96, 0, True, (1.06, 1.03, 0.138, 1.27, 0.3, 0.3, 0.194, 0.606, 0.284, 0.975, 0.258)),
+        (C32, 96, 0, True, (1.48, 2.29, 0.139, 1.74, 0.3, 0.3, 0.14, 0.761, 0.183, 0.581, 0.306)),
+        (C33, 1280, 0, False, (8.0, 1.31, 0.134, 1.16, 0.3, 0.3, 0.142, 0.853, 0.239, 0.799, 0.309)),
+        (C31, 512, 0, False, (4.98, 0.542, 0.123, 1.16, 0.3, 0.3, 0.147, 0.939, 0.252, 0.592, 0.313)),
+        (C134, 96, 0, False, (6.05, 1.28, 0.137, 1.16, 0.3, 0.3, 0.167, 0.932, 0.398, 0.845, 0.346)),
     ),
     ('half', 'tn accumulated'): (
-        (C33, 0, 0, (0.317, 1.38, 5.09, 0.586, 0.3, 0.3, 0.187, 0.716, 0.129, 0.139, 0.59)),
-        (C6, 0, 0, (0.314, 1.1, 4.56, 0.609, 0.3, 0.3, 0.205, 0.856, 0.149, 0.14, 0.697)),
-        (C19, 1152, 0, (0.308, 1.53, 5.74, 0.499, 0.3, 0.3, 0.197, 0.8, 0.208, 0.14, 0.628)),
-        (C38, 0, 0, (0.344, 1.91, 9.01, 0.506, 0.3, 0.3, 0.178, 0.665, 0.151, 0.14, 0.562)),
-        (C31, 1152, 0, (0.344, 1.58, 6.22, 0.496, 0.3, 0.3, 0.199, 0.799, 0.165, 0.141, 0.63)),
-        (C34, 1152, 0, (0.317, 1.58, 6.34, 0.496, 0.3, 0.3, 0.199, 0.855, 0.166, 0.14, 0.639)),
-        (C27, 0, 0, (0.318, 1.53, 5.76, 0.459, 0.3, 0.3, 0.199, 0.813, 0.17, 0.14, 0.65)),
-        (C29, 0, 0, (0.342, 2.0, 10.3, 0.531, 0.3, 0.3, 0.168, 0.612, 0.143, 0.14, 0.529)),
-        (C24, 0, 0, (0.322, 1.68, 6.44, 0.488, 0.3, 0.3, 0.22, 0.726, 0.154, 0.14, 0.595)),
-        (C16, 0, 0, (0.289, 1.22, 4.47, 0.535, 0.3, 0.3, 0.274, 0.709, 0.213, 0.139, 0.586)),
+        (C8, 0, 0, True, (0.348, 1.36, 5.1, 0.576, 0.3, 0.3, 0.185, 0.711, 0.128, 0.151, 0.603)),
+        (C6, 0, 0, True, (0.344, 1.08, 4.56, 0.598, 0.3, 0.3, 0.202, 0.843, 0.147, 0.152, 0.711)),
+        (C9, 1152, 0, True, (0.336, 1.5, 5.76, 0.492, 0.3, 0.3, 0.196, 0.797, 0.204, 0.152, 0.646)),
+        (C37, 0, 0, True, (0.381, 1.86, 9.05, 0.499, 0.3, 0.3, 0.177, 0.662, 0.149, 0.153, 0.574)),
+        (C31, 1152, 0, False, (0.38, 1.54, 6.22, 0.49, 0.3, 0.3, 0.197, 0.795, 0.162, 0.154, 0.648)),
+        (C33, 1152, 0, False, (0.348, 1.55, 6.35, 0.49, 0.3, 0.3, 0.197, 0.852, 0.163, 0.153, 0.658)),
+        (C25, 0, 0, True, (0.349, 1.5, 5.77, 0.454, 0.3, 0.3, 0.197, 0.804, 0.167, 0.152, 0.664)),
+        (C28, 0, 0, True, (0.378, 1.95, 10.4, 0.523, 0.3, 0.3, 0.167, 0.61, 0.142, 0.153, 0.54)),
+        (C22, 0, 0, True, (0.354, 1.64, 6.47, 0.482, 0.3, 0.3, 0.218, 0.721, 0.152, 0.153, 0.609)),
+        (C4, 0, 0, True, (0.315, 1.2, 4.48, 0.527, 0.3, 0.3, 0.272, 0.704, 0.21, 0.152, 0.6)),
     ),
     ('ieee', 'nt'): (
-        (C65, 16, 0, (101.0, 0.301, 0.303, 0.3, 0.3, 0.3, 0.0212, 28.8, 0.85, 0.274, 5.31)),
-        (C62, 0, 1, (23.8, 0.298, 0.303, 0.3, 0.3, 0.3, 0.0207, 37.0, 0.797, 0.269, 3.5)),
-        (C63, 1, 16, (58.8, 0.3, 0.303, 0.3, 0.3, 0.3, 0.0212, 44.7, 0.999, 0.274, 7.96)),
-        (C64, 16, 0, (66.0, 0.301, 0.303, 0.3, 0.3, 0.3, 0.0212, 43.4, 0.98, 0.274, 6.5)),
+        (C64, 16, 0, False, (130.0, 0.277, 0.305, 0.3, 0.3, 0.3, 0.0132, 27.6, 0.285, 0.273, 5.38)),
+        (C63, 16, 0, False, (75.9, 0.277, 0.305, 0.3, 0.3, 0.3, 0.0132, 43.0, 0.292, 0.273, 6.79)),
+        (C61, 0, 1, False, (24.5, 0.274, 0.305, 0.3, 0.3, 0.3, 0.0131, 38.5, 0.286, 0.269, 3.78)),
+        (C62, 1, 16, False, (41.6, 0.276, 0.305, 0.3, 0.3, 0.3, 0.0132, 45.0, 0.294, 0.273, 10.1)),
+        (C65, 1, 16, False, (55.1, 0.276, 0.305, 0.3, 0.3, 0.3, 0.0132, 46.0, 0.293, 0.273, 8.98)),
     ),
     ('tf32', 'nn'): (
-        (C85, 16, 0, (2.52, 0.0026, 0.00449, 0.3, 0.3, 0.3, 0.332, 2.42, 0.00805, 1.49, 0.531)),
-        (C94, 16, 0, (2.77, 0.00261, 0.0045, 0.3, 0.3, 0.3, 0.53, 1.82, 0.00806, 1.44, 0.488)),
-        (C78, 16, 0, (2.46, 0.00262, 0.0045, 0.3, 0.3, 0.3, 0.284, 4.03, 0.00806, 1.88, 0.634)),
-        (C93, 1, 16, (5.59, 0.00261, 0.00449, 0.3, 0.3, 0.3, 0.193, 5.26, 0.00807, 1.73, 2.27)),
-        (C92, 0, 1, (6.27, 0.00261, 0.00449, 0.3, 0.3, 0.3, 0.25, 5.09, 0.00807, 2.21, 1.03)),
-        (C88, 16, 0, (2.82, 0.00261, 0.0045, 0.3, 0.3, 0.3, 0.324, 3.47, 0.00807, 1.05, 0.7)),
-        (C89, 0, 1, (3.36, 0.00261, 0.00449, 0.3, 0.3, 0.3, 0.848, 5.08, 0.00807, 1.78, 0.937)),
-        (C84, 16, 0, (2.96, 0.00261, 0.00449, 0.3, 0.3, 0.3, 0.613, 2.61, 0.00806, 1.33, 0.636)),
-        (C90, 1, 16, (3.02, 0.00261, 0.00449, 0.3, 0.3, 0.3, 0.195, 5.34, 0.00807, 1.83, 2.42)),
-        (C95, 0, 1, (5.27, 0.00261, 0.00449, 0.3, 0.3, 0.3, 0.195, 5.12, 0.00807, 1.65, 2.36)),
-        (C91, 16, 0, (2.32, 0.00263, 0.00451, 0.3, 0.3, 0.3, 0.29, 4.28, 0.00807, 1.63, 0.742)),
-        (C79, 16, 0, (2.3, 0.00262, 0.0045, 0.3, 0.3, 0.3, 0.298, 4.06, 0.00806, 1.96, 0.704)),
+        (C84, 16, 0, False, (2.52, 0.00261, 0.00454, 0.3, 0.3, 0.3, 0.332, 2.42, 0.00804, 1.49, 0.529)),
+        (C93, 16, 0, False, (2.77, 0.00263, 0.00455, 0.3, 0.3, 0.3, 0.53, 1.82, 0.00804, 1.44, 0.487)),
+        (C77, 16, 0, False, (2.46, 0.00264, 0.00455, 0.3, 0.3, 0.3, 0.284, 4.03, 0.00805, 1.88, 0.633)),
+        (C92, 1, 16, False, (5.58, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.197, 5.27, 0.00805, 1.73, 2.27)),
+        (C91, 0, 1, False, (6.26, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.26, 5.1, 0.00805, 2.21, 1.01)),
+        (C87, 16, 0, False, (2.82, 0.00263, 0.00455, 0.3, 0.3, 0.3, 0.324, 3.47, 0.00805, 1.05, 0.698)),
+        (C88, 0, 1, False, (3.34, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.852, 5.09, 0.00805, 1.77, 0.93)),
+        (C83, 16, 0, False, (2.95, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.614, 2.62, 0.00804, 1.33, 0.634)),
+        (C89, 1, 16, False, (3.02, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.2, 5.35, 0.00805, 1.83, 2.42)),
+        (C94, 0, 1, False, (5.27, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.2, 5.12, 0.00805, 1.65, 2.35)),
+        (C90, 16, 0, False, (2.32, 0.00265, 0.00456, 0.3, 0.3, 0.3, 0.291, 4.29, 0.00805, 1.63, 0.74)),
+        (C78, 16, 0, False, (2.29, 0.00264, 0.00455, 0.3, 0.3, 0.3, 0.298, 4.06, 0.00805, 1.96, 0.702)),
     ),
     ('tf32', 'nn gradient'): (
-        (C85, 0, 0, (3.6, 0.00602, 4.49, 0.3, 0.3, 4.49, 0.279, 3.96, 0.00896, 0.937, 0.0231)),
-        (C91, 0, 0, (2.23, 0.00607, 8.63, 0.3, 0.3, 8.63, 0.221, 5.93, 0.00897, 0.522, 0.0231)),
-        (C100, 0, 0, (2.99, 0.00607, 7.58, 0.3, 0.3, 7.58, 0.549, 1.99, 0.00896, 0.64, 0.0231)),
-        (C97, 0, 0, (4.57, 0.00605, 4.65, 0.3, 0.3, 4.65, 0.634, 3.12, 0.00896, 0.558, 0.0231)),
-        (C96, 0, 0, (1.74, 0.00607, 8.14, 0.3, 0.3, 8.14, 0.268, 5.15, 0.00897, 0.548, 0.0231)),
-        (C98, 0, 0, (4.65, 0.00605, 5.53, 0.3, 0.3, 5.53, 0.536, 2.39, 0.00896, 1.1, 0.0231)),
-        (C99, 0, 0, (3.41, 0.00605, 6.62, 0.3, 0.3, 6.62, 0.297, 4.01, 0.00896, 0.493, 0.0231)),
-        (C79, 0, 0, (2.2, 0.00607, 9.14, 0.3, 0.3, 9.14, 0.25, 5.56, 0.00897, 0.66, 0.0231)),
-        (C101, 0, 0, (4.22, 0.00605, 5.94, 0.3, 0.3, 5.94, 0.538, 2.36, 0.00896, 1.21, 0.0231)),
-        (C78, 0, 0, (2.82, 0.00606, 8.72, 0.3, 0.3, 8.72, 0.232, 7.19, 0.00897, 0.783, 0.0231)),
-        (C145, 0, 0, (3.73, 0.00607, 6.19, 0.3, 0.3, 6.19, 0.576, 2.21, 0.00896, 0.528, 0.0231)),
-        (C146, 0, 0, (2.97, 0.00606, 7.39, 0.3, 0.3, 7.39, 0.314, 4.0, 0.00897, 0.711, 0.0231)),
+        (C84, 0, 0, False, (3.6, 0.00602, 4.49, 0.3, 0.3, 4.49, 0.279, 3.96, 0.00896, 0.937, 0.0231)),
+        (C90, 0, 0, False, (2.23, 0.00607, 8.63, 0.3, 0.3, 8.63, 0.221, 5.93, 0.00897, 0.522, 0.0231)),
+        (C99, 0, 0, False, (2.99, 0.00607, 7.58, 0.3, 0.3, 7.58, 0.549, 1.99, 0.00896, 0.64, 0.0231)),
+        (C96, 0, 0, False, (4.57, 0.00605, 4.65, 0.3, 0.3, 4.65, 0.634, 3.12, 0.00896, 0.558, 0.0231)),
+        (C95, 0, 0, False, (1.74, 0.00607, 8.14, 0.3, 0.3, 8.14, 0.268, 5.15, 0.00897, 0.548, 0.0231)),
+        (C97, 0, 0, False, (4.65, 0.00605, 5.53, 0.3, 0.3, 5.53, 0.536, 2.39, 0.00896, 1.1, 0.0231)),
+        (C98, 0, 0, False, (3.41, 0.00605, 6.62, 0.3, 0.3, 6.62, 0.297, 4.01, 0.00896, 0.493, 0.0231)),
+        (C78, 0, 0, False, (2.2, 0.00607, 9.14, 0.3, 0.3, 9.14, 0.25, 5.56, 0.00897, 0.66, 0.0231)),
+        (C100, 0, 0, False, (4.22, 0.00605, 5.94, 0.3, 0.3, 5.94, 0.538, 2.36, 0.00896, 1.21, 0.0231)),
+        (C77, 0, 0, False, (2.82, 0.00606, 8.72, 0.3, 0.3, 8.72, 0.232, 7.19, 0.00897, 0.783, 0.0231)),
+        (C135, 0, 0, False, (3.73, 0.00607, 6.19, 0.3, 0.3, 6.19, 0.576, 2.21, 0.00896, 0.528, 0.0231)),
+        (C136, 0, 0, False, (2.97, 0.00606, 7.39, 0.3, 0.3, 7.39, 0.314, 4.0, 0.00897, 0.711, 0.0231)),
     ),
     ('tf32', 'nt'): (
-        (C66, 0, 128, (1.33, 0.913, 0.0138, 0.0278, 1.35, 0.3, 0.0823, 1.15, 0.306, 0.813, 0.755)),
-        (C147, 128, 0, (2.43, 2.15, 0.0138, 0.0278, 2.5, 0.3, 0.0805, 1.02, 0.261, 0.554, 0.654)),
-        (C67, 32, 0, (1.34, 1.33, 0.0138, 0.0278, 1.5, 0.3, 0.0763, 1.03, 0.334, 0.711, 0.526)),
-        (C77, 128, 0, (3.15, 2.36, 0.0138, 0.0278, 2.27, 0.3, 0.0824, 1.12, 0.36, 0.631, 0.761)),
-        (C70, 16, 128, (1.47, 0.98, 0.0138, 0.0278, 1.34, 0.3, 0.0812, 1.12, 0.332, 0.799, 0.623)),
-        (C103, 0, 64, (2.69, 1.45, 0.0138, 0.0278, 1.36, 0.3, 0.0813, 1.14, 0.297, 0.805, 0.667)),
-        (C20, 128, 0, (1.5, 1.96, 0.0138, 0.0278, 1.55, 0.3, 0.0787, 0.937, 0.284, 0.524, 0.497)),
-        (C68, 128, 0, (1.63, 2.9, 0.0138, 0.0278, 1.73, 0.3, 0.0788, 0.94, 0.269, 0.683, 0.59)),
-        (C113, 64, 128, (2.56, 1.38, 0.0138, 0.0278, 1.36, 0.3, 0.0786, 0.933, 0.213, 0.769, 0.492)),
-        (C106, 32, 256, (2.66, 1.43, 0.0138, 0.0278, 1.36, 0.3, 0.0778, 1.06, 0.269, 0.763, 0.563)),
-        (C69, 128, 0, (2.86, 1.38, 0.0138, 0.0278, 1.16, 0.3, 0.329, 1.08, 0.251, 0.667, 0.712)),
-        (C111, 128, 0, (2.42, 1.55, 0.0138, 0.0278, 1.36, 0.3, 0.082, 1.07, 0.351, 0.655, 0.721)),
-        (C116, 32, 0, (1.58, 1.59, 0.0138, 0.0278, 1.68, 0.3, 0.0803, 1.01, 0.362, 0.771, 0.566)),
-        (C74, 128, 0, (2.82, 2.61, 0.0138, 0.0278, 2.33, 0.3, 0.0824, 1.13, 0.349, 0.733, 0.769)),
-        (C117, 64, 128, (3.24, 1.58, 0.0138, 0.0278, 1.36, 0.3, 0.0782, 0.917, 0.236, 0.757, 0.572)),
-        (C107, 128, 256, (3.02, 1.51, 0.0138, 0.0278, 1.36, 0.3, 0.0808, 1.04, 0.207, 1.0, 0.597)),
-        (C112, 128, 0, (2.99, 2.5, 0.0138, 0.0278, 2.7, 0.3, 0.0827, 1.33, 0.443, 0.925, 0.867)),
-        (C104, 32, 64, (2.68, 1.41, 0.0138, 0.0278, 1.36, 0.3, 0.0808, 1.12, 0.243, 0.991, 0.599)),
-        (C72, 128, 0, (2.63, 1.61, 0.0138, 0.0278, 1.41, 0.3, 0.0802, 1.01, 0.319, 0.716, 0.643)),
-        (C108, 128, 256, (3.27, 1.59, 0.0138, 0.0278, 1.36, 0.3, 0.0807, 1.03, 0.205, 0.831, 0.665)),
-        (C37, 128, 256, (2.57, 1.39, 0.0138, 0.0278, 1.36, 0.3, 0.0784, 1.07, 0.212, 1.09, 0.58)),
-        (C109, 0, 16, (1.6, 0.974, 0.0138, 0.0278, 1.34, 0.3, 0.0817, 1.15, 0.258, 0.805, 0.753)),
-        (C110, 64, 128, (2.49, 1.39, 0.0138, 0.0278, 1.36, 0.3, 0.0664, 0.866, 0.217, 0.781, 0.439)),
-        (C73, 128, 0, (3.14, 2.32, 0.0138, 0.0278, 2.17, 0.3, 0.0824, 1.14, 0.351, 0.7, 0.774)),
-        (C105, 128, 0, (1.37, 1.45, 0.0138, 0.0278, 1.48, 0.3, 0.0768, 1.04, 0.313, 0.676, 0.537)),
-        (C71, 128, 0, (1.64, 2.72, 0.0138, 0.0278, 1.74, 0.3, 0.0785, 0.931, 0.291, 0.649, 0.583)),
-        (C114, 32, 128, (3.64, 1.69, 0.0138, 0.0278, 1.36, 0.3, 0.176, 0.98, 0.205, 0.805, 0.512)),
-        (C76, 0, 16, (2.01, 1.14, 0.0138, 0.0278, 1.33, 0.3, 0.0772, 1.12, 0.264, 0.876, 0.52)),
-        (C148, 32, 128, (3.03, 1.53, 0.0138, 0.0278, 1.36, 0.3, 0.0802, 1.06, 0.208, 0.786, 0.643)),
-        (C102, 0, 16, (2.63, 1.42, 0.0138, 0.0278, 1.36, 0.3, 0.0763, 1.14, 0.259, 0.817, 0.625)),
-        (C149, 16, 128, (1.52, 1.04, 0.0138, 0.0278, 1.34, 0.3, 0.082, 1.15, 0.256, 0.812, 0.755)),
-        (C150, 16, 128, (1.81, 1.17, 0.0138, 0.0278, 1.31, 0.3, 0.082, 1.14, 0.297, 0.837, 0.723)),
-        (C151, 128, 0, (2.67, 2.94, 0.0138, 0.0278, 2.41, 0.3, 0.0823, 1.11, 0.382, 0.717, 0.757)),
-        (C152, 128, 0, (2.9, 2.53, 0.0138, 0.0278, 2.29, 0.3, 0.0824, 1.13, 0.356, 0.727, 0.767)),
-        (C153, 1024, 0, (2.82, 1.38, 0.0138, 0.0278, 1.3, 0.3, 0.0816, 1.09, 0.294, 0.971, 0.716)),
+        (C66, 0, 128, False, (1.4, 0.898, 0.00893, 0.3, 0.805, 0.3, 0.111, 0.62, 0.315, 0.823, 0.674)),
+        (C68, 128, 0, False, (1.64, 3.25, 0.00894, 0.3, 0.961, 0.3, 0.108, 0.572, 0.254, 0.661, 0.695)),
+        (C67, 32, 0, False, (1.33, 1.41, 0.00894, 0.3, 0.874, 0.3, 0.0965, 0.586, 0.333, 0.707, 0.531)),
+        (C76, 128, 0, False, (3.18, 3.13, 0.00895, 0.3, 1.22, 0.3, 0.119, 0.616, 0.338, 0.637, 1.02)),
+        (C70, 16, 128, False, (1.55, 0.94, 0.00893, 0.3, 0.801, 0.3, 0.11, 0.61, 0.331, 0.808, 0.593)),
+        (C18, 128, 0, False, (1.46, 2.11, 0.00894, 0.3, 0.9, 0.3, 0.109, 0.572, 0.273, 0.514, 0.564)),
+        (C102, 64, 128, False, (2.8, 1.27, 0.00894, 0.3, 0.804, 0.3, 0.0792, 0.54, 0.113, 0.859, 0.471)),
+        (C69, 128, 0, False, (3.35, 1.37, 0.00893, 0.3, 0.768, 0.3, 0.215, 0.624, 0.123, 0.689, 1.1)),
+        (C104, 128, 0, False, (2.53, 1.36, 0.00894, 0.3, 0.804, 0.3, 0.118, 0.608, 0.326, 0.651, 0.939)),
+        (C109, 32, 0, False, (1.57, 1.75, 0.00894, 0.3, 0.96, 0.3, 0.111, 0.584, 0.358, 0.767, 0.613)),
+        (C110, 64, 128, False, (3.51, 1.35, 0.00894, 0.3, 0.804, 0.3, 0.107, 0.567, 0.115, 0.803, 0.676)),
+        (C73, 128, 0, False, (2.85, 3.47, 0.00895, 0.3, 1.21, 0.3, 0.119, 0.617, 0.33, 0.732, 1.02)),
+        (C105, 128, 0, False, (3.27, 3.59, 0.00896, 0.3, 1.35, 0.3, 0.12, 0.636, 0.435, 0.958, 1.23)),
+        (C72, 128, 0, False, (2.64, 1.66, 0.00894, 0.3, 0.879, 0.3, 0.111, 0.583, 0.32, 0.796, 0.741)),
+        (C101, 128, 0, False, (1.33, 1.54, 0.00894, 0.3, 0.865, 0.3, 0.1, 0.593, 0.301, 0.643, 0.574)),
+        (C71, 128, 0, False, (1.63, 3.12, 0.00894, 0.3, 0.956, 0.3, 0.109, 0.572, 0.267, 0.635, 0.696)),
+        (C103, 0, 16, False, (1.73, 0.891, 0.00893, 0.3, 0.8, 0.3, 0.0962, 0.62, 0.117, 0.843, 0.679)),
+        (C106, 64, 128, False, (2.75, 1.2, 0.00893, 0.3, 0.804, 0.3, 0.106, 0.562, 0.113, 0.883, 0.528)),
+        (C107, 32, 128, False, (3.5, 1.38, 0.00894, 0.3, 0.804, 0.3, 0.193, 0.592, 0.113, 0.813, 0.624)),
+        (C75, 0, 16, False, (2.07, 1.0, 0.00893, 0.3, 0.796, 0.3, 0.101, 0.615, 0.118, 0.886, 0.55)),
+        (C137, 32, 128, False, (3.34, 1.34, 0.00894, 0.3, 0.804, 0.3, 0.109, 0.595, 0.114, 0.814, 0.713)),
+        (C138, 16, 128, False, (1.58, 1.01, 0.00893, 0.3, 0.801, 0.3, 0.103, 0.616, 0.247, 0.83, 0.703)),
+        (C139, 128, 0, False, (2.62, 3.97, 0.00895, 0.3, 1.18, 0.3, 0.119, 0.615, 0.358, 0.716, 1.01)),
+        (C140, 16, 128, False, (1.92, 1.08, 0.00893, 0.3, 0.792, 0.3, 0.114, 0.615, 0.273, 0.844, 0.743)),
     ),
     ('tf32', 'tn'): (
-        (C84, 0, 0, (7.49, 0.736, 0.0428, 1.12, 0.3, 0.3, 0.453, 3.79, 0.0166, 0.14, 0.0354)),
-        (C83, 0, 0, (9.06, 0.808, 0.0429, 0.935, 0.3, 0.3, 0.533, 3.94, 0.0167, 0.14, 0.0354)),
-        (C79, 0, 0, (8.8, 0.857, 0.0429, 1.12, 0.3, 0.3, 0.139, 7.24, 0.0167, 0.14, 0.0355)),
-        (C80, 0, 0, (8.32, 0.735, 0.0429, 0.958, 0.3, 0.3, 0.228, 6.46, 0.0167, 0.141, 0.0354)),
-        (C87, 0, 0, (5.83, 0.802, 0.0429, 1.22, 0.3, 0.3, 0.683, 3.33, 0.0167, 0.141, 0.0354)),
-        (C82, 0, 0, (9.72, 0.778, 0.0429, 0.829, 0.3, 0.3, 0.533, 5.5, 0.0167, 0.14, 0.0354)),
-        (C81, 0, 0, (7.75, 0.683, 0.0429, 0.949, 0.3, 0.3, 0.209, 9.26, 0.0167, 0.141, 0.0355)),
-        (C154, 0, 0, (6.48, 1.18, 0.0432, 1.12, 0.3, 0.3, 0.326, 4.05, 0.0167, 0.142, 0.0354)),
-        (C78, 0, 0, (9.04, 0.451, 0.0427, 1.12, 0.3, 0.3, 0.146, 9.17, 0.0167, 0.14, 0.0355)),
-        (C155, 0, 0, (8.61, 0.733, 0.0429, 0.957, 0.3, 0.3, 0.217, 6.6, 0.0167, 0.141, 0.0354)),
-        (C156, 0, 0, (6.84, 0.806, 0.0429, 1.08, 0.3, 0.3, 0.449, 5.29, 0.0167, 0.141, 0.0354)),
-        (C86, 0, 0, (8.71, 0.798, 0.0429, 0.956, 0.3, 0.3, 0.342, 3.88, 0.0167, 0.14, 0.0354)),
+        (C83, 0, 0, False, (7.49, 0.736, 0.0428, 1.12, 0.3, 0.3, 0.453, 3.79, 0.0166, 0.14, 0.0354)),
+        (C82, 0, 0, True, (9.06, 0.808, 0.0429, 0.935, 0.3, 0.3, 0.533, 3.94, 0.0167, 0.14, 0.0354)),
+        (C78, 0, 0, False, (8.8, 0.857, 0.0429, 1.12, 0.3, 0.3, 0.139, 7.24, 0.0167, 0.14, 0.0355)),
+        (C79, 0, 0, True, (8.32, 0.735, 0.0429, 0.958, 0.3, 0.3, 0.228, 6.46, 0.0167, 0.141, 0.0354)),
+        (C86, 0, 0, True, (5.83, 0.802, 0.0429, 1.22, 0.3, 0.3, 0.683, 3.33, 0.0167, 0.141, 0.0354)),
+        (C81, 0, 0, True, (9.72, 0.778, 0.0429, 0.829, 0.3, 0.3, 0.533, 5.5, 0.0167, 0.14, 0.0354)),
+        (C80, 0, 0, True, (7.75, 0.683, 0.0429, 0.949, 0.3, 0.3, 0.209, 9.26, 0.0167, 0.141, 0.0355)),
+        (C141, 0, 0, False, (6.48, 1.18, 0.0432, 1.12, 0.3, 0.3, 0.326, 4.05, 0.0167, 0.142, 0.0354)),
+        (C77, 0, 0, False, (9.04, 0.451, 0.0427, 1.12, 0.3, 0.3, 0.146, 9.17, 0.0167, 0.14, 0.0355)),
+        (C142, 0, 0, True, (8.61, 0.733, 0.0429, 0.957, 0.3, 0.3, 0.217, 6.6, 0.0167, 0.141, 0.0354)),
+        (C143, 0, 0, True, (6.84, 0.806, 0.0429, 1.08, 0.3, 0.3, 0.449, 5.29, 0.0167, 0.141, 0.0354)),
+        (C85, 0, 0, True, (8.71, 0.798, 0.0429, 0.956, 0.3, 0.3, 0.342, 3.88, 0.0167, 0.14, 0.0354)),
     ),
     ('tf32x3', 'nn'): (
-        (C119, 0, 0, (15.5, 0.142, 0.206, 0.00624, 0.3, 0.3, 0.815, 6.82, 0.0294, 0.222, 0.0597)),
-        (C121, 0, 0, (13.7, 0.141, 0.206, 0.00624, 0.3, 0.3, 0.599, 6.43, 0.0293, 0.221, 0.0596)),
-        (C132, 0, 0, (15.9, 0.142, 0.206, 0.00624, 0.3, 0.3, 0.815, 6.83, 0.0294, 0.222, 0.0597)),
+        (C111, 0, 0, False, (15.5, 0.142, 0.206, 0.00624, 0.3, 0.3, 0.815, 6.82, 0.0294, 0.222, 0.0597)),
+        (C113, 0, 0, False, (13.7, 0.141, 0.206, 0.00624, 0.3, 0.3, 0.599, 6.43, 0.0293, 0.221, 0.0596)),
+        (C126, 0, 0, False, (15.9, 0.142, 0.206, 0.00624, 0.3, 0.3, 0.815, 6.83, 0.0294, 0.222, 0.0597)),
     ),
     ('tf32x3', 'nt'): (
-        (C126, 16, 0, (6.03, 0.145, 1.2, 0.495, 0.3, 0.3, 0.422, 7.15, 0.0533, 1.48, 1.6)),
-        (C127, 0, 256, (2.93, 0.139, 1.11, 0.506, 0.3, 0.3, 0.319, 8.07, 0.0534, 1.06, 2.07)),
-        (C122, 0, 128, (5.18, 0.143, 1.1, 0.505, 0.3, 0.3, 0.336, 7.85, 0.0531, 0.728, 1.78)),
-        (C131, 16, 256, (3.13, 0.141, 1.1, 0.513, 0.3, 0.3, 0.536, 4.35, 0.0524, 1.45, 0.83)),
-        (C123, 16, 256, (3.84, 0.142, 1.1, 0.505, 0.3, 0.3, 0.439, 6.6, 0.053, 1.13, 1.33)),
-        (C124, 16, 1024, (3.5, 0.141, 1.1, 0.505, 0.3, 0.3, 0.308, 8.36, 0.0532, 1.06, 1.66)),
-        (C128, 16, 256, (2.44, 0.138, 1.09, 0.559, 0.3, 0.3, 0.503, 5.3, 0.0528, 1.73, 0.892)),
-        (C132, 64, 0, (4.36, 0.144, 1.15, 0.569, 0.3, 0.3, 0.401, 5.47, 0.0533, 1.79, 1.26)),
-        (C125, 16, 0, (3.76, 0.142, 1.11, 0.506, 0.3, 0.3, 0.42, 6.85, 0.0531, 1.24, 1.59)),
-        (C121, 64, 0, (3.04, 0.138, 1.05, 0.644, 0.3, 0.3, 0.555, 4.27, 0.0515, 1.83, 0.686)),
-        (C129, 1, 256, (2.33, 0.138, 1.09, 0.507, 0.3, 0.3, 0.389, 9.37, 0.0532, 1.13, 2.91)),
-        (C119, 64, 0, (4.13, 0.142, 1.12, 0.581, 0.3, 0.3, 0.406, 5.77, 0.0531, 1.57, 1.31)),
-        (C157, 0, 256, (4.08, 0.142, 1.1, 0.592, 0.3, 0.3, 0.37, 7.77, 0.0535, 2.59, 1.65)),
-        (C130, 16, 256, (3.29, 0.141, 1.11, 0.506, 0.3, 0.3, 0.446, 7.05, 0.0531, 1.3, 1.44)),
-        (C158, 0, 256, (3.34, 0.141, 1.1, 0.505, 0.3, 0.3, 0.338, 7.98, 0.0531, 1.14, 2.15)),
-        (C159, 16, 256, (4.17, 0.142, 1.1, 0.55, 0.3, 0.3, 0.637, 4.58, 0.0525, 1.26, 0.88)),
+        (C114, 0, 256, True, (2.56, 0.27, 0.821, 0.00944, 0.3, 0.3, 0.306, 9.15, 0.0389, 1.11, 2.09)),
+        (C122, 16, 0, True, (7.01, 0.3, 0.863, 0.00943, 0.3, 0.3, 0.411, 7.33, 0.0388, 1.24, 1.73)),
+        (C115, 16, 256, True, (3.1, 0.28, 0.818, 0.00944, 0.3, 0.3, 0.443, 7.32, 0.0388, 1.25, 1.43)),
+        (C118, 0, 128, True, (5.52, 0.291, 0.817, 0.00943, 0.3, 0.3, 0.328, 8.82, 0.0388, 0.72, 1.76)),
+        (C113, 64, 0, True, (2.9, 0.263, 0.77, 0.00951, 0.3, 0.3, 0.626, 4.13, 0.038, 3.02, 0.64)),
+        (C119, 16, 256, True, (4.19, 0.287, 0.816, 0.00943, 0.3, 0.3, 0.428, 6.89, 0.0388, 1.08, 1.33)),
+        (C117, 128, 0, False, (8.62, 0.273, 0.793, 0.00945, 0.3, 0.3, 0.298, 4.67, 0.0379, 5.36, 0.977)),
+        (C125, 16, 256, True, (2.9, 0.277, 0.811, 0.00946, 0.3, 0.3, 0.552, 4.55, 0.0387, 1.34, 0.855)),
+        (C120, 16, 1024, True, (3.77, 0.285, 0.817, 0.00943, 0.3, 0.3, 0.301, 8.24, 0.0388, 1.02, 1.75)),
+        (C121, 16, 0, True, (4.09, 0.287, 0.819, 0.00944, 0.3, 0.3, 0.406, 6.79, 0.0388, 1.18, 1.69)),
+        (C126, 64, 0, True, (4.38, 0.291, 0.831, 0.00948, 0.3, 0.3, 0.393, 5.76, 0.0389, 3.16, 1.31)),
+        (C123, 16, 256, True, (2.32, 0.268, 0.807, 0.00948, 0.3, 0.3, 0.494, 5.96, 0.039, 1.67, 0.978)),
+        (C116, 512, 0, False, (4.05, 0.286, 0.817, 0.00944, 0.3, 0.3, 0.406, 6.81, 0.0388, 1.32, 1.5)),
+        (C144, 0, 0, True, (3.1, 0.277, 0.817, 0.00943, 0.3, 0.3, 0.341, 9.06, 0.0388, 1.09, 2.1)),
+        (C111, 64, 0, True, (4.13, 0.285, 0.813, 0.0095, 0.3, 0.3, 0.396, 6.01, 0.0388, 3.02, 1.36)),
+        (C124, 1, 0, True, (2.3, 0.268, 0.811, 0.00944, 0.3, 0.3, 0.317, 11.0, 0.0389, 1.2, 2.85)),
+        (C145, 0, 256, True, (4.54, 0.288, 0.818, 0.00946, 0.3, 0.3, 0.358, 8.73, 0.039, 2.59, 1.68)),
+        (C146, 16, 256, True, (4.67, 0.288, 0.817, 0.00945, 0.3, 0.3, 0.64, 4.84, 0.0386, 1.21, 0.912)),
     ),
     ('tf32x3', 'tn'): (
-        (C119, 0, 0, (9.69, 0.229, 0.235, 0.00664, 0.3, 0.3, 0.826, 7.01, 0.0281, 0.226, 0.0594)),
-        (C120, 0, 0, (6.21, 0.22, 0.231, 0.00664, 0.3, 0.3, 0.904, 8.29, 0.0281, 0.225, 0.0594)),
+        (C111, 0, 0, False, (9.69, 0.229, 0.235, 0.00664, 0.3, 0.3, 0.826, 7.01, 0.0281, 0.226, 0.0594)),
+        (C112, 0, 0, False, (6.21, 0.22, 0.231, 0.00664, 0.3, 0.3, 0.904, 8.29, 0.0281, 0.225, 0.0594)),
     ),
 }
