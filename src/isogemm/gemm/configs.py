@@ -590,8 +590,9 @@ def fitted(problem: Problem, config: Config) -> Config:
     config = replace(config, balanced=config.balanced and config.kernel == "stream" and problem.chunks <= 1)
     if accumulation(problem, config) == "scratch" and not config.parallel_chunks:
         config = replace(config, persistent=True, pdl=False)
-    if problem.epilogue.sums and problem.epilogue.gated:  # two gradients and their sums: 32 of a thread at once
-        at_once = 32 * 32 * config.num_warps
+    if problem.epilogue.sums and (problem.epilogue.gated or _needs_transposing(problem)):
+        # Gradients and their sums: 32 of a thread at once where there are two, 64 where operands take registers too.
+        at_once = (32 if problem.epilogue.gated else 64) * 32 * config.num_warps
         config = replace(config, parts=max(config.parts, config.block_m * config.block_n // at_once))
     if problem.epilogue.saves and problem.keeps_float32:
         at_once = 16 * 32 * config.num_warps  # 16 of a thread
