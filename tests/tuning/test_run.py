@@ -261,7 +261,7 @@ def test_other_numbers_of_tokens_are_served_as_before():
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_100", "gfx942"])
 def test_on_an_architecture_without_a_table_a_run_serves_almost_all(arch):
-    """Of any weight and pass, all numbers of tokens but 2 are served by what the default run measured."""
+    """All numbers of tokens but 2 are served by what the default run measured, for each pass."""
     given = points(backward=True, arch=arch, found=FOUND[:1])
     made(Fake(fastest=5.0), given).run()
     for point in (each for each in given if each.tokens == 4096):
