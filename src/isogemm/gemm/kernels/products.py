@@ -424,11 +424,12 @@ def _stream_kernel(
                 )  # fmt: skip
                 if ACCUMULATION == "registers":
                     total = tl.zeros((BM, BN), dtype=tl.float32)
-            acc = tl.zeros((BM, BN), dtype=tl.float32)
+            begun = tl.zeros((BM, BN), dtype=tl.float32)
             if BALANCED:
                 if (item == last_item - 1) & (begins % blocks > 0):
                     await_flag(flags - 1, stamp)
-                    acc = kept_sums(scratch + (program.to(tl.int64) - 1) * (BM * BN), acc, BM, BN)
+                    begun = kept_sums(scratch + (program.to(tl.int64) - 1) * (BM * BN), acc, BM, BN)
+            acc = begun
 
 
 @triton.jit(do_not_specialize=["M", "N", "chunks"])
