@@ -69,13 +69,30 @@ def _number(cell):
     return float(cell.removesuffix("%")) / (100 if cell.endswith("%") else 1)
 
 
-def test_the_model_chooses_better_than_the_nearest_weight(samples):
+JUDGED = ("half", "nn"), ("half", "tn"), ("tf32", "tn")
+
+
+@pytest.fixture(scope="module")
+def judged(samples):
+    """Of weights left out: the ratios of the model's choices, and of the nearest weight's best."""
+    seen = _of(samples, *JUDGED)
+    return fits.judge(seen), fits.judge(seen, fits.nearest)
+
+
+@pytest.mark.parametrize("key", JUDGED, ids=" ".join)
+def test_the_model_chooses_better_than_the_nearest_weight(judged, key):
     """For weights that it never saw. For 16-bit products half of the points are at the best time measured."""
-    seen = _of(samples, ("half", "tn"), ("tf32", "tn"))
-    model, nearest = fits.judge(seen), fits.judge(seen, fits.nearest)
-    for key, ratios in model.items():
-        assert _geomean(ratios) > _geomean(nearest[key]) + 0.02
-        assert min(ratios) > min(nearest[key])
+    model, nearest = judged
+    assert _geomean(model[key]) > _geomean(nearest[key]) + 0.02
+
+
+@pytest.mark.parametrize("key", JUDGED, ids=" ".join)
+def test_the_model_s_worst_choice_is_better_than_the_nearest_weight_s(judged, key, request):
+    if key == ("half", "nn"):
+        reason = "dX of a vocabulary of 151,936 in 19 chunks: 0.34 of the best, the nearest weight's worst is 0.56"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    model, nearest = judged
+    assert min(model[key]) > min(nearest[key])
 
 
 def test_few_configurations_are_likely_and_the_best_is_among_them(samples):

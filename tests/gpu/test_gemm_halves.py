@@ -75,12 +75,12 @@ def test_chunks_totals_and_graphs(config):
     assert_bitwise_equal(result, expected)
 
 
-# And how many times cuBLAS's error: of few rows it sums parts of k apart, and has 0.7 of ours on wide exponents.
-@pytest.mark.parametrize(
-    ("shape", "factor"), [((1024, 1024, 1024), 1), ((4096, 512, 4096), 1), ((64, 4096, 4096), 2)], ids=str
-)
+@pytest.mark.parametrize("shape", [(1024, 1024, 1024), (64, 4096, 4096), (4096, 512, 4096)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_error_is_at_most_that_of_cublas(kind, shape, factor):
+def test_error_is_at_most_that_of_cublas(kind, shape, request):
+    if (kind, shape) == ("wide", (64, 4096, 4096)):
+        reason = "of few rows cuBLAS sums parts of k apart: measured 4.5e-7, cuBLAS 3.1e-7"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     m, n, k = shape
     a, b = make_operands(kind, (m, k), (k, n), seed=5, device=DEVICE)
     exact, scale = a.double() @ b.double(), a.double().abs() @ b.double().abs()
@@ -91,7 +91,7 @@ def test_error_is_at_most_that_of_cublas(kind, shape, factor):
 
     ours = isogemm.mm(a, b, precision="tf32x3")
     for found, allowed in zip(errors(ours), errors(a @ b), strict=True):
-        assert found <= factor * allowed
+        assert found <= allowed
 
 
 def test_rows_do_not_follow_the_split():
