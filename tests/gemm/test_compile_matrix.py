@@ -126,7 +126,8 @@ def _launch_job(name, launch, addressed, aligned):
         if kind is None:
             constexprs[argument] = None
         elif seen is not None:
-            signature[argument] = f"tensordesc<{kind}{list(seen.block)}>"
+            layout = "" if seen.layout is None else f",{seen.layout!r}"
+            signature[argument] = f"tensordesc<{kind}{list(seen.block)}{layout}>"
         else:
             signature[argument] = f"*{kind}"
             if even:

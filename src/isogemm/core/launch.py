@@ -45,6 +45,16 @@ class TensorMap:
     strides: tuple[int, ...]  # in elements; the last is 1
     block: tuple[int, ...]
     round_to_tf32: bool = False
+    layout: Any = None  # of a block in shared memory, for a kernel in Gluon
+
+    def descriptor(self, base: Any, strides: Sequence[int], **rounding: bool) -> Any:
+        """The matrix at `base` as Triton's launcher takes it."""
+        described = list(self.shape), list(strides), list(self.block)
+        if self.layout is None:
+            return TensorDescriptor(base, *described, **rounding)
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
+
+        return LaidOut(base, *described, self.layout)
 
 
 @dataclass(frozen=True)
@@ -100,7 +110,7 @@ class Launch:
             if isinstance(tensor, tuple):
                 tensor, second = sorted(tensor, key=torch.Tensor.data_ptr)
                 strides[0] = (second.data_ptr() - tensor.data_ptr()) // tensor.element_size()
-            described[place] = TensorDescriptor(tensor, list(seen.shape), strides, list(seen.block))
+            described[place] = seen.descriptor(tensor, strides)
         return described
 
 
@@ -254,7 +264,7 @@ def _unencoded(
     """Return a descriptor as Triton's outer launcher takes it, which encodes it at every launch."""
     base = SimpleNamespace(data_ptr=lambda: address, dtype=_OF_SIZE[meta["elem_size"]])
     rounding = {"round_f32_to_tf32": True} if seen.round_to_tf32 else {}  # since Triton 3.7
-    return (TensorDescriptor(base, list(seen.shape), strides, list(seen.block), **rounding),)
+    return (seen.descriptor(base, strides, **rounding),)
 
 
 def _enter_context(device: int) -> None:

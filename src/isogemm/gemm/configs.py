@@ -42,11 +42,14 @@ _REGISTERS_BESIDE = 96  # likewise, where a tile has a rest
 _LEAST_REWRITTEN = 4  # sums of a thread, of which no other thread has a copy: a warp has 16 x 8 of a tile at least
 _MOST_WARPS = 16
 _MOST_GATHERED = 32  # chunks, as many as a warp has threads
+_ROLE_WARPS = 8  # of a kernel with roles that multiply: two warpgroups; each has half of a tile's rows
+_MOST_SUMS = 192  # of a thread there
 
 Accumulation = Literal["one", "registers", "in place", "scratch", "partials", "gathered"]
 # Who adds the sums of parallel chunks: a second kernel; each program, after the chunk before; the last chunk's program.
 ParallelChunks = Literal["", "partials", "queued", "gathered"]
 
+Kernel = Literal["pointer", "tma", "stream", "roles"]
 Operand = Literal["a", "b"]
 OPERANDS: tuple[Operand, ...] = ("a", "b")
 
@@ -161,7 +164,8 @@ class Config:
     block_k: int
     num_warps: int
     num_stages: int
-    kernel: Literal["pointer", "tma", "stream"] = "pointer"  # how operands are read; stream: TMA, across tiles
+    # How operands are read. stream: TMA, across tiles. roles: likewise, by a warp of their own.
+    kernel: Kernel = "pointer"
     swapped: bool = False  # computed as C^T = B^T A^T; block_m and block_n are of C^T
     group: int = 8  # rows of tiles that run one after another, for the cache
     persistent: bool = False  # a few programs per SM, several tiles each; stream is always
@@ -334,11 +338,15 @@ def illegal(problem: Problem, config: Config) -> str:
         return "block_k divides the chunk"
     if config.kernel == "tma" and not (reads_a_by_tma(problem, config) or reads_b_by_tma(problem, config)):
         return "no operand can be read by TMA"
-    if config.kernel == "stream" and not (reads_a_by_tma(problem, config) and reads_b_by_tma(problem, config)):
+    by_tma = reads_a_by_tma(problem, config) and reads_b_by_tma(problem, config)
+    if config.kernel in ("stream", "roles") and not by_tma:
         return "an operand cannot be read by TMA"
-    if config.rest_n and (config.kernel != "tma" or not power_of_two(config.rest_n) or config.rest_n > config.block_n):
+    if config.kernel == "roles" and (reason := _illegal_roles(problem, config)):
+        return reason
+    with_rest = config.kernel in ("tma", "roles") and power_of_two(config.rest_n) and config.rest_n <= config.block_n
+    if config.rest_n and not with_rest:
         return "rest_n is a power of two up to block_n, and read by TMA"
-    if config.rest_n and not (reads_a_by_tma(problem, config) and reads_b_by_tma(problem, config)):
+    if config.rest_n and not by_tma:
         return "a tile with a rest has operands that TMA reads"
     if problem.weights > 1 and (config.rest_n or (config.block_m if config.swapped else config.block_n) < 32):
         return "two weights share a tile of at least 32 of their columns, without a rest"
@@ -359,6 +367,23 @@ def illegal(problem: Problem, config: Config) -> str:
     return ""
 
 
+def _illegal_roles(problem: Problem, config: Config) -> str:
+    """The rule that a kernel with roles breaks."""
+    if sm(problem.arch) != 90 or problem.number != "half":
+        return "roles are for 16-bit operands on sm_90"
+    if config.num_warps != _ROLE_WARPS or config.block_m not in (128, 256) or config.block_n > 256 or config.block_k > 64:
+        return f"roles have {_ROLE_WARPS} warps that multiply, and tiles of 128 or 256 rows, up to 256 columns and 64 of k"
+    if config.residents > 1 or config.balanced or config.parallel_chunks not in ("", "gathered"):
+        return "roles have an SM to themselves; chunks are gathered or follow one another"
+    if problem.epilogue.sums or (problem.weights > 1 and config.swapped):
+        return "with roles no rows are summed, and two weights are not swapped"
+    if _sums(config) > _MOST_SUMS or 0 < config.rest_n < 16:
+        return f"with roles a thread has at most {_MOST_SUMS} sums, and a rest at least 16 columns"
+    if accumulation(problem, config) in ("scratch", "partials"):
+        return "with roles finished chunks wait in registers, or in the output"
+    return ""
+
+
 def _illegal_order(problem: Problem, config: Config) -> str:
     """The rule that the order of tiles and chunks breaks: which run at a time, and which wait for which."""
     if (config.kernel == "stream") > config.persistent or config.pdl * config.persistent:
@@ -369,8 +394,9 @@ def _illegal_order(problem: Problem, config: Config) -> str:
         return "programs that wait for other chunks are not persistent"
     if config.parallel_chunks == "gathered" and problem.chunks > _MOST_GATHERED:
         return f"at most {_MOST_GATHERED} chunks are gathered"
-    if config.parallel_chunks == "gathered" and (config.rest_n or _sums(config) > _gathered(problem)):
-        return f"chunks are gathered in tiles without a rest, here of at most {_gathered(problem)} sums per thread"
+    with_rest = config.rest_n > 0 and config.kernel != "roles"
+    if config.parallel_chunks == "gathered" and (with_rest or _sums(config) > _gathered(problem, config)):
+        return f"chunks are gathered in tiles without a rest, here of at most {_gathered(problem, config)} sums per thread"
     if config.waits and not sm(problem.arch):
         return "programs wait for each other on NVIDIA GPUs alone"
     if accumulation(problem, config) == "scratch" and not (config.persistent or config.parallel_chunks):
@@ -388,8 +414,10 @@ def _sums(config: Config, narrow: bool = False) -> int:
     return config.block_m * columns // (32 * config.num_warps)
 
 
-def _gathered(problem: Problem) -> int:
+def _gathered(problem: Problem, config: Config) -> int:
     """The most sums of a thread that adds other programs' chunks: if there is one other, it needs no more registers."""
+    if config.kernel == "roles":
+        return 0 if problem.accumulate else _REGISTERS_BESIDE
     return _REGISTERS if problem.chunks > 2 or problem.accumulate else 2 * _REGISTERS
 
 
@@ -399,7 +427,8 @@ def accumulation(problem: Problem, config: Config) -> Accumulation:
         return "one"
     if config.parallel_chunks in ("partials", "gathered"):
         return config.parallel_chunks
-    room = _REGISTERS_BESIDE if config.rest_n and config.num_warps == 8 else _REGISTERS
+    beside = config.kernel == "roles" or (config.rest_n and config.num_warps == 8)
+    room = _REGISTERS_BESIDE if beside else _REGISTERS
     fits = _sums(config) <= room and config.num_warps <= 8  # of more warps a thread has too few registers
     if fits and not (problem.accumulate or config.parallel_chunks):
         return "registers"
@@ -459,7 +488,8 @@ def chunk_bytes(problem: Problem, config: Config) -> int:
     if config.parallel_chunks == "gathered":
         slots *= problem.chunks - 1
     kept = 4 * config.block_m * config.columns if kind in ("scratch", "gathered") or config.balanced else 0
-    return slots * (kept + _FLAG * config.waits)
+    flags = 2 if config.kernel == "roles" else 1  # one of each warpgroup
+    return slots * (kept + flags * _FLAG * config.waits)
 
 
 def programs(problem: Problem, config: Config) -> int:
@@ -557,7 +587,7 @@ def fitted(problem: Problem, config: Config) -> Config:
     pieces = problem.tma and problem.batch == 1 and not problem.k_inner and sm(problem.arch) >= 90
     block_k, warps = min(config.block_k, 128 // ITEMSIZE[problem.dtype]), 2 if _needs_transposing(problem) else 4
     if config.kernel != "pointer" and not all(by_tma):
-        kernel: Literal["tma", "pointer"] = "tma" if any(by_tma) else "pointer"
+        kernel: Kernel = "tma" if any(by_tma) else "pointer"
         config = replace(config, kernel=kernel, rest_n=0, residents=1)
         if pieces:
             config = replace(
@@ -587,6 +617,11 @@ def fitted(problem: Problem, config: Config) -> Config:
         config = Config(128, 128, config.block_k, 8, 4, "tma" if all(by_tma) else "pointer")  # chunks in registers
     if config.rest_n and accumulation(problem, config) in ("in place", "scratch"):  # too many sums wait for memory
         config = replace(config, rest_n=0)
+    if config.kernel == "roles":
+        if problem.epilogue.sums:
+            config = replace(config, kernel="stream", persistent=True, pdl=False, rest_n=0)
+        elif accumulation(problem, config) == "scratch":
+            config = replace(config, block_n=min(config.block_n, 128), block_m=128)
     config = replace(config, balanced=config.balanced and config.kernel == "stream" and problem.chunks <= 1)
     if accumulation(problem, config) == "scratch" and not config.parallel_chunks:
         config = replace(config, persistent=True, pdl=False)

@@ -100,6 +100,8 @@ def candidates(point: Point) -> list[Config]:
     """The legal configs that are worth a trial, whatever the tables have."""
     problem = point.problem
     made = _small(problem) if problem.m <= 16 else _medium(problem) if problem.m <= 128 else _large(problem)
+    if problem.m >= 128:
+        made = itertools.chain(made, _with_roles(problem))
     if problem.number in ("ieee", "tf32x3"):
         made = _fma(problem) if problem.number == "ieee" else _split(problem)
     elif problem.number == "tf32" and problem.layout != "nt":
@@ -210,6 +212,21 @@ def _large(problem: Problem) -> Iterator[Config]:
         (128, 128, 1, 4, 5),
     ):
         yield Config(block_m, block_n, block_k * depth, warps, stages, "tma", swapped=True, pdl=True)
+
+
+def _with_roles(problem: Problem) -> Iterator[Config]:
+    """Tiles of 128 rows and several widths: one wave of programs, or persistent ones."""
+    for block_n, rest, stages, parts in (
+        (64, 0, 8, 1), (64, 16, 7, 1), (64, 32, 6, 1), (128, 0, 5, 1), (128, 32, 5, 1), (128, 64, 4, 1), (256, 0, 4, 2),
+    ):  # fmt: skip
+        made = Config(128, block_n, 64, 8, stages, "roles", parts=parts, rest_n=rest)
+        if configs.fitted(problem, made).columns != made.columns:  # too wide, or no rest, for this problem
+            continue
+        tiles = configs.tile_count(problem, made)
+        if tiles <= 2 * problem.sm_count:
+            yield replace(made, pdl=True)
+        if tiles > problem.sm_count and made.columns >= 128:
+            yield replace(made, persistent=True)
 
 
 def _across(problem: Problem) -> Iterator[Config]:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from isogemm.core.kernels import round_to_tf32
 from isogemm.epilogues.device import philox
-from isogemm.gemm.kernels.products import multiple
+from isogemm.gemm.kernels.tiles import multiple
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)

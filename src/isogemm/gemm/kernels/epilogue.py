@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from isogemm.core.kernels import arange, zeros
 from isogemm.epilogues.operands import MATRICES, PLACES
 from isogemm.gemm import configs
 from isogemm.gemm.kernels.handover import keep, kept_sums
@@ -65,10 +66,10 @@ def _rounded(x, DTYPE: tl.constexpr, EAGER: tl.constexpr):
 def _packed(bits, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAPPED: tl.constexpr):
     """Pack eight columns of the result into a byte, the first in the lowest bit; in a swapped tile these are rows."""
     if SWAPPED:
-        shifted = bits.to(tl.int32) << (tl.arange(0, ROWS) & 7)[:, None]
+        shifted = bits.to(tl.int32) << (arange(0, ROWS) & 7)[:, None]
         return tl.sum(tl.reshape(shifted, (ROWS // 8, 8, COLUMNS)), axis=1).to(tl.uint8)
     else:
-        shifted = bits.to(tl.int32) << (tl.arange(0, COLUMNS) & 7)[None, :]
+        shifted = bits.to(tl.int32) << (arange(0, COLUMNS) & 7)[None, :]
         return tl.sum(tl.reshape(shifted, (ROWS, COLUMNS // 8, 8)), axis=2).to(tl.uint8)
 
 
@@ -76,14 +77,14 @@ def _packed(bits, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAPPED: tl.constex
 def is_kept(seed, m, n, row, col, dropped, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAPPED: tl.constexpr):
     """Where dropout keeps an element, as in `epilogues.random`, of a tile at (m, n) with indices row and col."""
     if SWAPPED or COLUMNS < 32:
-        zero = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
+        zero = zeros((ROWS, COLUMNS), dtype=tl.int32)
         w0, w1, w2, w3 = tl.philox(seed, (col >> 5 << 2) + (col >> 1 & 3) + zero, row + zero, zero, zero)
         which = (col >> 3 & 3) + zero
         word = tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
         bits = tl.where((col & 1) + zero == 1, word >> 16, word & 0xFFFF)
     else:  # one call for eight columns
-        zero = tl.zeros((ROWS, COLUMNS // 8), dtype=tl.int32)
-        group = n // 8 + tl.arange(0, COLUMNS // 8)[None, :]
+        zero = zeros((ROWS, COLUMNS // 8), dtype=tl.int32)
+        group = n // 8 + arange(0, COLUMNS // 8)[None, :]
         w0, w1, w2, w3 = tl.philox(seed, group + zero, row + zero, zero, zero)
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [ROWS, COLUMNS // 8, 2, 2]: word 2 i + j
         words = tl.reshape(words, (ROWS, COLUMNS // 32, 4, 4))
@@ -164,12 +165,12 @@ def unpacked(packed, m, n, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDE
     a load are then in 32 rows. Beyond the last row all bits are 1: a leaky_relu's slope for negative numbers may be
     infinite.
     """
-    row = (m + tl.arange(0, ROWS))[:, None]
-    byte = (n // 8 + tl.arange(0, COLUMNS // 8))[None, :]
+    row = (m + arange(0, ROWS))[:, None]
+    byte = (n // 8 + arange(0, COLUMNS // 8))[None, :]
     row_bytes = (N + 7) // 8
     live = (row < M) & (byte < row_bytes)
     bytes_ = tl.load(packed + (row.to(INDEX) * row_bytes + byte), mask=live, other=255).to(tl.int32)
-    return tl.reshape(bytes_[:, :, None] >> tl.arange(0, 8)[None, None, :], (ROWS, COLUMNS))
+    return tl.reshape(bytes_[:, :, None] >> arange(0, 8)[None, None, :], (ROWS, COLUMNS))
 
 
 @triton.jit
@@ -224,8 +225,8 @@ def _store_row_sums(
     BLOCKS: tl.constexpr = ROWS // _BIAS_ROWS
     wide = tl.reshape(value.to(tl.float32), (BLOCKS, _BIAS_ROWS, COLUMNS))
     blocks = sum_by_halves(wide, BLOCKS, _BIAS_ROWS, COLUMNS)
-    row = (m // _BIAS_ROWS + tl.arange(0, BLOCKS))[:, None]
-    col = (n + tl.arange(0, COLUMNS))[None, :]
+    row = (m // _BIAS_ROWS + arange(0, BLOCKS))[:, None]
+    col = (n + arange(0, COLUMNS))[None, :]
     live = (row * _BIAS_ROWS < M) & (col < N)
     tl.store(sums + (row.to(INDEX) * N + col), tl.reshape(blocks, (BLOCKS, COLUMNS)), mask=live)
 
@@ -234,9 +235,9 @@ def _store_row_sums(
 def _indices(m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAPPED: tl.constexpr):
     """The result's row and column numbers in a tile [ROWS, COLUMNS] at (m, n). A swapped tile's rows are columns."""
     if SWAPPED:
-        return (m + tl.arange(0, COLUMNS))[None, :], (n + tl.arange(0, ROWS))[:, None]
+        return (m + arange(0, COLUMNS))[None, :], (n + arange(0, ROWS))[:, None]
     else:
-        return (m + tl.arange(0, ROWS))[:, None], (n + tl.arange(0, COLUMNS))[None, :]
+        return (m + arange(0, ROWS))[:, None], (n + arange(0, COLUMNS))[None, :]
 
 
 @triton.jit
@@ -274,9 +275,9 @@ def _write(
         if E.saves == "mask":
             packed = _packed((_activated(value, SLOPE, E) == 1.0) & (col < N), ROWS, COLUMNS, SWAPPED)
             if SWAPPED:
-                byte = (n // 8 + tl.arange(0, ROWS // 8))[:, None]
+                byte = (n // 8 + arange(0, ROWS // 8))[:, None]
             else:
-                byte = (n // 8 + tl.arange(0, COLUMNS // 8))[None, :]
+                byte = (n // 8 + arange(0, COLUMNS // 8))[None, :]
             row_bytes = (N + 7) // 8
             tl.store(e[_SAVED] + (row.to(INDEX) * row_bytes + byte), packed, mask=(row < M) & (byte < row_bytes))
         elif E.saves == "pre":
@@ -303,9 +304,9 @@ def biases(e, at, N, SIZE: tl.constexpr, E: tl.constexpr):
 
     A bias of -0 becomes +0, so that a sum that underflowed to -0 does too, as it does with more padding.
     """
-    col = at + tl.arange(0, SIZE)
-    bias = tl.zeros((SIZE,), dtype=tl.float32)
-    bias_up = tl.zeros((SIZE,), dtype=tl.float32)
+    col = at + arange(0, SIZE)
+    bias = zeros((SIZE,), dtype=tl.float32)
+    bias_up = zeros((SIZE,), dtype=tl.float32)
     if E.bias_first and E.bias == "n":
         bias = tl.load(e[_BIAS] + col, mask=col < N, other=0.0).to(tl.float32) + 0.0
     if E.bias_first and E.bias_up:

@@ -10,14 +10,9 @@ from isogemm.core.launch import Launch
 from isogemm.gemm import configs
 from isogemm.gemm.configs import Config, Problem
 from isogemm.gemm.kernels.handover import has_sm
+from isogemm.gemm.kernels.tiles import multiple
 
 _ROWS, _KS = 64, 64  # of a program
-
-
-@triton.jit
-def multiple(value, UNIT: tl.constexpr):
-    """The same value, known to the compiler as a multiple of UNIT, for wide loads."""
-    return value // UNIT * UNIT
 
 
 @triton.jit

@@ -7,6 +7,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from isogemm.core.kernels import arange
+
 _LOADED_AHEAD = tl.constexpr(64 * 64)  # elements of a tile
 
 
@@ -24,8 +26,8 @@ setattr(has_sm, tl.core.TRITON_BUILTIN, True)  # so that kernels call it at comp
 def _kept_at(kept, BM: tl.constexpr, BN: tl.constexpr):
     """Addresses of a tile's sums in scratch memory: those that the threads of `wgmma` have in one register lie
     together, so that nothing goes through shared memory. Any layout of the sums is right."""
-    row = tl.arange(0, BM)[:, None]
-    col = tl.arange(0, BN)[None, :]
+    row = arange(0, BM)[:, None]
+    col = arange(0, BN)[None, :]
     register = (col >> 3 << 2) + ((row >> 3 & 1) << 1) + (col & 1)
     lane = ((row & 7) << 2) + (col >> 1 & 3)
     return kept + (register * (BM * 2) + (row >> 4 << 5) + lane)
@@ -176,8 +178,8 @@ def gather(
     else:
         if ACCUMULATE:
             if chunk == 0:
-                row = (m + tl.arange(0, BM))[:, None]
-                col = (n + tl.arange(0, BN))[None, :]
+                row = (m + arange(0, BM))[:, None]
+                col = (n + arange(0, BN))[None, :]
                 at = c + (row.to(INDEX) * stride_cm + col.to(INDEX) * stride_cn)
                 acc += tl.load(at, mask=(row < M) & (col < N), other=0.0)
         keep(acc, kept, BM, BN)

@@ -21,7 +21,7 @@ from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import Config, Problem
 from isogemm.gemm.kernels.epilogue import biases, finish
-from isogemm.gemm.kernels.halves import multiple, round_by_instruction, split_tf32
+from isogemm.gemm.kernels.halves import round_by_instruction, split_tf32
 from isogemm.gemm.kernels.handover import (
     await_flag,
     await_turn,
@@ -32,17 +32,10 @@ from isogemm.gemm.kernels.handover import (
     set_flag,
     shared_slots,
 )  # fmt: skip
+from isogemm.gemm.kernels.roles import GROUPS, laid_out, roles_kernel
+from isogemm.gemm.kernels.tiles import multiple, multiples, place
 
 _ADDED_AT_ONCE = 1024
-
-
-@triton.jit
-def multiples(row, col, ROW_UNIT: tl.constexpr, COL_UNIT: tl.constexpr, TMA: tl.constexpr):
-    """The strides of a matrix as `multiple`; TMA has its own."""
-    if TMA:
-        return 0, 0
-    else:
-        return multiple(row, ROW_UNIT), multiple(col, COL_UNIT)
 
 
 @triton.jit
@@ -136,15 +129,6 @@ def load_tile(
             return tl.load(source + (row_offset[:, None] + k_offset[None, :]), mask=live, other=0.0)
 
 
-@triton.jit
-def _place(at, m_tiles, n_tiles, GROUP: tl.constexpr):
-    """Row and column of the at-th tile: GROUP rows of tiles at a time, so that operands stay in the cache."""
-    group = at // (GROUP * n_tiles)
-    height = min(m_tiles - group * GROUP, GROUP)
-    within = at % (GROUP * n_tiles)
-    return group * GROUP + within % height, within // height
-
-
 @triton.jit(do_not_specialize=["M", "N", "K", "batch", "batch_inner", "k_inner", "stamp", "dropped"])
 def _gemm_kernel(
     a, b, b_rest, c, scratch,
@@ -206,7 +190,7 @@ def _gemm_kernel(
     program = tl.program_id(0)
     for tile in tl.range(program, tiles if PERSISTENT else program + 1, tl.num_programs(0)):
         layer = tile // places  # of the batch, or of the chunks
-        row, column = _place(tile % places, m_tiles, n_tiles, GROUP)
+        row, column = place(tile % places, m_tiles, n_tiles, GROUP)
         m = row * TILE_M
         n = column * TILE_N
         loaded = biases(e, m if SWAPPED else n, M if SWAPPED else N, TILE_M if SWAPPED else BIASED, E)
@@ -383,7 +367,7 @@ def _stream_kernel(
             else:
                 tile += programs
             layer = tile // (m_tiles * n_tiles)
-            row, column = _place(tile % (m_tiles * n_tiles), m_tiles, n_tiles, GROUP)
+            row, column = place(tile % (m_tiles * n_tiles), m_tiles, n_tiles, GROUP)
             m = row * TILE_M
             n = column * TILE_N
             if ACCUMULATION == "partials":
@@ -498,14 +482,16 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
         "E": epilogue, "ACT": act, "SLOPE": slope, "A_SPLIT": a_split, "B_SPLIT": b_split,
     }  # fmt: skip
     blocks: dict[str, object] = {"BM": config.block_m, "BN": config.block_n}
-    a_block, b_block = (config.block_m, config.block_k), (config.block_n, config.block_k)
+    roles = config.kernel == "roles"
+    rows = config.block_m // GROUPS if roles else config.block_m  # of an operand's tile, and of the result's
+    a_block, b_block = (rows, config.block_k), (config.block_n, config.block_k)
     rounded = seen.precision == "tf32"
     a_map = _operand_map((seen.m, am), (seen.k, ak), a_block, rounded) if a_tma else None
     b_map = _operand_map((seen.n, bn), (seen.k, bk), b_block, rounded) if b_tma else None
     a_map, b_map = _halved(a_map) if a_split else a_map, _halved(b_map) if b_split else b_map
     if epilogue.paired:
         a_map, b_map = (_paired(a_map), b_map) if config.swapped else (a_map, _paired(b_map))
-    c_map = TensorMap((seen.m, seen.n), (cm, cn), (config.block_m, configs.width(problem, config))) if c_tma else None
+    c_map = TensorMap((seen.m, seen.n), (cm, cn), (rows, configs.width(problem, config))) if c_tma else None
     c_scalars = (None, None) if c_tma else (cm, cn)
     programs, options = configs.programs(problem, config), _options(config)
     host, dropout = epilogue.alpha == "host", epilogue.dropout
@@ -521,6 +507,14 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
         return Launch(_stream_kernel, programs, scalars, blocks | constants, options, maps, numbers)
     rest = _operand_map((seen.n, bn), (seen.k, bk), (config.rest_n, config.block_k), rounded) if config.rest_n else None
     rest = _halved(rest) if b_split else rest
+    if roles:
+        scalars = (seen.m, seen.n, seen.k, *c_scalars, *_read_scalars(problem), STAMP if config.waits else None)
+        for name in ("PRECISION", "A_SPLIT", "B_SPLIT"):
+            del constants[name]
+        constants |= {"BN_REST": config.rest_n, "STAGES": config.num_stages, "PDL": config.pdl}
+        options |= {"num_warps": config.num_warps // GROUPS, "num_stages": 1}  # of the warps that launch the others
+        maps = (*(laid_out(each, seen.dtype) for each in (a_map, b_map, rest)), laid_out(c_map, seen.out_dtype))
+        return Launch(roles_kernel, programs, scalars, blocks | constants, options, maps, numbers)
     batched, levels = seen.batch > 1, 2 if seen.k_inner else 1
     constants = {"GROUP": constants.pop("GROUP"), "A_TMA": a_tma, "B_TMA": b_tma} | constants
     constants |= {

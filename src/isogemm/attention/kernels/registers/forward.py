@@ -7,7 +7,7 @@ import triton.language as tl
 
 from isogemm.attention.kernels.registers import ops
 from isogemm.core.kernels import start_launch
-from isogemm.gemm.kernels.products import multiple
+from isogemm.gemm.kernels.tiles import multiple
 
 
 @triton.jit

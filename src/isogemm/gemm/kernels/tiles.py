@@ -1,0 +1,30 @@
+"""Where tiles are, and what a compiler may know of sizes and strides."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def multiple(value, UNIT: tl.constexpr):
+    """The same value, known to the compiler as a multiple of UNIT, for wide loads."""
+    return value // UNIT * UNIT
+
+
+@triton.jit
+def multiples(row, col, ROW_UNIT: tl.constexpr, COL_UNIT: tl.constexpr, TMA: tl.constexpr):
+    """The strides of a matrix as `multiple`; TMA has its own."""
+    if TMA:
+        return 0, 0
+    else:
+        return multiple(row, ROW_UNIT), multiple(col, COL_UNIT)
+
+
+@triton.jit
+def place(at, m_tiles, n_tiles, GROUP: tl.constexpr):
+    """Row and column of the at-th tile: GROUP rows of tiles at a time, so that operands stay in the cache."""
+    group = at // (GROUP * n_tiles)
+    height = min(m_tiles - group * GROUP, GROUP)
+    within = at % (GROUP * n_tiles)
+    return group * GROUP + within % height, within // height
