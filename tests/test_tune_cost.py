@@ -118,7 +118,7 @@ def _geomean(ratios):
 
 def test_the_fit_finds_coefficients_that_made_the_times():
     """Times made by known coefficients, of sizes at which each term counts for some."""
-    true = (2.0, 0.4, 1.5, 0.3, 0.8, 0.3, 0.02, 1.2, 0.9, 1.1, 0.5)
+    true = (2.0, 0.4, 1.5, 0.3, 0.8, 0.3, 0.3, 0.02, 1.2, 0.9, 1.1, 0.5)
     config = Config(64, 64, 64, 4, 3)
     problems = [
         gemm.Point(kind, "half", tokens, n, k).problem
@@ -149,7 +149,7 @@ def test_the_fastest_is_one_that_serves_as_it_was_measured():
     """What cannot be read by TMA here was not measured like this: others come first, however slow."""
     point = gemm.Point("linear", "half", 64, 4096, 4096)
     by_tma, by_pointer = Config(128, 128, 64, 8, 3, "tma"), Config(64, 64, 64, 4, 3)
-    slow, quick = (10.0, *(0.0,) * 10), (1.0, *(0.0,) * 10)
+    slow, quick = (10.0, *(0.0,) * 11), (1.0, *(0.0,) * 11)
     menu = [selection.Measured(by_tma, 0, 0, False, quick), selection.Measured(by_pointer, 0, 0, False, slow)]
     assert selection.fastest(point.problem, menu) == by_tma
     misaligned = replace(point.problem, a_aligned=False, b_aligned=False)

@@ -22,7 +22,7 @@ Weight = tuple[int, int]
 Choose = Callable[["Sample"], Config | None]
 Rule = Callable[[Collection["Sample"]], Choose]
 
-_START = np.log([2, 0.3, 0.3, 0.3, 0.3, 0.3, 0.25, 1, 1, 1, 0.7])  # about what an H200 has
+_START = np.log([2, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.25, 1, 1, 1, 0.7])  # about what an H200 has
 _SHARED = 0.04  # how strongly a configuration's coefficients are drawn to those of all: they have few points each
 _LEAST_GAIN = 0.02  # what a configuration adds to the menu, in points whose speed goes from nothing to the best
 _UNBOUNDED = 2048  # rows: who was measured at so many serves any number

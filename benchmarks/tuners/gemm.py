@@ -69,17 +69,25 @@ NEAR = 1.015  # configurations this close to the best share a point: fewer kerne
 
 
 def samples(rows: list[dict[str, Any]], arch: str) -> list[cost.Sample]:
-    """Mean times of what was recorded, for the model's fit."""
+    """Times of what was recorded, for the model's fit: a config's mean share of torch's time, of torch's mean time."""
+    found = []
+    for point, ratios in measured(rows, arch).items():
+        times = {each: ratios["torch"] * ratios[str(each)] for each in candidates(point) if str(each) in ratios}
+        if times:
+            found.append(cost.Sample(point.problem, (point.n, point.k), times))
+    return found
+
+
+def measured(rows: list[dict[str, Any]], arch: str) -> dict[Point, dict[str, float]]:
+    """Mean times of configs over torch's in the same run, since the chip's clock differs from run to run; and torch's
+    mean time, in microseconds."""
     found: dict[Point, dict[str, list[float]]] = {}
     for row in rows:
         point = _point(row, arch)
         for name, us in row["us"].items() if _as_now(row, point) else ():
-            found.setdefault(point, {}).setdefault(name, []).append(us)
-    return [
-        cost.Sample(point.problem, (point.n, point.k), times)
-        for point, us in found.items()
-        if (times := {each: statistics.mean(us[str(each)]) for each in candidates(point) if str(each) in us})
-    ]
+            ratio = us if name == "torch" else us / row["us"]["torch"]
+            found.setdefault(point, {}).setdefault(name, []).append(ratio)
+    return {point: {name: statistics.mean(each) for name, each in us.items()} for point, us in found.items()}
 
 
 def model(rows: list[dict[str, Any]], arch: str) -> dict[tuple[str, str], tuple[Any, ...]]:
@@ -104,17 +112,10 @@ def _as_now(row: dict[str, Any], point: Point) -> bool:
 
 def tables(rows: list[dict[str, Any]], arch: str) -> dict[str, Table]:
     """By arithmetic, kind of problem, weight and tokens: a configuration near the best, of as few as will do."""
-    measured: dict[Point, dict[str, list[float]]] = {}
-    for row in rows:
-        point = _point(row, arch)
-        if not _as_now(row, point):
-            continue
-        known = set(map(str, candidates(point)))  # of an older file, only what still is one counts
-        for name in known & row["us"].keys():
-            measured.setdefault(point, {}).setdefault(name, []).append(row["us"][name] / row["us"]["torch"])
     near: dict[Point, set[str]] = {}
-    for point, ratios in measured.items():
-        means = {name: statistics.mean(values) for name, values in ratios.items()}
+    for point, ratios in measured(rows, arch).items():
+        known = set(map(str, candidates(point)))  # of an older file, only what still is one counts
+        means = {name: ratios[name] for name in known & ratios.keys()}
         near[point] = {name for name, mean in means.items() if mean <= NEAR * min(means.values())}
     chosen: dict[Point, str] = {}
     for followed in (False, True):  # what is measured of epilogues does not change the plain tables

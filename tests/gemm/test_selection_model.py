@@ -67,17 +67,18 @@ def test_more_work_takes_no_less_time(kind):
 def test_terms_count_what_a_launch_does():
     """By hand: 5 x 4 tiles of 128 x 256 on 132 multiprocessors, all at once; then 40 x 16, five times as many."""
     few = make_problem(640, 1024, 4096)
-    fixed, turns, results, flushes, activated, gradients, *overlapping = selection.terms(few, STREAM)
+    fixed, turns, results, flushes, activated, gradients, ragged, *overlapping = selection.terms(few, STREAM)
     latency, arithmetic, cache, memory, ingest = overlapping
-    assert (fixed, turns, flushes, activated, gradients) == (1, 1, 0, 0, 0)
+    assert (fixed, turns, flushes, activated, gradients, ragged) == (1, 1, 0, 0, 0, 0)
     assert results == 128 * 256 / 4e4
     assert latency == 4096 / 64
     assert arithmetic == 4096 * 128 * 256 / 3e6
     assert cache == pytest.approx(20 * (128 + 256) * 4096 * 2 / 5e6)
     assert memory == pytest.approx((640 * 4096 + 1024 * 4096 + 640 * 1024) * 2 / 4e6)
     assert ingest == pytest.approx((128 + 256) * 4096 * 2 / 1e5)
+    assert selection.terms(make_problem(640, 1023, 4096), STREAM)[6] == results  # 2046 bytes a row
     many = selection.terms(make_problem(5120, 4096, 4096), STREAM)
-    assert (many[1], many[6], many[7]) == (5, 5 * latency, 5 * arithmetic)
+    assert (many[1], many[7], many[8]) == (5, 5 * latency, 5 * arithmetic)
 
 
 def test_terms_of_epilogues_and_chunks():
@@ -91,12 +92,12 @@ def test_terms_of_epilogues_and_chunks():
     assert selection.terms(gated, STREAM)[5] == 2 * plain[2]
     pair = replace(problem, epilogue=Epilogue(activation="swiglu"))
     second = 1024 * 4096 * 2 / 4e6  # bytes of the other weight
-    assert selection.terms(pair, STREAM)[9] == pytest.approx(plain[9] + second)
+    assert selection.terms(pair, STREAM)[10] == pytest.approx(plain[10] + second)
     chunked = weight_grad(8192, 640, 1024)
     small = Config(64, 64, 64, 4, 3)
     assert selection.terms(chunked, small)[3] == chunked.chunks * selection.terms(chunked, small)[2]
     parallel = selection.terms(chunked, replace(small, parallel_chunks="partials"))
-    assert parallel[6] == -(-160 * chunked.chunks // (132 * selection.residents(chunked, small))) * chunked.chunk / 64
+    assert parallel[7] == -(-160 * chunked.chunks // (132 * selection.residents(chunked, small))) * chunked.chunk / 64
 
 
 def test_residents_fit_a_multiprocessor():

@@ -44,6 +44,7 @@ _MOST_WARPS = 16
 _MOST_GATHERED = 32  # chunks, as many as a warp has threads
 _ROLE_WARPS = 8  # of a kernel with roles that multiply: two warpgroups; each has half of a tile's rows
 _MOST_SUMS = 192  # of a thread there
+_BARRIERS = 512  # bytes of shared memory there, for barriers and what warps are told
 
 Accumulation = Literal["one", "registers", "in place", "scratch", "partials", "gathered"]
 # Who adds the sums of parallel chunks: a second kernel; each program, after the chunk before; the last chunk's program.
@@ -371,8 +372,10 @@ def _illegal_roles(problem: Problem, config: Config) -> str:
     """The rule that a kernel with roles breaks."""
     if sm(problem.arch) != 90 or problem.number != "half":
         return "roles are for 16-bit operands on sm_90"
-    if config.num_warps != _ROLE_WARPS or config.block_m not in (128, 256) or config.block_n > 256 or config.block_k > 64:
-        return f"roles have {_ROLE_WARPS} warps that multiply, and tiles of 128 or 256 rows, up to 256 columns and 64 of k"
+    if config.num_warps != _ROLE_WARPS or config.block_m not in (128, 256):
+        return f"roles have {_ROLE_WARPS} warps that multiply, and tiles of 128 or 256 rows"
+    if config.block_n > 256 or config.block_k > 64:
+        return "roles have tiles of up to 256 columns and 64 of k"
     if config.residents > 1 or config.balanced or config.parallel_chunks not in ("", "gathered"):
         return "roles have an SM to themselves; chunks are gathered or follow one another"
     if problem.epilogue.sums or (problem.weights > 1 and config.swapped):
@@ -394,9 +397,9 @@ def _illegal_order(problem: Problem, config: Config) -> str:
         return "programs that wait for other chunks are not persistent"
     if config.parallel_chunks == "gathered" and problem.chunks > _MOST_GATHERED:
         return f"at most {_MOST_GATHERED} chunks are gathered"
-    with_rest = config.rest_n > 0 and config.kernel != "roles"
-    if config.parallel_chunks == "gathered" and (with_rest or _sums(config) > _gathered(problem, config)):
-        return f"chunks are gathered in tiles without a rest, here of at most {_gathered(problem, config)} sums per thread"
+    most, with_rest = _gathered(problem, config), config.rest_n > 0 and config.kernel != "roles"
+    if config.parallel_chunks == "gathered" and (with_rest or _sums(config) > most):
+        return f"chunks are gathered in tiles without a rest, here of at most {most} sums per thread"
     if config.waits and not sm(problem.arch):
         return "programs wait for each other on NVIDIA GPUs alone"
     if accumulation(problem, config) == "scratch" and not (config.persistent or config.parallel_chunks):
@@ -515,6 +518,14 @@ def tile(problem: Problem, config: Config) -> tuple[int, int]:
     return rows, columns // problem.weights
 
 
+def tiles_move(problem: Problem, config: Config) -> bool:
+    """Whether a ragged matrix's last tiles are moved inside: then some results are computed and stored twice, so
+    nothing that is stored may be read, and no rows or columns be taken together."""
+    e = problem.epilogue
+    reads = problem.accumulate or accumulation(problem, config) == "in place" or e.beta or e.residual
+    return not (reads or e.dropout or e.sums or "mask" in (e.saves, e.gradient))
+
+
 def width(problem: Problem, config: Config) -> int:
     """Columns of a tile that are stored at once: not all of them if sums are read back from memory."""
     waited = config.parts == 1 and accumulation(problem, config) == "in place"
@@ -562,6 +573,8 @@ def shared_memory(problem: Problem, config: Config) -> int:
     out = part * ITEMSIZE[problem.out_dtype] if writes_c_by_tma(problem, config) else 0
     if config.kernel == "stream" and not out:
         out += 4 * part  # sums on their way to memory, while the next operands are loaded
+    if config.kernel == "roles":
+        out += _BARRIERS
     e = problem.epilogue
     if config.kernel == "stream" and (e.residual or e.beta or e.aux or e.saves == "pre" or e.gradient):
         odd = not problem.read_aligned or any((stride or 0) % 16 for stride in problem.read_strides[: len(MATRICES)])
@@ -622,6 +635,9 @@ def fitted(problem: Problem, config: Config) -> Config:
             config = replace(config, kernel="stream", persistent=True, pdl=False, rest_n=0)
         elif accumulation(problem, config) == "scratch":
             config = replace(config, block_n=min(config.block_n, 128), block_m=128)
+    if config.kernel == "roles":  # one wave of programs, or persistent ones
+        persistent = not config.parallel_chunks and tile_count(problem, config) > problem.sm_count
+        config = replace(config, persistent=persistent, pdl=not persistent)
     config = replace(config, balanced=config.balanced and config.kernel == "stream" and problem.chunks <= 1)
     if accumulation(problem, config) == "scratch" and not config.parallel_chunks:
         config = replace(config, persistent=True, pdl=False)

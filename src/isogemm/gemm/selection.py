@@ -4,10 +4,10 @@ In this order: what `isogemm tune` measured on this GPU, what was measured for t
 configuration's time, what `isogemm tune` measured for other numbers of tokens, rules. The choice cannot change a bit of
 the result.
 
-The model has eleven coefficients for each configuration:
+The model has twelve coefficients for each configuration:
 
-    us = c0 + c1 turns + c2 results + c3 flushes + c4 activated + c5 gradients
-         + hypot(c6 latency, c7 arithmetic, c8 cache, c9 memory, c10 ingest)
+    us = c0 + c1 turns + c2 results + c3 flushes + c4 activated + c5 gradients + c6 ragged
+         + hypot(c7 latency, c8 arithmetic, c9 cache, c10 memory, c11 ingest)
 
 Terms that overlap are a root of squares, the others are added. `terms` computes the quantities from the sizes,
 `benchmarks/tune.py gemm` fits the coefficients to measured times, and the tables keep them by architecture.
@@ -38,8 +38,8 @@ _FEWER = 8  # where nothing else is known, a tuned step serves from more than th
 _MANY = 2048  # tokens from which on, likewise, the largest step serves any larger number
 _NEAR = 1.003  # of configurations this close, the first of the menu serves: fewer kernels to compile
 
-_UNBOUNDED = 2048  # tokens: what was measured with so many serves any larger number
-ADDED = 6  # terms of the model that are added; the others overlap
+_ONE_TILE = 64  # tokens: up to so many the weight's bytes count, and not how tiles divide them
+ADDED = 7  # terms of the model that are added; the others overlap
 _REGISTERS = 65536  # of a multiprocessor
 _SHARED_MEMORY = 228 << 10  # bytes, likewise
 _RESERVED = 1024  # bytes of shared memory that each program takes besides its own
@@ -74,15 +74,10 @@ def choose(problem: Problem) -> Choice:
 
 def _wanted(problem: Problem) -> Iterator[Choice]:
     tokens, measured = _tokens(problem), _tuned(problem)
-    for most, config in measured:
-        if most // 2 < tokens <= most:
-            yield Choice(config, "tuned")
-    if steps := _table(problem):
-        last = steps[-1][0]
-        most = next((size for size, _ in steps if size >= tokens), last)
-        # A step serves from more than half of its tokens on; the last one up to twice as many, or any if it is large.
-        if most // 2 < tokens and (tokens <= 2 * last or last >= _UNBOUNDED):
-            yield Choice(tables.at(steps, min(tokens, last)), "table")
+    for source, steps in (("tuned", measured), ("table", _table(problem))):
+        for most, config in steps:
+            if _fewer(most) < tokens <= most:
+                yield Choice(config, source)
     modelled = _modelled(_with_tokens(problem, _GRID[min(bisect.bisect_left(_GRID, tokens), len(_GRID) - 1)]))
     if modelled:
         yield Choice(modelled, "model")
@@ -91,6 +86,11 @@ def _wanted(problem: Problem) -> Iterator[Choice]:
             yield Choice(config, "tuned")
     yield Choice(default(problem), "default")
     yield Choice(canonical(problem), "default")
+
+
+def _fewer(most: int) -> int:
+    """More tokens than this, up to `most`, are served by what was measured for so many: others make other tiles."""
+    return most // 2 if most <= _ONE_TILE else most * 7 // 8
 
 
 @functools.lru_cache(4096)
@@ -112,8 +112,9 @@ def within(factor: float, problem: Problem, measured: Iterable[Measured]) -> lis
             continue
         usable_here = fitted(problem, each.config)
         if not illegal(problem, usable_here):
-            # Other operand layouts, or more sums, than it was measured for.
-            changed = usable_here.kernel != each.config.kernel or (problem.chunks > 1 and not each.chunked)
+            # Other operand layouts, another grid, or more sums, than it was measured for.
+            changed = (usable_here.kernel, usable_here.persistent) != (each.config.kernel, each.config.persistent)
+            changed = changed or (problem.chunks > 1 and not each.chunked)
             us = microseconds(problem, usable_here, each.coefficients)
             predicted.append((changed, us, each.config))
     among, least, _ = min(predicted, key=lambda each: each[:2], default=(False, 0.0, None))
@@ -158,6 +159,7 @@ def terms(problem: Problem, config: Config) -> tuple[float, ...]:
         results * flushed + moved,
         results if e.activation and not e.gradient else 0.0,
         results * (1 + e.gated) if e.gradient else 0.0,
+        results if problem.c_strides[0] * out_item % 16 else 0.0,  # ragged rows of C: no wide stores, and no TMA
         turns * k / config.block_k,  # latency: blocks of k that a program waits for
         busiest * k * area / 3e6,  # arithmetic
         tiles * tile_read / 5e6,  # cache: operands of all tiles
@@ -183,11 +185,11 @@ def token_edges(problem: Problem, most: int) -> list[int]:
     Tokens are the rows of A; in a weight gradient, its k.
     """
     in_table = [size for size, _ in _table(problem)]
-    edges = {*_GRID, *in_table, *(size // 2 for size in in_table), *(2 * size for size in in_table[-1:])}
+    edges = {*_GRID, *in_table, *map(_fewer, in_table)}
     weight = {*_weight(problem)}
     for (_, _, *sizes), steps in tuned.load("gemm", problem.gpu).items():
         if not weight.isdisjoint(sizes):  # this weight, or another one of its layer: they are warmed up together
-            edges.update(size for tokens, _ in steps for size in (tokens // _FEWER, tokens // 2, tokens))
+            edges.update(size for tokens, _ in steps for size in (tokens // _FEWER, _fewer(tokens), tokens))
     edges = {size for size in edges if size < most} | {most}
     if problem.layout == "tn":  # one chunk or several, and a last block that is full or not
         edges.update(size for chunks in (1, 2) for size in (problem.chunk * chunks, problem.chunk * chunks + 1))
@@ -234,10 +236,7 @@ def _with_tokens(problem: Problem, tokens: int) -> Problem:
 
 
 def _tuned(problem: Problem) -> Steps:
-    """What the user measured for this weight: a step serves from more than half of its number of tokens on.
-
-    Without a table or a model it serves more: `_FEWER`, `_MANY`.
-    """
+    """What the user measured for this weight. Without a table or a model a step serves more: `_FEWER`, `_MANY`."""
     if problem.batch > 1:
         return ()
     steps = tuned.load("gemm", problem.gpu).get((problem.number, problem.kind, *_weight(problem)), ())

@@ -215,18 +215,15 @@ def _large(problem: Problem) -> Iterator[Config]:
 
 
 def _with_roles(problem: Problem) -> Iterator[Config]:
-    """Tiles of 128 rows and several widths: one wave of programs, or persistent ones."""
+    """Tiles of 128 rows and several widths."""
     for block_n, rest, stages, parts in (
         (64, 0, 8, 1), (64, 16, 7, 1), (64, 32, 6, 1), (128, 0, 5, 1), (128, 32, 5, 1), (128, 64, 4, 1), (256, 0, 4, 2),
     ):  # fmt: skip
         made = Config(128, block_n, 64, 8, stages, "roles", parts=parts, rest_n=rest)
         if configs.fitted(problem, made).columns != made.columns:  # too wide, or no rest, for this problem
             continue
-        tiles = configs.tile_count(problem, made)
-        if tiles <= 2 * problem.sm_count:
-            yield replace(made, pdl=True)
-        if tiles > problem.sm_count and made.columns >= 128:
-            yield replace(made, persistent=True)
+        if made.columns >= 128 or configs.tile_count(problem, made) <= problem.sm_count:
+            yield made
 
 
 def _across(problem: Problem) -> Iterator[Config]:

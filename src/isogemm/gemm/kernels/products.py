@@ -33,7 +33,7 @@ from isogemm.gemm.kernels.handover import (
     shared_slots,
 )  # fmt: skip
 from isogemm.gemm.kernels.roles import GROUPS, laid_out, roles_kernel
-from isogemm.gemm.kernels.tiles import multiple, multiples, place
+from isogemm.gemm.kernels.tiles import inside, multiple, multiples, place
 
 _ADDED_AT_ONCE = 1024
 
@@ -142,8 +142,8 @@ def _gemm_kernel(
     A_TMA: tl.constexpr, B_TMA: tl.constexpr, C_TMA: tl.constexpr,
     A_K_CONTIGUOUS: tl.constexpr, B_K_CONTIGUOUS: tl.constexpr,
     UNITS: tl.constexpr, ACCUMULATION: tl.constexpr, CHUNK: tl.constexpr, ACCUMULATE: tl.constexpr,
-    PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr, E: tl.constexpr,
-    ACT: tl.constexpr, SLOPE: tl.constexpr, A_SPLIT: tl.constexpr, B_SPLIT: tl.constexpr,
+    INSIDE: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr,
+    E: tl.constexpr, ACT: tl.constexpr, SLOPE: tl.constexpr, A_SPLIT: tl.constexpr, B_SPLIT: tl.constexpr,
     BN_REST: tl.constexpr, PERSISTENT: tl.constexpr, MASK_K: tl.constexpr, K_LEVELS: tl.constexpr,
     BATCHED: tl.constexpr, PDL: tl.constexpr, PARALLEL: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
@@ -191,8 +191,8 @@ def _gemm_kernel(
     for tile in tl.range(program, tiles if PERSISTENT else program + 1, tl.num_programs(0)):
         layer = tile // places  # of the batch, or of the chunks
         row, column = place(tile % places, m_tiles, n_tiles, GROUP)
-        m = row * TILE_M
-        n = column * TILE_N
+        m = inside(row * TILE_M, M, TILE_M, UNITS[0], INSIDE and A_TMA)
+        n = inside(column * TILE_N, N, TILE_N, UNITS[1], INSIDE and B_TMA)
         loaded = biases(e, m if SWAPPED else n, M if SWAPPED else N, TILE_M if SWAPPED else BIASED, E)
         if BN_REST > 0:
             loaded_rest = biases(e, n + BN, N, BN_REST, E)
@@ -286,8 +286,9 @@ def _stream_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     C_TMA: tl.constexpr, A_K_CONTIGUOUS: tl.constexpr, B_K_CONTIGUOUS: tl.constexpr,
     UNITS: tl.constexpr, ACCUMULATION: tl.constexpr, CHUNK: tl.constexpr, ACCUMULATE: tl.constexpr,
-    PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr, E: tl.constexpr,
-    ACT: tl.constexpr, SLOPE: tl.constexpr, A_SPLIT: tl.constexpr, B_SPLIT: tl.constexpr, BALANCED: tl.constexpr,
+    INSIDE: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, SWAPPED: tl.constexpr, UP_FIRST: tl.constexpr,
+    E: tl.constexpr, ACT: tl.constexpr, SLOPE: tl.constexpr, A_SPLIT: tl.constexpr, B_SPLIT: tl.constexpr,
+    BALANCED: tl.constexpr,
 ):  # fmt: skip
     """C = A B with operands by TMA; a few persistent programs, each with one loop over the k of all its tiles.
 
@@ -368,8 +369,8 @@ def _stream_kernel(
                 tile += programs
             layer = tile // (m_tiles * n_tiles)
             row, column = place(tile % (m_tiles * n_tiles), m_tiles, n_tiles, GROUP)
-            m = row * TILE_M
-            n = column * TILE_N
+            m = inside(row * TILE_M, M, TILE_M, UNITS[0], INSIDE)
+            n = inside(column * TILE_N, N, TILE_N, UNITS[1], INSIDE)
             if ACCUMULATION == "partials":
                 begin = layer * CHUNK
                 blocks = tl.minimum(tl.cdiv(K - begin, BK), CHUNK // BK)
@@ -476,7 +477,7 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
     constants: dict[str, object] = {
         "GROUP": config.group, "C_TMA": c_tma, "A_K_CONTIGUOUS": a_by_k, "B_K_CONTIGUOUS": b_by_k, "UNITS": units,
         "ACCUMULATION": accumulation, "CHUNK": seen.chunk, "ACCUMULATE": seen.accumulate and accumulation != "partials",
-        "PRECISION": seen.precision if seen.dtype == "float32" else "",
+        "INSIDE": configs.tiles_move(problem, config), "PRECISION": seen.precision if seen.dtype == "float32" else "",
         "INDEX": index_type(_reach(seen)),
         "SWAPPED": config.swapped, "UP_FIRST": problem.up_first and (b_tma if not config.swapped else a_tma),
         "E": epilogue, "ACT": act, "SLOPE": slope, "A_SPLIT": a_split, "B_SPLIT": b_split,

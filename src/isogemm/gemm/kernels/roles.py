@@ -24,7 +24,7 @@ from isogemm.core.kernels import start_launch
 from isogemm.core.launch import TensorMap
 from isogemm.gemm.kernels.epilogue import biases, finish
 from isogemm.gemm.kernels.handover import keep, kept_sums
-from isogemm.gemm.kernels.tiles import multiple, multiples, place
+from isogemm.gemm.kernels.tiles import inside, multiple, multiples, place
 
 GROUPS = 2  # warpgroups that multiply
 _GROUPS = gl.constexpr(GROUPS)
@@ -46,7 +46,7 @@ class _Staged:
     """A result that is stored by TMA, through shared memory."""
 
     # Types, which Triton reads: the names of types, as annotations are in this file, would not do.
-    __annotations__ = {  # noqa: RUF012
+    __annotations__ = {
         "tensor_map": tma.tensor_descriptor, "tile": gl.shared_memory_descriptor, "dtype": gl.constexpr,
     }  # fmt: skip
 
@@ -65,14 +65,19 @@ class _Staged:
 
 
 @gluon.jit
-def _item(item, m_tiles, n_tiles, K, CHUNK: gl.constexpr, GROUP: gl.constexpr, PARALLEL: gl.constexpr):
-    """Row and column of a program's item, where its k begins and ends, and which chunk it is."""
+def _item(
+    item, m_tiles, n_tiles, M, N, K, TILE_M: gl.constexpr, TILE_N: gl.constexpr, CHUNK: gl.constexpr,
+    GROUP: gl.constexpr, UNITS: gl.constexpr, INSIDE: gl.constexpr, PARALLEL: gl.constexpr,
+):  # fmt: skip
+    """Where a program's item begins in the result, where its k begins and ends, and which chunk it is."""
     places = m_tiles * n_tiles
     chunk = item // places
     row, column = place(item % places, m_tiles, n_tiles, GROUP)
+    m = inside(row * TILE_M, M, TILE_M, UNITS[0], INSIDE)
+    n = inside(column * TILE_N, N, TILE_N, UNITS[1], INSIDE)
     begin = chunk * CHUNK if PARALLEL else 0
     end = min(begin + CHUNK, K) if PARALLEL else K
-    return row, column, begin, end, chunk
+    return m, n, begin, end, chunk
 
 
 @gluon.jit
@@ -94,24 +99,25 @@ def _copy(source, row, k, ready, buffer, K_CONTIGUOUS: gl.constexpr, PAIRED: gl.
 
 @gluon.jit
 def _load(
-    a, b, b_rest, a_tiles, b_tiles, rest_tiles, ready, free, items, m_tiles, n_tiles, K,
-    ROWS: gl.constexpr, BN: gl.constexpr, BN_REST: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    CHUNK: gl.constexpr, GROUP: gl.constexpr, PARALLEL: gl.constexpr, A_K: gl.constexpr, B_K: gl.constexpr,
-    PAIRED: gl.constexpr,
+    a, b, b_rest, a_tiles, b_tiles, rest_tiles, ready, free, items, m_tiles, n_tiles, M, N, K,
+    ROWS: gl.constexpr, BN: gl.constexpr, BN_REST: gl.constexpr, TILE_N: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, CHUNK: gl.constexpr, GROUP: gl.constexpr, UNITS: gl.constexpr, INSIDE: gl.constexpr,
+    PARALLEL: gl.constexpr, A_K: gl.constexpr, B_K: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: fill each buffer as soon as both warpgroups have read it."""
     BYTES: gl.constexpr = (ROWS * _GROUPS + BN + BN_REST) * BK * a.dtype.primitive_bitwidth // 8
     slot = 0
     phase = 1
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, column, begin, end, _ = _item(item, m_tiles, n_tiles, K, CHUNK, GROUP, PARALLEL)
-        n = column * (BN // 2 if PAIRED else BN + BN_REST)
+        m, n, begin, end, _ = _item(
+            item, m_tiles, n_tiles, M, N, K, ROWS * _GROUPS, TILE_N, CHUNK, GROUP, UNITS, INSIDE, PARALLEL
+        )
         for k in range(begin, end, BK):
             mbarrier.wait(free.index(slot), phase)
             full = ready.index(slot)
             mbarrier.expect(full, BYTES)
             for which in gl.static_range(_GROUPS):
-                _copy(a, (row * _GROUPS + which) * ROWS, k, full, a_tiles.index(slot * _GROUPS + which), A_K)
+                _copy(a, m + which * ROWS, k, full, a_tiles.index(slot * _GROUPS + which), A_K)
             _copy(b, n, k, full, b_tiles.index(slot), B_K, PAIRED)
             if BN_REST > 0:
                 _copy(b_rest, n + BN, k, full, rest_tiles.index(slot), B_K)
@@ -212,11 +218,11 @@ def _gathered(
 def _multiply(
     a_tiles, b_tiles, rest_tiles, ready, free, c, c_tiles, scratch, e, steps, numbers, items, m_tiles, n_tiles, M, N,
     K, stride_cm, stride_cn, stamp,
-    WHICH: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr, BN_REST: gl.constexpr, BK: gl.constexpr,
-    WIDTH: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, C_TMA: gl.constexpr, A_K: gl.constexpr,
-    B_K: gl.constexpr, ACCUMULATION: gl.constexpr, CHUNK: gl.constexpr, ACCUMULATE: gl.constexpr,
-    INDEX: gl.constexpr, SWAPPED: gl.constexpr, UP_FIRST: gl.constexpr, E: gl.constexpr, ACT: gl.constexpr,
-    SLOPE: gl.constexpr,
+    WHICH: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr, BN_REST: gl.constexpr, TILE_N: gl.constexpr,
+    BK: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, C_TMA: gl.constexpr,
+    A_K: gl.constexpr, B_K: gl.constexpr, UNITS: gl.constexpr, INSIDE: gl.constexpr, ACCUMULATION: gl.constexpr,
+    CHUNK: gl.constexpr, ACCUMULATE: gl.constexpr, INDEX: gl.constexpr, SWAPPED: gl.constexpr, UP_FIRST: gl.constexpr,
+    E: gl.constexpr, ACT: gl.constexpr, SLOPE: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's part: rows WHICH * ROWS .. of each tile."""
     REST: gl.constexpr = BN_REST > 0
@@ -233,9 +239,10 @@ def _multiply(
     else:
         c_to = c
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, column, begin, end, chunk = _item(item, m_tiles, n_tiles, K, CHUNK, GROUP, PARALLEL)
-        m = (row * _GROUPS + WHICH) * ROWS
-        n = column * (BN // 2 if E.paired else BN + BN_REST)
+        m, n, begin, end, chunk = _item(
+            item, m_tiles, n_tiles, M, N, K, ROWS * _GROUPS, TILE_N, CHUNK, GROUP, UNITS, INSIDE, PARALLEL
+        )
+        m += WHICH * ROWS
         BIASED: gl.constexpr = ROWS if SWAPPED else BN // 2 if E.paired else BN
         loaded = biases(e, m if SWAPPED else n, M if SWAPPED else N, BIASED, E)
         loaded_rest = biases(e, n + BN, N, RESTS, E)
@@ -256,8 +263,8 @@ def _multiply(
                 else:
                     _finish(
                         acc, acc_rest, c_to, e, loaded, loaded_rest, steps, numbers, m, n, chunk_begin == 0,
-                        chunk_end == K, M, N, stride_cm, stride_cn, ROWS, BN, BN_REST, WIDTH, C_TMA, SWAPPED, UP_FIRST, E,
-                        ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX,
+                        chunk_end == K, M, N, stride_cm, stride_cn, ROWS, BN, BN_REST, WIDTH, C_TMA, SWAPPED, UP_FIRST,
+                        E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX,
                     )  # fmt: skip
         else:
             total, total_rest, slot, phase = _products(
@@ -323,8 +330,8 @@ def roles_kernel(
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr,
     C_TMA: gl.constexpr, A_K_CONTIGUOUS: gl.constexpr, B_K_CONTIGUOUS: gl.constexpr,
     UNITS: gl.constexpr, ACCUMULATION: gl.constexpr, CHUNK: gl.constexpr, ACCUMULATE: gl.constexpr,
-    INDEX: gl.constexpr, SWAPPED: gl.constexpr, UP_FIRST: gl.constexpr, E: gl.constexpr, ACT: gl.constexpr,
-    SLOPE: gl.constexpr, BN_REST: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    INSIDE: gl.constexpr, INDEX: gl.constexpr, SWAPPED: gl.constexpr, UP_FIRST: gl.constexpr, E: gl.constexpr,
+    ACT: gl.constexpr, SLOPE: gl.constexpr, BN_REST: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """C = A B with operands and roles as the module says; persistent, or with a program per chunk of a tile."""
     e = (e0, e1, e2, e3, e4, e5, e6, e7, e8, e9, e10, e11, e12, e13, e14, e15, e16, e17, e18, e19)
@@ -338,7 +345,8 @@ def roles_kernel(
     N = multiple(N, UNITS[1])
     stride_cm, stride_cn = multiples(stride_cm, stride_cn, UNITS[7], UNITS[8], C_TMA)
     m_tiles = gl.cdiv(M, BM)
-    n_tiles = gl.cdiv(N, BN // 2 if E.paired else BN + BN_REST)
+    TILE_N: gl.constexpr = BN // 2 if E.paired else BN + BN_REST
+    n_tiles = gl.cdiv(N, TILE_N)
     items = m_tiles * n_tiles
     if ACCUMULATION == "gathered":
         items *= gl.cdiv(K, CHUNK)
@@ -369,19 +377,20 @@ def roles_kernel(
         [
             (_multiply, (
                 a_tiles, b_tiles, rest_tiles, ready, free, c, c_tiles, scratch, e, steps, numbers, items, m_tiles,
-                n_tiles, M, N, K, stride_cm, stride_cn, stamp, 0, ROWS, BN, BN_REST, BK, WIDTH, STAGES, GROUP, C_TMA,
-                A_K_CONTIGUOUS, B_K_CONTIGUOUS, ACCUMULATION, CHUNK, ACCUMULATE, INDEX, SWAPPED, UP_FIRST, E, ACT,
-                SLOPE,
+                n_tiles, M, N, K, stride_cm, stride_cn, stamp, 0, ROWS, BN, BN_REST, TILE_N, BK, WIDTH, STAGES, GROUP,
+                C_TMA, A_K_CONTIGUOUS, B_K_CONTIGUOUS, UNITS, INSIDE, ACCUMULATION, CHUNK, ACCUMULATE, INDEX, SWAPPED,
+                UP_FIRST, E, ACT, SLOPE,
             )),
             (_multiply, (
                 a_tiles, b_tiles, rest_tiles, ready, free, c, c_tiles, scratch, e, steps, numbers, items, m_tiles,
-                n_tiles, M, N, K, stride_cm, stride_cn, stamp, 1, ROWS, BN, BN_REST, BK, WIDTH, STAGES, GROUP, C_TMA,
-                A_K_CONTIGUOUS, B_K_CONTIGUOUS, ACCUMULATION, CHUNK, ACCUMULATE, INDEX, SWAPPED, UP_FIRST, E, ACT,
-                SLOPE,
+                n_tiles, M, N, K, stride_cm, stride_cn, stamp, 1, ROWS, BN, BN_REST, TILE_N, BK, WIDTH, STAGES, GROUP,
+                C_TMA, A_K_CONTIGUOUS, B_K_CONTIGUOUS, UNITS, INSIDE, ACCUMULATION, CHUNK, ACCUMULATE, INDEX, SWAPPED,
+                UP_FIRST, E, ACT, SLOPE,
             )),
             (_load, (
-                a, b, b_rest, a_tiles, b_tiles, rest_tiles, ready, free, items, m_tiles, n_tiles, K, ROWS, BN, BN_REST,
-                BK, STAGES, CHUNK, GROUP, PARALLEL, A_K_CONTIGUOUS, B_K_CONTIGUOUS, PAIRED,
+                a, b, b_rest, a_tiles, b_tiles, rest_tiles, ready, free, items, m_tiles, n_tiles, M, N, K, ROWS, BN,
+                BN_REST, TILE_N, BK, STAGES, CHUNK, GROUP, UNITS, INSIDE, PARALLEL, A_K_CONTIGUOUS, B_K_CONTIGUOUS,
+                PAIRED,
             )),
         ],
         worker_num_warps=[4, 1],

@@ -6,610 +6,656 @@ from isogemm.core.tables import Table
 C0 = (64, 16, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
 C1 = (64, 16, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
 C2 = (64, 64, 128, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C3 = (64, 128, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C3 = (128, 128, 64, 8, 5, 'roles', False, 8, False, 1, 0, 1, '', True, False, '')
 C4 = (128, 128, 64, 4, 3, 'stream', False, 8, True, 4, 0, 2, '', False, False, '')
 C5 = (64, 32, 64, 4, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C6 = (64, 128, 128, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C7 = (64, 64, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C8 = (128, 128, 64, 4, 5, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
+C6 = (128, 64, 64, 8, 8, 'roles', False, 8, False, 1, 0, 1, '', True, False, '')
+C7 = (128, 64, 64, 8, 6, 'roles', False, 8, False, 1, 32, 1, '', True, False, '')
+C8 = (128, 128, 64, 8, 5, 'roles', False, 8, True, 1, 0, 1, '', False, False, '')
 C9 = (128, 256, 64, 8, 3, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
-C10 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C11 = (32, 8, 256, 2, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C12 = (128, 128, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C13 = (128, 8, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C14 = (128, 64, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C15 = (128, 128, 64, 8, 4, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C16 = (128, 64, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C17 = (128, 256, 64, 8, 4, 'stream', False, 8, True, 4, 0, 1, '', False, False, '')
-C18 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C19 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'queued', True, False, '')
-C20 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C21 = (64, 64, 128, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C22 = (128, 128, 64, 4, 3, 'stream', False, 8, True, 4, 0, 2, 'partials', False, False, '')
-C23 = (64, 64, 128, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C24 = (128, 128, 64, 8, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C25 = (64, 128, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C26 = (128, 256, 64, 8, 3, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C27 = (64, 256, 64, 4, 3, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C28 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'queued', True, False, '')
-C29 = (128, 256, 64, 8, 3, 'tma', False, 8, True, 2, 0, 1, '', False, False, '')
-C30 = (128, 128, 64, 4, 4, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C31 = (128, 128, 64, 4, 5, 'stream', False, 8, True, 2, 0, 1, '', False, True, '')
-C32 = (128, 128, 64, 8, 5, 'tma', False, 8, True, 2, 0, 1, '', False, False, '')
-C33 = (128, 256, 64, 8, 3, 'stream', False, 8, True, 2, 0, 1, '', False, True, '')
-C34 = (64, 64, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C35 = (128, 128, 64, 8, 4, 'stream', False, 8, True, 1, 0, 1, '', False, False, '')
-C36 = (64, 64, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C10 = (32, 8, 256, 2, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C11 = (128, 256, 64, 8, 4, 'roles', False, 8, True, 2, 0, 1, '', False, False, '')
+C12 = (128, 8, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C13 = (128, 64, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C14 = (128, 128, 64, 8, 4, 'roles', False, 8, False, 1, 64, 1, '', True, False, '')
+C15 = (128, 64, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C16 = (128, 256, 64, 8, 4, 'roles', False, 8, False, 2, 0, 1, '', True, False, '')
+C17 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C18 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'queued', True, False, '')
+C19 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
+C20 = (64, 64, 128, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C21 = (128, 128, 64, 4, 3, 'stream', False, 8, True, 4, 0, 2, 'partials', False, False, '')
+C22 = (64, 64, 128, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C23 = (64, 128, 128, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C24 = (128, 256, 64, 8, 3, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
+C25 = (128, 128, 64, 8, 5, 'roles', False, 8, False, 1, 32, 1, '', True, False, '')
+C26 = (128, 128, 64, 8, 4, 'roles', False, 8, True, 1, 64, 1, '', False, False, '')
+C27 = (128, 128, 64, 4, 4, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
+C28 = (128, 256, 64, 8, 4, 'stream', False, 8, True, 4, 0, 1, '', False, False, '')
+C29 = (64, 64, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C30 = (64, 64, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C31 = (128, 128, 64, 8, 5, 'roles', False, 8, True, 1, 32, 1, '', False, False, '')
+C32 = (128, 64, 64, 8, 7, 'roles', False, 8, False, 1, 16, 1, '', True, False, '')
+C33 = (128, 128, 64, 8, 4, 'stream', False, 8, True, 1, 0, 1, '', False, False, '')
+C34 = (128, 128, 64, 4, 5, 'stream', False, 8, True, 2, 0, 1, '', False, True, '')
+C35 = (128, 128, 64, 8, 5, 'roles', False, 8, False, 1, 32, 1, 'gathered', True, False, '')
+C36 = (64, 128, 128, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
 C37 = (128, 128, 64, 8, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C38 = (64, 8, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C39 = (64, 16, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C40 = (64, 64, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C41 = (128, 16, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C42 = (64, 32, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C43 = (128, 64, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C44 = (64, 16, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C45 = (64, 32, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C46 = (128, 128, 64, 8, 5, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
-C47 = (64, 32, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C48 = (64, 64, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C49 = (128, 64, 128, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C50 = (64, 8, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C51 = (64, 16, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C52 = (64, 32, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C53 = (64, 128, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C54 = (128, 16, 128, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C55 = (64, 128, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C56 = (128, 32, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C57 = (128, 128, 64, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C58 = (128, 32, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C59 = (128, 128, 64, 8, 5, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C60 = (64, 128, 64, 8, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C61 = (16, 8, 16, 2, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C62 = (16, 16, 16, 2, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C63 = (32, 64, 16, 2, 5, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
-C64 = (64, 64, 16, 2, 4, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
-C65 = (32, 16, 16, 2, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C66 = (64, 16, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C67 = (64, 64, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C68 = (128, 128, 32, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C69 = (128, 128, 32, 4, 3, 'stream', False, 8, True, 4, 0, 2, '', False, False, '')
-C70 = (64, 32, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C71 = (128, 128, 32, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C72 = (128, 128, 32, 4, 5, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
-C73 = (128, 256, 32, 8, 3, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
-C74 = (128, 64, 32, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C75 = (128, 16, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C76 = (128, 256, 32, 8, 4, 'stream', False, 8, True, 4, 0, 1, '', False, False, '')
-C77 = (32, 32, 32, 1, 6, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C78 = (32, 64, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C79 = (64, 32, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C80 = (32, 32, 32, 1, 6, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C81 = (64, 64, 64, 2, 2, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C82 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 1, 0, 1, 'partials', False, False, '')
-C83 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C84 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C85 = (64, 128, 16, 2, 6, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C86 = (64, 128, 32, 2, 3, 'stream', False, 8, True, 1, 0, 2, '', False, False, '')
-C87 = (64, 64, 32, 2, 4, 'stream', False, 8, True, 2, 0, 3, '', False, False, '')
-C88 = (32, 8, 128, 2, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C89 = (64, 16, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C90 = (64, 32, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C91 = (16, 8, 256, 2, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C92 = (32, 16, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C93 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C94 = (32, 8, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C95 = (32, 128, 32, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C96 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 2, 0, 1, '', True, False, '')
-C97 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 2, 0, 1, '', True, False, '')
-C98 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 4, 0, 1, '', True, False, '')
-C99 = (64, 128, 32, 2, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C100 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, '')
-C101 = (64, 64, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C102 = (64, 128, 32, 4, 8, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C103 = (64, 16, 64, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C104 = (128, 128, 32, 4, 4, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C105 = (128, 256, 32, 8, 3, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C106 = (64, 128, 64, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C107 = (64, 64, 32, 4, 5, 'tma', False, 8, False, 1, 32, 1, '', True, False, '')
-C108 = (128, 64, 32, 4, 5, 'tma', False, 8, False, 1, 32, 1, '', True, False, '')
-C109 = (128, 64, 64, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C110 = (128, 128, 32, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C111 = (128, 128, 32, 8, 3, 'stream', False, 8, True, 4, 0, 1, '', False, False, 'both')
-C112 = (64, 128, 32, 4, 2, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both')
-C113 = (64, 64, 32, 4, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both')
-C114 = (64, 16, 32, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C115 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C116 = (128, 128, 32, 8, 3, 'stream', False, 8, True, 4, 0, 1, '', False, True, 'both')
-C117 = (64, 128, 32, 4, 3, 'tma', True, 8, False, 4, 0, 1, '', True, False, 'a')
-C118 = (16, 32, 32, 2, 5, 'pointer', False, 8, False, 1, 0, 1, 'gathered', False, False, '')
-C119 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C120 = (128, 64, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', False, False, '')
-C121 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', False, False, '')
-C122 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, '', False, False, '')
-C123 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, 'a')
-C124 = (32, 64, 32, 4, 4, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
-C125 = (64, 64, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, 'a')
-C126 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both')
-C127 = (64, 256, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C128 = (64, 64, 128, 4, 5, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C129 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C130 = (128, 16, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C131 = (64, 64, 256, 4, 3, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C132 = (64, 128, 64, 4, 8, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C133 = (128, 64, 128, 8, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C134 = (128, 32, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C135 = (64, 128, 32, 2, 3, 'stream', False, 8, True, 2, 0, 2, '', False, False, '')
-C136 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 2, 0, 1, '', True, False, '')
-C137 = (64, 128, 32, 4, 5, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C138 = (64, 32, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C139 = (128, 256, 32, 8, 3, 'tma', False, 8, True, 2, 0, 1, '', False, False, '')
-C140 = (128, 32, 64, 8, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C141 = (64, 128, 16, 2, 6, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C142 = (32, 64, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C143 = (64, 64, 32, 2, 4, 'stream', False, 8, True, 2, 0, 3, 'partials', False, False, '')
-C144 = (16, 32, 32, 2, 5, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
-C145 = (64, 16, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, 'a')
-C146 = (64, 64, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, 'a')
+C38 = (64, 64, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C39 = (64, 32, 64, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C40 = (128, 128, 64, 8, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C41 = (128, 128, 64, 8, 5, 'tma', False, 8, True, 2, 0, 1, '', False, False, '')
+C42 = (64, 8, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C43 = (64, 16, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C44 = (64, 64, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C45 = (128, 16, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C46 = (64, 128, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C47 = (64, 32, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C48 = (128, 64, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C49 = (64, 16, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C50 = (64, 32, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C51 = (64, 32, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C52 = (64, 64, 256, 4, 3, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C53 = (128, 64, 64, 8, 8, 'roles', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C54 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C55 = (64, 8, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C56 = (64, 16, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C57 = (64, 32, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C58 = (64, 64, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C59 = (64, 128, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C60 = (128, 64, 64, 8, 7, 'roles', False, 8, False, 1, 16, 1, 'gathered', True, False, '')
+C61 = (128, 256, 64, 8, 3, 'stream', False, 8, True, 2, 0, 1, '', False, True, '')
+C62 = (128, 128, 64, 8, 4, 'roles', False, 8, False, 1, 64, 1, 'gathered', True, False, '')
+C63 = (128, 16, 128, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C64 = (128, 128, 64, 4, 5, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
+C65 = (128, 256, 64, 8, 4, 'stream', False, 8, True, 4, 0, 1, '', False, True, '')
+C66 = (64, 128, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C67 = (128, 32, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C68 = (128, 32, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C69 = (64, 256, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C70 = (64, 128, 64, 8, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C71 = (128, 128, 64, 8, 5, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
+C72 = (64, 128, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
+C73 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'queued', True, False, '')
+C74 = (16, 8, 16, 2, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C75 = (16, 16, 16, 2, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C76 = (32, 64, 16, 2, 5, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
+C77 = (64, 64, 16, 2, 4, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
+C78 = (32, 16, 16, 2, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C79 = (64, 16, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C80 = (64, 64, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C81 = (128, 128, 32, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C82 = (128, 128, 32, 4, 3, 'stream', False, 8, True, 4, 0, 2, '', False, False, '')
+C83 = (64, 32, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C84 = (128, 128, 32, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C85 = (128, 128, 32, 4, 5, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
+C86 = (128, 256, 32, 8, 3, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
+C87 = (128, 64, 32, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C88 = (128, 16, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C89 = (128, 256, 32, 8, 4, 'stream', False, 8, True, 4, 0, 1, '', False, False, '')
+C90 = (32, 32, 32, 1, 6, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C91 = (32, 64, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C92 = (64, 32, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
+C93 = (32, 32, 32, 1, 6, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
+C94 = (64, 64, 64, 2, 2, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
+C95 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 1, 0, 1, 'partials', False, False, '')
+C96 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C97 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C98 = (64, 128, 16, 2, 6, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
+C99 = (64, 128, 32, 2, 3, 'stream', False, 8, True, 1, 0, 2, '', False, False, '')
+C100 = (64, 64, 32, 2, 4, 'stream', False, 8, True, 2, 0, 3, '', False, False, '')
+C101 = (32, 8, 128, 2, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C102 = (64, 16, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C103 = (64, 32, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C104 = (16, 8, 256, 2, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C105 = (32, 16, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C106 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C107 = (32, 8, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C108 = (32, 128, 32, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C109 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 2, 0, 1, '', True, False, '')
+C110 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 2, 0, 1, '', True, False, '')
+C111 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 4, 0, 1, '', True, False, '')
+C112 = (64, 128, 32, 2, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C113 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, '')
+C114 = (64, 64, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C115 = (64, 128, 32, 4, 8, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C116 = (64, 16, 64, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C117 = (128, 128, 32, 4, 4, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
+C118 = (128, 256, 32, 8, 3, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
+C119 = (64, 128, 64, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C120 = (64, 64, 32, 4, 5, 'tma', False, 8, False, 1, 32, 1, '', True, False, '')
+C121 = (128, 64, 32, 4, 5, 'tma', False, 8, False, 1, 32, 1, '', True, False, '')
+C122 = (128, 64, 64, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C123 = (128, 128, 32, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C124 = (128, 128, 32, 8, 3, 'stream', False, 8, True, 4, 0, 1, '', False, False, 'both')
+C125 = (64, 128, 32, 4, 2, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both')
+C126 = (64, 64, 32, 4, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both')
+C127 = (64, 16, 32, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C128 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C129 = (128, 128, 32, 8, 3, 'stream', False, 8, True, 4, 0, 1, '', False, True, 'both')
+C130 = (64, 128, 32, 4, 3, 'tma', True, 8, False, 4, 0, 1, '', True, False, 'a')
+C131 = (16, 32, 32, 2, 5, 'pointer', False, 8, False, 1, 0, 1, 'gathered', False, False, '')
+C132 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C133 = (128, 64, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', False, False, '')
+C134 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', False, False, '')
+C135 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, '', False, False, '')
+C136 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, 'a')
+C137 = (32, 64, 32, 4, 4, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
+C138 = (64, 64, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, 'a')
+C139 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both')
+C140 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C141 = (64, 64, 128, 4, 5, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C142 = (128, 16, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
+C143 = (64, 64, 256, 4, 3, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C144 = (128, 64, 64, 4, 6, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C145 = (128, 64, 128, 8, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C146 = (128, 64, 64, 8, 6, 'roles', False, 8, False, 1, 32, 1, 'gathered', True, False, '')
+C147 = (128, 32, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C148 = (128, 128, 64, 8, 5, 'roles', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
+C149 = (128, 256, 64, 8, 3, 'tma', False, 8, True, 2, 0, 1, '', False, False, '')
+C150 = (64, 256, 64, 4, 3, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
+C151 = (64, 128, 32, 2, 3, 'stream', False, 8, True, 2, 0, 2, '', False, False, '')
+C152 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 2, 0, 1, '', True, False, '')
+C153 = (64, 128, 32, 4, 5, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
+C154 = (64, 32, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C155 = (128, 256, 32, 8, 3, 'tma', False, 8, True, 2, 0, 1, '', False, False, '')
+C156 = (128, 32, 64, 8, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
+C157 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
+C158 = (32, 64, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
+C159 = (64, 64, 32, 2, 4, 'stream', False, 8, True, 2, 0, 3, 'partials', False, False, '')
+C160 = (64, 128, 16, 2, 6, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C161 = (64, 64, 64, 2, 2, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
+C162 = (16, 32, 32, 2, 5, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
+C163 = (64, 16, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, 'a')
+C164 = (64, 64, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, 'a')
 TABLE: Table = {
     ('half', 'nt activated', 1024, 256): ((1, C0), (16, C0), (64, C1), (256, C2), (512, C2), (2048, C3), (8192, C4), (16384, C4),),
-    ('half', 'nt activated', 3072, 768): ((1, C0), (16, C0), (64, C5), (256, C6), (512, C7), (2048, C8), (8192, C9), (16384, C4),),
-    ('half', 'nt activated', 4096, 1024): ((1, C0), (16, C0), (64, C5), (256, C6), (512, C10), (2048, C4), (8192, C9), (16384, C4),),
-    ('half', 'nt activated', 4096, 4096): ((1, C11), (16, C0), (64, C2), (256, C6), (512, C10), (2048, C4), (8192, C9), (16384, C12),),
-    ('half', 'nt activated', 11008, 4096): ((1, C13), (16, C0), (64, C14), (256, C15), (512, C10), (2048, C4), (8192, C9), (16384, C4),),
-    ('half', 'nt activated', 14336, 4096): ((1, C13), (16, C0), (64, C16), (256, C17), (512, C9), (2048, C17), (8192, C12), (16384, C9),),
-    ('half', 'tn', 96, 384): ((512, C18), (2048, C19), (8192, C20),),
-    ('half', 'tn', 256, 1024): ((256, C10), (512, C2), (1024, C2), (2048, C21), (8192, C22),),
-    ('half', 'tn', 384, 96): ((512, C23), (2048, C21), (8192, C21),),
-    ('half', 'tn', 384, 384): ((512, C23), (2048, C21), (8192, C22),),
-    ('half', 'tn', 512, 2048): ((256, C6), (512, C6), (1024, C6), (2048, C6), (8192, C6),),
-    ('half', 'tn', 512, 3584): ((512, C10), (2048, C10), (8192, C24),),
-    ('half', 'tn', 768, 768): ((512, C6), (2048, C6), (8192, C25),),
-    ('half', 'tn', 768, 3072): ((256, C26), (512, C27), (1024, C27), (2048, C27), (4096, C27), (8192, C15),),
-    ('half', 'tn', 1024, 256): ((512, C23), (2048, C21), (8192, C22),),
-    ('half', 'tn', 1024, 4096): ((256, C9), (512, C4), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
-    ('half', 'tn', 1152, 1152): ((512, C7), (2048, C10), (8192, C28),),
-    ('half', 'tn', 1280, 1280): ((512, C10), (2048, C10), (8192, C24),),
-    ('half', 'tn', 2048, 768): ((512, C7), (2048, C10), (8192, C24),),
-    ('half', 'tn', 2048, 2048): ((256, C9), (512, C4), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
-    ('half', 'tn', 2048, 8192): ((512, C4), (2048, C9), (8192, C9),),
-    ('half', 'tn', 2304, 768): ((512, C10), (2048, C10), (8192, C24),),
-    ('half', 'tn', 2560, 9728): ((256, C9), (512, C4), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
-    ('half', 'tn', 3072, 768): ((256, C29), (512, C30), (1024, C30), (2048, C31), (4096, C30), (8192, C15),),
-    ('half', 'tn', 3072, 3072): ((512, C4), (2048, C4), (8192, C32),),
-    ('half', 'tn', 3584, 3584): ((512, C4), (2048, C9), (8192, C9),),
-    ('half', 'tn', 4096, 512): ((512, C10), (2048, C10), (8192, C24),),
-    ('half', 'tn', 4096, 1024): ((512, C4), (2048, C9), (8192, C9),),
-    ('half', 'tn', 4096, 4096): ((256, C9), (512, C4), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
-    ('half', 'tn', 4096, 11008): ((512, C4), (2048, C9),),
-    ('half', 'tn', 4096, 14336): ((256, C9), (512, C9), (1024, C9), (2048, C9), (4096, C9),),
-    ('half', 'tn', 4608, 4096): ((512, C4), (2048, C8), (8192, C32),),
-    ('half', 'tn', 5120, 5120): ((256, C9), (512, C4), (1024, C9), (2048, C33), (4096, C9), (8192, C4),),
-    ('half', 'tn', 6144, 4096): ((256, C9), (512, C4), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
-    ('half', 'tn', 6912, 1152): ((512, C4), (2048, C4), (8192, C4),),
-    ('half', 'tn', 7168, 16384): ((512, C4), (2048, C4),),
-    ('half', 'tn', 8192, 2048): ((512, C4), (2048, C9), (8192, C9),),
-    ('half', 'tn', 8192, 8192): ((256, C9), (512, C9), (1024, C9), (2048, C4), (4096, C9),),
-    ('half', 'tn', 9216, 3072): ((512, C4), (2048, C9), (8192, C9),),
-    ('half', 'tn', 11008, 4096): ((512, C9), (2048, C9),),
-    ('half', 'tn', 12288, 4096): ((256, C9), (512, C9), (1024, C9), (2048, C9), (4096, C9),),
-    ('half', 'tn', 14336, 4096): ((256, C9), (512, C9), (1024, C9), (2048, C9), (4096, C9),),
-    ('half', 'tn', 16384, 2048): ((512, C4), (2048, C9),),
-    ('half', 'tn', 16384, 3072): ((512, C9), (2048, C9),),
-    ('half', 'tn', 22016, 4096): ((512, C9), (2048, C9),),
-    ('half', 'tn', 24576, 1536): ((512, C9), (2048, C9),),
-    ('half', 'tn', 28672, 4096): ((512, C9), (2048, C9),),
-    ('half', 'tn', 32000, 4096): ((256, C9), (512, C9), (1024, C9), (2048, C9), (4096, C9),),
-    ('half', 'tn', 50257, 768): ((512, C34), (2048, C34),),
-    ('half', 'tn', 128256, 4096): ((256, C9), (512, C9), (1024, C9), (2048, C9), (4096, C9),),
-    ('half', 'tn', 151936, 896): ((512, C4),),
-    ('half', 'nn', 384, 96): ((512, C7), (2048, C7), (8192, C30),),
-    ('half', 'nn', 1024, 256): ((256, C23), (512, C23), (1024, C6), (2048, C3), (4096, C9), (8192, C4),),
-    ('half', 'nn', 96, 384): ((512, C23), (2048, C23), (8192, C6),),
-    ('half', 'nn', 384, 384): ((512, C23), (2048, C7), (8192, C30),),
-    ('half', 'nn', 2048, 512): ((256, C23), (512, C6), (1024, C10), (2048, C4), (4096, C9), (8192, C4),),
-    ('half', 'nn', 3584, 512): ((512, C10), (2048, C4), (8192, C4),),
-    ('half', 'nn', 768, 768): ((512, C23), (2048, C10), (8192, C8),),
-    ('half', 'nn', 3072, 768): ((256, C6), (512, C10), (1024, C30), (2048, C8), (4096, C9), (8192, C9),),
-    ('half', 'nn', 256, 1024): ((512, C23), (2048, C23), (8192, C10),),
-    ('half', 'nn', 4096, 1024): ((256, C6), (512, C10), (1024, C9), (2048, C4), (4096, C9), (8192, C9),),
-    ('half', 'nn', 1152, 1152): ((512, C6), (2048, C30), (8192, C4),),
-    ('half', 'nn', 1280, 1280): ((512, C6), (2048, C30), (8192, C8),),
-    ('half', 'nn', 768, 2048): ((512, C23), (2048, C10), (8192, C8),),
-    ('half', 'nn', 2048, 2048): ((256, C23), (512, C6), (1024, C10), (2048, C4), (4096, C9), (8192, C17),),
-    ('half', 'nn', 8192, 2048): ((512, C9), (2048, C9), (8192, C33),),
-    ('half', 'nn', 768, 2304): ((512, C23), (2048, C10), (8192, C35),),
-    ('half', 'nn', 9728, 2560): ((256, C30), (512, C33), (1024, C10), (2048, C9), (4096, C9), (8192, C8),),
-    ('half', 'nn', 768, 3072): ((256, C2), (512, C23), (1024, C6), (2048, C10), (4096, C30), (8192, C35),),
-    ('half', 'nn', 3072, 3072): ((512, C10), (2048, C8), (8192, C9),),
-    ('half', 'nn', 3584, 3584): ((512, C10), (2048, C33), (8192, C9),),
-    ('half', 'nn', 512, 4096): ((512, C2), (2048, C6), (8192, C9),),
-    ('half', 'nn', 1024, 4096): ((512, C23), (2048, C10), (8192, C9),),
-    ('half', 'nn', 4096, 4096): ((256, C6), (512, C10), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
-    ('half', 'nn', 11008, 4096): ((512, C8), (2048, C4),),
-    ('half', 'nn', 14336, 4096): ((256, C17), (512, C9), (1024, C10), (2048, C9), (4096, C9), (8192, C9),),
-    ('half', 'nn', 4096, 4608): ((512, C10), (2048, C9), (8192, C9),),
-    ('half', 'nn', 5120, 5120): ((256, C10), (512, C30), (1024, C26), (2048, C8), (4096, C9), (8192, C9),),
-    ('half', 'nn', 4096, 6144): ((256, C6), (512, C10), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
-    ('half', 'nn', 1152, 6912): ((512, C6), (2048, C31), (8192, C30),),
-    ('half', 'nn', 16384, 7168): ((512, C9), (2048, C9),),
-    ('half', 'nn', 2048, 8192): ((512, C6), (2048, C9), (8192, C9),),
-    ('half', 'nn', 8192, 8192): ((256, C10), (512, C9), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
-    ('half', 'nn', 3072, 9216): ((512, C8), (2048, C10), (8192, C9),),
-    ('half', 'nn', 4096, 11008): ((512, C10), (2048, C9),),
-    ('half', 'nn', 4096, 12288): ((256, C6), (512, C10), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
-    ('half', 'nn', 4096, 14336): ((256, C6), (512, C10), (1024, C9), (2048, C9), (4096, C9), (8192, C12),),
-    ('half', 'nn', 2048, 16384): ((512, C6), (2048, C9),),
-    ('half', 'nn', 3072, 16384): ((512, C10), (2048, C8),),
-    ('half', 'nn', 4096, 22016): ((512, C24), (2048, C9),),
-    ('half', 'nn', 1536, 24576): ((512, C6), (2048, C15),),
-    ('half', 'nn', 4096, 28672): ((512, C24), (2048, C4),),
-    ('half', 'nn', 4096, 32000): ((512, C24),),
-    ('half', 'nn', 768, 50257): ((512, C36), (2048, C7),),
-    ('half', 'nn', 896, 151936): ((512, C37),),
-    ('half', 'nt gated', 4096, 1024): ((1, C38), (16, C39), (64, C40), (256, C10), (1024, C9), (4096, C9), (8192, C9),),
-    ('half', 'nt gated', 11008, 4096): ((1, C11), (16, C41), (64, C18), (256, C10), (1024, C10), (4096, C17), (8192, C9),),
-    ('half', 'nt gated', 14336, 4096): ((1, C13), (16, C41), (64, C14), (256, C17), (1024, C9), (4096, C9), (8192, C9),),
-    ('half', 'nn gated gradient', 4096, 1024): ((512, C3), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'nt activated', 3072, 768): ((1, C0), (16, C0), (64, C5), (256, C6), (512, C7), (2048, C8), (8192, C4), (16384, C4),),
+    ('half', 'nt activated', 4096, 1024): ((1, C0), (16, C0), (64, C5), (256, C6), (512, C3), (2048, C4), (8192, C9), (16384, C4),),
+    ('half', 'nt activated', 4096, 4096): ((1, C10), (16, C0), (64, C2), (256, C6), (512, C3), (2048, C9), (8192, C11), (16384, C11),),
+    ('half', 'nt activated', 11008, 4096): ((1, C12), (16, C0), (64, C13), (256, C14), (512, C8), (2048, C8), (8192, C11), (16384, C11),),
+    ('half', 'nt activated', 14336, 4096): ((1, C12), (16, C0), (64, C15), (256, C16), (512, C9), (2048, C9), (8192, C8), (16384, C8),),
+    ('half', 'tn', 96, 384): ((512, C17), (2048, C18), (8192, C19),),
+    ('half', 'tn', 256, 1024): ((256, C2), (512, C2), (1024, C2), (2048, C20), (8192, C21),),
+    ('half', 'tn', 384, 96): ((512, C6), (2048, C20), (8192, C20),),
+    ('half', 'tn', 384, 384): ((512, C22), (2048, C20), (8192, C21),),
+    ('half', 'tn', 512, 2048): ((256, C6), (512, C6), (1024, C6), (2048, C23), (8192, C6),),
+    ('half', 'tn', 512, 3584): ((512, C3), (2048, C3), (8192, C3),),
+    ('half', 'tn', 768, 768): ((512, C6), (2048, C6), (8192, C6),),
+    ('half', 'tn', 768, 3072): ((256, C24), (512, C25), (1024, C25), (2048, C25), (4096, C25), (8192, C25),),
+    ('half', 'tn', 1024, 256): ((512, C22), (2048, C20), (8192, C21),),
+    ('half', 'tn', 1024, 4096): ((256, C16), (512, C16), (1024, C16), (2048, C16), (4096, C16), (8192, C8),),
+    ('half', 'tn', 1152, 1152): ((512, C7), (2048, C7), (8192, C7),),
+    ('half', 'tn', 1280, 1280): ((512, C3), (2048, C3), (8192, C3),),
+    ('half', 'tn', 2048, 768): ((512, C7), (2048, C7), (8192, C7),),
+    ('half', 'tn', 2048, 2048): ((256, C16), (512, C16), (1024, C16), (2048, C16), (4096, C16), (8192, C8),),
+    ('half', 'tn', 2048, 8192): ((512, C4), (2048, C11), (8192, C8),),
+    ('half', 'tn', 2304, 768): ((512, C3), (2048, C3), (8192, C3),),
+    ('half', 'tn', 2560, 9728): ((256, C11), (512, C8), (1024, C8), (2048, C11), (4096, C11), (8192, C26),),
+    ('half', 'tn', 3072, 768): ((256, C27), (512, C25), (1024, C25), (2048, C25), (4096, C25), (8192, C25),),
+    ('half', 'tn', 3072, 3072): ((512, C26), (2048, C26), (8192, C26),),
+    ('half', 'tn', 3584, 3584): ((512, C4), (2048, C8), (8192, C8),),
+    ('half', 'tn', 4096, 512): ((512, C3), (2048, C3), (8192, C3),),
+    ('half', 'tn', 4096, 1024): ((512, C16), (2048, C16), (8192, C8),),
+    ('half', 'tn', 4096, 4096): ((256, C8), (512, C4), (1024, C8), (2048, C11), (4096, C11), (8192, C8),),
+    ('half', 'tn', 4096, 11008): ((512, C8), (2048, C8),),
+    ('half', 'tn', 4096, 14336): ((256, C11), (512, C8), (1024, C8), (2048, C8), (4096, C8),),
+    ('half', 'tn', 4608, 4096): ((512, C8), (2048, C8), (8192, C26),),
+    ('half', 'tn', 5120, 5120): ((256, C11), (512, C8), (1024, C8), (2048, C8), (4096, C8), (8192, C8),),
+    ('half', 'tn', 6144, 4096): ((256, C11), (512, C4), (1024, C8), (2048, C8), (4096, C28), (8192, C26),),
+    ('half', 'tn', 6912, 1152): ((512, C4), (2048, C4), (8192, C8),),
+    ('half', 'tn', 7168, 16384): ((512, C8), (2048, C8),),
+    ('half', 'tn', 8192, 2048): ((512, C4), (2048, C8), (8192, C8),),
+    ('half', 'tn', 8192, 8192): ((256, C11), (512, C8), (1024, C8), (2048, C11), (4096, C8),),
+    ('half', 'tn', 9216, 3072): ((512, C8), (2048, C8), (8192, C26),),
+    ('half', 'tn', 11008, 4096): ((512, C8), (2048, C8),),
+    ('half', 'tn', 12288, 4096): ((256, C11), (512, C8), (1024, C11), (2048, C11), (4096, C11),),
+    ('half', 'tn', 14336, 4096): ((256, C11), (512, C8), (1024, C8), (2048, C4), (4096, C8),),
+    ('half', 'tn', 16384, 2048): ((512, C8), (2048, C11),),
+    ('half', 'tn', 16384, 3072): ((512, C8), (2048, C11),),
+    ('half', 'tn', 22016, 4096): ((512, C8), (2048, C4),),
+    ('half', 'tn', 24576, 1536): ((512, C8), (2048, C8),),
+    ('half', 'tn', 28672, 4096): ((512, C8), (2048, C8),),
+    ('half', 'tn', 32000, 4096): ((256, C11), (512, C8), (1024, C11), (2048, C8), (4096, C8),),
+    ('half', 'tn', 50257, 768): ((512, C29), (2048, C29),),
+    ('half', 'tn', 128256, 4096): ((256, C11), (512, C8), (1024, C11), (2048, C8), (4096, C8),),
+    ('half', 'tn', 151936, 896): ((512, C8),),
+    ('half', 'nn', 384, 96): ((512, C30), (2048, C30), (8192, C14),),
+    ('half', 'nn', 1024, 256): ((256, C22), (512, C22), (1024, C23), (2048, C3), (4096, C16), (8192, C4),),
+    ('half', 'nn', 96, 384): ((512, C22), (2048, C22), (8192, C7),),
+    ('half', 'nn', 384, 384): ((512, C22), (2048, C30), (8192, C14),),
+    ('half', 'nn', 2048, 512): ((256, C22), (512, C23), (1024, C3), (2048, C16), (4096, C8), (8192, C4),),
+    ('half', 'nn', 3584, 512): ((512, C3), (2048, C4), (8192, C8),),
+    ('half', 'nn', 768, 768): ((512, C22), (2048, C7), (8192, C8),),
+    ('half', 'nn', 3072, 768): ((256, C6), (512, C7), (1024, C14), (2048, C8), (4096, C8), (8192, C8),),
+    ('half', 'nn', 256, 1024): ((512, C22), (2048, C22), (8192, C3),),
+    ('half', 'nn', 4096, 1024): ((256, C6), (512, C3), (1024, C16), (2048, C4), (4096, C8), (8192, C8),),
+    ('half', 'nn', 1152, 1152): ((512, C6), (2048, C14), (8192, C26),),
+    ('half', 'nn', 1280, 1280): ((512, C6), (2048, C25), (8192, C8),),
+    ('half', 'nn', 768, 2048): ((512, C22), (2048, C7), (8192, C8),),
+    ('half', 'nn', 2048, 2048): ((256, C22), (512, C6), (1024, C3), (2048, C16), (4096, C8), (8192, C8),),
+    ('half', 'nn', 8192, 2048): ((512, C16), (2048, C8), (8192, C8),),
+    ('half', 'nn', 768, 2304): ((512, C22), (2048, C3), (8192, C8),),
+    ('half', 'nn', 9728, 2560): ((256, C25), (512, C31), (1024, C8), (2048, C8), (4096, C8), (8192, C8),),
+    ('half', 'nn', 768, 3072): ((256, C2), (512, C22), (1024, C6), (2048, C3), (4096, C14), (8192, C8),),
+    ('half', 'nn', 3072, 3072): ((512, C7), (2048, C8), (8192, C8),),
+    ('half', 'nn', 3584, 3584): ((512, C3), (2048, C4), (8192, C8),),
+    ('half', 'nn', 512, 4096): ((512, C2), (2048, C23), (8192, C16),),
+    ('half', 'nn', 1024, 4096): ((512, C22), (2048, C3), (8192, C8),),
+    ('half', 'nn', 4096, 4096): ((256, C6), (512, C3), (1024, C16), (2048, C8), (4096, C8), (8192, C8),),
+    ('half', 'nn', 11008, 4096): ((512, C8), (2048, C8),),
+    ('half', 'nn', 14336, 4096): ((256, C16), (512, C11), (1024, C8), (2048, C8), (4096, C8), (8192, C8),),
+    ('half', 'nn', 4096, 4608): ((512, C3), (2048, C8), (8192, C8),),
+    ('half', 'nn', 5120, 5120): ((256, C32), (512, C25), (1024, C24), (2048, C33), (4096, C8), (8192, C8),),
+    ('half', 'nn', 4096, 6144): ((256, C6), (512, C3), (1024, C16), (2048, C8), (4096, C28), (8192, C8),),
+    ('half', 'nn', 1152, 6912): ((512, C6), (2048, C34), (8192, C26),),
+    ('half', 'nn', 16384, 7168): ((512, C8), (2048, C8),),
+    ('half', 'nn', 2048, 8192): ((512, C6), (2048, C8), (8192, C8),),
+    ('half', 'nn', 8192, 8192): ((256, C3), (512, C16), (1024, C11), (2048, C8), (4096, C8), (8192, C8),),
+    ('half', 'nn', 3072, 9216): ((512, C7), (2048, C8), (8192, C8),),
+    ('half', 'nn', 4096, 11008): ((512, C3), (2048, C28),),
+    ('half', 'nn', 4096, 12288): ((256, C6), (512, C3), (1024, C8), (2048, C8), (4096, C11), (8192, C8),),
+    ('half', 'nn', 4096, 14336): ((256, C6), (512, C3), (1024, C28), (2048, C8), (4096, C8), (8192, C8),),
+    ('half', 'nn', 2048, 16384): ((512, C6), (2048, C8),),
+    ('half', 'nn', 3072, 16384): ((512, C7), (2048, C8),),
+    ('half', 'nn', 4096, 22016): ((512, C3), (2048, C8),),
+    ('half', 'nn', 1536, 24576): ((512, C35), (2048, C14),),
+    ('half', 'nn', 4096, 28672): ((512, C3), (2048, C8),),
+    ('half', 'nn', 512, 30592): ((256, C20), (512, C36), (1024, C37), (2048, C37),),
+    ('half', 'nn', 4096, 32000): ((256, C6), (512, C3), (1024, C8), (2048, C8),),
+    ('half', 'nn', 768, 50257): ((256, C38), (512, C38), (1024, C38), (2048, C39),),
+    ('half', 'nn', 1024, 65536): ((256, C37), (512, C37), (1024, C37), (2048, C40),),
+    ('half', 'nn', 896, 151936): ((256, C37), (512, C37), (1024, C37), (2048, C41),),
+    ('half', 'nt gated', 4096, 1024): ((1, C42), (16, C43), (64, C44), (256, C3), (1024, C9), (4096, C9), (8192, C9),),
+    ('half', 'nt gated', 11008, 4096): ((1, C10), (16, C45), (64, C17), (256, C8), (1024, C8), (4096, C9), (8192, C9),),
+    ('half', 'nt gated', 14336, 4096): ((1, C12), (16, C45), (64, C13), (256, C9), (1024, C9), (4096, C9), (8192, C9),),
+    ('half', 'nn gated gradient', 4096, 1024): ((512, C46), (2048, C9), (4096, C9), (8192, C9),),
     ('half', 'nn gated gradient', 1024, 4096): ((4096, C9), (8192, C9),),
     ('half', 'nn gated gradient', 14336, 4096): ((512, C9), (2048, C9), (4096, C9), (8192, C9),),
     ('half', 'nn gated gradient', 4096, 14336): ((4096, C9), (8192, C9),),
-    ('half', 'nn gradient', 3072, 768): ((512, C7), (2048, C15), (4096, C9), (8192, C9),),
-    ('half', 'nn gradient', 4096, 1024): ((512, C10), (2048, C9), (4096, C9), (8192, C9),),
+    ('half', 'nn gradient', 3072, 768): ((512, C7), (2048, C26), (4096, C9), (8192, C11),),
+    ('half', 'nn gradient', 4096, 1024): ((512, C3), (2048, C9), (4096, C11), (8192, C8),),
     ('half', 'nn gradient', 1024, 4096): ((4096, C9), (8192, C9),),
-    ('half', 'nn gradient', 14336, 4096): ((512, C9), (2048, C9), (4096, C9), (8192, C9),),
-    ('half', 'nn gradient', 4096, 14336): ((4096, C9), (8192, C9),),
-    ('half', 'nt', 96, 384): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C23), (2048, C2), (4096, C23), (8192, C6),),
-    ('half', 'nt', 256, 1024): ((1, C0), (8, C0), (16, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C2), (4096, C6),),
-    ('half', 'nt', 384, 96): ((1, C0), (16, C0), (64, C42), (128, C42), (256, C23), (512, C2), (1024, C23), (2048, C6), (4096, C7),),
-    ('half', 'nt', 384, 384): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C23), (512, C2), (1024, C2), (2048, C6), (4096, C7), (8192, C30),),
-    ('half', 'nt', 512, 2048): ((1, C0), (8, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C6), (4096, C10), (8192, C4),),
-    ('half', 'nt', 512, 3584): ((1, C0), (16, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C6), (4096, C10),),
-    ('half', 'nt', 768, 768): ((1, C0), (16, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C6), (2048, C10), (4096, C30),),
-    ('half', 'nt', 768, 3072): ((1, C0), (8, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C43), (2048, C10), (4096, C30), (8192, C35),),
-    ('half', 'nt', 1024, 256): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C42), (256, C2), (512, C23), (1024, C6), (2048, C3), (4096, C4), (8192, C4),),
-    ('half', 'nt', 1024, 4096): ((1, C44), (16, C44), (64, C45), (128, C45), (256, C21), (512, C23), (1024, C37), (2048, C24), (4096, C46),),
-    ('half', 'nt', 1152, 1152): ((1, C0), (16, C0), (64, C47), (128, C2), (256, C23), (512, C6), (1024, C10), (2048, C30), (4096, C26),),
-    ('half', 'nt', 1280, 1280): ((1, C0), (16, C0), (32, C0), (64, C47), (128, C47), (256, C23), (512, C6), (1024, C10), (2048, C30), (4096, C26), (8192, C8),),
-    ('half', 'nt', 2048, 768): ((1, C0), (16, C0), (32, C0), (64, C47), (128, C47), (256, C2), (512, C6), (1024, C10), (2048, C4), (4096, C4), (8192, C4),),
-    ('half', 'nt', 2048, 2048): ((1, C0), (2, C0), (4, C0), (8, C0), (16, C0), (32, C0), (64, C47), (128, C47), (256, C2), (512, C6), (1024, C10), (2048, C4), (4096, C4), (8192, C9),),
-    ('half', 'nt', 2048, 8192): ((1, C44), (16, C44), (64, C45), (128, C48), (256, C49), (512, C37), (1024, C24), (2048, C4), (4096, C9),),
-    ('half', 'nt', 2304, 768): ((1, C0), (16, C0), (64, C47), (128, C2), (256, C6), (512, C10), (1024, C30), (2048, C26), (4096, C4),),
-    ('half', 'nt', 2560, 9728): ((1, C50), (16, C51), (32, C52), (64, C48), (128, C53), (256, C37), (512, C24), (1024, C15), (2048, C24), (4096, C24), (8192, C24),),
-    ('half', 'nt', 3072, 768): ((1, C0), (8, C0), (16, C0), (64, C47), (128, C2), (256, C6), (512, C10), (1024, C30), (2048, C8), (4096, C4),),
-    ('half', 'nt', 3072, 3072): ((1, C0), (16, C0), (64, C47), (128, C2), (256, C6), (512, C10), (1024, C30), (2048, C8), (4096, C9),),
-    ('half', 'nt', 3584, 3584): ((1, C0), (16, C0), (32, C47), (64, C47), (128, C2), (256, C6), (512, C10), (1024, C4), (2048, C33), (4096, C8), (8192, C9),),
-    ('half', 'nt', 4096, 512): ((1, C0), (16, C39), (32, C0), (64, C47), (128, C2), (256, C6), (512, C10), (1024, C4), (2048, C4), (4096, C4), (8192, C4),),
-    ('half', 'nt', 4096, 1024): ((1, C0), (16, C0), (64, C47), (128, C2), (256, C6), (512, C10), (1024, C4), (2048, C4), (4096, C4),),
-    ('half', 'nt', 4096, 4096): ((1, C0), (2, C0), (4, C0), (8, C0), (16, C0), (32, C47), (64, C2), (128, C2), (256, C6), (512, C10), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
-    ('half', 'nt', 4096, 11008): ((1, C44), (16, C44), (32, C45), (64, C48), (128, C53), (256, C37), (512, C24), (1024, C9), (2048, C4), (4096, C4),),
-    ('half', 'nt', 4096, 14336): ((1, C44), (16, C44), (32, C45), (64, C48), (128, C53), (256, C37), (512, C24), (1024, C9), (2048, C4), (4096, C9),),
-    ('half', 'nt', 4608, 4096): ((1, C38), (16, C54), (32, C5), (64, C2), (128, C55), (256, C10), (512, C30), (1024, C33), (2048, C30), (4096, C8), (8192, C9),),
-    ('half', 'nt', 5120, 5120): ((1, C38), (2, C38), (4, C38), (8, C38), (16, C54), (32, C5), (64, C2), (128, C55), (256, C10), (512, C30), (1024, C33), (2048, C8), (4096, C4), (8192, C9),),
-    ('half', 'nt', 6144, 4096): ((1, C38), (2, C38), (4, C38), (8, C38), (16, C54), (32, C5), (64, C2), (128, C55), (256, C10), (512, C30), (1024, C8), (2048, C9), (4096, C9), (8192, C9),),
-    ('half', 'nt', 6912, 1152): ((1, C38), (16, C39), (32, C5), (64, C2), (128, C55), (256, C10), (512, C4), (1024, C4), (2048, C4), (4096, C4), (8192, C33),),
-    ('half', 'nt', 7168, 16384): ((1, C38), (16, C0), (64, C2), (128, C55), (256, C8), (512, C17), (1024, C9), (2048, C8),),
-    ('half', 'nt', 8192, 2048): ((1, C0), (16, C0), (32, C47), (64, C2), (128, C55), (256, C10), (512, C4), (1024, C9), (2048, C4), (4096, C9), (8192, C33),),
-    ('half', 'nt', 8192, 8192): ((1, C0), (2, C0), (4, C0), (8, C0), (16, C0), (32, C47), (64, C2), (128, C55), (256, C8), (512, C17), (1024, C9), (2048, C9), (4096, C9), (8192, C12),),
-    ('half', 'nt', 9216, 3072): ((1, C13), (16, C0), (32, C56), (64, C14), (128, C57), (256, C31), (512, C33), (1024, C30), (2048, C8), (4096, C4), (8192, C4),),
-    ('half', 'nt', 11008, 4096): ((1, C13), (16, C0), (64, C2), (128, C57), (256, C30), (512, C8), (1024, C9), (2048, C4), (4096, C8),),
-    ('half', 'nt', 12288, 4096): ((1, C13), (2, C13), (4, C13), (8, C13), (16, C0), (32, C58), (64, C2), (128, C57), (256, C30), (512, C8), (1024, C9), (2048, C4), (4096, C9), (8192, C9),),
-    ('half', 'nt', 14336, 4096): ((1, C13), (2, C13), (4, C13), (8, C13), (16, C0), (32, C58), (64, C43), (128, C57), (256, C17), (512, C9), (1024, C8), (2048, C4), (4096, C4), (8192, C12),),
-    ('half', 'nt', 16384, 2048): ((1, C54), (16, C54), (64, C43), (128, C57), (256, C17), (512, C17), (1024, C4), (2048, C4), (4096, C4),),
-    ('half', 'nt', 16384, 3072): ((1, C54), (16, C54), (32, C58), (64, C43), (128, C57), (256, C17), (512, C9), (1024, C9), (2048, C9), (4096, C9),),
-    ('half', 'nt', 22016, 4096): ((1, C0), (16, C0), (64, C2), (128, C59), (256, C8), (512, C9), (1024, C8), (2048, C8),),
-    ('half', 'nt', 24576, 1536): ((1, C54), (16, C54), (64, C43), (128, C59), (256, C8), (512, C4), (1024, C4), (2048, C4), (4096, C4),),
-    ('half', 'nt', 28672, 4096): ((1, C54), (16, C54), (64, C43), (128, C57), (256, C17), (512, C8), (1024, C4), (2048, C9),),
-    ('half', 'nt', 32000, 4096): ((1, C54), (2, C54), (4, C54), (8, C0), (16, C54), (32, C58), (64, C18), (128, C57), (256, C17), (512, C4), (1024, C9), (2048, C9), (4096, C9), (8192, C9),),
-    ('half', 'nt', 50257, 768): ((1, C13), (16, C54), (64, C60), (128, C59), (256, C17), (512, C9), (1024, C9), (2048, C9), (4096, C9),),
-    ('half', 'nt', 128256, 4096): ((1, C54), (2, C54), (4, C0), (8, C0), (16, C54), (32, C58), (64, C18), (128, C57), (256, C4), (512, C9), (1024, C9), (2048, C9), (4096, C9), (8192, C29),),
-    ('half', 'nt', 151936, 896): ((1, C54), (16, C54), (32, C5), (64, C18), (128, C57), (256, C17), (512, C4), (1024, C4),),
-    ('half', 'tn accumulated', 512, 3584): ((2048, C4), (8192, C8),),
-    ('half', 'tn accumulated', 768, 768): ((2048, C6), (8192, C25),),
-    ('half', 'tn accumulated', 1024, 1024): ((2048, C6), (8192, C22),),
-    ('half', 'tn accumulated', 1152, 1152): ((2048, C4), (8192, C28),),
-    ('half', 'tn accumulated', 2048, 2048): ((2048, C9), (8192, C9),),
-    ('half', 'tn accumulated', 2048, 8192): ((2048, C9), (8192, C9),),
-    ('half', 'tn accumulated', 3072, 768): ((2048, C31), (8192, C37),),
-    ('half', 'tn accumulated', 4096, 1024): ((2048, C9), (8192, C9),),
-    ('half', 'tn accumulated', 7168, 16384): ((2048, C33),),
-    ('half', 'tn accumulated', 12288, 4096): ((2048, C33),),
-    ('half', 'tn accumulated', 28672, 4096): ((2048, C33),),
-    ('ieee', 'nt', 1024, 4096): ((1, C61), (16, C62), (64, C63), (256, C63), (1024, C64), (4096, C64),),
-    ('ieee', 'nt', 4096, 4096): ((1, C61), (16, C65), (64, C63), (256, C64), (1024, C64), (4096, C64),),
-    ('tf32', 'nt activated', 1024, 256): ((1, C66), (64, C66), (512, C67), (2048, C68), (8192, C69), (32768, C69),),
-    ('tf32', 'nt activated', 3072, 768): ((1, C66), (64, C70), (512, C71), (2048, C72), (8192, C69), (32768, C69),),
-    ('tf32', 'nt activated', 4096, 1024): ((1, C66), (64, C67), (512, C68), (2048, C69), (8192, C69), (32768, C69),),
-    ('tf32', 'nt activated', 4096, 4096): ((1, C66), (64, C67), (512, C68), (2048, C69), (8192, C73), (32768, C68),),
-    ('tf32', 'nt activated', 11008, 4096): ((1, C66), (64, C74), (512, C68), (2048, C72), (8192, C73),),
-    ('tf32', 'nt activated', 14336, 4096): ((1, C75), (64, C74), (512, C76), (2048, C73), (8192, C68), (32768, C76),),
-    ('tf32', 'tn', 96, 384): ((256, C77), (1024, C78), (4096, C79), (8192, C80),),
-    ('tf32', 'tn', 256, 1024): ((256, C77), (1024, C78), (4096, C81), (8192, C82),),
-    ('tf32', 'tn', 384, 96): ((256, C83), (1024, C77), (4096, C79), (8192, C79),),
-    ('tf32', 'tn', 384, 384): ((256, C84), (1024, C78), (4096, C79), (8192, C81),),
-    ('tf32', 'tn', 768, 768): ((256, C77), (1024, C77), (4096, C82), (8192, C82),),
-    ('tf32', 'tn', 768, 3072): ((256, C83), (1024, C83), (4096, C83), (8192, C85),),
-    ('tf32', 'tn', 1024, 256): ((256, C83), (1024, C78), (4096, C81), (8192, C82),),
-    ('tf32', 'tn', 2048, 2048): ((256, C83), (1024, C83), (4096, C83), (8192, C82),),
-    ('tf32', 'tn', 3072, 768): ((256, C83), (1024, C83), (4096, C83), (8192, C82),),
-    ('tf32', 'tn', 4096, 4096): ((256, C83), (1024, C83), (4096, C83), (8192, C86),),
-    ('tf32', 'tn', 4096, 14336): ((256, C83), (1024, C83), (4096, C83), (8192, C86),),
-    ('tf32', 'nn', 384, 96): ((256, C77), (1024, C84), (4096, C84), (8192, C87),),
-    ('tf32', 'nn', 1024, 256): ((256, C77), (1024, C87), (4096, C83), (8192, C83),),
-    ('tf32', 'nn', 96, 384): ((1, C88), (16, C89), (64, C77), (256, C77), (1024, C77), (4096, C90), (8192, C90),),
-    ('tf32', 'nn', 384, 384): ((256, C77), (1024, C78), (4096, C84), (8192, C84),),
-    ('tf32', 'nn', 768, 768): ((1, C91), (16, C92), (64, C77), (256, C77), (1024, C84), (4096, C84), (8192, C93),),
-    ('tf32', 'nn', 3072, 768): ((1, C91), (16, C92), (64, C77), (256, C84), (1024, C84), (4096, C83), (8192, C83),),
-    ('tf32', 'nn', 256, 1024): ((1, C91), (16, C92), (64, C77), (256, C77), (1024, C77), (4096, C87), (8192, C93),),
-    ('tf32', 'nn', 2048, 2048): ((1, C91), (16, C92), (64, C77), (256, C84), (1024, C93), (4096, C93), (8192, C83),),
-    ('tf32', 'nn', 768, 3072): ((256, C77), (1024, C87), (4096, C84), (8192, C93),),
-    ('tf32', 'nn', 4096, 4096): ((1, C94), (16, C92), (64, C77), (256, C87), (1024, C93), (4096, C93), (8192, C93),),
-    ('tf32', 'nn', 14336, 4096): ((256, C93), (1024, C93), (4096, C83), (8192, C93),),
-    ('tf32', 'nn gradient', 384, 96): ((256, C90), (1024, C95), (4096, C84), (8192, C96),),
-    ('tf32', 'nn gradient', 1024, 256): ((256, C90), (1024, C95), (4096, C96), (8192, C96),),
-    ('tf32', 'nn gradient', 96, 384): ((256, C90), (1024, C90), (4096, C90), (8192, C90),),
-    ('tf32', 'nn gradient', 384, 384): ((256, C90), (1024, C78), (4096, C84), (8192, C97),),
-    ('tf32', 'nn gradient', 768, 768): ((256, C90), (1024, C90), (4096, C97), (8192, C96),),
-    ('tf32', 'nn gradient', 3072, 768): ((256, C90), (1024, C97), (4096, C96), (8192, C96),),
-    ('tf32', 'nn gradient', 256, 1024): ((256, C90), (1024, C90), (4096, C98), (8192, C98),),
-    ('tf32', 'nn gradient', 2048, 2048): ((256, C95), (1024, C99), (4096, C97), (8192, C97),),
-    ('tf32', 'nn gradient', 768, 3072): ((256, C90), (1024, C78), (4096, C97), (8192, C99),),
-    ('tf32', 'nn gradient', 4096, 4096): ((256, C98), (1024, C96), (4096, C97), (8192, C97),),
-    ('tf32', 'nn gradient', 14336, 4096): ((256, C96), (1024, C97), (4096, C97), (8192, C100),),
-    ('tf32', 'nt', 512, 2048): ((1, C66), (16, C66), (64, C66),),
-    ('tf32', 'nt', 768, 3072): ((1, C66), (16, C66), (64, C66), (256, C67),),
-    ('tf32', 'nt', 1024, 4096): ((1, C66), (8, C66), (16, C66), (32, C66), (64, C66), (128, C70), (256, C67), (512, C101), (1024, C18), (4096, C76),),
-    ('tf32', 'nt', 2048, 2048): ((1, C66), (8, C66), (16, C66), (32, C66), (64, C70), (128, C67), (256, C101), (512, C18), (1024, C68), (4096, C76),),
-    ('tf32', 'nt', 3072, 768): ((1, C66), (16, C66), (64, C70), (256, C18),),
-    ('tf32', 'nt', 4096, 4096): ((1, C66), (8, C66), (16, C66), (32, C70), (64, C67), (128, C67), (256, C18), (512, C68), (1024, C76), (4096, C76),),
-    ('tf32', 'nt', 4096, 14336): ((1, C66), (8, C66), (16, C66), (32, C70), (64, C67), (128, C102), (256, C18), (512, C68), (1024, C76), (4096, C71),),
-    ('tf32', 'nt', 5120, 5120): ((1, C103), (8, C66), (16, C66), (32, C70), (64, C67), (128, C102), (256, C68), (512, C104), (1024, C105), (4096, C76),),
-    ('tf32', 'nt', 8192, 8192): ((1, C66), (8, C66), (16, C66), (32, C70), (64, C67), (128, C106), (256, C68), (512, C76), (1024, C76), (4096, C76),),
-    ('tf32', 'nt', 12288, 4096): ((1, C66), (8, C66), (16, C66), (32, C70), (64, C107), (128, C108), (256, C104), (512, C104), (1024, C76), (4096, C76),),
-    ('tf32', 'nt', 128256, 4096): ((1, C66), (8, C66), (16, C66), (32, C70), (64, C109), (128, C110), (256, C76), (512, C76), (1024, C76), (4096, C73),),
-    ('tf32x3', 'tn', 1024, 4096): ((512, C111), (4096, C111),),
-    ('tf32x3', 'tn', 2048, 2048): ((512, C112), (4096, C111),),
-    ('tf32x3', 'tn', 4096, 4096): ((512, C111), (4096, C111),),
-    ('tf32x3', 'nn', 4096, 1024): ((512, C111), (4096, C111),),
-    ('tf32x3', 'nn', 2048, 2048): ((512, C113), (4096, C111),),
-    ('tf32x3', 'nn', 4096, 4096): ((512, C111), (4096, C111),),
-    ('tf32x3', 'nt', 768, 3072): ((1, C114), (16, C114), (64, C114), (256, C115), (1024, C113), (4096, C116),),
-    ('tf32x3', 'nt', 1024, 1024): ((1, C114), (16, C114), (64, C114), (256, C115), (1024, C113), (4096, C117),),
-    ('tf32x3', 'nt', 1024, 4096): ((1, C118), (16, C118), (64, C118), (128, C119), (256, C119), (512, C120), (1024, C121), (4096, C122),),
-    ('tf32x3', 'nt', 2048, 2048): ((1, C114), (16, C114), (64, C114), (256, C115), (1024, C117), (4096, C117),),
-    ('tf32x3', 'nt', 3072, 768): ((1, C114), (16, C114), (64, C123), (128, C123), (256, C123), (512, C122), (1024, C113), (4096, C111),),
-    ('tf32x3', 'nt', 4096, 4096): ((1, C114), (16, C114), (64, C124), (128, C115), (256, C125), (512, C122), (1024, C117), (4096, C126),),
-    ('tf32x3', 'nt', 4096, 14336): ((1, C118), (16, C118), (64, C119), (128, C120), (256, C121), (512, C122), (1024, C122), (4096, C126),),
+    ('half', 'nn gradient', 14336, 4096): ((512, C9), (2048, C9), (4096, C11), (8192, C8),),
+    ('half', 'nn gradient', 4096, 14336): ((4096, C9), (8192, C8),),
+    ('half', 'nt', 96, 384): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C22), (512, C2), (1024, C22), (2048, C2), (4096, C22), (8192, C23),),
+    ('half', 'nt', 256, 1024): ((1, C0), (8, C0), (16, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C2), (4096, C23),),
+    ('half', 'nt', 384, 96): ((1, C0), (16, C0), (64, C47), (128, C47), (256, C22), (512, C2), (1024, C22), (2048, C48), (4096, C7),),
+    ('half', 'nt', 384, 384): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C22), (512, C2), (1024, C2), (2048, C6), (4096, C7), (8192, C14),),
+    ('half', 'nt', 512, 2048): ((1, C0), (8, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C23), (4096, C3), (8192, C16),),
+    ('half', 'nt', 512, 3584): ((1, C0), (16, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C23), (4096, C3),),
+    ('half', 'nt', 768, 768): ((1, C0), (16, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C6), (2048, C7), (4096, C14),),
+    ('half', 'nt', 768, 3072): ((1, C0), (8, C0), (16, C0), (32, C0), (64, C0), (128, C0), (192, C2), (256, C2), (384, C2), (512, C2), (768, C6), (1024, C6), (1536, C32), (2048, C7), (3072, C25), (4096, C14), (8192, C8),),
+    ('half', 'nt', 1024, 256): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C47), (256, C2), (512, C2), (1024, C23), (2048, C46), (4096, C16), (8192, C4),),
+    ('half', 'nt', 1024, 4096): ((1, C49), (16, C49), (64, C50), (128, C50), (192, C20), (256, C20), (384, C22), (512, C22), (768, C6), (1024, C37), (1536, C7), (2048, C3), (3072, C37), (4096, C8),),
+    ('half', 'nt', 1152, 1152): ((1, C0), (16, C0), (64, C51), (128, C2), (256, C22), (512, C6), (1024, C32), (2048, C25), (4096, C24),),
+    ('half', 'nt', 1280, 1280): ((1, C0), (16, C0), (32, C0), (64, C51), (128, C51), (256, C22), (512, C6), (1024, C32), (2048, C25), (4096, C24), (8192, C8),),
+    ('half', 'nt', 2048, 768): ((1, C0), (16, C0), (32, C0), (64, C51), (128, C51), (256, C2), (512, C6), (1024, C3), (2048, C16), (4096, C4), (8192, C4),),
+    ('half', 'nt', 2048, 2048): ((1, C0), (2, C0), (4, C0), (8, C0), (16, C0), (32, C0), (64, C51), (128, C51), (256, C2), (512, C6), (1024, C3), (2048, C16), (4096, C11), (8192, C8),),
+    ('half', 'nt', 2048, 8192): ((1, C49), (16, C49), (64, C50), (128, C52), (192, C36), (256, C53), (384, C54), (512, C54), (768, C7), (1024, C3), (1536, C14), (2048, C8), (3072, C26), (4096, C8),),
+    ('half', 'nt', 2304, 768): ((1, C0), (16, C0), (64, C51), (128, C2), (256, C6), (512, C7), (1024, C25), (2048, C24), (4096, C26),),
+    ('half', 'nt', 2560, 9728): ((1, C55), (16, C56), (32, C57), (64, C58), (128, C59), (192, C22), (256, C60), (384, C37), (512, C32), (768, C3), (1024, C25), (1536, C8), (2048, C31), (3072, C8), (4096, C8), (8192, C8),),
+    ('half', 'nt', 3072, 768): ((1, C0), (8, C0), (16, C0), (64, C51), (128, C2), (256, C6), (512, C7), (1024, C14), (2048, C8), (4096, C4),),
+    ('half', 'nt', 3072, 3072): ((1, C0), (16, C0), (64, C51), (128, C2), (256, C6), (512, C7), (1024, C14), (2048, C8), (4096, C8),),
+    ('half', 'nt', 3584, 3584): ((1, C0), (16, C0), (32, C51), (64, C51), (128, C2), (192, C23), (256, C6), (384, C7), (512, C3), (768, C14), (1024, C8), (1536, C61), (2048, C4), (3072, C61), (4096, C8), (8192, C8),),
+    ('half', 'nt', 4096, 512): ((1, C0), (16, C43), (32, C0), (64, C51), (128, C2), (256, C6), (512, C3), (1024, C16), (2048, C4), (4096, C4), (8192, C11),),
+    ('half', 'nt', 4096, 1024): ((1, C0), (16, C0), (64, C51), (128, C2), (256, C6), (512, C3), (1024, C16), (2048, C4), (4096, C11),),
+    ('half', 'nt', 4096, 4096): ((1, C0), (2, C0), (4, C0), (8, C0), (16, C0), (32, C51), (64, C2), (128, C2), (192, C23), (256, C6), (384, C7), (512, C3), (768, C14), (1024, C16), (1536, C8), (2048, C8), (3072, C11), (4096, C8), (8192, C8),),
+    ('half', 'nt', 4096, 11008): ((1, C49), (16, C49), (32, C50), (64, C58), (128, C59), (256, C54), (512, C3), (1024, C8), (2048, C8), (4096, C8),),
+    ('half', 'nt', 4096, 14336): ((1, C49), (16, C49), (32, C50), (64, C58), (128, C59), (192, C23), (256, C37), (384, C62), (512, C3), (768, C14), (1024, C8), (1536, C8), (2048, C8), (3072, C8), (4096, C8),),
+    ('half', 'nt', 4608, 4096): ((1, C42), (16, C63), (32, C5), (64, C2), (128, C6), (256, C32), (512, C25), (1024, C61), (2048, C26), (4096, C8), (8192, C8),),
+    ('half', 'nt', 5120, 5120): ((1, C42), (2, C42), (4, C42), (8, C42), (16, C63), (32, C5), (64, C2), (128, C6), (192, C23), (256, C32), (384, C3), (512, C25), (768, C16), (1024, C24), (1536, C11), (2048, C8), (3072, C26), (4096, C8), (8192, C11),),
+    ('half', 'nt', 6144, 4096): ((1, C42), (2, C42), (4, C42), (8, C42), (16, C63), (32, C5), (64, C2), (128, C6), (192, C64), (256, C7), (384, C25), (512, C14), (768, C65), (1024, C8), (1536, C26), (2048, C11), (3072, C8), (4096, C8), (8192, C11),),
+    ('half', 'nt', 6912, 1152): ((1, C42), (16, C43), (32, C5), (64, C2), (128, C6), (256, C3), (512, C16), (1024, C8), (2048, C8), (4096, C8), (8192, C8),),
+    ('half', 'nt', 7168, 16384): ((1, C42), (16, C0), (64, C2), (128, C66), (256, C3), (512, C16), (1024, C11), (2048, C8),),
+    ('half', 'nt', 8192, 2048): ((1, C0), (16, C0), (32, C51), (64, C2), (128, C6), (192, C30), (256, C3), (384, C14), (512, C16), (768, C8), (1024, C11), (1536, C4), (2048, C8), (3072, C11), (4096, C8), (8192, C8),),
+    ('half', 'nt', 8192, 8192): ((1, C0), (2, C0), (4, C0), (8, C0), (16, C0), (32, C51), (64, C2), (128, C66), (256, C3), (512, C16), (1024, C11), (2048, C8), (4096, C8), (8192, C8),),
+    ('half', 'nt', 9216, 3072): ((1, C12), (16, C0), (32, C67), (64, C13), (128, C32), (256, C25), (512, C61), (1024, C26), (2048, C8), (4096, C8), (8192, C8),),
+    ('half', 'nt', 11008, 4096): ((1, C12), (16, C0), (64, C2), (128, C7), (256, C14), (512, C8), (1024, C11), (2048, C8), (4096, C8),),
+    ('half', 'nt', 12288, 4096): ((1, C12), (2, C12), (4, C12), (8, C12), (16, C0), (32, C68), (64, C2), (128, C7), (256, C27), (512, C8), (1024, C11), (2048, C8), (4096, C8), (8192, C8),),
+    ('half', 'nt', 14336, 4096): ((1, C12), (2, C12), (4, C12), (8, C12), (16, C0), (32, C68), (64, C48), (128, C3), (192, C28), (256, C16), (384, C8), (512, C11), (768, C65), (1024, C8), (1536, C26), (2048, C28), (3072, C8), (4096, C8), (8192, C8),),
+    ('half', 'nt', 16384, 2048): ((1, C63), (16, C63), (64, C48), (128, C3), (256, C16), (512, C11), (1024, C8), (2048, C11), (4096, C8),),
+    ('half', 'nt', 16384, 3072): ((1, C63), (16, C63), (32, C68), (64, C48), (128, C3), (256, C16), (512, C11), (1024, C11), (2048, C8), (4096, C8),),
+    ('half', 'nt', 22016, 4096): ((1, C0), (16, C0), (64, C2), (128, C14), (192, C69), (256, C8), (384, C11), (512, C11), (768, C11), (1024, C26), (1536, C8), (2048, C8), (3072, C8),),
+    ('half', 'nt', 24576, 1536): ((1, C63), (16, C63), (64, C48), (128, C14), (256, C8), (512, C11), (1024, C8), (2048, C8), (4096, C8),),
+    ('half', 'nt', 28672, 4096): ((1, C63), (16, C63), (64, C48), (128, C8), (256, C11), (512, C8), (1024, C8), (2048, C8),),
+    ('half', 'nt', 32000, 4096): ((1, C63), (2, C63), (4, C63), (8, C0), (16, C63), (32, C68), (64, C17), (128, C8), (256, C11), (512, C11), (1024, C8), (2048, C8), (4096, C8), (8192, C8),),
+    ('half', 'nt', 50257, 768): ((1, C12), (16, C63), (64, C70), (128, C71), (256, C28), (512, C28), (1024, C28), (2048, C28), (4096, C28),),
+    ('half', 'nt', 128256, 4096): ((1, C63), (2, C63), (4, C0), (8, C0), (16, C63), (32, C68), (64, C17), (128, C8), (256, C11), (512, C8), (1024, C8), (2048, C8), (4096, C8), (8192, C11),),
+    ('half', 'nt', 151936, 896): ((1, C63), (16, C63), (32, C5), (64, C17), (128, C8), (256, C11), (512, C11), (1024, C8),),
+    ('half', 'tn accumulated', 512, 3584): ((2048, C4), (8192, C64),),
+    ('half', 'tn accumulated', 768, 768): ((2048, C23), (8192, C72),),
+    ('half', 'tn accumulated', 1024, 1024): ((2048, C23), (8192, C21),),
+    ('half', 'tn accumulated', 1152, 1152): ((2048, C7), (8192, C73),),
+    ('half', 'tn accumulated', 2048, 2048): ((2048, C9), (8192, C28),),
+    ('half', 'tn accumulated', 2048, 8192): ((2048, C28), (8192, C28),),
+    ('half', 'tn accumulated', 3072, 768): ((2048, C25), (8192, C73),),
+    ('half', 'tn accumulated', 4096, 1024): ((2048, C28), (8192, C28),),
+    ('half', 'tn accumulated', 7168, 16384): ((2048, C61),),
+    ('half', 'tn accumulated', 12288, 4096): ((2048, C61),),
+    ('half', 'tn accumulated', 28672, 4096): ((2048, C61),),
+    ('ieee', 'nt', 1024, 4096): ((1, C74), (16, C75), (64, C76), (256, C76), (1024, C77), (4096, C77),),
+    ('ieee', 'nt', 4096, 4096): ((1, C74), (16, C78), (64, C76), (256, C77), (1024, C77), (4096, C77),),
+    ('tf32', 'nt activated', 1024, 256): ((1, C79), (64, C79), (512, C80), (2048, C81), (8192, C82), (32768, C82),),
+    ('tf32', 'nt activated', 3072, 768): ((1, C79), (64, C83), (512, C84), (2048, C85), (8192, C82), (32768, C82),),
+    ('tf32', 'nt activated', 4096, 1024): ((1, C79), (64, C80), (512, C81), (2048, C82), (8192, C82), (32768, C82),),
+    ('tf32', 'nt activated', 4096, 4096): ((1, C79), (64, C80), (512, C81), (2048, C82), (8192, C86), (32768, C81),),
+    ('tf32', 'nt activated', 11008, 4096): ((1, C79), (64, C87), (512, C81), (2048, C85), (8192, C86),),
+    ('tf32', 'nt activated', 14336, 4096): ((1, C88), (64, C87), (512, C89), (2048, C86), (8192, C81), (32768, C89),),
+    ('tf32', 'tn', 96, 384): ((256, C90), (1024, C91), (4096, C92), (8192, C93),),
+    ('tf32', 'tn', 256, 1024): ((256, C90), (1024, C91), (4096, C94), (8192, C95),),
+    ('tf32', 'tn', 384, 96): ((256, C96), (1024, C90), (4096, C92), (8192, C92),),
+    ('tf32', 'tn', 384, 384): ((256, C97), (1024, C91), (4096, C92), (8192, C94),),
+    ('tf32', 'tn', 768, 768): ((256, C90), (1024, C90), (4096, C95), (8192, C95),),
+    ('tf32', 'tn', 768, 3072): ((256, C96), (1024, C96), (4096, C96), (8192, C98),),
+    ('tf32', 'tn', 1024, 256): ((256, C96), (1024, C91), (4096, C94), (8192, C95),),
+    ('tf32', 'tn', 2048, 2048): ((256, C96), (1024, C96), (4096, C96), (8192, C95),),
+    ('tf32', 'tn', 3072, 768): ((256, C96), (1024, C96), (4096, C96), (8192, C95),),
+    ('tf32', 'tn', 4096, 4096): ((256, C96), (1024, C96), (4096, C96), (8192, C99),),
+    ('tf32', 'tn', 4096, 14336): ((256, C96), (1024, C96), (4096, C96), (8192, C99),),
+    ('tf32', 'nn', 384, 96): ((256, C90), (1024, C97), (4096, C97), (8192, C100),),
+    ('tf32', 'nn', 1024, 256): ((256, C90), (1024, C100), (4096, C96), (8192, C96),),
+    ('tf32', 'nn', 96, 384): ((1, C101), (16, C102), (64, C90), (256, C90), (1024, C90), (4096, C103), (8192, C103),),
+    ('tf32', 'nn', 384, 384): ((256, C90), (1024, C91), (4096, C97), (8192, C97),),
+    ('tf32', 'nn', 768, 768): ((1, C104), (16, C105), (64, C90), (256, C90), (1024, C97), (4096, C97), (8192, C106),),
+    ('tf32', 'nn', 3072, 768): ((1, C104), (16, C105), (64, C90), (256, C97), (1024, C97), (4096, C96), (8192, C96),),
+    ('tf32', 'nn', 256, 1024): ((1, C104), (16, C105), (64, C90), (256, C90), (1024, C90), (4096, C100), (8192, C106),),
+    ('tf32', 'nn', 2048, 2048): ((1, C104), (16, C105), (64, C90), (256, C97), (1024, C106), (4096, C106), (8192, C96),),
+    ('tf32', 'nn', 768, 3072): ((256, C90), (1024, C100), (4096, C97), (8192, C106),),
+    ('tf32', 'nn', 4096, 4096): ((1, C107), (16, C105), (64, C90), (256, C100), (1024, C106), (4096, C106), (8192, C106),),
+    ('tf32', 'nn', 14336, 4096): ((256, C106), (1024, C106), (4096, C96), (8192, C106),),
+    ('tf32', 'nn gradient', 384, 96): ((256, C103), (1024, C108), (4096, C97), (8192, C109),),
+    ('tf32', 'nn gradient', 1024, 256): ((256, C103), (1024, C108), (4096, C109), (8192, C109),),
+    ('tf32', 'nn gradient', 96, 384): ((256, C103), (1024, C103), (4096, C103), (8192, C103),),
+    ('tf32', 'nn gradient', 384, 384): ((256, C103), (1024, C91), (4096, C97), (8192, C110),),
+    ('tf32', 'nn gradient', 768, 768): ((256, C103), (1024, C103), (4096, C110), (8192, C109),),
+    ('tf32', 'nn gradient', 3072, 768): ((256, C103), (1024, C110), (4096, C109), (8192, C109),),
+    ('tf32', 'nn gradient', 256, 1024): ((256, C103), (1024, C103), (4096, C111), (8192, C111),),
+    ('tf32', 'nn gradient', 2048, 2048): ((256, C108), (1024, C112), (4096, C110), (8192, C110),),
+    ('tf32', 'nn gradient', 768, 3072): ((256, C103), (1024, C91), (4096, C110), (8192, C112),),
+    ('tf32', 'nn gradient', 4096, 4096): ((256, C111), (1024, C109), (4096, C110), (8192, C110),),
+    ('tf32', 'nn gradient', 14336, 4096): ((256, C109), (1024, C110), (4096, C110), (8192, C113),),
+    ('tf32', 'nt', 512, 2048): ((1, C79), (16, C79), (64, C79),),
+    ('tf32', 'nt', 768, 3072): ((1, C79), (16, C79), (64, C79), (256, C80),),
+    ('tf32', 'nt', 1024, 4096): ((1, C79), (8, C79), (16, C79), (32, C79), (64, C79), (128, C83), (256, C80), (512, C114), (1024, C17), (4096, C89),),
+    ('tf32', 'nt', 2048, 2048): ((1, C79), (8, C79), (16, C79), (32, C79), (64, C83), (128, C80), (256, C114), (512, C17), (1024, C81), (4096, C89),),
+    ('tf32', 'nt', 3072, 768): ((1, C79), (16, C79), (64, C83), (256, C17),),
+    ('tf32', 'nt', 4096, 4096): ((1, C79), (8, C79), (16, C79), (32, C83), (64, C80), (128, C80), (256, C17), (512, C81), (1024, C89), (4096, C89),),
+    ('tf32', 'nt', 4096, 14336): ((1, C79), (8, C79), (16, C79), (32, C83), (64, C80), (128, C115), (256, C17), (512, C81), (1024, C89), (4096, C84),),
+    ('tf32', 'nt', 5120, 5120): ((1, C116), (8, C79), (16, C79), (32, C83), (64, C80), (128, C115), (256, C81), (512, C117), (1024, C118), (4096, C89),),
+    ('tf32', 'nt', 8192, 8192): ((1, C79), (8, C79), (16, C79), (32, C83), (64, C80), (128, C119), (256, C81), (512, C89), (1024, C89), (4096, C89),),
+    ('tf32', 'nt', 12288, 4096): ((1, C79), (8, C79), (16, C79), (32, C83), (64, C120), (128, C121), (256, C117), (512, C117), (1024, C89), (4096, C89),),
+    ('tf32', 'nt', 128256, 4096): ((1, C79), (8, C79), (16, C79), (32, C83), (64, C122), (128, C123), (256, C89), (512, C89), (1024, C89), (4096, C86),),
+    ('tf32x3', 'tn', 1024, 4096): ((512, C124), (4096, C124),),
+    ('tf32x3', 'tn', 2048, 2048): ((512, C125), (4096, C124),),
+    ('tf32x3', 'tn', 4096, 4096): ((512, C124), (4096, C124),),
+    ('tf32x3', 'nn', 4096, 1024): ((512, C124), (4096, C124),),
+    ('tf32x3', 'nn', 2048, 2048): ((512, C126), (4096, C124),),
+    ('tf32x3', 'nn', 4096, 4096): ((512, C124), (4096, C124),),
+    ('tf32x3', 'nt', 768, 3072): ((1, C127), (16, C127), (64, C127), (256, C128), (1024, C126), (4096, C129),),
+    ('tf32x3', 'nt', 1024, 1024): ((1, C127), (16, C127), (64, C127), (256, C128), (1024, C126), (4096, C130),),
+    ('tf32x3', 'nt', 1024, 4096): ((1, C131), (16, C131), (64, C131), (128, C132), (256, C132), (512, C133), (1024, C134), (4096, C135),),
+    ('tf32x3', 'nt', 2048, 2048): ((1, C127), (16, C127), (64, C127), (256, C128), (1024, C130), (4096, C130),),
+    ('tf32x3', 'nt', 3072, 768): ((1, C127), (16, C127), (64, C136), (128, C136), (256, C136), (512, C135), (1024, C126), (4096, C124),),
+    ('tf32x3', 'nt', 4096, 4096): ((1, C127), (16, C127), (64, C137), (128, C128), (256, C138), (512, C135), (1024, C130), (4096, C139),),
+    ('tf32x3', 'nt', 4096, 14336): ((1, C131), (16, C131), (64, C132), (128, C133), (256, C134), (512, C135), (1024, C135), (4096, C139),),
 }
 
 MODEL = {
     ('half', 'nn'): (
-        (C12, 0, 0, False, (0.791, 1.06, 4.19, 10.7, 0.3, 0.3, 0.176, 0.602, 0.299, 0.0523, 0.0456)),
-        (C9, 0, 0, True, (2.41, 0.633, 1.59, 7.75, 0.3, 0.3, 0.208, 0.767, 0.357, 0.0525, 0.0456)),
-        (C6, 0, 0, True, (0.983, 0.989, 3.22, 9.76, 0.3, 0.3, 0.19, 0.667, 0.275, 0.0527, 0.0456)),
-        (C23, 0, 0, False, (0.891, 1.13, 3.15, 10.7, 0.3, 0.3, 0.163, 0.673, 0.294, 0.0525, 0.0455)),
-        (C30, 0, 0, False, (0.997, 0.85, 2.92, 10.7, 0.3, 0.3, 0.204, 0.715, 0.38, 0.0527, 0.0456)),
-        (C8, 256, 0, True, (2.27, 0.599, 1.86, 7.43, 0.3, 0.3, 0.179, 0.614, 0.289, 0.0519, 0.0456)),
-        (C10, 0, 0, False, (0.727, 0.987, 3.66, 10.7, 0.3, 0.3, 0.175, 0.595, 0.305, 0.0519, 0.0456)),
-        (C7, 256, 0, True, (1.22, 0.509, 2.22, 115.0, 0.3, 0.3, 0.232, 0.499, 0.299, 0.0536, 0.0451)),
-        (C4, 256, 0, True, (2.07, 0.634, 1.24, 7.68, 0.3, 0.3, 0.361, 0.569, 0.348, 0.0526, 0.0456)),
-        (C37, 256, 0, True, (1.22, 0.838, 2.86, 6.89, 0.3, 0.3, 0.179, 0.616, 0.22, 0.0525, 0.0456)),
-        (C36, 256, 512, True, (1.23, 0.854, 2.93, 11.0, 0.3, 0.3, 0.216, 0.79, 1.26, 0.0526, 0.0456)),
-        (C32, 256, 0, True, (1.42, 0.983, 3.63, 6.13, 0.3, 0.3, 0.177, 0.605, 0.291, 0.0519, 0.0456)),
-        (C33, 256, 0, False, (3.65, 0.755, 2.2, 10.7, 0.3, 0.3, 0.213, 0.966, 0.335, 0.0528, 0.0456)),
-        (C26, 0, 0, False, (1.13, 0.782, 2.28, 10.7, 0.3, 0.3, 0.211, 0.895, 0.448, 0.0525, 0.0456)),
-        (C15, 0, 0, True, (0.896, 0.887, 3.21, 6.0, 0.3, 0.3, 0.211, 0.808, 0.444, 0.0524, 0.0456)),
-        (C17, 0, 0, True, (2.02, 0.69, 1.85, 8.86, 0.3, 0.3, 0.21, 0.8, 0.343, 0.0522, 0.0456)),
-        (C31, 256, 0, False, (4.19, 0.451, 1.34, 10.7, 0.3, 0.3, 0.22, 0.842, 0.333, 0.0529, 0.0456)),
-        (C3, 256, 0, True, (1.06, 0.634, 2.14, 7.66, 0.3, 0.3, 0.371, 0.46, 0.225, 0.0531, 0.0452)),
-        (C2, 0, 0, False, (1.05, 1.22, 3.2, 10.7, 0.3, 0.3, 0.145, 0.624, 0.338, 0.0525, 0.0455)),
-        (C35, 256, 0, True, (2.47, 0.565, 1.74, 8.1, 0.3, 0.3, 0.188, 0.657, 0.276, 0.0523, 0.0456)),
-        (C127, 0, 0, False, (1.07, 0.821, 2.78, 10.7, 0.3, 0.3, 0.195, 0.693, 0.221, 0.0528, 0.0456)),
+        (C8, 0, 0, True, (2.32, 0.387, 1.42, 5.13, 0.3, 0.3, 0.3, 0.212, 0.618, 0.239, 0.0359, 0.0339)),
+        (C3, 0, 0, True, (1.15, 0.655, 3.15, 4.44, 0.3, 0.3, 0.3, 0.197, 0.572, 0.235, 0.0359, 0.0339)),
+        (C6, 0, 0, True, (1.32, 0.705, 3.37, 8.19, 0.3, 0.3, 0.3, 0.106, 0.452, 0.286, 0.0358, 0.0338)),
+        (C22, 0, 0, True, (0.834, 1.09, 3.73, 5.17, 0.3, 0.3, 0.3, 0.179, 0.627, 0.292, 0.0357, 0.0339)),
+        (C37, 0, 0, True, (1.12, 0.646, 3.06, 4.01, 0.3, 0.3, 0.3, 0.198, 0.575, 0.271, 0.0358, 0.0339)),
+        (C14, 0, 0, True, (1.05, 0.622, 2.75, 4.67, 0.3, 0.3, 0.3, 0.235, 0.674, 0.322, 0.0361, 0.0339)),
+        (C38, 0, 0, True, (1.16, 0.655, 3.14, 5.91, 0.3, 0.3, 0.3, 1.6, 0.715, 0.343, 0.0358, 0.034)),
+        (C7, 0, 0, True, (1.16, 0.657, 3.16, 5.36, 0.3, 0.3, 0.3, 0.186, 0.59, 0.276, 0.0358, 0.0339)),
+        (C16, 0, 0, False, (1.02, 0.608, 2.47, 5.53, 0.3, 0.3, 0.3, 0.242, 0.75, 0.326, 0.036, 0.0339)),
+        (C36, 0, 0, True, (1.1, 0.646, 3.09, 5.27, 0.3, 0.3, 0.3, 0.222, 0.647, 0.271, 0.0358, 0.0339)),
+        (C23, 0, 0, True, (0.901, 0.866, 4.11, 4.64, 0.3, 0.3, 0.3, 0.215, 0.627, 0.274, 0.0358, 0.0339)),
+        (C25, 0, 0, True, (1.07, 0.626, 2.84, 4.77, 0.3, 0.3, 0.3, 0.238, 0.695, 0.312, 0.0358, 0.0339)),
+        (C35, 0, 0, True, (1.16, 0.649, 3.09, 4.38, 0.3, 0.3, 0.3, 0.219, 0.615, 0.418, 0.0358, 0.0339)),
+        (C4, 0, 0, True, (2.0, 0.561, 1.46, 5.5, 0.3, 0.3, 0.3, 0.373, 0.544, 0.347, 0.0358, 0.0339)),
+        (C30, 0, 0, True, (1.23, 0.467, 2.5, 95.1, 0.3, 0.3, 0.3, 0.227, 0.681, 0.285, 0.036, 0.0339)),
+        (C9, 0, 0, True, (2.24, 0.542, 1.86, 6.72, 0.3, 0.3, 0.3, 0.242, 0.752, 0.364, 0.0358, 0.0339)),
+        (C26, 0, 0, True, (1.15, 0.543, 2.04, 5.11, 0.3, 0.3, 0.3, 0.252, 0.823, 0.253, 0.0358, 0.034)),
+        (C20, 0, 0, True, (1.09, 0.643, 3.1, 5.19, 0.3, 0.3, 0.3, 0.204, 0.664, 0.267, 0.0358, 0.0339)),
+        (C31, 0, 0, True, (1.82, 0.554, 2.23, 5.5, 0.3, 0.3, 0.3, 0.257, 0.801, 0.303, 0.0358, 0.034)),
+        (C34, 256, 0, False, (4.13, 0.426, 1.61, 5.53, 0.3, 0.3, 0.3, 0.249, 0.731, 0.341, 0.0359, 0.0339)),
+        (C11, 256, 0, False, (1.11, 0.539, 1.84, 5.53, 0.3, 0.3, 0.3, 0.248, 0.882, 0.272, 0.0358, 0.034)),
+        (C41, 0, 0, True, (1.32, 0.753, 4.41, 4.7, 0.3, 0.3, 0.3, 0.195, 0.567, 0.286, 0.0356, 0.0339)),
+        (C32, 0, 0, True, (1.3, 0.698, 3.39, 7.82, 0.3, 0.3, 0.3, 0.178, 0.598, 0.372, 0.0357, 0.0339)),
+        (C2, 0, 0, True, (0.95, 1.21, 3.8, 4.99, 0.3, 0.3, 0.3, 0.171, 0.613, 0.324, 0.0358, 0.0339)),
+        (C24, 0, 0, False, (1.02, 0.619, 2.52, 5.53, 0.3, 0.3, 0.3, 0.245, 0.892, 0.448, 0.0358, 0.034)),
+        (C39, 0, 0, True, (1.15, 0.652, 3.11, 5.51, 0.3, 0.3, 0.3, 0.828, 0.693, 0.286, 0.0358, 0.0339)),
+        (C28, 0, 0, True, (1.86, 0.577, 2.15, 5.59, 0.3, 0.3, 0.3, 0.244, 0.772, 0.359, 0.0357, 0.0339)),
+        (C33, 0, 0, True, (2.42, 0.499, 2.01, 7.11, 0.3, 0.3, 0.3, 0.208, 0.606, 0.278, 0.0357, 0.0339)),
+        (C40, 0, 0, True, (0.573, 0.779, 5.0, 4.08, 0.3, 0.3, 0.3, 0.193, 0.562, 0.304, 0.0356, 0.0339)),
+        (C140, 0, 0, False, (0.643, 0.752, 4.41, 5.53, 0.3, 0.3, 0.3, 0.193, 0.562, 0.301, 0.0356, 0.0339)),
+        (C61, 256, 0, False, (2.86, 0.642, 2.96, 5.53, 0.3, 0.3, 0.3, 0.248, 0.886, 0.371, 0.0359, 0.034)),
     ),
     ('half', 'nn gradient'): (
-        (C9, 0, 0, False, (0.832, 2.07, 0.034, 0.3, 0.3, 5.28, 0.201, 0.755, 0.321, 0.185, 0.151)),
-        (C3, 0, 0, False, (0.889, 1.28, 0.0338, 0.3, 0.3, 5.16, 0.238, 0.861, 0.27, 0.186, 0.151)),
-        (C7, 0, 0, False, (0.773, 0.937, 0.0337, 0.3, 0.3, 3.23, 0.213, 0.864, 0.358, 0.184, 0.151)),
-        (C10, 0, 0, False, (0.568, 0.58, 0.0331, 0.3, 0.3, 18.0, 0.173, 0.64, 0.314, 0.18, 0.149)),
-        (C15, 0, 0, False, (0.77, 1.91, 0.0339, 0.3, 0.3, 6.16, 0.209, 0.979, 0.322, 0.185, 0.151)),
+        (C9, 0, 0, False, (0.406, 2.29, 0.0271, 0.3, 0.3, 5.23, 0.3, 0.184, 0.757, 0.38, 0.142, 0.175)),
+        (C3, 0, 512, False, (0.396, 1.46, 0.027, 0.3, 0.3, 8.55, 0.3, 0.178, 0.765, 0.316, 0.143, 0.175)),
+        (C11, 0, 0, False, (0.389, 1.08, 0.0268, 0.3, 0.3, 8.96, 0.3, 0.184, 0.754, 0.369, 0.142, 0.175)),
+        (C7, 0, 512, False, (0.397, 1.47, 0.027, 0.3, 0.3, 7.57, 0.3, 0.182, 0.814, 0.34, 0.143, 0.176)),
+        (C26, 0, 0, False, (0.399, 1.19, 0.0269, 0.3, 0.3, 7.84, 0.3, 0.186, 0.833, 0.284, 0.142, 0.176)),
+        (C46, 0, 0, False, (0.428, 1.19, 0.0269, 0.3, 0.3, 5.05, 0.3, 0.219, 0.91, 0.305, 0.143, 0.177)),
+        (C8, 0, 0, False, (0.394, 0.877, 0.0268, 0.3, 0.3, 9.0, 0.3, 0.165, 0.664, 0.269, 0.142, 0.173)),
     ),
     ('half', 'nt'): (
-        (C0, 0, 128, True, (1.01, 0.841, 1.13, 1.14, 3.58, 0.3, 0.0795, 0.695, 0.337, 0.869, 0.778)),
-        (C8, 128, 0, True, (2.4, 0.815, 0.929, 1.3, 3.01, 0.3, 0.0767, 0.556, 0.285, 0.382, 0.607)),
-        (C2, 32, 0, True, (0.915, 1.1, 1.13, 1.12, 4.06, 0.3, 0.0743, 0.607, 0.31, 0.783, 0.533)),
-        (C9, 128, 0, True, (2.03, 1.03, 0.967, 1.37, 2.35, 0.3, 0.0794, 0.682, 0.325, 0.519, 0.759)),
-        (C43, 32, 0, True, (0.707, 1.4, 1.17, 1.0, 4.64, 0.3, 0.0774, 0.583, 0.331, 0.825, 0.558)),
-        (C47, 16, 128, True, (0.983, 0.971, 1.13, 1.13, 3.39, 0.3, 0.0785, 0.677, 0.332, 0.861, 0.639)),
-        (C57, 64, 128, False, (1.17, 1.48, 1.2, 1.07, 2.69, 0.3, 0.0759, 0.53, 0.203, 0.829, 0.578)),
-        (C4, 128, 0, True, (1.57, 1.11, 0.693, 1.3, 1.71, 0.3, 0.418, 0.349, 0.318, 0.518, 0.38)),
-        (C10, 128, 0, False, (0.782, 1.84, 1.27, 1.07, 2.53, 0.3, 0.0751, 0.51, 0.323, 0.464, 0.556)),
-        (C30, 128, 0, False, (0.544, 2.14, 1.41, 1.07, 2.69, 0.3, 0.0773, 0.508, 0.432, 0.498, 0.592)),
-        (C6, 128, 0, True, (1.07, 1.29, 1.15, 1.03, 3.53, 0.3, 0.0762, 0.54, 0.252, 0.536, 0.5)),
-        (C54, 0, 16, False, (1.63, 0.809, 1.11, 1.07, 2.97, 0.3, 0.0757, 0.675, 0.212, 0.91, 0.546)),
-        (C44, 0, 128, True, (1.38, 1.55, 1.16, 1.08, 2.69, 0.3, 0.0798, 0.697, 0.241, 0.869, 0.842)),
-        (C55, 64, 128, True, (1.01, 1.32, 1.16, 1.07, 2.69, 0.3, 0.0765, 0.551, 0.194, 0.764, 0.514)),
-        (C13, 0, 8, False, (1.3, 1.15, 1.15, 1.07, 2.7, 0.3, 0.0806, 0.697, 0.211, 0.809, 1.03)),
-        (C26, 128, 0, False, (0.844, 1.06, 0.964, 1.07, 4.15, 0.3, 0.0795, 0.749, 0.417, 0.618, 0.796)),
-        (C38, 0, 8, False, (1.12, 0.921, 1.15, 1.07, 2.85, 0.3, 0.0663, 0.697, 0.211, 0.78, 1.42)),
-        (C17, 128, 0, True, (1.88, 1.2, 1.09, 1.32, 2.49, 0.3, 0.0793, 0.656, 0.358, 0.335, 0.739)),
-        (C128, 32, 1024, True, (1.95, 1.94, 1.18, 1.1, 2.69, 0.3, 0.0778, 0.664, 0.234, 0.76, 0.657)),
-        (C5, 16, 128, True, (0.904, 0.868, 1.24, 1.22, 2.85, 0.3, 0.0959, 0.706, 0.185, 0.79, 0.958)),
-        (C53, 64, 128, True, (1.18, 1.34, 1.16, 1.08, 2.69, 0.3, 0.0788, 0.653, 0.19, 0.686, 0.674)),
-        (C129, 128, 0, True, (1.31, 2.01, 1.29, 1.13, 2.69, 0.3, 0.0779, 0.603, 0.215, 0.656, 0.661)),
-        (C45, 16, 128, True, (1.43, 1.51, 1.16, 1.08, 2.69, 0.3, 0.0794, 0.694, 0.254, 0.867, 0.759)),
-        (C24, 128, 0, True, (0.61, 2.1, 1.3, 0.948, 2.69, 0.3, 0.076, 0.535, 0.31, 0.414, 0.583)),
-        (C23, 128, 0, True, (0.933, 1.12, 1.13, 1.07, 4.28, 0.3, 0.0755, 0.625, 0.277, 0.671, 0.565)),
-        (C7, 128, 0, False, (1.81, 0.577, 0.658, 1.07, 1.41, 0.3, 0.102, 0.556, 0.34, 0.757, 0.454)),
-        (C18, 32, 128, False, (1.24, 1.24, 1.11, 1.07, 2.55, 0.3, 0.224, 0.522, 0.169, 0.875, 0.478)),
-        (C33, 128, 0, False, (2.81, 0.955, 0.911, 1.07, 2.69, 0.3, 0.0797, 0.892, 0.224, 1.46, 0.862)),
-        (C12, 128, 0, False, (0.872, 1.75, 1.26, 1.07, 3.34, 0.3, 0.0749, 0.504, 0.336, 0.504, 0.549)),
-        (C39, 8, 16, True, (0.998, 0.858, 1.14, 1.06, 2.77, 0.3, 0.0813, 0.698, 0.211, 0.862, 0.861)),
-        (C59, 64, 128, True, (1.3, 1.88, 1.36, 1.15, 2.69, 0.3, 0.0793, 0.676, 0.202, 0.768, 0.751)),
-        (C42, 16, 128, True, (0.939, 0.896, 1.12, 1.05, 3.28, 0.3, 0.0813, 0.705, 0.224, 0.816, 0.929)),
-        (C58, 16, 64, False, (1.11, 1.2, 1.14, 1.07, 2.83, 0.3, 0.0799, 0.707, 0.282, 0.81, 0.885)),
-        (C3, 128, 0, False, (1.44, 0.8, 0.83, 1.07, 1.94, 0.3, 0.379, 0.501, 0.153, 0.764, 0.452)),
-        (C21, 128, 1024, True, (1.32, 1.57, 1.17, 1.08, 2.69, 0.3, 0.0775, 0.658, 0.212, 0.839, 0.641)),
-        (C15, 128, 0, True, (0.837, 1.52, 1.25, 1.05, 4.04, 0.3, 0.0793, 0.671, 0.386, 0.469, 0.748)),
-        (C35, 128, 0, True, (2.54, 0.719, 0.864, 0.878, 2.69, 0.3, 0.0778, 0.601, 0.263, 0.683, 0.658)),
-        (C40, 32, 128, True, (1.06, 1.26, 1.15, 1.08, 2.54, 0.3, 0.0792, 0.691, 0.176, 0.769, 0.748)),
-        (C14, 32, 128, False, (1.23, 1.34, 1.16, 1.07, 2.65, 0.3, 0.0797, 0.725, 0.194, 0.798, 0.865)),
-        (C11, 0, 8, False, (1.28, 0.93, 1.15, 1.07, 2.62, 0.3, 0.416, 0.696, 0.207, 0.682, 1.27)),
-        (C130, 8, 64, False, (1.15, 1.1, 1.14, 1.07, 2.62, 0.3, 0.0798, 0.697, 0.283, 0.862, 0.822)),
-        (C50, 0, 1, True, (1.51, 1.79, 1.15, 1.07, 2.69, 0.3, 0.0805, 0.697, 0.211, 0.823, 1.1)),
-        (C48, 32, 128, True, (1.68, 1.78, 1.18, 1.1, 2.69, 0.3, 0.0796, 0.7, 0.184, 0.749, 0.793)),
-        (C31, 128, 0, False, (3.97, 0.572, 0.746, 1.07, 2.69, 0.3, 0.0802, 0.781, 0.226, 0.781, 0.873)),
-        (C46, 128, 0, True, (2.62, 0.781, 0.908, 1.0, 3.15, 0.3, 0.0766, 0.554, 0.296, 0.365, 0.606)),
-        (C1, 16, 64, False, (0.893, 1.04, 1.16, 1.07, 2.79, 0.3, 0.0747, 0.699, 0.265, 0.962, 0.968)),
-        (C52, 16, 128, True, (1.55, 1.63, 1.16, 1.08, 2.69, 0.3, 0.0806, 0.701, 0.204, 0.826, 0.853)),
-        (C49, 128, 0, True, (1.55, 2.32, 1.23, 1.12, 2.69, 0.3, 0.0789, 0.659, 0.235, 0.69, 0.685)),
-        (C56, 16, 128, True, (0.959, 1.21, 1.14, 1.05, 3.09, 0.3, 0.0798, 0.703, 0.251, 0.84, 0.839)),
-        (C51, 8, 16, True, (1.28, 1.48, 1.15, 1.07, 2.69, 0.3, 0.0819, 0.698, 0.212, 0.855, 0.901)),
-        (C60, 32, 128, True, (0.973, 1.03, 1.07, 1.04, 3.97, 0.3, 0.259, 0.51, 0.181, 0.898, 0.463)),
-        (C131, 32, 128, True, (0.95, 0.94, 1.11, 1.09, 2.99, 0.3, 0.0794, 0.7, 0.21, 0.815, 0.792)),
-        (C132, 64, 128, True, (1.09, 1.53, 1.18, 1.06, 2.69, 0.3, 0.0653, 0.495, 0.196, 0.791, 0.445)),
-        (C133, 32, 128, True, (1.05, 1.18, 1.13, 1.08, 3.44, 0.3, 0.0785, 0.633, 0.264, 0.847, 0.637)),
-        (C41, 8, 16, True, (1.08, 1.03, 1.14, 1.12, 3.0, 0.3, 0.08, 0.698, 0.212, 0.865, 0.871)),
-        (C134, 16, 0, False, (1.06, 1.03, 1.12, 1.07, 3.46, 0.3, 0.0793, 0.693, 0.36, 0.846, 0.753)),
+        (C8, 64, 0, True, (1.68, 0.619, 0.658, 1.18, 2.51, 0.3, 17.9, 0.0755, 0.606, 0.238, 0.709, 0.617)),
+        (C0, 0, 128, True, (1.05, 0.814, 0.883, 1.18, 3.71, 0.3, 3.32, 0.0773, 0.703, 0.342, 0.868, 0.776)),
+        (C2, 32, 0, True, (1.02, 1.04, 0.879, 1.32, 4.88, 0.3, 3.84, 0.0727, 0.619, 0.313, 0.781, 0.518)),
+        (C3, 64, 0, True, (1.27, 1.3, 0.903, 0.854, 2.82, 0.3, 3.53, 0.0746, 0.566, 0.156, 0.89, 0.579)),
+        (C6, 64, 0, True, (1.15, 1.18, 0.886, 0.973, 2.83, 0.3, 3.53, 0.0628, 0.484, 0.265, 0.81, 0.415)),
+        (C51, 16, 128, True, (1.02, 0.957, 0.883, 1.16, 3.46, 0.3, 3.53, 0.0764, 0.69, 0.336, 0.859, 0.634)),
+        (C14, 64, 0, True, (1.3, 1.34, 0.919, 0.835, 2.83, 0.3, 3.53, 0.0764, 0.631, 0.187, 0.942, 0.658)),
+        (C4, 128, 0, True, (2.01, 0.737, 0.497, 1.57, 2.01, 0.3, 3.95, 0.428, 0.34, 0.324, 0.506, 0.356)),
+        (C7, 64, 0, True, (1.16, 1.19, 0.884, 0.838, 3.12, 0.3, 3.53, 0.075, 0.624, 0.169, 0.876, 0.616)),
+        (C28, 128, 0, True, (1.9, 1.15, 0.846, 1.54, 2.82, 0.3, 1.53, 0.0768, 0.68, 0.371, 0.313, 0.69)),
+        (C63, 0, 16, False, (1.68, 0.768, 0.869, 1.1, 3.05, 0.3, 3.45, 0.0742, 0.685, 0.253, 0.902, 0.546)),
+        (C48, 32, 0, True, (0.783, 1.39, 0.906, 1.12, 4.84, 0.3, 3.46, 0.0752, 0.593, 0.343, 0.819, 0.537)),
+        (C49, 0, 128, True, (1.52, 1.48, 0.896, 1.11, 2.78, 0.3, 3.53, 0.0774, 0.704, 0.263, 0.868, 0.804)),
+        (C12, 0, 8, False, (1.36, 1.11, 0.892, 1.1, 2.78, 0.3, 3.44, 0.0783, 0.703, 0.251, 0.802, 1.03)),
+        (C25, 64, 0, True, (1.29, 1.33, 0.913, 0.869, 2.7, 0.3, 3.53, 0.0766, 0.668, 0.174, 0.845, 0.681)),
+        (C11, 64, 0, False, (1.32, 0.952, 0.748, 1.1, 2.33, 0.3, 18.2, 0.077, 0.763, 0.27, 0.626, 0.733)),
+        (C23, 128, 0, True, (0.97, 1.43, 0.909, 1.24, 3.21, 0.3, 3.53, 0.0745, 0.562, 0.26, 0.534, 0.5)),
+        (C24, 128, 0, False, (0.819, 1.18, 0.852, 1.1, 4.03, 0.3, 3.53, 0.077, 0.781, 0.469, 0.545, 0.735)),
+        (C42, 0, 8, False, (1.16, 0.885, 0.892, 1.1, 2.94, 0.3, 3.54, 0.065, 0.702, 0.25, 0.772, 1.41)),
+        (C141, 32, 1024, True, (2.28, 1.85, 0.912, 1.14, 2.78, 0.3, 3.53, 0.0752, 0.666, 0.259, 0.741, 0.607)),
+        (C22, 128, 0, True, (0.932, 1.17, 0.889, 1.27, 4.19, 0.3, 3.53, 0.0737, 0.637, 0.289, 0.538, 0.549)),
+        (C5, 16, 128, True, (1.0, 0.8, 0.95, 1.25, 2.88, 0.3, 3.76, 0.0935, 0.716, 0.201, 0.777, 0.969)),
+        (C26, 64, 0, True, (1.13, 1.14, 0.856, 1.13, 2.32, 0.3, 17.6, 0.077, 0.719, 0.265, 0.744, 0.716)),
+        (C59, 64, 128, True, (1.28, 1.32, 0.9, 1.11, 2.78, 0.3, 3.53, 0.0765, 0.667, 0.216, 0.675, 0.644)),
+        (C17, 32, 128, False, (1.35, 1.11, 0.843, 1.1, 2.64, 0.3, 3.11, 0.23, 0.543, 0.193, 0.861, 0.477)),
+        (C54, 128, 0, True, (1.49, 2.15, 0.989, 1.18, 2.78, 0.3, 3.53, 0.0757, 0.619, 0.222, 0.749, 0.63)),
+        (C32, 64, 0, True, (1.26, 1.3, 0.899, 0.878, 2.55, 0.3, 3.53, 0.075, 0.642, 0.169, 0.881, 0.624)),
+        (C50, 16, 128, True, (1.54, 1.44, 0.898, 1.11, 2.78, 0.3, 3.53, 0.0769, 0.702, 0.276, 0.864, 0.717)),
+        (C16, 64, 0, False, (1.34, 1.39, 0.944, 1.1, 2.6, 0.3, 3.53, 0.0768, 0.669, 0.19, 0.824, 0.688)),
+        (C69, 32, 0, False, (1.31, 1.41, 0.922, 1.1, 2.59, 0.3, 3.39, 0.0746, 0.569, 0.255, 0.876, 0.543)),
+        (C20, 128, 1024, True, (1.53, 1.59, 0.906, 1.12, 2.78, 0.3, 3.53, 0.0745, 0.652, 0.24, 0.785, 0.577)),
+        (C61, 128, 0, False, (3.55, 0.891, 0.713, 1.1, 2.78, 0.3, 1.28, 0.0771, 0.871, 0.272, 1.4, 0.766)),
+        (C43, 8, 16, True, (1.04, 0.824, 0.884, 1.09, 2.85, 0.3, 3.58, 0.0801, 0.705, 0.251, 0.853, 0.859)),
+        (C47, 16, 128, True, (0.981, 0.882, 0.878, 1.08, 3.32, 0.3, 3.53, 0.0794, 0.715, 0.24, 0.813, 0.917)),
+        (C68, 16, 64, False, (1.19, 1.17, 0.889, 1.1, 2.86, 0.3, 3.53, 0.0776, 0.719, 0.316, 0.801, 0.861)),
+        (C36, 128, 0, True, (2.24, 2.1, 0.937, 1.18, 2.78, 0.3, 3.53, 0.0756, 0.613, 0.246, 0.763, 0.564)),
+        (C31, 64, 0, True, (1.08, 1.08, 0.841, 1.2, 2.54, 0.3, 15.6, 0.077, 0.726, 0.304, 0.702, 0.723)),
+        (C66, 64, 128, True, (1.24, 1.25, 0.893, 1.09, 2.78, 0.3, 3.7, 0.0746, 0.568, 0.226, 0.733, 0.506)),
+        (C44, 32, 128, True, (1.22, 1.17, 0.889, 1.1, 2.52, 0.3, 3.59, 0.0772, 0.709, 0.202, 0.756, 0.737)),
+        (C71, 64, 128, True, (1.57, 1.87, 1.02, 1.14, 2.78, 0.3, 3.33, 0.0769, 0.716, 0.24, 0.742, 0.715)),
+        (C64, 128, 0, True, (2.57, 0.717, 0.712, 1.58, 3.57, 0.3, 2.48, 0.0749, 0.579, 0.286, 0.397, 0.592)),
+        (C53, 64, 1024, True, (1.94, 1.53, 0.915, 1.17, 2.78, 0.3, 3.53, 0.0776, 0.717, 0.199, 0.614, 0.741)),
+        (C13, 32, 128, False, (1.35, 1.24, 0.892, 1.1, 2.75, 0.3, 3.56, 0.0774, 0.758, 0.226, 0.783, 0.86)),
+        (C10, 0, 8, False, (1.31, 0.899, 0.896, 1.1, 2.7, 0.3, 3.54, 0.417, 0.702, 0.243, 0.676, 1.25)),
+        (C27, 128, 0, False, (0.628, 2.03, 1.04, 1.1, 2.78, 0.3, 2.69, 0.0763, 0.608, 0.388, 0.469, 0.641)),
+        (C142, 8, 64, False, (1.22, 1.04, 0.887, 1.1, 2.69, 0.3, 3.5, 0.0776, 0.705, 0.299, 0.86, 0.812)),
+        (C9, 128, 0, True, (2.13, 0.964, 0.754, 1.53, 2.68, 0.3, 1.69, 0.0768, 0.688, 0.357, 0.477, 0.698)),
+        (C65, 128, 0, False, (1.28, 1.3, 0.912, 1.1, 2.78, 0.3, 3.53, 0.0771, 0.872, 0.273, 1.01, 0.767)),
+        (C55, 0, 1, True, (1.7, 1.78, 0.896, 1.11, 2.78, 0.3, 3.53, 0.0781, 0.702, 0.251, 0.821, 1.04)),
+        (C60, 64, 1024, True, (2.2, 1.81, 0.938, 1.2, 2.78, 0.3, 3.53, 0.0785, 0.772, 0.198, 0.641, 0.835)),
+        (C1, 16, 64, False, (0.952, 1.03, 0.9, 1.1, 2.86, 0.3, 3.53, 0.0738, 0.705, 0.317, 0.965, 0.873)),
+        (C57, 16, 128, True, (1.66, 1.55, 0.9, 1.11, 2.78, 0.3, 3.53, 0.0787, 0.711, 0.228, 0.824, 0.822)),
+        (C52, 32, 128, True, (1.42, 1.43, 0.902, 1.12, 2.78, 0.3, 3.53, 0.0771, 0.728, 0.233, 0.831, 0.842)),
+        (C62, 64, 0, True, (1.52, 2.26, 1.06, 1.23, 2.78, 0.3, 3.53, 0.0769, 0.705, 0.262, 0.638, 0.707)),
+        (C46, 128, 0, True, (1.36, 0.868, 0.703, 1.0, 2.01, 0.3, 3.53, 0.392, 0.406, 0.204, 0.76, 0.336)),
+        (C67, 16, 128, True, (1.08, 1.14, 0.887, 1.07, 3.08, 0.3, 3.4, 0.0775, 0.717, 0.272, 0.827, 0.835)),
+        (C56, 8, 16, True, (1.42, 1.47, 0.896, 1.11, 2.78, 0.3, 3.53, 0.08, 0.705, 0.253, 0.85, 0.851)),
+        (C70, 32, 128, True, (1.1, 0.966, 0.82, 1.05, 3.94, 0.3, 3.03, 0.26, 0.523, 0.213, 0.882, 0.456)),
+        (C143, 32, 128, True, (1.07, 0.865, 0.861, 1.11, 3.0, 0.3, 3.36, 0.077, 0.718, 0.242, 0.795, 0.781)),
+        (C40, 128, 0, True, (0.678, 2.12, 0.988, 0.925, 2.78, 0.3, 1.73, 0.0744, 0.56, 0.306, 0.515, 0.573)),
+        (C30, 128, 0, True, (1.61, 0.617, 0.59, 1.23, 1.62, 0.3, 3.53, 0.221, 0.402, 0.337, 0.494, 0.278)),
+        (C144, 128, 1536, True, (1.33, 1.29, 0.898, 1.12, 2.78, 0.3, 3.53, 0.0693, 0.568, 0.213, 2.21, 0.506)),
+        (C145, 32, 128, True, (1.25, 1.06, 0.869, 1.09, 3.43, 0.3, 3.33, 0.0763, 0.656, 0.298, 0.827, 0.626)),
+        (C33, 128, 0, True, (2.64, 0.654, 0.678, 0.834, 2.78, 0.3, 1.63, 0.0759, 0.631, 0.259, 0.748, 0.641)),
+        (C45, 8, 16, True, (1.14, 0.988, 0.884, 1.15, 3.09, 0.3, 3.55, 0.0778, 0.706, 0.252, 0.856, 0.871)),
+        (C146, 64, 1536, True, (2.04, 1.64, 0.937, 1.21, 2.78, 0.3, 3.53, 0.0774, 0.729, 0.204, 0.733, 0.741)),
+        (C147, 16, 0, True, (1.16, 0.929, 0.868, 1.09, 5.24, 0.3, 3.53, 0.0755, 0.67, 0.397, 0.867, 0.586)),
+        (C58, 32, 128, True, (1.86, 1.71, 0.909, 1.13, 2.78, 0.3, 3.53, 0.0775, 0.715, 0.207, 0.741, 0.766)),
+        (C148, 64, 0, True, (1.51, 2.29, 0.995, 1.18, 2.78, 0.3, 3.53, 0.0756, 0.612, 0.235, 0.729, 0.623)),
+        (C149, 128, 0, True, (1.68, 1.64, 1.02, 2.44, 2.6, 0.3, 1.68, 0.0768, 0.673, 0.381, 0.433, 0.69)),
     ),
     ('half', 'tn'): (
-        (C9, 96, 0, True, (5.07, 0.921, 0.128, 3.04, 0.3, 0.3, 0.139, 0.641, 0.358, 0.776, 0.301)),
-        (C24, 96, 0, True, (0.924, 2.76, 0.139, 2.53, 0.3, 0.3, 0.134, 0.671, 0.237, 0.771, 0.299)),
-        (C6, 96, 0, True, (2.13, 1.73, 0.138, 2.34, 0.3, 0.3, 0.135, 0.682, 0.226, 0.973, 0.291)),
-        (C4, 96, 0, True, (2.0, 0.824, 0.128, 2.41, 0.3, 0.3, 0.245, 0.694, 0.248, 0.714, 0.301)),
-        (C21, 96, 1024, True, (2.37, 2.01, 0.138, 1.25, 0.3, 0.3, 0.148, 0.831, 0.267, 0.92, 0.314)),
-        (C30, 96, 0, False, (2.76, 2.97, 0.14, 1.16, 0.3, 0.3, 0.137, 0.643, 0.34, 0.715, 0.299)),
-        (C22, 96, 0, True, (2.83, 1.96, 0.138, 0.705, 0.3, 0.3, 0.171, 0.867, 0.184, 0.659, 0.311)),
-        (C34, 32000, 0, False, (2.9, 2.01, 0.138, 1.16, 0.3, 0.3, 0.143, 0.83, 1.09, 0.954, 0.314)),
-        (C10, 96, 0, False, (1.71, 2.67, 0.139, 1.16, 0.3, 0.3, 0.133, 0.657, 0.215, 0.554, 0.297)),
-        (C20, 0, 96, True, (3.14, 1.89, 0.138, 1.21, 0.3, 0.3, 0.146, 0.821, 0.238, 1.01, 0.31)),
-        (C23, 96, 0, True, (1.87, 1.67, 0.138, 2.08, 0.3, 0.3, 0.161, 0.903, 0.205, 1.55, 0.325)),
-        (C18, 0, 96, True, (1.47, 1.09, 0.136, 1.22, 0.3, 0.3, 0.143, 0.805, 0.235, 0.942, 0.309)),
-        (C28, 96, 0, True, (2.54, 1.32, 0.136, 5.26, 0.3, 0.3, 0.134, 0.664, 0.238, 0.978, 0.298)),
-        (C27, 96, 0, False, (2.62, 2.46, 0.139, 1.16, 0.3, 0.3, 0.142, 0.797, 0.233, 0.657, 0.308)),
-        (C19, 0, 96, True, (2.47, 1.62, 0.138, 5.96, 0.3, 0.3, 0.122, 0.69, 0.245, 1.36, 0.292)),
-        (C8, 96, 0, True, (2.66, 0.805, 0.131, 2.88, 0.3, 0.3, 0.14, 0.759, 0.182, 0.544, 0.306)),
-        (C29, 96, 0, True, (3.82, 2.01, 0.139, 2.47, 0.3, 0.3, 0.14, 0.664, 0.369, 0.948, 0.302)),
-        (C15, 96, 0, True, (2.41, 2.72, 0.14, 2.6, 0.3, 0.3, 0.142, 0.785, 0.383, 0.971, 0.307)),
-        (C25, 96, 0, True, (2.63, 1.65, 0.136, 0.586, 0.3, 0.3, 0.205, 0.911, 0.24, 0.713, 0.318)),
-        (C7, 96, 0, True, (1.06, 1.03, 0.138, 1.27, 0.3, 0.3, 0.194, 0.606, 0.284, 0.975, 0.258)),
-        (C32, 96, 0, True, (1.48, 2.29, 0.139, 1.74, 0.3, 0.3, 0.14, 0.761, 0.183, 0.581, 0.306)),
-        (C33, 1280, 0, False, (8.0, 1.31, 0.134, 1.16, 0.3, 0.3, 0.142, 0.853, 0.239, 0.799, 0.309)),
-        (C31, 512, 0, False, (4.98, 0.542, 0.123, 1.16, 0.3, 0.3, 0.147, 0.939, 0.252, 0.592, 0.313)),
-        (C134, 96, 0, False, (6.05, 1.28, 0.137, 1.16, 0.3, 0.3, 0.167, 0.932, 0.398, 0.845, 0.346)),
+        (C8, 512, 0, True, (5.18, 0.54, 0.259, 1.73, 0.3, 0.3, 0.3, 0.108, 0.658, 0.236, 0.578, 0.298)),
+        (C3, 96, 0, True, (2.16, 1.72, 0.322, 1.05, 0.3, 0.3, 0.3, 0.107, 0.636, 0.173, 0.641, 0.295)),
+        (C6, 96, 1024, True, (1.98, 1.6, 0.321, 1.07, 0.3, 0.3, 0.3, 0.0693, 0.451, 0.149, 1.29, 0.228)),
+        (C25, 96, 0, True, (2.44, 1.89, 0.324, 1.2, 0.3, 0.3, 0.3, 0.111, 0.725, 0.243, 1.12, 0.304)),
+        (C11, 1280, 0, False, (4.84, 0.791, 0.26, 1.52, 0.3, 0.3, 0.3, 0.112, 0.864, 0.232, 0.496, 0.309)),
+        (C21, 96, 0, True, (2.75, 2.19, 0.324, 0.717, 0.3, 0.3, 0.3, 0.133, 0.877, 0.182, 0.637, 0.311)),
+        (C16, 96, 0, False, (2.98, 2.19, 0.331, 1.52, 0.3, 0.3, 0.3, 0.111, 0.712, 0.162, 1.12, 0.304)),
+        (C29, 32000, 0, False, (2.29, 1.99, 0.325, 1.52, 0.3, 0.3, 0.3, 0.112, 0.806, 1.09, 0.994, 0.312)),
+        (C20, 96, 1024, True, (2.39, 2.02, 0.324, 1.56, 0.3, 0.3, 0.3, 0.118, 0.854, 0.273, 0.9, 0.321)),
+        (C19, 0, 96, True, (2.8, 2.09, 0.325, 1.61, 0.3, 0.3, 0.3, 0.12, 0.873, 0.261, 1.05, 0.316)),
+        (C7, 96, 0, True, (2.09, 1.67, 0.322, 1.18, 0.3, 0.3, 0.3, 0.105, 0.664, 0.19, 0.996, 0.295)),
+        (C22, 96, 0, True, (1.24, 1.86, 0.323, 3.86, 0.3, 0.3, 0.3, 0.13, 1.05, 0.204, 0.855, 0.343)),
+        (C26, 768, 0, True, (5.63, 1.22, 0.304, 1.51, 0.3, 0.3, 0.3, 0.11, 0.664, 0.318, 0.738, 0.301)),
+        (C4, 96, 0, True, (1.96, 1.08, 0.297, 2.9, 0.3, 0.3, 0.3, 0.235, 0.662, 0.256, 0.901, 0.298)),
+        (C17, 0, 96, True, (1.36, 1.16, 0.315, 1.65, 0.3, 0.3, 0.3, 0.12, 0.87, 0.258, 0.983, 0.316)),
+        (C18, 0, 96, True, (2.14, 1.71, 0.322, 6.56, 0.3, 0.3, 0.3, 0.104, 0.703, 0.269, 1.3, 0.296)),
+        (C9, 96, 0, True, (3.82, 1.02, 0.284, 2.74, 0.3, 0.3, 0.3, 0.11, 0.608, 0.396, 0.926, 0.298)),
+        (C23, 96, 0, True, (1.43, 1.93, 0.324, 3.31, 0.3, 0.3, 0.3, 0.109, 0.691, 0.236, 0.743, 0.294)),
+        (C150, 96, 0, False, (1.76, 2.29, 0.329, 1.52, 0.3, 0.3, 0.3, 0.109, 0.643, 0.309, 0.921, 0.292)),
+        (C27, 96, 0, False, (1.76, 2.66, 0.333, 1.52, 0.3, 0.3, 0.3, 0.11, 0.688, 0.345, 1.16, 0.302)),
+        (C2, 96, 0, False, (2.41, 1.65, 0.322, 1.52, 0.3, 0.3, 0.3, 0.119, 0.869, 0.263, 0.852, 0.323)),
+        (C61, 1280, 0, False, (9.47, 1.57, 0.316, 1.52, 0.3, 0.3, 0.3, 0.112, 0.81, 0.261, 0.983, 0.308)),
     ),
     ('half', 'tn accumulated'): (
-        (C8, 0, 0, True, (0.348, 1.36, 5.1, 0.576, 0.3, 0.3, 0.185, 0.711, 0.128, 0.151, 0.603)),
-        (C6, 0, 0, True, (0.344, 1.08, 4.56, 0.598, 0.3, 0.3, 0.202, 0.843, 0.147, 0.152, 0.711)),
-        (C9, 1152, 0, True, (0.336, 1.5, 5.76, 0.492, 0.3, 0.3, 0.196, 0.797, 0.204, 0.152, 0.646)),
-        (C37, 0, 0, True, (0.381, 1.86, 9.05, 0.499, 0.3, 0.3, 0.177, 0.662, 0.149, 0.153, 0.574)),
-        (C31, 1152, 0, False, (0.38, 1.54, 6.22, 0.49, 0.3, 0.3, 0.197, 0.795, 0.162, 0.154, 0.648)),
-        (C33, 1152, 0, False, (0.348, 1.55, 6.35, 0.49, 0.3, 0.3, 0.197, 0.852, 0.163, 0.153, 0.658)),
-        (C25, 0, 0, True, (0.349, 1.5, 5.77, 0.454, 0.3, 0.3, 0.197, 0.804, 0.167, 0.152, 0.664)),
-        (C28, 0, 0, True, (0.378, 1.95, 10.4, 0.523, 0.3, 0.3, 0.167, 0.61, 0.142, 0.153, 0.54)),
-        (C22, 0, 0, True, (0.354, 1.64, 6.47, 0.482, 0.3, 0.3, 0.218, 0.721, 0.152, 0.153, 0.609)),
-        (C4, 0, 0, True, (0.315, 1.2, 4.48, 0.527, 0.3, 0.3, 0.272, 0.704, 0.21, 0.152, 0.6)),
+        (C64, 0, 0, True, (0.397, 1.57, 4.28, 0.435, 0.3, 0.3, 0.3, 0.139, 0.829, 0.138, 0.132, 0.575)),
+        (C23, 0, 0, True, (0.379, 1.21, 3.83, 0.443, 0.3, 0.3, 0.3, 0.146, 1.04, 0.159, 0.132, 0.644)),
+        (C9, 1152, 0, True, (0.391, 1.77, 4.89, 0.387, 0.3, 0.3, 0.3, 0.144, 0.866, 0.223, 0.133, 0.6)),
+        (C37, 0, 0, True, (0.449, 2.34, 6.86, 0.394, 0.3, 0.3, 0.3, 0.138, 0.81, 0.152, 0.132, 0.568)),
+        (C61, 1152, 0, False, (0.398, 1.76, 4.83, 0.388, 0.3, 0.3, 0.3, 0.145, 0.941, 0.161, 0.132, 0.612)),
+        (C25, 0, 0, False, (0.398, 1.78, 4.93, 0.388, 0.3, 0.3, 0.3, 0.146, 1.02, 0.166, 0.133, 0.625)),
+        (C72, 0, 0, True, (0.402, 1.76, 4.75, 0.368, 0.3, 0.3, 0.3, 0.145, 1.01, 0.166, 0.132, 0.631)),
+        (C73, 0, 0, True, (0.445, 2.6, 7.89, 0.41, 0.3, 0.3, 0.3, 0.134, 0.736, 0.146, 0.132, 0.539)),
+        (C4, 0, 0, True, (0.365, 1.37, 3.78, 0.412, 0.3, 0.3, 0.3, 0.236, 0.799, 0.219, 0.132, 0.564)),
+        (C21, 0, 0, True, (0.414, 2.08, 5.35, 0.388, 0.3, 0.3, 0.3, 0.157, 0.856, 0.153, 0.132, 0.584)),
+        (C149, 1152, 0, True, (0.384, 1.75, 4.8, 0.388, 0.3, 0.3, 0.3, 0.145, 0.942, 0.19, 0.133, 0.612)),
     ),
     ('ieee', 'nt'): (
-        (C64, 16, 0, False, (130.0, 0.277, 0.305, 0.3, 0.3, 0.3, 0.0132, 27.6, 0.285, 0.273, 5.38)),
-        (C63, 16, 0, False, (75.9, 0.277, 0.305, 0.3, 0.3, 0.3, 0.0132, 43.0, 0.292, 0.273, 6.79)),
-        (C61, 0, 1, False, (24.5, 0.274, 0.305, 0.3, 0.3, 0.3, 0.0131, 38.5, 0.286, 0.269, 3.78)),
-        (C62, 1, 16, False, (41.6, 0.276, 0.305, 0.3, 0.3, 0.3, 0.0132, 45.0, 0.294, 0.273, 10.1)),
-        (C65, 1, 16, False, (55.1, 0.276, 0.305, 0.3, 0.3, 0.3, 0.0132, 46.0, 0.293, 0.273, 8.98)),
+        (C77, 16, 0, False, (130.0, 0.277, 0.305, 0.3, 0.3, 0.3, 0.3, 0.0132, 27.6, 0.285, 0.273, 5.38)),
+        (C76, 16, 0, False, (75.9, 0.277, 0.305, 0.3, 0.3, 0.3, 0.3, 0.0132, 43.0, 0.292, 0.273, 6.79)),
+        (C74, 0, 1, False, (24.5, 0.274, 0.305, 0.3, 0.3, 0.3, 0.3, 0.0131, 38.5, 0.286, 0.269, 3.78)),
+        (C75, 1, 16, False, (41.6, 0.276, 0.305, 0.3, 0.3, 0.3, 0.3, 0.0132, 45.0, 0.294, 0.273, 10.1)),
+        (C78, 1, 16, False, (55.1, 0.276, 0.305, 0.3, 0.3, 0.3, 0.3, 0.0132, 46.0, 0.293, 0.273, 8.98)),
     ),
     ('tf32', 'nn'): (
-        (C84, 16, 0, False, (2.52, 0.00261, 0.00454, 0.3, 0.3, 0.3, 0.332, 2.42, 0.00804, 1.49, 0.529)),
-        (C93, 16, 0, False, (2.77, 0.00263, 0.00455, 0.3, 0.3, 0.3, 0.53, 1.82, 0.00804, 1.44, 0.487)),
-        (C77, 16, 0, False, (2.46, 0.00264, 0.00455, 0.3, 0.3, 0.3, 0.284, 4.03, 0.00805, 1.88, 0.633)),
-        (C92, 1, 16, False, (5.58, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.197, 5.27, 0.00805, 1.73, 2.27)),
-        (C91, 0, 1, False, (6.26, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.26, 5.1, 0.00805, 2.21, 1.01)),
-        (C87, 16, 0, False, (2.82, 0.00263, 0.00455, 0.3, 0.3, 0.3, 0.324, 3.47, 0.00805, 1.05, 0.698)),
-        (C88, 0, 1, False, (3.34, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.852, 5.09, 0.00805, 1.77, 0.93)),
-        (C83, 16, 0, False, (2.95, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.614, 2.62, 0.00804, 1.33, 0.634)),
-        (C89, 1, 16, False, (3.02, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.2, 5.35, 0.00805, 1.83, 2.42)),
-        (C94, 0, 1, False, (5.27, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.2, 5.12, 0.00805, 1.65, 2.35)),
-        (C90, 16, 0, False, (2.32, 0.00265, 0.00456, 0.3, 0.3, 0.3, 0.291, 4.29, 0.00805, 1.63, 0.74)),
-        (C78, 16, 0, False, (2.29, 0.00264, 0.00455, 0.3, 0.3, 0.3, 0.298, 4.06, 0.00805, 1.96, 0.702)),
+        (C97, 16, 0, False, (2.52, 0.00261, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.332, 2.42, 0.00804, 1.49, 0.529)),
+        (C106, 16, 0, False, (2.77, 0.00263, 0.00455, 0.3, 0.3, 0.3, 0.3, 0.53, 1.82, 0.00804, 1.44, 0.487)),
+        (C90, 16, 0, False, (2.46, 0.00264, 0.00455, 0.3, 0.3, 0.3, 0.3, 0.284, 4.03, 0.00805, 1.88, 0.633)),
+        (C105, 1, 16, False, (5.58, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.197, 5.27, 0.00805, 1.73, 2.27)),
+        (C104, 0, 1, False, (6.26, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.26, 5.1, 0.00805, 2.21, 1.01)),
+        (C100, 16, 0, False, (2.82, 0.00263, 0.00455, 0.3, 0.3, 0.3, 0.3, 0.324, 3.47, 0.00805, 1.05, 0.698)),
+        (C101, 0, 1, False, (3.34, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.852, 5.09, 0.00805, 1.77, 0.93)),
+        (C96, 16, 0, False, (2.95, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.614, 2.62, 0.00804, 1.33, 0.634)),
+        (C102, 1, 16, False, (3.02, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.2, 5.35, 0.00805, 1.83, 2.42)),
+        (C107, 0, 1, False, (5.27, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.2, 5.12, 0.00805, 1.65, 2.35)),
+        (C103, 16, 0, False, (2.32, 0.00265, 0.00456, 0.3, 0.3, 0.3, 0.3, 0.291, 4.29, 0.00805, 1.63, 0.74)),
+        (C91, 16, 0, False, (2.29, 0.00264, 0.00455, 0.3, 0.3, 0.3, 0.3, 0.298, 4.06, 0.00805, 1.96, 0.702)),
     ),
     ('tf32', 'nn gradient'): (
-        (C84, 0, 0, False, (3.6, 0.00602, 4.49, 0.3, 0.3, 4.49, 0.279, 3.96, 0.00896, 0.937, 0.0231)),
-        (C90, 0, 0, False, (2.23, 0.00607, 8.63, 0.3, 0.3, 8.63, 0.221, 5.93, 0.00897, 0.522, 0.0231)),
-        (C99, 0, 0, False, (2.99, 0.00607, 7.58, 0.3, 0.3, 7.58, 0.549, 1.99, 0.00896, 0.64, 0.0231)),
-        (C96, 0, 0, False, (4.57, 0.00605, 4.65, 0.3, 0.3, 4.65, 0.634, 3.12, 0.00896, 0.558, 0.0231)),
-        (C95, 0, 0, False, (1.74, 0.00607, 8.14, 0.3, 0.3, 8.14, 0.268, 5.15, 0.00897, 0.548, 0.0231)),
-        (C97, 0, 0, False, (4.65, 0.00605, 5.53, 0.3, 0.3, 5.53, 0.536, 2.39, 0.00896, 1.1, 0.0231)),
-        (C98, 0, 0, False, (3.41, 0.00605, 6.62, 0.3, 0.3, 6.62, 0.297, 4.01, 0.00896, 0.493, 0.0231)),
-        (C78, 0, 0, False, (2.2, 0.00607, 9.14, 0.3, 0.3, 9.14, 0.25, 5.56, 0.00897, 0.66, 0.0231)),
-        (C100, 0, 0, False, (4.22, 0.00605, 5.94, 0.3, 0.3, 5.94, 0.538, 2.36, 0.00896, 1.21, 0.0231)),
-        (C77, 0, 0, False, (2.82, 0.00606, 8.72, 0.3, 0.3, 8.72, 0.232, 7.19, 0.00897, 0.783, 0.0231)),
-        (C135, 0, 0, False, (3.73, 0.00607, 6.19, 0.3, 0.3, 6.19, 0.576, 2.21, 0.00896, 0.528, 0.0231)),
-        (C136, 0, 0, False, (2.97, 0.00606, 7.39, 0.3, 0.3, 7.39, 0.314, 4.0, 0.00897, 0.711, 0.0231)),
+        (C97, 0, 0, False, (3.6, 0.00602, 4.49, 0.3, 0.3, 4.49, 0.3, 0.279, 3.96, 0.00896, 0.937, 0.0231)),
+        (C103, 0, 0, False, (2.23, 0.00607, 8.63, 0.3, 0.3, 8.63, 0.3, 0.221, 5.93, 0.00897, 0.522, 0.0231)),
+        (C112, 0, 0, False, (2.99, 0.00607, 7.58, 0.3, 0.3, 7.58, 0.3, 0.549, 1.99, 0.00896, 0.64, 0.0231)),
+        (C109, 0, 0, False, (4.57, 0.00605, 4.65, 0.3, 0.3, 4.65, 0.3, 0.634, 3.12, 0.00896, 0.558, 0.0231)),
+        (C108, 0, 0, False, (1.74, 0.00607, 8.14, 0.3, 0.3, 8.14, 0.3, 0.268, 5.15, 0.00897, 0.548, 0.0231)),
+        (C110, 0, 0, False, (4.65, 0.00605, 5.53, 0.3, 0.3, 5.53, 0.3, 0.536, 2.39, 0.00896, 1.1, 0.0231)),
+        (C111, 0, 0, False, (3.41, 0.00605, 6.62, 0.3, 0.3, 6.62, 0.3, 0.297, 4.01, 0.00896, 0.493, 0.0231)),
+        (C91, 0, 0, False, (2.2, 0.00607, 9.14, 0.3, 0.3, 9.14, 0.3, 0.25, 5.56, 0.00897, 0.66, 0.0231)),
+        (C113, 0, 0, False, (4.22, 0.00605, 5.94, 0.3, 0.3, 5.94, 0.3, 0.538, 2.36, 0.00896, 1.21, 0.0231)),
+        (C90, 0, 0, False, (2.82, 0.00606, 8.72, 0.3, 0.3, 8.72, 0.3, 0.232, 7.19, 0.00897, 0.783, 0.0231)),
+        (C151, 0, 0, False, (3.73, 0.00607, 6.19, 0.3, 0.3, 6.19, 0.3, 0.576, 2.21, 0.00896, 0.528, 0.0231)),
+        (C152, 0, 0, False, (2.97, 0.00606, 7.39, 0.3, 0.3, 7.39, 0.3, 0.314, 4.0, 0.00897, 0.711, 0.0231)),
     ),
     ('tf32', 'nt'): (
-        (C66, 0, 128, False, (1.4, 0.898, 0.00893, 0.3, 0.805, 0.3, 0.111, 0.62, 0.315, 0.823, 0.674)),
-        (C68, 128, 0, False, (1.64, 3.25, 0.00894, 0.3, 0.961, 0.3, 0.108, 0.572, 0.254, 0.661, 0.695)),
-        (C67, 32, 0, False, (1.33, 1.41, 0.00894, 0.3, 0.874, 0.3, 0.0965, 0.586, 0.333, 0.707, 0.531)),
-        (C76, 128, 0, False, (3.18, 3.13, 0.00895, 0.3, 1.22, 0.3, 0.119, 0.616, 0.338, 0.637, 1.02)),
-        (C70, 16, 128, False, (1.55, 0.94, 0.00893, 0.3, 0.801, 0.3, 0.11, 0.61, 0.331, 0.808, 0.593)),
-        (C18, 128, 0, False, (1.46, 2.11, 0.00894, 0.3, 0.9, 0.3, 0.109, 0.572, 0.273, 0.514, 0.564)),
-        (C102, 64, 128, False, (2.8, 1.27, 0.00894, 0.3, 0.804, 0.3, 0.0792, 0.54, 0.113, 0.859, 0.471)),
-        (C69, 128, 0, False, (3.35, 1.37, 0.00893, 0.3, 0.768, 0.3, 0.215, 0.624, 0.123, 0.689, 1.1)),
-        (C104, 128, 0, False, (2.53, 1.36, 0.00894, 0.3, 0.804, 0.3, 0.118, 0.608, 0.326, 0.651, 0.939)),
-        (C109, 32, 0, False, (1.57, 1.75, 0.00894, 0.3, 0.96, 0.3, 0.111, 0.584, 0.358, 0.767, 0.613)),
-        (C110, 64, 128, False, (3.51, 1.35, 0.00894, 0.3, 0.804, 0.3, 0.107, 0.567, 0.115, 0.803, 0.676)),
-        (C73, 128, 0, False, (2.85, 3.47, 0.00895, 0.3, 1.21, 0.3, 0.119, 0.617, 0.33, 0.732, 1.02)),
-        (C105, 128, 0, False, (3.27, 3.59, 0.00896, 0.3, 1.35, 0.3, 0.12, 0.636, 0.435, 0.958, 1.23)),
-        (C72, 128, 0, False, (2.64, 1.66, 0.00894, 0.3, 0.879, 0.3, 0.111, 0.583, 0.32, 0.796, 0.741)),
-        (C101, 128, 0, False, (1.33, 1.54, 0.00894, 0.3, 0.865, 0.3, 0.1, 0.593, 0.301, 0.643, 0.574)),
-        (C71, 128, 0, False, (1.63, 3.12, 0.00894, 0.3, 0.956, 0.3, 0.109, 0.572, 0.267, 0.635, 0.696)),
-        (C103, 0, 16, False, (1.73, 0.891, 0.00893, 0.3, 0.8, 0.3, 0.0962, 0.62, 0.117, 0.843, 0.679)),
-        (C106, 64, 128, False, (2.75, 1.2, 0.00893, 0.3, 0.804, 0.3, 0.106, 0.562, 0.113, 0.883, 0.528)),
-        (C107, 32, 128, False, (3.5, 1.38, 0.00894, 0.3, 0.804, 0.3, 0.193, 0.592, 0.113, 0.813, 0.624)),
-        (C75, 0, 16, False, (2.07, 1.0, 0.00893, 0.3, 0.796, 0.3, 0.101, 0.615, 0.118, 0.886, 0.55)),
-        (C137, 32, 128, False, (3.34, 1.34, 0.00894, 0.3, 0.804, 0.3, 0.109, 0.595, 0.114, 0.814, 0.713)),
-        (C138, 16, 128, False, (1.58, 1.01, 0.00893, 0.3, 0.801, 0.3, 0.103, 0.616, 0.247, 0.83, 0.703)),
-        (C139, 128, 0, False, (2.62, 3.97, 0.00895, 0.3, 1.18, 0.3, 0.119, 0.615, 0.358, 0.716, 1.01)),
-        (C140, 16, 128, False, (1.92, 1.08, 0.00893, 0.3, 0.792, 0.3, 0.114, 0.615, 0.273, 0.844, 0.743)),
+        (C79, 0, 128, False, (1.4, 0.899, 0.00896, 0.3, 0.8, 0.3, 0.3, 0.111, 0.619, 0.315, 0.823, 0.674)),
+        (C81, 128, 0, False, (1.64, 3.26, 0.00897, 0.3, 0.953, 0.3, 0.3, 0.108, 0.572, 0.254, 0.661, 0.695)),
+        (C80, 32, 0, False, (1.33, 1.41, 0.00896, 0.3, 0.868, 0.3, 0.3, 0.0964, 0.585, 0.333, 0.707, 0.53)),
+        (C89, 128, 0, False, (3.17, 3.14, 0.00897, 0.3, 1.21, 0.3, 0.3, 0.119, 0.616, 0.338, 0.637, 1.02)),
+        (C83, 16, 128, False, (1.55, 0.941, 0.00895, 0.3, 0.796, 0.3, 0.3, 0.11, 0.61, 0.331, 0.808, 0.593)),
+        (C17, 128, 0, False, (1.46, 2.11, 0.00896, 0.3, 0.894, 0.3, 0.3, 0.108, 0.572, 0.274, 0.515, 0.564)),
+        (C115, 64, 128, False, (2.8, 1.27, 0.00896, 0.3, 0.799, 0.3, 0.3, 0.0794, 0.54, 0.113, 0.86, 0.47)),
+        (C82, 128, 0, False, (3.32, 1.41, 0.00895, 0.3, 0.772, 0.3, 0.3, 0.222, 0.622, 0.123, 0.694, 1.08)),
+        (C117, 128, 0, False, (2.53, 1.36, 0.00896, 0.3, 0.799, 0.3, 0.3, 0.118, 0.608, 0.326, 0.651, 0.939)),
+        (C122, 32, 0, False, (1.57, 1.75, 0.00896, 0.3, 0.952, 0.3, 0.3, 0.111, 0.583, 0.359, 0.767, 0.613)),
+        (C123, 64, 128, False, (3.5, 1.35, 0.00896, 0.3, 0.799, 0.3, 0.3, 0.107, 0.567, 0.115, 0.803, 0.677)),
+        (C86, 128, 0, False, (2.85, 3.48, 0.00897, 0.3, 1.19, 0.3, 0.3, 0.119, 0.617, 0.33, 0.732, 1.03)),
+        (C118, 128, 0, False, (3.26, 3.62, 0.00898, 0.3, 1.33, 0.3, 0.3, 0.12, 0.635, 0.434, 0.958, 1.23)),
+        (C85, 128, 0, False, (2.62, 1.7, 0.00896, 0.3, 0.877, 0.3, 0.3, 0.111, 0.583, 0.312, 0.797, 0.742)),
+        (C114, 128, 0, False, (1.33, 1.54, 0.00896, 0.3, 0.859, 0.3, 0.3, 0.1, 0.593, 0.301, 0.643, 0.574)),
+        (C84, 128, 0, False, (1.63, 3.13, 0.00896, 0.3, 0.949, 0.3, 0.3, 0.109, 0.572, 0.267, 0.635, 0.696)),
+        (C116, 0, 16, False, (1.73, 0.893, 0.00896, 0.3, 0.795, 0.3, 0.3, 0.0961, 0.619, 0.117, 0.844, 0.679)),
+        (C119, 64, 128, False, (2.75, 1.2, 0.00895, 0.3, 0.799, 0.3, 0.3, 0.106, 0.562, 0.113, 0.883, 0.528)),
+        (C120, 32, 128, False, (3.5, 1.38, 0.00896, 0.3, 0.799, 0.3, 0.3, 0.193, 0.592, 0.112, 0.814, 0.624)),
+        (C88, 0, 16, False, (2.07, 1.0, 0.00895, 0.3, 0.791, 0.3, 0.3, 0.101, 0.615, 0.117, 0.886, 0.55)),
+        (C153, 32, 128, False, (3.34, 1.34, 0.00896, 0.3, 0.799, 0.3, 0.3, 0.109, 0.594, 0.113, 0.814, 0.712)),
+        (C154, 16, 128, False, (1.58, 1.01, 0.00895, 0.3, 0.796, 0.3, 0.3, 0.103, 0.616, 0.247, 0.831, 0.703)),
+        (C155, 128, 0, False, (2.62, 3.98, 0.00897, 0.3, 1.17, 0.3, 0.3, 0.119, 0.615, 0.358, 0.715, 1.01)),
+        (C156, 16, 128, False, (1.92, 1.08, 0.00895, 0.3, 0.787, 0.3, 0.3, 0.114, 0.615, 0.273, 0.844, 0.743)),
     ),
     ('tf32', 'tn'): (
-        (C83, 0, 0, False, (7.49, 0.736, 0.0428, 1.12, 0.3, 0.3, 0.453, 3.79, 0.0166, 0.14, 0.0354)),
-        (C82, 0, 0, True, (9.06, 0.808, 0.0429, 0.935, 0.3, 0.3, 0.533, 3.94, 0.0167, 0.14, 0.0354)),
-        (C78, 0, 0, False, (8.8, 0.857, 0.0429, 1.12, 0.3, 0.3, 0.139, 7.24, 0.0167, 0.14, 0.0355)),
-        (C79, 0, 0, True, (8.32, 0.735, 0.0429, 0.958, 0.3, 0.3, 0.228, 6.46, 0.0167, 0.141, 0.0354)),
-        (C86, 0, 0, True, (5.83, 0.802, 0.0429, 1.22, 0.3, 0.3, 0.683, 3.33, 0.0167, 0.141, 0.0354)),
-        (C81, 0, 0, True, (9.72, 0.778, 0.0429, 0.829, 0.3, 0.3, 0.533, 5.5, 0.0167, 0.14, 0.0354)),
-        (C80, 0, 0, True, (7.75, 0.683, 0.0429, 0.949, 0.3, 0.3, 0.209, 9.26, 0.0167, 0.141, 0.0355)),
-        (C141, 0, 0, False, (6.48, 1.18, 0.0432, 1.12, 0.3, 0.3, 0.326, 4.05, 0.0167, 0.142, 0.0354)),
-        (C77, 0, 0, False, (9.04, 0.451, 0.0427, 1.12, 0.3, 0.3, 0.146, 9.17, 0.0167, 0.14, 0.0355)),
-        (C142, 0, 0, True, (8.61, 0.733, 0.0429, 0.957, 0.3, 0.3, 0.217, 6.6, 0.0167, 0.141, 0.0354)),
-        (C143, 0, 0, True, (6.84, 0.806, 0.0429, 1.08, 0.3, 0.3, 0.449, 5.29, 0.0167, 0.141, 0.0354)),
-        (C85, 0, 0, True, (8.71, 0.798, 0.0429, 0.956, 0.3, 0.3, 0.342, 3.88, 0.0167, 0.14, 0.0354)),
+        (C96, 0, 0, False, (8.03, 0.689, 0.0328, 1.05, 0.3, 0.3, 0.3, 0.457, 3.78, 0.0169, 0.139, 0.0395)),
+        (C157, 0, 0, True, (9.33, 0.716, 0.0328, 0.796, 0.3, 0.3, 0.3, 0.325, 5.24, 0.0169, 0.139, 0.0395)),
+        (C91, 0, 0, False, (8.87, 0.823, 0.0328, 1.05, 0.3, 0.3, 0.3, 0.148, 7.23, 0.017, 0.139, 0.0395)),
+        (C95, 0, 0, True, (10.1, 0.76, 0.0328, 0.692, 0.3, 0.3, 0.3, 0.682, 3.53, 0.0169, 0.138, 0.0394)),
+        (C93, 0, 0, True, (8.36, 0.645, 0.0328, 0.885, 0.3, 0.3, 0.3, 0.211, 9.2, 0.017, 0.139, 0.0395)),
+        (C99, 0, 0, True, (5.88, 0.77, 0.0328, 1.21, 0.3, 0.3, 0.3, 0.754, 2.8, 0.0169, 0.14, 0.0394)),
+        (C90, 0, 0, False, (9.07, 0.438, 0.0327, 1.05, 0.3, 0.3, 0.3, 0.157, 9.08, 0.017, 0.139, 0.0395)),
+        (C158, 0, 0, True, (9.24, 0.688, 0.0328, 0.887, 0.3, 0.3, 0.3, 0.22, 6.54, 0.0169, 0.139, 0.0395)),
+        (C94, 0, 0, True, (10.3, 0.73, 0.0328, 0.762, 0.3, 0.3, 0.3, 0.562, 5.43, 0.0169, 0.139, 0.0395)),
+        (C98, 0, 0, True, (8.19, 0.74, 0.0328, 1.24, 0.3, 0.3, 0.3, 0.274, 4.18, 0.017, 0.14, 0.0395)),
+        (C159, 0, 0, True, (7.21, 0.754, 0.0328, 0.97, 0.3, 0.3, 0.3, 0.473, 5.16, 0.0169, 0.139, 0.0395)),
+        (C160, 0, 0, False, (6.59, 1.04, 0.0329, 1.05, 0.3, 0.3, 0.3, 0.324, 4.09, 0.0169, 0.14, 0.0395)),
+        (C161, 0, 0, False, (8.42, 0.472, 0.0326, 1.05, 0.3, 0.3, 0.3, 0.645, 4.31, 0.0169, 0.138, 0.0395)),
     ),
     ('tf32x3', 'nn'): (
-        (C111, 0, 0, False, (15.5, 0.142, 0.206, 0.00624, 0.3, 0.3, 0.815, 6.82, 0.0294, 0.222, 0.0597)),
-        (C113, 0, 0, False, (13.7, 0.141, 0.206, 0.00624, 0.3, 0.3, 0.599, 6.43, 0.0293, 0.221, 0.0596)),
-        (C126, 0, 0, False, (15.9, 0.142, 0.206, 0.00624, 0.3, 0.3, 0.815, 6.83, 0.0294, 0.222, 0.0597)),
+        (C124, 0, 0, False, (15.5, 0.142, 0.206, 0.00624, 0.3, 0.3, 0.3, 0.815, 6.82, 0.0294, 0.222, 0.0597)),
+        (C126, 0, 0, False, (13.7, 0.141, 0.206, 0.00624, 0.3, 0.3, 0.3, 0.599, 6.43, 0.0293, 0.221, 0.0596)),
+        (C139, 0, 0, False, (15.9, 0.142, 0.206, 0.00624, 0.3, 0.3, 0.3, 0.815, 6.83, 0.0294, 0.222, 0.0597)),
     ),
     ('tf32x3', 'nt'): (
-        (C114, 0, 256, True, (2.56, 0.27, 0.821, 0.00944, 0.3, 0.3, 0.306, 9.15, 0.0389, 1.11, 2.09)),
-        (C122, 16, 0, True, (7.01, 0.3, 0.863, 0.00943, 0.3, 0.3, 0.411, 7.33, 0.0388, 1.24, 1.73)),
-        (C115, 16, 256, True, (3.1, 0.28, 0.818, 0.00944, 0.3, 0.3, 0.443, 7.32, 0.0388, 1.25, 1.43)),
-        (C118, 0, 128, True, (5.52, 0.291, 0.817, 0.00943, 0.3, 0.3, 0.328, 8.82, 0.0388, 0.72, 1.76)),
-        (C113, 64, 0, True, (2.9, 0.263, 0.77, 0.00951, 0.3, 0.3, 0.626, 4.13, 0.038, 3.02, 0.64)),
-        (C119, 16, 256, True, (4.19, 0.287, 0.816, 0.00943, 0.3, 0.3, 0.428, 6.89, 0.0388, 1.08, 1.33)),
-        (C117, 128, 0, False, (8.62, 0.273, 0.793, 0.00945, 0.3, 0.3, 0.298, 4.67, 0.0379, 5.36, 0.977)),
-        (C125, 16, 256, True, (2.9, 0.277, 0.811, 0.00946, 0.3, 0.3, 0.552, 4.55, 0.0387, 1.34, 0.855)),
-        (C120, 16, 1024, True, (3.77, 0.285, 0.817, 0.00943, 0.3, 0.3, 0.301, 8.24, 0.0388, 1.02, 1.75)),
-        (C121, 16, 0, True, (4.09, 0.287, 0.819, 0.00944, 0.3, 0.3, 0.406, 6.79, 0.0388, 1.18, 1.69)),
-        (C126, 64, 0, True, (4.38, 0.291, 0.831, 0.00948, 0.3, 0.3, 0.393, 5.76, 0.0389, 3.16, 1.31)),
-        (C123, 16, 256, True, (2.32, 0.268, 0.807, 0.00948, 0.3, 0.3, 0.494, 5.96, 0.039, 1.67, 0.978)),
-        (C116, 512, 0, False, (4.05, 0.286, 0.817, 0.00944, 0.3, 0.3, 0.406, 6.81, 0.0388, 1.32, 1.5)),
-        (C144, 0, 0, True, (3.1, 0.277, 0.817, 0.00943, 0.3, 0.3, 0.341, 9.06, 0.0388, 1.09, 2.1)),
-        (C111, 64, 0, True, (4.13, 0.285, 0.813, 0.0095, 0.3, 0.3, 0.396, 6.01, 0.0388, 3.02, 1.36)),
-        (C124, 1, 0, True, (2.3, 0.268, 0.811, 0.00944, 0.3, 0.3, 0.317, 11.0, 0.0389, 1.2, 2.85)),
-        (C145, 0, 256, True, (4.54, 0.288, 0.818, 0.00946, 0.3, 0.3, 0.358, 8.73, 0.039, 2.59, 1.68)),
-        (C146, 16, 256, True, (4.67, 0.288, 0.817, 0.00945, 0.3, 0.3, 0.64, 4.84, 0.0386, 1.21, 0.912)),
+        (C127, 0, 256, True, (2.56, 0.27, 0.824, 0.00945, 0.3, 0.3, 0.3, 0.306, 9.15, 0.0389, 1.11, 2.09)),
+        (C135, 16, 0, True, (7.01, 0.301, 0.867, 0.00945, 0.3, 0.3, 0.3, 0.411, 7.33, 0.0389, 1.24, 1.73)),
+        (C128, 16, 256, True, (3.1, 0.28, 0.822, 0.00945, 0.3, 0.3, 0.3, 0.443, 7.32, 0.0388, 1.25, 1.43)),
+        (C131, 0, 128, True, (5.52, 0.292, 0.82, 0.00945, 0.3, 0.3, 0.3, 0.328, 8.82, 0.0388, 0.72, 1.76)),
+        (C126, 64, 0, True, (2.9, 0.264, 0.773, 0.00953, 0.3, 0.3, 0.3, 0.626, 4.13, 0.038, 3.02, 0.64)),
+        (C132, 16, 256, True, (4.19, 0.288, 0.82, 0.00945, 0.3, 0.3, 0.3, 0.428, 6.89, 0.0388, 1.08, 1.33)),
+        (C130, 128, 0, False, (8.62, 0.273, 0.796, 0.00947, 0.3, 0.3, 0.3, 0.298, 4.67, 0.0379, 5.35, 0.977)),
+        (C138, 16, 256, True, (2.89, 0.278, 0.814, 0.00947, 0.3, 0.3, 0.3, 0.552, 4.55, 0.0388, 1.33, 0.855)),
+        (C133, 16, 1024, True, (3.77, 0.286, 0.82, 0.00945, 0.3, 0.3, 0.3, 0.301, 8.24, 0.0389, 1.02, 1.75)),
+        (C134, 16, 0, True, (4.09, 0.288, 0.823, 0.00945, 0.3, 0.3, 0.3, 0.406, 6.79, 0.0388, 1.18, 1.69)),
+        (C139, 64, 0, True, (4.38, 0.291, 0.835, 0.00949, 0.3, 0.3, 0.3, 0.393, 5.76, 0.0389, 3.16, 1.31)),
+        (C136, 16, 256, True, (2.32, 0.269, 0.81, 0.0095, 0.3, 0.3, 0.3, 0.494, 5.96, 0.039, 1.67, 0.978)),
+        (C129, 512, 0, False, (4.05, 0.287, 0.82, 0.00945, 0.3, 0.3, 0.3, 0.406, 6.81, 0.0388, 1.32, 1.5)),
+        (C162, 0, 0, True, (3.1, 0.278, 0.82, 0.00945, 0.3, 0.3, 0.3, 0.341, 9.06, 0.0388, 1.09, 2.1)),
+        (C124, 64, 0, True, (4.13, 0.286, 0.816, 0.00952, 0.3, 0.3, 0.3, 0.396, 6.01, 0.0389, 3.02, 1.36)),
+        (C137, 1, 0, True, (2.3, 0.269, 0.814, 0.00945, 0.3, 0.3, 0.3, 0.317, 11.0, 0.039, 1.19, 2.85)),
+        (C163, 0, 256, True, (4.54, 0.289, 0.822, 0.00948, 0.3, 0.3, 0.3, 0.358, 8.73, 0.039, 2.59, 1.68)),
+        (C164, 16, 256, True, (4.67, 0.289, 0.82, 0.00947, 0.3, 0.3, 0.3, 0.64, 4.84, 0.0386, 1.21, 0.912)),
     ),
     ('tf32x3', 'tn'): (
-        (C111, 0, 0, False, (9.69, 0.229, 0.235, 0.00664, 0.3, 0.3, 0.826, 7.01, 0.0281, 0.226, 0.0594)),
-        (C112, 0, 0, False, (6.21, 0.22, 0.231, 0.00664, 0.3, 0.3, 0.904, 8.29, 0.0281, 0.225, 0.0594)),
+        (C124, 0, 0, False, (9.69, 0.229, 0.235, 0.00664, 0.3, 0.3, 0.3, 0.826, 7.01, 0.0281, 0.226, 0.0594)),
+        (C125, 0, 0, False, (6.21, 0.22, 0.231, 0.00664, 0.3, 0.3, 0.3, 0.904, 8.29, 0.0281, 0.225, 0.0594)),
     ),
 }
