@@ -421,7 +421,7 @@ def test_what_is_saved(activation, save, dtype):
     """As the canonical config saves it, and no byte more."""
     k = 520
     tiles = ("128", "256") if dtype == torch.bfloat16 else ("64",)
-    for m, n in ((300, 264), *[(129, 261)] * (dtype == torch.bfloat16)):
+    for m, n in ((300, 264), *[(129, 261)] * (dtype == torch.bfloat16 and save == "pre")):
         shapes = (m, k), (n, k), (n, k)
         a, weight, up = (_drawn(*shape, seed=8 + at, dtype=dtype) for at, shape in enumerate(shapes))
         fusion = Operands(_drawn(n, seed=1, dtype=dtype), activation=activation)
