@@ -7,7 +7,7 @@ import pytest
 
 pytest.register_assert_rewrite(
     "attention_oracle", "deferring", "encoder_oracle", "encoder_variants", "float16_range", "fused_gpu_cases",
-    "gradients", "graph_fusing", "layouts", "official_patchtst", "patchtst_models", "promises",
+    "gemm_jobs", "gradients", "graph_fusing", "layouts", "official_patchtst", "patchtst_models", "promises",
 )  # fmt: skip
 
 hypothesis.settings.register_profile("repeatable", derandomize=True)

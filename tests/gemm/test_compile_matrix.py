@@ -12,22 +12,27 @@ import pytest
 
 pytest.importorskip("triton")
 
-from compile_matrix import CompileJob, compile_job, disassemble, limit_violations
+from compile_matrix import compile_job, disassemble, limit_violations
+from gemm_jobs import (
+    NAMES,
+    assert_wgmmas_overlap,
+    check_compiled,
+    compile_within_limits,
+    for_warpgroups,
+    launch_job,
+    product_job,
+    saved_type,
+)
 
 from isogemm.epilogues import ACTIVATIONS
-from isogemm.epilogues.operands import MATRICES, PLACES, TENSORS, Epilogue
+from isogemm.epilogues.operands import MATRICES, PLACES, Epilogue
 from isogemm.gemm import configs, selection
 from isogemm.gemm.configs import BIAS_BLOCKS, BIAS_CHUNK, ActivationGradProblem, BiasGradProblem, Config, Problem
 from isogemm.gemm.kernels.gradients import describe_activation_grad, describe_bias_grad, describe_chunk_sums
 from isogemm.gemm.kernels.halves import describe_split
-from isogemm.gemm.kernels.products import SLOTS, describe_add_partials, describe_gemm
+from isogemm.gemm.kernels.products import describe_add_partials
 from isogemm.gemm.tables.sm_90 import TABLE
 
-NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-FEW_WORDS = 48  # bytes, kept across the loop over k where a tile has all the registers
-# Wide tiles of two warps, with both operands across k: what spills nothing (by 16 of k) was measured, and is slower.
-ACROSS = 144
-BARRIERS = 128  # bytes of shared memory
 NUMBERS = {  # dtype, precision
     "half": ("bfloat16", "ieee"),
     "tf32": ("float32", "tf32"),
@@ -78,86 +83,6 @@ def _on_the_menu(problem):
         config = configs.fitted(problem, each.config)
         if each.above < problem.m <= (each.most or problem.m) and not configs.illegal(problem, config):
             yield config
-
-
-def _job(problem, config):
-    accumulation = configs.accumulation(problem, config)
-    launch = describe_gemm(problem, config)
-    operand, out = NAMES[problem.dtype], NAMES["float32" if accumulation == "partials" else problem.out_dtype]
-    apart = problem.weights > 1 and not configs.reads_b_by_tma(problem, config)
-    rest = () if config.kernel == "stream" else (operand if config.rest_n or apart else None,)
-    scratch = "fp32" if accumulation != "partials" and configs.chunk_bytes(problem, config) else None
-    left, right = (problem.b_aligned, problem.a_aligned)[:: 1 if config.swapped else -1]
-    aligned = (left, right, *(right for _ in rest), accumulation == "partials" or problem.c_aligned, True)
-    matrix = "fp32" if problem.reads_float32 else operand
-    read = _read(Epilogue() if accumulation == "partials" else problem.epilogue, operand, matrix)
-    addressed = (operand, operand, *rest, out, scratch, *read.values())
-    loose = ("bias", "bias_up", "row_scale", "col_scale", *(() if problem.read_aligned else ("c", "residual")))
-    return _launch_job(f"{problem} {config}", launch, addressed, (*aligned, *(name not in loose for name in read)))
-
-
-def _read(e, operand, matrix):
-    """The type behind each address that an epilogue reads or writes."""
-    wanted = {
-        "bias": operand if e.bias else None, "bias_up": operand if e.bias_up else None,
-        "c": matrix if e.beta else None, "residual": matrix if e.residual else None,
-        "row_scale": "fp32" if e.row_scale else None, "col_scale": "fp32" if e.col_scale else None,
-        "alpha": "fp32" if e.alpha == "device" else None, "beta": "fp32" if e.beta == "device" else None,
-        "seed": "i64" if e.dropout else None, "second": operand if e.gated and e.gradient else None,
-        "row_sums": "fp32" if e.sums else None,
-    }  # fmt: skip
-    if e.saves or e.gradient:
-        wanted["saved"] = _saved(e, operand)
-    return {name: wanted.get(name) for name in (*TENSORS, *range(len(TENSORS), SLOTS))}
-
-
-def _saved(e, operand):
-    if "mask" in (e.saves, e.gradient):
-        return "u8"
-    return "fp32" if operand == "fp16" and not ACTIVATIONS[e.activation].levels_off else operand
-
-
-def _launch_job(name, launch, addressed, aligned):
-    """`addressed`: the elements' type behind each address, None where the launch has no use for it."""
-    arguments = launch.kernel.arg_names
-    signature, constexprs, attrs = {}, dict(launch.constants), {}
-    maps = (*launch.maps, *(None,) * (len(addressed) - len(launch.maps)))
-    for argument, kind, seen, even in zip(arguments, addressed, maps, aligned, strict=False):
-        if kind is None:
-            constexprs[argument] = None
-        elif seen is not None:
-            layout = "" if seen.layout is None else f",{seen.layout!r}"
-            signature[argument] = f"tensordesc<{kind}{list(seen.block)}{layout}>"
-        else:
-            signature[argument] = f"*{kind}"
-            if even:
-                attrs[argument] = 16
-    for param, value in zip(
-        launch.kernel.params[len(addressed) :], (*launch.scalars, *launch.numbers), strict=False
-    ):  # as Triton specialises integers
-        if value is None or (value == 1 and not isinstance(value, float) and not param.do_not_specialize):
-            constexprs[param.name] = value
-            continue
-        if isinstance(value, float):
-            signature[param.name] = "fp32"
-            continue
-        signature[param.name] = "i32" if value < 2**31 else "i64"
-        if value % 16 == 0 and not param.do_not_specialize:
-            attrs[param.name] = 16
-    options = dict(launch.options)
-    along = any(launch.constants.get(name, True) for name in ("A_K_CONTIGUOUS", "B_K_CONTIGUOUS"))
-    is_across = launch.constants.get("PRECISION") == "tf32" and not along and options["num_warps"] == 2
-    return CompileJob(
-        name=name,
-        kernel=launch.kernel,
-        signature=signature,
-        constexprs=constexprs,
-        attrs=attrs,
-        num_warps=options.pop("num_warps"),
-        num_stages=options.pop("num_stages", 3),
-        options=options,
-        allowed_spill_bytes=ACROSS if is_across else FEW_WORDS,
-    )
 
 
 def _other_cases():
@@ -274,7 +199,7 @@ def _split_jobs():
     config = Config(128, 128, 32, 8, 3, "tma", split="both")
     for sizes, layout in product(((4096, 4096, 4096), (1000, 3000, 2001)), ("nt", "tn")):
         problem = _problem(*sizes, layout, *NUMBERS["tf32x3"])
-        yield _launch_job(f"halves of {problem}", describe_split(problem, config, "a"), ("fp32", "fp32"), (True, True))
+        yield launch_job(f"halves of {problem}", describe_split(problem, config, "a"), ("fp32", "fp32"), (True, True))
 
 
 def _portable_cases(arch):
@@ -296,7 +221,7 @@ def _bias_grad_jobs():
         out_dtype = "float32" if accumulate else dtype
         problem = BiasGradProblem(tokens, n, dtype, out_dtype, (n, 1), BIAS_CHUNK, accumulate=accumulate)
         out = "fp32" if problem.split else NAMES[out_dtype]
-        yield _launch_job(f"bias gradient {problem}", describe_bias_grad(problem), (NAMES[dtype], out), (True, True))
+        yield launch_job(f"bias gradient {problem}", describe_bias_grad(problem), (NAMES[dtype], out), (True, True))
 
 
 def _adding_jobs():
@@ -307,10 +232,10 @@ def _adding_jobs():
     ):
         bias = NAMES[problem.dtype] if problem.epilogue.bias else None
         launch = describe_add_partials(problem)
-        yield _launch_job(f"sum of {problem}", launch, ("fp32", NAMES[problem.out_dtype], bias), (True, True, False))
+        yield launch_job(f"sum of {problem}", launch, ("fp32", NAMES[problem.out_dtype], bias), (True, True, False))
     for together, dtype, accumulate in ((1, "bf16", False), (BIAS_BLOCKS, "fp32", True)):
         launch = describe_chunk_sums(64, 1024, together, 1, accumulate)
-        yield _launch_job(f"sum of chunks of {together}", launch, ("fp32", dtype), (False, False))
+        yield launch_job(f"sum of chunks of {together}", launch, ("fp32", dtype), (False, False))
 
 
 def _activation_grad_jobs():
@@ -326,13 +251,13 @@ def _activation_grad_jobs():
     ):
         if dtype == "bfloat16" or epilogue.gated:
             problem = ActivationGradProblem(tokens, 1024, dtype, epilogue, 1024, sums=True)
-            saved = _saved(epilogue, NAMES[dtype]) if saves else None
+            saved = saved_type(epilogue, NAMES[dtype]) if saves else None
             addressed = (NAMES[dtype], saved, "i64" if epilogue.dropout else None, NAMES[dtype], "fp32")
-            yield _launch_job(f"gradient of {problem}", describe_activation_grad(problem), addressed, (True,) * 5)
+            yield launch_job(f"gradient of {problem}", describe_activation_grad(problem), addressed, (True,) * 5)
 
 
 def table_jobs():
-    return [_job(*case) for case in MEASURED]
+    return [product_job(*case) for case in MEASURED]
 
 
 def _makes():
@@ -340,19 +265,15 @@ def _makes():
     found = {}
     for problem, config in MEASURED:
         make = problem.number, problem.kind, config.kernel, config.swapped, bool(config.rest_n)
-        found.setdefault((*make, _for_warpgroups(problem, config)), (problem, config))
+        found.setdefault((*make, for_warpgroups(problem, config)), (problem, config))
     return list(found.values())
-
-
-def _for_warpgroups(problem, config):
-    return config.block_m >= 64 and config.block_n >= 16 and config.num_warps >= 4 and problem.number != "ieee"
 
 
 def _distinct(cases):
     """Those that the compiler tells apart, whatever their sizes."""
     found = {}
     for problem, config in cases:
-        found.setdefault(repr(replace(_job(problem, config), name="")), (problem, config))
+        found.setdefault(repr(replace(product_job(problem, config), name="")), (problem, config))
     return list(found.values())
 
 
@@ -379,17 +300,17 @@ def _ids(cases):
 
 @pytest.mark.parametrize(("problem", "config"), SAMPLE, ids=_ids(SAMPLE))
 def test_measured_compile_within_limits(problem, config):
-    used = _check_compiled(problem, config)
+    used = check_compiled(problem, config)
     if "wgmma" in used.instructions:  # warpgroups wait after each product if the compiler cannot tell what it touches
-        code = disassemble(_job(problem, config), "sm_90")
+        code = disassemble(product_job(problem, config), "sm_90")
         assert code.count("WARPGROUP.DEPBAR") < code.count("HGMMA")
 
 
 @pytest.mark.parametrize(("problem", "config"), OTHERS, ids=_ids(OTHERS))
 def test_compiles_within_limits(problem, config):
-    _check_compiled(problem, config)
+    check_compiled(problem, config)
     if config.split:  # an operand in registers is one that the product splits
-        left_in_registers = re.search(r"HGMMA\S* R\d+, R\d+, gdesc", disassemble(_job(problem, config), "sm_90"))
+        left_in_registers = re.search(r"HGMMA\S* R\d+, R\d+, gdesc", disassemble(product_job(problem, config), "sm_90"))
         assert bool(left_in_registers) == (not config.splits("b" if config.swapped else "a"))
 
 
@@ -429,53 +350,17 @@ def test_wgmmas_do_not_wait_for_one_another(problem, config, kept):
     """
     assert configs.illegal(problem, config) == ""
     assert configs.accumulation(problem, config) == kept
-    code = disassemble(_job(problem, config), "sm_90")
-    steps = re.findall(r"HGMMA|WARPGROUP\.(?:ARRIVE|DEPBAR\S* gsb\d+, 0x[0-9a-f]+)", code)
-    before, *begun = " ".join(steps).split("WARPGROUP.ARRIVE")
-    assert "HGMMA" not in before
-    at_once = [re.match(r"(?: HGMMA)*", each)[0].count("HGMMA") for each in begun]
-    assert at_once
-    assert min(at_once) == config.block_k // 16  # the k of one HGMMA: a block's are issued together
-    assert any(re.search(r"gsb0, 0x[1-9]", each) for each in steps)  # and the next block's while these run
-
-
-def _check_compiled(problem, config):
-    """Also that the tensor cores are used where they may be, by warpgroups where a tile is made for them.
-
-    Both instructions sum in the same order, so bits do not depend on which one a smaller tile gets. That is Triton's
-    choice: tiles of 8 columns use mma.sync before 3.9, wgmma since.
-    """
-    used = _compiled(problem, config)
-    tensor_cores = used.instructions & {"mma", "wgmma"}
-    if problem.number == "ieee":
-        assert not tensor_cores
-    elif _for_warpgroups(problem, config):
-        assert tensor_cores == {"wgmma"}
-    else:
-        assert len(tensor_cores) == 1
-    by_tma = configs.reads_a_by_tma(problem, config) or configs.reads_b_by_tma(problem, config)
-    assert ("tma" in used.instructions) == by_tma
-    return used
+    assert_wgmmas_overlap(problem, config)
 
 
 @pytest.mark.parametrize(("problem", "config"), PORTABLE, ids=_ids(PORTABLE))
 def test_defaults_compile_within_limits(problem, config):
-    used = _compiled(problem, config)
+    used = compile_within_limits(problem, config)
     tensor_cores = used.instructions & {"mma", "wgmma", "tcgen05", "mfma"}
     if problem.number == "ieee" and problem.arch != "gfx942":  # whose matrix cores do fp32
         assert not tensor_cores
     else:
         assert tensor_cores & TENSOR_CORES[problem.arch]
-
-
-def _compiled(problem, config):
-    """Within the limits, and with no more shared memory than `configs` expected, but for barriers."""
-    job = _job(problem, config)
-    used = compile_job(job, problem.arch)
-    assert limit_violations(job, problem.arch, used) == ()
-    biases = 4 * max(config.block_m, config.block_n) if problem.epilogue.bias_first else 0  # turned on their way
-    assert used.shared_bytes <= configs.shared_memory(problem, config) // config.residents + BARRIERS + biases
-    return used
 
 
 @pytest.mark.parametrize(("job", "target"), SMALL, ids=[f"{target} {job.name}" for job, target in SMALL])
@@ -487,9 +372,9 @@ def test_sums_compile_within_limits(job, target):
 
 
 def test_specialisation_is_tritons():
-    """What `_job` says of the arguments is what Triton would find out from them."""
+    """What `product_job` says of the arguments is what Triton would find out from them."""
     problem = _problem(100, 1024, 1000, "nn", epilogue=BIASED)
-    job = _job(problem, configs.canonical(problem))
+    job = product_job(problem, configs.canonical(problem))
     unused = {name for name, value in job.constexprs.items() if value is None}
     assert unused >= {
         "b_rest", "scratch", "k_inner", "stride_ak_outer", "stride_bk_outer", f"e{PLACES['residual']}",
@@ -500,8 +385,8 @@ def test_specialisation_is_tritons():
     assert (job.constexprs["stride_ak"], job.constexprs["stride_bn"], job.constexprs["stride_cn"]) == (1, 1, 1)
     assert job.attrs == dict.fromkeys(("a", "b", "c", "stride_bk", "stride_cm"), 16)
     assert job.signature["stride_am"] == job.signature["M"] == "i32"
-    far = _job(replace(problem, a_strides=(2**31, 1)), configs.canonical(problem))
+    far = product_job(replace(problem, a_strides=(2**31, 1)), configs.canonical(problem))
     assert far.signature["stride_am"] == "i64"
     tma = selection.choose(_problem(4096, 4096, 4096)).config
-    described = _job(_problem(4096, 4096, 4096), tma).signature
+    described = product_job(_problem(4096, 4096, 4096), tma).signature
     assert described["a"] == f"tensordesc<bf16[{tma.block_m}, {tma.block_k}]>"

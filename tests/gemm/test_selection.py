@@ -228,6 +228,24 @@ def test_a_tuned_config_that_does_not_serve_here_is_passed_over(tuned_for):
     assert choose(batched).source == "default"
 
 
+def test_tuned_roles_serve_whatever_a_call_asks_for(tuned_for):
+    """Calls of the weight that they cannot serve have another kernel, legal as well."""
+    roles = Config(128, 128, 64, 8, 4, "roles", rest_n=64, pdl=True)
+    tuned_for(512, config=roles)
+    problem = linear(512, 1536, 2048, gpu="here")
+    assert choose(problem) == (roles, "tuned")
+    assert choose(replace(problem, dtype="float16", out_dtype="float16")).config == roles
+    changes = {
+        "tma": ({"a_aligned": False}, {"b_aligned": False}), "pointer": ({"tma": False},),
+        "roles": ({"out_dtype": "float32", "chunk": 1024}, {"c_aligned": False}, {"epilogue": Epilogue(bias="n")}),
+    }  # fmt: skip
+    for kernel, each in changes.items():
+        for change in each:
+            served = choose(replace(problem, **change))
+            assert (served.config.kernel, served.source) == (kernel, "tuned"), change
+            assert illegal(replace(problem, **change), served.config) == ""
+
+
 def test_tuned_configs_are_candidates(tuned_for):
     odd = replace(TUNED, group=5)
     tuned_for(64, config=odd)

@@ -13,8 +13,9 @@ import torch
 
 import isogemm
 from isogemm.epilogues.operands import Operands
-from isogemm.gemm import fused, op, selection
+from isogemm.gemm import configs, fused, op, selection
 from isogemm.gemm.api import mlp
+from isogemm.gemm.configs import Config
 from isogemm.verify.encoder_reference import EncoderShape, encoder_parameters, encoder_tensors
 
 NUMBERS = (
@@ -22,6 +23,10 @@ NUMBERS = (
     (torch.float32, "tf32"), (torch.float32, "ieee"), (torch.float32, "tf32x3"),
 )  # fmt: skip
 SIZES = ((1, 65, 129), (17, 63, 40), (130, 264, 1040))  # m, n, k
+ROLES = (
+    Config(128, 128, 64, 8, 5, "roles", persistent=True), Config(128, 64, 64, 8, 6, "roles", rest_n=16, pdl=True),
+    Config(128, 64, 64, 8, 6, "roles", rest_n=32, pdl=True, parallel_chunks="gathered"),
+)  # fmt: skip
 
 
 def main(parts: list[str]) -> None:
@@ -48,7 +53,8 @@ def _products() -> int:
         a, b = (a, b.mT) if layout == "nt" else (a.mT, b)
         for chunk in (0, 256):
             problem = op.problem_of(a, b, chunk=chunk)
-            for config in selection.candidates(problem):
+            others = [config for config in ROLES if not configs.illegal(problem, config)]
+            for config in (*selection.candidates(problem), *others):
                 op.gemm(a, b, chunk=chunk, config=config)
                 calls += 1
     return calls

@@ -96,6 +96,54 @@ def test_ways_to_fill_the_gpu_are_tried():
     assert {config.balanced for config in gemm.candidates(Point("linear", "half", 4096, 4096, 1024))} == {True, False}
 
 
+@pytest.mark.parametrize(
+    ("number", "arch", "tokens", "tried"),
+    [
+        ("half", "sm_90", 128, True), ("half", "sm_90", 4096, True), ("half", "sm_90", 127, False),
+        ("half", "sm_90", 1, False), ("half", "sm_80", 4096, False), ("half", "sm_100", 4096, False),
+        ("half", "gfx942", 4096, False), *((number, "sm_90", 4096, False) for number in ("tf32", "tf32x3", "ieee")),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["linear", "dx", *gemm.EPILOGUES])
+def test_roles_are_tried_for_16_bits_on_hopper_from_128_rows_on(kind, number, arch, tokens, tried):
+    made = gemm.candidates(Point(kind, number, tokens, 4096, 1024, arch))
+    assert any(config.kernel == "roles" for config in made) == tried
+
+
+@pytest.mark.parametrize(("n", "tried"), [(128, True), (120, False)])
+@pytest.mark.parametrize("kind", ["dw", "main_grad"])
+def test_the_rows_of_a_weight_gradient_are_the_weight_s(kind, n, tried):
+    made = gemm.candidates(Point(kind, "half", 4096, n, 1024))
+    assert any(config.kernel == "roles" for config in made) == tried
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", gemm.KINDS)
+def test_roles_have_one_wave_of_programs_or_are_persistent(kind, half):
+    ways, widths = set(), set()
+    for tokens, n, k in ((512, 1280, 5120), (4096, 4096, 4096), (16384, 512, 1024)):
+        point = Point(kind, "half", tokens, n, k, half=half)
+        problem = point.problem
+        for config in gemm.candidates(point):
+            if config.kernel != "roles":
+                continue
+            assert config.parallel_chunks in ("", "gathered")
+            assert config.pdl == (not config.persistent)
+            assert configs.accumulation(problem, config) != "scratch"
+            tiles = configs.tile_count(replace(problem, chunk=0), config)
+            assert tiles > problem.sm_count if config.persistent else tiles <= 2 * problem.sm_count
+            ways.add("persistent" if config.persistent else config.parallel_chunks)
+            widths.add(config.columns)
+    assert ways >= {"persistent", ""}
+    assert 128 in widths
+
+
+def test_roles_with_a_rest_gather_chunks():
+    few = gemm.candidates(Point("linear", "half", 512, 1280, 5120))
+    roles = [config for config in few if config.kernel == "roles" and config.parallel_chunks == "gathered"]
+    assert {config.rest_n for config in roles} == {0, 16, 32, 64}
+
+
 def test_kernels_are_listed_once():
     pytest.importorskip("triton")
     points = [Point("linear", "half", tokens, n, 4096) for tokens in (1024, 2048) for n in (4096, 8192)]
