@@ -13,9 +13,7 @@ NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 FEW_WORDS = 48  # bytes, kept across the loop over k where a tile has all the registers
 # Wide tiles of two warps, with both operands across k: what spills nothing (by 16 of k) was measured, and is slower.
 ACROSS = 144
-TOTAL = 96  # with roles, sums beside those of C that they are added to, once a tile: Triton 3.6 alone spills
 BARRIERS = 128  # bytes of shared memory
-ROLES_BARRIERS = 320  # likewise, with what the warps' roles are told
 
 
 def product_job(problem, config):
@@ -86,7 +84,6 @@ def launch_job(name, launch, addressed, aligned):
             attrs[param.name] = 16
     options = dict(launch.options)
     along = any(launch.constants.get(name, True) for name in ("A_K_CONTIGUOUS", "B_K_CONTIGUOUS"))
-    is_total = launch.kernel.__name__ == "roles_kernel" and launch.constants["ACCUMULATE"]
     is_across = launch.constants.get("PRECISION") == "tf32" and not along and options["num_warps"] == 2
     return CompileJob(
         name=name,
@@ -97,7 +94,7 @@ def launch_job(name, launch, addressed, aligned):
         num_warps=options.pop("num_warps"),
         num_stages=options.pop("num_stages", 3),
         options=options,
-        allowed_spill_bytes=ACROSS if is_across else TOTAL if is_total else FEW_WORDS,
+        allowed_spill_bytes=ACROSS if is_across else FEW_WORDS,
     )
 
 
@@ -126,8 +123,7 @@ def compile_within_limits(problem, config):
     used = compile_job(job, problem.arch)
     assert limit_violations(job, problem.arch, used) == ()
     biases = 4 * max(config.block_m, config.block_n) if problem.epilogue.bias_first else 0  # turned on their way
-    barriers = ROLES_BARRIERS if config.kernel == "roles" else BARRIERS
-    assert used.shared_bytes <= configs.shared_memory(problem, config) // config.residents + barriers + biases
+    assert used.shared_bytes <= configs.shared_memory(problem, config) // config.residents + BARRIERS + biases
     return used
 
 

@@ -42,8 +42,7 @@ _REGISTERS_BESIDE = 96  # likewise, where a tile has a rest
 _LEAST_REWRITTEN = 4  # sums of a thread, of which no other thread has a copy: a warp has 16 x 8 of a tile at least
 _MOST_WARPS = 16
 _MOST_GATHERED = 32  # chunks, as many as a warp has threads
-_ROLE_WARPS = 8  # of a kernel with roles that multiply: two warpgroups; each has half of a tile's rows
-_MOST_SUMS = 192  # of a thread there
+_ROLE_WARPS, _ROLE_ROWS = 8, 128  # of a kernel with roles: two warpgroups that multiply, 64 rows of a tile each
 _BARRIERS = 512  # bytes of shared memory there, for barriers and what warps are told
 
 Accumulation = Literal["one", "registers", "in place", "scratch", "partials", "gathered"]
@@ -370,20 +369,22 @@ def illegal(problem: Problem, config: Config) -> str:
 
 def _illegal_roles(problem: Problem, config: Config) -> str:
     """The rule that a kernel with roles breaks."""
-    if sm(problem.arch) != 90 or problem.number != "half":
-        return "roles are for 16-bit operands on sm_90"
-    if config.num_warps != _ROLE_WARPS or config.block_m not in (128, 256):
-        return f"roles have {_ROLE_WARPS} warps that multiply, and tiles of 128 or 256 rows"
-    if config.block_n > 256 or config.block_k > 64:
-        return "roles have tiles of up to 256 columns and 64 of k"
+    e = problem.epilogue
+    if sm(problem.arch) != 90 or problem.number != "half" or problem.accumulate or e.sums:
+        return "roles are for 16-bit operands on sm_90, and neither add to a result nor sum its rows"
+    if config.swapped or not writes_c_by_tma(problem, config):
+        return "roles store by TMA, in tiles that are not swapped"
+    if (config.block_m, config.num_warps) != (_ROLE_ROWS, _ROLE_WARPS) or config.num_stages < 2 or config.block_k > 64:
+        return f"roles have {_ROLE_WARPS} warps that multiply, tiles of {_ROLE_ROWS} rows and 64 of k, and two stages"
+    if config.columns > 256 or 0 < config.rest_n < 16 or (e.gated and e.gradient and config.columns > 128):
+        return "roles have tiles of up to 256 columns, 128 for two gradients, and a rest of at least 16"
     if config.residents > 1 or config.balanced or config.parallel_chunks not in ("", "gathered"):
         return "roles have an SM to themselves; chunks are gathered or follow one another"
-    if problem.epilogue.sums or (problem.weights > 1 and config.swapped):
-        return "with roles no rows are summed, and two weights are not swapped"
-    if _sums(config) > _MOST_SUMS or 0 < config.rest_n < 16:
-        return f"with roles a thread has at most {_MOST_SUMS} sums, and a rest at least 16 columns"
-    if accumulation(problem, config) in ("scratch", "partials"):
-        return "with roles finished chunks wait in registers, or in the output"
+    if accumulation(problem, config) not in ("one", "registers", "gathered"):
+        return "with roles finished chunks wait in registers"
+    most = _REGISTERS_BESIDE if e == NOTHING else _REGISTERS
+    if problem.chunks > 1 and _sums(config) > most:
+        return f"with roles a thread has at most {most} sums of a chunk here"
     return ""
 
 
@@ -420,7 +421,7 @@ def _sums(config: Config, narrow: bool = False) -> int:
 def _gathered(problem: Problem, config: Config) -> int:
     """The most sums of a thread that adds other programs' chunks: if there is one other, it needs no more registers."""
     if config.kernel == "roles":
-        return 0 if problem.accumulate else _REGISTERS_BESIDE
+        return _REGISTERS_BESIDE
     return _REGISTERS if problem.chunks > 2 or problem.accumulate else 2 * _REGISTERS
 
 
@@ -504,6 +505,11 @@ def tile_count(problem: Problem, config: Config) -> int:
     rows, columns = tile(problem, config)
     tiles = problem.batch * -(-problem.m // rows) * -(-problem.n // columns)
     return tiles * problem.chunks if config.parallel_chunks else tiles
+
+
+def few_tiles(problem: Problem, config: Config) -> bool:
+    """Whether its tiles leave the GPU idle, so that it is worth it to let a tile's chunks wait for one another."""
+    return tile_count(problem, replace(config, parallel_chunks="")) < 2 * problem.sm_count
 
 
 def balances(problem: Problem, config: Config) -> bool:
@@ -624,20 +630,14 @@ def fitted(problem: Problem, config: Config) -> Config:
         config = replace(config, parallel_chunks="")
     if config.parallel_chunks == "partials" and not problem.epilogue.plain:
         config = replace(config, parallel_chunks="gathered" if sm(problem.arch) else "")
+    if config.kernel == "roles":
+        config = _with_legal_roles(problem, config)
     wide = problem.dtype != problem.out_dtype and not problem.accumulate
     in_registers = problem.weights > 1 or (wide and problem.chunk == _WIDE_SUM)
     if in_registers and accumulation(problem, config) in ("in place", "scratch") and not config.parallel_chunks:
         config = Config(128, 128, config.block_k, 8, 4, "tma" if all(by_tma) else "pointer")  # chunks in registers
     if config.rest_n and accumulation(problem, config) in ("in place", "scratch"):  # too many sums wait for memory
         config = replace(config, rest_n=0)
-    if config.kernel == "roles":
-        if problem.epilogue.sums:
-            config = replace(config, kernel="stream", persistent=True, pdl=False, rest_n=0)
-        elif accumulation(problem, config) == "scratch":
-            config = replace(config, block_n=min(config.block_n, 128), block_m=128)
-    if config.kernel == "roles":  # one wave of programs, or persistent ones
-        persistent = not config.parallel_chunks and tile_count(problem, config) > problem.sm_count
-        config = replace(config, persistent=persistent, pdl=not persistent)
     config = replace(config, balanced=config.balanced and config.kernel == "stream" and problem.chunks <= 1)
     if accumulation(problem, config) == "scratch" and not config.parallel_chunks:
         config = replace(config, persistent=True, pdl=False)
@@ -653,6 +653,18 @@ def fitted(problem: Problem, config: Config) -> Config:
     while config.num_stages > 1 and illegal(problem, config).startswith("takes"):
         config = replace(config, num_stages=config.num_stages - 1)
     return config
+
+
+def _with_legal_roles(problem: Problem, config: Config) -> Config:
+    """A narrower tile where chunks or gradients leave no registers; a stream where roles do not serve; else one wave of
+    programs, or persistent ones."""
+    if _illegal_roles(problem, config):
+        config = replace(config, block_n=min(config.block_n, 128), rest_n=0)
+    if _illegal_roles(problem, config):
+        config = replace(config, kernel="stream", persistent=True, pdl=False, parallel_chunks="", parts=2)
+        return config
+    persistent = not config.parallel_chunks and tile_count(problem, config) > problem.sm_count
+    return replace(config, persistent=persistent, pdl=not persistent)
 
 
 def _illegal_split(problem: Problem, config: Config) -> str:

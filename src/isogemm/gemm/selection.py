@@ -112,9 +112,11 @@ def within(factor: float, problem: Problem, measured: Iterable[Measured]) -> lis
             continue
         usable_here = fitted(problem, each.config)
         if not illegal(problem, usable_here):
-            # Other operand layouts, another grid, or more sums, than it was measured for.
+            # Other operand layouts, another grid, more sums, or more tiles that wait, than it was measured for.
             changed = (usable_here.kernel, usable_here.persistent) != (each.config.kernel, each.config.persistent)
             changed = changed or (problem.chunks > 1 and not each.chunked)
+            side_by_side = usable_here.parallel_chunks in ("queued", "gathered")
+            changed = changed or (side_by_side and not configs.few_tiles(problem, usable_here))
             us = microseconds(problem, usable_here, each.coefficients)
             predicted.append((changed, us, each.config))
     among, least, _ = min(predicted, key=lambda each: each[:2], default=(False, 0.0, None))
@@ -137,8 +139,9 @@ def terms(problem: Problem, config: Config) -> tuple[float, ...]:
         tiles, k = tiles * problem.chunks, problem.chunk
     if accumulation == "partials":
         moved = 8e-6 * problem.m * problem.n * problem.chunks / 4
-    elif config.parallel_chunks:  # one program reads them one after another
-        moved = (problem.chunks - 1) * area / 4e4
+    elif config.parallel_chunks:  # one program of a place reads them one after another
+        places = -(-tiles // problem.chunks)
+        moved = (problem.chunks - 1) * area / 4e4 * -(-places // problem.sm_count)
     elif accumulation != "one":
         flushed = problem.chunks
     side_by_side = problem.sm_count * residents(problem, config)

@@ -111,7 +111,7 @@ def candidates(point: Point) -> list[Config]:
         if sm(problem.arch) < 90:
             config = replace(config, pdl=False)  # neither launches nor assembles there
         if problem.chunks > 1:
-            if _few_tiles(problem, config):
+            if configs.few_tiles(problem, config) and not config.persistent:
                 chosen.append(replace(config, parallel_chunks="gathered"))
                 if point.of_tokens:
                     chosen.append(replace(config, parallel_chunks="queued"))
@@ -119,18 +119,13 @@ def candidates(point: Point) -> list[Config]:
                 chosen.append(replace(config, parallel_chunks="partials", pdl=False))
             if configs.accumulation(problem, config) == "scratch":
                 config = replace(config, persistent=True, pdl=False)
-        elif configs.balances(problem, config):
+        elif configs.balances(problem, config) and config.parts == 2:  # stored in more parts, waiting costs more
             chosen.append(replace(config, balanced=True))
         chosen.append(config)
     if point.kind in EPILOGUES:  # these would spill registers with so wide a tile
         chosen = [config for config in chosen if not (config.rest_n and config.num_warps == 4)]
     fitted = (configs.fitted(problem, config) for config in chosen)
     return list(dict.fromkeys(config for config in fitted if not configs.illegal(problem, config)))
-
-
-def _few_tiles(problem: Problem, config: Config) -> bool:
-    """Whether its tiles leave the GPU idle, so that their chunks may run side by side and wait for one another."""
-    return not config.persistent and configs.tile_count(problem, config) < 2 * problem.sm_count
 
 
 def _small(problem: Problem) -> Iterator[Config]:

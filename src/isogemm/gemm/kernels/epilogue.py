@@ -84,6 +84,7 @@ def is_kept(seed, m, n, row, col, dropped, ROWS: tl.constexpr, COLUMNS: tl.const
         bits = tl.where((col & 1) + zero == 1, word >> 16, word & 0xFFFF)
     else:  # one call for eight columns
         zero = zeros((ROWS, COLUMNS // 8), dtype=tl.int32)
+        row = (m + arange(0, ROWS))[:, None]  # anew: Gluon gives the other one the layout of what it addresses
         group = n // 8 + arange(0, COLUMNS // 8)[None, :]
         w0, w1, w2, w3 = tl.philox(seed, group + zero, row + zero, zero, zero)
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [ROWS, COLUMNS // 8, 2, 2]: word 2 i + j
@@ -273,13 +274,16 @@ def _write(
             if E.bias_up and not BIAS_FIRST:
                 up = _rounded(up + tl.load(e[_BIAS_UP] + col, mask=col < N, other=0.0).to(tl.float32), DTYPE, E.eager)
         if E.saves == "mask":
-            packed = _packed((_activated(value, SLOPE, E) == 1.0) & (col < N), ROWS, COLUMNS, SWAPPED)
+            _, its_col = _indices(m, n, ROWS, COLUMNS, SWAPPED)
+            packed = _packed((_activated(value, SLOPE, E) == 1.0) & (its_col < N), ROWS, COLUMNS, SWAPPED)
             if SWAPPED:
                 byte = (n // 8 + arange(0, ROWS // 8))[:, None]
             else:
                 byte = (n // 8 + arange(0, COLUMNS // 8))[None, :]
             row_bytes = (N + 7) // 8
-            tl.store(e[_SAVED] + (row.to(INDEX) * row_bytes + byte), packed, mask=(row < M) & (byte < row_bytes))
+            its_row, _ = _indices(m, n, ROWS, COLUMNS, SWAPPED)
+            live = (its_row < M) & (byte < row_bytes)
+            tl.store(e[_SAVED] + (its_row.to(INDEX) * row_bytes + byte), packed, mask=live)
         elif E.saves == "pre":
             store_result(_kept_finite(value, e[_SAVED]), e[_SAVED], m, n, row, col, M, N, N, 1, False, INDEX)
             if E.gated:

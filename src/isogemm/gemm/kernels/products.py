@@ -195,7 +195,7 @@ def _gemm_kernel(
         n = inside(column * TILE_N, N, TILE_N, UNITS[1], INSIDE and B_TMA)
         loaded = biases(e, m if SWAPPED else n, M if SWAPPED else N, TILE_M if SWAPPED else BIASED, E)
         if BN_REST > 0:
-            loaded_rest = biases(e, n + BN, N, BN_REST, E)
+            loaded_rest = loaded if SWAPPED else biases(e, n + BN, N, BN_REST, E)
         a_from = a
         b_from = b
         c_to = c
@@ -509,8 +509,8 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
     rest = _operand_map((seen.n, bn), (seen.k, bk), (config.rest_n, config.block_k), rounded) if config.rest_n else None
     rest = _halved(rest) if b_split else rest
     if roles:
-        scalars = (seen.m, seen.n, seen.k, *c_scalars, *_read_scalars(problem), STAMP if config.waits else None)
-        for name in ("PRECISION", "A_SPLIT", "B_SPLIT"):
+        scalars = (seen.m, seen.n, seen.k, *_read_scalars(problem), STAMP if config.waits else None)
+        for name in ("C_TMA", "ACCUMULATE", "PRECISION", "SWAPPED", "A_SPLIT", "B_SPLIT"):
             del constants[name]
         constants |= {"BN_REST": config.rest_n, "STAGES": config.num_stages, "PDL": config.pdl}
         options |= {"num_warps": config.num_warps // GROUPS, "num_stages": 1}  # of the warps that launch the others

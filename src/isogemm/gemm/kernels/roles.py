@@ -24,7 +24,7 @@ from isogemm.core.kernels import start_launch
 from isogemm.core.launch import TensorMap
 from isogemm.gemm.kernels.epilogue import biases, finish
 from isogemm.gemm.kernels.handover import keep, kept_sums
-from isogemm.gemm.kernels.tiles import inside, multiple, multiples, place
+from isogemm.gemm.kernels.tiles import inside, multiple, place
 
 GROUPS = 2  # warpgroups that multiply
 _GROUPS = gl.constexpr(GROUPS)
@@ -217,12 +217,11 @@ def _gathered(
 @gluon.jit
 def _multiply(
     a_tiles, b_tiles, rest_tiles, ready, free, c, c_tiles, scratch, e, steps, numbers, items, m_tiles, n_tiles, M, N,
-    K, stride_cm, stride_cn, stamp,
+    K, stamp,
     WHICH: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr, BN_REST: gl.constexpr, TILE_N: gl.constexpr,
-    BK: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, C_TMA: gl.constexpr,
-    A_K: gl.constexpr, B_K: gl.constexpr, UNITS: gl.constexpr, INSIDE: gl.constexpr, ACCUMULATION: gl.constexpr,
-    CHUNK: gl.constexpr, ACCUMULATE: gl.constexpr, INDEX: gl.constexpr, SWAPPED: gl.constexpr, UP_FIRST: gl.constexpr,
-    E: gl.constexpr, ACT: gl.constexpr, SLOPE: gl.constexpr,
+    BK: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, A_K: gl.constexpr,
+    B_K: gl.constexpr, UNITS: gl.constexpr, INSIDE: gl.constexpr, ACCUMULATION: gl.constexpr, CHUNK: gl.constexpr,
+    INDEX: gl.constexpr, UP_FIRST: gl.constexpr, E: gl.constexpr, ACT: gl.constexpr, SLOPE: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's part: rows WHICH * ROWS .. of each tile."""
     REST: gl.constexpr = BN_REST > 0
@@ -234,38 +233,26 @@ def _multiply(
     AREA: gl.constexpr = ROWS * (BN + BN_REST)
     slot = 0
     phase = 0
-    if C_TMA:
-        c_to = _Staged(c, c_tiles.index(WHICH))
-    else:
-        c_to = c
+    c_to = _Staged(c, c_tiles.index(WHICH))
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         m, n, begin, end, chunk = _item(
             item, m_tiles, n_tiles, M, N, K, ROWS * _GROUPS, TILE_N, CHUNK, GROUP, UNITS, INSIDE, PARALLEL
         )
         m += WHICH * ROWS
-        BIASED: gl.constexpr = ROWS if SWAPPED else BN // 2 if E.paired else BN
-        loaded = biases(e, m if SWAPPED else n, M if SWAPPED else N, BIASED, E)
+        loaded = biases(e, n, N, BN // 2 if PAIRED else BN, E)
         loaded_rest = biases(e, n + BN, N, RESTS, E)
         zeros = gl.zeros((ROWS, BN), gl.float32, LAYOUT)
         zeros_rest = gl.zeros((ROWS, RESTS), gl.float32, LAYOUT_REST)
-        if ACCUMULATION == "registers" or ACCUMULATION == "in place":
+        if ACCUMULATION == "registers":
             total = zeros
             total_rest = zeros_rest
             for chunk_begin in range(0, K, CHUNK):
-                chunk_end = min(chunk_begin + CHUNK, K)
                 acc, acc_rest, slot, phase = _products(
-                    zeros, zeros_rest, a_tiles, b_tiles, rest_tiles, ready, free, slot, phase, chunk_begin, chunk_end,
-                    WHICH, REST, BK, STAGES, A_K, B_K, PAIRED,
+                    zeros, zeros_rest, a_tiles, b_tiles, rest_tiles, ready, free, slot, phase, chunk_begin,
+                    min(chunk_begin + CHUNK, K), WHICH, REST, BK, STAGES, A_K, B_K, PAIRED,
                 )  # fmt: skip
-                if ACCUMULATION == "registers":
-                    total += acc
-                    total_rest += acc_rest
-                else:
-                    _finish(
-                        acc, acc_rest, c_to, e, loaded, loaded_rest, steps, numbers, m, n, chunk_begin == 0,
-                        chunk_end == K, M, N, stride_cm, stride_cn, ROWS, BN, BN_REST, WIDTH, C_TMA, SWAPPED, UP_FIRST,
-                        E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX,
-                    )  # fmt: skip
+                total += acc
+                total_rest += acc_rest
         else:
             total, total_rest, slot, phase = _products(
                 zeros, zeros_rest, a_tiles, b_tiles, rest_tiles, ready, free, slot, phase, begin, end, WHICH, REST, BK,
@@ -290,47 +277,29 @@ def _multiply(
                 if REST:
                     keep(total_rest, kept + ROWS * BN, ROWS, BN_REST)
                 _set_flag(flag, stamp)
-        if ACCUMULATION != "in place":
-            if whole:
-                _finish(
-                    total, total_rest, c_to, e, loaded, loaded_rest, steps, numbers, m, n, True, True, M, N, stride_cm,
-                    stride_cn, ROWS, BN, BN_REST, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION,
-                    ACCUMULATE, INDEX,
+        if whole:
+            finish(
+                total, c_to, scratch, e, loaded, steps, numbers, m, n, True, True, M, N, 0, 0, ROWS, BN, WIDTH, True,
+                False, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, False, INDEX, False,
+            )  # fmt: skip
+            if REST:
+                finish(
+                    total_rest, c_to, scratch, e, loaded_rest, steps, numbers, m, n + BN, True, True, M, N, 0, 0, ROWS,
+                    BN_REST, WIDTH, True, False, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, False, INDEX, False,
                 )  # fmt: skip
-    if C_TMA:
-        tma.store_wait(0)
-
-
-@gluon.jit
-def _finish(
-    acc, acc_rest, c, e, loaded, loaded_rest, steps, numbers, m, n, first, last, M, N, stride_cm, stride_cn,
-    ROWS: gl.constexpr, BN: gl.constexpr, BN_REST: gl.constexpr, WIDTH: gl.constexpr, C_TMA: gl.constexpr,
-    SWAPPED: gl.constexpr, UP_FIRST: gl.constexpr, E: gl.constexpr, ACT: gl.constexpr, SLOPE: gl.constexpr,
-    ACCUMULATION: gl.constexpr, ACCUMULATE: gl.constexpr, INDEX: gl.constexpr,
-):  # fmt: skip
-    """Store the sums, or add them to what C has."""
-    finish(
-        acc, c, c, e, loaded, steps, numbers, m, n, first, last, M, N, stride_cm, stride_cn, ROWS, BN, WIDTH, C_TMA,
-        SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, False,
-    )  # fmt: skip
-    if BN_REST > 0:
-        finish(
-            acc_rest, c, c, e, loaded_rest, steps, numbers, m, n + BN, first, last, M, N, stride_cm, stride_cn, ROWS,
-            BN_REST, WIDTH, C_TMA, SWAPPED, UP_FIRST, E, ACT, SLOPE, ACCUMULATION, ACCUMULATE, INDEX, False,
-        )  # fmt: skip
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "stamp", "dropped"])
 def roles_kernel(
     a, b, b_rest, c, scratch,
     e0, e1, e2, e3, e4, e5, e6, e7, e8, e9, e10, e11, e12, e13, e14, e15, e16, e17, e18, e19,
-    M, N, K, stride_cm, stride_cn,
+    M, N, K,
     stride_e0, stride_e1, stride_e2, stride_e3, stride_e4, stride_e5, stride_e6, stride_e7, stride_e8, stride_e9,
     stride_e10, stride_e11, stamp, alpha_value, beta_value, dropped, kept_scale,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr,
-    C_TMA: gl.constexpr, A_K_CONTIGUOUS: gl.constexpr, B_K_CONTIGUOUS: gl.constexpr,
-    UNITS: gl.constexpr, ACCUMULATION: gl.constexpr, CHUNK: gl.constexpr, ACCUMULATE: gl.constexpr,
-    INSIDE: gl.constexpr, INDEX: gl.constexpr, SWAPPED: gl.constexpr, UP_FIRST: gl.constexpr, E: gl.constexpr,
+    A_K_CONTIGUOUS: gl.constexpr, B_K_CONTIGUOUS: gl.constexpr, UNITS: gl.constexpr, ACCUMULATION: gl.constexpr,
+    CHUNK: gl.constexpr, INSIDE: gl.constexpr, INDEX: gl.constexpr, UP_FIRST: gl.constexpr, E: gl.constexpr,
     ACT: gl.constexpr, SLOPE: gl.constexpr, BN_REST: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """C = A B with operands and roles as the module says; persistent, or with a program per chunk of a tile."""
@@ -343,7 +312,6 @@ def roles_kernel(
     ROWS: gl.constexpr = BM // _GROUPS
     M = multiple(M, UNITS[0])
     N = multiple(N, UNITS[1])
-    stride_cm, stride_cn = multiples(stride_cm, stride_cn, UNITS[7], UNITS[8], C_TMA)
     m_tiles = gl.cdiv(M, BM)
     TILE_N: gl.constexpr = BN // 2 if E.paired else BN + BN_REST
     n_tiles = gl.cdiv(N, TILE_N)
@@ -361,9 +329,7 @@ def roles_kernel(
     if BN_REST > 0:
         REST_TILE: gl.constexpr = [BN_REST, BK] if B_K_CONTIGUOUS else [BK, BN_REST]
         rest_tiles = gl.allocate_shared_memory(b.dtype, [STAGES, REST_TILE[0], REST_TILE[1]], b_rest.layout)
-    c_tiles = b_tiles
-    if C_TMA:
-        c_tiles = gl.allocate_shared_memory(c.dtype, [_GROUPS, ROWS, WIDTH], c.layout)
+    c_tiles = gl.allocate_shared_memory(c.dtype, [_GROUPS, ROWS, WIDTH], c.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
@@ -377,15 +343,15 @@ def roles_kernel(
         [
             (_multiply, (
                 a_tiles, b_tiles, rest_tiles, ready, free, c, c_tiles, scratch, e, steps, numbers, items, m_tiles,
-                n_tiles, M, N, K, stride_cm, stride_cn, stamp, 0, ROWS, BN, BN_REST, TILE_N, BK, WIDTH, STAGES, GROUP,
-                C_TMA, A_K_CONTIGUOUS, B_K_CONTIGUOUS, UNITS, INSIDE, ACCUMULATION, CHUNK, ACCUMULATE, INDEX, SWAPPED,
-                UP_FIRST, E, ACT, SLOPE,
+                n_tiles, M, N, K, stamp, 0, ROWS, BN, BN_REST, TILE_N, BK, WIDTH, STAGES, GROUP,
+                A_K_CONTIGUOUS, B_K_CONTIGUOUS, UNITS, INSIDE, ACCUMULATION, CHUNK, INDEX, UP_FIRST,
+                E, ACT, SLOPE,
             )),
             (_multiply, (
                 a_tiles, b_tiles, rest_tiles, ready, free, c, c_tiles, scratch, e, steps, numbers, items, m_tiles,
-                n_tiles, M, N, K, stride_cm, stride_cn, stamp, 1, ROWS, BN, BN_REST, TILE_N, BK, WIDTH, STAGES, GROUP,
-                C_TMA, A_K_CONTIGUOUS, B_K_CONTIGUOUS, UNITS, INSIDE, ACCUMULATION, CHUNK, ACCUMULATE, INDEX, SWAPPED,
-                UP_FIRST, E, ACT, SLOPE,
+                n_tiles, M, N, K, stamp, 1, ROWS, BN, BN_REST, TILE_N, BK, WIDTH, STAGES, GROUP,
+                A_K_CONTIGUOUS, B_K_CONTIGUOUS, UNITS, INSIDE, ACCUMULATION, CHUNK, INDEX, UP_FIRST,
+                E, ACT, SLOPE,
             )),
             (_load, (
                 a, b, b_rest, a_tiles, b_tiles, rest_tiles, ready, free, items, m_tiles, n_tiles, M, N, K, ROWS, BN,
