@@ -25,8 +25,7 @@ TILES = {
     "128": ROLES, "128 once": ONCE, "256": WIDE, "128+64": REST, "128+32": replace(REST, num_stages=5, rest_n=32),
     "64": replace(NARROW, num_stages=8), "64+32": replace(NARROW, rest_n=32),
     "64+16": replace(NARROW, num_stages=7, rest_n=16), "two stages": replace(ROLES, num_stages=2),
-    "256 rows": replace(ROLES, block_m=256, num_stages=2), "swapped": replace(ROLES, swapped=True),
-    "k of 16": replace(ROLES, block_k=16), "8 columns": replace(ROLES, block_n=8),
+    "k of 16": replace(ROLES, block_k=16), "16 columns": replace(ROLES, block_n=16),
 }  # fmt: skip
 ROWS = (1, 63, 64, 65, 127, 128, 129, 300, 1000)
 SIZES = ((8, 136), (40, 200), (72, 264), (1000, 520))  # K, N: of one kernel; no tile has such columns, or block such k
@@ -58,9 +57,10 @@ def _canonical(a, b, **how):
 
 def _served(a, b, config, **how):
     """The config with as many stages as fit."""
-    served = configs.fitted(op.problem_of(a, b, **{"out_dtype": torch.float32} | how), config)
-    assert served == replace(config, num_stages=served.num_stages)
-    return served
+    problem = op.problem_of(a, b, **{"out_dtype": torch.float32} | how)
+    while configs.illegal(problem, config).startswith("takes"):
+        config = replace(config, num_stages=config.num_stages - 1)
+    return config
 
 
 def _assert_close(result, a, b):
@@ -91,7 +91,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["256", "128+64", "64+16", "swapped", "8 columns"])
+@pytest.mark.parametrize("name", ["256", "128+64", "64+16", "16 columns"])
 def test_layouts(name, layout):
     for m, k, n in ((8, 40, 136), (136, 72, 200), (1000, 1000, 520)):
         a, b = (with_layout(x, each) for x, each in zip(_operands(m, k, n), LAYOUTS[layout], strict=True))
@@ -154,7 +154,7 @@ def _results(m, n, dtype):
 
 @pytest.mark.parametrize("name", FEW)
 def test_results_anywhere_in_memory(name):
-    """By TMA or by each thread: all of the view and nothing else is written."""
+    """By TMA, or by another kernel: all of the view and nothing else is written."""
     a, b = _operands(300, 72, 264)
     expected = _gemm(a, b, _canonical(a, b))
     for dtype in (torch.bfloat16, torch.float32):
@@ -170,26 +170,15 @@ def test_results_anywhere_in_memory(name):
             assert beside == whole.numel() - view.numel(), f"{where} {dtype}: written beside the result"
 
 
-def test_columns_that_tma_cannot_store():
-    """Each thread stores: rows of the result are not multiples of 16 bytes."""
-    for n in (1, 7, 129, 1003):
-        a, b = _operands(300, 72, n)
-        b = with_layout(b, "transposed")
-        expected = _gemm(a, b, _canonical(a, b))
-        for config in (ROLES, REST):
-            assert_bitwise_equal(_gemm(a, b, config), expected, f"{n} columns {config}")
-        assert_bitwise_equal(_gemm(a, b, ROLES, out_dtype=None), expected.bfloat16(), f"{n} columns, rounded")
-
-
 GATHERED = replace(ONCE, parallel_chunks="gathered")
 GATHERING = {
     "128": GATHERED, "128+64": replace(GATHERED, num_stages=4, rest_n=64), "128+32": replace(GATHERED, rest_n=32),
     "64+16": replace(GATHERED, block_n=64, rest_n=16), "64": replace(GATHERED, block_n=64, num_stages=8),
-    "swapped": replace(GATHERED, swapped=True), "not early": replace(GATHERED, pdl=False),
+    "not early": replace(GATHERED, pdl=False),
 }  # fmt: skip
 IN_REGISTERS = {
     "in registers": ROLES, "in registers, once": ONCE, "in registers, 128+64": REST,
-    "in registers, swapped": replace(ROLES, swapped=True), "in registers, 64+16": TILES["64+16"],
+    "in registers, 64+16": TILES["64+16"],
 }  # fmt: skip
 CHUNKED = ((300, 200, 1608), (129, 264, 2040), (1000, 136, 5000))  # M, N, K of chunks of 1024: 2, 2 and 5
 
@@ -224,28 +213,6 @@ def test_as_many_chunks_as_are_gathered(chunks):
     expected = _gemm(a, b, _canonical(a, b, chunk=64), chunk=64)
     for config in (GATHERED, GATHERING["128+64"]):
         assert_bitwise_equal(_gemm(a, b, config, chunk=64), expected, str(config))
-
-
-@pytest.mark.parametrize("name", ["128", "256", "128+64", "256 rows"])
-def test_totals_and_float32_chunks_in_place(name):
-    """Sums are added where the result lies, in every chunk, also where its rows lie apart and are not aligned."""
-    for chunk, k in ((0, 520), (512, 520), (512, 1992)):
-        a, b = _operands(296, k, 264)
-        a = with_layout(a, "transposed")
-        start = make_data("normal", (296, 264), seed=5, device=DEVICE)
-        whole = torch.full((298, 301), torch.nan, device=DEVICE)
-        for total in (start.clone(), *[whole[1:297, 1:265]] * (chunk > 0)):
-            how = {"chunk": chunk, "total": total}
-            config = replace(TILES[name], num_stages=2)
-            plain = replace(configs.canonical(op.problem_of(a, b, **how)), persistent=True)
-            expected = op.gemm(a, b, config=plain, chunk=chunk, total=start.clone())
-            for _ in range(3):
-                total.copy_(start)
-                assert_bitwise_equal(op.gemm(a, b, config=config, **how), expected, f"chunk {chunk} of {k}")
-            if total.stride(0) > 264:
-                assert int(whole.isnan().sum()) == whole.numel() - start.numel(), "written beside the total"
-        expected = _gemm(a, b, _canonical(a, b, chunk=chunk), chunk=chunk)
-        assert_bitwise_equal(_gemm(a, b, config, chunk=chunk), expected, f"chunk {chunk} of {k}, from nothing")
 
 
 def test_many_tiles_a_program_again_and_again():
@@ -384,14 +351,14 @@ BY_EPILOGUE = {"activated": ("128", "256", "128+64", "64+16"), "dropout": FEW, "
 @pytest.mark.parametrize("name", FUSED)
 def test_epilogues(name):
     k = 520
-    for m, n in ((1, 136), (300, 264), *[(300, 261)] * (name in ("activated", "gated"))):
+    for m, n in ((1, 136), (300, 264)):
         a, weight, up = _drawn(m, k, seed=8) / k**0.5, _drawn(n, k, seed=9), _drawn(n, k, seed=10)
         fusion = _fusions(m, n)[name]
         call = functools.partial(fused.gemm, a, weight.T, up.T if fusion.gated else None, fusion)
         problem = fused.problem_of(a, weight.T, up.T if fusion.gated else None, fusion)
         with poisoned_allocations():
             expected = call(config=configs.canonical(problem))
-            for tile in BY_EPILOGUE.get(name, ("128",))[: None if n % 8 == 0 else 1]:
+            for tile in BY_EPILOGUE.get(name, ("128",)):
                 config = configs.fitted(problem, TILES[tile])
                 assert config.kernel == "roles"
                 assert_bitwise_equal(call(config=config), expected, f"{tile}: [{m}, {k}] by {n}")
@@ -421,7 +388,7 @@ def test_what_is_saved(activation, save, dtype):
     """As the canonical config saves it, and no byte more."""
     k = 520
     tiles = ("128", "256") if dtype == torch.bfloat16 else ("64",)
-    for m, n in ((300, 264), *[(129, 261)] * (dtype == torch.bfloat16 and save == "pre")):
+    for m, n in ((300, 264), (129, 136)):
         shapes = (m, k), (n, k), (n, k)
         a, weight, up = (_drawn(*shape, seed=8 + at, dtype=dtype) for at, shape in enumerate(shapes))
         fusion = Operands(_drawn(n, seed=1, dtype=dtype), activation=activation)
@@ -437,7 +404,7 @@ def test_what_is_saved(activation, save, dtype):
 
         with poisoned_allocations():
             expected = run(configs.canonical(problem))
-            for tile in tiles[: None if n % 8 == 0 else 1]:
+            for tile in tiles:
                 config = configs.fitted(problem, TILES[tile])
                 assert config.kernel == "roles"
                 for got, same, what in zip(run(config), expected, ("result", save), strict=True):

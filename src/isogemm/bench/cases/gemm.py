@@ -46,6 +46,7 @@ OTHER_WEIGHTS = (  # of public models, none of them among the tuned ones
     (8192, 5120), (4544, 18176),
 )  # fmt: skip
 OTHER_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+BETWEEN = (24, 200, 777, 1500, 3000)  # tokens of every third of them
 FP32_WEIGHTS = ((1024, 1024), (2048, 2048), (4096, 4096), (3000, 2000), (14336, 4096))  # for ieee's place, tf32x3
 TOKENS = tuple(2**i for i in range(14))  # 1 .. 8192
 THINNED = (1, 16, 64, 256, 1024, 4096)  # of the other dtypes: every other one of TOKENS, about
@@ -105,6 +106,7 @@ def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     return [
         *_grid("linear", "bfloat16", "", WEIGHTS, TOKENS),
         *_grid("linear" + OTHER, "bfloat16", "", OTHER_WEIGHTS, OTHER_TOKENS),
+        *_grid("linear" + OTHER, "bfloat16", "", OTHER_WEIGHTS[::3], BETWEEN),
         *_grid("dX" + OTHER, "bfloat16", "", OTHER_WEIGHTS, THINNED[-3:]),
         *_grid("dW" + OTHER, "bfloat16", "", OTHER_WEIGHTS, THINNED[-3:]),
         *_grid("linear grad", "bfloat16", "", WEIGHTS[1:2], (1, 64, 1024)),

@@ -84,7 +84,6 @@ def is_kept(seed, m, n, row, col, dropped, ROWS: tl.constexpr, COLUMNS: tl.const
         bits = tl.where((col & 1) + zero == 1, word >> 16, word & 0xFFFF)
     else:  # one call for eight columns
         zero = zeros((ROWS, COLUMNS // 8), dtype=tl.int32)
-        row = (m + arange(0, ROWS))[:, None]  # anew: Gluon gives the other one the layout of what it addresses
         group = n // 8 + arange(0, COLUMNS // 8)[None, :]
         w0, w1, w2, w3 = tl.philox(seed, group + zero, row + zero, zero, zero)
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [ROWS, COLUMNS // 8, 2, 2]: word 2 i + j
@@ -93,6 +92,13 @@ def is_kept(seed, m, n, row, col, dropped, ROWS: tl.constexpr, COLUMNS: tl.const
         halves = tl.join(words & 0xFFFF, words >> 16)
         bits = tl.reshape(halves, (ROWS, COLUMNS))
     return bits.to(tl.int32) >= dropped
+
+
+@triton.jit
+def _kept(m, n, e, numbers, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAPPED: tl.constexpr):
+    """`is_kept` with indices of its own: Gluon gives those that address memory the layout of what they address."""
+    row, col = _indices(m, n, ROWS, COLUMNS, SWAPPED)
+    return is_kept(tl.load(e[_SEED]), m, n, row, col, numbers[2], ROWS, COLUMNS, SWAPPED)
 
 
 @triton.jit
@@ -252,8 +258,7 @@ def _write(
     DTYPE: tl.constexpr = c.dtype if C_TMA else c.dtype.element_ty
     if E.gradient != "":
         if E.dropout:
-            kept = is_kept(tl.load(e[_SEED]), m, n, row, col, numbers[2], ROWS, COLUMNS, SWAPPED)
-            total = tl.where(kept, total * numbers[3], 0.0)
+            total = tl.where(_kept(m, n, e, numbers, ROWS, COLUMNS, SWAPPED), total * numbers[3], 0.0)
         if E.sums:  # rows beyond M, zeros times the weight, may be NaN
             total = tl.where(row < M, total, 0.0)
         slope, other = slope_at(row, col, M, N, e[_SAVED], ACT, SLOPE, E, INDEX)
@@ -274,7 +279,7 @@ def _write(
             if E.bias_up and not BIAS_FIRST:
                 up = _rounded(up + tl.load(e[_BIAS_UP] + col, mask=col < N, other=0.0).to(tl.float32), DTYPE, E.eager)
         if E.saves == "mask":
-            _, its_col = _indices(m, n, ROWS, COLUMNS, SWAPPED)
+            _, its_col = _indices(m, n, ROWS, COLUMNS, SWAPPED)  # its own, as in `_kept`
             packed = _packed((_activated(value, SLOPE, E) == 1.0) & (its_col < N), ROWS, COLUMNS, SWAPPED)
             if SWAPPED:
                 byte = (n // 8 + arange(0, ROWS // 8))[:, None]
@@ -295,7 +300,7 @@ def _write(
             if E.gated:
                 value = _rounded(value * up, DTYPE, E.eager)
         if E.dropout:
-            kept = is_kept(tl.load(e[_SEED]), m, n, row, col, numbers[2], ROWS, COLUMNS, SWAPPED)
+            kept = _kept(m, n, e, numbers, ROWS, COLUMNS, SWAPPED)
             value = _rounded(tl.where(kept, value * numbers[3], 0.0), DTYPE, E.eager)
         if E.residual:
             value = read_matrix(e[_RESIDUAL], row, col, M, N, steps[_RESIDUAL_ROW], INDEX) + value
