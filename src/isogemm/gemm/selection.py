@@ -74,7 +74,8 @@ def choose(problem: Problem) -> Choice:
 
 def _wanted(problem: Problem) -> Iterator[Choice]:
     tokens, measured = _tokens(problem), _tuned(problem)
-    for source, steps in (("tuned", measured), ("table", _table(problem))):
+    known: tuple[tuple[Source, Steps], ...] = ("tuned", measured), ("table", _table(problem))
+    for source, steps in known:
         for most, config in steps:
             if _fewer(most) < tokens <= most:
                 yield Choice(config, source)

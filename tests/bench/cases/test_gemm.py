@@ -99,11 +99,12 @@ def test_what_is_compiled_in_processes():
 
 def test_other_weights_are_not_the_tuned_ones():
     tuned = {(n, k) for number, kind, n, k in TABLE if (number, kind) == ("half", "nt")}
-    assert not tuned & set(gemm.OTHER_WEIGHTS)
+    assert not tuned & {*gemm.OTHER_WEIGHTS, *gemm.RAGGED_WEIGHTS}
     cases = [case for case in gemm.cases(CUDA, False) if case.op == "linear other"]
-    assert len(cases) == 25 * 11
+    assert len(gemm.OTHER_WEIGHTS) == len({*gemm.OTHER_WEIGHTS}) == 40
+    assert len(cases) == 40 * 11 + 13 * 5
     gradients = {case.label for case in gemm.cases(CUDA, False) if case.op in ("dX other", "dW other")}
-    assert len(gradients) == 2 * 25 * 3
+    assert len(gradients) == 2 * 40 * 3
     assert not any(case.op == "linear other" for case in gemm.cases(CUDA, True))
     assert not gemm._case("linear other", 1, 8, 8, "bfloat16").build(CPU).cpu_time
 
