@@ -1,6 +1,6 @@
 """The tuning command: what it would time, and the tables that it writes. Timing itself needs a GPU."""
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 
@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import tune
 from isogemm.core import tables
 from isogemm.encoder import configs
-from tuners import common, encoder, tiny
+from tuners import common, encoder, gemm, tiny
 
 
 def _options(*arguments):
@@ -62,6 +62,17 @@ def test_a_table_is_written_and_read_back(tmp_path, monkeypatch, capsys):
     steps = dict(before["tf32", "project"]) | {64: (64, 32, 4, 2)}
     assert written == before | {("tf32", "project"): tuple(steps.items())}
     assert _read(common.table_path("attention", "sm_90")) == tables.load("attention", "sm_90")
+
+
+def test_points_of_which_no_candidate_is_left_are_in_no_table():
+    config = gemm.candidates(gemm.Point("linear", "half", 64, 4096, 4096))[0]
+    row = {"kind": "linear", "number": "half", "n": 4096, "k": 4096}
+    rows = [
+        row | {"tokens": 64, "us": {"torch": 10.0, str(config): 9.0, "gone": 8.0}},
+        row | {"tokens": 512, "us": {"torch": 20.0, "gone": 8.0}},
+    ]
+    (table,) = gemm.tables(rows, "sm_90").values()
+    assert table == {("half", "nt", 4096, 4096): ((64, astuple(config)),)}
 
 
 def _read(path):

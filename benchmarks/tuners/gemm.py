@@ -115,7 +115,8 @@ def tables(rows: list[dict[str, Any]], arch: str) -> dict[str, Table]:
     near: dict[Point, set[str]] = {}
     for point, ratios in measured(rows, arch).items():
         known = set(map(str, candidates(point)))  # of an older file, only what still is one counts
-        means = {name: ratios[name] for name in known & ratios.keys()}
+        if not (means := {name: ratios[name] for name in known & ratios.keys()}):
+            continue
         near[point] = {name for name, mean in means.items() if mean <= NEAR * min(means.values())}
     chosen: dict[Point, str] = {}
     for followed in (False, True):  # what is measured of epilogues does not change the plain tables

@@ -11,6 +11,7 @@ from gemm_jobs import assert_wgmmas_overlap, check_compiled
 from gemm_problems import make_problem
 
 from isogemm.epilogues.operands import Epilogue
+from isogemm.epilogues.spec import ACTIVATIONS
 from isogemm.gemm import configs
 from isogemm.gemm.configs import Config
 
@@ -74,6 +75,9 @@ def _epilogue_cases():
         yield _square(epilogue=epilogue, read_strides=(4096, 4096)), ROLES
     for epilogue in (ACTIVATED, SAVES[1], EPILOGUES[5]):
         yield from ((_square(epilogue=epilogue), config) for config in (WIDE, REST))
+    for name, known in ACTIVATIONS.items():
+        exact = Epilogue(activation=name, arguments=(*known.arguments.values(),), exact=True, eager=True)
+        yield _square(epilogue=exact), ROLES
     yield _square(epilogue=GATED), WIDE
     for epilogue in (*GRADIENTS, Epilogue(activation="silu", gradient="pre", dropout=True)):
         yield _square("nn", epilogue=epilogue), ROLES

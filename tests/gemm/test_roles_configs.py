@@ -64,6 +64,7 @@ def test_rules_of_roles(change, rule):
         ({"c_strides": (1, 4096)}, "store by TMA"),
         ({"out_dtype": "float32", "accumulate": True}, "neither add to a result"),
         ({"epilogue": Epilogue(activation="silu", gradient="pre", sums=True)}, "nor sum its rows"),
+        ({"epilogue": Epilogue(user="registered")}, "no registered epilogue"),
     ],
     ids=str,
 )
@@ -88,6 +89,7 @@ def test_what_roles_do_not_serve_another_kernel_does(config):
         {"a_aligned": False}, {"a_strides": (4097, 1)}, {"a_strides": (8192, 2)}, {"b_aligned": False},
         {"a_aligned": False, "b_aligned": False}, {"c_aligned": False}, {"c_strides": (4097, 1)}, into_total,
         {"chunk": 2048, **into_total}, {"chunk": 2048}, {"chunk": 1024, "out_dtype": "float32"},
+        {"epilogue": Epilogue(user="registered")},
         {"epilogue": summed}, {"epilogue": gated}, {"epilogue": gradient}, {"epilogue": gated, "chunk": 2048},
         {"arch": "sm_100"}, {"precision": "tf32", "dtype": "float32", "out_dtype": "float32"}, {"m": 1}, {"m": 100_000},
     ):  # fmt: skip

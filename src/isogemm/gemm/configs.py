@@ -372,6 +372,8 @@ def _illegal_roles(problem: Problem, config: Config) -> str:
     e = problem.epilogue
     if sm(problem.arch) != 90 or problem.number != "half" or problem.accumulate or e.sums:
         return "roles are for 16-bit operands on sm_90, and neither add to a result nor sum its rows"
+    if e.user:
+        return "roles have no registered epilogue: Gluon does not compile all that Triton does"
     if config.swapped or not writes_c_by_tma(problem, config):
         return "roles store by TMA, in tiles that are not swapped"
     if (config.block_m, config.num_warps) != (_ROLE_ROWS, _ROLE_WARPS) or config.num_stages < 2 or config.block_k > 64:
