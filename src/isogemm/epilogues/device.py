@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from isogemm.core.kernels import zeros
 from isogemm.epilogues import random
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter has no libdevice
@@ -140,7 +139,7 @@ def gelu_derivative(z, EXACT: tl.constexpr):
 @triton.jit
 def gelu_tanh(z, EXACT: tl.constexpr):
     if EXACT:
-        inner = tl.fma(zeros(z.shape, tl.float32) + _CUBIC, z * z * z, z) * _SQRT_2_OVER_PI
+        inner = tl.fma(z * z * z, _CUBIC, z) * _SQRT_2_OVER_PI
         return (0.5 * z) * (1.0 + _tanh(inner))
     else:
         t = z * z
@@ -152,7 +151,7 @@ def gelu_tanh(z, EXACT: tl.constexpr):
 def gelu_tanh_derivative(z, EXACT: tl.constexpr):
     t = z * z
     if EXACT:
-        inner = tl.fma(zeros(z.shape, tl.float32) + _CUBIC, z * t, z) * _SQRT_2_OVER_PI
+        inner = tl.fma(z * t, _CUBIC, z) * _SQRT_2_OVER_PI
         gate = 0.5 * (1.0 + _tanh(inner))
     else:
         inner = z * tl.fma(t, _CUBIC * _SQRT_2_OVER_PI * -2 * _LOG2_E, _SQRT_2_OVER_PI * -2 * _LOG2_E)
