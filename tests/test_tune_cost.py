@@ -74,7 +74,7 @@ JUDGED = ("half", "nn"), ("half", "tn"), ("tf32", "tn")
 
 @pytest.fixture(scope="module")
 def judged(samples):
-    """Of weights left out: the ratios of the model's choices, and of the nearest weight's best."""
+    """The ratios of the model's choices for weights left out, and of the nearest weight's best."""
     seen = _of(samples, *JUDGED)
     return fits.judge(seen), fits.judge(seen, fits.nearest)
 

@@ -42,7 +42,8 @@ _REGISTERS_BESIDE = 96  # likewise, where a tile has a rest
 _LEAST_REWRITTEN = 4  # sums of a thread, of which no other thread has a copy: a warp has 16 x 8 of a tile at least
 _MOST_WARPS = 16
 _MOST_GATHERED = 32  # chunks, as many as a warp has threads
-_ROLE_WARPS, _ROLE_ROWS = 8, 128  # of a kernel with roles: two warpgroups that multiply, 64 rows of a tile each
+ROLE_GROUPS = 2  # warpgroups of a kernel with roles that multiply, each 64 rows of a tile
+_ROLE_WARPS, _ROLE_ROWS = 4 * ROLE_GROUPS, 64 * ROLE_GROUPS
 _BARRIERS = 512  # bytes of shared memory there, for barriers and what warps are told
 
 Accumulation = Literal["one", "registers", "in place", "scratch", "partials", "gathered"]
@@ -494,7 +495,7 @@ def chunk_bytes(problem: Problem, config: Config) -> int:
     if config.parallel_chunks == "gathered":
         slots *= problem.chunks - 1
     kept = 4 * config.block_m * config.columns if kind in ("scratch", "gathered") or config.balanced else 0
-    flags = 2 if config.kernel == "roles" else 1  # one of each warpgroup
+    flags = ROLE_GROUPS if config.kernel == "roles" else 1  # one of each warpgroup
     return slots * (kept + flags * _FLAG * config.waits)
 
 

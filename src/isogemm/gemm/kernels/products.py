@@ -32,7 +32,7 @@ from isogemm.gemm.kernels.handover import (
     set_flag,
     shared_slots,
 )  # fmt: skip
-from isogemm.gemm.kernels.roles import GROUPS, laid_out, roles_kernel
+from isogemm.gemm.kernels.roles import laid_out, roles_kernel
 from isogemm.gemm.kernels.tiles import inside, multiple, multiples, place
 
 _ADDED_AT_ONCE = 1024
@@ -484,7 +484,8 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
     }  # fmt: skip
     blocks: dict[str, object] = {"BM": config.block_m, "BN": config.block_n}
     roles = config.kernel == "roles"
-    rows = config.block_m // GROUPS if roles else config.block_m  # of an operand's tile, and of the result's
+    groups = configs.ROLE_GROUPS if roles else 1
+    rows = config.block_m // groups  # of an operand's tile, and of the result's
     a_block, b_block = (rows, config.block_k), (config.block_n, config.block_k)
     rounded = seen.precision == "tf32"
     a_map = _operand_map((seen.m, am), (seen.k, ak), a_block, rounded) if a_tma else None
@@ -513,7 +514,7 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
         for name in ("C_TMA", "ACCUMULATE", "PRECISION", "SWAPPED", "A_SPLIT", "B_SPLIT"):
             del constants[name]
         constants |= {"BN_REST": config.rest_n, "STAGES": config.num_stages, "PDL": config.pdl}
-        options |= {"num_warps": config.num_warps // GROUPS, "num_stages": 1}  # of the warps that launch the others
+        options |= {"num_warps": config.num_warps // groups, "num_stages": 1}  # of the warps that launch the others
         maps = (*(laid_out(each, seen.dtype) for each in (a_map, b_map, rest)), laid_out(c_map, seen.out_dtype))
         return Launch(roles_kernel, programs, scalars, blocks | constants, options, maps, numbers)
     batched, levels = seen.batch > 1, 2 if seen.k_inner else 1

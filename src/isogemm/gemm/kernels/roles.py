@@ -22,12 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from isogemm.core.kernels import start_launch
 from isogemm.core.launch import TensorMap
+from isogemm.gemm import configs
 from isogemm.gemm.kernels.epilogue import biases, finish
 from isogemm.gemm.kernels.handover import keep, kept_sums
 from isogemm.gemm.kernels.tiles import inside, multiple, place
 
-GROUPS = 2  # warpgroups that multiply
-_GROUPS = gl.constexpr(GROUPS)
+_GROUPS = gl.constexpr(configs.ROLE_GROUPS)
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # since Triton 3.9, before
 _tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _LOADER_REGISTERS = gl.constexpr(24)
@@ -162,7 +162,7 @@ def _products(
 
 @gluon.jit
 def _set_flag(flag, stamp):
-    """Let a warpgroup that waits for `stamp` see all that this one has written."""
+    """As `handover.set_flag`, for a warpgroup: it has a barrier and a first thread of its own."""
     tl.debug_barrier()
     gl.inline_asm_elementwise(
         """{
@@ -180,7 +180,7 @@ def _set_flag(flag, stamp):
 
 @gluon.jit
 def _await_flag(flag, stamp):
-    """Wait for `_set_flag`, then clear the flag: a replayed graph's stamp is the same every time."""
+    """As `handover.await_flag`, likewise."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred other;
