@@ -25,6 +25,7 @@ Rule = Callable[[Collection["Sample"]], Choose]
 _START = np.log([2, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.25, 1, 1, 1, 0.7])  # about what an H200 has
 _SHARED = 0.04  # how strongly a configuration's coefficients are drawn to those of all: they have few points each
 _LEAST_GAIN = 0.02  # what a configuration adds to the menu, in points whose speed goes from nothing to the best
+LEAST_TRIED = 4  # configurations measured at a point of which one may be called the best
 _UNBOUNDED = 2048  # rows: who was measured at so many serves any number
 _DIGITS = 3
 
@@ -91,13 +92,15 @@ def report(samples: Collection[Sample]) -> str:
 def judge(samples: Collection[Sample], rule: Rule = modelled) -> dict[tuple[str, str], list[float]]:
     """The best measured time over that of the configuration which a rule chooses, knowing all weights but this one.
 
-    Without the points where that configuration was not measured.
+    Without the points where that configuration was not measured, or few others.
     """
     judged = defaultdict(list)
     for weight in sorted({sample.weight for sample in samples}):
         choose = rule([sample for sample in samples if sample.weight != weight])
         for sample in samples:
-            if sample.weight == weight and (chosen := choose(sample)) in sample.times:
+            if sample.weight != weight or len(sample.times) < LEAST_TRIED:
+                continue
+            if (chosen := choose(sample)) in sample.times:
                 ratio = min(sample.times.values()) / sample.times[chosen]
                 judged[selection.model_key(sample.problem)].append(ratio)
     return judged

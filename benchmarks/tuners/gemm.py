@@ -115,7 +115,8 @@ def tables(rows: list[dict[str, Any]], arch: str) -> dict[str, Table]:
     near: dict[Point, set[str]] = {}
     for point, ratios in measured(rows, arch).items():
         known = set(map(str, candidates(point)))  # of an older file, only what still is one counts
-        if not (means := {name: ratios[name] for name in known & ratios.keys()}):
+        means = {name: ratios[name] for name in known & ratios.keys()}
+        if len(means) < cost.LEAST_TRIED:
             continue
         near[point] = {name for name, mean in means.items() if mean <= NEAR * min(means.values())}
     chosen: dict[Point, str] = {}

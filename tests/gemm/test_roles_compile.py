@@ -20,6 +20,7 @@ WIDE = replace(ROLES, block_n=256, num_stages=4, parts=2)
 ONCE = replace(ROLES, persistent=False, pdl=True)  # a program per tile
 REST = replace(ONCE, num_stages=4, rest_n=64)
 NARROW = replace(ONCE, block_n=64, num_stages=6)
+BALANCED = replace(ROLES, balanced=True)
 TILES = (
     ROLES, WIDE, REST, replace(REST, rest_n=32), NARROW, replace(NARROW, rest_n=32), replace(NARROW, rest_n=16),
     replace(ROLES, block_n=16), replace(ROLES, block_k=32), replace(ROLES, num_stages=2),
@@ -70,6 +71,35 @@ def _chunked_cases():
     yield tokens, ROLES
 
 
+def _balanced_cases():
+    """Tiles that two programs sum, of one chunk or of several: what is handed over leaves registers for the rest."""
+    in_two = make_problem(8192, 1280, 5120, chunk=2560)
+    rest = replace(REST, persistent=True, pdl=False, balanced=True)
+    wide = replace(WIDE, balanced=True)
+    yield from ((_square(), config) for config in (BALANCED, wide, rest, replace(rest, num_stages=5, rest_n=32)))
+    yield from ((_square(layout), config) for layout, config in product(("nn", "tn"), (BALANCED, wide, rest)))
+    yield from ((in_two, config) for config in (BALANCED, rest))
+    for epilogue in (ACTIVATED, GATED, *SAVES):
+        yield _square(epilogue=epilogue), BALANCED
+        yield replace(in_two, epilogue=epilogue), BALANCED
+    yield _square(epilogue=ACTIVATED), rest
+    yield from ((_square("nn", epilogue=epilogue), BALANCED) for epilogue in GRADIENTS[:3])
+    yield make_problem(4096, 4096, 8192, "tn", chunk=4096), BALANCED
+    yield replace(in_two, out_dtype="float32", chunk=1024), BALANCED
+
+
+def _alternating_cases():
+    """A warpgroup has twice as many sums, and half of the tiles."""
+    plain = replace(ROLES, alternating=True, num_stages=6, parts=2)
+    balanced = replace(plain, balanced=True)
+    narrow = replace(plain, block_n=64)
+    for config in (plain, balanced, narrow, replace(narrow, rest_n=32), replace(plain, rest_n=32, num_stages=4)):
+        yield from ((_square(layout), config) for layout in ("nt", "nn", "tn"))
+    yield _square(out_dtype="float32"), replace(plain, num_stages=4)
+    for epilogue in (*EPILOGUES, *GRADIENTS[:3]):
+        problem = _square("nn" if epilogue.gradient else "nt", epilogue=epilogue, read_strides=(4096, 4096))
+        yield from ((problem, configs.fitted(problem, config)) for config in (plain, balanced))
+
 def _epilogue_cases():
     for epilogue in EPILOGUES:
         yield _square(epilogue=epilogue, read_strides=(4096, 4096)), ROLES
@@ -91,7 +121,7 @@ def _ids(cases):
     return [f"{problem} {config}" for problem, config in cases]
 
 
-CASES = [*_cases(), *_chunked_cases(), *_epilogue_cases()]
+CASES = [*_cases(), *_chunked_cases(), *_balanced_cases(), *_alternating_cases(), *_epilogue_cases()]
 
 
 @pytest.mark.parametrize(("problem", "config"), CASES, ids=_ids(CASES))

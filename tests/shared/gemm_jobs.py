@@ -135,7 +135,8 @@ def assert_wgmmas_overlap(problem, config):
     assert "HGMMA" not in before
     at_once = [re.match(r"(?: HGMMA)*", each)[0].count("HGMMA") for each in begun]
     assert at_once
-    assert min(at_once) == config.block_m // (16 * config.num_warps) * config.block_k // 16  # 64 rows, 16 k each
+    warps = config.num_warps // (configs.ROLE_GROUPS if config.alternating else 1)  # that share a tile
+    assert min(at_once) == config.block_m // (16 * warps) * config.block_k // 16  # 64 rows, 16 k each
     assert any(re.search(r"gsb0, 0x[1-9]", each) for each in steps)
 
 

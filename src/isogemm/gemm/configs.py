@@ -44,6 +44,8 @@ _MOST_WARPS = 16
 _MOST_GATHERED = 32  # chunks, as many as a warp has threads
 ROLE_GROUPS = 2  # warpgroups of a kernel with roles that multiply, each 64 rows of a tile
 _ROLE_WARPS, _ROLE_ROWS = 4 * ROLE_GROUPS, 64 * ROLE_GROUPS
+_MOST_ALTERNATING = 160  # sums of a thread there whose warpgroup has a whole tile
+_LARGEST_TEAM = 12
 _BARRIERS = 512  # bytes of shared memory there, for barriers and what warps are told
 
 Accumulation = Literal["one", "registers", "in place", "scratch", "partials", "gathered"]
@@ -175,8 +177,9 @@ class Config:
     residents: int = 1  # programs of a persistent grid per SM
     parallel_chunks: ParallelChunks = ""  # the chunks of a tile in different programs
     pdl: bool = False  # let the next kernel's launch overlap this one's end
-    balanced: bool = False  # with stream: the last two waves of tiles are divided evenly among the programs
+    balanced: bool = False  # stream, roles: the last two waves of tiles are divided evenly among the programs
     split: Literal["", "a", "b", "both"] = ""  # of tf32x3: operands whose halves a pass writes to memory beforehand
+    alternating: bool = False  # with roles: a warpgroup has every other tile, instead of half of each
 
     def __str__(self) -> str:
         marks = (
@@ -184,7 +187,7 @@ class Config:
             f"p{self.parts}" * (self.parts > 1),
             {"partials": "parallel"}.get(self.parallel_chunks, self.parallel_chunks),
             f"r{self.residents}" * (self.residents > 1), "early" * self.pdl, "balanced" * self.balanced,
-            f"split {self.split}" * bool(self.split),
+            f"split {self.split}" * bool(self.split), "alternating" * self.alternating,
         )  # fmt: skip
         columns = f"{self.block_n}+{self.rest_n}" if self.rest_n else str(self.block_n)
         tile = f"{self.kernel} {self.block_m}x{columns}x{self.block_k} w{self.num_warps} s{self.num_stages}"
@@ -344,6 +347,8 @@ def illegal(problem: Problem, config: Config) -> str:
         return "an operand cannot be read by TMA"
     if config.kernel == "roles" and (reason := _illegal_roles(problem, config)):
         return reason
+    if config.alternating and config.kernel != "roles":
+        return "warpgroups alternate where warps have roles"
     with_rest = config.kernel in ("tma", "roles") and power_of_two(config.rest_n) and config.rest_n <= config.block_n
     if config.rest_n and not with_rest:
         return "rest_n is a power of two up to block_n, and read by TMA"
@@ -381,7 +386,9 @@ def _illegal_roles(problem: Problem, config: Config) -> str:
         return f"roles have {_ROLE_WARPS} warps that multiply, tiles of {_ROLE_ROWS} rows and 64 of k, and two stages"
     if config.columns > 256 or 0 < config.rest_n < 16 or (e.gated and e.gradient and config.columns > 128):
         return "roles have tiles of up to 256 columns, 128 for two gradients, and a rest of at least 16"
-    if config.residents > 1 or config.balanced or config.parallel_chunks not in ("", "gathered"):
+    if config.alternating and not (config.persistent and _may_alternate(problem, config)):
+        return f"warpgroups alternate between tiles of one chunk, with {_MOST_ALTERNATING} sums a thread at most"
+    if config.residents > 1 or config.parallel_chunks not in ("", "gathered"):
         return "roles have an SM to themselves; chunks are gathered or follow one another"
     if accumulation(problem, config) not in ("one", "registers", "gathered"):
         return "with roles finished chunks wait in registers"
@@ -391,12 +398,18 @@ def _illegal_roles(problem: Problem, config: Config) -> str:
     return ""
 
 
+def _may_alternate(problem: Problem, config: Config) -> bool:
+    """Whether a warpgroup has registers for the sums of a whole tile."""
+    e, sums = problem.epilogue, _sums(replace(config, alternating=True))
+    return problem.chunks <= 1 and sums <= _MOST_ALTERNATING and not (e.gated and e.gradient)
+
+
 def _illegal_order(problem: Problem, config: Config) -> str:
     """The rule that the order of tiles and chunks breaks: which run at a time, and which wait for which."""
     if (config.kernel == "stream") > config.persistent or config.pdl * config.persistent:
         return "stream is persistent, and nothing persistent launches early"
-    if config.balanced and (config.kernel != "stream" or problem.chunks > 1):
-        return "a balanced grid streams tiles of one sum each"
+    if config.balanced and not _may_balance(problem, config):
+        return "a balanced grid is persistent: roles, or a stream of tiles of one sum each"
     if config.parallel_chunks in ("queued", "gathered") and config.persistent:
         return "programs that wait for other chunks are not persistent"
     if config.parallel_chunks == "gathered" and problem.chunks > _MOST_GATHERED:
@@ -418,7 +431,7 @@ def _illegal_order(problem: Problem, config: Config) -> str:
 def _sums(config: Config, narrow: bool = False) -> int:
     """Sums of a thread; narrow: in the narrower of a tile's two parts."""
     columns = config.rest_n or config.block_n if narrow else config.columns
-    return config.block_m * columns // (32 * config.num_warps)
+    return config.block_m * columns // (32 * config.num_warps) * (ROLE_GROUPS if config.alternating else 1)
 
 
 def _gathered(problem: Problem, config: Config) -> int:
@@ -495,6 +508,7 @@ def chunk_bytes(problem: Problem, config: Config) -> int:
     if config.parallel_chunks == "gathered":
         slots *= problem.chunks - 1
     kept = 4 * config.block_m * config.columns if kind in ("scratch", "gathered") or config.balanced else 0
+    kept *= 2 if config.balanced and kind == "registers" else 1  # the total, and the sum that is not finished
     flags = ROLE_GROUPS if config.kernel == "roles" else 1  # one of each warpgroup
     return slots * (kept + flags * _FLAG * config.waits)
 
@@ -518,7 +532,23 @@ def few_tiles(problem: Problem, config: Config) -> bool:
 def balances(problem: Problem, config: Config) -> bool:
     """Whether it is worth balancing the grid: more than one wave of tiles, the last one not full."""
     tiles, at_once = tile_count(problem, config), config.residents * problem.sm_count
-    return config.kernel == "stream" and problem.chunks <= 1 and tiles > at_once and tiles % at_once > 0
+    return _may_balance(problem, config) and tiles > at_once and tiles % at_once > 0
+
+
+def team(problem: Problem) -> int:
+    """Programs of a balanced grid with roles that go from tile to tile together, so that they read the same operands
+    at the same time: as many as divide the multiprocessors, up to 12."""
+    return next(size for size in range(_LARGEST_TEAM, 0, -1) if problem.sm_count % size == 0)
+
+
+def _may_balance(problem: Problem, config: Config) -> bool:
+    """Whether the kernel can divide the last tiles among its programs."""
+    e = problem.epilogue
+    if config.kernel == "roles":  # where registers remain for the addresses of what is handed over
+        able = (e == NOTHING or config.alternating or _sums(config) < 128) and not (e.gated and e.gradient)
+    else:
+        able = config.kernel == "stream" and problem.chunks <= 1
+    return able and config.persistent and not config.parallel_chunks
 
 
 def tile(problem: Problem, config: Config) -> tuple[int, int]:
@@ -583,7 +613,7 @@ def shared_memory(problem: Problem, config: Config) -> int:
     if config.kernel == "stream" and not out:
         out += 4 * part  # sums on their way to memory, while the next operands are loaded
     if config.kernel == "roles":
-        out += _BARRIERS
+        out = out * (ROLE_GROUPS if config.alternating else 1) + _BARRIERS
     e = problem.epilogue
     if config.kernel == "stream" and (e.residual or e.beta or e.aux or e.saves == "pre" or e.gradient):
         odd = not problem.read_aligned or any((stride or 0) % 16 for stride in problem.read_strides[: len(MATRICES)])
@@ -633,15 +663,14 @@ def fitted(problem: Problem, config: Config) -> Config:
         config = replace(config, parallel_chunks="")
     if config.parallel_chunks == "partials" and not problem.epilogue.plain:
         config = replace(config, parallel_chunks="gathered" if sm(problem.arch) else "")
-    if config.kernel == "roles":
-        config = _with_legal_roles(problem, config)
+    config = _with_legal_roles(problem, config) if config.kernel == "roles" else replace(config, alternating=False)
     wide = problem.dtype != problem.out_dtype and not problem.accumulate
     in_registers = problem.weights > 1 or (wide and problem.chunk == _WIDE_SUM)
     if in_registers and accumulation(problem, config) in ("in place", "scratch") and not config.parallel_chunks:
         config = Config(128, 128, config.block_k, 8, 4, "tma" if all(by_tma) else "pointer")  # chunks in registers
     if config.rest_n and accumulation(problem, config) in ("in place", "scratch"):  # too many sums wait for memory
         config = replace(config, rest_n=0)
-    config = replace(config, balanced=config.balanced and config.kernel == "stream" and problem.chunks <= 1)
+    config = replace(config, balanced=config.balanced and _may_balance(problem, config))
     if accumulation(problem, config) == "scratch" and not config.parallel_chunks:
         config = replace(config, persistent=True, pdl=False)
     if problem.epilogue.sums and (problem.epilogue.gated or _needs_transposing(problem)):
@@ -661,13 +690,19 @@ def fitted(problem: Problem, config: Config) -> Config:
 def _with_legal_roles(problem: Problem, config: Config) -> Config:
     """A narrower tile where chunks or gradients leave no registers; a stream where roles do not serve; else one wave of
     programs, or persistent ones."""
+    config = replace(config, alternating=config.alternating and config.persistent and _may_alternate(problem, config))
     if _illegal_roles(problem, config):
         config = replace(config, block_n=min(config.block_n, 128), rest_n=0)
     if _illegal_roles(problem, config):
-        config = replace(config, kernel="stream", persistent=True, pdl=False, parallel_chunks="", parts=2)
+        config = replace(
+            config, kernel="stream", persistent=True, pdl=False, parallel_chunks="", parts=2, alternating=False
+        )
         return config
     persistent = not config.parallel_chunks and tile_count(problem, config) > problem.sm_count
-    return replace(config, persistent=persistent, pdl=not persistent)
+    alternating = config.alternating and persistent
+    if alternating and (problem.epilogue.beta or problem.epilogue.residual):  # whose values take registers too
+        config = replace(config, parts=max(config.parts, 4))
+    return replace(config, persistent=persistent, pdl=not persistent, alternating=alternating)
 
 
 def _illegal_split(problem: Problem, config: Config) -> str:

@@ -119,8 +119,8 @@ def candidates(point: Point) -> list[Config]:
                 chosen.append(replace(config, parallel_chunks="partials", pdl=False))
             if configs.accumulation(problem, config) == "scratch":
                 config = replace(config, persistent=True, pdl=False)
-        elif configs.balances(problem, config) and config.parts == 2:  # stored in more parts, waiting costs more
-            chosen.append(replace(config, balanced=True))
+        elif config.kernel == "stream" and configs.balances(problem, config) and config.parts == 2:
+            chosen.append(replace(config, balanced=True))  # stored in more parts, waiting costs more
         chosen.append(config)
     if point.kind in EPILOGUES:  # these would spill registers with so wide a tile
         chosen = [config for config in chosen if not (config.rest_n and config.num_warps == 4)]
@@ -219,6 +219,12 @@ def _with_roles(problem: Problem) -> Iterator[Config]:
             continue
         if made.columns >= 128 or configs.tile_count(problem, made) <= problem.sm_count:
             yield made
+    tile = Config(128, 128, 64, 8, 5, "roles", persistent=True)
+    if configs.tile_count(problem, tile) > problem.sm_count:
+        if problem.chunks <= 1:
+            tile = replace(tile, num_stages=6, parts=2, alternating=True)
+            yield tile
+        yield replace(tile, group=12, balanced=True)
 
 
 def _across(problem: Problem) -> Iterator[Config]:

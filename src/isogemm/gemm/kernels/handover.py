@@ -60,6 +60,22 @@ def kept_sums(kept, like, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def kept_sums_or_zero(kept, like, whether, BM: tl.constexpr, BN: tl.constexpr):
+    """`kept_sums` on sm_90 if `whether` is not 0, else zeros. For sums that wgmma adds to: with a branch around the
+    loads ptxas would wait after each of its instructions."""
+    at = _kept_at(kept, BM, BN)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred reads;
+        setp.ne.s32 reads, $3, 0;
+        mov.b32 $0, 0;
+        @reads ld.global.b32 $0, [$1];
+        }""",
+        "=&r,l,r,r", [at, like.to(tl.int32, bitcast=True), whether], dtype=tl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def set_flag(flag, stamp):
     """Let the program that waits for `stamp` see all that this program has written."""
     if has_sm(70):  # as one instruction: `tl.debug_barrier` in a loop ends its pipelining

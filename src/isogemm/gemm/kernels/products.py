@@ -33,7 +33,7 @@ from isogemm.gemm.kernels.handover import (
     shared_slots,
 )  # fmt: skip
 from isogemm.gemm.kernels.roles import laid_out, roles_kernel
-from isogemm.gemm.kernels.tiles import inside, multiple, multiples, place
+from isogemm.gemm.kernels.tiles import balanced_share, inside, multiple, multiples, place
 
 _ADDED_AT_ONCE = 1024
 
@@ -333,10 +333,7 @@ def _stream_kernel(
         block = CHUNK_BLOCKS - 1
         blocks = CHUNK_BLOCKS
     if BALANCED:
-        whole = tl.maximum(tiles // programs - 1, 0)  # tiles that each program has to itself, before the divided ones
-        divided = (tiles - whole * programs) * blocks
-        begins = divided * program // programs  # of this program's share
-        ends_at = divided * (program + 1) // programs
+        whole, begins, ends_at = balanced_share(tiles, blocks)
         turns = whole * blocks + ends_at - begins
         last_item = whole - 1 + ends_at // blocks - begins // blocks
         item = tl.where(ends_at % blocks == 0, -1, -2)  # -1: the tile that it only begins
@@ -485,7 +482,7 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
     blocks: dict[str, object] = {"BM": config.block_m, "BN": config.block_n}
     roles = config.kernel == "roles"
     groups = configs.ROLE_GROUPS if roles else 1
-    rows = config.block_m // groups  # of an operand's tile, and of the result's
+    rows = config.block_m // (1 if config.alternating else groups)  # of an operand's tile, and of the result's
     a_block, b_block = (rows, config.block_k), (config.block_n, config.block_k)
     rounded = seen.precision == "tf32"
     a_map = _operand_map((seen.m, am), (seen.k, ak), a_block, rounded) if a_tma else None
@@ -513,7 +510,10 @@ def describe_gemm(problem: Problem, config: Config) -> Launch:
         scalars = (seen.m, seen.n, seen.k, *_read_scalars(problem), STAMP if config.waits else None)
         for name in ("C_TMA", "ACCUMULATE", "PRECISION", "SWAPPED", "A_SPLIT", "B_SPLIT"):
             del constants[name]
-        constants |= {"BN_REST": config.rest_n, "STAGES": config.num_stages, "PDL": config.pdl}
+        constants |= {
+            "BN_REST": config.rest_n, "STAGES": config.num_stages, "ALTERNATING": config.alternating,
+            "TEAM": configs.team(problem) if config.balanced else 0, "PDL": config.pdl,
+        }  # fmt: skip
         options |= {"num_warps": config.num_warps // groups, "num_stages": 1}  # of the warps that launch the others
         maps = (*(laid_out(each, seen.dtype) for each in (a_map, b_map, rest)), laid_out(c_map, seen.out_dtype))
         return Launch(roles_kernel, programs, scalars, blocks | constants, options, maps, numbers)

@@ -24,8 +24,8 @@ from isogemm.core.kernels import start_launch
 from isogemm.core.launch import TensorMap
 from isogemm.gemm import configs
 from isogemm.gemm.kernels.epilogue import biases, finish
-from isogemm.gemm.kernels.handover import keep, kept_sums
-from isogemm.gemm.kernels.tiles import inside, multiple, place
+from isogemm.gemm.kernels.handover import keep, kept_sums, kept_sums_or_zero
+from isogemm.gemm.kernels.tiles import balanced_share, inside, multiple, place
 
 _GROUPS = gl.constexpr(configs.ROLE_GROUPS)
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # since Triton 3.9, before
@@ -65,19 +65,63 @@ class _Staged:
 
 
 @gluon.jit
+def _share(tiles, K, BK: gl.constexpr, TEAM: gl.constexpr):
+    """`balanced_share` in teams, without the last group's tile where this program has none there."""
+    blocks = gl.cdiv(K, BK)
+    whole, begin, end = balanced_share(tiles, blocks, TEAM)
+    last = whole * gl.num_programs(0) + (gl.cdiv(end, blocks) - 1) * TEAM + gl.program_id(0) % TEAM
+    return whole, begin, gl.where(last < tiles, end, end - blocks)
+
+
+@gluon.jit
+def _items(items, K, BK: gl.constexpr, TEAM: gl.constexpr):
+    """How many items a program has: tiles, chunks of them, or parts of them; and its `_share`."""
+    if TEAM:
+        whole, begin, end = _share(items, K, BK, TEAM)
+        blocks = gl.cdiv(K, BK)
+        return whole + gl.cdiv(end, blocks) - begin // blocks, (whole, begin, end)
+    else:
+        return gl.cdiv(items - gl.program_id(0), gl.num_programs(0)), (0, 0, 0)
+
+
+@gluon.jit
 def _item(
-    item, m_tiles, n_tiles, M, N, K, TILE_M: gl.constexpr, TILE_N: gl.constexpr, CHUNK: gl.constexpr,
-    GROUP: gl.constexpr, UNITS: gl.constexpr, INSIDE: gl.constexpr, PARALLEL: gl.constexpr,
+    index, share, m_tiles, n_tiles, M, N, K, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BK: gl.constexpr,
+    CHUNK: gl.constexpr, GROUP: gl.constexpr, UNITS: gl.constexpr, INSIDE: gl.constexpr, PARALLEL: gl.constexpr,
+    TEAM: gl.constexpr,
 ):  # fmt: skip
-    """Where a program's item begins in the result, where its k begins and ends, and which chunk it is."""
-    places = m_tiles * n_tiles
-    chunk = item // places
-    row, column = place(item % places, m_tiles, n_tiles, GROUP)
+    """Where an item begins in the result, where its k begins and ends, and how many blocks of k the program's items
+    before it have.
+
+    TEAM: a program's share of the divided tiles is one range of their blocks of k, taken from its end. So the tile
+    that it leaves to the next team comes first, and the one that the team before left to it comes last.
+    """
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    blocks = gl.cdiv(K, BK)
+    tile = program + index * programs
+    before = index * blocks
+    begin = 0
+    end = K
+    if TEAM:
+        whole, share_begin, share_end = share
+        if index >= whole:
+            of_divided = gl.cdiv(share_end, blocks) - 1 - (index - whole)
+            tile = whole * programs + of_divided * TEAM + program % TEAM
+            last = min(share_end, (of_divided + 1) * blocks)
+            begin = max(share_begin - of_divided * blocks, 0) * BK
+            end = min((last - of_divided * blocks) * BK, K)
+            before = whole * blocks + share_end - last
+    elif PARALLEL:
+        places = m_tiles * n_tiles
+        begin = tile // places * CHUNK
+        tile = tile % places
+        end = min(begin + CHUNK, K)
+        before = 0
+    row, column = place(tile, m_tiles, n_tiles, GROUP)
     m = inside(row * TILE_M, M, TILE_M, UNITS[0], INSIDE)
     n = inside(column * TILE_N, N, TILE_N, UNITS[1], INSIDE)
-    begin = chunk * CHUNK if PARALLEL else 0
-    end = min(begin + CHUNK, K) if PARALLEL else K
-    return m, n, begin, end, chunk
+    return m, n, begin, end, before
 
 
 @gluon.jit
@@ -102,22 +146,24 @@ def _load(
     a, b, b_rest, a_tiles, b_tiles, rest_tiles, ready, free, items, m_tiles, n_tiles, M, N, K,
     ROWS: gl.constexpr, BN: gl.constexpr, BN_REST: gl.constexpr, TILE_N: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, CHUNK: gl.constexpr, GROUP: gl.constexpr, UNITS: gl.constexpr, INSIDE: gl.constexpr,
-    PARALLEL: gl.constexpr, A_K: gl.constexpr, B_K: gl.constexpr, PAIRED: gl.constexpr,
+    PARALLEL: gl.constexpr, TEAM: gl.constexpr, PARTS: gl.constexpr, A_K: gl.constexpr, B_K: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: fill each buffer as soon as both warpgroups have read it."""
-    BYTES: gl.constexpr = (ROWS * _GROUPS + BN + BN_REST) * BK * a.dtype.primitive_bitwidth // 8
+    """The loading warp: fill each buffer as soon as it has been read."""
+    BYTES: gl.constexpr = (ROWS * PARTS + BN + BN_REST) * BK * a.dtype.primitive_bitwidth // 8
     slot = 0
     phase = 1
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    count, share = _items(items, K, BK, TEAM)
+    for index in range(count):
         m, n, begin, end, _ = _item(
-            item, m_tiles, n_tiles, M, N, K, ROWS * _GROUPS, TILE_N, CHUNK, GROUP, UNITS, INSIDE, PARALLEL
-        )
+            index, share, m_tiles, n_tiles, M, N, K, ROWS * PARTS, TILE_N, BK, CHUNK, GROUP, UNITS, INSIDE, PARALLEL, TEAM,
+        )  # fmt: skip
         for k in range(begin, end, BK):
             mbarrier.wait(free.index(slot), phase)
             full = ready.index(slot)
             mbarrier.expect(full, BYTES)
-            for which in gl.static_range(_GROUPS):
-                _copy(a, m + which * ROWS, k, full, a_tiles.index(slot * _GROUPS + which), A_K)
+            for part in gl.static_range(PARTS):
+                _copy(a, m + part * ROWS, k, full, a_tiles.index(slot * PARTS + part), A_K)
             _copy(b, n, k, full, b_tiles.index(slot), B_K, PAIRED)
             if BN_REST > 0:
                 _copy(b_rest, n + BN, k, full, rest_tiles.index(slot), B_K)
@@ -136,13 +182,13 @@ def _operand(tile, TRANSPOSED: gl.constexpr, PAIRED: gl.constexpr = False):
 @gluon.jit
 def _products(
     acc, acc_rest, a_tiles, b_tiles, rest_tiles, ready, free, slot, phase, begin, end,
-    WHICH: gl.constexpr, REST: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, A_K: gl.constexpr,
-    B_K: gl.constexpr, PAIRED: gl.constexpr,
+    PART: gl.constexpr, PARTS: gl.constexpr, REST: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    A_K: gl.constexpr, B_K: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
-    """Add the products of k in begin .. end - 1 to the sums, in ascending order."""
+    """Add the products of k in begin .. end - 1 to the sums, in ascending order. The last ones may still run."""
     for k in range(begin, end, BK):
         mbarrier.wait(ready.index(slot), phase)
-        a = _operand(a_tiles.index(slot * _GROUPS + WHICH), not A_K)
+        a = _operand(a_tiles.index(slot * PARTS + PART), not A_K)
         acc = warpgroup_mma(a, _operand(b_tiles.index(slot), B_K, PAIRED), acc, is_async=True)
         if REST:
             acc_rest = warpgroup_mma(a, _operand(rest_tiles.index(slot), B_K), acc_rest, is_async=True)
@@ -152,12 +198,18 @@ def _products(
         # The block before has been read. Its buffer is computed: Triton takes `before = slot` for `slot`.
         mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), pred=k > begin)
         slot, phase = _next(slot, phase, STAGES)
+    return acc, acc_rest, slot, phase
+
+
+@gluon.jit
+def _finished(acc, acc_rest, free, slot, REST: gl.constexpr, STAGES: gl.constexpr):
+    """The sums, once the last products are added."""
     if REST:
         acc, acc_rest = warpgroup_mma_wait(0, deps=(acc, acc_rest))
     else:
         acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)))
-    return acc, acc_rest, slot, phase
+    return acc, acc_rest
 
 
 @gluon.jit
@@ -197,86 +249,175 @@ def _await_flag(flag, stamp):
 
 
 @gluon.jit
+def _relay(scratch, left, came, items, K, stamp, STATE: gl.constexpr, BK: gl.constexpr, TEAM: gl.constexpr):
+    """The relaying warp: set this program's flag when its sums are left, and see the flag of the team before. So no
+    warpgroup waits until other programs see what it has written."""
+    if TEAM:
+        _, begin, end = _share(items, K, BK, TEAM)
+        blocks = gl.cdiv(K, BK)
+        program = gl.program_id(0)
+        flags = (scratch + gl.num_programs(0).to(gl.int64) * STATE).to(gl.pointer_type(gl.int64), bitcast=True)
+        if end % blocks > 0:
+            mbarrier.wait(left, 0)
+            gl.inline_asm_elementwise(
+                "st.release.gpu.global.b64 [$1], $2; mov.b64 $0, $2;", "=l,l,l", [flags + program, stamp],
+                dtype=gl.int64, is_pure=False, pack=1,
+            )  # fmt: skip
+        if begin % blocks > 0:
+            gl.inline_asm_elementwise(
+                """{
+                .reg .pred other;
+                again: ld.acquire.gpu.global.b64 $0, [$1];
+                setp.ne.b64 other, $0, $2;
+                @other bra again;
+                st.global.b64 [$1], 0;
+                }""",
+                "=&l,l,l", [flags + (program - TEAM), stamp], dtype=gl.int64, is_pure=False, pack=1,
+            )  # fmt: skip
+            mbarrier.arrive(came)
+
+
+@gluon.jit
+def _keep(acc, acc_rest, kept, ROWS: gl.constexpr, BN: gl.constexpr, BN_REST: gl.constexpr):
+    """Leave sums, and those of a rest, in scratch memory."""
+    keep(acc, kept, ROWS, BN)
+    if BN_REST > 0:
+        keep(acc_rest, kept + ROWS * BN, ROWS, BN_REST)
+
+
+@gluon.jit
+def _kept(acc, acc_rest, kept, ROWS: gl.constexpr, BN: gl.constexpr, BN_REST: gl.constexpr):
+    """Sums that `_keep` left, in the layouts of `acc` and `acc_rest`."""
+    rest = acc_rest
+    if BN_REST > 0:
+        rest = kept_sums(kept + ROWS * BN, acc_rest, ROWS, BN_REST)
+    return kept_sums(kept, acc, ROWS, BN), rest
+
+
+@gluon.jit
+def _resumed(acc, acc_rest, kept, resumes, ROWS: gl.constexpr, BN: gl.constexpr, BN_REST: gl.constexpr):
+    """`_kept` sums, or zeros if nothing is resumed."""
+    rest = acc_rest
+    if BN_REST > 0:
+        rest = kept_sums_or_zero(kept + ROWS * BN, acc_rest, resumes, ROWS, BN_REST)
+    return kept_sums_or_zero(kept, acc, resumes, ROWS, BN), rest
+
+
+@gluon.jit
 def _gathered(
-    acc, acc_rest, kept, apart, chunk, ROWS: gl.constexpr, BN: gl.constexpr, REST: gl.constexpr,
-    BN_REST: gl.constexpr,
+    acc, acc_rest, kept, apart, chunk, ROWS: gl.constexpr, BN: gl.constexpr, BN_REST: gl.constexpr,
 ):  # fmt: skip
     """The sums of all chunks, of which the last one's are `acc`, from the first to the last."""
-    total = kept_sums(kept, acc, ROWS, BN) + 0.0  # as a sum that starts at 0: no -0
-    total_rest = acc_rest
-    if REST:
-        total_rest = kept_sums(kept + ROWS * BN, acc_rest, ROWS, BN_REST) + 0.0
+    total, total_rest = _kept(acc, acc_rest, kept, ROWS, BN, BN_REST)
+    total += 0.0  # as a sum that starts at 0: no -0
+    total_rest += 0.0
     for _ in range(1, chunk):
         kept += apart
-        total += kept_sums(kept, acc, ROWS, BN)
-        if REST:
-            total_rest += kept_sums(kept + ROWS * BN, acc_rest, ROWS, BN_REST)
+        other, other_rest = _kept(acc, acc_rest, kept, ROWS, BN, BN_REST)
+        total += other
+        total_rest += other_rest
     return total + acc, total_rest + acc_rest
 
 
 @gluon.jit
 def _multiply(
-    a_tiles, b_tiles, rest_tiles, ready, free, c, c_tiles, scratch, e, steps, numbers, items, m_tiles, n_tiles, M, N,
-    K, stamp,
-    WHICH: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr, BN_REST: gl.constexpr, TILE_N: gl.constexpr,
-    BK: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, A_K: gl.constexpr,
-    B_K: gl.constexpr, UNITS: gl.constexpr, INSIDE: gl.constexpr, ACCUMULATION: gl.constexpr, CHUNK: gl.constexpr,
-    INDEX: gl.constexpr, UP_FIRST: gl.constexpr, E: gl.constexpr, ACT: gl.constexpr, SLOPE: gl.constexpr,
+    a_tiles, b_tiles, rest_tiles, ready, free, turns, left, came, c, c_tiles, scratch, e, steps, numbers, items, m_tiles,
+    n_tiles, M, N, K, stamp,
+    WHICH: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, BN: gl.constexpr, BN_REST: gl.constexpr,
+    TILE_N: gl.constexpr, BK: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    A_K: gl.constexpr, B_K: gl.constexpr, UNITS: gl.constexpr, INSIDE: gl.constexpr, ACCUMULATION: gl.constexpr,
+    CHUNK: gl.constexpr, STATE: gl.constexpr, TEAM: gl.constexpr, INDEX: gl.constexpr, UP_FIRST: gl.constexpr,
+    E: gl.constexpr, ACT: gl.constexpr, SLOPE: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's part: rows WHICH * ROWS .. of each tile."""
+    """A warpgroup's part: half of each item's rows, or every other item."""
     REST: gl.constexpr = BN_REST > 0
     RESTS: gl.constexpr = BN_REST if REST else 8  # sums that nothing uses
     PARALLEL: gl.constexpr = ACCUMULATION == "gathered"
+    CHUNKED: gl.constexpr = ACCUMULATION == "registers"
+    ALTERNATING: gl.constexpr = PARTS == 1
+    PART: gl.constexpr = 0 if ALTERNATING else WHICH
     PAIRED: gl.constexpr = E.paired
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     LAYOUT_REST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RESTS, 16])
     AREA: gl.constexpr = ROWS * (BN + BN_REST)
-    slot = 0
-    phase = 0
+    places = m_tiles * n_tiles
+    program = gl.program_id(0)
+    if TEAM or PARALLEL:
+        mine = scratch + (program * PARTS + PART).to(gl.int64) * (STATE // PARTS)
+    if PARALLEL:
+        slots = (gl.cdiv(K, CHUNK) - 1) * places
+        flags = (scratch + slots.to(gl.int64) * STATE).to(gl.pointer_type(gl.int64), bitcast=True)
+        flag = flags + program * PARTS + PART
     c_to = _Staged(c, c_tiles.index(WHICH))
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        m, n, begin, end, chunk = _item(
-            item, m_tiles, n_tiles, M, N, K, ROWS * _GROUPS, TILE_N, CHUNK, GROUP, UNITS, INSIDE, PARALLEL
-        )
-        m += WHICH * ROWS
+    count, share = _items(items, K, BK, TEAM)
+    for index in range(WHICH if ALTERNATING else 0, count, _GROUPS if ALTERNATING else 1):
+        m, n, begin, end, before = _item(
+            index, share, m_tiles, n_tiles, M, N, K, ROWS * PARTS, TILE_N, BK, CHUNK, GROUP, UNITS, INSIDE, PARALLEL, TEAM,
+        )  # fmt: skip
+        m += PART * ROWS
+        slot = before % STAGES
+        phase = before // STAGES & 1
         loaded = biases(e, n, N, BN // 2 if PAIRED else BN, E)
         loaded_rest = biases(e, n + BN, N, RESTS, E)
-        zeros = gl.zeros((ROWS, BN), gl.float32, LAYOUT)
-        zeros_rest = gl.zeros((ROWS, RESTS), gl.float32, LAYOUT_REST)
-        if ACCUMULATION == "registers":
-            total = zeros
-            total_rest = zeros_rest
-            for chunk_begin in range(0, K, CHUNK):
+        acc = gl.zeros((ROWS, BN), gl.float32, LAYOUT)
+        acc_rest = gl.zeros((ROWS, RESTS), gl.float32, LAYOUT_REST)
+        total = acc
+        total_rest = acc_rest
+        if TEAM:
+            resumes = (begin > 0).to(gl.int32)  # the team before has begun this tile
+            if begin > 0:
+                mbarrier.wait(came, 0)
+            theirs = mine - TEAM * STATE
+            acc, acc_rest = _resumed(acc, acc_rest, theirs, resumes, ROWS, BN, BN_REST)
+            if CHUNKED:
+                total, total_rest = _resumed(acc, acc_rest, theirs + AREA, resumes, ROWS, BN, BN_REST)
+        if ALTERNATING:
+            turn = index // _GROUPS - 1 + WHICH
+            mbarrier.wait(turns.index(WHICH), turn & 1, pred=turn >= 0)
+        if CHUNKED:
+            for chunk_begin in range(begin // CHUNK * CHUNK, end, CHUNK):
+                chunk_end = min(chunk_begin + CHUNK, end)
                 acc, acc_rest, slot, phase = _products(
-                    zeros, zeros_rest, a_tiles, b_tiles, rest_tiles, ready, free, slot, phase, chunk_begin,
-                    min(chunk_begin + CHUNK, K), WHICH, REST, BK, STAGES, A_K, B_K, PAIRED,
+                    acc, acc_rest, a_tiles, b_tiles, rest_tiles, ready, free, slot, phase, max(chunk_begin, begin),
+                    chunk_end, PART, PARTS, REST, BK, STAGES, A_K, B_K, PAIRED,
                 )  # fmt: skip
-                total += acc
-                total_rest += acc_rest
+                acc, acc_rest = _finished(acc, acc_rest, free, slot, REST, STAGES)
+                if chunk_end % CHUNK == 0 or chunk_end == K:  # else the next team ends this chunk
+                    total += acc
+                    total_rest += acc_rest
+                    acc = gl.zeros((ROWS, BN), gl.float32, LAYOUT)
+                    acc_rest = gl.zeros((ROWS, RESTS), gl.float32, LAYOUT_REST)
         else:
-            total, total_rest, slot, phase = _products(
-                zeros, zeros_rest, a_tiles, b_tiles, rest_tiles, ready, free, slot, phase, begin, end, WHICH, REST, BK,
-                STAGES, A_K, B_K, PAIRED,
+            acc, acc_rest, slot, phase = _products(
+                acc, acc_rest, a_tiles, b_tiles, rest_tiles, ready, free, slot, phase, begin, end, PART, PARTS, REST,
+                BK, STAGES, A_K, B_K, PAIRED,
             )  # fmt: skip
+            if ALTERNATING:
+                mbarrier.arrive(turns.index(1 - WHICH))
+            acc, acc_rest = _finished(acc, acc_rest, free, slot, REST, STAGES)
+            total = acc
+            total_rest = acc_rest
         whole = True
-        if PARALLEL:
+        if PARALLEL or TEAM:
             whole = end == K
-            places = m_tiles * n_tiles
-            apart = places.to(gl.int64) * (AREA * _GROUPS)
-            kept = scratch + (item.to(gl.int64) * _GROUPS + WHICH) * AREA
-            slots = (gl.cdiv(K, CHUNK) - 1) * places
-            flags = (scratch + slots.to(gl.int64) * (AREA * _GROUPS)).to(gl.pointer_type(gl.int64), bitcast=True)
-            flag = flags + item * _GROUPS + WHICH
             if whole:
-                for back in range(1, chunk + 1):
-                    _await_flag(flag - back * places * _GROUPS, stamp)
-                first = kept - apart * chunk
-                total, total_rest = _gathered(total, total_rest, first, apart, chunk, ROWS, BN, REST, RESTS)
+                if PARALLEL:
+                    chunk = begin // CHUNK
+                    for back in range(1, chunk + 1):
+                        _await_flag(flag - back * places * PARTS, stamp)
+                    apart = places.to(gl.int64) * STATE
+                    total, total_rest = _gathered(
+                        total, total_rest, mine - apart * chunk, apart, chunk, ROWS, BN, BN_REST
+                    )
             else:
-                keep(total, kept, ROWS, BN)
-                if REST:
-                    keep(total_rest, kept + ROWS * BN, ROWS, BN_REST)
-                _set_flag(flag, stamp)
+                _keep(acc, acc_rest, mine, ROWS, BN, BN_REST)
+                if CHUNKED:
+                    _keep(total, total_rest, mine + AREA, ROWS, BN, BN_REST)
+                if TEAM:
+                    tl.debug_barrier()
+                    mbarrier.arrive(left)
+                else:
+                    _set_flag(flag, stamp)
         if whole:
             finish(
                 total, c_to, scratch, e, loaded, steps, numbers, m, n, True, True, M, N, 0, 0, ROWS, BN, WIDTH, True,
@@ -300,7 +441,8 @@ def roles_kernel(
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr,
     A_K_CONTIGUOUS: gl.constexpr, B_K_CONTIGUOUS: gl.constexpr, UNITS: gl.constexpr, ACCUMULATION: gl.constexpr,
     CHUNK: gl.constexpr, INSIDE: gl.constexpr, INDEX: gl.constexpr, UP_FIRST: gl.constexpr, E: gl.constexpr,
-    ACT: gl.constexpr, SLOPE: gl.constexpr, BN_REST: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    ACT: gl.constexpr, SLOPE: gl.constexpr, BN_REST: gl.constexpr, STAGES: gl.constexpr,
+    ALTERNATING: gl.constexpr, TEAM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """C = A B with operands and roles as the module says; persistent, or with a program per chunk of a tile."""
     e = (e0, e1, e2, e3, e4, e5, e6, e7, e8, e9, e10, e11, e12, e13, e14, e15, e16, e17, e18, e19)
@@ -309,7 +451,8 @@ def roles_kernel(
         stride_e10, stride_e11,
     )  # fmt: skip
     numbers = (alpha_value, beta_value, dropped, kept_scale)
-    ROWS: gl.constexpr = BM // _GROUPS
+    PARTS: gl.constexpr = 1 if ALTERNATING else _GROUPS  # of a tile's rows, each a warpgroup's
+    ROWS: gl.constexpr = BM // PARTS
     M = multiple(M, UNITS[0])
     N = multiple(N, UNITS[1])
     m_tiles = gl.cdiv(M, BM)
@@ -320,7 +463,7 @@ def roles_kernel(
         items *= gl.cdiv(K, CHUNK)
     A_TILE: gl.constexpr = [ROWS, BK] if A_K_CONTIGUOUS else [BK, ROWS]
     B_TILE: gl.constexpr = [BN, BK] if B_K_CONTIGUOUS else [BK, BN]
-    a_tiles = gl.allocate_shared_memory(a.dtype, [STAGES * _GROUPS, A_TILE[0], A_TILE[1]], a.layout)
+    a_tiles = gl.allocate_shared_memory(a.dtype, [STAGES * PARTS, A_TILE[0], A_TILE[1]], a.layout)
     if E.paired:
         b_tiles = gl.allocate_shared_memory(b.dtype, [STAGES, 2, BN // 2, BK], b.layout)
     else:
@@ -334,31 +477,40 @@ def roles_kernel(
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=_GROUPS)
+        mbarrier.init(free.index(slot), count=PARTS)
+    turns = gl.allocate_shared_memory(gl.int64, [_GROUPS, 1], mbarrier.MBarrierLayout())
+    for which in gl.static_range(_GROUPS):
+        mbarrier.init(turns.index(which), count=1)
+    left = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    came = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(left, count=PARTS)
+    mbarrier.init(came, count=1)
     fence_async_shared()
     start_launch(PDL)
     PARALLEL: gl.constexpr = ACCUMULATION == "gathered"
     PAIRED: gl.constexpr = E.paired
+    STATE: gl.constexpr = BM * (BN + BN_REST) * (2 if ACCUMULATION == "registers" else 1)  # what is handed over
     gl.warp_specialize(
         [
             (_multiply, (
-                a_tiles, b_tiles, rest_tiles, ready, free, c, c_tiles, scratch, e, steps, numbers, items, m_tiles,
-                n_tiles, M, N, K, stamp, 0, ROWS, BN, BN_REST, TILE_N, BK, WIDTH, STAGES, GROUP,
-                A_K_CONTIGUOUS, B_K_CONTIGUOUS, UNITS, INSIDE, ACCUMULATION, CHUNK, INDEX, UP_FIRST,
-                E, ACT, SLOPE,
+                a_tiles, b_tiles, rest_tiles, ready, free, turns, left, came, c, c_tiles, scratch, e, steps, numbers,
+                items, m_tiles, n_tiles, M, N, K, stamp, 0, ROWS, PARTS, BN, BN_REST, TILE_N, BK, WIDTH, STAGES, GROUP,
+                A_K_CONTIGUOUS, B_K_CONTIGUOUS, UNITS, INSIDE, ACCUMULATION, CHUNK, STATE, TEAM, INDEX, UP_FIRST, E,
+                ACT, SLOPE,
             )),
             (_multiply, (
-                a_tiles, b_tiles, rest_tiles, ready, free, c, c_tiles, scratch, e, steps, numbers, items, m_tiles,
-                n_tiles, M, N, K, stamp, 1, ROWS, BN, BN_REST, TILE_N, BK, WIDTH, STAGES, GROUP,
-                A_K_CONTIGUOUS, B_K_CONTIGUOUS, UNITS, INSIDE, ACCUMULATION, CHUNK, INDEX, UP_FIRST,
-                E, ACT, SLOPE,
+                a_tiles, b_tiles, rest_tiles, ready, free, turns, left, came, c, c_tiles, scratch, e, steps, numbers,
+                items, m_tiles, n_tiles, M, N, K, stamp, 1, ROWS, PARTS, BN, BN_REST, TILE_N, BK, WIDTH, STAGES, GROUP,
+                A_K_CONTIGUOUS, B_K_CONTIGUOUS, UNITS, INSIDE, ACCUMULATION, CHUNK, STATE, TEAM, INDEX, UP_FIRST, E,
+                ACT, SLOPE,
             )),
             (_load, (
                 a, b, b_rest, a_tiles, b_tiles, rest_tiles, ready, free, items, m_tiles, n_tiles, M, N, K, ROWS, BN,
-                BN_REST, TILE_N, BK, STAGES, CHUNK, GROUP, UNITS, INSIDE, PARALLEL, A_K_CONTIGUOUS, B_K_CONTIGUOUS,
-                PAIRED,
+                BN_REST, TILE_N, BK, STAGES, CHUNK, GROUP, UNITS, INSIDE, PARALLEL, TEAM, PARTS,
+                A_K_CONTIGUOUS, B_K_CONTIGUOUS, PAIRED,
             )),
+            (_relay, (scratch, left, came, items, K, stamp, STATE, BK, TEAM)),
         ],
-        worker_num_warps=[4, 1],
-        worker_num_regs=[_REGISTERS, _LOADER_REGISTERS],
+        worker_num_warps=[4, 1, 1],
+        worker_num_regs=[_REGISTERS, _LOADER_REGISTERS, _LOADER_REGISTERS],
     )  # fmt: skip

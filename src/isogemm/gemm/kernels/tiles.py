@@ -38,3 +38,22 @@ def inside(begin, size, SIZE: tl.constexpr, UNIT: tl.constexpr, MOVED: tl.conste
         return multiple(max(min(begin, size - SIZE), 0), UNIT if SIZE % UNIT == 0 else 1)
     else:
         return begin
+
+
+@triton.jit
+def balanced_share(tiles, blocks, TEAM: tl.constexpr = 1):
+    """Of tiles with `blocks` blocks of k each: how many tiles each program has to itself, and where its share of the
+    others, which are those of the last two waves, begins and ends, in blocks.
+
+    TEAM: so many programs take neighbouring tiles side by side, and tiles are counted in groups of so many.
+    """
+    team = tl.program_id(0) // TEAM
+    teams = tl.num_programs(0) // TEAM
+    groups = tl.cdiv(tiles, TEAM)
+    whole = tl.maximum(groups // teams - 1, 0)
+    divided = (groups - whole * teams) * blocks
+    each = divided // teams
+    left = divided % teams  # which team gets one more block
+    begin = team * each + team * left // teams
+    end = (team + 1) * each + (team + 1) * left // teams
+    return whole, begin, end

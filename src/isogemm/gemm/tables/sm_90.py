@@ -3,655 +3,668 @@
 from isogemm.core.tables import Table
 
 # fmt: off
-C0 = (64, 16, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C1 = (64, 16, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C2 = (64, 64, 128, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C3 = (128, 128, 64, 8, 5, 'roles', False, 8, False, 1, 0, 1, '', True, False, '')
-C4 = (128, 128, 64, 4, 3, 'stream', False, 8, True, 4, 0, 2, '', False, False, '')
-C5 = (64, 32, 64, 4, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C6 = (128, 64, 64, 8, 8, 'roles', False, 8, False, 1, 0, 1, '', True, False, '')
-C7 = (128, 64, 64, 8, 6, 'roles', False, 8, False, 1, 32, 1, '', True, False, '')
-C8 = (128, 128, 64, 8, 5, 'roles', False, 8, True, 1, 0, 1, '', False, False, '')
-C9 = (128, 256, 64, 8, 3, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
-C10 = (32, 8, 256, 2, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C11 = (128, 256, 64, 8, 4, 'roles', False, 8, True, 2, 0, 1, '', False, False, '')
-C12 = (128, 8, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C13 = (128, 64, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C14 = (128, 128, 64, 8, 4, 'roles', False, 8, False, 1, 64, 1, '', True, False, '')
-C15 = (128, 64, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C16 = (128, 256, 64, 8, 4, 'roles', False, 8, False, 2, 0, 1, '', True, False, '')
-C17 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C18 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'queued', True, False, '')
-C19 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C20 = (64, 64, 128, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C21 = (128, 128, 64, 4, 3, 'stream', False, 8, True, 4, 0, 2, 'partials', False, False, '')
-C22 = (64, 64, 128, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C23 = (64, 128, 128, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C24 = (128, 256, 64, 8, 3, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C25 = (128, 128, 64, 8, 5, 'roles', False, 8, False, 1, 32, 1, '', True, False, '')
-C26 = (128, 128, 64, 8, 4, 'roles', False, 8, True, 1, 64, 1, '', False, False, '')
-C27 = (128, 128, 64, 4, 4, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C28 = (128, 256, 64, 8, 4, 'stream', False, 8, True, 4, 0, 1, '', False, False, '')
-C29 = (64, 64, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C30 = (64, 64, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C31 = (128, 128, 64, 8, 5, 'roles', False, 8, True, 1, 32, 1, '', False, False, '')
-C32 = (128, 64, 64, 8, 7, 'roles', False, 8, False, 1, 16, 1, '', True, False, '')
-C33 = (128, 128, 64, 8, 4, 'stream', False, 8, True, 1, 0, 1, '', False, False, '')
-C34 = (128, 128, 64, 4, 5, 'stream', False, 8, True, 2, 0, 1, '', False, True, '')
-C35 = (128, 128, 64, 8, 5, 'roles', False, 8, False, 1, 32, 1, 'gathered', True, False, '')
-C36 = (64, 128, 128, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C37 = (128, 128, 64, 8, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C38 = (64, 64, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C39 = (64, 32, 64, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C40 = (128, 128, 64, 8, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C41 = (128, 128, 64, 8, 5, 'tma', False, 8, True, 2, 0, 1, '', False, False, '')
-C42 = (64, 8, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C43 = (64, 16, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C44 = (64, 64, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C45 = (128, 16, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C46 = (64, 128, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C47 = (64, 32, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C48 = (128, 64, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C49 = (64, 16, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C50 = (64, 32, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C51 = (64, 32, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C52 = (64, 64, 256, 4, 3, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C53 = (128, 64, 64, 8, 8, 'roles', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C54 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C55 = (64, 8, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C56 = (64, 16, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C57 = (64, 32, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C58 = (64, 64, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C59 = (64, 128, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C60 = (128, 64, 64, 8, 7, 'roles', False, 8, False, 1, 16, 1, 'gathered', True, False, '')
-C61 = (128, 256, 64, 8, 3, 'stream', False, 8, True, 2, 0, 1, '', False, True, '')
-C62 = (128, 128, 64, 8, 4, 'roles', False, 8, False, 1, 64, 1, 'gathered', True, False, '')
-C63 = (128, 16, 128, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C64 = (128, 128, 64, 4, 5, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
-C65 = (64, 128, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C66 = (128, 32, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C67 = (128, 32, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C68 = (64, 256, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C69 = (64, 128, 64, 8, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C70 = (128, 128, 64, 8, 5, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C71 = (64, 128, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C72 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'queued', True, False, '')
-C73 = (16, 8, 16, 2, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C74 = (16, 16, 16, 2, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C75 = (32, 64, 16, 2, 5, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
-C76 = (64, 64, 16, 2, 4, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
-C77 = (32, 16, 16, 2, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C78 = (64, 16, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C79 = (64, 64, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C80 = (128, 128, 32, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C81 = (128, 128, 32, 4, 3, 'stream', False, 8, True, 4, 0, 2, '', False, False, '')
-C82 = (64, 32, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C83 = (128, 128, 32, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C84 = (128, 128, 32, 4, 5, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
-C85 = (128, 256, 32, 8, 3, 'stream', False, 8, True, 2, 0, 1, '', False, False, '')
-C86 = (128, 64, 32, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C87 = (128, 16, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C88 = (128, 256, 32, 8, 4, 'stream', False, 8, True, 4, 0, 1, '', False, False, '')
-C89 = (32, 32, 32, 1, 6, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C90 = (32, 64, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C91 = (64, 32, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C92 = (32, 32, 32, 1, 6, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C93 = (64, 64, 64, 2, 2, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C94 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 1, 0, 1, 'partials', False, False, '')
-C95 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C96 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C97 = (64, 128, 16, 2, 6, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C98 = (64, 128, 32, 2, 3, 'stream', False, 8, True, 1, 0, 2, '', False, False, '')
-C99 = (64, 64, 32, 2, 4, 'stream', False, 8, True, 2, 0, 3, '', False, False, '')
-C100 = (32, 8, 128, 2, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C101 = (64, 16, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C102 = (64, 32, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C103 = (16, 8, 256, 2, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C104 = (32, 16, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C105 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C106 = (32, 8, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C107 = (32, 128, 32, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C108 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 2, 0, 1, '', True, False, '')
-C109 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 2, 0, 1, '', True, False, '')
-C110 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 4, 0, 1, '', True, False, '')
-C111 = (64, 128, 32, 2, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C112 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, '')
-C113 = (64, 64, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C114 = (64, 128, 32, 4, 8, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C115 = (64, 16, 64, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C116 = (128, 128, 32, 4, 4, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C117 = (128, 256, 32, 8, 3, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C118 = (64, 128, 64, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C119 = (64, 64, 32, 4, 5, 'tma', False, 8, False, 1, 32, 1, '', True, False, '')
-C120 = (128, 64, 32, 4, 5, 'tma', False, 8, False, 1, 32, 1, '', True, False, '')
-C121 = (128, 64, 64, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C122 = (128, 128, 32, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C123 = (128, 128, 32, 8, 3, 'stream', False, 8, True, 4, 0, 1, '', False, False, 'both')
-C124 = (64, 128, 32, 4, 2, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both')
-C125 = (64, 64, 32, 4, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both')
-C126 = (64, 16, 32, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C127 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C128 = (64, 128, 32, 4, 3, 'tma', True, 8, False, 4, 0, 1, '', True, False, 'a')
-C129 = (16, 32, 32, 2, 5, 'pointer', False, 8, False, 1, 0, 1, 'gathered', False, False, '')
-C130 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C131 = (128, 64, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', False, False, '')
-C132 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', False, False, '')
-C133 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, '', False, False, '')
-C134 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, 'a')
-C135 = (32, 64, 32, 4, 4, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
-C136 = (64, 64, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, 'a')
-C137 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both')
-C138 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C139 = (64, 64, 128, 4, 5, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C140 = (128, 16, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '')
-C141 = (64, 64, 256, 4, 3, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C142 = (128, 64, 64, 4, 6, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C143 = (128, 64, 128, 8, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C144 = (128, 64, 64, 8, 6, 'roles', False, 8, False, 1, 32, 1, 'gathered', True, False, '')
-C145 = (128, 32, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C146 = (128, 128, 64, 8, 5, 'roles', False, 8, False, 1, 0, 1, 'gathered', True, False, '')
-C147 = (128, 256, 64, 8, 3, 'tma', False, 8, True, 2, 0, 1, '', False, False, '')
-C148 = (64, 256, 64, 4, 3, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C149 = (64, 128, 32, 2, 3, 'stream', False, 8, True, 2, 0, 2, '', False, False, '')
-C150 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 2, 0, 1, '', True, False, '')
-C151 = (64, 128, 32, 4, 5, 'tma', False, 8, False, 1, 64, 1, '', True, False, '')
-C152 = (64, 32, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C153 = (128, 256, 32, 8, 3, 'tma', False, 8, True, 2, 0, 1, '', False, False, '')
-C154 = (128, 32, 64, 8, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '')
-C155 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C156 = (32, 64, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '')
-C157 = (64, 64, 32, 2, 4, 'stream', False, 8, True, 2, 0, 3, 'partials', False, False, '')
-C158 = (64, 128, 16, 2, 6, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C159 = (64, 64, 64, 2, 2, 'tma', False, 8, False, 1, 0, 1, '', True, False, '')
-C160 = (16, 32, 32, 2, 5, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '')
-C161 = (64, 16, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, 'a')
-C162 = (64, 64, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, 'a')
+C0 = (64, 16, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C1 = (64, 16, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C2 = (64, 64, 128, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C3 = (128, 128, 64, 8, 5, 'roles', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C4 = (128, 128, 64, 4, 3, 'stream', False, 8, True, 4, 0, 2, '', False, False, '', False)
+C5 = (64, 32, 64, 4, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C6 = (128, 64, 64, 8, 8, 'roles', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C7 = (128, 64, 64, 8, 6, 'roles', False, 8, False, 1, 32, 1, '', True, False, '', False)
+C8 = (128, 128, 64, 8, 5, 'roles', False, 8, True, 1, 0, 1, '', False, False, '', False)
+C9 = (128, 256, 64, 8, 3, 'stream', False, 8, True, 2, 0, 1, '', False, False, '', False)
+C10 = (32, 8, 256, 2, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C11 = (128, 256, 64, 8, 4, 'roles', False, 8, True, 2, 0, 1, '', False, False, '', False)
+C12 = (128, 8, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C13 = (128, 64, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C14 = (128, 128, 64, 8, 4, 'roles', False, 8, False, 1, 64, 1, '', True, False, '', False)
+C15 = (128, 64, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C16 = (128, 256, 64, 8, 4, 'roles', False, 8, False, 2, 0, 1, '', True, False, '', False)
+C17 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'queued', True, False, '', False)
+C18 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '', False)
+C19 = (64, 64, 128, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C20 = (128, 128, 64, 4, 3, 'stream', False, 8, True, 4, 0, 2, 'partials', False, False, '', False)
+C21 = (64, 64, 128, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C22 = (64, 128, 128, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C23 = (128, 128, 64, 8, 5, 'roles', False, 8, False, 1, 32, 1, '', True, False, '', False)
+C24 = (128, 128, 64, 8, 6, 'roles', False, 12, True, 2, 0, 1, '', False, True, '', True)
+C25 = (128, 128, 64, 8, 5, 'roles', False, 12, True, 1, 0, 1, '', False, True, '', False)
+C26 = (128, 128, 64, 8, 6, 'roles', False, 8, True, 2, 0, 1, '', False, False, '', True)
+C27 = (128, 128, 64, 8, 4, 'roles', False, 8, True, 1, 64, 1, '', False, False, '', False)
+C28 = (64, 64, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C29 = (64, 64, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C30 = (128, 128, 64, 8, 5, 'roles', False, 8, True, 1, 32, 1, '', False, False, '', False)
+C31 = (128, 64, 64, 8, 7, 'roles', False, 8, False, 1, 16, 1, '', True, False, '', False)
+C32 = (128, 128, 64, 8, 4, 'stream', False, 8, True, 1, 0, 1, '', False, False, '', False)
+C33 = (128, 128, 64, 4, 5, 'stream', False, 8, True, 2, 0, 1, '', False, True, '', False)
+C34 = (128, 128, 64, 8, 5, 'roles', False, 8, False, 1, 32, 1, 'gathered', True, False, '', False)
+C35 = (64, 128, 128, 4, 4, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C36 = (128, 128, 64, 8, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C37 = (64, 64, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C38 = (64, 32, 64, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C39 = (128, 128, 64, 8, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C40 = (128, 128, 64, 8, 5, 'tma', False, 8, True, 2, 0, 1, '', False, False, '', False)
+C41 = (64, 8, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C42 = (64, 16, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C43 = (64, 64, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C44 = (128, 16, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C45 = (64, 128, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C46 = (64, 128, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C47 = (64, 32, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C48 = (128, 64, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C49 = (64, 16, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C50 = (64, 32, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C51 = (64, 32, 256, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C52 = (128, 256, 64, 8, 3, 'tma', False, 8, False, 1, 64, 1, '', True, False, '', False)
+C53 = (64, 64, 256, 4, 3, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C54 = (128, 64, 64, 8, 8, 'roles', False, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C55 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C56 = (64, 8, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C57 = (64, 16, 128, 4, 6, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C58 = (64, 32, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C59 = (64, 64, 128, 4, 5, 'pointer', True, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C60 = (64, 128, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C61 = (128, 64, 64, 8, 7, 'roles', False, 8, False, 1, 16, 1, 'gathered', True, False, '', False)
+C62 = (128, 256, 64, 8, 3, 'stream', False, 8, True, 2, 0, 1, '', False, True, '', False)
+C63 = (128, 128, 64, 8, 4, 'roles', False, 8, False, 1, 64, 1, 'gathered', True, False, '', False)
+C64 = (128, 16, 128, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C65 = (128, 128, 64, 4, 5, 'stream', False, 8, True, 2, 0, 1, '', False, False, '', False)
+C66 = (64, 128, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C67 = (128, 32, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C68 = (128, 128, 64, 4, 4, 'tma', False, 8, False, 1, 64, 1, '', True, False, '', False)
+C69 = (128, 32, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C70 = (128, 256, 64, 8, 4, 'stream', False, 8, True, 4, 0, 1, '', False, False, '', False)
+C71 = (64, 256, 64, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C72 = (64, 128, 64, 8, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C73 = (128, 128, 64, 8, 5, 'tma', False, 8, False, 1, 64, 1, '', True, False, '', False)
+C74 = (64, 128, 64, 4, 3, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '', False)
+C75 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, 'queued', True, False, '', False)
+C76 = (16, 8, 16, 2, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C77 = (16, 16, 16, 2, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C78 = (32, 64, 16, 2, 5, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '', False)
+C79 = (64, 64, 16, 2, 4, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '', False)
+C80 = (32, 16, 16, 2, 8, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C81 = (64, 16, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C82 = (64, 64, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C83 = (128, 128, 32, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C84 = (128, 128, 32, 4, 3, 'stream', False, 8, True, 4, 0, 2, '', False, False, '', False)
+C85 = (64, 32, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C86 = (128, 128, 32, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C87 = (128, 128, 32, 4, 5, 'stream', False, 8, True, 2, 0, 1, '', False, False, '', False)
+C88 = (128, 256, 32, 8, 3, 'stream', False, 8, True, 2, 0, 1, '', False, False, '', False)
+C89 = (128, 64, 32, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C90 = (128, 16, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C91 = (128, 256, 32, 8, 4, 'stream', False, 8, True, 4, 0, 1, '', False, False, '', False)
+C92 = (32, 32, 32, 1, 6, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C93 = (32, 64, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C94 = (64, 32, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '', False)
+C95 = (32, 32, 32, 1, 6, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '', False)
+C96 = (64, 64, 64, 2, 2, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '', False)
+C97 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 1, 0, 1, 'partials', False, False, '', False)
+C98 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C99 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C100 = (64, 128, 16, 2, 6, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '', False)
+C101 = (64, 64, 32, 2, 4, 'stream', False, 8, True, 2, 0, 3, '', False, False, '', False)
+C102 = (32, 8, 128, 2, 5, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C103 = (64, 16, 128, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C104 = (64, 32, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C105 = (16, 8, 256, 2, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C106 = (32, 16, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C107 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C108 = (32, 8, 256, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C109 = (32, 128, 32, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C110 = (64, 128, 32, 2, 3, 'tma', True, 8, False, 2, 0, 1, '', True, False, '', False)
+C111 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 2, 0, 1, '', True, False, '', False)
+C112 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 4, 0, 1, '', True, False, '', False)
+C113 = (64, 128, 32, 2, 3, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C114 = (128, 64, 32, 2, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, '', False)
+C115 = (64, 64, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C116 = (64, 128, 32, 4, 8, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C117 = (64, 16, 64, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C118 = (128, 128, 32, 4, 4, 'tma', False, 8, False, 1, 64, 1, '', True, False, '', False)
+C119 = (128, 256, 32, 8, 3, 'tma', False, 8, False, 1, 64, 1, '', True, False, '', False)
+C120 = (64, 128, 64, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C121 = (64, 64, 32, 4, 5, 'tma', False, 8, False, 1, 32, 1, '', True, False, '', False)
+C122 = (128, 64, 32, 4, 5, 'tma', False, 8, False, 1, 32, 1, '', True, False, '', False)
+C123 = (128, 64, 64, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C124 = (128, 128, 32, 4, 6, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C125 = (128, 128, 32, 8, 3, 'stream', False, 8, True, 4, 0, 1, '', False, False, 'both', False)
+C126 = (64, 128, 32, 4, 2, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both', False)
+C127 = (64, 64, 32, 4, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both', False)
+C128 = (64, 16, 32, 4, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C129 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C130 = (64, 128, 32, 4, 3, 'tma', True, 8, False, 4, 0, 1, '', True, False, 'a', False)
+C131 = (16, 32, 32, 2, 5, 'pointer', False, 8, False, 1, 0, 1, 'gathered', False, False, '', False)
+C132 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C133 = (128, 64, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', False, False, '', False)
+C134 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, 'gathered', False, False, '', False)
+C135 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 1, 0, 1, '', False, False, '', False)
+C136 = (64, 32, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, 'a', False)
+C137 = (32, 64, 32, 4, 4, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '', False)
+C138 = (64, 64, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, 'a', False)
+C139 = (128, 128, 32, 8, 3, 'tma', False, 8, False, 4, 0, 1, '', True, False, 'both', False)
+C140 = (128, 128, 64, 4, 5, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C141 = (64, 64, 128, 4, 5, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C142 = (128, 16, 128, 8, 4, 'pointer', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C143 = (64, 64, 256, 4, 3, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C144 = (128, 64, 64, 4, 6, 'tma', False, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C145 = (128, 64, 128, 8, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C146 = (128, 64, 64, 8, 6, 'roles', False, 8, False, 1, 32, 1, 'gathered', True, False, '', False)
+C147 = (128, 32, 128, 4, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C148 = (128, 128, 64, 8, 5, 'roles', False, 8, False, 1, 0, 1, 'gathered', True, False, '', False)
+C149 = (128, 128, 64, 8, 4, 'tma', False, 8, False, 1, 64, 1, '', True, False, '', False)
+C150 = (128, 64, 128, 4, 4, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C151 = (128, 256, 64, 8, 3, 'tma', False, 8, True, 2, 0, 1, '', False, False, '', False)
+C152 = (64, 128, 32, 2, 3, 'stream', False, 8, True, 2, 0, 2, '', False, False, '', False)
+C153 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 2, 0, 1, '', True, False, '', False)
+C154 = (64, 128, 32, 4, 5, 'tma', False, 8, False, 1, 64, 1, '', True, False, '', False)
+C155 = (64, 32, 64, 4, 5, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C156 = (128, 256, 32, 8, 3, 'tma', False, 8, True, 2, 0, 1, '', False, False, '', False)
+C157 = (128, 32, 64, 8, 4, 'tma', True, 8, False, 1, 0, 1, '', True, False, '', False)
+C158 = (64, 64, 32, 2, 4, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '', False)
+C159 = (64, 128, 32, 2, 3, 'stream', False, 8, True, 1, 0, 2, '', False, False, '', False)
+C160 = (32, 64, 32, 2, 5, 'tma', False, 8, False, 1, 0, 1, 'partials', False, False, '', False)
+C161 = (64, 64, 32, 2, 4, 'stream', False, 8, True, 2, 0, 3, 'partials', False, False, '', False)
+C162 = (64, 128, 16, 2, 6, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C163 = (64, 64, 64, 2, 2, 'tma', False, 8, False, 1, 0, 1, '', True, False, '', False)
+C164 = (16, 32, 32, 2, 5, 'pointer', False, 8, False, 1, 0, 1, '', False, False, '', False)
+C165 = (64, 16, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, 'a', False)
+C166 = (64, 64, 32, 4, 4, 'tma', True, 8, False, 1, 0, 1, 'gathered', True, False, 'a', False)
 TABLE: Table = {
     ('half', 'nt activated', 1024, 256): ((1, C0), (16, C0), (64, C1), (256, C2), (512, C2), (2048, C3), (8192, C4), (16384, C4),),
     ('half', 'nt activated', 3072, 768): ((1, C0), (16, C0), (64, C5), (256, C6), (512, C7), (2048, C8), (8192, C4), (16384, C4),),
     ('half', 'nt activated', 4096, 1024): ((1, C0), (16, C0), (64, C5), (256, C6), (512, C3), (2048, C4), (8192, C9), (16384, C4),),
     ('half', 'nt activated', 4096, 4096): ((1, C10), (16, C0), (64, C2), (256, C6), (512, C3), (2048, C9), (8192, C11), (16384, C11),),
-    ('half', 'nt activated', 11008, 4096): ((1, C12), (16, C0), (64, C13), (256, C14), (512, C8), (2048, C8), (8192, C11), (16384, C11),),
+    ('half', 'nt activated', 11008, 4096): ((1, C12), (16, C0), (64, C13), (256, C14), (512, C8), (2048, C8), (8192, C11), (16384, C4),),
     ('half', 'nt activated', 14336, 4096): ((1, C12), (16, C0), (64, C15), (256, C16), (512, C9), (2048, C9), (8192, C8), (16384, C8),),
-    ('half', 'tn', 96, 384): ((512, C17), (2048, C18), (8192, C19),),
-    ('half', 'tn', 256, 1024): ((256, C2), (512, C2), (1024, C2), (2048, C20), (8192, C21),),
-    ('half', 'tn', 384, 96): ((512, C6), (2048, C20), (8192, C20),),
-    ('half', 'tn', 384, 384): ((512, C22), (2048, C20), (8192, C21),),
-    ('half', 'tn', 512, 2048): ((256, C6), (512, C6), (1024, C6), (2048, C23), (8192, C6),),
+    ('half', 'tn', 96, 384): ((2048, C17), (8192, C18),),
+    ('half', 'tn', 256, 1024): ((256, C2), (512, C2), (1024, C2), (2048, C19), (8192, C20),),
+    ('half', 'tn', 384, 96): ((512, C6), (2048, C19), (8192, C19),),
+    ('half', 'tn', 384, 384): ((512, C21), (2048, C19), (8192, C20),),
+    ('half', 'tn', 512, 2048): ((256, C6), (512, C6), (1024, C6), (2048, C22), (8192, C6),),
     ('half', 'tn', 512, 3584): ((512, C3), (2048, C3), (8192, C3),),
     ('half', 'tn', 768, 768): ((512, C6), (2048, C6), (8192, C6),),
-    ('half', 'tn', 768, 3072): ((256, C24), (512, C25), (1024, C25), (2048, C25), (4096, C25), (8192, C25),),
-    ('half', 'tn', 1024, 256): ((512, C22), (2048, C20), (8192, C21),),
+    ('half', 'tn', 768, 3072): ((256, C23), (512, C23), (1024, C23), (2048, C23), (4096, C24), (8192, C25),),
+    ('half', 'tn', 1024, 256): ((512, C21), (2048, C19), (8192, C20),),
     ('half', 'tn', 1024, 4096): ((256, C16), (512, C16), (1024, C16), (2048, C16), (4096, C16), (8192, C8),),
     ('half', 'tn', 1152, 1152): ((512, C7), (2048, C7), (8192, C7),),
     ('half', 'tn', 1280, 1280): ((512, C3), (2048, C3), (8192, C3),),
     ('half', 'tn', 2048, 768): ((512, C7), (2048, C7), (8192, C7),),
-    ('half', 'tn', 2048, 2048): ((256, C16), (512, C16), (1024, C16), (2048, C16), (4096, C16), (8192, C8),),
-    ('half', 'tn', 2048, 8192): ((512, C4), (2048, C11), (8192, C8),),
+    ('half', 'tn', 2048, 2048): ((256, C16), (512, C16), (1024, C26), (2048, C16), (4096, C16), (8192, C8),),
+    ('half', 'tn', 2048, 8192): ((512, C4), (2048, C9), (8192, C8),),
     ('half', 'tn', 2304, 768): ((512, C3), (2048, C3), (8192, C3),),
-    ('half', 'tn', 2560, 9728): ((256, C11), (512, C8), (1024, C8), (2048, C11), (4096, C11), (8192, C26),),
-    ('half', 'tn', 3072, 768): ((256, C27), (512, C25), (1024, C25), (2048, C25), (4096, C25), (8192, C25),),
-    ('half', 'tn', 3072, 3072): ((512, C26), (2048, C26), (8192, C26),),
+    ('half', 'tn', 2560, 9728): ((256, C26), (512, C8), (1024, C26), (2048, C9), (4096, C24), (8192, C8),),
+    ('half', 'tn', 3072, 768): ((256, C9), (512, C23), (1024, C23), (2048, C23), (4096, C24), (8192, C25),),
+    ('half', 'tn', 3072, 3072): ((512, C27), (2048, C27), (8192, C27),),
     ('half', 'tn', 3584, 3584): ((512, C4), (2048, C8), (8192, C8),),
     ('half', 'tn', 4096, 512): ((512, C3), (2048, C3), (8192, C3),),
     ('half', 'tn', 4096, 1024): ((512, C16), (2048, C16), (8192, C8),),
-    ('half', 'tn', 4096, 4096): ((256, C8), (512, C4), (1024, C8), (2048, C11), (4096, C11), (8192, C8),),
+    ('half', 'tn', 4096, 4096): ((256, C26), (512, C4), (1024, C26), (2048, C4), (4096, C24), (8192, C25),),
     ('half', 'tn', 4096, 11008): ((512, C8), (2048, C8),),
-    ('half', 'tn', 4096, 14336): ((256, C11), (512, C8), (1024, C8), (2048, C8), (4096, C8),),
-    ('half', 'tn', 4608, 4096): ((512, C8), (2048, C8), (8192, C26),),
-    ('half', 'tn', 5120, 5120): ((256, C11), (512, C8), (1024, C8), (2048, C8), (4096, C8), (8192, C8),),
-    ('half', 'tn', 6144, 4096): ((256, C11), (512, C4), (1024, C8), (2048, C8), (4096, C28), (8192, C26),),
+    ('half', 'tn', 4096, 14336): ((256, C26), (512, C8), (1024, C24), (2048, C8), (4096, C24),),
+    ('half', 'tn', 4608, 4096): ((512, C8), (2048, C8), (8192, C27),),
+    ('half', 'tn', 5120, 5120): ((256, C26), (512, C8), (1024, C24), (2048, C8), (4096, C24), (8192, C25),),
+    ('half', 'tn', 6144, 4096): ((256, C26), (512, C4), (1024, C26), (2048, C8), (4096, C24), (8192, C8),),
     ('half', 'tn', 6912, 1152): ((512, C4), (2048, C4), (8192, C8),),
     ('half', 'tn', 7168, 16384): ((512, C8), (2048, C8),),
     ('half', 'tn', 8192, 2048): ((512, C4), (2048, C8), (8192, C8),),
-    ('half', 'tn', 8192, 8192): ((256, C11), (512, C8), (1024, C8), (2048, C11), (4096, C8),),
-    ('half', 'tn', 9216, 3072): ((512, C8), (2048, C8), (8192, C26),),
+    ('half', 'tn', 8192, 8192): ((256, C26), (512, C8), (1024, C24), (2048, C4), (4096, C24),),
+    ('half', 'tn', 9216, 3072): ((512, C8), (2048, C8), (8192, C27),),
     ('half', 'tn', 11008, 4096): ((512, C8), (2048, C8),),
-    ('half', 'tn', 12288, 4096): ((256, C11), (512, C8), (1024, C11), (2048, C11), (4096, C11),),
-    ('half', 'tn', 14336, 4096): ((256, C11), (512, C8), (1024, C8), (2048, C4), (4096, C8),),
-    ('half', 'tn', 16384, 2048): ((512, C8), (2048, C11),),
-    ('half', 'tn', 16384, 3072): ((512, C8), (2048, C11),),
+    ('half', 'tn', 12288, 4096): ((256, C11), (512, C8), (1024, C26), (2048, C4), (4096, C24),),
+    ('half', 'tn', 14336, 4096): ((256, C26), (512, C8), (1024, C24), (2048, C4), (4096, C24),),
+    ('half', 'tn', 16384, 2048): ((512, C8), (2048, C4),),
+    ('half', 'tn', 16384, 3072): ((512, C8), (2048, C9),),
     ('half', 'tn', 22016, 4096): ((512, C8), (2048, C4),),
     ('half', 'tn', 24576, 1536): ((512, C8), (2048, C8),),
     ('half', 'tn', 28672, 4096): ((512, C8), (2048, C8),),
-    ('half', 'tn', 32000, 4096): ((256, C11), (512, C8), (1024, C11), (2048, C8), (4096, C8),),
-    ('half', 'tn', 50257, 768): ((512, C29), (2048, C29),),
-    ('half', 'tn', 128256, 4096): ((256, C11), (512, C8), (1024, C11), (2048, C8), (4096, C8),),
+    ('half', 'tn', 32000, 4096): ((256, C26), (512, C8), (1024, C26), (2048, C8), (4096, C24),),
+    ('half', 'tn', 50257, 768): ((512, C28),),
+    ('half', 'tn', 128256, 4096): ((256, C26), (512, C8), (1024, C26), (2048, C8), (4096, C26),),
     ('half', 'tn', 151936, 896): ((512, C8),),
-    ('half', 'nn', 384, 96): ((512, C30), (2048, C30), (8192, C14),),
-    ('half', 'nn', 1024, 256): ((256, C22), (512, C22), (1024, C23), (2048, C3), (4096, C16), (8192, C4),),
-    ('half', 'nn', 96, 384): ((512, C22), (2048, C22), (8192, C7),),
-    ('half', 'nn', 384, 384): ((512, C22), (2048, C30), (8192, C14),),
-    ('half', 'nn', 2048, 512): ((256, C22), (512, C23), (1024, C3), (2048, C16), (4096, C8), (8192, C4),),
+    ('half', 'nn', 384, 96): ((512, C29), (2048, C29), (8192, C14),),
+    ('half', 'nn', 1024, 256): ((256, C21), (512, C21), (1024, C22), (2048, C3), (4096, C16), (8192, C4),),
+    ('half', 'nn', 96, 384): ((512, C21), (2048, C21), (8192, C7),),
+    ('half', 'nn', 384, 384): ((512, C21), (2048, C29), (8192, C14),),
+    ('half', 'nn', 2048, 512): ((256, C21), (512, C22), (1024, C3), (2048, C16), (4096, C26), (8192, C4),),
     ('half', 'nn', 3584, 512): ((512, C3), (2048, C4), (8192, C8),),
-    ('half', 'nn', 768, 768): ((512, C22), (2048, C7), (8192, C8),),
-    ('half', 'nn', 3072, 768): ((256, C6), (512, C7), (1024, C14), (2048, C8), (4096, C8), (8192, C8),),
-    ('half', 'nn', 256, 1024): ((512, C22), (2048, C22), (8192, C3),),
-    ('half', 'nn', 4096, 1024): ((256, C6), (512, C3), (1024, C16), (2048, C4), (4096, C8), (8192, C8),),
-    ('half', 'nn', 1152, 1152): ((512, C6), (2048, C14), (8192, C26),),
-    ('half', 'nn', 1280, 1280): ((512, C6), (2048, C25), (8192, C8),),
-    ('half', 'nn', 768, 2048): ((512, C22), (2048, C7), (8192, C8),),
-    ('half', 'nn', 2048, 2048): ((256, C22), (512, C6), (1024, C3), (2048, C16), (4096, C8), (8192, C8),),
+    ('half', 'nn', 768, 768): ((512, C21), (2048, C7), (8192, C8),),
+    ('half', 'nn', 3072, 768): ((256, C6), (512, C7), (1024, C14), (2048, C8), (4096, C26), (8192, C8),),
+    ('half', 'nn', 256, 1024): ((512, C21), (2048, C21), (8192, C3),),
+    ('half', 'nn', 4096, 1024): ((256, C6), (512, C3), (1024, C16), (2048, C4), (4096, C26), (8192, C8),),
+    ('half', 'nn', 1152, 1152): ((512, C6), (2048, C14), (8192, C27),),
+    ('half', 'nn', 1280, 1280): ((512, C6), (2048, C23), (8192, C8),),
+    ('half', 'nn', 768, 2048): ((512, C21), (2048, C7), (8192, C8),),
+    ('half', 'nn', 2048, 2048): ((256, C21), (512, C6), (1024, C3), (2048, C16), (4096, C26), (8192, C8),),
     ('half', 'nn', 8192, 2048): ((512, C16), (2048, C8), (8192, C8),),
-    ('half', 'nn', 768, 2304): ((512, C22), (2048, C3), (8192, C8),),
-    ('half', 'nn', 9728, 2560): ((256, C25), (512, C31), (1024, C8), (2048, C8), (4096, C8), (8192, C8),),
-    ('half', 'nn', 768, 3072): ((256, C2), (512, C22), (1024, C6), (2048, C3), (4096, C14), (8192, C8),),
+    ('half', 'nn', 768, 2304): ((512, C21), (2048, C3), (8192, C8),),
+    ('half', 'nn', 9728, 2560): ((256, C23), (512, C30), (1024, C24), (2048, C8), (4096, C24), (8192, C8),),
+    ('half', 'nn', 768, 3072): ((256, C2), (512, C21), (1024, C6), (2048, C3), (4096, C14), (8192, C8),),
     ('half', 'nn', 3072, 3072): ((512, C7), (2048, C8), (8192, C8),),
     ('half', 'nn', 3584, 3584): ((512, C3), (2048, C4), (8192, C8),),
-    ('half', 'nn', 512, 4096): ((512, C2), (2048, C23), (8192, C16),),
-    ('half', 'nn', 1024, 4096): ((512, C22), (2048, C3), (8192, C8),),
-    ('half', 'nn', 4096, 4096): ((256, C6), (512, C3), (1024, C16), (2048, C8), (4096, C8), (8192, C8),),
+    ('half', 'nn', 512, 4096): ((512, C2), (2048, C22), (8192, C16),),
+    ('half', 'nn', 1024, 4096): ((512, C21), (2048, C3), (8192, C8),),
+    ('half', 'nn', 4096, 4096): ((256, C6), (512, C3), (1024, C24), (2048, C8), (4096, C24), (8192, C8),),
     ('half', 'nn', 11008, 4096): ((512, C8), (2048, C8),),
-    ('half', 'nn', 14336, 4096): ((256, C16), (512, C11), (1024, C8), (2048, C8), (4096, C8), (8192, C8),),
+    ('half', 'nn', 14336, 4096): ((256, C16), (512, C11), (1024, C24), (2048, C8), (4096, C24), (8192, C8),),
     ('half', 'nn', 4096, 4608): ((512, C3), (2048, C8), (8192, C8),),
-    ('half', 'nn', 5120, 5120): ((256, C32), (512, C25), (1024, C24), (2048, C33), (4096, C8), (8192, C8),),
-    ('half', 'nn', 4096, 6144): ((256, C6), (512, C3), (1024, C16), (2048, C8), (4096, C28), (8192, C8),),
-    ('half', 'nn', 1152, 6912): ((512, C6), (2048, C34), (8192, C26),),
+    ('half', 'nn', 5120, 5120): ((256, C31), (512, C23), (1024, C24), (2048, C32), (4096, C8), (8192, C8),),
+    ('half', 'nn', 4096, 6144): ((256, C6), (512, C3), (1024, C26), (2048, C8), (4096, C24), (8192, C8),),
+    ('half', 'nn', 1152, 6912): ((512, C6), (2048, C33), (8192, C27),),
     ('half', 'nn', 16384, 7168): ((512, C8), (2048, C8),),
     ('half', 'nn', 2048, 8192): ((512, C6), (2048, C8), (8192, C8),),
-    ('half', 'nn', 8192, 8192): ((256, C3), (512, C16), (1024, C11), (2048, C8), (4096, C8), (8192, C8),),
+    ('half', 'nn', 8192, 8192): ((256, C3), (512, C16), (1024, C24), (2048, C8), (4096, C24), (8192, C8),),
     ('half', 'nn', 3072, 9216): ((512, C7), (2048, C8), (8192, C8),),
-    ('half', 'nn', 4096, 11008): ((512, C3), (2048, C28),),
-    ('half', 'nn', 4096, 12288): ((256, C6), (512, C3), (1024, C8), (2048, C8), (4096, C11), (8192, C8),),
-    ('half', 'nn', 4096, 14336): ((256, C6), (512, C3), (1024, C28), (2048, C8), (4096, C8), (8192, C8),),
+    ('half', 'nn', 4096, 11008): ((512, C3), (2048, C9),),
+    ('half', 'nn', 4096, 12288): ((256, C6), (512, C3), (1024, C8), (2048, C8), (4096, C24), (8192, C8),),
+    ('half', 'nn', 4096, 14336): ((256, C6), (512, C3), (1024, C24), (2048, C8), (4096, C24), (8192, C8),),
     ('half', 'nn', 2048, 16384): ((512, C6), (2048, C8),),
     ('half', 'nn', 3072, 16384): ((512, C7), (2048, C8),),
     ('half', 'nn', 4096, 22016): ((512, C3), (2048, C8),),
-    ('half', 'nn', 1536, 24576): ((512, C35), (2048, C14),),
+    ('half', 'nn', 1536, 24576): ((512, C34), (2048, C14),),
     ('half', 'nn', 4096, 28672): ((512, C3), (2048, C8),),
-    ('half', 'nn', 512, 30592): ((256, C20), (512, C36), (1024, C37), (2048, C37),),
+    ('half', 'nn', 512, 30592): ((256, C19), (512, C35), (1024, C36), (2048, C36),),
     ('half', 'nn', 4096, 32000): ((256, C6), (512, C3), (1024, C8), (2048, C8),),
-    ('half', 'nn', 768, 50257): ((256, C38), (512, C38), (1024, C38), (2048, C39),),
-    ('half', 'nn', 1024, 65536): ((256, C37), (512, C37), (1024, C37), (2048, C40),),
-    ('half', 'nn', 896, 151936): ((256, C37), (512, C37), (1024, C37), (2048, C41),),
-    ('half', 'nt gated', 4096, 1024): ((1, C42), (16, C43), (64, C44), (256, C3), (1024, C9), (4096, C9), (8192, C9),),
-    ('half', 'nt gated', 11008, 4096): ((1, C10), (16, C45), (64, C17), (256, C8), (1024, C8), (4096, C9), (8192, C9),),
-    ('half', 'nt gated', 14336, 4096): ((1, C12), (16, C45), (64, C13), (256, C9), (1024, C9), (4096, C9), (8192, C9),),
+    ('half', 'nn', 768, 50257): ((256, C37), (512, C37), (1024, C37), (2048, C38),),
+    ('half', 'nn', 1024, 65536): ((256, C36), (512, C36), (1024, C36), (2048, C39),),
+    ('half', 'nn', 896, 151936): ((256, C36), (512, C36), (1024, C36), (2048, C40),),
+    ('half', 'nt gated', 4096, 1024): ((1, C41), (16, C42), (64, C43), (256, C3), (1024, C9), (4096, C9), (8192, C9),),
+    ('half', 'nt gated', 11008, 4096): ((1, C10), (16, C44), (64, C45), (256, C8), (1024, C24), (4096, C26), (8192, C9),),
+    ('half', 'nt gated', 14336, 4096): ((1, C12), (16, C44), (64, C13), (256, C9), (1024, C9), (4096, C9), (8192, C9),),
     ('half', 'nn gated gradient', 4096, 1024): ((512, C46), (2048, C9), (4096, C9), (8192, C9),),
     ('half', 'nn gated gradient', 1024, 4096): ((4096, C9), (8192, C9),),
     ('half', 'nn gated gradient', 14336, 4096): ((512, C9), (2048, C9), (4096, C9), (8192, C9),),
     ('half', 'nn gated gradient', 4096, 14336): ((4096, C9), (8192, C9),),
-    ('half', 'nn gradient', 3072, 768): ((512, C7), (2048, C26), (4096, C9), (8192, C11),),
-    ('half', 'nn gradient', 4096, 1024): ((512, C3), (2048, C9), (4096, C11), (8192, C8),),
+    ('half', 'nn gradient', 3072, 768): ((512, C7), (2048, C27), (4096, C9), (8192, C11),),
+    ('half', 'nn gradient', 4096, 1024): ((512, C3), (2048, C9), (4096, C26), (8192, C8),),
     ('half', 'nn gradient', 1024, 4096): ((4096, C9), (8192, C9),),
-    ('half', 'nn gradient', 14336, 4096): ((512, C9), (2048, C9), (4096, C11), (8192, C8),),
+    ('half', 'nn gradient', 14336, 4096): ((512, C9), (2048, C9), (4096, C26), (8192, C8),),
     ('half', 'nn gradient', 4096, 14336): ((4096, C9), (8192, C8),),
-    ('half', 'nt', 96, 384): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C22), (512, C2), (1024, C22), (2048, C2), (4096, C22), (8192, C23),),
-    ('half', 'nt', 256, 1024): ((1, C0), (8, C0), (16, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C2), (4096, C23),),
-    ('half', 'nt', 384, 96): ((1, C0), (16, C0), (64, C47), (128, C47), (256, C22), (512, C2), (1024, C22), (2048, C48), (4096, C7),),
-    ('half', 'nt', 384, 384): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C22), (512, C2), (1024, C2), (2048, C6), (4096, C7), (8192, C14),),
-    ('half', 'nt', 512, 2048): ((1, C0), (8, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C23), (4096, C3), (8192, C16),),
-    ('half', 'nt', 512, 3584): ((1, C0), (16, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C23), (4096, C3),),
+    ('half', 'nt', 96, 384): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C21), (512, C2), (1024, C21), (2048, C2), (4096, C21), (8192, C22),),
+    ('half', 'nt', 256, 1024): ((1, C0), (8, C0), (16, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C2), (4096, C22),),
+    ('half', 'nt', 384, 96): ((1, C0), (16, C0), (64, C47), (128, C47), (256, C21), (512, C2), (1024, C21), (2048, C48), (4096, C7),),
+    ('half', 'nt', 384, 384): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C21), (512, C2), (1024, C2), (2048, C6), (4096, C7), (8192, C14),),
+    ('half', 'nt', 512, 2048): ((1, C0), (8, C0), (16, C0), (32, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C22), (4096, C3), (8192, C16),),
+    ('half', 'nt', 512, 3584): ((1, C0), (16, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C2), (2048, C22), (4096, C3),),
     ('half', 'nt', 768, 768): ((1, C0), (16, C0), (64, C0), (128, C0), (256, C2), (512, C2), (1024, C6), (2048, C7), (4096, C14),),
-    ('half', 'nt', 768, 3072): ((1, C0), (8, C0), (16, C0), (32, C0), (64, C0), (128, C0), (192, C2), (256, C2), (384, C2), (512, C2), (768, C6), (1024, C6), (1536, C32), (2048, C7), (3072, C25), (4096, C14), (8192, C8),),
-    ('half', 'nt', 1024, 256): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C47), (256, C2), (512, C2), (1024, C23), (2048, C46), (4096, C16), (8192, C4),),
-    ('half', 'nt', 1024, 4096): ((1, C49), (16, C49), (64, C50), (128, C50), (192, C20), (256, C20), (384, C22), (512, C22), (768, C6), (1024, C37), (1536, C7), (2048, C3), (3072, C37), (4096, C8),),
-    ('half', 'nt', 1152, 1152): ((1, C0), (16, C0), (64, C51), (128, C2), (256, C22), (512, C6), (1024, C32), (2048, C25), (4096, C24),),
-    ('half', 'nt', 1280, 1280): ((1, C0), (16, C0), (32, C0), (64, C51), (128, C51), (256, C22), (512, C6), (1024, C32), (2048, C25), (4096, C24), (8192, C8),),
-    ('half', 'nt', 2048, 768): ((1, C0), (16, C0), (32, C0), (64, C51), (128, C51), (256, C2), (512, C6), (1024, C3), (2048, C16), (4096, C4), (8192, C4),),
-    ('half', 'nt', 2048, 2048): ((1, C0), (2, C0), (4, C0), (8, C0), (16, C0), (32, C0), (64, C51), (128, C51), (256, C2), (512, C6), (1024, C3), (2048, C16), (4096, C11), (8192, C8),),
-    ('half', 'nt', 2048, 8192): ((1, C49), (16, C49), (64, C50), (128, C52), (192, C36), (256, C53), (384, C54), (512, C54), (768, C7), (1024, C3), (1536, C14), (2048, C8), (3072, C26), (4096, C8),),
-    ('half', 'nt', 2304, 768): ((1, C0), (16, C0), (64, C51), (128, C2), (256, C6), (512, C7), (1024, C25), (2048, C24), (4096, C26),),
-    ('half', 'nt', 2560, 9728): ((1, C55), (16, C56), (32, C57), (64, C58), (128, C59), (192, C22), (256, C60), (384, C37), (512, C32), (768, C3), (1024, C25), (1536, C8), (2048, C31), (3072, C8), (4096, C8), (8192, C8),),
-    ('half', 'nt', 3072, 768): ((1, C0), (8, C0), (16, C0), (64, C51), (128, C2), (256, C6), (512, C7), (1024, C14), (2048, C8), (4096, C4),),
-    ('half', 'nt', 3072, 3072): ((1, C0), (16, C0), (64, C51), (128, C2), (256, C6), (512, C7), (1024, C14), (2048, C8), (4096, C8),),
-    ('half', 'nt', 3584, 3584): ((1, C0), (16, C0), (32, C51), (64, C51), (128, C2), (192, C23), (256, C6), (384, C7), (512, C3), (768, C14), (1024, C8), (1536, C61), (2048, C4), (3072, C61), (4096, C8), (8192, C8),),
-    ('half', 'nt', 4096, 512): ((1, C0), (16, C43), (32, C0), (64, C51), (128, C2), (256, C6), (512, C3), (1024, C16), (2048, C4), (4096, C4), (8192, C11),),
-    ('half', 'nt', 4096, 1024): ((1, C0), (16, C0), (64, C51), (128, C2), (256, C6), (512, C3), (1024, C16), (2048, C4), (4096, C11),),
-    ('half', 'nt', 4096, 4096): ((1, C0), (2, C0), (4, C0), (8, C0), (16, C0), (32, C51), (64, C2), (128, C2), (192, C23), (256, C6), (384, C7), (512, C3), (768, C14), (1024, C16), (1536, C8), (2048, C8), (3072, C11), (4096, C8), (8192, C8),),
-    ('half', 'nt', 4096, 11008): ((1, C49), (16, C49), (32, C50), (64, C58), (128, C59), (256, C54), (512, C3), (1024, C8), (2048, C8), (4096, C8),),
-    ('half', 'nt', 4096, 14336): ((1, C49), (16, C49), (32, C50), (64, C58), (128, C59), (192, C23), (256, C37), (384, C62), (512, C3), (768, C14), (1024, C8), (1536, C8), (2048, C8), (3072, C8), (4096, C8),),
-    ('half', 'nt', 4608, 4096): ((1, C42), (16, C63), (32, C5), (64, C2), (128, C6), (256, C32), (512, C25), (1024, C61), (2048, C26), (4096, C8), (8192, C8),),
-    ('half', 'nt', 5120, 5120): ((1, C42), (2, C42), (4, C42), (8, C42), (16, C63), (32, C5), (64, C2), (128, C6), (192, C23), (256, C32), (384, C3), (512, C25), (768, C16), (1024, C24), (1536, C11), (2048, C8), (3072, C26), (4096, C8), (8192, C11),),
-    ('half', 'nt', 6144, 4096): ((1, C42), (2, C42), (4, C42), (8, C42), (16, C63), (32, C5), (64, C2), (128, C6), (192, C64), (256, C7), (384, C25), (512, C14), (768, C61), (1024, C8), (1536, C26), (2048, C11), (3072, C8), (4096, C8), (8192, C11),),
-    ('half', 'nt', 6912, 1152): ((1, C42), (16, C43), (32, C5), (64, C2), (128, C6), (256, C3), (512, C16), (1024, C8), (2048, C8), (4096, C8), (8192, C8),),
-    ('half', 'nt', 7168, 16384): ((1, C42), (16, C0), (64, C2), (128, C65), (256, C3), (512, C16), (1024, C11), (2048, C8),),
-    ('half', 'nt', 8192, 2048): ((1, C0), (16, C0), (32, C51), (64, C2), (128, C6), (192, C30), (256, C3), (384, C14), (512, C16), (768, C8), (1024, C11), (1536, C4), (2048, C8), (3072, C11), (4096, C8), (8192, C8),),
-    ('half', 'nt', 8192, 8192): ((1, C0), (2, C0), (4, C0), (8, C0), (16, C0), (32, C51), (64, C2), (128, C65), (256, C3), (512, C16), (1024, C11), (2048, C8), (4096, C8), (8192, C8),),
-    ('half', 'nt', 9216, 3072): ((1, C12), (16, C0), (32, C66), (64, C13), (128, C32), (256, C25), (512, C61), (1024, C26), (2048, C8), (4096, C8), (8192, C8),),
-    ('half', 'nt', 11008, 4096): ((1, C12), (16, C0), (64, C2), (128, C7), (256, C14), (512, C8), (1024, C11), (2048, C8), (4096, C8),),
-    ('half', 'nt', 12288, 4096): ((1, C12), (2, C12), (4, C12), (8, C12), (16, C0), (32, C67), (64, C2), (128, C7), (256, C27), (512, C8), (1024, C11), (2048, C8), (4096, C8), (8192, C8),),
-    ('half', 'nt', 14336, 4096): ((1, C12), (2, C12), (4, C12), (8, C12), (16, C0), (32, C67), (64, C48), (128, C3), (192, C28), (256, C16), (384, C8), (512, C11), (768, C11), (1024, C8), (1536, C26), (2048, C28), (3072, C8), (4096, C8), (8192, C8),),
-    ('half', 'nt', 16384, 2048): ((1, C63), (16, C63), (64, C48), (128, C3), (256, C16), (512, C11), (1024, C8), (2048, C11), (4096, C8),),
-    ('half', 'nt', 16384, 3072): ((1, C63), (16, C63), (32, C67), (64, C48), (128, C3), (256, C16), (512, C11), (1024, C11), (2048, C8), (4096, C8),),
-    ('half', 'nt', 22016, 4096): ((1, C0), (16, C0), (64, C2), (128, C14), (192, C68), (256, C8), (384, C11), (512, C11), (768, C11), (1024, C26), (1536, C8), (2048, C8), (3072, C8),),
-    ('half', 'nt', 24576, 1536): ((1, C63), (16, C63), (64, C48), (128, C14), (256, C8), (512, C11), (1024, C8), (2048, C8), (4096, C8),),
-    ('half', 'nt', 28672, 4096): ((1, C63), (16, C63), (64, C48), (128, C8), (256, C11), (512, C8), (1024, C8), (2048, C8),),
-    ('half', 'nt', 32000, 4096): ((1, C63), (2, C63), (4, C63), (8, C0), (16, C63), (32, C67), (64, C17), (128, C8), (256, C11), (512, C11), (1024, C8), (2048, C8), (4096, C8), (8192, C8),),
-    ('half', 'nt', 50257, 768): ((1, C12), (16, C63), (64, C69), (128, C70), (256, C28), (512, C28), (1024, C28), (2048, C28), (4096, C28),),
-    ('half', 'nt', 128256, 4096): ((1, C63), (2, C63), (4, C0), (8, C0), (16, C63), (32, C67), (64, C17), (128, C8), (256, C11), (512, C8), (1024, C8), (2048, C8), (4096, C8), (8192, C11),),
-    ('half', 'nt', 151936, 896): ((1, C63), (16, C63), (32, C5), (64, C17), (128, C8), (256, C11), (512, C11), (1024, C8),),
-    ('half', 'tn accumulated', 512, 3584): ((2048, C4), (8192, C64),),
-    ('half', 'tn accumulated', 768, 768): ((2048, C23), (8192, C71),),
-    ('half', 'tn accumulated', 1024, 1024): ((2048, C23), (8192, C21),),
-    ('half', 'tn accumulated', 1152, 1152): ((2048, C4), (8192, C72),),
-    ('half', 'tn accumulated', 2048, 2048): ((2048, C9), (8192, C28),),
-    ('half', 'tn accumulated', 2048, 8192): ((2048, C28), (8192, C28),),
-    ('half', 'tn accumulated', 3072, 768): ((2048, C34), (8192, C72),),
-    ('half', 'tn accumulated', 4096, 1024): ((2048, C28), (8192, C28),),
-    ('half', 'tn accumulated', 7168, 16384): ((2048, C61),),
-    ('half', 'tn accumulated', 12288, 4096): ((2048, C61),),
-    ('half', 'tn accumulated', 28672, 4096): ((2048, C61),),
-    ('ieee', 'nt', 1024, 4096): ((1, C73), (16, C74), (64, C75), (256, C75), (1024, C76), (4096, C76),),
-    ('ieee', 'nt', 4096, 4096): ((1, C73), (16, C77), (64, C75), (256, C76), (1024, C76), (4096, C76),),
-    ('tf32', 'nt activated', 1024, 256): ((1, C78), (64, C78), (512, C79), (2048, C80), (8192, C81), (32768, C81),),
-    ('tf32', 'nt activated', 3072, 768): ((1, C78), (64, C82), (512, C83), (2048, C84), (8192, C81), (32768, C81),),
-    ('tf32', 'nt activated', 4096, 1024): ((1, C78), (64, C79), (512, C80), (2048, C81), (8192, C81), (32768, C81),),
-    ('tf32', 'nt activated', 4096, 4096): ((1, C78), (64, C79), (512, C80), (2048, C81), (8192, C85), (32768, C80),),
-    ('tf32', 'nt activated', 11008, 4096): ((1, C78), (64, C86), (512, C80), (2048, C84), (8192, C85),),
-    ('tf32', 'nt activated', 14336, 4096): ((1, C87), (64, C86), (512, C88), (2048, C85), (8192, C80), (32768, C88),),
-    ('tf32', 'tn', 96, 384): ((256, C89), (1024, C90), (4096, C91), (8192, C92),),
-    ('tf32', 'tn', 256, 1024): ((256, C89), (1024, C90), (4096, C93), (8192, C94),),
-    ('tf32', 'tn', 384, 96): ((256, C95), (1024, C89), (4096, C91), (8192, C91),),
-    ('tf32', 'tn', 384, 384): ((256, C96), (1024, C90), (4096, C91), (8192, C93),),
-    ('tf32', 'tn', 768, 768): ((256, C89), (1024, C89), (4096, C94), (8192, C94),),
-    ('tf32', 'tn', 768, 3072): ((256, C95), (1024, C95), (4096, C95), (8192, C97),),
-    ('tf32', 'tn', 1024, 256): ((256, C95), (1024, C90), (4096, C93), (8192, C94),),
-    ('tf32', 'tn', 2048, 2048): ((256, C95), (1024, C95), (4096, C95), (8192, C94),),
-    ('tf32', 'tn', 3072, 768): ((256, C95), (1024, C95), (4096, C95), (8192, C94),),
-    ('tf32', 'tn', 4096, 4096): ((256, C95), (1024, C95), (4096, C95), (8192, C98),),
-    ('tf32', 'tn', 4096, 14336): ((256, C95), (1024, C95), (4096, C95), (8192, C98),),
-    ('tf32', 'nn', 384, 96): ((256, C89), (1024, C96), (4096, C96), (8192, C99),),
-    ('tf32', 'nn', 1024, 256): ((256, C89), (1024, C99), (4096, C95), (8192, C95),),
-    ('tf32', 'nn', 96, 384): ((1, C100), (16, C101), (64, C89), (256, C89), (1024, C89), (4096, C102), (8192, C102),),
-    ('tf32', 'nn', 384, 384): ((256, C89), (1024, C90), (4096, C96), (8192, C96),),
-    ('tf32', 'nn', 768, 768): ((1, C103), (16, C104), (64, C89), (256, C89), (1024, C96), (4096, C96), (8192, C105),),
-    ('tf32', 'nn', 3072, 768): ((1, C103), (16, C104), (64, C89), (256, C96), (1024, C96), (4096, C95), (8192, C95),),
-    ('tf32', 'nn', 256, 1024): ((1, C103), (16, C104), (64, C89), (256, C89), (1024, C89), (4096, C99), (8192, C105),),
-    ('tf32', 'nn', 2048, 2048): ((1, C103), (16, C104), (64, C89), (256, C96), (1024, C105), (4096, C105), (8192, C95),),
-    ('tf32', 'nn', 768, 3072): ((256, C89), (1024, C99), (4096, C96), (8192, C105),),
-    ('tf32', 'nn', 4096, 4096): ((1, C106), (16, C104), (64, C89), (256, C99), (1024, C105), (4096, C105), (8192, C105),),
-    ('tf32', 'nn', 14336, 4096): ((256, C105), (1024, C105), (4096, C95), (8192, C105),),
-    ('tf32', 'nn gradient', 384, 96): ((256, C102), (1024, C107), (4096, C96), (8192, C108),),
-    ('tf32', 'nn gradient', 1024, 256): ((256, C102), (1024, C107), (4096, C108), (8192, C108),),
-    ('tf32', 'nn gradient', 96, 384): ((256, C102), (1024, C102), (4096, C102), (8192, C102),),
-    ('tf32', 'nn gradient', 384, 384): ((256, C102), (1024, C90), (4096, C96), (8192, C109),),
-    ('tf32', 'nn gradient', 768, 768): ((256, C102), (1024, C102), (4096, C109), (8192, C108),),
-    ('tf32', 'nn gradient', 3072, 768): ((256, C102), (1024, C109), (4096, C108), (8192, C108),),
-    ('tf32', 'nn gradient', 256, 1024): ((256, C102), (1024, C102), (4096, C110), (8192, C110),),
-    ('tf32', 'nn gradient', 2048, 2048): ((256, C107), (1024, C111), (4096, C109), (8192, C109),),
-    ('tf32', 'nn gradient', 768, 3072): ((256, C102), (1024, C90), (4096, C109), (8192, C111),),
-    ('tf32', 'nn gradient', 4096, 4096): ((256, C110), (1024, C108), (4096, C109), (8192, C109),),
-    ('tf32', 'nn gradient', 14336, 4096): ((256, C108), (1024, C109), (4096, C109), (8192, C112),),
-    ('tf32', 'nt', 512, 2048): ((1, C78), (16, C78), (64, C78),),
-    ('tf32', 'nt', 768, 3072): ((1, C78), (16, C78), (64, C78), (256, C79),),
-    ('tf32', 'nt', 1024, 4096): ((1, C78), (8, C78), (16, C78), (32, C78), (64, C78), (128, C82), (256, C79), (512, C113), (1024, C17), (4096, C88),),
-    ('tf32', 'nt', 2048, 2048): ((1, C78), (8, C78), (16, C78), (32, C78), (64, C82), (128, C79), (256, C113), (512, C17), (1024, C80), (4096, C88),),
-    ('tf32', 'nt', 3072, 768): ((1, C78), (16, C78), (64, C82), (256, C17),),
-    ('tf32', 'nt', 4096, 4096): ((1, C78), (8, C78), (16, C78), (32, C82), (64, C79), (128, C79), (256, C17), (512, C80), (1024, C88), (4096, C88),),
-    ('tf32', 'nt', 4096, 14336): ((1, C78), (8, C78), (16, C78), (32, C82), (64, C79), (128, C114), (256, C17), (512, C80), (1024, C88), (4096, C83),),
-    ('tf32', 'nt', 5120, 5120): ((1, C115), (8, C78), (16, C78), (32, C82), (64, C79), (128, C114), (256, C80), (512, C116), (1024, C117), (4096, C88),),
-    ('tf32', 'nt', 8192, 8192): ((1, C78), (8, C78), (16, C78), (32, C82), (64, C79), (128, C118), (256, C80), (512, C88), (1024, C88), (4096, C88),),
-    ('tf32', 'nt', 12288, 4096): ((1, C78), (8, C78), (16, C78), (32, C82), (64, C119), (128, C120), (256, C116), (512, C116), (1024, C88), (4096, C88),),
-    ('tf32', 'nt', 128256, 4096): ((1, C78), (8, C78), (16, C78), (32, C82), (64, C121), (128, C122), (256, C88), (512, C88), (1024, C88), (4096, C85),),
-    ('tf32x3', 'tn', 1024, 4096): ((512, C123), (4096, C123),),
-    ('tf32x3', 'tn', 2048, 2048): ((512, C124), (4096, C123),),
-    ('tf32x3', 'tn', 4096, 4096): ((512, C123), (4096, C123),),
-    ('tf32x3', 'nn', 4096, 1024): ((512, C123), (4096, C123),),
-    ('tf32x3', 'nn', 2048, 2048): ((512, C125), (4096, C123),),
-    ('tf32x3', 'nn', 4096, 4096): ((512, C123), (4096, C123),),
-    ('tf32x3', 'nt', 768, 3072): ((1, C126), (16, C126), (64, C126), (256, C127), (1024, C125), (4096, C125),),
-    ('tf32x3', 'nt', 1024, 1024): ((1, C126), (16, C126), (64, C126), (256, C127), (1024, C125), (4096, C128),),
-    ('tf32x3', 'nt', 1024, 4096): ((1, C129), (16, C129), (64, C129), (128, C130), (256, C130), (512, C131), (1024, C132), (4096, C133),),
-    ('tf32x3', 'nt', 2048, 2048): ((1, C126), (16, C126), (64, C126), (256, C127), (1024, C128), (4096, C128),),
-    ('tf32x3', 'nt', 3072, 768): ((1, C126), (16, C126), (64, C134), (128, C134), (256, C134), (512, C133), (1024, C125), (4096, C123),),
-    ('tf32x3', 'nt', 4096, 4096): ((1, C126), (16, C126), (64, C135), (128, C127), (256, C136), (512, C133), (1024, C128), (4096, C137),),
-    ('tf32x3', 'nt', 4096, 14336): ((1, C129), (16, C129), (64, C130), (128, C131), (256, C132), (512, C133), (1024, C133), (4096, C137),),
+    ('half', 'nt', 768, 3072): ((1, C0), (8, C0), (16, C0), (32, C0), (64, C0), (128, C0), (192, C2), (256, C2), (384, C2), (512, C2), (768, C6), (1024, C6), (1536, C31), (2048, C7), (3072, C23), (4096, C14), (8192, C8),),
+    ('half', 'nt', 1024, 256): ((1, C0), (16, C0), (32, C0), (64, C0), (128, C47), (256, C2), (512, C2), (1024, C22), (2048, C46), (4096, C16), (8192, C26),),
+    ('half', 'nt', 1024, 4096): ((1, C49), (16, C49), (64, C50), (128, C50), (192, C19), (256, C19), (384, C21), (512, C21), (768, C6), (1024, C36), (1536, C7), (2048, C3), (3072, C36), (4096, C8),),
+    ('half', 'nt', 1152, 1152): ((1, C0), (16, C0), (64, C51), (128, C2), (256, C21), (512, C6), (1024, C31), (2048, C23), (4096, C52),),
+    ('half', 'nt', 1280, 1280): ((1, C0), (16, C0), (32, C0), (64, C51), (128, C51), (256, C21), (512, C6), (1024, C31), (2048, C23), (4096, C52), (8192, C26),),
+    ('half', 'nt', 2048, 768): ((1, C0), (16, C0), (32, C0), (64, C51), (128, C51), (256, C2), (512, C6), (1024, C3), (2048, C16), (4096, C26), (8192, C26),),
+    ('half', 'nt', 2048, 2048): ((1, C0), (2, C0), (4, C0), (8, C0), (16, C0), (32, C0), (64, C51), (128, C51), (256, C2), (512, C6), (1024, C3), (2048, C16), (4096, C26), (8192, C26),),
+    ('half', 'nt', 2048, 8192): ((1, C49), (16, C49), (64, C50), (128, C53), (192, C35), (256, C54), (384, C55), (512, C55), (768, C7), (1024, C3), (1536, C14), (2048, C8), (3072, C27), (4096, C8),),
+    ('half', 'nt', 2304, 768): ((1, C0), (16, C0), (64, C51), (128, C2), (256, C6), (512, C7), (1024, C23), (2048, C52), (4096, C26),),
+    ('half', 'nt', 2560, 9728): ((1, C56), (16, C57), (32, C58), (64, C59), (128, C60), (192, C21), (256, C61), (384, C36), (512, C31), (768, C3), (1024, C23), (1536, C8), (2048, C25), (3072, C8), (4096, C8), (8192, C8),),
+    ('half', 'nt', 3072, 768): ((1, C0), (8, C0), (16, C0), (64, C51), (128, C2), (256, C6), (512, C7), (1024, C14), (2048, C26), (4096, C26),),
+    ('half', 'nt', 3072, 3072): ((1, C0), (16, C0), (64, C51), (128, C2), (256, C6), (512, C7), (1024, C14), (2048, C8), (4096, C24),),
+    ('half', 'nt', 3584, 3584): ((1, C0), (16, C0), (32, C51), (64, C51), (128, C2), (192, C22), (256, C6), (384, C7), (512, C3), (768, C14), (1024, C8), (1536, C62), (2048, C24), (3072, C62), (4096, C24), (8192, C24),),
+    ('half', 'nt', 4096, 512): ((1, C0), (16, C42), (32, C0), (64, C51), (128, C2), (256, C6), (512, C3), (1024, C16), (2048, C26), (4096, C26), (8192, C26),),
+    ('half', 'nt', 4096, 1024): ((1, C0), (16, C0), (64, C51), (128, C2), (256, C6), (512, C3), (1024, C16), (2048, C8), (4096, C26),),
+    ('half', 'nt', 4096, 4096): ((1, C0), (2, C0), (4, C0), (8, C0), (16, C0), (32, C51), (64, C2), (128, C2), (192, C22), (256, C6), (384, C7), (512, C3), (768, C14), (1024, C16), (1536, C8), (2048, C26), (3072, C11), (4096, C24), (8192, C24),),
+    ('half', 'nt', 4096, 11008): ((1, C49), (16, C49), (32, C50), (64, C59), (128, C60), (256, C55), (512, C3), (1024, C8), (2048, C8), (4096, C8),),
+    ('half', 'nt', 4096, 14336): ((1, C49), (16, C49), (32, C50), (64, C59), (128, C60), (192, C22), (256, C36), (384, C63), (512, C3), (768, C14), (1024, C8), (1536, C8), (2048, C8), (3072, C8), (4096, C8),),
+    ('half', 'nt', 4608, 4096): ((1, C41), (16, C64), (32, C5), (64, C2), (128, C6), (256, C31), (512, C23), (1024, C24), (2048, C24), (4096, C24), (8192, C24),),
+    ('half', 'nt', 5120, 5120): ((1, C41), (2, C41), (4, C41), (8, C41), (16, C64), (32, C5), (64, C2), (128, C6), (192, C22), (256, C31), (384, C3), (512, C23), (768, C16), (1024, C24), (1536, C4), (2048, C24), (3072, C27), (4096, C24), (8192, C24),),
+    ('half', 'nt', 6144, 4096): ((1, C41), (2, C41), (4, C41), (8, C41), (16, C64), (32, C5), (64, C2), (128, C6), (192, C65), (256, C7), (384, C23), (512, C14), (768, C62), (1024, C8), (1536, C27), (2048, C26), (3072, C8), (4096, C24), (8192, C24),),
+    ('half', 'nt', 6912, 1152): ((1, C41), (16, C42), (32, C5), (64, C2), (128, C6), (256, C3), (512, C16), (1024, C8), (2048, C26), (4096, C24), (8192, C24),),
+    ('half', 'nt', 7168, 16384): ((1, C41), (16, C0), (64, C2), (128, C66), (256, C3), (512, C24), (1024, C24), (2048, C24),),
+    ('half', 'nt', 8192, 2048): ((1, C0), (16, C0), (32, C51), (64, C2), (128, C6), (192, C29), (256, C3), (384, C14), (512, C16), (768, C8), (1024, C26), (1536, C4), (2048, C24), (3072, C9), (4096, C24), (8192, C24),),
+    ('half', 'nt', 8192, 8192): ((1, C0), (2, C0), (4, C0), (8, C0), (16, C0), (32, C51), (64, C2), (128, C66), (256, C3), (512, C16), (1024, C24), (2048, C24), (4096, C24), (8192, C24),),
+    ('half', 'nt', 9216, 3072): ((1, C12), (16, C0), (32, C67), (64, C13), (128, C31), (256, C23), (512, C24), (1024, C27), (2048, C24), (4096, C24), (8192, C24),),
+    ('half', 'nt', 11008, 4096): ((1, C12), (16, C0), (64, C2), (128, C7), (256, C68), (512, C24), (1024, C11), (2048, C24), (4096, C24),),
+    ('half', 'nt', 12288, 4096): ((1, C12), (2, C12), (4, C12), (8, C12), (16, C0), (32, C69), (64, C2), (128, C7), (256, C68), (512, C26), (1024, C24), (2048, C24), (4096, C24), (8192, C24),),
+    ('half', 'nt', 14336, 4096): ((1, C12), (2, C12), (4, C12), (8, C12), (16, C0), (32, C69), (64, C48), (128, C3), (192, C70), (256, C70), (384, C8), (512, C24), (768, C4), (1024, C24), (1536, C27), (2048, C24), (3072, C8), (4096, C24), (8192, C24),),
+    ('half', 'nt', 16384, 2048): ((1, C64), (16, C64), (64, C48), (128, C3), (256, C16), (512, C26), (1024, C26), (2048, C24), (4096, C24),),
+    ('half', 'nt', 16384, 3072): ((1, C64), (16, C64), (32, C69), (64, C48), (128, C3), (256, C26), (512, C26), (1024, C24), (2048, C24), (4096, C24),),
+    ('half', 'nt', 22016, 4096): ((1, C0), (16, C0), (64, C2), (128, C14), (192, C71), (256, C24), (384, C11), (512, C24), (768, C4), (1024, C24), (1536, C8), (2048, C24), (3072, C8),),
+    ('half', 'nt', 24576, 1536): ((1, C64), (16, C64), (64, C48), (128, C14), (256, C26), (512, C26), (1024, C26), (2048, C24), (4096, C24),),
+    ('half', 'nt', 28672, 4096): ((1, C64), (16, C64), (64, C48), (128, C8), (256, C24), (512, C24), (1024, C24), (2048, C24),),
+    ('half', 'nt', 32000, 4096): ((1, C64), (2, C64), (4, C64), (8, C0), (16, C64), (32, C69), (64, C48), (128, C8), (256, C26), (512, C24), (1024, C24), (2048, C24), (4096, C24), (8192, C26),),
+    ('half', 'nt', 50257, 768): ((1, C12), (16, C64), (64, C72), (128, C73), (256, C70), (512, C9), (1024, C9), (2048, C9), (4096, C62),),
+    ('half', 'nt', 128256, 4096): ((1, C64), (2, C64), (4, C0), (8, C0), (16, C64), (32, C69), (64, C48), (128, C8), (256, C26), (512, C24), (1024, C24), (2048, C24), (4096, C24), (8192, C24),),
+    ('half', 'nt', 151936, 896): ((1, C64), (16, C64), (32, C5), (64, C45), (128, C8), (256, C24), (512, C24), (1024, C24),),
+    ('half', 'tn accumulated', 512, 3584): ((2048, C4), (8192, C65),),
+    ('half', 'tn accumulated', 768, 768): ((2048, C22), (8192, C74),),
+    ('half', 'tn accumulated', 1024, 1024): ((2048, C22), (8192, C20),),
+    ('half', 'tn accumulated', 1152, 1152): ((2048, C4), (8192, C75),),
+    ('half', 'tn accumulated', 2048, 2048): ((2048, C9), (8192, C9),),
+    ('half', 'tn accumulated', 2048, 8192): ((2048, C9), (8192, C9),),
+    ('half', 'tn accumulated', 3072, 768): ((2048, C33), (8192, C75),),
+    ('half', 'tn accumulated', 4096, 1024): ((2048, C9), (8192, C9),),
+    ('half', 'tn accumulated', 7168, 16384): ((2048, C62),),
+    ('half', 'tn accumulated', 12288, 4096): ((2048, C62),),
+    ('half', 'tn accumulated', 28672, 4096): ((2048, C62),),
+    ('ieee', 'nt', 1024, 4096): ((1, C76), (16, C77), (64, C78), (256, C78), (1024, C79), (4096, C79),),
+    ('ieee', 'nt', 4096, 4096): ((1, C76), (16, C80), (64, C78), (256, C79), (1024, C79), (4096, C79),),
+    ('tf32', 'nt activated', 1024, 256): ((1, C81), (64, C81), (512, C82), (2048, C83), (8192, C84), (32768, C84),),
+    ('tf32', 'nt activated', 3072, 768): ((1, C81), (64, C85), (512, C86), (2048, C87), (8192, C84), (32768, C84),),
+    ('tf32', 'nt activated', 4096, 1024): ((1, C81), (64, C82), (512, C83), (2048, C84), (8192, C84), (32768, C84),),
+    ('tf32', 'nt activated', 4096, 4096): ((1, C81), (64, C82), (512, C83), (2048, C84), (8192, C88), (32768, C83),),
+    ('tf32', 'nt activated', 11008, 4096): ((1, C81), (64, C89), (512, C83), (2048, C87), (8192, C88),),
+    ('tf32', 'nt activated', 14336, 4096): ((1, C90), (64, C89), (512, C91), (2048, C88), (8192, C83), (32768, C91),),
+    ('tf32', 'tn', 96, 384): ((256, C92), (1024, C93), (4096, C94), (8192, C95),),
+    ('tf32', 'tn', 256, 1024): ((256, C92), (1024, C93), (4096, C96), (8192, C97),),
+    ('tf32', 'tn', 384, 96): ((256, C98), (1024, C92), (4096, C94), (8192, C94),),
+    ('tf32', 'tn', 384, 384): ((256, C99), (1024, C93), (4096, C94), (8192, C96),),
+    ('tf32', 'tn', 768, 768): ((256, C92), (1024, C92), (4096, C97), (8192, C97),),
+    ('tf32', 'tn', 768, 3072): ((256, C98), (1024, C98), (4096, C98), (8192, C100),),
+    ('tf32', 'tn', 1024, 256): ((256, C98), (1024, C93), (4096, C96), (8192, C97),),
+    ('tf32', 'tn', 2048, 2048): ((256, C98), (1024, C98), (4096, C98), (8192, C97),),
+    ('tf32', 'tn', 3072, 768): ((256, C98), (1024, C98), (4096, C98), (8192, C97),),
+    ('tf32', 'tn', 4096, 4096): ((256, C98), (1024, C98), (4096, C98),),
+    ('tf32', 'tn', 4096, 14336): ((256, C98), (1024, C98), (4096, C98),),
+    ('tf32', 'nn', 384, 96): ((256, C92), (1024, C99), (4096, C99), (8192, C101),),
+    ('tf32', 'nn', 1024, 256): ((256, C92), (1024, C101), (4096, C98), (8192, C98),),
+    ('tf32', 'nn', 96, 384): ((1, C102), (16, C103), (64, C92), (256, C92), (1024, C92), (4096, C104), (8192, C104),),
+    ('tf32', 'nn', 384, 384): ((256, C92), (1024, C93), (4096, C99), (8192, C99),),
+    ('tf32', 'nn', 768, 768): ((1, C105), (16, C106), (64, C92), (256, C92), (1024, C99), (4096, C99), (8192, C107),),
+    ('tf32', 'nn', 3072, 768): ((1, C105), (16, C106), (64, C92), (256, C99), (1024, C99), (4096, C98), (8192, C98),),
+    ('tf32', 'nn', 256, 1024): ((1, C105), (16, C106), (64, C92), (256, C92), (1024, C92), (4096, C101), (8192, C107),),
+    ('tf32', 'nn', 2048, 2048): ((1, C105), (16, C106), (64, C92), (256, C99), (1024, C107), (4096, C107), (8192, C98),),
+    ('tf32', 'nn', 768, 3072): ((256, C92), (1024, C101), (4096, C99), (8192, C107),),
+    ('tf32', 'nn', 4096, 4096): ((1, C108), (16, C106), (64, C92), (256, C101), (1024, C107), (4096, C107), (8192, C107),),
+    ('tf32', 'nn', 14336, 4096): ((256, C107), (1024, C107), (4096, C98), (8192, C107),),
+    ('tf32', 'nn gradient', 384, 96): ((256, C104), (1024, C109), (4096, C99), (8192, C110),),
+    ('tf32', 'nn gradient', 1024, 256): ((256, C104), (1024, C109), (4096, C110), (8192, C110),),
+    ('tf32', 'nn gradient', 96, 384): ((256, C104), (1024, C104), (4096, C104), (8192, C104),),
+    ('tf32', 'nn gradient', 384, 384): ((256, C104), (1024, C93), (4096, C99), (8192, C111),),
+    ('tf32', 'nn gradient', 768, 768): ((256, C104), (1024, C104), (4096, C111), (8192, C110),),
+    ('tf32', 'nn gradient', 3072, 768): ((256, C104), (1024, C111), (4096, C110), (8192, C110),),
+    ('tf32', 'nn gradient', 256, 1024): ((256, C104), (1024, C104), (4096, C112), (8192, C112),),
+    ('tf32', 'nn gradient', 2048, 2048): ((256, C109), (1024, C113), (4096, C111), (8192, C111),),
+    ('tf32', 'nn gradient', 768, 3072): ((256, C104), (1024, C93), (4096, C111), (8192, C113),),
+    ('tf32', 'nn gradient', 4096, 4096): ((256, C112), (1024, C110), (4096, C111), (8192, C111),),
+    ('tf32', 'nn gradient', 14336, 4096): ((256, C110), (1024, C111), (4096, C111), (8192, C114),),
+    ('tf32', 'nt', 512, 2048): ((1, C81), (16, C81), (64, C81),),
+    ('tf32', 'nt', 768, 3072): ((1, C81), (16, C81), (64, C81), (256, C82),),
+    ('tf32', 'nt', 1024, 4096): ((1, C81), (8, C81), (16, C81), (32, C81), (64, C81), (128, C85), (256, C82), (512, C115), (1024, C45), (4096, C91),),
+    ('tf32', 'nt', 2048, 2048): ((1, C81), (8, C81), (16, C81), (32, C81), (64, C85), (128, C82), (256, C115), (512, C45), (1024, C83), (4096, C91),),
+    ('tf32', 'nt', 3072, 768): ((64, C85), (256, C45),),
+    ('tf32', 'nt', 4096, 4096): ((1, C81), (8, C81), (16, C81), (32, C85), (64, C82), (128, C82), (256, C45), (512, C83), (1024, C91), (4096, C91),),
+    ('tf32', 'nt', 4096, 14336): ((1, C81), (8, C81), (16, C81), (32, C85), (64, C82), (128, C116), (256, C45), (512, C83), (1024, C91), (4096, C86),),
+    ('tf32', 'nt', 5120, 5120): ((1, C117), (8, C81), (16, C81), (32, C85), (64, C82), (128, C116), (256, C83), (512, C118), (1024, C119), (4096, C91),),
+    ('tf32', 'nt', 8192, 8192): ((1, C81), (8, C81), (16, C81), (32, C85), (64, C82), (128, C120), (256, C83), (512, C91), (1024, C91), (4096, C91),),
+    ('tf32', 'nt', 12288, 4096): ((1, C81), (8, C81), (16, C81), (32, C85), (64, C121), (128, C122), (256, C118), (512, C118), (1024, C91), (4096, C91),),
+    ('tf32', 'nt', 128256, 4096): ((1, C81), (8, C81), (16, C81), (32, C85), (64, C123), (128, C124), (256, C91), (512, C91), (1024, C91), (4096, C88),),
+    ('tf32x3', 'tn', 1024, 4096): ((512, C125), (4096, C125),),
+    ('tf32x3', 'tn', 2048, 2048): ((512, C126), (4096, C125),),
+    ('tf32x3', 'tn', 4096, 4096): ((512, C125), (4096, C125),),
+    ('tf32x3', 'nn', 4096, 1024): ((512, C125), (4096, C125),),
+    ('tf32x3', 'nn', 2048, 2048): ((512, C127), (4096, C125),),
+    ('tf32x3', 'nn', 4096, 4096): ((512, C125), (4096, C125),),
+    ('tf32x3', 'nt', 768, 3072): ((1, C128), (16, C128), (64, C128), (256, C129), (1024, C127), (4096, C127),),
+    ('tf32x3', 'nt', 1024, 1024): ((1, C128), (16, C128), (64, C128), (256, C129), (1024, C127), (4096, C130),),
+    ('tf32x3', 'nt', 1024, 4096): ((1, C131), (16, C131), (64, C131), (128, C132), (256, C132), (512, C133), (1024, C134), (4096, C135),),
+    ('tf32x3', 'nt', 2048, 2048): ((1, C128), (16, C128), (64, C128), (256, C129), (1024, C130), (4096, C130),),
+    ('tf32x3', 'nt', 3072, 768): ((1, C128), (16, C128), (64, C136), (128, C136), (256, C136), (512, C135), (1024, C127), (4096, C125),),
+    ('tf32x3', 'nt', 4096, 4096): ((1, C128), (16, C128), (64, C137), (128, C129), (256, C138), (512, C135), (1024, C130), (4096, C139),),
+    ('tf32x3', 'nt', 4096, 14336): ((1, C131), (16, C131), (64, C132), (128, C133), (256, C134), (512, C135), (1024, C135), (4096, C139),),
 }
 
 MODEL = {
     ('half', 'nn'): (
-        (C8, 0, 0, True, (2.32, 0.387, 1.42, 5.45, 0.3, 0.3, 0.3, 0.212, 0.618, 0.239, 0.0398, 0.0322)),
-        (C3, 0, 0, True, (1.15, 0.656, 3.16, 4.64, 0.3, 0.3, 0.3, 0.196, 0.572, 0.236, 0.0399, 0.0322)),
-        (C6, 0, 0, True, (1.32, 0.708, 3.39, 8.68, 0.3, 0.3, 0.3, 0.105, 0.457, 0.286, 0.0397, 0.032)),
-        (C22, 0, 0, True, (0.833, 1.09, 3.75, 5.51, 0.3, 0.3, 0.3, 0.178, 0.626, 0.292, 0.0396, 0.0321)),
-        (C37, 0, 0, True, (1.11, 0.647, 3.08, 4.27, 0.3, 0.3, 0.3, 0.196, 0.57, 0.27, 0.0397, 0.0322)),
-        (C14, 0, 0, True, (1.05, 0.623, 2.76, 4.87, 0.3, 0.3, 0.3, 0.234, 0.674, 0.322, 0.0401, 0.0322)),
-        (C38, 0, 0, True, (1.16, 0.657, 3.16, 6.39, 0.3, 0.3, 0.3, 1.59, 0.714, 0.341, 0.0397, 0.0322)),
-        (C7, 0, 0, True, (1.16, 0.659, 3.18, 5.67, 0.3, 0.3, 0.3, 0.186, 0.589, 0.276, 0.0398, 0.0322)),
-        (C16, 0, 0, False, (1.01, 0.609, 2.48, 5.98, 0.3, 0.3, 0.3, 0.242, 0.751, 0.326, 0.04, 0.0322)),
-        (C36, 0, 0, True, (1.1, 0.648, 3.11, 5.7, 0.3, 0.3, 0.3, 0.22, 0.642, 0.268, 0.0397, 0.0322)),
-        (C23, 0, 0, True, (0.9, 0.866, 4.12, 4.9, 0.3, 0.3, 0.3, 0.214, 0.626, 0.274, 0.0397, 0.0322)),
-        (C25, 0, 0, True, (1.06, 0.627, 2.85, 4.99, 0.3, 0.3, 0.3, 0.237, 0.695, 0.313, 0.0398, 0.0322)),
-        (C35, 0, 0, True, (1.16, 0.651, 3.11, 4.59, 0.3, 0.3, 0.3, 0.218, 0.612, 0.415, 0.0397, 0.0322)),
-        (C4, 0, 0, True, (2.0, 0.563, 1.46, 5.77, 0.3, 0.3, 0.3, 0.373, 0.544, 0.347, 0.0397, 0.0322)),
-        (C30, 0, 0, True, (1.23, 0.467, 2.5, 95.4, 0.3, 0.3, 0.3, 0.227, 0.681, 0.285, 0.0401, 0.0322)),
-        (C9, 0, 0, True, (2.24, 0.543, 1.86, 6.93, 0.3, 0.3, 0.3, 0.242, 0.752, 0.364, 0.0398, 0.0322)),
-        (C26, 0, 0, True, (1.15, 0.544, 2.05, 5.43, 0.3, 0.3, 0.3, 0.252, 0.824, 0.253, 0.0397, 0.0322)),
-        (C20, 0, 0, True, (1.09, 0.644, 3.11, 5.81, 0.3, 0.3, 0.3, 0.202, 0.661, 0.264, 0.0397, 0.0322)),
-        (C31, 0, 0, True, (1.82, 0.555, 2.24, 5.86, 0.3, 0.3, 0.3, 0.256, 0.8, 0.304, 0.0398, 0.0322)),
-        (C34, 256, 0, False, (4.13, 0.426, 1.62, 5.98, 0.3, 0.3, 0.3, 0.249, 0.731, 0.342, 0.0398, 0.0322)),
-        (C11, 256, 0, False, (1.11, 0.54, 1.84, 5.98, 0.3, 0.3, 0.3, 0.247, 0.882, 0.272, 0.0397, 0.0322)),
-        (C41, 0, 0, True, (1.32, 0.754, 4.42, 4.91, 0.3, 0.3, 0.3, 0.194, 0.566, 0.286, 0.0394, 0.0322)),
-        (C32, 0, 0, True, (1.29, 0.7, 3.41, 8.35, 0.3, 0.3, 0.3, 0.178, 0.597, 0.373, 0.0396, 0.0322)),
-        (C2, 0, 0, True, (0.949, 1.21, 3.82, 5.32, 0.3, 0.3, 0.3, 0.17, 0.612, 0.324, 0.0397, 0.0321)),
-        (C24, 0, 0, False, (1.02, 0.62, 2.52, 5.98, 0.3, 0.3, 0.3, 0.244, 0.892, 0.448, 0.0397, 0.0322)),
-        (C39, 0, 0, True, (1.14, 0.654, 3.13, 5.97, 0.3, 0.3, 0.3, 0.827, 0.692, 0.286, 0.0397, 0.0322)),
-        (C28, 0, 0, True, (1.86, 0.578, 2.16, 5.84, 0.3, 0.3, 0.3, 0.243, 0.771, 0.36, 0.0396, 0.0322)),
-        (C33, 0, 0, True, (2.42, 0.499, 2.01, 7.36, 0.3, 0.3, 0.3, 0.208, 0.605, 0.278, 0.0396, 0.0322)),
-        (C40, 0, 0, True, (0.573, 0.781, 5.0, 4.26, 0.3, 0.3, 0.3, 0.193, 0.562, 0.304, 0.0394, 0.0322)),
-        (C138, 0, 0, False, (0.642, 0.753, 4.41, 5.98, 0.3, 0.3, 0.3, 0.193, 0.562, 0.301, 0.0394, 0.0322)),
-        (C61, 256, 0, False, (2.85, 0.644, 2.97, 5.98, 0.3, 0.3, 0.3, 0.247, 0.886, 0.371, 0.0398, 0.0322)),
+        (C8, 0, 0, True, (2.32, 0.401, 1.42, 5.17, 0.3, 0.3, 0.3, 0.211, 0.62, 0.243, 0.0367, 0.0424)),
+        (C3, 0, 0, True, (1.14, 0.686, 3.11, 4.63, 0.3, 0.3, 0.3, 0.196, 0.573, 0.236, 0.0368, 0.0424)),
+        (C24, 512, 0, False, (5.28, 0.437, 1.59, 5.95, 0.3, 0.3, 0.3, 0.204, 0.599, 0.266, 0.0366, 0.0424)),
+        (C6, 0, 0, True, (1.3, 0.74, 3.32, 8.65, 0.3, 0.3, 0.3, 0.105, 0.449, 0.286, 0.0366, 0.0421)),
+        (C25, 512, 0, True, (1.11, 0.669, 2.97, 5.71, 0.3, 0.3, 0.3, 0.219, 0.644, 0.289, 0.0367, 0.0424)),
+        (C21, 0, 0, True, (0.767, 1.16, 3.66, 5.19, 0.3, 0.3, 0.3, 0.178, 0.627, 0.296, 0.0366, 0.0424)),
+        (C36, 0, 0, True, (1.11, 0.677, 3.03, 4.33, 0.3, 0.3, 0.3, 0.195, 0.571, 0.267, 0.0367, 0.0424)),
+        (C14, 0, 0, True, (1.05, 0.651, 2.72, 4.85, 0.3, 0.3, 0.3, 0.233, 0.674, 0.326, 0.037, 0.0424)),
+        (C37, 0, 0, True, (1.16, 0.688, 3.11, 6.35, 0.3, 0.3, 0.3, 1.59, 0.715, 0.34, 0.0367, 0.0425)),
+        (C26, 512, 0, False, (1.66, 0.422, 1.52, 5.95, 0.3, 0.3, 0.3, 0.234, 0.691, 0.173, 0.0367, 0.0424)),
+        (C7, 0, 0, True, (1.15, 0.688, 3.12, 5.64, 0.3, 0.3, 0.3, 0.185, 0.591, 0.276, 0.0367, 0.0424)),
+        (C16, 0, 0, False, (1.01, 0.635, 2.45, 5.95, 0.3, 0.3, 0.3, 0.24, 0.75, 0.337, 0.0369, 0.0425)),
+        (C35, 0, 0, True, (1.09, 0.678, 3.06, 5.68, 0.3, 0.3, 0.3, 0.219, 0.644, 0.268, 0.0367, 0.0424)),
+        (C22, 0, 0, True, (0.808, 0.951, 4.14, 4.66, 0.3, 0.3, 0.3, 0.213, 0.627, 0.278, 0.0366, 0.0424)),
+        (C23, 0, 0, True, (1.06, 0.655, 2.81, 4.98, 0.3, 0.3, 0.3, 0.236, 0.697, 0.312, 0.0367, 0.0424)),
+        (C34, 0, 0, True, (1.16, 0.681, 3.06, 4.65, 0.3, 0.3, 0.3, 0.217, 0.613, 0.411, 0.0366, 0.0424)),
+        (C4, 0, 0, True, (1.98, 0.586, 1.46, 5.61, 0.3, 0.3, 0.3, 0.373, 0.543, 0.347, 0.0367, 0.0424)),
+        (C29, 0, 0, True, (1.22, 0.48, 2.48, 94.5, 0.3, 0.3, 0.3, 0.227, 0.683, 0.284, 0.0369, 0.0424)),
+        (C27, 0, 0, True, (1.14, 0.568, 2.05, 5.12, 0.3, 0.3, 0.3, 0.251, 0.834, 0.251, 0.0366, 0.0425)),
+        (C19, 0, 0, True, (1.08, 0.674, 3.06, 5.78, 0.3, 0.3, 0.3, 0.201, 0.663, 0.264, 0.0367, 0.0424)),
+        (C33, 256, 0, False, (4.12, 0.439, 1.6, 5.95, 0.3, 0.3, 0.3, 0.247, 0.734, 0.341, 0.0368, 0.0425)),
+        (C11, 256, 0, False, (1.1, 0.562, 1.83, 5.95, 0.3, 0.3, 0.3, 0.246, 0.889, 0.275, 0.0366, 0.0425)),
+        (C30, 0, 0, True, (1.82, 0.579, 2.22, 5.52, 0.3, 0.3, 0.3, 0.254, 0.804, 0.309, 0.0367, 0.0425)),
+        (C40, 0, 0, True, (1.31, 0.796, 4.33, 4.8, 0.3, 0.3, 0.3, 0.194, 0.568, 0.285, 0.0364, 0.0424)),
+        (C9, 0, 0, True, (2.21, 0.568, 1.87, 6.66, 0.3, 0.3, 0.3, 0.24, 0.753, 0.37, 0.0367, 0.0425)),
+        (C31, 0, 0, True, (1.28, 0.733, 3.35, 8.32, 0.3, 0.3, 0.3, 0.177, 0.598, 0.373, 0.0366, 0.0424)),
+        (C2, 0, 0, True, (0.873, 1.28, 3.72, 5.04, 0.3, 0.3, 0.3, 0.17, 0.613, 0.328, 0.0366, 0.0424)),
+        (C38, 0, 0, True, (1.14, 0.684, 3.08, 5.93, 0.3, 0.3, 0.3, 0.827, 0.693, 0.285, 0.0367, 0.0424)),
+        (C32, 0, 0, True, (2.41, 0.516, 1.98, 7.18, 0.3, 0.3, 0.3, 0.207, 0.608, 0.277, 0.0366, 0.0424)),
+        (C39, 0, 0, True, (0.563, 0.827, 4.9, 4.11, 0.3, 0.3, 0.3, 0.192, 0.563, 0.307, 0.0364, 0.0424)),
+        (C140, 0, 0, False, (0.607, 0.8, 4.41, 5.95, 0.3, 0.3, 0.3, 0.192, 0.562, 0.305, 0.0364, 0.0424)),
+        (C62, 256, 0, False, (2.83, 0.674, 2.94, 5.95, 0.3, 0.3, 0.3, 0.246, 0.889, 0.37, 0.0367, 0.0425)),
+        (C68, 0, 0, False, (0.874, 0.704, 3.36, 5.95, 0.3, 0.3, 0.3, 0.234, 0.683, 0.387, 0.0367, 0.0424)),
+        (C70, 0, 0, True, (1.83, 0.607, 2.17, 5.57, 0.3, 0.3, 0.3, 0.241, 0.773, 0.364, 0.0365, 0.0425)),
     ),
     ('half', 'nn gradient'): (
-        (C9, 0, 0, False, (0.382, 2.32, 0.0266, 0.3, 0.3, 5.22, 0.3, 0.186, 0.758, 0.378, 0.148, 0.184)),
-        (C3, 0, 512, False, (0.373, 1.47, 0.0265, 0.3, 0.3, 8.51, 0.3, 0.18, 0.772, 0.314, 0.148, 0.184)),
-        (C11, 0, 0, False, (0.381, 1.47, 0.0265, 0.3, 0.3, 6.72, 0.3, 0.188, 0.825, 0.33, 0.149, 0.185)),
-        (C7, 0, 512, False, (0.374, 1.48, 0.0265, 0.3, 0.3, 7.52, 0.3, 0.184, 0.823, 0.339, 0.148, 0.184)),
-        (C26, 0, 0, False, (0.382, 1.44, 0.0265, 0.3, 0.3, 6.63, 0.3, 0.187, 0.821, 0.299, 0.149, 0.184)),
-        (C46, 0, 0, False, (0.403, 1.2, 0.0264, 0.3, 0.3, 5.05, 0.3, 0.221, 0.915, 0.302, 0.149, 0.186)),
-        (C8, 0, 0, False, (0.371, 0.882, 0.0263, 0.3, 0.3, 8.99, 0.3, 0.166, 0.664, 0.267, 0.148, 0.182)),
+        (C9, 0, 0, False, (0.372, 2.42, 0.0247, 0.209, 0.3, 5.19, 0.3, 0.14, 0.747, 0.388, 0.157, 0.297)),
+        (C26, 512, 0, False, (0.384, 1.21, 0.0246, 0.209, 0.3, 5.22, 0.3, 0.138, 0.759, 0.275, 0.159, 0.296)),
+        (C25, 512, 0, True, (0.368, 1.55, 0.0246, 0.209, 0.3, 8.06, 0.3, 0.138, 0.756, 0.331, 0.158, 0.296)),
+        (C3, 0, 512, False, (0.365, 1.5, 0.0246, 0.209, 0.3, 8.75, 0.3, 0.137, 0.753, 0.321, 0.158, 0.296)),
+        (C24, 512, 0, False, (0.427, 1.55, 0.0246, 0.209, 0.3, 8.13, 0.3, 0.135, 0.709, 0.308, 0.161, 0.293)),
+        (C8, 0, 0, False, (0.361, 0.901, 0.0245, 0.209, 0.3, 9.01, 0.3, 0.132, 0.669, 0.279, 0.157, 0.29)),
+        (C7, 0, 512, False, (0.365, 1.51, 0.0246, 0.209, 0.3, 7.82, 0.3, 0.139, 0.797, 0.35, 0.158, 0.298)),
+        (C46, 0, 0, False, (0.391, 1.23, 0.0246, 0.209, 0.3, 5.03, 0.3, 0.155, 0.909, 0.316, 0.159, 0.307)),
+        (C11, 0, 0, False, (0.37, 1.48, 0.0246, 0.209, 0.3, 6.82, 0.3, 0.14, 0.812, 0.345, 0.158, 0.299)),
+        (C27, 0, 0, False, (0.371, 1.45, 0.0246, 0.209, 0.3, 6.71, 0.3, 0.141, 0.826, 0.308, 0.158, 0.3)),
     ),
     ('half', 'nt'): (
-        (C8, 64, 0, True, (1.68, 0.617, 0.653, 1.28, 2.52, 0.3, 0.776, 0.0757, 0.605, 0.237, 0.706, 0.62)),
-        (C0, 0, 128, True, (1.03, 0.832, 0.886, 1.29, 3.69, 0.3, 0.767, 0.0775, 0.7, 0.341, 0.868, 0.776)),
-        (C2, 32, 0, True, (0.996, 1.06, 0.882, 1.45, 4.74, 0.3, 0.81, 0.0728, 0.615, 0.313, 0.784, 0.517)),
-        (C3, 64, 0, True, (1.24, 1.33, 0.906, 0.904, 2.82, 0.3, 0.776, 0.0748, 0.564, 0.156, 0.891, 0.58)),
-        (C6, 64, 0, True, (1.13, 1.21, 0.888, 1.04, 2.83, 0.3, 0.776, 0.0629, 0.482, 0.265, 0.811, 0.415)),
-        (C51, 16, 128, True, (1.01, 0.968, 0.885, 1.27, 3.46, 0.3, 0.776, 0.0766, 0.686, 0.335, 0.859, 0.634)),
-        (C14, 64, 0, True, (1.27, 1.37, 0.922, 0.883, 2.83, 0.3, 0.776, 0.0767, 0.629, 0.187, 0.943, 0.66)),
-        (C4, 128, 0, True, (1.92, 0.815, 0.517, 1.7, 1.95, 0.3, 2.89, 0.428, 0.338, 0.324, 0.521, 0.355)),
-        (C7, 64, 0, True, (1.14, 1.22, 0.886, 0.89, 3.12, 0.3, 0.776, 0.0752, 0.622, 0.168, 0.877, 0.618)),
-        (C28, 128, 0, True, (1.79, 1.25, 0.882, 1.66, 2.77, 0.3, 0.692, 0.077, 0.678, 0.37, 0.319, 0.691)),
-        (C63, 0, 16, False, (1.66, 0.797, 0.873, 1.2, 3.05, 0.3, 0.775, 0.0744, 0.682, 0.25, 0.903, 0.545)),
-        (C48, 32, 0, True, (0.765, 1.41, 0.907, 1.22, 4.8, 0.3, 0.793, 0.0754, 0.589, 0.343, 0.823, 0.536)),
-        (C49, 0, 128, True, (1.49, 1.52, 0.899, 1.21, 2.78, 0.3, 0.776, 0.0777, 0.701, 0.261, 0.869, 0.803)),
-        (C12, 0, 8, False, (1.34, 1.13, 0.894, 1.2, 2.78, 0.3, 0.772, 0.0785, 0.699, 0.249, 0.802, 1.03)),
-        (C25, 64, 0, True, (1.26, 1.36, 0.915, 0.921, 2.7, 0.3, 0.776, 0.0769, 0.666, 0.173, 0.846, 0.683)),
-        (C11, 64, 0, False, (1.28, 0.959, 0.745, 1.2, 2.34, 0.3, 0.776, 0.0773, 0.762, 0.269, 0.615, 0.737)),
-        (C23, 128, 0, True, (0.963, 1.44, 0.91, 1.34, 3.2, 0.3, 0.776, 0.0747, 0.56, 0.26, 0.535, 0.5)),
-        (C24, 128, 0, False, (0.806, 1.2, 0.853, 1.2, 4.02, 0.3, 0.776, 0.0772, 0.78, 0.468, 0.545, 0.739)),
-        (C42, 0, 8, False, (1.14, 0.905, 0.895, 1.2, 2.94, 0.3, 0.777, 0.0652, 0.699, 0.247, 0.773, 1.41)),
-        (C139, 32, 1024, True, (2.24, 1.87, 0.913, 1.25, 2.78, 0.3, 0.776, 0.0755, 0.663, 0.256, 0.745, 0.609)),
-        (C5, 16, 128, True, (0.931, 0.871, 0.97, 1.38, 2.87, 0.3, 0.816, 0.0935, 0.713, 0.201, 0.777, 0.968)),
-        (C22, 128, 0, True, (0.927, 1.18, 0.89, 1.39, 4.16, 0.3, 0.776, 0.0739, 0.633, 0.289, 0.538, 0.549)),
-        (C17, 32, 128, False, (1.29, 1.24, 0.875, 1.2, 2.57, 0.3, 0.809, 0.224, 0.541, 0.194, 0.867, 0.478)),
-        (C26, 64, 0, True, (1.11, 1.15, 0.853, 1.21, 2.33, 0.3, 0.776, 0.0772, 0.719, 0.262, 0.732, 0.721)),
-        (C59, 64, 128, True, (1.25, 1.34, 0.902, 1.21, 2.78, 0.3, 0.776, 0.0767, 0.663, 0.215, 0.677, 0.644)),
-        (C54, 128, 0, True, (1.45, 2.13, 0.987, 1.37, 2.78, 0.3, 0.776, 0.0759, 0.617, 0.219, 0.757, 0.632)),
-        (C32, 64, 0, True, (1.23, 1.32, 0.901, 0.936, 2.55, 0.3, 0.776, 0.0752, 0.639, 0.169, 0.882, 0.625)),
-        (C50, 16, 128, True, (1.5, 1.48, 0.9, 1.21, 2.78, 0.3, 0.776, 0.0772, 0.698, 0.274, 0.865, 0.716)),
-        (C16, 64, 0, False, (1.31, 1.42, 0.946, 1.2, 2.6, 0.3, 0.776, 0.077, 0.668, 0.189, 0.824, 0.692)),
-        (C68, 32, 0, False, (1.29, 1.47, 0.929, 1.2, 2.47, 0.3, 0.801, 0.0748, 0.565, 0.255, 0.884, 0.542)),
-        (C20, 128, 1024, True, (1.5, 1.61, 0.908, 1.23, 2.78, 0.3, 0.776, 0.0747, 0.649, 0.237, 0.793, 0.578)),
-        (C61, 128, 0, False, (3.28, 0.98, 0.756, 1.2, 2.78, 0.3, 0.56, 0.0774, 0.869, 0.27, 1.42, 0.771)),
-        (C43, 8, 16, True, (1.02, 0.847, 0.886, 1.19, 2.85, 0.3, 0.78, 0.0803, 0.702, 0.248, 0.853, 0.858)),
-        (C47, 16, 128, True, (0.97, 0.892, 0.88, 1.18, 3.32, 0.3, 0.776, 0.0797, 0.711, 0.239, 0.813, 0.917)),
-        (C67, 16, 64, False, (1.17, 1.19, 0.891, 1.2, 2.86, 0.3, 0.776, 0.0779, 0.715, 0.313, 0.802, 0.863)),
-        (C36, 128, 0, True, (2.19, 2.12, 0.938, 1.32, 2.78, 0.3, 0.776, 0.0758, 0.611, 0.243, 0.773, 0.566)),
-        (C31, 64, 0, True, (1.07, 1.08, 0.838, 1.29, 2.55, 0.3, 0.776, 0.0773, 0.726, 0.302, 0.689, 0.728)),
-        (C65, 64, 128, True, (1.15, 1.42, 0.908, 1.19, 2.78, 0.3, 0.829, 0.0747, 0.561, 0.22, 0.74, 0.502)),
-        (C44, 32, 128, True, (1.14, 1.26, 0.895, 1.2, 2.5, 0.3, 0.793, 0.0774, 0.705, 0.202, 0.756, 0.736)),
-        (C70, 64, 128, True, (1.45, 2.01, 1.03, 1.24, 2.78, 0.3, 0.822, 0.0772, 0.71, 0.234, 0.761, 0.716)),
-        (C64, 128, 0, True, (2.48, 0.784, 0.741, 1.7, 3.45, 0.3, 1.24, 0.0751, 0.576, 0.285, 0.408, 0.593)),
-        (C53, 64, 1024, True, (1.88, 1.56, 0.918, 1.28, 2.78, 0.3, 0.776, 0.0778, 0.713, 0.198, 0.615, 0.743)),
-        (C13, 32, 128, False, (1.3, 1.33, 0.901, 1.2, 2.7, 0.3, 0.797, 0.0776, 0.749, 0.223, 0.79, 0.848)),
-        (C10, 0, 8, False, (1.29, 0.917, 0.898, 1.2, 2.7, 0.3, 0.777, 0.417, 0.699, 0.241, 0.676, 1.25)),
-        (C27, 128, 0, False, (0.554, 2.2, 1.05, 1.2, 2.78, 0.3, 1.2, 0.0764, 0.601, 0.388, 0.481, 0.638)),
-        (C140, 8, 64, False, (1.19, 1.07, 0.889, 1.2, 2.69, 0.3, 0.776, 0.0778, 0.701, 0.298, 0.861, 0.811)),
-        (C9, 128, 0, True, (2.01, 1.06, 0.796, 1.66, 2.63, 0.3, 0.769, 0.0771, 0.684, 0.356, 0.492, 0.701)),
-        (C55, 0, 1, True, (1.64, 1.83, 0.898, 1.2, 2.78, 0.3, 0.776, 0.0784, 0.699, 0.249, 0.821, 1.04)),
-        (C60, 64, 1024, True, (2.12, 1.86, 0.94, 1.32, 2.78, 0.3, 0.776, 0.0787, 0.767, 0.197, 0.643, 0.837)),
-        (C1, 16, 64, False, (0.935, 1.04, 0.902, 1.2, 2.86, 0.3, 0.776, 0.074, 0.702, 0.314, 0.964, 0.878)),
-        (C57, 16, 128, True, (1.63, 1.59, 0.902, 1.21, 2.78, 0.3, 0.776, 0.0789, 0.707, 0.226, 0.825, 0.82)),
-        (C52, 32, 128, True, (1.39, 1.46, 0.904, 1.22, 2.78, 0.3, 0.776, 0.0774, 0.724, 0.232, 0.832, 0.843)),
-        (C62, 64, 0, True, (1.47, 2.19, 1.05, 1.48, 2.78, 0.3, 0.776, 0.0771, 0.702, 0.258, 0.643, 0.71)),
-        (C46, 128, 0, True, (1.35, 0.879, 0.703, 1.08, 2.0, 0.3, 0.776, 0.392, 0.405, 0.204, 0.761, 0.337)),
-        (C66, 16, 128, True, (0.997, 1.22, 0.893, 1.16, 3.08, 0.3, 0.793, 0.0778, 0.713, 0.27, 0.827, 0.835)),
-        (C56, 8, 16, True, (1.38, 1.5, 0.898, 1.2, 2.78, 0.3, 0.776, 0.0802, 0.701, 0.25, 0.85, 0.852)),
-        (C69, 32, 128, True, (1.04, 1.04, 0.85, 1.14, 3.91, 0.3, 0.804, 0.26, 0.521, 0.214, 0.888, 0.456)),
-        (C141, 32, 128, True, (1.01, 0.931, 0.869, 1.21, 2.99, 0.3, 0.78, 0.0773, 0.714, 0.241, 0.797, 0.78)),
-        (C40, 128, 0, True, (0.636, 2.17, 0.989, 0.987, 2.78, 0.3, 0.689, 0.0746, 0.557, 0.305, 0.523, 0.574)),
-        (C30, 128, 0, True, (1.6, 0.623, 0.591, 1.34, 1.61, 0.3, 0.776, 0.221, 0.389, 0.339, 0.498, 0.269)),
-        (C142, 128, 1536, True, (1.3, 1.31, 0.899, 1.23, 2.78, 0.3, 0.776, 0.0694, 0.564, 0.209, 2.22, 0.505)),
-        (C143, 32, 128, True, (1.13, 1.18, 0.885, 1.19, 3.41, 0.3, 0.816, 0.0765, 0.652, 0.296, 0.831, 0.626)),
-        (C33, 128, 0, True, (2.58, 0.703, 0.701, 0.889, 2.78, 0.3, 0.72, 0.0761, 0.628, 0.258, 0.757, 0.643)),
-        (C45, 8, 16, True, (1.11, 1.02, 0.887, 1.26, 3.09, 0.3, 0.778, 0.0781, 0.703, 0.25, 0.857, 0.87)),
-        (C144, 64, 1536, True, (1.96, 1.68, 0.939, 1.33, 2.78, 0.3, 0.776, 0.0776, 0.725, 0.203, 0.735, 0.743)),
-        (C145, 16, 0, True, (1.15, 0.934, 0.87, 1.18, 5.22, 0.3, 0.776, 0.0757, 0.667, 0.397, 0.867, 0.586)),
-        (C58, 32, 128, True, (1.8, 1.77, 0.912, 1.24, 2.78, 0.3, 0.776, 0.0777, 0.711, 0.206, 0.742, 0.766)),
-        (C146, 64, 0, True, (1.47, 2.26, 0.993, 1.38, 2.78, 0.3, 0.776, 0.0758, 0.61, 0.233, 0.735, 0.625)),
-        (C147, 128, 0, True, (1.54, 1.77, 1.05, 2.56, 2.55, 0.3, 0.735, 0.077, 0.67, 0.379, 0.445, 0.693)),
+        (C26, 192, 0, False, (2.49, 0.408, 0.518, 1.29, 1.28, 0.3, 0.848, 0.0704, 0.667, 0.197, 0.447, 0.677)),
+        (C0, 0, 128, True, (1.04, 0.819, 0.898, 1.39, 3.5, 0.3, 0.839, 0.071, 0.705, 0.342, 0.868, 0.779)),
+        (C2, 32, 0, True, (0.996, 1.06, 0.898, 1.55, 4.62, 0.3, 0.889, 0.0673, 0.62, 0.316, 0.781, 0.52)),
+        (C65, 128, 0, True, (2.41, 0.826, 0.784, 1.73, 3.2, 0.3, 1.16, 0.0692, 0.582, 0.292, 0.418, 0.597)),
+        (C6, 64, 0, True, (1.2, 1.13, 0.899, 1.1, 2.77, 0.3, 0.848, 0.0593, 0.488, 0.265, 0.812, 0.419)),
+        (C8, 64, 0, True, (1.69, 0.642, 0.689, 1.39, 2.26, 0.3, 0.848, 0.0699, 0.624, 0.236, 0.702, 0.637)),
+        (C25, 768, 0, True, (1.24, 1.24, 0.916, 1.32, 2.42, 0.3, 0.848, 0.0703, 0.665, 0.242, 0.793, 0.675)),
+        (C24, 192, 0, False, (6.97, 0.365, 0.479, 1.29, 1.76, 0.3, 0.848, 0.0699, 0.63, 0.231, 0.423, 0.642)),
+        (C3, 64, 0, True, (1.32, 1.24, 0.916, 0.947, 2.79, 0.3, 0.848, 0.0689, 0.567, 0.156, 0.892, 0.582)),
+        (C51, 16, 128, True, (1.04, 0.936, 0.897, 1.36, 3.29, 0.3, 0.848, 0.0703, 0.691, 0.336, 0.86, 0.635)),
+        (C14, 64, 0, True, (1.36, 1.28, 0.932, 0.912, 2.79, 0.3, 0.848, 0.0703, 0.629, 0.209, 0.954, 0.659)),
+        (C7, 64, 0, True, (1.21, 1.14, 0.896, 0.935, 3.07, 0.3, 0.848, 0.0693, 0.627, 0.168, 0.877, 0.621)),
+        (C64, 0, 16, False, (1.7, 0.763, 0.883, 1.29, 2.89, 0.3, 0.848, 0.0686, 0.687, 0.252, 0.903, 0.549)),
+        (C48, 32, 0, True, (0.776, 1.4, 0.926, 1.3, 4.73, 0.3, 0.869, 0.0693, 0.59, 0.348, 0.82, 0.535)),
+        (C49, 0, 128, True, (1.59, 1.41, 0.91, 1.29, 2.64, 0.3, 0.848, 0.0711, 0.706, 0.266, 0.867, 0.811)),
+        (C4, 128, 0, True, (1.92, 0.814, 0.538, 1.84, 1.78, 0.3, 2.69, 0.42, 0.369, 0.326, 0.566, 0.387)),
+        (C70, 128, 0, True, (1.95, 1.21, 0.91, 1.74, 2.55, 0.3, 0.697, 0.0706, 0.677, 0.385, 0.33, 0.696)),
+        (C12, 0, 8, False, (1.4, 1.08, 0.906, 1.29, 2.64, 0.3, 0.844, 0.0718, 0.705, 0.25, 0.803, 1.03)),
+        (C22, 128, 0, True, (0.943, 1.45, 0.93, 1.38, 3.03, 0.3, 0.848, 0.0688, 0.562, 0.265, 0.538, 0.5)),
+        (C23, 64, 0, True, (1.35, 1.27, 0.925, 0.955, 2.66, 0.3, 0.848, 0.0705, 0.667, 0.186, 0.853, 0.683)),
+        (C41, 0, 8, False, (1.19, 0.863, 0.906, 1.29, 2.78, 0.3, 0.85, 0.0611, 0.704, 0.249, 0.773, 1.42)),
+        (C141, 32, 1024, True, (2.38, 1.74, 0.926, 1.34, 2.64, 0.3, 0.848, 0.0695, 0.669, 0.261, 0.738, 0.613)),
+        (C5, 16, 128, True, (0.96, 0.844, 0.986, 1.5, 2.74, 0.3, 0.898, 0.0927, 0.718, 0.201, 0.778, 0.97)),
+        (C21, 128, 0, True, (0.927, 1.18, 0.906, 1.5, 3.99, 0.3, 0.848, 0.0681, 0.637, 0.294, 0.52, 0.549)),
+        (C45, 32, 128, False, (1.39, 1.18, 0.886, 1.29, 2.46, 0.3, 0.887, 0.221, 0.545, 0.195, 0.868, 0.481)),
+        (C60, 64, 128, True, (1.34, 1.26, 0.913, 1.3, 2.64, 0.3, 0.848, 0.0704, 0.666, 0.216, 0.677, 0.643)),
+        (C55, 128, 0, True, (1.51, 2.04, 1.01, 1.48, 2.64, 0.3, 0.848, 0.0698, 0.619, 0.23, 0.731, 0.632)),
+        (C31, 64, 0, True, (1.32, 1.24, 0.912, 0.985, 2.49, 0.3, 0.848, 0.0693, 0.645, 0.169, 0.882, 0.629)),
+        (C50, 16, 128, True, (1.61, 1.36, 0.912, 1.3, 2.64, 0.3, 0.848, 0.0708, 0.704, 0.277, 0.863, 0.723)),
+        (C52, 128, 0, False, (0.872, 1.17, 0.888, 1.29, 3.95, 0.3, 0.848, 0.0708, 0.776, 0.477, 0.548, 0.738)),
+        (C11, 64, 0, False, (1.35, 0.991, 0.798, 1.29, 2.1, 0.3, 0.848, 0.0708, 0.766, 0.283, 0.614, 0.738)),
+        (C19, 128, 1024, True, (1.6, 1.51, 0.921, 1.32, 2.64, 0.3, 0.848, 0.0689, 0.655, 0.241, 0.784, 0.583)),
+        (C27, 64, 0, True, (1.14, 1.19, 0.901, 1.32, 2.1, 0.3, 0.848, 0.0708, 0.737, 0.263, 0.725, 0.73)),
+        (C42, 8, 16, True, (1.05, 0.818, 0.898, 1.28, 2.71, 0.3, 0.854, 0.0732, 0.707, 0.25, 0.855, 0.87)),
+        (C16, 64, 0, False, (1.4, 1.31, 0.954, 1.29, 2.56, 0.3, 0.848, 0.0706, 0.67, 0.234, 0.826, 0.692)),
+        (C47, 16, 128, True, (1.0, 0.861, 0.892, 1.26, 3.16, 0.3, 0.848, 0.0726, 0.717, 0.241, 0.815, 0.924)),
+        (C62, 128, 0, False, (3.4, 0.981, 0.792, 1.29, 2.64, 0.3, 0.576, 0.0709, 0.884, 0.272, 1.44, 0.774)),
+        (C71, 32, 0, False, (1.34, 1.46, 0.955, 1.29, 2.37, 0.3, 0.878, 0.0688, 0.565, 0.262, 0.881, 0.54)),
+        (C69, 16, 64, False, (1.24, 1.13, 0.903, 1.29, 2.71, 0.3, 0.848, 0.0713, 0.72, 0.318, 0.801, 0.862)),
+        (C35, 128, 0, True, (2.36, 1.94, 0.952, 1.42, 2.64, 0.3, 0.848, 0.0697, 0.615, 0.247, 0.76, 0.568)),
+        (C68, 128, 0, False, (0.585, 2.14, 1.09, 1.29, 2.64, 0.3, 1.21, 0.0702, 0.603, 0.401, 0.513, 0.639)),
+        (C66, 64, 128, True, (1.2, 1.37, 0.924, 1.27, 2.64, 0.3, 0.914, 0.0688, 0.563, 0.221, 0.743, 0.501)),
+        (C43, 32, 128, True, (1.19, 1.22, 0.908, 1.29, 2.4, 0.3, 0.871, 0.0709, 0.71, 0.202, 0.759, 0.737)),
+        (C73, 64, 128, True, (1.59, 1.86, 1.06, 1.33, 2.64, 0.3, 0.904, 0.0707, 0.712, 0.236, 0.764, 0.715)),
+        (C54, 64, 1024, True, (2.0, 1.44, 0.929, 1.37, 2.64, 0.3, 0.848, 0.0713, 0.721, 0.2, 0.612, 0.749)),
+        (C13, 32, 128, False, (1.38, 1.27, 0.915, 1.29, 2.58, 0.3, 0.875, 0.0711, 0.754, 0.223, 0.791, 0.846)),
+        (C10, 0, 8, False, (1.33, 0.888, 0.91, 1.29, 2.56, 0.3, 0.85, 0.414, 0.704, 0.243, 0.678, 1.26)),
+        (C142, 8, 64, False, (1.25, 1.02, 0.901, 1.29, 2.56, 0.3, 0.849, 0.0712, 0.707, 0.3, 0.862, 0.813)),
+        (C56, 0, 1, True, (1.82, 1.66, 0.91, 1.29, 2.64, 0.3, 0.848, 0.0717, 0.704, 0.251, 0.821, 1.04)),
+        (C61, 64, 1024, True, (2.29, 1.68, 0.953, 1.41, 2.64, 0.3, 0.848, 0.072, 0.775, 0.199, 0.639, 0.842)),
+        (C9, 128, 0, True, (2.14, 1.02, 0.816, 1.74, 2.44, 0.3, 0.769, 0.0707, 0.686, 0.371, 0.509, 0.701)),
+        (C1, 16, 64, False, (0.989, 0.994, 0.914, 1.29, 2.71, 0.3, 0.848, 0.0683, 0.707, 0.316, 0.969, 0.88)),
+        (C58, 16, 128, True, (1.74, 1.45, 0.913, 1.3, 2.64, 0.3, 0.848, 0.0722, 0.713, 0.229, 0.823, 0.837)),
+        (C53, 32, 128, True, (1.49, 1.35, 0.915, 1.31, 2.64, 0.3, 0.848, 0.0709, 0.729, 0.234, 0.83, 0.844)),
+        (C63, 64, 0, True, (1.57, 2.07, 1.08, 1.62, 2.64, 0.3, 0.848, 0.0707, 0.699, 0.273, 0.633, 0.707)),
+        (C46, 128, 0, True, (1.39, 0.846, 0.712, 1.17, 1.99, 0.3, 0.848, 0.391, 0.405, 0.208, 0.754, 0.335)),
+        (C67, 16, 128, True, (1.03, 1.2, 0.907, 1.24, 2.95, 0.3, 0.87, 0.0712, 0.718, 0.271, 0.828, 0.837)),
+        (C57, 8, 16, True, (1.5, 1.4, 0.91, 1.29, 2.64, 0.3, 0.848, 0.0731, 0.707, 0.252, 0.851, 0.86)),
+        (C72, 32, 128, True, (1.09, 0.983, 0.86, 1.22, 3.82, 0.3, 0.882, 0.259, 0.525, 0.214, 0.888, 0.457)),
+        (C143, 32, 128, True, (1.05, 0.891, 0.88, 1.3, 2.88, 0.3, 0.856, 0.0708, 0.719, 0.241, 0.8, 0.778)),
+        (C29, 128, 0, True, (1.63, 0.606, 0.596, 1.48, 1.6, 0.3, 0.848, 0.22, 0.402, 0.339, 0.491, 0.279)),
+        (C144, 128, 1536, True, (1.39, 1.23, 0.911, 1.32, 2.64, 0.3, 0.848, 0.0647, 0.57, 0.212, 2.21, 0.51)),
+        (C145, 32, 128, True, (1.17, 1.13, 0.899, 1.27, 3.33, 0.3, 0.899, 0.0702, 0.655, 0.297, 0.831, 0.626)),
+        (C44, 8, 16, True, (1.16, 0.968, 0.898, 1.36, 2.93, 0.3, 0.852, 0.0714, 0.708, 0.252, 0.858, 0.874)),
+        (C146, 64, 1536, True, (2.11, 1.53, 0.95, 1.43, 2.64, 0.3, 0.848, 0.0711, 0.731, 0.206, 0.732, 0.746)),
+        (C147, 16, 0, True, (1.17, 0.929, 0.885, 1.27, 5.06, 0.3, 0.848, 0.0695, 0.67, 0.402, 0.865, 0.583)),
+        (C140, 128, 0, False, (0.708, 1.94, 1.0, 1.29, 2.48, 0.3, 0.911, 0.0686, 0.551, 0.322, 0.572, 0.566)),
+        (C59, 32, 128, True, (1.97, 1.59, 0.923, 1.33, 2.64, 0.3, 0.848, 0.0712, 0.718, 0.208, 0.74, 0.773)),
+        (C148, 64, 0, True, (1.53, 2.17, 1.02, 1.49, 2.64, 0.3, 0.848, 0.0697, 0.613, 0.242, 0.715, 0.626)),
     ),
     ('half', 'tn'): (
-        (C8, 512, 0, True, (5.18, 0.537, 0.264, 1.74, 0.3, 0.3, 0.3, 0.108, 0.658, 0.236, 0.582, 0.296)),
-        (C3, 96, 0, True, (2.16, 1.72, 0.329, 1.05, 0.3, 0.3, 0.3, 0.107, 0.636, 0.174, 0.641, 0.294)),
-        (C6, 96, 1024, True, (1.98, 1.6, 0.328, 1.07, 0.3, 0.3, 0.3, 0.0694, 0.451, 0.149, 1.29, 0.227)),
-        (C25, 96, 0, True, (2.44, 1.89, 0.332, 1.21, 0.3, 0.3, 0.3, 0.111, 0.726, 0.243, 1.11, 0.302)),
-        (C11, 1280, 0, False, (4.84, 0.79, 0.264, 1.53, 0.3, 0.3, 0.3, 0.112, 0.865, 0.232, 0.493, 0.307)),
-        (C21, 96, 0, True, (2.75, 2.19, 0.331, 0.718, 0.3, 0.3, 0.3, 0.133, 0.877, 0.182, 0.636, 0.309)),
-        (C16, 96, 0, False, (2.98, 2.19, 0.338, 1.53, 0.3, 0.3, 0.3, 0.111, 0.712, 0.162, 1.12, 0.303)),
-        (C29, 32000, 0, False, (2.29, 1.99, 0.332, 1.53, 0.3, 0.3, 0.3, 0.112, 0.806, 1.09, 0.991, 0.31)),
-        (C20, 96, 1024, True, (2.43, 1.97, 0.331, 1.64, 0.3, 0.3, 0.3, 0.118, 0.851, 0.27, 0.907, 0.318)),
-        (C19, 0, 96, True, (2.8, 2.09, 0.332, 1.62, 0.3, 0.3, 0.3, 0.12, 0.873, 0.261, 1.04, 0.314)),
-        (C7, 96, 0, True, (2.09, 1.67, 0.329, 1.18, 0.3, 0.3, 0.3, 0.105, 0.664, 0.191, 0.995, 0.294)),
-        (C22, 96, 0, True, (1.24, 1.86, 0.33, 3.87, 0.3, 0.3, 0.3, 0.13, 1.05, 0.205, 0.853, 0.341)),
-        (C26, 768, 0, True, (5.63, 1.22, 0.311, 1.52, 0.3, 0.3, 0.3, 0.11, 0.665, 0.318, 0.736, 0.299)),
-        (C4, 96, 0, True, (1.96, 1.08, 0.302, 2.91, 0.3, 0.3, 0.3, 0.235, 0.662, 0.257, 0.899, 0.296)),
-        (C17, 0, 96, True, (1.36, 1.15, 0.322, 1.65, 0.3, 0.3, 0.3, 0.12, 0.87, 0.258, 0.98, 0.314)),
-        (C18, 0, 96, True, (2.14, 1.71, 0.329, 6.57, 0.3, 0.3, 0.3, 0.104, 0.703, 0.269, 1.29, 0.294)),
-        (C9, 96, 0, True, (3.82, 1.02, 0.29, 2.74, 0.3, 0.3, 0.3, 0.11, 0.609, 0.396, 0.924, 0.296)),
-        (C23, 96, 0, True, (1.43, 1.93, 0.331, 3.31, 0.3, 0.3, 0.3, 0.109, 0.691, 0.236, 0.742, 0.292)),
-        (C148, 96, 0, False, (1.76, 2.28, 0.336, 1.53, 0.3, 0.3, 0.3, 0.109, 0.644, 0.309, 0.92, 0.29)),
-        (C27, 96, 0, False, (1.76, 2.66, 0.34, 1.53, 0.3, 0.3, 0.3, 0.111, 0.688, 0.345, 1.15, 0.301)),
-        (C2, 96, 0, False, (2.41, 1.65, 0.329, 1.53, 0.3, 0.3, 0.3, 0.12, 0.87, 0.263, 0.851, 0.321)),
-        (C61, 1280, 0, False, (9.47, 1.57, 0.323, 1.53, 0.3, 0.3, 0.3, 0.112, 0.811, 0.261, 0.98, 0.306)),
+        (C8, 512, 0, True, (4.46, 0.622, 0.188, 1.9, 0.3, 0.3, 0.3, 0.0917, 0.703, 0.214, 0.571, 0.372)),
+        (C26, 512, 0, False, (5.29, 0.397, 0.167, 1.58, 0.3, 0.3, 0.3, 0.093, 0.771, 0.191, 0.526, 0.381)),
+        (C3, 96, 0, True, (2.28, 1.66, 0.213, 1.07, 0.3, 0.3, 0.3, 0.0897, 0.627, 0.177, 0.613, 0.359)),
+        (C25, 512, 0, True, (1.93, 1.69, 0.213, 1.57, 0.3, 0.3, 0.3, 0.0926, 0.749, 0.255, 0.764, 0.379)),
+        (C6, 96, 1024, True, (2.07, 1.54, 0.213, 1.09, 0.3, 0.3, 0.3, 0.0636, 0.442, 0.153, 1.26, 0.26)),
+        (C23, 96, 0, True, (2.55, 1.79, 0.214, 1.15, 0.3, 0.3, 0.3, 0.0925, 0.725, 0.284, 0.833, 0.377)),
+        (C20, 96, 0, True, (2.92, 2.01, 0.213, 0.701, 0.3, 0.3, 0.3, 0.105, 0.897, 0.188, 0.604, 0.391)),
+        (C4, 96, 0, True, (2.07, 1.06, 0.2, 3.37, 0.3, 0.3, 0.3, 0.21, 0.655, 0.261, 0.91, 0.364)),
+        (C28, 32000, 0, False, (2.38, 1.89, 0.215, 1.58, 0.3, 0.3, 0.3, 0.0935, 0.808, 1.1, 0.901, 0.393)),
+        (C19, 96, 1024, True, (2.47, 1.92, 0.214, 1.71, 0.3, 0.3, 0.3, 0.0963, 0.847, 0.277, 0.845, 0.408)),
+        (C24, 512, 0, False, (9.12, 0.458, 0.174, 1.58, 0.3, 0.3, 0.3, 0.0914, 0.69, 0.239, 0.65, 0.37)),
+        (C18, 0, 96, True, (2.97, 1.98, 0.214, 1.69, 0.3, 0.3, 0.3, 0.0978, 0.883, 0.267, 0.947, 0.402)),
+        (C7, 96, 0, True, (2.2, 1.61, 0.213, 1.2, 0.3, 0.3, 0.3, 0.089, 0.659, 0.195, 0.94, 0.36)),
+        (C21, 96, 0, True, (1.19, 1.86, 0.214, 3.63, 0.3, 0.3, 0.3, 0.102, 1.03, 0.211, 0.726, 0.467)),
+        (C16, 96, 0, False, (3.03, 2.01, 0.217, 1.58, 0.3, 0.3, 0.3, 0.0929, 0.733, 0.165, 0.947, 0.379)),
+        (C45, 0, 96, True, (1.41, 1.12, 0.21, 1.71, 0.3, 0.3, 0.3, 0.0978, 0.884, 0.263, 0.892, 0.402)),
+        (C11, 1280, 0, False, (4.93, 0.865, 0.189, 1.58, 0.3, 0.3, 0.3, 0.0933, 0.853, 0.243, 0.504, 0.386)),
+        (C27, 768, 0, True, (4.79, 1.29, 0.208, 1.83, 0.3, 0.3, 0.3, 0.0924, 0.691, 0.307, 0.863, 0.374)),
+        (C17, 0, 96, True, (2.21, 1.62, 0.213, 6.8, 0.3, 0.3, 0.3, 0.0886, 0.71, 0.276, 1.1, 0.364)),
+        (C149, 96, 0, True, (1.09, 3.24, 0.219, 2.81, 0.3, 0.3, 0.3, 0.0933, 0.814, 0.368, 1.09, 0.384)),
+        (C22, 96, 0, True, (1.35, 1.95, 0.214, 3.12, 0.3, 0.3, 0.3, 0.0914, 0.686, 0.241, 0.663, 0.356)),
+        (C150, 96, 0, False, (2.82, 1.73, 0.214, 1.58, 0.3, 0.3, 0.3, 0.0927, 0.757, 0.344, 0.708, 0.376)),
+        (C2, 96, 0, False, (2.21, 1.66, 0.213, 1.58, 0.3, 0.3, 0.3, 0.0992, 0.926, 0.257, 0.741, 0.436)),
+        (C9, 96, 0, True, (3.29, 1.14, 0.202, 3.33, 0.3, 0.3, 0.3, 0.0925, 0.657, 0.371, 0.985, 0.372)),
+        (C62, 1280, 0, False, (9.63, 1.65, 0.213, 1.58, 0.3, 0.3, 0.3, 0.0932, 0.797, 0.265, 0.955, 0.383)),
     ),
     ('half', 'tn accumulated'): (
-        (C64, 0, 0, True, (0.662, 1.29, 4.83, 0.563, 0.3, 0.3, 0.3, 0.184, 0.738, 0.166, 0.167, 0.546)),
-        (C23, 0, 0, True, (0.613, 1.04, 4.34, 0.577, 0.3, 0.3, 0.3, 0.202, 0.899, 0.195, 0.168, 0.633)),
+        (C65, 0, 0, True, (0.662, 1.29, 4.83, 0.563, 0.3, 0.3, 0.3, 0.184, 0.738, 0.166, 0.167, 0.546)),
+        (C22, 0, 0, True, (0.613, 1.04, 4.34, 0.577, 0.3, 0.3, 0.3, 0.202, 0.899, 0.195, 0.168, 0.633)),
         (C9, 1152, 0, True, (0.659, 1.42, 5.44, 0.484, 0.3, 0.3, 0.3, 0.192, 0.765, 0.312, 0.169, 0.562)),
-        (C37, 0, 0, True, (0.824, 1.73, 8.08, 0.489, 0.3, 0.3, 0.3, 0.179, 0.703, 0.196, 0.168, 0.532)),
-        (C61, 1152, 0, False, (0.678, 1.46, 5.89, 0.482, 0.3, 0.3, 0.3, 0.194, 0.855, 0.22, 0.169, 0.578)),
-        (C34, 1152, 0, False, (0.841, 1.46, 5.83, 0.482, 0.3, 0.3, 0.3, 0.195, 0.823, 0.219, 0.171, 0.575)),
-        (C71, 0, 0, True, (0.688, 1.42, 5.39, 0.435, 0.3, 0.3, 0.3, 0.193, 0.833, 0.223, 0.168, 0.587)),
-        (C72, 0, 0, True, (0.81, 1.83, 9.44, 0.513, 0.3, 0.3, 0.3, 0.17, 0.643, 0.184, 0.168, 0.504)),
+        (C36, 0, 0, True, (0.824, 1.73, 8.08, 0.489, 0.3, 0.3, 0.3, 0.179, 0.703, 0.196, 0.168, 0.532)),
+        (C62, 1152, 0, False, (0.678, 1.46, 5.89, 0.482, 0.3, 0.3, 0.3, 0.194, 0.855, 0.22, 0.169, 0.578)),
+        (C33, 1152, 0, False, (0.841, 1.46, 5.83, 0.482, 0.3, 0.3, 0.3, 0.195, 0.823, 0.219, 0.171, 0.575)),
+        (C74, 0, 0, True, (0.688, 1.42, 5.39, 0.435, 0.3, 0.3, 0.3, 0.193, 0.833, 0.223, 0.168, 0.587)),
+        (C75, 0, 0, True, (0.81, 1.83, 9.44, 0.513, 0.3, 0.3, 0.3, 0.17, 0.643, 0.184, 0.168, 0.504)),
         (C4, 0, 0, True, (0.58, 1.13, 4.19, 0.519, 0.3, 0.3, 0.3, 0.264, 0.702, 0.269, 0.168, 0.531)),
-        (C21, 0, 0, True, (0.704, 1.55, 5.88, 0.464, 0.3, 0.3, 0.3, 0.216, 0.754, 0.203, 0.168, 0.552)),
-        (C147, 1152, 0, True, (0.64, 1.44, 5.64, 0.484, 0.3, 0.3, 0.3, 0.193, 0.811, 0.309, 0.169, 0.571)),
+        (C20, 0, 0, True, (0.704, 1.55, 5.88, 0.464, 0.3, 0.3, 0.3, 0.216, 0.754, 0.203, 0.168, 0.552)),
+        (C151, 1152, 0, True, (0.64, 1.44, 5.64, 0.484, 0.3, 0.3, 0.3, 0.193, 0.811, 0.309, 0.169, 0.571)),
     ),
     ('ieee', 'nt'): (
-        (C76, 16, 0, False, (130.0, 0.277, 0.305, 0.3, 0.3, 0.3, 0.3, 0.0132, 27.6, 0.285, 0.273, 5.38)),
-        (C75, 16, 0, False, (75.9, 0.277, 0.305, 0.3, 0.3, 0.3, 0.3, 0.0132, 43.0, 0.292, 0.273, 6.79)),
-        (C73, 0, 1, False, (24.5, 0.274, 0.305, 0.3, 0.3, 0.3, 0.3, 0.0131, 38.5, 0.286, 0.269, 3.78)),
-        (C74, 1, 16, False, (41.6, 0.276, 0.305, 0.3, 0.3, 0.3, 0.3, 0.0132, 45.0, 0.294, 0.273, 10.1)),
-        (C77, 1, 16, False, (55.1, 0.276, 0.305, 0.3, 0.3, 0.3, 0.3, 0.0132, 46.0, 0.293, 0.273, 8.98)),
+        (C79, 16, 0, False, (130.0, 0.277, 0.305, 0.3, 0.3, 0.3, 0.3, 0.0132, 27.6, 0.285, 0.273, 5.38)),
+        (C78, 16, 0, False, (75.9, 0.277, 0.305, 0.3, 0.3, 0.3, 0.3, 0.0132, 43.0, 0.292, 0.273, 6.79)),
+        (C76, 0, 1, False, (24.5, 0.274, 0.305, 0.3, 0.3, 0.3, 0.3, 0.0131, 38.5, 0.286, 0.269, 3.78)),
+        (C77, 1, 16, False, (41.6, 0.276, 0.305, 0.3, 0.3, 0.3, 0.3, 0.0132, 45.0, 0.294, 0.273, 10.1)),
+        (C80, 1, 16, False, (55.1, 0.276, 0.305, 0.3, 0.3, 0.3, 0.3, 0.0132, 46.0, 0.293, 0.273, 8.98)),
     ),
     ('tf32', 'nn'): (
-        (C96, 16, 0, False, (2.52, 0.00261, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.332, 2.42, 0.00804, 1.49, 0.529)),
-        (C105, 16, 0, False, (2.77, 0.00263, 0.00455, 0.3, 0.3, 0.3, 0.3, 0.53, 1.82, 0.00804, 1.44, 0.487)),
-        (C89, 16, 0, False, (2.46, 0.00264, 0.00455, 0.3, 0.3, 0.3, 0.3, 0.284, 4.03, 0.00805, 1.88, 0.633)),
-        (C104, 1, 16, False, (5.58, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.197, 5.27, 0.00805, 1.73, 2.27)),
-        (C103, 0, 1, False, (6.26, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.26, 5.1, 0.00805, 2.21, 1.01)),
-        (C99, 16, 0, False, (2.82, 0.00263, 0.00455, 0.3, 0.3, 0.3, 0.3, 0.324, 3.47, 0.00805, 1.05, 0.698)),
-        (C100, 0, 1, False, (3.34, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.852, 5.09, 0.00805, 1.77, 0.93)),
-        (C95, 16, 0, False, (2.95, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.614, 2.62, 0.00804, 1.33, 0.634)),
-        (C101, 1, 16, False, (3.02, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.2, 5.35, 0.00805, 1.83, 2.42)),
-        (C106, 0, 1, False, (5.27, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.2, 5.12, 0.00805, 1.65, 2.35)),
-        (C102, 16, 0, False, (2.32, 0.00265, 0.00456, 0.3, 0.3, 0.3, 0.3, 0.291, 4.29, 0.00805, 1.63, 0.74)),
-        (C90, 16, 0, False, (2.29, 0.00264, 0.00455, 0.3, 0.3, 0.3, 0.3, 0.298, 4.06, 0.00805, 1.96, 0.702)),
+        (C99, 16, 0, False, (2.52, 0.00261, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.332, 2.42, 0.00804, 1.49, 0.529)),
+        (C107, 16, 0, False, (2.77, 0.00263, 0.00455, 0.3, 0.3, 0.3, 0.3, 0.53, 1.82, 0.00804, 1.44, 0.487)),
+        (C92, 16, 0, False, (2.46, 0.00264, 0.00455, 0.3, 0.3, 0.3, 0.3, 0.284, 4.03, 0.00805, 1.88, 0.633)),
+        (C106, 1, 16, False, (5.58, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.197, 5.27, 0.00805, 1.73, 2.27)),
+        (C105, 0, 1, False, (6.26, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.26, 5.1, 0.00805, 2.21, 1.01)),
+        (C101, 16, 0, False, (2.82, 0.00263, 0.00455, 0.3, 0.3, 0.3, 0.3, 0.324, 3.47, 0.00805, 1.05, 0.698)),
+        (C102, 0, 1, False, (3.34, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.852, 5.09, 0.00805, 1.77, 0.93)),
+        (C98, 16, 0, False, (2.95, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.614, 2.62, 0.00804, 1.33, 0.634)),
+        (C103, 1, 16, False, (3.02, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.2, 5.35, 0.00805, 1.83, 2.42)),
+        (C108, 0, 1, False, (5.27, 0.00262, 0.00454, 0.3, 0.3, 0.3, 0.3, 0.2, 5.12, 0.00805, 1.65, 2.35)),
+        (C104, 16, 0, False, (2.32, 0.00265, 0.00456, 0.3, 0.3, 0.3, 0.3, 0.291, 4.29, 0.00805, 1.63, 0.74)),
+        (C93, 16, 0, False, (2.29, 0.00264, 0.00455, 0.3, 0.3, 0.3, 0.3, 0.298, 4.06, 0.00805, 1.96, 0.702)),
     ),
     ('tf32', 'nn gradient'): (
-        (C96, 0, 0, False, (3.6, 0.00602, 4.49, 0.3, 0.3, 4.49, 0.3, 0.279, 3.96, 0.00896, 0.937, 0.0231)),
-        (C102, 0, 0, False, (2.23, 0.00607, 8.63, 0.3, 0.3, 8.63, 0.3, 0.221, 5.93, 0.00897, 0.522, 0.0231)),
-        (C111, 0, 0, False, (2.99, 0.00607, 7.58, 0.3, 0.3, 7.58, 0.3, 0.549, 1.99, 0.00896, 0.64, 0.0231)),
-        (C108, 0, 0, False, (4.57, 0.00605, 4.65, 0.3, 0.3, 4.65, 0.3, 0.634, 3.12, 0.00896, 0.558, 0.0231)),
-        (C107, 0, 0, False, (1.74, 0.00607, 8.14, 0.3, 0.3, 8.14, 0.3, 0.268, 5.15, 0.00897, 0.548, 0.0231)),
-        (C109, 0, 0, False, (4.65, 0.00605, 5.53, 0.3, 0.3, 5.53, 0.3, 0.536, 2.39, 0.00896, 1.1, 0.0231)),
-        (C110, 0, 0, False, (3.41, 0.00605, 6.62, 0.3, 0.3, 6.62, 0.3, 0.297, 4.01, 0.00896, 0.493, 0.0231)),
-        (C90, 0, 0, False, (2.2, 0.00607, 9.14, 0.3, 0.3, 9.14, 0.3, 0.25, 5.56, 0.00897, 0.66, 0.0231)),
-        (C112, 0, 0, False, (4.22, 0.00605, 5.94, 0.3, 0.3, 5.94, 0.3, 0.538, 2.36, 0.00896, 1.21, 0.0231)),
-        (C89, 0, 0, False, (2.82, 0.00606, 8.72, 0.3, 0.3, 8.72, 0.3, 0.232, 7.19, 0.00897, 0.783, 0.0231)),
-        (C149, 0, 0, False, (3.73, 0.00607, 6.19, 0.3, 0.3, 6.19, 0.3, 0.576, 2.21, 0.00896, 0.528, 0.0231)),
-        (C150, 0, 0, False, (2.97, 0.00606, 7.39, 0.3, 0.3, 7.39, 0.3, 0.314, 4.0, 0.00897, 0.711, 0.0231)),
+        (C99, 0, 0, False, (3.6, 0.00602, 4.49, 0.3, 0.3, 4.49, 0.3, 0.279, 3.96, 0.00896, 0.937, 0.0231)),
+        (C104, 0, 0, False, (2.23, 0.00607, 8.63, 0.3, 0.3, 8.63, 0.3, 0.221, 5.93, 0.00897, 0.522, 0.0231)),
+        (C113, 0, 0, False, (2.99, 0.00607, 7.58, 0.3, 0.3, 7.58, 0.3, 0.549, 1.99, 0.00896, 0.64, 0.0231)),
+        (C110, 0, 0, False, (4.57, 0.00605, 4.65, 0.3, 0.3, 4.65, 0.3, 0.634, 3.12, 0.00896, 0.558, 0.0231)),
+        (C109, 0, 0, False, (1.74, 0.00607, 8.14, 0.3, 0.3, 8.14, 0.3, 0.268, 5.15, 0.00897, 0.548, 0.0231)),
+        (C111, 0, 0, False, (4.65, 0.00605, 5.53, 0.3, 0.3, 5.53, 0.3, 0.536, 2.39, 0.00896, 1.1, 0.0231)),
+        (C112, 0, 0, False, (3.41, 0.00605, 6.62, 0.3, 0.3, 6.62, 0.3, 0.297, 4.01, 0.00896, 0.493, 0.0231)),
+        (C93, 0, 0, False, (2.2, 0.00607, 9.14, 0.3, 0.3, 9.14, 0.3, 0.25, 5.56, 0.00897, 0.66, 0.0231)),
+        (C114, 0, 0, False, (4.22, 0.00605, 5.94, 0.3, 0.3, 5.94, 0.3, 0.538, 2.36, 0.00896, 1.21, 0.0231)),
+        (C92, 0, 0, False, (2.82, 0.00606, 8.72, 0.3, 0.3, 8.72, 0.3, 0.232, 7.19, 0.00897, 0.783, 0.0231)),
+        (C152, 0, 0, False, (3.73, 0.00607, 6.19, 0.3, 0.3, 6.19, 0.3, 0.576, 2.21, 0.00896, 0.528, 0.0231)),
+        (C153, 0, 0, False, (2.97, 0.00606, 7.39, 0.3, 0.3, 7.39, 0.3, 0.314, 4.0, 0.00897, 0.711, 0.0231)),
     ),
     ('tf32', 'nt'): (
-        (C78, 0, 128, False, (1.4, 0.899, 0.00896, 0.3, 0.8, 0.3, 0.3, 0.111, 0.619, 0.315, 0.823, 0.674)),
-        (C80, 128, 0, False, (1.64, 3.26, 0.00897, 0.3, 0.953, 0.3, 0.3, 0.108, 0.572, 0.254, 0.661, 0.695)),
-        (C79, 32, 0, False, (1.33, 1.41, 0.00896, 0.3, 0.868, 0.3, 0.3, 0.0964, 0.585, 0.333, 0.707, 0.53)),
-        (C88, 128, 0, False, (3.17, 3.14, 0.00897, 0.3, 1.21, 0.3, 0.3, 0.119, 0.616, 0.338, 0.637, 1.02)),
-        (C82, 16, 128, False, (1.55, 0.941, 0.00895, 0.3, 0.796, 0.3, 0.3, 0.11, 0.61, 0.331, 0.808, 0.593)),
-        (C17, 128, 0, False, (1.46, 2.11, 0.00896, 0.3, 0.894, 0.3, 0.3, 0.108, 0.572, 0.274, 0.515, 0.564)),
-        (C114, 64, 128, False, (2.8, 1.27, 0.00896, 0.3, 0.799, 0.3, 0.3, 0.0794, 0.54, 0.113, 0.86, 0.47)),
-        (C81, 128, 0, False, (3.32, 1.41, 0.00895, 0.3, 0.772, 0.3, 0.3, 0.222, 0.622, 0.123, 0.694, 1.08)),
-        (C116, 128, 0, False, (2.53, 1.36, 0.00896, 0.3, 0.799, 0.3, 0.3, 0.118, 0.608, 0.326, 0.651, 0.939)),
-        (C121, 32, 0, False, (1.57, 1.75, 0.00896, 0.3, 0.952, 0.3, 0.3, 0.111, 0.583, 0.359, 0.767, 0.613)),
-        (C122, 64, 128, False, (3.5, 1.35, 0.00896, 0.3, 0.799, 0.3, 0.3, 0.107, 0.567, 0.115, 0.803, 0.677)),
-        (C85, 128, 0, False, (2.85, 3.48, 0.00897, 0.3, 1.19, 0.3, 0.3, 0.119, 0.617, 0.33, 0.732, 1.03)),
-        (C117, 128, 0, False, (3.26, 3.62, 0.00898, 0.3, 1.33, 0.3, 0.3, 0.12, 0.635, 0.434, 0.958, 1.23)),
-        (C84, 128, 0, False, (2.62, 1.7, 0.00896, 0.3, 0.877, 0.3, 0.3, 0.111, 0.583, 0.312, 0.797, 0.742)),
-        (C113, 128, 0, False, (1.33, 1.54, 0.00896, 0.3, 0.859, 0.3, 0.3, 0.1, 0.593, 0.301, 0.643, 0.574)),
-        (C83, 128, 0, False, (1.63, 3.13, 0.00896, 0.3, 0.949, 0.3, 0.3, 0.109, 0.572, 0.267, 0.635, 0.696)),
-        (C115, 0, 16, False, (1.73, 0.893, 0.00896, 0.3, 0.795, 0.3, 0.3, 0.0961, 0.619, 0.117, 0.844, 0.679)),
-        (C118, 64, 128, False, (2.75, 1.2, 0.00895, 0.3, 0.799, 0.3, 0.3, 0.106, 0.562, 0.113, 0.883, 0.528)),
-        (C119, 32, 128, False, (3.5, 1.38, 0.00896, 0.3, 0.799, 0.3, 0.3, 0.193, 0.592, 0.112, 0.814, 0.624)),
-        (C87, 0, 16, False, (2.07, 1.0, 0.00895, 0.3, 0.791, 0.3, 0.3, 0.101, 0.615, 0.117, 0.886, 0.55)),
-        (C151, 32, 128, False, (3.34, 1.34, 0.00896, 0.3, 0.799, 0.3, 0.3, 0.109, 0.594, 0.113, 0.814, 0.712)),
-        (C152, 16, 128, False, (1.58, 1.01, 0.00895, 0.3, 0.796, 0.3, 0.3, 0.103, 0.616, 0.247, 0.831, 0.703)),
-        (C153, 128, 0, False, (2.62, 3.98, 0.00897, 0.3, 1.17, 0.3, 0.3, 0.119, 0.615, 0.358, 0.715, 1.01)),
-        (C154, 16, 128, False, (1.92, 1.08, 0.00895, 0.3, 0.787, 0.3, 0.3, 0.114, 0.615, 0.273, 0.844, 0.743)),
+        (C81, 0, 128, False, (1.4, 0.899, 0.00896, 0.3, 0.8, 0.3, 0.3, 0.111, 0.619, 0.315, 0.823, 0.674)),
+        (C83, 128, 0, False, (1.64, 3.26, 0.00897, 0.3, 0.953, 0.3, 0.3, 0.108, 0.572, 0.254, 0.661, 0.695)),
+        (C82, 32, 0, False, (1.33, 1.41, 0.00896, 0.3, 0.868, 0.3, 0.3, 0.0964, 0.585, 0.333, 0.707, 0.53)),
+        (C91, 128, 0, False, (3.17, 3.14, 0.00897, 0.3, 1.21, 0.3, 0.3, 0.119, 0.616, 0.338, 0.637, 1.02)),
+        (C85, 16, 128, False, (1.55, 0.941, 0.00895, 0.3, 0.796, 0.3, 0.3, 0.11, 0.61, 0.331, 0.808, 0.593)),
+        (C45, 128, 0, False, (1.46, 2.11, 0.00896, 0.3, 0.894, 0.3, 0.3, 0.108, 0.572, 0.274, 0.515, 0.564)),
+        (C116, 64, 128, False, (2.8, 1.27, 0.00896, 0.3, 0.799, 0.3, 0.3, 0.0794, 0.54, 0.113, 0.86, 0.47)),
+        (C84, 128, 0, False, (3.32, 1.41, 0.00895, 0.3, 0.772, 0.3, 0.3, 0.222, 0.622, 0.123, 0.694, 1.08)),
+        (C118, 128, 0, False, (2.53, 1.36, 0.00896, 0.3, 0.799, 0.3, 0.3, 0.118, 0.608, 0.326, 0.651, 0.939)),
+        (C123, 32, 0, False, (1.57, 1.75, 0.00896, 0.3, 0.952, 0.3, 0.3, 0.111, 0.583, 0.359, 0.767, 0.613)),
+        (C124, 64, 128, False, (3.5, 1.35, 0.00896, 0.3, 0.799, 0.3, 0.3, 0.107, 0.567, 0.115, 0.803, 0.677)),
+        (C88, 128, 0, False, (2.85, 3.48, 0.00897, 0.3, 1.19, 0.3, 0.3, 0.119, 0.617, 0.33, 0.732, 1.03)),
+        (C119, 128, 0, False, (3.26, 3.62, 0.00898, 0.3, 1.33, 0.3, 0.3, 0.12, 0.635, 0.434, 0.958, 1.23)),
+        (C87, 128, 0, False, (2.62, 1.7, 0.00896, 0.3, 0.877, 0.3, 0.3, 0.111, 0.583, 0.312, 0.797, 0.742)),
+        (C115, 128, 0, False, (1.33, 1.54, 0.00896, 0.3, 0.859, 0.3, 0.3, 0.1, 0.593, 0.301, 0.643, 0.574)),
+        (C86, 128, 0, False, (1.63, 3.13, 0.00896, 0.3, 0.949, 0.3, 0.3, 0.109, 0.572, 0.267, 0.635, 0.696)),
+        (C117, 0, 16, False, (1.73, 0.893, 0.00896, 0.3, 0.795, 0.3, 0.3, 0.0961, 0.619, 0.117, 0.844, 0.679)),
+        (C120, 64, 128, False, (2.75, 1.2, 0.00895, 0.3, 0.799, 0.3, 0.3, 0.106, 0.562, 0.113, 0.883, 0.528)),
+        (C121, 32, 128, False, (3.5, 1.38, 0.00896, 0.3, 0.799, 0.3, 0.3, 0.193, 0.592, 0.112, 0.814, 0.624)),
+        (C90, 0, 16, False, (2.07, 1.0, 0.00895, 0.3, 0.791, 0.3, 0.3, 0.101, 0.615, 0.117, 0.886, 0.55)),
+        (C154, 32, 128, False, (3.34, 1.34, 0.00896, 0.3, 0.799, 0.3, 0.3, 0.109, 0.594, 0.113, 0.814, 0.712)),
+        (C155, 16, 128, False, (1.58, 1.01, 0.00895, 0.3, 0.796, 0.3, 0.3, 0.103, 0.616, 0.247, 0.831, 0.703)),
+        (C156, 128, 0, False, (2.62, 3.98, 0.00897, 0.3, 1.17, 0.3, 0.3, 0.119, 0.615, 0.358, 0.715, 1.01)),
+        (C157, 16, 128, False, (1.92, 1.08, 0.00895, 0.3, 0.787, 0.3, 0.3, 0.114, 0.615, 0.273, 0.844, 0.743)),
     ),
     ('tf32', 'tn'): (
-        (C95, 0, 0, False, (8.03, 0.689, 0.0328, 1.05, 0.3, 0.3, 0.3, 0.457, 3.78, 0.0169, 0.139, 0.0395)),
-        (C155, 0, 0, True, (9.33, 0.716, 0.0328, 0.796, 0.3, 0.3, 0.3, 0.325, 5.24, 0.0169, 0.139, 0.0395)),
-        (C90, 0, 0, False, (8.87, 0.823, 0.0328, 1.05, 0.3, 0.3, 0.3, 0.148, 7.23, 0.017, 0.139, 0.0395)),
-        (C94, 0, 0, True, (10.1, 0.76, 0.0328, 0.692, 0.3, 0.3, 0.3, 0.682, 3.53, 0.0169, 0.138, 0.0394)),
-        (C92, 0, 0, True, (8.36, 0.645, 0.0328, 0.885, 0.3, 0.3, 0.3, 0.211, 9.2, 0.017, 0.139, 0.0395)),
-        (C98, 0, 0, True, (5.88, 0.77, 0.0328, 1.21, 0.3, 0.3, 0.3, 0.754, 2.8, 0.0169, 0.14, 0.0394)),
-        (C89, 0, 0, False, (9.07, 0.438, 0.0327, 1.05, 0.3, 0.3, 0.3, 0.157, 9.08, 0.017, 0.139, 0.0395)),
-        (C156, 0, 0, True, (9.24, 0.688, 0.0328, 0.887, 0.3, 0.3, 0.3, 0.22, 6.54, 0.0169, 0.139, 0.0395)),
-        (C93, 0, 0, True, (10.3, 0.73, 0.0328, 0.762, 0.3, 0.3, 0.3, 0.562, 5.43, 0.0169, 0.139, 0.0395)),
-        (C97, 0, 0, True, (8.19, 0.74, 0.0328, 1.24, 0.3, 0.3, 0.3, 0.274, 4.18, 0.017, 0.14, 0.0395)),
-        (C157, 0, 0, True, (7.21, 0.754, 0.0328, 0.97, 0.3, 0.3, 0.3, 0.473, 5.16, 0.0169, 0.139, 0.0395)),
-        (C158, 0, 0, False, (6.59, 1.04, 0.0329, 1.05, 0.3, 0.3, 0.3, 0.324, 4.09, 0.0169, 0.14, 0.0395)),
-        (C159, 0, 0, False, (8.42, 0.472, 0.0326, 1.05, 0.3, 0.3, 0.3, 0.645, 4.31, 0.0169, 0.138, 0.0395)),
+        (C98, 0, 0, False, (8.03, 0.689, 0.0328, 1.05, 0.3, 0.3, 0.3, 0.457, 3.78, 0.0169, 0.139, 0.0395)),
+        (C158, 0, 0, True, (9.33, 0.716, 0.0328, 0.796, 0.3, 0.3, 0.3, 0.325, 5.24, 0.0169, 0.139, 0.0395)),
+        (C93, 0, 0, False, (8.87, 0.823, 0.0328, 1.05, 0.3, 0.3, 0.3, 0.148, 7.23, 0.017, 0.139, 0.0395)),
+        (C97, 0, 0, True, (10.1, 0.76, 0.0328, 0.692, 0.3, 0.3, 0.3, 0.682, 3.53, 0.0169, 0.138, 0.0394)),
+        (C95, 0, 0, True, (8.36, 0.645, 0.0328, 0.885, 0.3, 0.3, 0.3, 0.211, 9.2, 0.017, 0.139, 0.0395)),
+        (C159, 0, 0, True, (5.88, 0.77, 0.0328, 1.21, 0.3, 0.3, 0.3, 0.754, 2.8, 0.0169, 0.14, 0.0394)),
+        (C92, 0, 0, False, (9.07, 0.438, 0.0327, 1.05, 0.3, 0.3, 0.3, 0.157, 9.08, 0.017, 0.139, 0.0395)),
+        (C160, 0, 0, True, (9.24, 0.688, 0.0328, 0.887, 0.3, 0.3, 0.3, 0.22, 6.54, 0.0169, 0.139, 0.0395)),
+        (C96, 0, 0, True, (10.3, 0.73, 0.0328, 0.762, 0.3, 0.3, 0.3, 0.562, 5.43, 0.0169, 0.139, 0.0395)),
+        (C100, 0, 0, True, (8.19, 0.74, 0.0328, 1.24, 0.3, 0.3, 0.3, 0.274, 4.18, 0.017, 0.14, 0.0395)),
+        (C161, 0, 0, True, (7.21, 0.754, 0.0328, 0.97, 0.3, 0.3, 0.3, 0.473, 5.16, 0.0169, 0.139, 0.0395)),
+        (C162, 0, 0, False, (6.59, 1.04, 0.0329, 1.05, 0.3, 0.3, 0.3, 0.324, 4.09, 0.0169, 0.14, 0.0395)),
+        (C163, 0, 0, False, (8.42, 0.472, 0.0326, 1.05, 0.3, 0.3, 0.3, 0.645, 4.31, 0.0169, 0.138, 0.0395)),
     ),
     ('tf32x3', 'nn'): (
-        (C123, 0, 0, False, (15.5, 0.142, 0.206, 0.00624, 0.3, 0.3, 0.3, 0.815, 6.82, 0.0294, 0.222, 0.0597)),
-        (C125, 0, 0, False, (13.7, 0.141, 0.206, 0.00624, 0.3, 0.3, 0.3, 0.599, 6.43, 0.0293, 0.221, 0.0596)),
-        (C137, 0, 0, False, (15.9, 0.142, 0.206, 0.00624, 0.3, 0.3, 0.3, 0.815, 6.83, 0.0294, 0.222, 0.0597)),
+        (C125, 0, 0, False, (15.5, 0.142, 0.206, 0.00624, 0.3, 0.3, 0.3, 0.815, 6.82, 0.0294, 0.222, 0.0597)),
+        (C127, 0, 0, False, (13.7, 0.141, 0.206, 0.00624, 0.3, 0.3, 0.3, 0.599, 6.43, 0.0293, 0.221, 0.0596)),
+        (C139, 0, 0, False, (15.9, 0.142, 0.206, 0.00624, 0.3, 0.3, 0.3, 0.815, 6.83, 0.0294, 0.222, 0.0597)),
     ),
     ('tf32x3', 'nt'): (
-        (C126, 0, 256, True, (2.51, 0.325, 0.92, 0.0107, 0.3, 0.3, 0.3, 0.306, 9.17, 0.0417, 1.11, 2.09)),
-        (C133, 16, 0, True, (6.86, 0.371, 0.974, 0.0106, 0.3, 0.3, 0.3, 0.411, 7.33, 0.0416, 1.24, 1.73)),
-        (C127, 16, 256, True, (3.04, 0.34, 0.917, 0.0107, 0.3, 0.3, 0.3, 0.443, 7.32, 0.0416, 1.25, 1.43)),
-        (C129, 0, 128, True, (5.38, 0.357, 0.915, 0.0107, 0.3, 0.3, 0.3, 0.329, 8.84, 0.0416, 0.718, 1.76)),
-        (C125, 64, 0, True, (2.85, 0.316, 0.856, 0.0108, 0.3, 0.3, 0.3, 0.626, 4.12, 0.0406, 3.01, 0.638)),
-        (C130, 16, 256, True, (4.09, 0.351, 0.914, 0.0107, 0.3, 0.3, 0.3, 0.428, 6.9, 0.0415, 1.08, 1.33)),
-        (C128, 128, 0, False, (8.48, 0.33, 0.885, 0.0107, 0.3, 0.3, 0.3, 0.298, 4.67, 0.0405, 5.35, 0.977)),
-        (C136, 16, 256, True, (2.83, 0.337, 0.907, 0.0107, 0.3, 0.3, 0.3, 0.552, 4.55, 0.0415, 1.33, 0.854)),
-        (C131, 16, 1024, True, (3.69, 0.348, 0.915, 0.0107, 0.3, 0.3, 0.3, 0.301, 8.24, 0.0416, 1.02, 1.75)),
-        (C132, 16, 0, True, (4.0, 0.351, 0.918, 0.0107, 0.3, 0.3, 0.3, 0.406, 6.79, 0.0416, 1.18, 1.69)),
-        (C137, 64, 0, True, (4.27, 0.356, 0.933, 0.0107, 0.3, 0.3, 0.3, 0.392, 5.76, 0.0417, 3.15, 1.31)),
-        (C134, 16, 256, True, (2.28, 0.323, 0.902, 0.0107, 0.3, 0.3, 0.3, 0.494, 5.94, 0.0418, 1.66, 0.979)),
-        (C160, 0, 0, True, (3.04, 0.337, 0.915, 0.0107, 0.3, 0.3, 0.3, 0.341, 9.08, 0.0416, 1.09, 2.1)),
-        (C123, 64, 0, True, (4.03, 0.348, 0.909, 0.0107, 0.3, 0.3, 0.3, 0.396, 6.01, 0.0416, 3.02, 1.36)),
-        (C135, 1, 0, True, (2.26, 0.323, 0.907, 0.0107, 0.3, 0.3, 0.3, 0.317, 11.1, 0.0417, 1.19, 2.85)),
-        (C161, 0, 256, True, (4.42, 0.353, 0.917, 0.0107, 0.3, 0.3, 0.3, 0.359, 8.75, 0.0418, 2.59, 1.68)),
-        (C162, 16, 256, True, (4.55, 0.353, 0.915, 0.0107, 0.3, 0.3, 0.3, 0.64, 4.84, 0.0413, 1.2, 0.912)),
+        (C128, 0, 256, True, (2.51, 0.325, 0.92, 0.0107, 0.3, 0.3, 0.3, 0.306, 9.17, 0.0417, 1.11, 2.09)),
+        (C135, 16, 0, True, (6.86, 0.371, 0.974, 0.0106, 0.3, 0.3, 0.3, 0.411, 7.33, 0.0416, 1.24, 1.73)),
+        (C129, 16, 256, True, (3.04, 0.34, 0.917, 0.0107, 0.3, 0.3, 0.3, 0.443, 7.32, 0.0416, 1.25, 1.43)),
+        (C131, 0, 128, True, (5.38, 0.357, 0.915, 0.0107, 0.3, 0.3, 0.3, 0.329, 8.84, 0.0416, 0.718, 1.76)),
+        (C127, 64, 0, True, (2.85, 0.316, 0.856, 0.0108, 0.3, 0.3, 0.3, 0.626, 4.12, 0.0406, 3.01, 0.638)),
+        (C132, 16, 256, True, (4.09, 0.351, 0.914, 0.0107, 0.3, 0.3, 0.3, 0.428, 6.9, 0.0415, 1.08, 1.33)),
+        (C130, 128, 0, False, (8.48, 0.33, 0.885, 0.0107, 0.3, 0.3, 0.3, 0.298, 4.67, 0.0405, 5.35, 0.977)),
+        (C138, 16, 256, True, (2.83, 0.337, 0.907, 0.0107, 0.3, 0.3, 0.3, 0.552, 4.55, 0.0415, 1.33, 0.854)),
+        (C133, 16, 1024, True, (3.69, 0.348, 0.915, 0.0107, 0.3, 0.3, 0.3, 0.301, 8.24, 0.0416, 1.02, 1.75)),
+        (C134, 16, 0, True, (4.0, 0.351, 0.918, 0.0107, 0.3, 0.3, 0.3, 0.406, 6.79, 0.0416, 1.18, 1.69)),
+        (C139, 64, 0, True, (4.27, 0.356, 0.933, 0.0107, 0.3, 0.3, 0.3, 0.392, 5.76, 0.0417, 3.15, 1.31)),
+        (C136, 16, 256, True, (2.28, 0.323, 0.902, 0.0107, 0.3, 0.3, 0.3, 0.494, 5.94, 0.0418, 1.66, 0.979)),
+        (C164, 0, 0, True, (3.04, 0.337, 0.915, 0.0107, 0.3, 0.3, 0.3, 0.341, 9.08, 0.0416, 1.09, 2.1)),
+        (C125, 64, 0, True, (4.03, 0.348, 0.909, 0.0107, 0.3, 0.3, 0.3, 0.396, 6.01, 0.0416, 3.02, 1.36)),
+        (C137, 1, 0, True, (2.26, 0.323, 0.907, 0.0107, 0.3, 0.3, 0.3, 0.317, 11.1, 0.0417, 1.19, 2.85)),
+        (C165, 0, 256, True, (4.42, 0.353, 0.917, 0.0107, 0.3, 0.3, 0.3, 0.359, 8.75, 0.0418, 2.59, 1.68)),
+        (C166, 16, 256, True, (4.55, 0.353, 0.915, 0.0107, 0.3, 0.3, 0.3, 0.64, 4.84, 0.0413, 1.2, 0.912)),
     ),
     ('tf32x3', 'tn'): (
-        (C123, 0, 0, False, (9.69, 0.229, 0.235, 0.00664, 0.3, 0.3, 0.3, 0.826, 7.01, 0.0281, 0.226, 0.0594)),
-        (C124, 0, 0, False, (6.21, 0.22, 0.231, 0.00664, 0.3, 0.3, 0.3, 0.904, 8.29, 0.0281, 0.225, 0.0594)),
+        (C125, 0, 0, False, (9.69, 0.229, 0.235, 0.00664, 0.3, 0.3, 0.3, 0.826, 7.01, 0.0281, 0.226, 0.0594)),
+        (C126, 0, 0, False, (6.21, 0.22, 0.231, 0.00664, 0.3, 0.3, 0.3, 0.904, 8.29, 0.0281, 0.225, 0.0594)),
     ),
 }
