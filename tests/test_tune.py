@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import tune
 from isogemm.core import tables
 from isogemm.encoder import configs
-from tuners import common, encoder, gemm, tiny
+from tuners import common, cost, encoder, gemm, tiny
 
 
 def _options(*arguments):
@@ -65,14 +65,16 @@ def test_a_table_is_written_and_read_back(tmp_path, monkeypatch, capsys):
 
 
 def test_points_of_which_no_candidate_is_left_are_in_no_table():
-    config = gemm.candidates(gemm.Point("linear", "half", 64, 4096, 4096))[0]
+    best, *others = gemm.candidates(gemm.Point("linear", "half", 64, 4096, 4096))[: cost.LEAST_TRIED]
     row = {"kind": "linear", "number": "half", "n": 4096, "k": 4096}
+    tried = dict.fromkeys(map(str, others), 10.0)
     rows = [
-        row | {"tokens": 64, "us": {"torch": 10.0, str(config): 9.0, "gone": 8.0}},
+        row | {"tokens": 64, "us": {"torch": 10.0, str(best): 9.0, "gone": 8.0} | tried},
+        row | {"tokens": 32, "us": {"torch": 10.0, str(best): 9.0}},  # of which few were tried
         row | {"tokens": 512, "us": {"torch": 20.0, "gone": 8.0}},
     ]
     (table,) = gemm.tables(rows, "sm_90").values()
-    assert table == {("half", "nt", 4096, 4096): ((64, astuple(config)),)}
+    assert table == {("half", "nt", 4096, 4096): ((64, astuple(best)),)}
 
 
 def _read(path):

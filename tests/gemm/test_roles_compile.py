@@ -100,6 +100,7 @@ def _alternating_cases():
         problem = _square("nn" if epilogue.gradient else "nt", epilogue=epilogue, read_strides=(4096, 4096))
         yield from ((problem, configs.fitted(problem, config)) for config in (plain, balanced))
 
+
 def _epilogue_cases():
     for epilogue in EPILOGUES:
         yield _square(epilogue=epilogue, read_strides=(4096, 4096)), ROLES

@@ -29,7 +29,8 @@ ROLES = Config(128, 128, 64, 8, 5, "roles", persistent=True)
         ({"block_n": 64, "rest_n": 128}, "rest_n is a power of two up to block_n"),
         ({"swapped": True}, "not swapped"),
         ({"residents": 2}, "an SM to themselves"),
-        ({"balanced": True}, "an SM to themselves"),
+        ({"balanced": True, "persistent": False}, "a balanced grid is persistent"),
+        ({"alternating": True}, "alternate between tiles of one chunk"),
         ({"persistent": False, "parallel_chunks": "queued"}, "gathered or follow one another"),
         ({"persistent": False, "parallel_chunks": "partials"}, "store by TMA"),
         ({"block_n": 256}, "wait in registers"),
@@ -110,6 +111,62 @@ def test_a_program_per_tile_or_persistent_ones():
         for problem, persistent in ((wave, False), (replace(wave, n=128 * 34), True)):
             fits = fitted(problem, asked)
             assert (fits.persistent, fits.pdl) == (persistent, not persistent)
+
+
+ALTERNATING = replace(ROLES, num_stages=6, parts=2, alternating=True)
+
+
+def test_warpgroups_alternate_where_a_tile_s_sums_fit():
+    """One tile of one chunk each, and more tiles than multiprocessors; else they share each tile."""
+    problem = make_problem(4096, 4096, 4096)
+    assert illegal(problem, ALTERNATING) == ""
+    assert fitted(problem, ALTERNATING) == ALTERNATING
+    assert "alternate where warps have roles" in illegal(problem, replace(ALTERNATING, kernel="stream", num_stages=3))
+    for change in (
+        {"persistent": False, "pdl": True}, {"block_n": 256, "num_stages": 4}, {"rest_n": 64, "num_stages": 4},
+    ):  # fmt: skip
+        assert "alternate between tiles of one chunk" in illegal(problem, replace(ALTERNATING, **change))
+    assert fitted(problem, replace(ALTERNATING, rest_n=32)).alternating
+    two_gradients = Epilogue(activation="swiglu", gradient="pre")
+    for changed in (
+        replace(problem, m=512, n=128), replace(problem, chunk=2048), replace(problem, epilogue=two_gradients),
+    ):  # fmt: skip
+        fits = fitted(changed, ALTERNATING)
+        assert (fits.kernel, fits.columns, fits.alternating) == ("roles", 128, False)
+        assert illegal(changed, fits) == ""
+    for other in ({"a_aligned": False}, {"arch": "sm_100"}, {"out_dtype": "float32", "accumulate": True}):
+        fits = fitted(replace(problem, **other), ALTERNATING)
+        assert (fits.kernel == "roles", fits.alternating) == (False, False)
+
+
+def test_parts_of_an_alternating_tile_are_smaller_where_matrices_are_read():
+    problem = make_problem(4096, 4096, 4096, epilogue=Epilogue(residual=True), read_strides=(4096, 4096))
+    assert fitted(problem, ALTERNATING).parts == 4
+
+
+def test_balanced_grids_of_roles():
+    """Whole teams of programs, and a slot for a tile's sums each; of several chunks also their total."""
+    balanced = replace(ROLES, group=12, balanced=True)
+    problem = make_problem(4096, 128 * 34, 4096)
+    assert illegal(problem, balanced) == ""
+    assert configs.programs(problem, balanced) == 132
+    assert workspace(problem, balanced) == 132 * (4 * 128 * 128 + 2 * 8)
+    assert workspace(problem, replace(balanced, alternating=True)) == 132 * (4 * 128 * 128 + 2 * 8)
+    assert workspace(replace(problem, chunk=2048), balanced) == 132 * (2 * 4 * 128 * 128 + 2 * 8)
+    few = replace(problem, m=128)
+    assert "a balanced grid is persistent" in illegal(few, balanced)
+    fits = fitted(few, balanced)
+    assert (fits.kernel, fits.balanced, fits.persistent) == ("roles", False, False)
+    wide = replace(balanced, block_n=256, num_stages=4, parts=2)
+    assert illegal(problem, wide) == ""
+    assert not fitted(replace(problem, epilogue=Epilogue(bias="n")), wide).balanced
+    assert configs.balances(problem, ROLES)
+    assert not configs.balances(replace(problem, n=128 * 33), ROLES)  # exactly eight waves
+
+
+@pytest.mark.parametrize(("sm_count", "team"), [(132, 12), (144, 12), (114, 6), (78, 6), (148, 4), (7, 7), (13, 1)])
+def test_teams_divide_the_multiprocessors(sm_count, team):
+    assert configs.team(make_problem(sm_count=sm_count)) == team
 
 
 @pytest.mark.parametrize(

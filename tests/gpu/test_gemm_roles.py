@@ -21,11 +21,13 @@ ONCE = replace(ROLES, persistent=False, pdl=True)  # a program per tile
 WIDE = replace(ROLES, block_n=256, num_stages=4, parts=2)
 REST = replace(ONCE, num_stages=4, rest_n=64)
 NARROW = replace(ONCE, block_n=64, num_stages=6)
+ALTERNATING = replace(ROLES, num_stages=6, parts=2, alternating=True)
 TILES = {
     "128": ROLES, "128 once": ONCE, "256": WIDE, "128+64": REST, "128+32": replace(REST, num_stages=5, rest_n=32),
     "64": replace(NARROW, num_stages=8), "64+32": replace(NARROW, rest_n=32),
     "64+16": replace(NARROW, num_stages=7, rest_n=16), "two stages": replace(ROLES, num_stages=2),
     "k of 16": replace(ROLES, block_k=16), "16 columns": replace(ROLES, block_n=16),
+    "alternating": ALTERNATING, "alternating 64+32": replace(ALTERNATING, block_n=64, rest_n=32),
 }  # fmt: skip
 ROWS = (1, 63, 64, 65, 127, 128, 129, 300, 1000)
 SIZES = ((8, 136), (40, 200), (72, 264), (1000, 520))  # K, N: of one kernel; no tile has such columns, or block such k
@@ -220,7 +222,8 @@ def test_many_tiles_a_program_again_and_again():
     a, b = _operands(2331, 520, 3080)
     b = with_layout(b, "transposed")
     expected = _gemm(a, b, _canonical(a, b))
-    for config in (ROLES, replace(ROLES, num_stages=3, group=1), replace(ROLES, num_stages=2), WIDE):
+    alternating = ALTERNATING, replace(ALTERNATING, num_stages=2), replace(ALTERNATING, block_n=64, rest_n=32)
+    for config in (ROLES, replace(ROLES, num_stages=3, group=1), replace(ROLES, num_stages=2), WIDE, *alternating):
         served = _served(a, b, config)
         for _ in range(50):
             assert_bitwise_equal(op.gemm(a, b, config=served, out_dtype=torch.float32), expected, str(served))
@@ -231,15 +234,88 @@ def test_one_program_for_all_tiles():
     expected = _gemm(a, b, _canonical(a, b))
     for sm_count in (1, 7):
         for config in (ROLES, replace(REST, persistent=True, pdl=False)):
-            problem = replace(op.problem_of(a, b, out_dtype=torch.float32), sm_count=sm_count)
-            plan = gemm_plan("matmul", expected.shape, expected.dtype, a.device, problem, config)
+            plan = _plan_on(sm_count, a, b, config)
             assert_bitwise_equal(plan.run((a, b, None, None)), expected, f"{config} by {sm_count}")
 
 
-@pytest.mark.parametrize("config", [ROLES, GATHERED, GATHERING["128+64"], WIDE], ids=str)
+BALANCED = {
+    "shared": replace(ROLES, group=12, balanced=True),
+    "shared 128+64": replace(REST, pdl=False, persistent=True, balanced=True),
+    "shared 256": replace(WIDE, balanced=True),
+    "alternating": replace(ALTERNATING, group=12, balanced=True),
+    "alternating 64+32": replace(ALTERNATING, block_n=64, rest_n=32, num_stages=5, balanced=True),
+    "two stages": replace(ALTERNATING, num_stages=2, balanced=True),
+}  # fmt: skip
+UNEVEN = ((2331, 3080), (1100, 4616))  # M, N: 475 and 333 tiles of 128 x 128, on 132 multiprocessors
+
+
+def _plan_on(sm_count, a, b, config, **how):
+    """A plan for a GPU of so many multiprocessors."""
+    problem = replace(op.problem_of(a, b, **{"out_dtype": torch.float32} | how), sm_count=sm_count)
+    while configs.illegal(problem, config).startswith("takes"):
+        config = replace(config, num_stages=config.num_stages - 1)
+    assert configs.illegal(problem, config) == ""
+    return gemm_plan("matmul", (a.shape[0], b.shape[1]), torch.float32, a.device, problem, config)
+
+
+@pytest.mark.parametrize("name", BALANCED)
+def test_shares_of_any_length(name):
+    """Teams of 1 to 12 programs, and k of one block or many: tiles that two programs sum have the bits of one."""
+    for k in (8, 64, 200, 1608):
+        a, b = _operands(1000, k, 1032)  # 72 tiles of 128 x 128
+        expected = _gemm(a, b, _canonical(a, b))
+        for config in (BALANCED[name], replace(BALANCED[name], balanced=False)):
+            for sm_count in (1, 2, 7, 13, 24, 36):
+                plan = _plan_on(sm_count, a, b, config)
+                for _ in range(3):
+                    with poisoned_allocations():
+                        result = plan.run((a, b, None, None))
+                    assert_bitwise_equal(result, expected, f"{config} by {sm_count}, k {k}")
+
+
+@pytest.mark.parametrize("name", ["shared", "shared 128+64"])
+def test_shares_of_chunks(name):
+    """What is handed over is the total of finished chunks and the sum of one that is not, or that just is."""
+    for k, chunk in ((1608, 1024), (2048, 1024), (1000, 64), (192, 64)):
+        a, b = _operands(1000, k, 1032)
+        expected = _gemm(a, b, _canonical(a, b, chunk=chunk), chunk=chunk)
+        for sm_count in (1, 2, 7, 13, 24, 36):
+            plan = _plan_on(sm_count, a, b, BALANCED[name], chunk=chunk)
+            for _ in range(3):
+                with poisoned_allocations():
+                    result = plan.run((a, b, None, None))
+                assert_bitwise_equal(result, expected, f"{sm_count} programs, k {k}, chunk {chunk}")
+
+
+@pytest.mark.parametrize("name", ["shared", "alternating", "shared, chunks"])
+def test_uneven_grids_again_and_again(name):
+    """On all multiprocessors, beside another stream: scratch memory has what earlier launches left."""
+    config, chunk = BALANCED[name.partition(",")[0]], 1024 if "chunks" in name else 0
+    beside = torch.cuda.Stream()
+    for m, n in UNEVEN:
+        a, b = _operands(m, 2600, n)
+        b = with_layout(b, "transposed")
+        expected = _gemm(a, b, _canonical(a, b, chunk=chunk), chunk=chunk)
+        served = _served(a, b, config, chunk=chunk)
+        beside.wait_stream(torch.cuda.current_stream())
+        for _ in range(30):
+            with torch.cuda.stream(beside):
+                other = op.gemm(a, b, config=served, chunk=chunk, out_dtype=torch.float32)
+            result = op.gemm(a, b, config=served, chunk=chunk, out_dtype=torch.float32)
+            assert_bitwise_equal(result, expected, f"[{m}, 2600] by {n}")
+            beside.synchronize()
+            assert_bitwise_equal(other, expected, f"[{m}, 2600] by {n}, beside")
+
+
+@pytest.mark.parametrize(
+    "config", [ROLES, GATHERED, GATHERING["128+64"], WIDE, ALTERNATING, BALANCED["shared"], BALANCED["alternating"]],
+    ids=str,
+)  # fmt: skip
 def test_replays_see_new_inputs(config):
     """A replay has the stamps of the one before: no flag that it left may let a program go on."""
     m, k, n, chunk = 300, 3000, 520, 1024 if config.parallel_chunks else 0
+    if config.alternating or config.balanced:  # more tiles than multiprocessors
+        m, k, n = 2331, 520, 3080
     a, b = (x.clone() for x in _operands(m, k, n))
     how = {"chunk": chunk, "out_dtype": torch.float32}
     config = _served(a, b, config, **how)
@@ -364,6 +440,24 @@ def test_epilogues(name):
                 assert_bitwise_equal(call(config=config), expected, f"{tile}: [{m}, {k}] by {n}")
 
 
+@pytest.mark.parametrize("name", FUSED)
+def test_epilogues_of_uneven_grids(name):
+    """A warpgroup's epilogue runs while the other one multiplies; and after what another program began."""
+    (m, n), k = UNEVEN[0], 520
+    a, weight, up = _drawn(m, k, seed=8) / k**0.5, _drawn(n, k, seed=9), _drawn(n, k, seed=10)
+    fusion = _fusions(m, n)[name]
+    b_up = up.T if fusion.gated else None
+    call = functools.partial(fused.gemm, a, weight.T, b_up, fusion)
+    problem = fused.problem_of(a, weight.T, b_up, fusion)
+    expected = call(config=configs.canonical(problem))
+    for config in (ALTERNATING, BALANCED["alternating"], BALANCED["shared"]):
+        fits = configs.fitted(problem, config)
+        assert (fits.kernel, fits.alternating, fits.balanced) == ("roles", config.alternating, config.balanced)
+        for _ in range(5):
+            with poisoned_allocations():
+                assert_bitwise_equal(call(config=fits), expected, str(fits))
+
+
 @pytest.mark.parametrize("name", ["bias", "activated", "gated"])
 def test_epilogues_after_gathered_chunks(name):
     m, k, n = 300, 2600, 264
@@ -388,7 +482,7 @@ def test_what_is_saved(activation, save, dtype):
     """As the canonical config saves it, and no byte more."""
     k = 520
     tiles = ("128", "256") if dtype == torch.bfloat16 else ("64",)
-    for m, n in ((300, 264), (129, 136)):
+    for m, n in ((300, 264), (129, 136), UNEVEN[0]):
         shapes = (m, k), (n, k), (n, k)
         a, weight, up = (_drawn(*shape, seed=8 + at, dtype=dtype) for at, shape in enumerate(shapes))
         fusion = Operands(_drawn(n, seed=1, dtype=dtype), activation=activation)
@@ -404,9 +498,12 @@ def test_what_is_saved(activation, save, dtype):
 
         with poisoned_allocations():
             expected = run(configs.canonical(problem))
-            for tile in tiles:
-                config = configs.fitted(problem, TILES[tile])
-                assert config.kernel == "roles"
+            every = [TILES[tile] for tile in tiles]
+            if (m, n) == UNEVEN[0] and dtype == torch.bfloat16:
+                every = [ALTERNATING, BALANCED["alternating"]]
+            for each in every:
+                config = configs.fitted(problem, each)
+                assert (config.kernel, config.alternating) == ("roles", each.alternating)
                 for got, same, what in zip(run(config), expected, ("result", save), strict=True):
                     assert_bitwise_equal(got, same, f"{what} of {config}, {n} columns")
 
@@ -417,7 +514,15 @@ GRADIENTS = [("relu", "out"), ("relu", "mask"), ("gelu", "pre"), ("swiglu", "pre
 @pytest.mark.parametrize(("activation", "kind"), GRADIENTS)
 def test_hidden_gradients(activation, kind):
     """Both results of a gate have the canonical bits."""
-    m, k, n = 300, 520, 264
+    for m, n, tiles in (
+        (300, 264, [TILES[each] for each in FEW]),
+        (*UNEVEN[0], [ALTERNATING, BALANCED["alternating"]]),
+    ):
+        _assert_hidden_gradient(activation, kind, m, n, tiles)
+
+
+def _assert_hidden_gradient(activation, kind, m, n, tiles):
+    k = 520
     grad, weight = _drawn(m, k, seed=1), _drawn(k, n, seed=2)
     fusion = Operands(activation=activation)
     saved = _drawn(*((2, m, n) if fusion.gated else (m, n)), seed=3).relu()
@@ -427,8 +532,8 @@ def test_hidden_gradients(activation, kind):
     problem = replace(op.problem_of(grad, weight), epilogue=fusion.of_gradient(kind, False))
     with poisoned_allocations():
         expected, _ = call(config=configs.canonical(problem))
-        for tile in FEW:
-            config = configs.fitted(problem, TILES[tile])
+        for tile in tiles:
+            config = configs.fitted(problem, tile)
             assert config.kernel == "roles"
             result, _ = call(config=config)
             assert_bitwise_equal(result, expected, str(config))

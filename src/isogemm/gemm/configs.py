@@ -544,8 +544,9 @@ def team(problem: Problem) -> int:
 def _may_balance(problem: Problem, config: Config) -> bool:
     """Whether the kernel can divide the last tiles among its programs."""
     e = problem.epilogue
-    if config.kernel == "roles":  # where registers remain for the addresses of what is handed over
+    if config.kernel == "roles":  # where registers remain for the addresses of what is handed over, and in whole teams
         able = (e == NOTHING or config.alternating or _sums(config) < 128) and not (e.gated and e.gradient)
+        able = able and tile_count(problem, config) >= problem.sm_count
     else:
         able = config.kernel == "stream" and problem.chunks <= 1
     return able and config.persistent and not config.parallel_chunks

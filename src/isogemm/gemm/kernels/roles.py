@@ -156,7 +156,8 @@ def _load(
     count, share = _items(items, K, BK, TEAM)
     for index in range(count):
         m, n, begin, end, _ = _item(
-            index, share, m_tiles, n_tiles, M, N, K, ROWS * PARTS, TILE_N, BK, CHUNK, GROUP, UNITS, INSIDE, PARALLEL, TEAM,
+            index, share, m_tiles, n_tiles, M, N, K, ROWS * PARTS, TILE_N, BK, CHUNK, GROUP, UNITS, INSIDE, PARALLEL,
+            TEAM,
         )  # fmt: skip
         for k in range(begin, end, BK):
             mbarrier.wait(free.index(slot), phase)
@@ -321,8 +322,8 @@ def _gathered(
 
 @gluon.jit
 def _multiply(
-    a_tiles, b_tiles, rest_tiles, ready, free, turns, left, came, c, c_tiles, scratch, e, steps, numbers, items, m_tiles,
-    n_tiles, M, N, K, stamp,
+    a_tiles, b_tiles, rest_tiles, ready, free, turns, left, came, c, c_tiles, scratch, e, steps, numbers, items,
+    m_tiles, n_tiles, M, N, K, stamp,
     WHICH: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, BN: gl.constexpr, BN_REST: gl.constexpr,
     TILE_N: gl.constexpr, BK: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     A_K: gl.constexpr, B_K: gl.constexpr, UNITS: gl.constexpr, INSIDE: gl.constexpr, ACCUMULATION: gl.constexpr,
@@ -352,7 +353,8 @@ def _multiply(
     count, share = _items(items, K, BK, TEAM)
     for index in range(WHICH if ALTERNATING else 0, count, _GROUPS if ALTERNATING else 1):
         m, n, begin, end, before = _item(
-            index, share, m_tiles, n_tiles, M, N, K, ROWS * PARTS, TILE_N, BK, CHUNK, GROUP, UNITS, INSIDE, PARALLEL, TEAM,
+            index, share, m_tiles, n_tiles, M, N, K, ROWS * PARTS, TILE_N, BK, CHUNK, GROUP, UNITS, INSIDE, PARALLEL,
+            TEAM,
         )  # fmt: skip
         m += PART * ROWS
         slot = before % STAGES
