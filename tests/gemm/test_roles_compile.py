@@ -96,7 +96,12 @@ def _alternating_cases():
     for config in (plain, balanced, narrow, replace(narrow, rest_n=32), replace(plain, rest_n=32, num_stages=4)):
         yield from ((_square(layout), config) for layout in ("nt", "nn", "tn"))
     yield _square(out_dtype="float32"), replace(plain, num_stages=4)
-    for epilogue in (*EPILOGUES, *GRADIENTS[:3]):
+    registers = (
+        *(Epilogue(activation=name, exact=True, eager=True) for name in ("gelu", "silu", "tanh")),
+        Epilogue(activation="relu", gradient="mask", dropout=True),
+        Epilogue(activation="gelu", gradient="pre", dropout=True),
+    )
+    for epilogue in (*EPILOGUES, *GRADIENTS[:3], *registers):
         problem = _square("nn" if epilogue.gradient else "nt", epilogue=epilogue, read_strides=(4096, 4096))
         yield from ((problem, configs.fitted(problem, config)) for config in (plain, balanced))
 

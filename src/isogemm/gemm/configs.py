@@ -509,7 +509,7 @@ def chunk_bytes(problem: Problem, config: Config) -> int:
         slots *= problem.chunks - 1
     kept = 4 * config.block_m * config.columns if kind in ("scratch", "gathered") or config.balanced else 0
     kept *= 2 if config.balanced and kind == "registers" else 1  # the total, and the sum that is not finished
-    flags = ROLE_GROUPS if config.kernel == "roles" else 1  # one of each warpgroup
+    flags = ROLE_GROUPS if config.kernel == "roles" else 1  # one of each warpgroup that gathers
     return slots * (kept + flags * _FLAG * config.waits)
 
 
@@ -546,6 +546,7 @@ def _may_balance(problem: Problem, config: Config) -> bool:
     e = problem.epilogue
     if config.kernel == "roles":  # where registers remain for the addresses of what is handed over, and in whole teams
         able = (e == NOTHING or config.alternating or _sums(config) < 128) and not (e.gated and e.gradient)
+        able = able and not (config.alternating and config.rest_n and e != NOTHING)
         able = able and tile_count(problem, config) >= problem.sm_count
     else:
         able = config.kernel == "stream" and problem.chunks <= 1
@@ -679,7 +680,7 @@ def fitted(problem: Problem, config: Config) -> Config:
         at_once = (32 if problem.epilogue.gated else 64) * 32 * config.num_warps
         config = replace(config, parts=max(config.parts, config.block_m * config.block_n // at_once))
     if problem.epilogue.saves and problem.keeps_float32:
-        at_once = 16 * 32 * config.num_warps  # 16 of a thread
+        at_once = 16 * 32 * config.num_warps // (ROLE_GROUPS if config.alternating else 1)  # 16 of a thread
         config = replace(config, parts=max(config.parts, config.block_m * config.block_n // at_once))
     while config.kernel == "stream" and config.parts < 4 and illegal(problem, config).startswith("takes"):
         config = replace(config, parts=2 * config.parts)  # store less at once, before using fewer stages
@@ -701,8 +702,11 @@ def _with_legal_roles(problem: Problem, config: Config) -> Config:
         return config
     persistent = not config.parallel_chunks and tile_count(problem, config) > problem.sm_count
     alternating = config.alternating and persistent
-    if alternating and (problem.epilogue.beta or problem.epilogue.residual):  # whose values take registers too
+    e = problem.epilogue
+    if alternating and (e.beta or e.residual or e.eager or (e.gradient and e.dropout)):  # which take registers too
         config = replace(config, parts=max(config.parts, 4))
+    elif alternating and e.gradient:
+        config = replace(config, parts=max(config.parts, 2))
     return replace(config, persistent=persistent, pdl=not persistent, alternating=alternating)
 
 

@@ -114,14 +114,18 @@ def within(factor: float, problem: Problem, measured: Iterable[Measured]) -> lis
         usable_here = fitted(problem, each.config)
         if not illegal(problem, usable_here):
             # Other operand layouts, another grid, more sums, or more tiles that wait, than it was measured for.
-            changed = (usable_here.kernel, usable_here.persistent) != (each.config.kernel, each.config.persistent)
-            changed = changed or (problem.chunks > 1 and not each.chunked)
+            changed = _form(usable_here) != _form(each.config) or (problem.chunks > 1 and not each.chunked)
             side_by_side = usable_here.parallel_chunks in ("queued", "gathered")
             changed = changed or (side_by_side and not configs.few_tiles(problem, usable_here))
             us = microseconds(problem, usable_here, each.coefficients)
             predicted.append((changed, us, each.config))
     among, least, _ = min(predicted, key=lambda each: each[:2], default=(False, 0.0, None))
     return [config for changed, us, config in predicted if changed == among and us <= factor * least]
+
+
+def _form(config: Config) -> tuple[object, ...]:
+    """What a config's coefficients are measured for, and `configs.fitted` may change."""
+    return config.kernel, config.persistent, config.alternating, config.balanced
 
 
 def microseconds(problem: Problem, config: Config, coefficients: Sequence[float]) -> float:

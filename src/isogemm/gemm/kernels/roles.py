@@ -1,8 +1,10 @@
 """A product whose warps have roles: one loads, two warpgroups multiply and store.
 
-Each warpgroup has half of a tile's rows and waits for the other one at no time. So one of them stores its sums, or
-adds a chunk's, while the other one keeps the tensor cores busy; and the loads of the next tile never stop. It is
-written in Gluon, Triton's language with explicit layouts, since Triton's own compiler does not part warps on Hopper.
+Each warpgroup has half of every tile's rows, and waits for the other one at no time; or every other tile, and they take
+turns. So one of them stores its sums, or adds a chunk's, while the other one keeps the tensor cores busy; and the loads
+of the next tile never stop. In a balanced grid programs hand unfinished tiles over: a further warp sees to the flags.
+It is written in Gluon, Triton's language with explicit layouts, since Triton's own compiler does not part warps on
+Hopper.
 """
 
 from __future__ import annotations
@@ -252,7 +254,8 @@ def _await_flag(flag, stamp):
 @gluon.jit
 def _relay(scratch, left, came, items, K, stamp, STATE: gl.constexpr, BK: gl.constexpr, TEAM: gl.constexpr):
     """The relaying warp: set this program's flag when its sums are left, and see the flag of the team before. So no
-    warpgroup waits until other programs see what it has written."""
+    warpgroup waits until other programs see what it has written. (Polled without acquiring: that empties the cache.)
+    """
     if TEAM:
         _, begin, end = _share(items, K, BK, TEAM)
         blocks = gl.cdiv(K, BK)
@@ -261,17 +264,30 @@ def _relay(scratch, left, came, items, K, stamp, STATE: gl.constexpr, BK: gl.con
         if end % blocks > 0:
             mbarrier.wait(left, 0)
             gl.inline_asm_elementwise(
-                "st.release.gpu.global.b64 [$1], $2; mov.b64 $0, $2;", "=l,l,l", [flags + program, stamp],
-                dtype=gl.int64, is_pure=False, pack=1,
+                """{
+                .reg .pred first;
+                .reg .b32 lane;
+                mov.u32 lane, %laneid;
+                setp.eq.u32 first, lane, 0;
+                @first st.release.gpu.global.b64 [$1], $2;
+                mov.b64 $0, $2;
+                }""",
+                "=l,l,l", [flags + program, stamp], dtype=gl.int64, is_pure=False, pack=1,
             )  # fmt: skip
         if begin % blocks > 0:
             gl.inline_asm_elementwise(
                 """{
-                .reg .pred other;
-                again: ld.acquire.gpu.global.b64 $0, [$1];
+                .reg .pred first, other;
+                .reg .b32 lane;
+                mov.u32 lane, %laneid;
+                setp.eq.u32 first, lane, 0;
+                again: ld.relaxed.gpu.global.b64 $0, [$1];
                 setp.ne.b64 other, $0, $2;
+                @other nanosleep.u32 40;
                 @other bra again;
-                st.global.b64 [$1], 0;
+                fence.acq_rel.gpu;
+                bar.warp.sync 0xffffffff;
+                @first st.global.b64 [$1], 0;
                 }""",
                 "=&l,l,l", [flags + (program - TEAM), stamp], dtype=gl.int64, is_pure=False, pack=1,
             )  # fmt: skip
