@@ -171,3 +171,8 @@ def test_a_weight_in_both_places_keeps_its_strides(layout):
     assert first.data_ptr() != second.data_ptr()
     assert torch.equal(first, second)
     assert torch.equal(*fused._alike(weight[:1].expand(24, 40), weight[:1].expand(24, 40)))
+
+
+@pytest.mark.parametrize("shape", [(5, 0), (0, 5), (0, 0)], ids=str)
+def test_an_empty_weight_in_both_places(shape):
+    assert [each.shape for each in fused._alike(torch.empty(shape), torch.empty(shape))] == [shape, shape]

@@ -56,11 +56,11 @@ def gemm_plan(
             second = b[0], _B_UP
     steps = []
     whole = {"a": a, "b": b}
-    for operand in filter(config.splits, configs.OPERANDS):
-        halves: Place = (torch.float32, True), _HALVES[operand]
-        launch = describe_split(problem, config, operand)
-        steps.append(make_step(launch, (whole[operand], halves), device))
-        whole[operand] = halves
+    for split in filter(config.splits, configs.OPERANDS):
+        halves: Place = (torch.float32, True), _HALVES[split]
+        launch = describe_split(problem, config, split)
+        steps.append(make_step(launch, (whole[split], halves), device))
+        whole[split] = halves
     left, right = (whole["b"], whole["a"]) if config.swapped else (whole["a"], whole["b"])
     result: Place = (dtype, problem.c_aligned), OUT
     scratch: Place = sums, SCRATCH
