@@ -123,8 +123,9 @@ def _fitted(samples: Collection[Sample]) -> tuple[Measured, ...]:
         below = [size for size in sizes if size < min(measured)]
         most = 0 if max(measured) >= min(_UNBOUNDED, sizes[-1]) else max(measured)
         coefficients = np.exp(_fit(*arrays[config], shared, _SHARED))
-        chunked = any(problem.chunks > 1 for problem, _ in by_config[config])
-        made.append(Measured(config, below[-1] if below else 0, most, chunked, tuple(map(_rounded, coefficients))))
+        several = {problem.chunks > 1 for problem, _ in by_config[config]}
+        sums = "both" if len(several) > 1 else "several" if several == {True} else "one"
+        made.append(Measured(config, below[-1] if below else 0, most, sums, tuple(map(_rounded, coefficients))))
     return tuple(made)
 
 

@@ -93,7 +93,7 @@ def measured(rows: list[dict[str, Any]], arch: str) -> dict[Point, dict[str, flo
 def model(rows: list[dict[str, Any]], arch: str) -> dict[tuple[str, str], tuple[Any, ...]]:
     """The model of a configuration's time, as plain values."""
     return {
-        key: tuple((astuple(each.config), each.above, each.most, each.chunked, each.coefficients) for each in menu)
+        key: tuple((astuple(each.config), each.above, each.most, each.sums, each.coefficients) for each in menu)
         for key, menu in cost.model(samples(rows, arch)).items()
     }
 

@@ -249,7 +249,9 @@ def _alike(weight: Tensor, weight_up: Tensor) -> tuple[Tensor, Tensor]:
     """Make two weights readable by one kernel: with the same strides, at different addresses."""
     if weight.stride() != weight_up.stride():
         weight, weight_up = weight.contiguous(), weight_up.contiguous()
-    if weight.numel() and weight.data_ptr() == weight_up.data_ptr():  # copied with what lies between its elements, to keep the strides
+    if (
+        weight.numel() and weight.data_ptr() == weight_up.data_ptr()
+    ):  # copied with what lies between its elements, to keep the strides
         span = 1 + sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
         weight_up = weight_up.as_strided((span,), (1,)).clone().as_strided(weight.shape, weight.stride())
     return weight, weight_up

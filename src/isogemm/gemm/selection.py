@@ -59,7 +59,7 @@ class Measured(NamedTuple):
     config: Config
     above: int  # m of the problems that it was measured for: more than this
     most: int  # and at most this; 0: any
-    chunked: bool  # whether a problem of several sums was among them
+    sums: Literal["one", "several", "both"]  # how many sums a result of those problems is
     coefficients: tuple[float, ...]
 
 
@@ -113,8 +113,9 @@ def within(factor: float, problem: Problem, measured: Iterable[Measured]) -> lis
             continue
         usable_here = fitted(problem, each.config)
         if not illegal(problem, usable_here):
-            # Other operand layouts, another grid, more sums, or more tiles that wait, than it was measured for.
-            changed = _form(usable_here) != _form(each.config) or (problem.chunks > 1 and not each.chunked)
+            # Other operand layouts, another grid or number of sums, or more tiles that wait, than it was measured for.
+            sums = "several" if problem.chunks > 1 else "one"
+            changed = _form(usable_here) != _form(each.config) or each.sums not in (sums, "both")
             side_by_side = usable_here.parallel_chunks in ("queued", "gathered")
             changed = changed or (side_by_side and not configs.few_tiles(problem, usable_here))
             us = microseconds(problem, usable_here, each.coefficients)
@@ -274,6 +275,6 @@ def _menu(arch: str, *key: str) -> tuple[Measured, ...]:
     if not tables.measured("gemm", arch):
         return ()
     return tuple(
-        Measured(Config(*values), above, most, chunked, coefficients)
-        for values, above, most, chunked, coefficients in tables.load("gemm", arch, "MODEL").get(key, ())
+        Measured(Config(*values), above, most, sums, coefficients)
+        for values, above, most, sums, coefficients in tables.load("gemm", arch, "MODEL").get(key, ())
     )
