@@ -109,3 +109,16 @@ def test_residents_fit_a_multiprocessor():
         assert found * configs.shared_memory(make_problem(), config) <= 228 << 10 or found == 1
         assert found * warps <= 64
     assert selection.residents(make_problem(), replace(STREAM, residents=2)) == 2
+
+
+def test_coefficients_serve_as_many_sums_as_they_were_fitted_to():
+    """A tile's time between chunks says nothing of one that has none; where nothing else is known, it serves."""
+    quick, slow = (0.1,) * 12, (1.0,) * 12
+    wide, small = replace(STREAM, parts=2), Config(128, 64, 64, 4, 4, "tma")
+    one, several = linear(4096, 4096, 4096), linear(4096, 2048, 8192)
+    assert (one.chunks, several.chunks) == (1, 2)
+    for problem, sums, other in ((one, "several", "one"), (several, "one", "several")):
+        for named, expected in ((sums, small), ("both", wide), (other, wide)):
+            measured = selection.Measured(wide, 0, 0, named, quick), selection.Measured(small, 0, 0, other, slow)
+            assert selection.fastest(problem, measured) == expected
+        assert selection.fastest(problem, [selection.Measured(wide, 0, 0, sums, quick)]) == wide

@@ -27,7 +27,7 @@ from isogemm.core.launch import TensorMap
 from isogemm.gemm import configs
 from isogemm.gemm.kernels.epilogue import biases, finish
 from isogemm.gemm.kernels.handover import keep, kept_sums, kept_sums_or_zero
-from isogemm.gemm.kernels.tiles import balanced_share, inside, multiple, place
+from isogemm.gemm.kernels.tiles import item_at, items_of, multiple, team_share
 
 _GROUPS = gl.constexpr(configs.ROLE_GROUPS)
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # since Triton 3.9, before
@@ -67,66 +67,6 @@ class _Staged:
 
 
 @gluon.jit
-def _share(tiles, K, BK: gl.constexpr, TEAM: gl.constexpr):
-    """`balanced_share` in teams, without the last group's tile where this program has none there."""
-    blocks = gl.cdiv(K, BK)
-    whole, begin, end = balanced_share(tiles, blocks, TEAM)
-    last = whole * gl.num_programs(0) + (gl.cdiv(end, blocks) - 1) * TEAM + gl.program_id(0) % TEAM
-    return whole, begin, gl.where(last < tiles, end, end - blocks)
-
-
-@gluon.jit
-def _items(items, K, BK: gl.constexpr, TEAM: gl.constexpr):
-    """How many items a program has: tiles, chunks of them, or parts of them; and its `_share`."""
-    if TEAM:
-        whole, begin, end = _share(items, K, BK, TEAM)
-        blocks = gl.cdiv(K, BK)
-        return whole + gl.cdiv(end, blocks) - begin // blocks, (whole, begin, end)
-    else:
-        return gl.cdiv(items - gl.program_id(0), gl.num_programs(0)), (0, 0, 0)
-
-
-@gluon.jit
-def _item(
-    index, share, m_tiles, n_tiles, M, N, K, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BK: gl.constexpr,
-    CHUNK: gl.constexpr, GROUP: gl.constexpr, UNITS: gl.constexpr, INSIDE: gl.constexpr, PARALLEL: gl.constexpr,
-    TEAM: gl.constexpr,
-):  # fmt: skip
-    """Where an item begins in the result, where its k begins and ends, and how many blocks of k the program's items
-    before it have.
-
-    TEAM: a program's share of the divided tiles is one range of their blocks of k, taken from its end. So the tile
-    that it leaves to the next team comes first, and the one that the team before left to it comes last.
-    """
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    blocks = gl.cdiv(K, BK)
-    tile = program + index * programs
-    before = index * blocks
-    begin = 0
-    end = K
-    if TEAM:
-        whole, share_begin, share_end = share
-        if index >= whole:
-            of_divided = gl.cdiv(share_end, blocks) - 1 - (index - whole)
-            tile = whole * programs + of_divided * TEAM + program % TEAM
-            last = min(share_end, (of_divided + 1) * blocks)
-            begin = max(share_begin - of_divided * blocks, 0) * BK
-            end = min((last - of_divided * blocks) * BK, K)
-            before = whole * blocks + share_end - last
-    elif PARALLEL:
-        places = m_tiles * n_tiles
-        begin = tile // places * CHUNK
-        tile = tile % places
-        end = min(begin + CHUNK, K)
-        before = 0
-    row, column = place(tile, m_tiles, n_tiles, GROUP)
-    m = inside(row * TILE_M, M, TILE_M, UNITS[0], INSIDE)
-    n = inside(column * TILE_N, N, TILE_N, UNITS[1], INSIDE)
-    return m, n, begin, end, before
-
-
-@gluon.jit
 def _next(slot, phase, STAGES: gl.constexpr):
     """The next buffer, and the parity of its barriers' phase."""
     wraps = slot == STAGES - 1
@@ -155,9 +95,9 @@ def _load(
     BYTES: gl.constexpr = (ROWS * PARTS + BN + BN_REST) * BK * a.dtype.primitive_bitwidth // 8
     slot = 0
     phase = 1
-    count, share = _items(items, K, BK, TEAM)
+    count, share = items_of(items, K, BK, TEAM)
     for index in range(count):
-        m, n, begin, end, _ = _item(
+        m, n, begin, end, _ = item_at(
             index, share, m_tiles, n_tiles, M, N, K, ROWS * PARTS, TILE_N, BK, CHUNK, GROUP, UNITS, INSIDE, PARALLEL,
             TEAM,
         )  # fmt: skip
@@ -257,7 +197,7 @@ def _relay(scratch, left, came, items, K, stamp, STATE: gl.constexpr, BK: gl.con
     warpgroup waits until other programs see what it has written. (Polled without acquiring: that empties the cache.)
     """
     if TEAM:
-        _, begin, end = _share(items, K, BK, TEAM)
+        _, begin, end = team_share(items, K, BK, TEAM)
         blocks = gl.cdiv(K, BK)
         program = gl.program_id(0)
         flags = (scratch + gl.num_programs(0).to(gl.int64) * STATE).to(gl.pointer_type(gl.int64), bitcast=True)
@@ -366,9 +306,9 @@ def _multiply(
         flags = (scratch + slots.to(gl.int64) * STATE).to(gl.pointer_type(gl.int64), bitcast=True)
         flag = flags + program * PARTS + PART
     c_to = _Staged(c, c_tiles.index(WHICH))
-    count, share = _items(items, K, BK, TEAM)
+    count, share = items_of(items, K, BK, TEAM)
     for index in range(WHICH if ALTERNATING else 0, count, _GROUPS if ALTERNATING else 1):
-        m, n, begin, end, before = _item(
+        m, n, begin, end, before = item_at(
             index, share, m_tiles, n_tiles, M, N, K, ROWS * PARTS, TILE_N, BK, CHUNK, GROUP, UNITS, INSIDE, PARALLEL,
             TEAM,
         )  # fmt: skip
@@ -496,6 +436,7 @@ def roles_kernel(
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready.index(slot), count=1)
         mbarrier.init(free.index(slot), count=PARTS)
+    # Whose turn it is, if they alternate; that sums are left for the next team, and that the team before has left some.
     turns = gl.allocate_shared_memory(gl.int64, [_GROUPS, 1], mbarrier.MBarrierLayout())
     for which in gl.static_range(_GROUPS):
         mbarrier.init(turns.index(which), count=1)
