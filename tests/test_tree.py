@@ -20,7 +20,6 @@ ELSEWHERE = {
     "norm/configs.py": "tests/norm/test_norm_compile_matrix.py and tests/interpreter/test_batch_norm.py",
     "norm/op.py": "tests/norm/test_batch_norm.py and tests/encoder/test_composed.py",
     "encoder/*.py": "a layer is tested as a whole, by property: tests/encoder, tests/interpreter/test_encoder*.py",
-    "gemm/plan.py": "launches need a GPU: tests/gpu/test_gemm_runtime.py; tests/gemm/test_warmup.py counts them",
     "verify/activations.py": "torch's forms, an oracle",
     "verify/encoder_reference.py": "torch's layer, an oracle: tests/verify/test_encoder.py",
     "verify/precision.py": "tests/core/test_precision.py",

@@ -27,7 +27,8 @@ from gemm_jobs import (
 from isogemm.epilogues import ACTIVATIONS
 from isogemm.epilogues.operands import MATRICES, PLACES, Epilogue
 from isogemm.gemm import configs, selection
-from isogemm.gemm.configs import BIAS_BLOCKS, BIAS_CHUNK, ActivationGradProblem, BiasGradProblem, Config, Problem
+from isogemm.gemm.configs import BIAS_BLOCKS, BIAS_CHUNK, Config, Problem
+from isogemm.gemm.gradient_problems import ActivationGradProblem, BiasGradProblem
 from isogemm.gemm.kernels.gradients import describe_activation_grad, describe_bias_grad, describe_chunk_sums
 from isogemm.gemm.kernels.halves import describe_split
 from isogemm.gemm.kernels.products import describe_add_partials

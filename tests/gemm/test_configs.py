@@ -9,11 +9,8 @@ from gemm_problems import NUMBERS, input_grad, linear, make_problem, weight_grad
 from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs
 from isogemm.gemm.configs import (
-    BIAS_BLOCK_T,
     BIAS_CHUNK,
     BIAS_ROWS,
-    ActivationGradProblem,
-    BiasGradProblem,
     Config,
     accumulation,
     accumulation_chunk,
@@ -44,48 +41,6 @@ def test_the_chunk_follows_the_weight_alone(dtype, precision):
     for n, k in ((256, 1024), (1000, 1001), (4096, 4096)):
         for config in candidates(weight_grad(10000, n, k, dtype, precision)):
             assert token_chunk(n, k, dtype) % config.block_k == 0
-
-
-def test_chunks_of_bias_gradients():
-    assert BIAS_CHUNK % BIAS_BLOCK_T == 0
-    assert BIAS_CHUNK % BIAS_ROWS == 0
-
-
-@pytest.mark.parametrize(
-    ("others", "vectors"),
-    [
-        ({}, True),
-        ({"n": 127, "strides": (127, 1)}, False),
-        ({"n": 127, "strides": (128, 1)}, False),
-        ({"strides": (129, 1)}, False),
-        ({"aligned": False}, False),
-        ({"t_inner": 10, "t_outer": 1281}, False),
-        ({"t_inner": 10, "t_outer": 1280}, True),
-        ({"strides": (1, 128)}, False),
-        ({"strides": (256, 2)}, False),
-    ],
-    ids=str,
-)
-def test_rows_of_bias_gradients_that_are_read_by_vectors(others, vectors):
-    """Loads of lone elements are not overlapped: they would be seven times slower."""
-    problem = replace(BiasGradProblem(100, 128, "float32", "float32", (128, 1), BIAS_CHUNK), **others)
-    assert problem.vectors is vectors
-
-
-@pytest.mark.parametrize(
-    ("t", "n", "split"), [(2048, 64, 0), (2049, 64, 1), (2049, 8191, 1), (2049, 8192, 0), (2**22, 4097, 0)]
-)
-def test_bias_gradients_of_few_columns_are_summed_by_chunks_side_by_side(t, n, split):
-    assert BiasGradProblem(t, n, "float32", "float32", (n, 1), BIAS_CHUNK).split == split
-
-
-@pytest.mark.parametrize(
-    ("t", "n", "columns"), [(1024, 8192, 32), (1024, 8193, 64), (2048, 4096, 32), (2049, 4096, 64)]
-)
-def test_few_programs_of_an_activation_gradient_are_narrow(t, n, columns):
-    problem = ActivationGradProblem(t, n, "bfloat16", Epilogue(activation="gelu"), n, sums=True)
-    assert problem.block_n == columns
-    assert replace(problem, dtype="float32", epilogue=Epilogue(activation="swiglu")).block_n == 32
 
 
 def test_sums_over_rows_are_of_whole_blocks():
@@ -378,9 +333,6 @@ def test_names():
     assert str(make_problem(8, 5, 7, batch=6, out_dtype="float32")) == "6 x [8,5,7] bfloat16 nt -> float32"
     assert make_problem(a_strides=(8192, 2)).layout == "xt"
     assert str(Config(128, 64, 32, 4, 5, "tma", rest_n=32)) == "tma 128x64+32x32 w4 s5"
-    assert str(BiasGradProblem(9, 5, "float16", "float32", (5, 1), 1024, accumulate=True)) == (
-        "[9,5] float16 chunk 1024 accumulated"
-    )
 
 
 @pytest.mark.parametrize(

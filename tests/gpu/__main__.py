@@ -30,7 +30,7 @@ SLICES = {  # processes per file: at most two minutes each on 16 cores
     "test_promises.py": 10,
     "test_encoder_*": 5,
     "test_patchtst.py": 4,
-    "test_gemm_roles.py": 6,
+    "test_gemm_roles*": 4,
     "test_fused_*": 3,
     "*": 2,
 }

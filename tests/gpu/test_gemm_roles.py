@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from role_tiles import ALTERNATING, BALANCED, FEW, GATHERED, GATHERING, NARROW, ONCE, REST, ROLES, TILES, UNEVEN, WIDE
 
-from isogemm.epilogues.operands import Operands
-from isogemm.gemm import configs, fused, op
-from isogemm.gemm.configs import Config
+from isogemm.gemm import configs, op
 from isogemm.gemm.plan import gemm_plan
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.errors import assert_no_worse_than_torch
@@ -16,22 +15,8 @@ from isogemm.verify.inputs import make_data, make_operands, with_layout
 from isogemm.verify.poison import poisoned_allocations
 
 DEVICE = "cuda"
-ROLES = Config(128, 128, 64, 8, 5, "roles", persistent=True)
-ONCE = replace(ROLES, persistent=False, pdl=True)  # a program per tile
-WIDE = replace(ROLES, block_n=256, num_stages=4, parts=2)
-REST = replace(ONCE, num_stages=4, rest_n=64)
-NARROW = replace(ONCE, block_n=64, num_stages=6)
-ALTERNATING = replace(ROLES, num_stages=6, parts=2, alternating=True)
-TILES = {
-    "128": ROLES, "128 once": ONCE, "256": WIDE, "128+64": REST, "128+32": replace(REST, num_stages=5, rest_n=32),
-    "64": replace(NARROW, num_stages=8), "64+32": replace(NARROW, rest_n=32),
-    "64+16": replace(NARROW, num_stages=7, rest_n=16), "two stages": replace(ROLES, num_stages=2),
-    "k of 16": replace(ROLES, block_k=16), "16 columns": replace(ROLES, block_n=16),
-    "alternating": ALTERNATING, "alternating 64+32": replace(ALTERNATING, block_n=64, rest_n=32),
-}  # fmt: skip
 ROWS = (1, 63, 64, 65, 127, 128, 129, 300, 1000)
 SIZES = ((8, 136), (40, 200), (72, 264), (1000, 520))  # K, N: of one kernel; no tile has such columns, or block such k
-FEW = ("128", "128+64")  # tiles of what takes a kernel more for each
 
 
 @functools.lru_cache(maxsize=4)
@@ -172,12 +157,6 @@ def test_results_anywhere_in_memory(name):
             assert beside == whole.numel() - view.numel(), f"{where} {dtype}: written beside the result"
 
 
-GATHERED = replace(ONCE, parallel_chunks="gathered")
-GATHERING = {
-    "128": GATHERED, "128+64": replace(GATHERED, num_stages=4, rest_n=64), "128+32": replace(GATHERED, rest_n=32),
-    "64+16": replace(GATHERED, block_n=64, rest_n=16), "64": replace(GATHERED, block_n=64, num_stages=8),
-    "not early": replace(GATHERED, pdl=False),
-}  # fmt: skip
 IN_REGISTERS = {
     "in registers": ROLES, "in registers, once": ONCE, "in registers, 128+64": REST,
     "in registers, 64+16": TILES["64+16"],
@@ -236,17 +215,6 @@ def test_one_program_for_all_tiles():
         for config in (ROLES, replace(REST, persistent=True, pdl=False)):
             plan = _plan_on(sm_count, a, b, config)
             assert_bitwise_equal(plan.run((a, b, None, None)), expected, f"{config} by {sm_count}")
-
-
-BALANCED = {
-    "shared": replace(ROLES, group=12, balanced=True),
-    "shared 128+64": replace(REST, pdl=False, persistent=True, balanced=True),
-    "shared 256": replace(WIDE, balanced=True),
-    "alternating": replace(ALTERNATING, group=12, balanced=True),
-    "alternating 64+32": replace(ALTERNATING, block_n=64, rest_n=32, num_stages=5, balanced=True),
-    "two stages": replace(ALTERNATING, num_stages=2, balanced=True),
-}  # fmt: skip
-UNEVEN = ((2331, 3080), (1100, 4616))  # M, N: 475 and 333 tiles of 128 x 128, on 132 multiprocessors
 
 
 def _plan_on(sm_count, a, b, config, **how):
@@ -394,146 +362,3 @@ def test_two_streams_at_the_same_time():
         other.synchronize()
         for each in beside:
             assert_bitwise_equal(each, expected, f"{config} chunk {chunk}, beside")
-
-
-def _drawn(*shape, seed, dtype=torch.bfloat16):
-    return make_data("normal", shape, seed=seed, dtype=dtype, device=DEVICE)
-
-
-def _fusions(m, n):
-    """What an epilogue reads, by name."""
-    seed = torch.tensor([7], device=DEVICE)
-    bias, bias_up, residual, c = (_drawn(*shape, seed=at) for at, shape in enumerate(((n,), (n,), (m, n), (m, n))))
-    rows, columns = _drawn(m, seed=4), _drawn(n, seed=5)
-    return {
-        "bias": Operands(bias),
-        "activated": Operands(bias, activation="gelu_tanh"),
-        "dropout": Operands(bias, activation="relu", dropout_p=0.3, seed=seed),
-        "residual": Operands(residual=residual, c=c, beta_value=0.5),
-        "everything": Operands(
-            rows, residual=residual, c=c, row_scale=rows, col_scale=columns, alpha_value=0.7, beta_value=-1.3,
-            bias_dim=-2, activation="silu",
-        ),
-        "eager": Operands(residual=residual, activation="relu", eager=True),
-        "gated": Operands(bias, bias_up, activation="swiglu"),
-        "gated dropout": Operands(activation="swiglu", dropout_p=0.3, seed=seed),
-    }  # fmt: skip
-
-
-FUSED = ("bias", "activated", "dropout", "residual", "everything", "eager", "gated", "gated dropout")
-BY_EPILOGUE = {"activated": ("128", "256", "128+64", "64+16"), "dropout": FEW, "gated": ("128", "256")}
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_epilogues(name):
-    k = 520
-    for m, n in ((1, 136), (300, 264)):
-        a, weight, up = _drawn(m, k, seed=8) / k**0.5, _drawn(n, k, seed=9), _drawn(n, k, seed=10)
-        fusion = _fusions(m, n)[name]
-        call = functools.partial(fused.gemm, a, weight.T, up.T if fusion.gated else None, fusion)
-        problem = fused.problem_of(a, weight.T, up.T if fusion.gated else None, fusion)
-        with poisoned_allocations():
-            expected = call(config=configs.canonical(problem))
-            for tile in BY_EPILOGUE.get(name, ("128",)):
-                config = configs.fitted(problem, TILES[tile])
-                assert config.kernel == "roles"
-                assert_bitwise_equal(call(config=config), expected, f"{tile}: [{m}, {k}] by {n}")
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_epilogues_of_uneven_grids(name):
-    """A warpgroup's epilogue runs while the other one multiplies; and after what another program began."""
-    (m, n), k = UNEVEN[0], 520
-    a, weight, up = _drawn(m, k, seed=8) / k**0.5, _drawn(n, k, seed=9), _drawn(n, k, seed=10)
-    fusion = _fusions(m, n)[name]
-    b_up = up.T if fusion.gated else None
-    call = functools.partial(fused.gemm, a, weight.T, b_up, fusion)
-    problem = fused.problem_of(a, weight.T, b_up, fusion)
-    expected = call(config=configs.canonical(problem))
-    for config in (ALTERNATING, BALANCED["alternating"], BALANCED["shared"]):
-        fits = configs.fitted(problem, config)
-        assert (fits.kernel, fits.alternating, fits.balanced) == ("roles", config.alternating, config.balanced)
-        for _ in range(5):
-            with poisoned_allocations():
-                assert_bitwise_equal(call(config=fits), expected, str(fits))
-
-
-@pytest.mark.parametrize("name", ["bias", "activated", "gated"])
-def test_epilogues_after_gathered_chunks(name):
-    m, k, n = 300, 2600, 264
-    a, weight, up = _drawn(m, k, seed=8) / k**0.5, _drawn(n, k, seed=9), _drawn(n, k, seed=10)
-    fusion = _fusions(m, n)[name]
-    b_up = up.T if fusion.gated else None
-    problem = replace(fused.problem_of(a, weight.T, b_up, fusion), chunk=1024)
-    call = fused.Call(a, weight.T, b_up, fusion, by_rows=False)
-
-    def run(config):
-        return fused._plan(call, problem, config).run((a, weight.T, b_up, *fused._operands(call)))
-
-    expected = run(replace(configs.canonical(problem), persistent=True))
-    for config in (GATHERED, GATHERING["128+64"], ROLES):
-        with poisoned_allocations():
-            assert_bitwise_equal(run(configs.fitted(problem, config)), expected, str(config))
-
-
-@pytest.mark.parametrize(("activation", "save"), [("relu", "mask"), ("gelu", "pre"), ("swiglu", "pre")])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_what_is_saved(activation, save, dtype):
-    """As the canonical config saves it, and no byte more."""
-    k = 520
-    tiles = ("128", "256") if dtype == torch.bfloat16 else ("64",)
-    for m, n in ((300, 264), (129, 136), UNEVEN[0]):
-        shapes = (m, k), (n, k), (n, k)
-        a, weight, up = (_drawn(*shape, seed=8 + at, dtype=dtype) for at, shape in enumerate(shapes))
-        fusion = Operands(_drawn(n, seed=1, dtype=dtype), activation=activation)
-        b_up = up.T if fusion.gated else None
-        call = fused.Call(a, weight.T, b_up, fusion, by_rows=False)
-        problem = fused._problem(call, save)
-
-        def run(config, call=call, problem=problem, fusion=fusion):
-            saved = fused.saved_like(call.x, call.shape, save, fusion)
-            inputs = [call.x, call.weight, call.weight_up, *fused._operands(call)]
-            inputs[fused._READ + fused.PLACES["saved"]] = saved
-            return fused._plan(call, problem, config).run(inputs), saved
-
-        with poisoned_allocations():
-            expected = run(configs.canonical(problem))
-            every = [TILES[tile] for tile in tiles]
-            if (m, n) == UNEVEN[0] and dtype == torch.bfloat16:
-                every = [ALTERNATING, BALANCED["alternating"]]
-            for each in every:
-                config = configs.fitted(problem, each)
-                assert (config.kernel, config.alternating) == ("roles", each.alternating)
-                for got, same, what in zip(run(config), expected, ("result", save), strict=True):
-                    assert_bitwise_equal(got, same, f"{what} of {config}, {n} columns")
-
-
-GRADIENTS = [("relu", "out"), ("relu", "mask"), ("gelu", "pre"), ("swiglu", "pre")]
-
-
-@pytest.mark.parametrize(("activation", "kind"), GRADIENTS)
-def test_hidden_gradients(activation, kind):
-    """Both results of a gate have the canonical bits."""
-    for m, n, tiles in (
-        (300, 264, [TILES[each] for each in FEW]),
-        (*UNEVEN[0], [ALTERNATING, BALANCED["alternating"]]),
-    ):
-        _assert_hidden_gradient(activation, kind, m, n, tiles)
-
-
-def _assert_hidden_gradient(activation, kind, m, n, tiles):
-    k = 520
-    grad, weight = _drawn(m, k, seed=1), _drawn(k, n, seed=2)
-    fusion = Operands(activation=activation)
-    saved = _drawn(*((2, m, n) if fusion.gated else (m, n)), seed=3).relu()
-    if kind == "mask":
-        saved = torch.randint(0, 256, (m, (n + 7) // 8), dtype=torch.uint8, device=DEVICE)
-    call = functools.partial(fused.hidden_grad, grad, weight, saved, kind, fusion, None, False)
-    problem = replace(op.problem_of(grad, weight), epilogue=fusion.of_gradient(kind, False))
-    with poisoned_allocations():
-        expected, _ = call(config=configs.canonical(problem))
-        for tile in tiles:
-            config = configs.fitted(problem, tile)
-            assert config.kernel == "roles"
-            result, _ = call(config=config)
-            assert_bitwise_equal(result, expected, str(config))

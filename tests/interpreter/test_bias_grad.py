@@ -4,8 +4,8 @@ import pytest
 import torch
 from gemm_launches import GUARD, assert_close
 
-from isogemm.gemm import configs
-from isogemm.gemm.configs import BiasGradProblem
+from isogemm.gemm import gradient_problems
+from isogemm.gemm.gradient_problems import BiasGradProblem
 from isogemm.gemm.kernels import gradients as kernels
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.inputs import make_data, with_layout
@@ -66,6 +66,6 @@ def test_bias_grad_by_chunks_side_by_side(layout, accumulated, monkeypatch):
     assert int(sums_buffer.isnan().sum()) == 2 * GUARD
     adding = kernels.describe_chunk_sums(problem.chunks, n, 1, out_stride, accumulated)
     adding.run(sums, found)
-    monkeypatch.setattr(configs, "_SPLIT_CHUNKS", 100)
+    monkeypatch.setattr(gradient_problems, "_SPLIT_CHUNKS", 100)
     kernels.describe_bias_grad(problem).run(grad, expected)
     assert_bitwise_equal(found, expected)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from isogemm.epilogues import ACTIVATIONS, random, register
 from isogemm.epilogues.operands import PLACES, TENSORS, Epilogue, Operands
-from isogemm.gemm import configs, cpu, describe, fused, torch_forms
+from isogemm.gemm import configs, cpu, describe, fused, gradient_problems, torch_forms
 from isogemm.gemm.configs import Config
 from isogemm.gemm.kernels import gradients as kernels_gradients
 from isogemm.gemm.kernels import products as kernels
@@ -330,7 +330,7 @@ SAVED = (("relu", "mask"), ("gelu", "pre"), ("tanh", "out"), ("swiglu", "pre"))
 )
 def test_activation_grad(activation, kind, dropout_p, few_programs, monkeypatch):
     """dz, and the sums of its chunks in the order of the bias gradient's kernel."""
-    monkeypatch.setattr(configs, "_FEW_PROGRAMS", few_programs)
+    monkeypatch.setattr(gradient_problems, "_FEW_PROGRAMS", few_programs)
     tokens, n = 1100, 70
     seed = torch.tensor([99]) if dropout_p else None
     fusion = Operands(activation=activation, dropout_p=dropout_p, seed=seed)
@@ -338,7 +338,7 @@ def test_activation_grad(activation, kind, dropout_p, few_programs, monkeypatch)
     z = _normal(*((2, tokens, n) if fusion.gated else (tokens, n)), seed=1)
     saved = {"mask": lambda: torch_forms.packed(z > 0), "out": z.tanh, "pre": lambda: z, "": lambda: None}[kind]()
     epilogue = Epilogue(activation=activation, dropout=dropout_p > 0, gradient=kind, exact=True)
-    problem = configs.ActivationGradProblem(tokens, n, "float32", epilogue, grad.stride(0), True)
+    problem = gradient_problems.ActivationGradProblem(tokens, n, "float32", epilogue, grad.stride(0), True)
     buffer, dz = _guarded(z.shape, torch.float32)
     sums_buffer, sums = _guarded((2, 2, n) if fusion.gated else (1, 2, n), torch.float32)
     launch = kernels_gradients.describe_activation_grad(problem)
@@ -355,7 +355,7 @@ def test_activation_grad(activation, kind, dropout_p, few_programs, monkeypatch)
     _assert_close(dz, exact)
     for half, of_half in zip(dz.view(-1, tokens, n), sums, strict=True):
         bias_grad, out = (
-            configs.BiasGradProblem(tokens, n, "float32", "float32", (n, 1), configs.BIAS_CHUNK),
+            gradient_problems.BiasGradProblem(tokens, n, "float32", "float32", (n, 1), configs.BIAS_CHUNK),
             torch.empty(n),
         )
         kernels_gradients.describe_bias_grad(bias_grad).run(half, out)
@@ -368,7 +368,7 @@ def test_rows_beyond_the_last_add_nothing():
     tokens, n = 65, 10
     grad, fusion = _normal(tokens, n), Operands(activation="leaky_relu", arguments=(torch.inf,))
     epilogue = Epilogue(activation="leaky_relu", arguments=(torch.inf,), gradient="mask", exact=True)
-    problem = configs.ActivationGradProblem(tokens, n, "float32", epilogue, n, True)
+    problem = gradient_problems.ActivationGradProblem(tokens, n, "float32", epilogue, n, True)
     dz, sums, positive = torch.empty(tokens, n), torch.empty(1, n), torch.ones(tokens, n, dtype=torch.bool)
     launch = kernels_gradients.describe_activation_grad(problem)
     launch.run(grad, torch_forms.packed(positive), None, dz, sums, numbers=fused.call_numbers(fusion)[2:])
@@ -389,7 +389,7 @@ def test_pre_activations_beyond_float16(activation, config):
     tokens, n = result.shape
     grad, (buffer, dz) = torch.full((tokens, n), 1e-4), _guarded(saved.shape, torch.float16)
     epilogue = Epilogue(activation=activation, arguments=fusion.arguments, gradient="pre")
-    problem = configs.ActivationGradProblem(tokens, n, "float16", epilogue, n)
+    problem = gradient_problems.ActivationGradProblem(tokens, n, "float16", epilogue, n)
     launch = kernels_gradients.describe_activation_grad(problem)
     launch.run(grad, saved, None, dz, None), (None, None)
     assert _untouched(buffer)

@@ -13,7 +13,8 @@ from torch import Tensor
 from isogemm.core import device as devices
 from isogemm.epilogues.operands import Epilogue
 from isogemm.gemm import configs
-from isogemm.gemm.configs import BiasGradProblem, Problem
+from isogemm.gemm.configs import Problem
+from isogemm.gemm.gradient_problems import BiasGradProblem
 
 
 def product(

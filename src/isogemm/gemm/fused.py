@@ -16,8 +16,9 @@ from isogemm.epilogues import random, spec
 from isogemm.epilogues.operands import DIFFERENTIABLE, MATRICES, PLACES, SHAPES, TENSORS, VECTORS, Operands
 from isogemm.gemm import configs, cpu, describe, op
 from isogemm.gemm import torch_forms as forms
-from isogemm.gemm.configs import ActivationGradProblem, Config, Problem
+from isogemm.gemm.configs import Config, Problem
 from isogemm.gemm.describe import layout
+from isogemm.gemm.gradient_problems import ActivationGradProblem
 from isogemm.gemm.plan import activation_grad_plan, chunk_sums_plan, gemm_plan
 
 ROUNDINGS = ("once", "eager")

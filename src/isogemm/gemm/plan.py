@@ -10,7 +10,8 @@ import torch
 from isogemm.core.dispatch import Dispatch
 from isogemm.core.plan import INPUTS, OUT, SCRATCH, Place, Plan, Seen, make_step
 from isogemm.gemm import configs, selection
-from isogemm.gemm.configs import ActivationGradProblem, BiasGradProblem, Config, Problem
+from isogemm.gemm.configs import Config, Problem
+from isogemm.gemm.gradient_problems import ActivationGradProblem, BiasGradProblem
 
 # The places of a product's inputs: the operands, a gated activation's second weight, what the epilogue reads.
 _A, _B, _B_UP, _READ = range(INPUTS, INPUTS + 4)

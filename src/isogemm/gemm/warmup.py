@@ -15,9 +15,10 @@ from isogemm.core.plan import compiled
 from isogemm.epilogues import spec
 from isogemm.epilogues.operands import Epilogue, Operands
 from isogemm.gemm import configs, fused, fused_autograd, mlp_autograd, op, plan, selection
-from isogemm.gemm.configs import BiasGradProblem, Problem
+from isogemm.gemm.configs import Problem
 from isogemm.gemm.describe import layout
 from isogemm.gemm.fused import Call
+from isogemm.gemm.gradient_problems import BiasGradProblem
 
 Weights = Tensor | Iterable[Tensor] | torch.nn.Module
 

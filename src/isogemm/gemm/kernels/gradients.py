@@ -7,7 +7,7 @@ import triton.language as tl
 
 from isogemm.core.launch import Launch
 from isogemm.gemm import configs
-from isogemm.gemm.configs import BIAS_BLOCK_N, BIAS_BLOCK_T, ActivationGradProblem, BiasGradProblem
+from isogemm.gemm.gradient_problems import BIAS_BLOCK_N, BIAS_BLOCK_T, ActivationGradProblem, BiasGradProblem
 from isogemm.gemm.kernels.epilogue import (
     is_kept,
     read_matrix,
