@@ -9,17 +9,12 @@ pytest.importorskip("triton")
 
 from gemm_jobs import assert_wgmmas_overlap, check_compiled
 from gemm_problems import make_problem
+from role_tiles import ALTERNATING, NARROW, ONCE, REST, ROLES, WIDE
 
 from isogemm.epilogues.operands import Epilogue
 from isogemm.epilogues.spec import ACTIVATIONS
 from isogemm.gemm import configs
-from isogemm.gemm.configs import Config
 
-ROLES = Config(128, 128, 64, 8, 5, "roles", persistent=True)
-WIDE = replace(ROLES, block_n=256, num_stages=4, parts=2)
-ONCE = replace(ROLES, persistent=False, pdl=True)  # a program per tile
-REST = replace(ONCE, num_stages=4, rest_n=64)
-NARROW = replace(ONCE, block_n=64, num_stages=6)
 BALANCED = replace(ROLES, balanced=True)
 TILES = (
     ROLES, WIDE, REST, replace(REST, rest_n=32), NARROW, replace(NARROW, rest_n=32), replace(NARROW, rest_n=16),
@@ -90,8 +85,7 @@ def _balanced_cases():
 
 def _alternating_cases():
     """A warpgroup has twice as many sums, and half of the tiles."""
-    plain = replace(ROLES, alternating=True, num_stages=6, parts=2)
-    balanced = replace(plain, balanced=True)
+    plain, balanced = ALTERNATING, replace(ALTERNATING, balanced=True)
     narrow = replace(plain, block_n=64)
     for config in (plain, balanced, narrow, replace(narrow, rest_n=32), replace(plain, rest_n=32, num_stages=4)):
         yield from ((_square(layout), config) for layout in ("nt", "nn", "tn"))

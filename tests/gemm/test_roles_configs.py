@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 from gemm_problems import linear, make_problem
+from role_tiles import ALTERNATING, ROLES
 
 from isogemm.epilogues.operands import NOTHING, Epilogue
 from isogemm.gemm import configs
-from isogemm.gemm.configs import Config, accumulation, fitted, illegal, workspace
+from isogemm.gemm.configs import accumulation, fitted, illegal, workspace
 from isogemm.gemm.selection import choose
-
-ROLES = Config(128, 128, 64, 8, 5, "roles", persistent=True)
 
 
 @pytest.mark.parametrize(
@@ -111,9 +110,6 @@ def test_a_program_per_tile_or_persistent_ones():
         for problem, persistent in ((wave, False), (replace(wave, n=128 * 34), True)):
             fits = fitted(problem, asked)
             assert (fits.persistent, fits.pdl) == (persistent, not persistent)
-
-
-ALTERNATING = replace(ROLES, num_stages=6, parts=2, alternating=True)
 
 
 def test_warpgroups_alternate_where_a_tile_s_sums_fit():
