@@ -150,7 +150,7 @@ def test_the_fastest_is_one_that_serves_as_it_was_measured():
     point = gemm.Point("linear", "half", 64, 4096, 4096)
     by_tma, by_pointer = Config(128, 128, 64, 8, 3, "tma"), Config(64, 64, 64, 4, 3)
     slow, quick = (10.0, *(0.0,) * 11), (1.0, *(0.0,) * 11)
-    menu = [selection.Measured(by_tma, 0, 0, False, quick), selection.Measured(by_pointer, 0, 0, False, slow)]
+    menu = [selection.Measured(by_tma, 0, 0, "one", quick), selection.Measured(by_pointer, 0, 0, "one", slow)]
     assert selection.fastest(point.problem, menu) == by_tma
     misaligned = replace(point.problem, a_aligned=False, b_aligned=False)
     assert selection.fastest(misaligned, menu) == by_pointer
