@@ -23,7 +23,7 @@ from isogemm.core import env, files
 from isogemm.core.tables import Table
 
 # Version of the file's format and of what a config means. Raise it where a kernel changes what a config is good for.
-VERSION = 3
+VERSION = 4
 
 _NOTHING: Table = {}
 # What reading a damaged or foreign file raises: one of another structure, or of a family without a single Config here.
