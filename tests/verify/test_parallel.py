@@ -49,7 +49,8 @@ def test_a_process_that_dies_does_not_end_the_others():
 def test_interrupts_end_it_at_once():
     """A second one too, and without a word from the pool's thread."""
     code = (
-        "import time; from isogemm.verify.parallel import retried_in_processes\n"
+        "import signal, time; from isogemm.verify.parallel import retried_in_processes\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what runs in the background ignore it\n"
         "print('begun', flush=True)\nretried_in_processes(time.sleep, [600.0] * 9, 2)"
     )
     running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
