@@ -138,6 +138,8 @@ def test_warpgroups_alternate_where_a_tile_s_sums_fit():
 def test_parts_of_an_alternating_tile_are_smaller_where_matrices_are_read():
     problem = make_problem(4096, 4096, 4096, epilogue=Epilogue(residual=True), read_strides=(4096, 4096))
     assert fitted(problem, ALTERNATING).parts == 4
+    saves = replace(problem, epilogue=Epilogue(bias="n", activation="gelu", saves="pre"))
+    assert [fitted(saves, replace(ALTERNATING, balanced=each)).parts for each in (False, True)] == [2, 4]
 
 
 def test_balanced_grids_of_roles():

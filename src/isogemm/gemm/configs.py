@@ -614,7 +614,8 @@ def _with_legal_roles(problem: Problem, config: Config) -> Config:
     persistent = not config.parallel_chunks and tile_count(problem, config) > problem.sm_count
     alternating = config.alternating and persistent
     e = problem.epilogue
-    if alternating and (e.beta or e.residual or e.eager or (e.gradient and e.dropout)):  # which take registers too
+    saves = config.balanced and e.saves == "pre" and not e.gated
+    if alternating and (e.beta or e.residual or e.eager or (e.gradient and e.dropout) or saves):  # take registers too
         config = replace(config, parts=max(config.parts, 4))
     elif alternating and e.gradient:
         config = replace(config, parts=max(config.parts, 2))
