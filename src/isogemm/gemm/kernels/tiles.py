@@ -42,8 +42,8 @@ def inside(begin, size, SIZE: tl.constexpr, UNIT: tl.constexpr, MOVED: tl.conste
 
 @triton.jit
 def balanced_share(tiles, blocks, TEAM: tl.constexpr = 1):
-    """Of tiles with `blocks` blocks of k each: how many tiles each program has to itself, and where its share of the
-    others, which are those of the last two waves, begins and ends, in blocks.
+    """Number of tiles that a program has to itself, and where its share of the others, which are those of the last two
+    waves, begins and ends, in blocks of k. Each tile has `blocks` of these.
 
     TEAM: so many programs take neighbouring tiles side by side, and tiles are counted in groups of so many.
     """
