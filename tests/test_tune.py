@@ -48,7 +48,7 @@ def test_other_arguments_are_refused(arguments):
 def test_a_table_is_written_and_read_back(tmp_path, monkeypatch, capsys):
     """For all the recorded times of a GPU: those of other GPUs and families do not count."""
     monkeypatch.setattr(common, "ROOT", tmp_path)
-    for family in ("encoder", "attention"):
+    for family in ("encoder", "encoder.attention"):
         common.table_path(family, "sm_90").parent.mkdir(parents=True)
     row = {"launch": "project", "number": "tf32", "width": 64, "now": [64, 64, 4, 1]}
     raw = tmp_path / "benchmarks" / "tuning"
@@ -61,7 +61,7 @@ def test_a_table_is_written_and_read_back(tmp_path, monkeypatch, capsys):
     before, written = dict(tables.load("encoder", "sm_90")), _read(common.table_path("encoder", "sm_90"))
     steps = dict(before["tf32", "project"]) | {64: (64, 32, 4, 2)}
     assert written == before | {("tf32", "project"): tuple(steps.items())}
-    assert _read(common.table_path("attention", "sm_90")) == tables.load("attention", "sm_90")
+    assert _read(common.table_path("encoder.attention", "sm_90")) == tables.load("encoder.attention", "sm_90")
 
 
 def test_points_of_which_no_candidate_is_left_are_in_no_table():
@@ -83,7 +83,7 @@ def _read(path):
     return made["TABLE"]
 
 
-@pytest.mark.parametrize("family", ["attention", "encoder"])
+@pytest.mark.parametrize("family", ["encoder.attention", "encoder"])
 def test_the_encoder_s_tables_are_as_the_tuner_writes_them(family):
     made = encoder.tables([], "sm_90")[family]
     assert common.source("encoder", "sm_90", made) == common.table_path(family, "sm_90").read_text(encoding="utf-8")
@@ -105,7 +105,7 @@ def test_attention_s_blocks_have_their_own_table():
     row = {"launch": "attention_backward", "number": "half", "width": 64, "now": [32, 64, 64, 64, 4, 1]}
     made = encoder.tables([row | {"us": {"now": 9.0, "16 64 64 64 4 1": 8.0}}], "sm_90")
     assert made["encoder"] == tables.load("encoder", "sm_90")
-    assert dict(made["attention"]["half", "backward"])[64] == (16, 64, 64, 64, 4, 1)
+    assert dict(made["encoder.attention"]["half", "backward"])[64] == (16, 64, 64, 64, 4, 1)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_every_entry_of_the_tables_is_a_candidate():
     for point in ALL:
         layer = point.layer("sm_90")
         assert encoder.values_now(point, layer) in encoder.candidates(point), str(point)
-        family = "attention" if point.launch in encoder.ATTENTION else "encoder"
+        family = "encoder.attention" if point.launch in encoder.ATTENTION else "encoder"
         reached.add((family, point.number, encoder._PASS.get(point.launch, point.launch)))
-    for family in ("encoder", "attention"):
+    for family in ("encoder", "encoder.attention"):
         assert {(family, *key) for key in tables.load(family, "sm_90")} <= reached
 
 

@@ -17,7 +17,7 @@ _LONG = 6  # values of a config above which it gets a name, so that a step stays
 
 
 def table_path(family: str, arch: str) -> Path:
-    return ROOT / "src" / "isogemm" / family / "tables" / f"{arch}.py"
+    return ROOT / "src" / "isogemm" / family.replace(".", "/") / "tables" / f"{arch}.py"
 
 
 def raw_files(family: str, gpu: str) -> list[Path]:

@@ -22,11 +22,11 @@ from unittest import mock
 
 import torch
 
-from isogemm.attention import configs as attention_configs
 from isogemm.bench import timer
 from isogemm.core import tables as loader
 from isogemm.core.tables import Table
 from isogemm.encoder import configs
+from isogemm.encoder.attention import configs as attention_configs
 from isogemm.encoder.buffers import ExtraInputs
 from isogemm.encoder.configs import Configs, Layer, ProjectConfig, RowConfig, WarpgroupConfig, WarpgroupConfigs
 from isogemm.encoder.plan import IncomingGrads, Plan, SavedForBackward
@@ -190,7 +190,7 @@ def values_now(point: Point, layer: Layer) -> _Values:
     if point.launch == FORMULATION:
         return (sum(getattr(now.groups, name) is not None for name in ROWS),)
     if point.launch in ATTENTION:
-        return loader.at(loader.load("attention", layer.arch)[point.number, _PASS[point.launch]], point.width)
+        return loader.at(loader.load("encoder.attention", layer.arch)[point.number, _PASS[point.launch]], point.width)
     of = now.groups if point.launch in GROUPS else now.tiles
     return astuple(getattr(of, point.launch.removesuffix(" warpgroup")))
 
@@ -275,7 +275,7 @@ def measure(point: Point, layer: Layer, chosen: list[_Values], device: torch.dev
 
 def tables(rows: list[dict[str, Any]], arch: str) -> dict[str, Table]:
     """The tables that serve an architecture now, with what was measured faster; the newest row of a point counts."""
-    table, attention = dict(loader.load("encoder", arch)), dict(loader.load("attention", arch))
+    table, attention = dict(loader.load("encoder", arch)), dict(loader.load("encoder.attention", arch))
     faster: dict[Point, _Values] = {}
     for row in rows:
         point, us = Point(row["launch"], row["number"], row["width"]), row["us"]
@@ -296,7 +296,7 @@ def tables(rows: list[dict[str, Any]], arch: str) -> dict[str, Table]:
             _replace(table, (number, launch), width, faster.get(point) or steps[launch] or candidates(point)[0])
         for launch in GROUPS[count:]:
             _replace(table, (number, launch), width, None)
-    return {"encoder": table, "attention": attention}
+    return {"encoder": table, "encoder.attention": attention}
 
 
 def _replace(table: dict[Any, Any], key: tuple[str, str], width: int, values: _Values | None) -> None:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from isogemm.attention import configs as attention
 from isogemm.core import tables
 from isogemm.encoder import configs as encoder
+from isogemm.encoder.attention import configs as attention
 from isogemm.gemm import configs as gemm
 from isogemm.gemm import selection
 from isogemm.tiny import configs as tiny
 
-FAMILIES = ("attention", "encoder", "gemm", "tiny")
+FAMILIES = ("encoder.attention", "encoder", "gemm", "tiny")
 GEMM = gemm.Problem(64, 4096, 4096, "bfloat16", "bfloat16", "ieee", (4096, 1), (1, 4096), (4096, 1))
 TINY = tiny.Problem(512, 8, 8, 8, "bfloat16", "ieee", (64, 8, 1), (64, 8, 1))
 LAYER = encoder.Layer(
@@ -62,7 +62,7 @@ def choices(arch):
         "gemm": selection.choose(replace(GEMM, arch=arch)).config,
         "tiny": tiny.gate(replace(TINY, arch=arch)),
         "encoder": (encoder.choose(of_layer), encoder.choose_warpgroup(of_layer)),
-        "attention": attention.choose(of_attention),
+        "encoder.attention": attention.choose(of_attention),
     }
 
 
@@ -73,7 +73,7 @@ def test_a_new_architecture_is_one_new_file(family, add_table):
         "gemm": (("half", "nt", 4096, 4096), (64, 32, 64, 4, 3, "pointer", True)),
         "tiny": (("half", "nn", 8, 8, 8), "dot"),
         "encoder": (("half", "input_grad"), (16, 16, 4, 3)),
-        "attention": (("half", "forward"), (16, 16, 32, 16, 8, 3)),
+        "encoder.attention": (("half", "forward"), (16, 16, 32, 16, 8, 3)),
     }[family]
     add_table(family, "sm_95", changed(family, key, config))
     after = choices("sm_95")
@@ -81,7 +81,7 @@ def test_a_new_architecture_is_one_new_file(family, add_table):
         "gemm": lambda: gemm.Config(*config),
         "tiny": lambda: config,
         "encoder": lambda: (replace(known["encoder"][0], input_grad=encoder.RowConfig(*config)), known["encoder"][1]),
-        "attention": lambda: attention.DotConfig(*config),
+        "encoder.attention": lambda: attention.DotConfig(*config),
     }[family]()
     assert after == before | {family: expected}
     assert after[family] != before[family]

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import isogemm
 from isogemm import EncoderParameters
-from isogemm.attention.op import AttentionCall, attention
 from isogemm.encoder import composed
+from isogemm.encoder.attention.op import AttentionCall, attention
 from isogemm.norm.op import encoder_norm
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.inputs import make_data
@@ -131,7 +131,7 @@ def test_autocast_keeps_the_stream_in_its_own_dtype(norm_first, x_dtype):
     assert actual.pop("out").dtype is x_dtype
     assert actual.pop("x").dtype is x_dtype
     assert {value.dtype for value in actual.values()} == {torch.float32}
-    products = [entry for entry in inside if entry.op in ("matmul", "fused", "attention")]
+    products = [entry for entry in inside if entry.op in ("matmul", "fused", "encoder_attention")]
     assert products
     assert all("bfloat16" in entry.problem for entry in products)
 
@@ -248,12 +248,12 @@ def test_opcheck_attention(packed, mask, variant):
     arguments = _attention_arguments(packed, mask)
     previous = _normal(3, 3, 5, 5, seed=8)
     arguments += (previous, torch.tensor([5]), 0.25, True) if variant else (None, None, 0.0, False)
-    o, lse, scores = torch.ops.isogemm.attention(*arguments)
+    o, lse, scores = torch.ops.isogemm.encoder_attention(*arguments)
     given = (torch.ones_like(o), torch.ones_like(scores) if variant else None, o, lse, bool(variant), *arguments)
-    torch.library.opcheck(torch.ops.isogemm.attention_backward.default, given)
+    torch.library.opcheck(torch.ops.isogemm.encoder_attention_backward.default, given)
     previous.requires_grad_()
     leaves = tuple(each.requires_grad_() if isinstance(each, torch.Tensor) else each for each in arguments[:3])
-    torch.library.opcheck(torch.ops.isogemm.attention.default, (*leaves, *arguments[3:]))
+    torch.library.opcheck(torch.ops.isogemm.encoder_attention.default, (*leaves, *arguments[3:]))
 
 
 def test_either_result_of_attention_alone_has_gradients():

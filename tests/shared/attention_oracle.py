@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isogemm.attention.configs import MOST_FACTORS, Attention, MmaConfig, choose_mma
+from isogemm.encoder.attention.configs import MOST_FACTORS, Attention, MmaConfig, choose_mma
 from isogemm.epilogues import random
 from isogemm.gemm.reference import round_to_tf32
 from isogemm.verify.poison import poisoned_allocations
@@ -92,7 +92,7 @@ def attention_by_head(
     inputs: AttentionInputs, precision: str, *, transposed: bool = False, config: MmaConfig | None = None
 ) -> AttentionResults:
     """By the kernels of short heads, with q, k, v and do head by head; transposed: dq, dk and dv are written so."""
-    from isogemm.attention.kernels import describe
+    from isogemm.encoder.attention.kernels import describe
 
     sequences, tokens, width = inputs.q.shape
     rows, nhead = sequences * tokens, inputs.nhead

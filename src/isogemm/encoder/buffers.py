@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isogemm.attention.configs import MOST_FACTORS
 from isogemm.encoder import configs, layout
+from isogemm.encoder.attention.configs import MOST_FACTORS
 from isogemm.encoder.configs import Layer
 from isogemm.encoder.schedule import Argument, Buffer
 from isogemm.norm.configs import TILE_ROWS, groups

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from isogemm.attention.cpu import AttentionCall
-from isogemm.attention.op import attention
+from isogemm.encoder.attention.cpu import AttentionCall
+from isogemm.encoder.attention.op import attention
 from isogemm.encoder.parameters import EncoderParameters, Options, RunningStatistics
 from isogemm.gemm import configs
 from isogemm.gemm.api import linear, mlp

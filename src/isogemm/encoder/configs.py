@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from isogemm.attention.configs import LONGEST_HALF_HEAD, fragments_hold
 from isogemm.core import tables
+from isogemm.encoder.attention.configs import LONGEST_HALF_HEAD, fragments_hold
 from isogemm.encoder.parameters import NOTHING_DROPPED, EncoderDropout
 from isogemm.norm.configs import TILE_ROWS  # every tile's rows divide it
 

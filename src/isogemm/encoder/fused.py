@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from isogemm.attention.configs import MOST_FACTORS
 from isogemm.core import device as devices
 from isogemm.core.eager import through_dispatcher
 from isogemm.core.operator import Operator, refuse_second_derivative
 from isogemm.core.plan import Cache, placed
 from isogemm.encoder import configs
+from isogemm.encoder.attention.configs import MOST_FACTORS
 from isogemm.encoder.buffers import ADDED, EXTRA, SEPARATE, STACKED, ExtraInputs, kept_size
 from isogemm.encoder.configs import Layer
 from isogemm.encoder.gradients import Gradients

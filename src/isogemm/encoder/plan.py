@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isogemm.attention.configs import MOST_FACTORS, Attention
 from isogemm.core import device as devices
 from isogemm.encoder import configs, layout
+from isogemm.encoder.attention.configs import MOST_FACTORS, Attention
 from isogemm.encoder.batch_norm_steps import BatchNormSteps
 from isogemm.encoder.buffers import ADDED_INPUTS, SEPARATE, STACKED, TILE_SUMS, Buffers, Pair, Partials, parameter_shape
 from isogemm.encoder.configs import Layer, WeightSums
@@ -388,7 +388,7 @@ class Plan:
 
     def _describe_attention(self, backward: bool, scores: bool, added: bool = False) -> Launch:
         """scores: whether scores (in a backward, their gradient) are in memory; added: whether d_qk is given."""
-        from isogemm.attention import kernels
+        from isogemm.encoder.attention import kernels
 
         layer = self.layer
         width = 3 * layer.d_model

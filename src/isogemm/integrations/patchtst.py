@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from isogemm.attention.configs import MOST_FACTORS
 from isogemm.core import dispatch
 from isogemm.core.device import resolve_precision
 from isogemm.core.dispatch import Dispatch
 from isogemm.core.eager import autocast_dtype, in_transform
 from isogemm.core.errors import require_module, require_precision
 from isogemm.encoder.api import encoder_layer, gains_by_factors
+from isogemm.encoder.attention.configs import MOST_FACTORS
 from isogemm.encoder.composed import scores_of
 from isogemm.encoder.parameters import ACTIVATIONS
 from isogemm.epilogues import spec

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isogemm.attention.kernels.lanes import (
+from isogemm.core.kernels import start_launch
+from isogemm.encoder.attention.kernels.lanes import (
     column_sum,
     load_four,
     loaded_operand,
@@ -14,7 +15,6 @@ from isogemm.attention.kernels.lanes import (
     store_four,
     zero_blocks,
 )
-from isogemm.core.kernels import start_launch
 from isogemm.encoder.kernels.common import ACTIVATION, OUTPUT
 from isogemm.encoder.kernels.fragments import ops
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isogemm.attention.kernels.lanes import (
+from isogemm.core.kernels import start_launch
+from isogemm.encoder.attention.kernels.lanes import (
     load_weights,
     multiply,
     operand,
@@ -15,7 +16,6 @@ from isogemm.attention.kernels.lanes import (
     zero_block,
     zero_blocks,
 )
-from isogemm.core.kernels import start_launch
 from isogemm.encoder.kernels.common import ACTIVATION, OUTPUT, PROJECTION, in_proj, pack_weights, projected_at
 from isogemm.encoder.kernels.common import operand as as_operand
 from isogemm.encoder.kernels.fragments import ops

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isogemm.attention.kernels.lanes import (
+from isogemm.encoder.attention.kernels.lanes import (
     across,
     floats,
     load_four,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isogemm.attention.kernels.lanes import floats, instruction, load_four, operand, row_sum, store_four
 from isogemm.core.kernels import start_launch
+from isogemm.encoder.attention.kernels.lanes import floats, instruction, load_four, operand, row_sum, store_four
 from isogemm.encoder.kernels.chunk_sums import add_tiles
 
 SIDE = 32  # of a warp's tile

@@ -1,5 +1,5 @@
 """Attention of short heads on tensor cores."""
 
-from isogemm.attention.kernels.mma import backward, forward
+from isogemm.encoder.attention.kernels.mma import backward, forward
 
 KERNELS = forward.KERNEL, backward.KERNEL

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isogemm.attention.kernels.lanes import operand, row_max, row_sum
-from isogemm.attention.kernels.mma import ops
 from isogemm.core.kernels import start_launch
+from isogemm.encoder.attention.kernels.lanes import operand, row_max, row_sum
+from isogemm.encoder.attention.kernels.mma import ops
 
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "dropped"])

@@ -50,7 +50,7 @@ class AttentionCall(NamedTuple):
 
 @torch.no_grad()
 def attention(call: AttentionCall, o: Tensor, lse: Tensor, scores: Tensor | None = None) -> None:
-    """Write o, lse and, if given, the scores; see `isogemm.attention.op.attention`."""
+    """Write o, lse and, if given, the scores; see `isogemm.encoder.attention.op.attention`."""
     nhead = call.nhead
     queries, keys, values = (_by_head(each, nhead) for each in call.parts(*call[:3]))
     of_keys = None if call.mask is None else _by_key(call.mask, nhead)

@@ -9,7 +9,7 @@ from attention_oracle import AttentionInputs, AttentionResults, torch_attention
 from nonfinite import assert_same_nonfinite
 from torch.nn import functional as F
 
-from isogemm.attention import cpu
+from isogemm.encoder.attention import cpu
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.errors import assert_no_worse_than_torch
 from isogemm.verify.inputs import make_data

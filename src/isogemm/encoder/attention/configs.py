@@ -203,7 +203,7 @@ def choose(problem: Attention) -> DotConfig:
     wgmma reads it.
     """
     number = "half" if problem.dtype != "float32" else "tf32" if problem.precision == "tf32" else "ieee"
-    table = tables.load("attention", problem.arch)[number, "backward" if problem.backward else "forward"]
+    table = tables.load("encoder.attention", problem.arch)[number, "backward" if problem.backward else "forward"]
     config = DotConfig(*tables.at(table, problem.head))
     shrink = _too_many(problem, config)
     if problem.backward:

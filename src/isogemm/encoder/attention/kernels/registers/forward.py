@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isogemm.attention.kernels.registers import ops
 from isogemm.core.kernels import start_launch
+from isogemm.encoder.attention.kernels.registers import ops
 from isogemm.gemm.kernels.tiles import multiple
 
 

@@ -1,5 +1,5 @@
 """Attention of short heads in fp32 registers."""
 
-from isogemm.attention.kernels.registers import backward, forward
+from isogemm.encoder.attention.kernels.registers import backward, forward
 
 KERNELS = forward.KERNEL, backward.KERNEL

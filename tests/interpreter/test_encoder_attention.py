@@ -7,8 +7,8 @@ import torch
 from attention_oracle import AttentionInputs, AttentionResults, attention_by_head, torch_attention
 from nonfinite import assert_same_nonfinite
 
-from isogemm.attention import kernels
-from isogemm.attention.configs import Attention, DotConfig, MmaConfig, choose, choose_mma
+from isogemm.encoder.attention import kernels
+from isogemm.encoder.attention.configs import Attention, DotConfig, MmaConfig, choose, choose_mma
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.errors import assert_no_worse_than_torch
 

@@ -7,11 +7,11 @@ import math
 import torch
 import triton.language as tl
 
-from isogemm.attention import configs
-from isogemm.attention.configs import Attention, Config, DotConfig, MmaConfig, RegistersBackwardConfig
-from isogemm.attention.kernels import dot, mma, registers
 from isogemm.core.kernels import pdl_option
 from isogemm.core.launch import Launch
+from isogemm.encoder.attention import configs
+from isogemm.encoder.attention.configs import Attention, Config, DotConfig, MmaConfig, RegistersBackwardConfig
+from isogemm.encoder.attention.kernels import dot, mma, registers
 
 
 def backend() -> str:

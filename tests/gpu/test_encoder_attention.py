@@ -7,8 +7,8 @@ import torch
 from attention_oracle import AttentionInputs, AttentionResults, attention_by_head, torch_attention
 from nonfinite import assert_same_nonfinite
 
-from isogemm.attention import op
-from isogemm.attention.configs import MOST_FACTORS, MmaConfig
+from isogemm.encoder.attention import op
+from isogemm.encoder.attention.configs import MOST_FACTORS, MmaConfig
 from isogemm.verify.compare import assert_bitwise_equal
 from isogemm.verify.errors import assert_no_worse_than_torch
 from isogemm.verify.inputs import make_data

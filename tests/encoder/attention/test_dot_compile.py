@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 
 from compile_matrix import CompileJob, compile_job, limit_violations
 
-from isogemm.attention import kernels
-from isogemm.attention.configs import Attention, choose
+from isogemm.encoder.attention import kernels
+from isogemm.encoder.attention.configs import Attention, choose
 
 HEADS = (64,)
 NUMBERS = [("bfloat16", "ieee"), ("float32", "tf32"), ("float32", "ieee")]

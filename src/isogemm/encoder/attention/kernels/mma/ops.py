@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isogemm.attention.kernels.lanes import floats, instruction, loaded_operand, packed
+from isogemm.encoder.attention.kernels.lanes import floats, instruction, loaded_operand, packed
 from isogemm.epilogues.device import philox
 
 # the warp's instructions

@@ -1,4 +1,4 @@
-"""`isogemm::attention` and its gradient."""
+"""`isogemm::encoder_attention` and its gradient."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from isogemm.attention import configs, cpu
-from isogemm.attention.configs import Attention
-from isogemm.attention.cpu import AttentionCall
 from isogemm.core.dispatch import record_operator
 from isogemm.core.operator import Operator, refuse_second_derivative
 from isogemm.core.plan import placed, run_launch
+from isogemm.encoder.attention import configs, cpu
+from isogemm.encoder.attention.configs import Attention
+from isogemm.encoder.attention.cpu import AttentionCall
 from isogemm.gemm.describe import dtype_name
 
 _TENSORS = ("q", "k", "v", "mask", "previous", "seed")
@@ -37,7 +37,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _gradients(ctx: Any, grad: Tensor | None, of_lse: None, of_scores: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of an AttentionCall's fields."""
-    refuse_second_derivative("attention")
+    refuse_second_derivative("encoder_attention")
     o, lse, *tensors = ctx.saved_tensors
     call = AttentionCall(**dict(zip(_TENSORS, tensors, strict=True)), **ctx.rest)
     needed = dict(zip(call._fields, ctx.needs_input_grad, strict=True))
@@ -59,7 +59,7 @@ def _attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         _attention_on_gpu(call, "forward", *given, o, lse, scores)
     else:
         cpu.attention(call, o, lse, scores)
-    record_operator("attention", call.q)
+    record_operator("encoder_attention", call.q)
     return o, lse, result
 
 
@@ -85,7 +85,7 @@ def _attention_backward(
         _attention_on_gpu(call, "backward", *given, dq, dk, dv, d_previous)
     else:
         cpu.attention_backward(call, grad, of_scores, dq, dk, dv, d_previous)
-    record_operator("attention_backward", call.q)
+    record_operator("encoder_attention_backward", call.q)
     return found
 
 
@@ -100,7 +100,7 @@ def _attention_on_gpu(call: AttentionCall, direction: str, *tensors: Tensor | No
     tensors: q, k, v, mask, previous, seed, o, lse, then scores; in the backward do, d_scores, dq, dk, dv, d_previous
     instead.
     """
-    from isogemm.attention import kernels
+    from isogemm.encoder.attention import kernels
 
     forward = direction == "forward"
     if call.width // call.nhead > configs.LONGEST_HALF_HEAD and call.q.dtype is not torch.float32:
@@ -147,10 +147,14 @@ _OPERANDS = (
 )
 
 attention_operator = Operator(
-    f"attention({_OPERANDS}) -> (Tensor, Tensor, Tensor)", _attention, _attention_fake, keep=_keep, backward=_gradients
+    f"encoder_attention({_OPERANDS}) -> (Tensor, Tensor, Tensor)",
+    _attention,
+    _attention_fake,
+    keep=_keep,
+    backward=_gradients,
 )
 attention_backward = Operator(
-    "attention_backward(Tensor grad, Tensor? of_scores, Tensor o, Tensor lse, bool of_previous, "
+    "encoder_attention_backward(Tensor grad, Tensor? of_scores, Tensor o, Tensor lse, bool of_previous, "
     f"{_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _attention_backward,
     _attention_backward_fake,

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from compile_matrix import CompileJob, compile_job, limit_violations
 
-from isogemm.attention import kernels
-from isogemm.attention.configs import Attention
+from isogemm.encoder.attention import kernels
+from isogemm.encoder.attention.configs import Attention
 
 POINTERS = {"float32": "*fp32", "bfloat16": "*bf16"}
 CASES = {  # head, dtype, precision, backward, residual, tokens; with both, fragments are in PatchTST's layers
