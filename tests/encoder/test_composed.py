@@ -280,13 +280,14 @@ def test_opcheck_norm(norm, given):
     x = _normal(3, 50, 12).requires_grad_()
     weight = _normal(12, seed=1).requires_grad_() if given in ("both", "weight") else None
     bias = _normal(12, seed=2).requires_grad_() if given in ("both", "bias") else None
-    arguments = (x, weight, bias, None, None, None, None, norm, 1e-5, torch.float32)
-    torch.library.opcheck(torch.ops.isogemm.encoder_norm.default, arguments)
+    for residual in (None, _normal(3, 50, 12, seed=3).requires_grad_()):
+        arguments = (x, residual, weight, bias, *[None] * 4, norm, 1e-5, 1.0, torch.float32, True)
+        torch.library.opcheck(torch.ops.isogemm.row_norm.default, arguments)
     wanted = (weight is not None, bias is not None)
-    torch.library.opcheck(
-        torch.ops.isogemm.encoder_norm_backward.default,
-        (torch.ones_like(x), x.detach(), weight if weight is None else weight.detach(), norm, 1e-5, *wanted),
-    )
+    statistics = torch.ones(2 if norm == "layer_norm" else 1, 150)
+    detached = weight if weight is None else weight.detach()
+    arguments = (torch.ones_like(x), None, x.detach(), detached, statistics, norm, 1.0, *wanted, 16)
+    torch.library.opcheck(torch.ops.isogemm.row_norm_backward.default, arguments)
 
 
 def test_packed_and_separate_attention_have_the_same_bits():

@@ -32,7 +32,7 @@ MODULES = {  # the module, the operations of its forward and of its backward
     ),
     "encoder layer": (
         lambda: EncoderLayer(K, 2, N, dropout=0.0),
-        ["encoder_attention", "encoder_layer", *["encoder_norm"] * 2, *["fused"] * 3, "matmul"],
+        ["encoder_attention", "encoder_layer", *["fused"] * 3, *["layer_norm"] * 2, "matmul"],
         None,
     ),
 }  # fmt: skip

@@ -1,1 +1,1 @@
-"""Layer norm, RMS norm and batch norm, forward and backward: used by the encoder layer."""
+"""RMS norm, layer norm, softmax, log-softmax, embedding and batch norm, forward and backward."""

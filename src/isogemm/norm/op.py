@@ -1,4 +1,4 @@
-"""`isogemm::encoder_norm`, `isogemm::batch_norm` and `isogemm::update_running`."""
+"""`isogemm::batch_norm` and `isogemm::update_running`, and the norms of the encoder layer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from isogemm.core.dispatch import record_operator
-from isogemm.core.eager import PLAIN, through_dispatcher
+from isogemm.core.eager import through_dispatcher
 from isogemm.core.operator import Operator, refuse_second_derivative
 from isogemm.core.plan import dense, placed
 from isogemm.core.plan import run_launch as run
-from isogemm.gemm import autograd, fused_autograd
-from isogemm.gemm.autograd import Accumulated, main_grad_of, parameter
+from isogemm.gemm import fused_autograd
 from isogemm.gemm.configs import BIAS_BLOCKS
 from isogemm.gemm.describe import flat
-from isogemm.gemm.op import require_total
 from isogemm.norm import configs, cpu
+from isogemm.norm.row_norm import OWNERS, checked_owners, keep_parameters, owners_of, row_norm
 
 
 class RunningStatistics(NamedTuple):
@@ -31,91 +30,11 @@ class RunningStatistics(NamedTuple):
     frozen: bool = False  # whether they are not updated, and normalise in training, too
 
 
-def _owners(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The operators' arguments owner, main_grad, bias_owner and bias_main_grad."""
-    weight, bias = parameter(weight), parameter(bias)
-    return weight, main_grad_of(weight), bias, main_grad_of(bias)
-
-
-def _checked_owners(ctx: Any, x: Tensor) -> list[Accumulated]:
-    """Owner and main_grad of weight and bias. Both are checked before either is changed."""
-    needs = ctx.needs_input_grad[1:3]
-    owners = list(map(autograd.given_or_accumulated, ctx.given, needs))
-    for name, (_, total), needed in zip(("weight", "bias"), owners, needs, strict=True):
-        if needed and total is not None:
-            require_total(f"the norm's {name}.main_grad", total, x.shape[-1:], x.device)
-    return owners
-
-
-# layer norm and RMS norm
-
-
 def encoder_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps: float, dtype: torch.dtype
 ) -> Tensor:
     """norm(x) * weight + bias over x's last dimension, in fp32, rounded to `dtype`; differentiable."""
-    return encoder_norm_operator(x, weight, bias, *_owners(weight, bias), norm, eps, dtype)
-
-
-def _norm_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    refuse_second_derivative("encoder_norm")
-    x, weight = ctx.saved_tensors
-    of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-    owners = _checked_owners(ctx, x)
-    dx, partial = encoder_norm_backward(grad, x, weight, ctx.norm, ctx.eps, of_weight, of_bias)
-    sums = partial[0] if of_weight else None, partial[-1] if of_bias else None
-    gradients = [
-        None if each is None else fused_autograd.of_sums(each, BIAS_BLOCKS, dtype, owner)
-        for each, dtype, owner in zip(sums, ctx.dtypes, owners, strict=True)
-    ]
-    return dx if of_x else None, *gradients, *(None,) * 7
-
-
-def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> Tensor:
-    *_, norm, eps, dtype = rest
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if not x.numel():
-        return out
-    record_operator("encoder_norm", x)
-    if not x.is_cuda:
-        out.view(-1, x.shape[-1]).copy_(cpu.norm(flat(x), weight, bias, norm, eps))
-        return out
-    from isogemm.norm.kernels import row_norm
-
-    d = x.shape[-1]
-    launch = row_norm.describe_norm(x.numel() // d, d, norm, eps, configs.choose(d))
-    run(launch, (placed(x), dense(weight), dense(bias), out))
-    return out
-
-
-def _norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | None, norm: str, eps: float, of_weight: bool, of_bias: bool
-) -> tuple[Tensor, Tensor]:
-    """dx, and the wanted gradients of weight and bias as sums over blocks of rows [0 to 2, blocks, D]."""
-    d = x.shape[-1]
-    rows = x.numel() // d
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    blocks = -(-rows // configs.SUM_ROWS)
-    partial = torch.empty((of_weight + of_bias, blocks, d), dtype=torch.float32, device=x.device)
-    if not rows:
-        return dx, partial
-    record_operator("encoder_norm_backward", x)
-    weight_sums, bias_sums = partial[0] if of_weight else None, partial[-1] if of_bias else None
-    if not x.is_cuda:
-        of_x, *sums = cpu.norm_backward(flat(grad), flat(x), weight, norm, eps, configs.SUM_ROWS)
-        dx.view(-1, d).copy_(of_x)
-        for into, computed in zip((weight_sums, bias_sums), sums, strict=True):
-            if into is not None:
-                into.copy_(computed)
-        return dx, partial
-    from isogemm.norm.kernels import row_norm
-
-    launch = row_norm.describe_norm_backward(rows, d, norm, eps, configs.choose(d))
-    run(launch, (placed(grad), placed(x), dense(weight), dx, weight_sums, bias_sums))
-    return dx, partial
-
-
-# batch norm
+    return row_norm(x, None, weight, bias, norm, eps, 0.0, dtype)[0]
 
 
 def batch_norm(
@@ -132,7 +51,7 @@ def batch_norm(
         mean, var = running.mean, running.var
     if mean is None:
         require_rows(x)
-    y, statistics = batch_norm_operator(x, weight, bias, mean, var, *_owners(weight, bias), eps, dtype)
+    y, statistics = batch_norm_operator(x, weight, bias, mean, var, *owners_of(weight, bias), eps, dtype)
     if from_batch and running is not None:
         update_running(statistics, running if x.numel() else running._replace(mean=None, var=None))
     return y
@@ -162,7 +81,7 @@ def _batch_norm_gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tenso
     refuse_second_derivative("batch_norm")
     x, statistics = ctx.saved_tensors
     of_x, *needs = ctx.needs_input_grad[:3]
-    owners = _checked_owners(ctx, x)
+    owners = checked_owners(ctx, x, ctx.needs_input_grad[1:3])
     dx, *found = batch_norm_backward(grad, x, statistics, ctx.from_batch, any(needs))
     gradients = [
         None if not needed
@@ -269,16 +188,6 @@ def _rows(x: Tensor) -> int:
     return math.prod(x.shape[:-1])
 
 
-def _encoder_norm_fake(x: Tensor, *args: Any) -> Tensor:
-    return x.new_empty(x.shape, dtype=args[-1])
-
-
-def _encoder_norm_backward_fake(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    d, (of_weight, of_bias) = x.shape[-1], rest[-2:]
-    blocks = (x.numel() // d + configs.SUM_ROWS - 1) // configs.SUM_ROWS
-    return x.new_empty(x.shape), x.new_empty((of_weight + of_bias, blocks, d), dtype=torch.float32)
-
-
 def _batch_norm_fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=args[-1]), x.new_empty((4, x.shape[-1]), dtype=torch.float32)
 
@@ -290,48 +199,17 @@ def _batch_norm_backward_fake(
     return x.new_empty(x.shape), gradients[0], gradients[1]
 
 
-_OWNERS = "Tensor? owner, Tensor? main_grad, Tensor? bias_owner, Tensor? bias_main_grad"
-
-# owners and totals are not saved tensors: another micro-batch's backward may change a main_grad before this one's.
-
-
-def _keep_parameters(ctx: Any, weight: Tensor | None, bias: Tensor | None, *owners: Tensor | None) -> None:
-    ctx.dtypes = [None if each is None else each.dtype for each in (weight, bias)]
-    # In eager mode the backward reads the owner's main_grad: an older one is not kept alive until then.
-    pairs = owners[:2], owners[2:]
-    ctx.given = [(owner, None if type(owner) in PLAIN else total) for owner, total in pairs]
-
-
-def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, *owners, ctx.norm, ctx.eps, _ = inputs
-    ctx.save_for_backward(x, weight)
-    _keep_parameters(ctx, weight, bias, *owners)
-
-
 def _keep_batch_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, bias, mean, _, *owners, _, _ = inputs
     ctx.save_for_backward(x, output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.from_batch = mean is None
-    _keep_parameters(ctx, weight, bias, *owners)
+    keep_parameters(ctx, weight, bias, *owners)
 
 
-encoder_norm_operator = Operator(
-    f"encoder_norm(Tensor x, Tensor? weight, Tensor? bias, {_OWNERS}, str norm, float eps, ScalarType dtype) -> Tensor",
-    _norm,
-    _encoder_norm_fake,
-    keep=_keep_norm,
-    backward=_norm_gradients,
-)
-encoder_norm_backward = Operator(
-    "encoder_norm_backward(Tensor grad, Tensor x, Tensor? weight, str norm, float eps, bool of_weight, "
-    "bool of_bias) -> (Tensor, Tensor)",
-    _norm_backward,
-    _encoder_norm_backward_fake,
-)
 batch_norm_operator = Operator(
-    f"batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, {_OWNERS}, float eps, "
+    f"batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, {OWNERS}, float eps, "
     "ScalarType dtype) -> (Tensor, Tensor)",
     _batch_norm,
     _batch_norm_fake,
