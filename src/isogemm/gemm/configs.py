@@ -497,22 +497,29 @@ def _needs_transposing(problem: Problem) -> bool:
 
 def reads_a_by_tma(problem: Problem, config: Config) -> bool:
     seen = as_read(problem, config)
-    return _by_tma(problem, config, seen.a_strides, seen.a_aligned)
+    return _by_tma(problem, config, seen.a_strides, seen.a_aligned) and (
+        config.splits("a") or _whole_vectors(problem, (problem.m, problem.k), seen.a_strides)
+    )
 
 
 def reads_b_by_tma(problem: Problem, config: Config) -> bool:
     # Two lie in one map, whose innermost axis is k.
     together = problem.weights == 1 or (problem.b_strides[0] == 1 and problem.up_near)
     seen = as_read(problem, config)
-    return together and _by_tma(problem, config, seen.b_strides, seen.b_aligned)
+    return (
+        together
+        and _by_tma(problem, config, seen.b_strides, seen.b_aligned)
+        and (config.splits("b") or _whole_vectors(problem, (problem.k, problem.n), seen.b_strides))
+    )
 
 
 def writes_c_by_tma(problem: Problem, config: Config) -> bool:
     """Whether C is stored by TMA: only where it is written once, by rows."""
     if config.swapped or problem.accumulate or accumulation(problem, config) in ("in place", "partials"):
         return False
-    row = problem.c_strides[0] * ITEMSIZE[problem.out_dtype]
-    return config.kernel != "pointer" and problem.c_strides[1] == 1 and problem.c_aligned and row % 16 == 0 and row > 0
+    row, used = (size * ITEMSIZE[problem.out_dtype] for size in (problem.c_strides[0], problem.n))
+    by_rows = problem.c_strides[1] == 1 and problem.c_aligned and row % 16 == 0 and used % 16 == 0 and row > 0
+    return config.kernel != "pointer" and by_rows
 
 
 def shared_memory(problem: Problem, config: Config) -> int:
@@ -676,6 +683,13 @@ def _by_tma(problem: Problem, config: Config, strides: tuple[int, int], aligned:
         return False
     row = max(strides) * ITEMSIZE[problem.dtype]
     return min(strides) == 1 and row % 16 == 0 and row < 2**40
+
+
+def _whole_vectors(problem: Problem, sizes: tuple[int, int], strides: tuple[int, int]) -> bool:
+    """Whether rows end at a multiple of 16 bytes: with a part of a wider matrix that does not, the H200 reports an
+    illegal instruction."""
+    along = sizes[1] if strides[1] == 1 else sizes[0]
+    return along * ITEMSIZE[problem.dtype] % 16 == 0
 
 
 def _has_maps(problem: Problem, config: Config) -> bool:

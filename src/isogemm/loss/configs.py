@@ -55,9 +55,12 @@ class Blocks:
 
 
 def gpu_blocks(tokens: int, vocabulary: int) -> Blocks:
-    """Columns a multiple of HIDDEN_CHUNK, or all of them."""
+    """Columns a multiple of HIDDEN_CHUNK, or all of them; of an odd vocabulary the rest has slower products."""
     rows = max(1, min(tokens, MOST_TOKENS))
-    return Blocks(rows, min(vocabulary, max(1, LOGITS // rows // HIDDEN_CHUNK) * HIDDEN_CHUNK))
+    whole = vocabulary
+    if vocabulary % 8 and vocabulary > HIDDEN_CHUNK and rows >= 128:
+        whole = vocabulary // HIDDEN_CHUNK * HIDDEN_CHUNK
+    return Blocks(rows, min(whole, max(1, LOGITS // rows // HIDDEN_CHUNK) * HIDDEN_CHUNK))
 
 
 def cpu_blocks(tokens: int, vocabulary: int) -> Blocks:
