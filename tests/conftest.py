@@ -6,8 +6,9 @@ import hypothesis
 import pytest
 
 pytest.register_assert_rewrite(
-    "attention_oracle", "deferring", "encoder_oracle", "encoder_variants", "float16_range", "fused_gpu_cases",
-    "gemm_jobs", "gradients", "graph_fusing", "layouts", "official_patchtst", "patchtst_models", "promises",
+    "attention_cases", "attention_oracle", "attention_parity", "attention_promises", "deferring", "encoder_oracle",
+    "encoder_variants", "float16_range", "fused_gpu_cases", "gemm_jobs", "gradients", "graph_fusing", "layouts",
+    "loss_cases", "norm_cases", "official_patchtst", "patchtst_models", "promises",
 )  # fmt: skip
 
 hypothesis.settings.register_profile("repeatable", derandomize=True)

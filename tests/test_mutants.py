@@ -10,7 +10,7 @@ MUTANTS = runpy.run_path(str(HERE / "mutants/__main__.py"))["read"]()
 
 
 def test_each_family_has_mutants():
-    assert {"encoder", "fusion", "gemm", "integrations", "nn", "norm", "tiny", "training"} <= {
+    assert {"encoder", "fusion", "gemm", "integrations", "loss", "nn", "norm", "tiny", "training"} <= {
         each.family for each in MUTANTS
     }
 

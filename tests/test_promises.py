@@ -38,6 +38,7 @@ SCALE = promises.Scale(
         (EncoderShape(5, 3, 16, 2, 17), {"norm": "batch_norm", "activation": "gelu"}),
     ),
     encoder_gradients=((EncoderShape(0, 5, 8, 2, 8), PRE), (EncoderShape(0, 128, 8, 2, 16), {"activation": "gelu"})),
+    attentions=((70, 24, {}), (67, 16, {"window": 9, "softcap": 5.0})),
 )
 NUMBERS = ("ieee", "bf16", "fp16")
 

@@ -58,6 +58,7 @@ PARAMETERS = isogemm.EncoderParameters(
     half(192, 64), half(64, 64), half(128, 64), half(64, 128), half(64), half(64), half(192), half(64), half(128),
     half(64), half(64), half(64),
 )  # fmt: skip
+CU_Q, CU_K = (torch.tensor([0, 7, 16], dtype=torch.int32) for _ in range(2))
 CALLS = {
     "mm": lambda: isogemm.mm(X, WEIGHT.t()),
     "matmul": lambda: isogemm.matmul(X, WEIGHT.t()),
@@ -66,6 +67,12 @@ CALLS = {
     "linear, swiglu": lambda: isogemm.linear(X, WEIGHT, weight_up=half(32, 64), activation="swiglu"),
     "matmul_fused": lambda: isogemm.matmul_fused(X, WEIGHT.t(), bias=BIAS, activation="relu", residual=half(16, 32)),
     "bmm": lambda: isogemm.bmm(half(8, 16, 16), half(8, 16, 16)),
+    "attention": lambda: isogemm.attention(half(2, 4, 1, 64), half(2, 2, 32, 64), half(2, 2, 32, 64), causal=True),
+    "attention_varlen": lambda: isogemm.attention_varlen(half(16, 4, 64), half(16, 2, 64), half(16, 2, 64), CU_Q, CU_K),
+    "rms_norm": lambda: isogemm.rms_norm(X, half(64)),
+    "layer_norm": lambda: isogemm.layer_norm(X, half(64), half(64)),
+    "softmax": lambda: isogemm.softmax(X),
+    "log_softmax": lambda: isogemm.log_softmax(X),
     "encoder_layer": lambda: isogemm.encoder_layer(half(8, 16, 64), PARAMETERS, nhead=4),
 }
 

@@ -26,7 +26,10 @@ ROOT = HERE.parents[1]
 JOBS = 16
 SLICES = {  # processes per file: at most two minutes each on 16 cores
     "test_encoder_variants.py": 10,
-    "test_attention_*": 9,
+    "test_encoder_attention.py": 9,
+    "test_attention_*": 6,
+    "test_norm_*": 6,
+    "test_loss_*": 4,
     "test_promises.py": 10,
     "test_encoder_*": 5,
     "test_patchtst.py": 4,

@@ -30,6 +30,7 @@ SCALE = promises.Scale(
         (EncoderShape(65, 42, 16, 4, 128), {"norm": "batch_norm", "activation": "gelu"}),
     ),
     encoder_gradients=((EncoderShape(0, 42, 16, 4, 128), PRE), (EncoderShape(0, 33, 512, 8, 640), PRE)),
+    attentions=((1100, 128, {}), (700, 64, {"window": 100, "softcap": 20.0})),
 )
 FEW = {"tf32": ("linear", "matmul_fused", "nn_mlp"), "fp16": ("linear",), "ieee": ("linear",), "tf32x3": ("linear",)}
 NUMBERS = ("bf16", "tf32", "fp16", "ieee", "tf32x3")

@@ -8,11 +8,14 @@ from types import ModuleType
 
 import torch
 
-from isogemm.bench.cases import encoder, fused, gemm, tiny
+from isogemm.bench.cases import attention, encoder, fused, gemm, loss, norm, tiny
 from isogemm.training import benchmark as patchtst
+from isogemm.verify import attention as attention_checks
 from isogemm.verify import encoder as encoder_checks
 from isogemm.verify import fused as fused_checks
 from isogemm.verify import gemm as gemm_checks
+from isogemm.verify import loss as loss_checks
+from isogemm.verify import norm as norm_checks
 from isogemm.verify import tiny as tiny_checks
 from isogemm.verify import usability
 from isogemm.verify.usability import Usability
@@ -39,6 +42,17 @@ FAMILIES: tuple[Family, ...] = (
         usability.fused, fused, fused_checks,
     ),
     Family("tiny", "strided-batched GEMM of matrices up to 64, one launch", usability.tiny, tiny, tiny_checks),
+    Family(
+        "attention", "softmax attention with the same bits padded, packed, in chunks and from any cache",
+        usability.attention, attention, attention_checks,
+    ),
+    Family(
+        "norm", "norms, softmax and embedding of rows, forward and backward", usability.norm, norm, norm_checks
+    ),
+    Family(
+        "loss", "log-probabilities and cross-entropy from the LM head, without logits in memory",
+        usability.loss, loss, loss_checks,
+    ),
     Family(
         "encoder", "a transformer's encoder layer, one call forward and one backward",
         usability.encoder, encoder, encoder_checks,

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from isogemm.attention.api import attention
+from isogemm.encoder.attention.configs import SHORT_HEAD
 from isogemm.encoder.attention.cpu import AttentionCall
-from isogemm.encoder.attention.op import attention
+from isogemm.encoder.attention.op import attention as encoder_attention
 from isogemm.encoder.parameters import EncoderParameters, Options, RunningStatistics
 from isogemm.gemm import configs
 from isogemm.gemm.api import linear, mlp
@@ -42,7 +44,7 @@ def encoder_layer(
 
     def attended(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         call = _operands(x, params, mask, scores, options)
-        o, of_layer = attention(call)
+        o, of_layer = (_plain_attention(call), None) if _is_plain(call) else encoder_attention(call)
         qk = _factors(call) if options.return_factors else None
         added, wide = _residual(residual, options)
         out = linear(
@@ -79,9 +81,25 @@ def scores_of(factors: Sequence[Tensor], precision: str | None) -> Tensor:
     for factor in factors:
         q, k = (each.permute(1, 2, 0, 3).flatten(2) for each in factor)
         call = AttentionCall(q, k, k, None, factor.shape[1], False, precision, scores, scores=True)
-        _, scores = attention(call)
+        _, scores = encoder_attention(call)
     assert scores is not None
     return scores
+
+
+def _is_plain(call: AttentionCall) -> bool:
+    """Whether `isogemm.attention` serves: no dropout, no scores of or for another layer, and heads of some length."""
+    is_alone = call.previous is None and call.seed is None and not call.scores
+    return is_alone and call.width // call.nhead > SHORT_HEAD
+
+
+def _plain_attention(call: AttentionCall) -> Tensor:
+    """o [S, T, H * d] by `isogemm.attention`."""
+    q, k, v = (each.reshape(*each.shape[:2], call.nhead, -1).transpose(1, 2) for each in call.parts(*call[:3]))
+    mask = None if call.mask is None else call.mask[:, None, None, :]
+    if mask is not None and mask.dtype is torch.bool:
+        mask = ~mask
+    o = attention(q, k, v, causal=call.is_causal, attn_mask=mask, precision=call.precision)
+    return o.transpose(1, 2).flatten(2)
 
 
 def _factors(call: AttentionCall) -> Tensor:

@@ -66,6 +66,38 @@ def encoder(device: torch.device) -> Sequence[Usability]:
     return [_kernel(name, obstacle, arch, detail) for name, detail in served.items()]
 
 
+def attention(device: torch.device) -> Sequence[Usability]:
+    if device.type != "cuda":
+        return _on_cpu("attention")
+    arch = devices.facts(device).arch
+    obstacle = configs.usable(arch) or _missing_triton()
+    no_roles = obstacle or ("" if arch == "sm_90" else f"it is for sm_90; this is {arch}")
+    return [
+        _kernel("attention/roles", no_roles, arch, "many 16-bit queries of dense sequences"),
+        _kernel("attention/forward", obstacle, arch, "all others"),
+        _kernel("attention/backward", obstacle, arch, ""),
+    ]
+
+
+def norm(device: torch.device) -> Sequence[Usability]:
+    return _one_kernel("norm", device)
+
+
+def loss(device: torch.device) -> Sequence[Usability]:
+    return _one_kernel("loss", device)
+
+
+def _one_kernel(family: str, device: torch.device) -> Sequence[Usability]:
+    if device.type != "cuda":
+        return _on_cpu(family)
+    arch = devices.facts(device).arch
+    return [_kernel(family, configs.usable(arch) or _missing_triton(), arch, "")]
+
+
+def _on_cpu(family: str) -> Sequence[Usability]:
+    return [Usability(True, f"{family}/cpu", "sums in one order whatever the batch")]
+
+
 def _missing_triton() -> str:
     return "" if importlib.util.find_spec("triton") else "Triton is not installed"
 

@@ -9,6 +9,7 @@ precision).
 """
 
 import contextlib
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,10 @@ from isogemm.verify.inputs import make_data, with_layout
 from isogemm.verify.poison import poisoned_allocations
 from promises.encoder import encoder_functions, encoder_gradients, encoders, random_lengths
 from promises.main_grads import assert_same, starts
+from promises.operations import attentions, row_operations, trained_operations
 from promises.products import Product, Sizes, autofuse_chains, product_cases, row_functions, weight_gradients
 from promises.rows import (
+    RowFunction,
     assert_batch,
     assert_chunks,
     assert_decode,
@@ -51,6 +54,7 @@ class Scale(NamedTuple):
     gradient_weights: tuple[Sizes, ...]
     encoders: tuple[tuple[EncoderShape, dict], ...]
     encoder_gradients: tuple[tuple[EncoderShape, dict], ...]  # the number of sequences is ignored
+    attentions: tuple[tuple[int, int, dict], ...]  # tokens, head size, options
 
     def weights_of(self, operation):
         return self.weights if operation == "linear" else self.few_weights
@@ -190,6 +194,155 @@ class Promises:
                 for cuts in ([chunk], [2 * chunk], [chunk, 2 * chunk]):
                     what = f"{layer.what}: cut at {cuts}{'' if start is None else ', onto others'}"
                     assert_same(layer.main_grads(layer.rows, cuts, start), whole, what)
+
+    # operations
+
+    def test_operations_batch(self, scale, number):
+        for f in row_operations(scale, number, gradient=False):
+            assert_batch(f, scale.batches, scale.positions[:1])
+
+    def test_operations_padding(self, scale, number):
+        for f in row_operations(scale, number, gradient=False):
+            assert_padding(f)
+
+    def test_operations_chunks(self, scale, number):
+        for f in row_operations(scale, number, gradient=False):
+            assert_chunks(f)
+
+    def test_operations_decode(self, scale, number):
+        for f in row_operations(scale, number, gradient=False):
+            assert_decode(f, most=5)
+
+    def test_operations_micro_batches(self, scale, number):
+        for f in row_operations(scale, number, gradient=False):
+            assert_micro_batches(f)
+
+    # operation_input_gradients
+
+    def test_operation_input_gradients_batch(self, scale, number):
+        for f in row_operations(scale, number, gradient=True):
+            assert_batch(f, scale.batches[:3], scale.positions[:1])
+
+    def test_operation_input_gradients_padding(self, scale, number):
+        for f in row_operations(scale, number, gradient=True):
+            assert_padding(f)
+
+    def test_operation_input_gradients_chunks(self, scale, number):
+        for f in row_operations(scale, number, gradient=True):
+            assert_chunks(f)
+
+    def test_operation_input_gradients_micro_batches(self, scale, number):
+        for f in row_operations(scale, number, gradient=True):
+            assert_micro_batches(f)
+
+    # operation_weight_gradients
+
+    def test_operation_weight_gradients_padding(self, scale, number):
+        """Trailing rows whose gradient is zero."""
+        for trained in trained_operations(scale, number, chunks=1):
+            whole = trained(trained.rows)
+            rows = join_rows(trained.rows, {"x": trained.rows["x"][:65], "grad": trained.rows["grad"][:65] * 0})
+            assert_same(trained(rows), whole, f"{trained.what}: 65 rows without a gradient")
+
+    def test_operation_weight_gradients_micro_batches(self, scale, number):
+        for trained in trained_operations(scale, number, chunks=2):
+            for start in starts(trained.parameters):
+                whole = trained(trained.rows, start=start)
+                found = trained(trained.rows, [trained.chunk], start)
+                assert_same(found, whole, f"{trained.what}: cut at {trained.chunk}")
+
+    # attention
+
+    def test_attention_batch(self, scale, number):
+        for each in attentions(scale, number):
+            rows = {name: each.rows[name] for name in "qkv"}
+            whole = each.attend(**rows)
+            f = RowFunction(lambda rows, each=each: each.attend(**rows), rows, each.what, whole)
+            assert_batch(f, (1, 2, 3), (3,))
+
+    def test_attention_padding(self, scale, number):
+        """Garbage before a sequence (kv_starts) and after it (kv_lengths), and queries that see nothing."""
+        for each in attentions(scale, number):
+            rows = {name: each.rows[name] for name in "qkv"}
+            whole = each.attend(**rows)
+            count, _, tokens, _ = rows["q"].shape
+            for before, after in ((0, 3), (5, 0), (70, 1)):
+                wide = {
+                    name: torch.cat([garbage_rows({"x": x.transpose(0, 2)}, n)["x"].transpose(0, 2) for n in (before,)]
+                                    + [x] + [garbage_rows({"x": x.transpose(0, 2)}, after)["x"].transpose(0, 2)], 2)
+                    for name, x in rows.items()
+                }  # fmt: skip
+                starts_at = torch.full((count,), before, dtype=torch.int32, device=scale.device)
+                found = each.attend(
+                    wide["q"][:, :, : before + tokens], wide["k"], wide["v"], kv_starts=starts_at,
+                    kv_lengths=starts_at + tokens,
+                )  # fmt: skip
+                what = f"{each.what}: {before} before, {after} after"
+                assert_bitwise_equal(found[:, :, before:], whole, what)
+                assert not found[:, :, :before].any(), what
+
+    def test_attention_chunks(self, scale, number):
+        for each in attentions(scale, number):
+            q, k, v = (each.rows[name] for name in "qkv")
+            whole, tokens = each.attend(q, k, v), q.shape[2]
+            for cuts in ([1], [tokens // 2], [3, tokens - 2], [64, 65]):
+                bounds = [0, *(cut for cut in cuts if cut < tokens), tokens]
+                parts = [
+                    each.attend(q[:, :, first:last], k[:, :, :last], v[:, :, :last])
+                    for first, last in itertools.pairwise(bounds)
+                ]
+                assert_bitwise_equal(torch.cat(parts, 2), whole, f"{each.what}: in chunks {bounds}")
+
+    def test_attention_decode(self, scale, number):
+        """Token by token, from a growing cache and from a larger one with garbage behind."""
+        for each in attentions(scale, number):
+            q, k, v = (each.rows[name] for name in "qkv")
+            whole, tokens = each.attend(q, k, v), q.shape[2]
+            static = [torch.cat([x, torch.full_like(x[:, :, :9], torch.nan)], 2) for x in (k, v)]
+            for at in sorted({0, 1, 2, 63, 64, 65, tokens // 2, tokens - 1} & set(range(tokens))):
+                query = q[:, :, at : at + 1]
+                found = each.attend(query, k[:, :, : at + 1], v[:, :, : at + 1])
+                assert_bitwise_equal(found, whole[:, :, at : at + 1], f"{each.what}: token {at}")
+                lengths = torch.full((len(q),), at + 1, dtype=torch.int32, device=scale.device)
+                found = each.attend(query, *static, kv_lengths=lengths)
+                assert_bitwise_equal(found, whole[:, :, at : at + 1], f"{each.what}: token {at}, larger cache")
+
+    def test_attention_micro_batches(self, scale, number):
+        for each in attentions(scale, number):
+            rows = {name: each.rows[name] for name in "qkv"}
+            f = RowFunction(lambda rows, each=each: each.attend(**rows), rows, each.what, each.attend(**rows))
+            assert_micro_batches(f)
+
+    # attention_gradients
+
+    def test_attention_gradients_batch(self, scale, number):
+        for each in attentions(scale, number):
+            whole = each.gradients(each.rows)
+            for first, last in ((0, 1), (2, 3), (1, 5)):
+                part = each.gradients({name: x[first:last] for name, x in each.rows.items()})
+                for name, found, expected in zip("qkv", part, whole, strict=True):
+                    assert_bitwise_equal(found, expected[first:last], f"{each.what}: d{name} of {first} to {last}")
+
+    def test_attention_gradients_padding(self, scale, number):
+        """Left-padded, and packed without padding."""
+        for each in attentions(scale, number):
+            whole, rows = each.gradients(each.rows), each.rows
+            count, before = len(rows["q"]), 7
+            wide = {name: torch.cat([torch.randn_like(x[:, :, :before]), x], 2) for name, x in rows.items()}
+            wide["grad"][:, :, :before] = 1
+            starts_at = torch.full((count,), before, dtype=torch.int32, device=scale.device)
+            found = each.gradients(wide, kv_starts=starts_at)
+            for name, padded, expected in zip("qkv", found, whole, strict=True):
+                assert_bitwise_equal(padded[:, :, before:], expected, f"{each.what}: d{name}, padded")
+                assert not padded[:, :, :before].any(), f"{each.what}: d{name} of padding"
+            tokens = rows["q"].shape[2]
+            leaves = [rows[name].transpose(1, 2).flatten(0, 1).detach().requires_grad_() for name in "qkv"]
+            lengths = torch.arange(count + 1, dtype=torch.int32, device=scale.device) * tokens
+            out = isogemm.attention_varlen(*leaves, lengths, lengths, **each.options)
+            packed = torch.autograd.grad(out, leaves, rows["grad"].transpose(1, 2).flatten(0, 1))
+            for name, found, expected in zip("qkv", packed, whole, strict=True):
+                expected = expected.transpose(1, 2).flatten(0, 1)
+                assert_bitwise_equal(found, expected, f"{each.what}: d{name}, packed")
 
     # autofuse
 
