@@ -45,8 +45,10 @@ $(NEWEST)/.ready: pyproject.toml constraints.txt
 
 # What can differ between releases: fusion, compilation, autograd, fakes, the interpreter, a sample of the compile matrix.
 COMPAT := tests/core tests/fusion tests/gemm tests/tiny tests/nn tests/cli tests/test_import.py tests/test_readme.py \
-	tests/encoder/test_compile.py tests/encoder/test_bits.py tests/encoder/test_fused_compile_matrix.py tests/integrations tests/test_warm_calls.py
-COMPAT_INTERPRETED := tests/interpreter/test_gemm.py tests/interpreter/test_tiny.py tests/interpreter/test_encoder.py
+	tests/encoder/test_compile.py tests/encoder/test_bits.py tests/encoder/test_fused_compile_matrix.py tests/integrations tests/test_warm_calls.py \
+	tests/attention tests/norm/test_use.py tests/norm/test_norm_compile_matrix.py tests/loss/test_use.py tests/loss/test_loss_compile_matrix.py
+COMPAT_INTERPRETED := tests/interpreter/test_gemm.py tests/interpreter/test_tiny.py tests/interpreter/test_encoder.py \
+	tests/interpreter/test_attention_decode.py tests/interpreter/test_softmax.py
 
 compat: $(NEWEST)/.ready  ## the newest supported torch and Triton: what can differ there, and the demo
 	$(NEWEST)/bin/python -m pip install --quiet --no-deps --force-reinstall .

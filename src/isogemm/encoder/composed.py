@@ -94,7 +94,8 @@ def _is_plain(call: AttentionCall) -> bool:
 
 def _plain_attention(call: AttentionCall) -> Tensor:
     """o [S, T, H * d] by `isogemm.attention`."""
-    q, k, v = (each.reshape(*each.shape[:2], call.nhead, -1).transpose(1, 2) for each in call.parts(*call[:3]))
+    sizes = (call.nhead, call.width // call.nhead)
+    q, k, v = (each.reshape(*each.shape[:2], *sizes).transpose(1, 2) for each in call.parts(*call[:3]))
     mask = None if call.mask is None else call.mask[:, None, None, :]
     if mask is not None and mask.dtype is torch.bool:
         mask = ~mask

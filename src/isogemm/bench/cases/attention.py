@@ -274,7 +274,7 @@ def _in_one_split(point: Point, q: Tensor, k: Tensor, v: Tensor) -> Thunk:
 
     call = op.readable(call_of(q, k, v, **point.how))
     problem = problem_of(call, False)
-    plan = attention_plan(problem, call, replace(configs.choose(problem), split=False, pdl=False))
+    plan = attention_plan(problem, call, configs.Config(16, 4, 3 if point.head <= 128 else 2))
     return partial(plan.run, (*call.tensors, None))
 
 
