@@ -52,6 +52,7 @@ class _Line:
         return figure(self.what, self.against, ratios)
 
 
+ATTENTION = "attention, causal, 1024 to 16384 tokens"
 COMPILED = "torch.compile + CUDA graph"
 LINES = (
     _Line("linear, bf16, tuned weights", "torch (cuBLAS)", "gemm", ["linear"], ["bf16"]),
@@ -68,8 +69,8 @@ LINES = (
         ["bf16"], ["eager", "torch"],  # where torch has a fused call, its eager operations are a variant of their own
     ),
     _Line("bmm of matrices up to 64 x 64", "torch.bmm", "tiny", ["bmm", "bmm random"], params={"cache": ["cold"]}),
-    _Line("attention, causal, 1024 to 16384 tokens", "torch SDPA (flash)", "attention", ["attention"]),
-    _Line("attention, causal, 1024 to 16384 tokens", "torch SDPA (cuDNN)", "attention", ["attention"], rivals=["cuDNN"]),
+    _Line(ATTENTION, "torch SDPA (flash)", "attention", ["attention"]),
+    _Line(ATTENTION, "torch SDPA (cuDNN)", "attention", ["attention"], rivals=["cuDNN"]),
     _Line("gradients of attention", "torch SDPA (flash)", "attention", ["attention grad"]),
     _Line("gradients of attention", "torch SDPA (cuDNN)", "attention", ["attention grad"], rivals=["cuDNN"]),
     _Line("encoder layers, d_model 16 to 768, training step", COMPILED, "encoder", ["training step"]),

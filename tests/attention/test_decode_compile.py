@@ -49,6 +49,13 @@ def test_roles_compile_within_limits(problem, config):
     assert limit_violations(job, "sm_90", compile_job(job, "sm_90")) == ()
 
 
+def test_tiles_that_would_not_fit_are_illegal():
+    problem, config = make_problem(64, tokens=8), replace(CONFIG, block_m=32)
+    assert "shared memory" in illegal_decode(problem, config)
+    job = make_job(problem, config)
+    assert limit_violations(job, "sm_90", compile_job(job, "sm_90")) != ()
+
+
 def test_a_barrier_of_the_computing_warps_serves_four_blocks():
     code = disassemble(make_job(make_problem()), "sm_90")
     begins = code.index("LDSM")

@@ -342,4 +342,6 @@ def illegal_decode(problem: Problem, config: Config) -> str:
         return "keys and values are loaded from multiples of 16 elements"
     if config.block_m not in (16, 32) or config.num_stages != 3 or not config.split:
         return "tiles have 16 or 32 rows, 3 buffers, and splits side by side"
+    if config.block_m == 32 and problem.order.block_n > 64:
+        return "32 rows of 4 blocks of keys have no room in shared memory"
     return ""

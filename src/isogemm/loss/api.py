@@ -90,12 +90,12 @@ def linear_cross_entropy(
     _require_number("label_smoothing", label_smoothing, "a number of 0 to 1", lambda number: 0 <= number <= 1)
     _require_number("z_loss", z_loss, "a finite number", lambda number: -math.inf < number < math.inf)
     how = How(softcap, 1, False, label_smoothing > 0, z_loss != 0, ignore_index, precision)
-    logprob, *others = _values(hidden, weight, targets, bias, how)
-    loss = -logprob
+    values = _values(hidden, weight, targets, bias, how)
+    loss = -values[0]
     if label_smoothing:
-        loss = (1.0 - label_smoothing) * loss - label_smoothing * others.pop(0)
+        loss = (1.0 - label_smoothing) * loss - label_smoothing * values[1]
     if z_loss:
-        loss = loss + z_loss * others[0] * others[0]
+        loss = loss + z_loss * values[-1] * values[-1]
     if reduction == "none":
         return loss
     total = autograd.bias_grad(loss.reshape(-1, 1))[0]
