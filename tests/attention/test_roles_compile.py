@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 from compile_matrix import compile_job, disassemble, limit_violations
 from gemm_jobs import NAMES, launch_job
@@ -13,7 +13,8 @@ from gemm_jobs import NAMES, launch_job
 from isogemm.attention.configs import Config, Problem, illegal_roles, queries_by_tma
 from isogemm.attention.kernels.roles import describe_roles_forward
 
-SPILLS = 64  # bytes: numbers of a tile, of which no step reads one
+# Bytes: numbers of a tile, of which no step reads one. Triton 3.9 keeps more of them in memory.
+SPILLS = 64 if triton.__version__ < "3.9" else 160
 CONFIG = Config(128, 4, 2, roles=True)
 
 

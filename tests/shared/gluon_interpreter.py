@@ -98,7 +98,7 @@ class _Gluon(ModuleType):
 
     def __init__(self, barriers):
         super().__init__("gl")
-        self.barriers = barriers
+        self.barriers, self.shared_memory_descriptor = barriers, Shared
 
     def __getattr__(self, name):
         return getattr(tl, name)

@@ -36,6 +36,9 @@ from isogemm.core.launch import Launch
 from isogemm.core.plan import STAMP
 from isogemm.core.problems import next_power_of_two
 
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # since Triton 3.9, before
+# Shared memory seen in another dtype and layout; public since Triton 3.9.
+_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 _WARPS = gl.constexpr(4)  # that compute, and the blocks of keys that they score at once
 _LOADED_ROWS = gl.constexpr(64)  # that are loaded by one copy
 _LOADED_AHEAD = gl.constexpr(64)  # rows of other programs' sums that are loaded before the first is added
@@ -150,7 +153,7 @@ def _fill(
         if D != BW:
             kept = kept & (column < D)[None, :]
         some = tile.slice(part * _LOADED_ROWS, _LOADED_ROWS)
-        async_copy.async_copy_global_to_shared(some, rows[:, None] + column[None, :], mask=kept)
+        _copy(some, rows[:, None] + column[None, :], mask=kept)
     async_copy.mbarrier_arrive(ready, increment_count=False)
 
 
@@ -279,7 +282,7 @@ def _step(
     y = y.reshape([BM, BN // 8, _WARPS, 8]).permute((0, 2, 1, 3)).reshape([BM, _WARPS, BN])
     BLOCK: gl.constexpr = gl.SliceLayout(2, y.type.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    tops._reinterpret(gl.float32, [_WARPS, BM], PLAIN).store((gl.max(y, 2) * c).permute((1, 0)))
+    _view(tops, gl.float32, [_WARPS, BM], PLAIN).store((gl.max(y, 2) * c).permute((1, 0)))
     own = gl.arange(0, _WARPS, gl.SliceLayout(0, BLOCK))
     base = gl.convert_layout(top, gl.SliceLayout(1, BLOCK), assert_trivial=True)[:, None]
     base = gl.broadcast(base, own[None, :])[0]
@@ -289,7 +292,7 @@ def _step(
     base = _finite(base)
     p = gl.exp2(gl.fma(y, gl.full_like(y, c), gl.broadcast(-base[:, :, None], y)[0]))
     sums = row_sums(p.reshape([BM * _WARPS, BN])).reshape([BM, _WARPS])
-    totals._reinterpret(gl.float32, [_WARPS, BM], PLAIN).store(sums.permute((1, 0)))
+    _view(totals, gl.float32, [_WARPS, BM], PLAIN).store(sums.permute((1, 0)))
     p_tile.store(p.to(tiles.dtype).permute((1, 0, 2)).reshape([_WARPS * BM, BN]))
     mbarrier.wait(ready.index(slot), phase)
     v_tile = tiles.index(slot)
@@ -474,7 +477,7 @@ def _attend(
                     _set_flag(flags + cell, stamp)
             if start == 0:
                 # The rows that may be live, spread over all threads.
-                sums = p_tile._reinterpret(gl.float32, [BM, BW], SUMS)
+                sums = _view(p_tile, gl.float32, [BM, BW], SUMS)
                 sums.store(acc_before)
                 tops.index(0).store(top_before)
                 totals.index(0).store(total_before)
