@@ -6,9 +6,10 @@ import torch
 pytest.importorskip("triton")
 
 from idle_gpu import idle_gpu  # noqa: F401
+from torch._subclasses import FakeTensorMode
 
 import isogemm
-from isogemm.attention import configs, op
+from isogemm.attention import api, configs, op
 from isogemm.attention.describe import Call, problem_of
 from isogemm.core import plan
 from isogemm.core.dispatch import dispatch_log
@@ -119,3 +120,55 @@ def test_a_cache_without_pages_launches_nothing(simulated_gpu):
     o = isogemm.attention_varlen(half(3, 4, 64), cache, cache, cu_q, cu_k, block_table=table)
     assert not bool(o.any())
     assert not simulated_gpu
+
+
+def test_strides_of_results_do_not_depend_on_copies():
+    """A kernel reads a copy of some tensors; plans are found by the copy's strides."""
+    for q in (half(2, 8, 5, 4).permute(0, 3, 2, 1), half(2, 5, 4, 16).transpose(1, 2)[..., ::2]):
+        given = Call(**dict.fromkeys(Call._fields) | {"q": q, "k": q, "v": q})
+        copied = op.readable(given)
+        assert op.empty_like(given, q, 8).stride() == op.empty_like(copied, copied.q, 8).stride()
+        o = isogemm.attention(q, q, q)
+        with FakeTensorMode() as mode:
+            fake = mode.from_tensor(q)
+            assert isogemm.attention(fake, fake, fake).stride() == o.stride()
+
+
+def test_gradients_of_copied_tensors_have_their_own_strides(simulated_gpu):
+    for q in (half(2, 4, 5, 8), half(2, 5, 4, 16).transpose(1, 2)[..., ::2]):
+        given = call(q, q, q)
+        o, lse = op.attention(*given, True)
+        simulated_gpu.clear()
+        dq = op.attention_backward(torch.zeros_like(o), o, lse, False, False, *Call(q, q, q, *given[3:]))[0]
+        arguments = next(arguments for name, _, arguments in simulated_gpu if name == "_query_gradients_kernel")
+        assert dq.stride() == (160, 40, 8, 1)
+        assert arguments[37:40] == (160, 8, 40)
+
+
+def test_a_call_under_autocast_is_not_known(simulated_gpu):
+    q = half(2, 4, 5, 8)
+    dtypes = torch.bfloat16, torch.float16
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        for dtype in dtypes:
+            torch.set_autocast_dtype("cuda", dtype)
+            assert isogemm.attention(q, q, q).dtype is dtype
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+
+
+def test_a_window_wider_than_any_sequence_sees_all():
+    """In int32, a position minus it would wrap around."""
+    wide = 2**31 - 1
+    assert api._window((wide, wide), False) == api._window((None, None), False) == (-1, -1)
+    assert api._window(wide, True) == (-1, -1)
+    assert api._window(4096, True) == (4095, -1)
+
+
+def test_a_step_with_a_mask_of_two_dimensions_can_be_repeated():
+    q, mask = half(2, 4, 16, 8).requires_grad_(), torch.zeros(16, 16, requires_grad=True)
+    for _ in range(3):
+        isogemm.attention(q, q, q, attn_mask=mask).sum().backward()
+    assert mask.grad.shape == mask.shape

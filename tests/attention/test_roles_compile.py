@@ -2,10 +2,11 @@
 
 import re
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 from compile_matrix import compile_job, disassemble, limit_violations
 from gemm_jobs import NAMES, launch_job
@@ -14,7 +15,7 @@ from isogemm.attention.configs import Config, Problem, illegal_roles, queries_by
 from isogemm.attention.kernels.roles import describe_roles_forward
 
 # Bytes: numbers of a tile, of which no step reads one. Triton 3.9 keeps more of them in memory.
-SPILLS = 64 if triton.__version__ < "3.9" else 160
+SPILLS = 64 if version("triton") < "3.9" else 160
 CONFIG = Config(128, 4, 2, roles=True)
 
 

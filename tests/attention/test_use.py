@@ -261,6 +261,15 @@ def test_checkpointing(use_reentrant):
         assert_bitwise_equal(leaf.grad, same)
 
 
+def test_float64_has_lengths_beyond_the_buffer_end_there():
+    lengths = torch.tensor([99, 7])
+    found, expected = (
+        isogemm.attention(*_operands(dtype=torch.float64), causal=True, window=3, kv_lengths=each)
+        for each in (lengths, lengths.clamp(max=13))
+    )
+    assert_bitwise_equal(found, expected)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_gradcheck(name):
     options = _options(torch.float64, queries=5, keys=7)[name]
@@ -428,6 +437,7 @@ def _packed_errors():
             {"k": k[None], "v": v[None], "block_table": torch.zeros(2, 1, dtype=torch.int32)}, "block_table",
         ),
         "pages without a table": ({"k": k[None], "v": v[None]}, "k|block_table"),
+        "tokens of no sequence": ({"cu_seqlens_q": cu_queries[:1], "cu_seqlens_k": cu_keys[:1]}, "cu_seqlens_q"),
         "a window that is not causal": ({"window": 4}, "window"),
         "too few offsets": ({"kv_offsets": torch.tensor([0])}, "kv_offsets"),
     }  # fmt: skip

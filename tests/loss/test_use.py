@@ -163,6 +163,17 @@ def test_no_tokens(shape):
     assert sum_of_losses(head.hidden, targets=head.targets, **head.parameters) == 0
 
 
+def test_no_features():
+    """The logits are the bias."""
+    hidden, weight = torch.empty(2, 3, 0, requires_grad=True), torch.empty(7, 0, requires_grad=True)
+    bias, targets = torch.linspace(-1, 1, 7), torch.tensor([[0, 1, 2], [6, 5, -100]])
+    logp = isogemm.linear_logprob(hidden, weight, targets, bias=bias)
+    expected = isogemm.log_softmax(bias)[targets.clamp(min=0)].masked_fill(targets < 0, 0.0)
+    assert_bitwise_equal(logp, expected)
+    logp.sum().backward()
+    assert (hidden.grad.shape, weight.grad.shape) == (hidden.shape, weight.shape)
+
+
 def test_a_vector_of_one_token():
     head = Head(3, 16, 33, torch.float32)
     found = isogemm.linear_logprob(head.hidden[1], targets=head.targets[1], **head.parameters)

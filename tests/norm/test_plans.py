@@ -143,3 +143,13 @@ def test_through_the_dispatcher_the_launches_are_the_same(simulated_gpu):
     x = arguments[0]
     row_norm._norm_backward(x, None, x, arguments[2], statistics, "rms_norm", 0.0, True, False, 16)
     assert _names(simulated_gpu) == ["_norm_kernel", "_norm_backward_kernel"]
+    x, w = half(2, configs.LONG_COLUMNS + 8), half(configs.LONG_COLUMNS + 8)
+    row_norm._norm_backward(x, x, x, w, torch.zeros(2, 2), "layer_norm", 0.0, True, True, configs.SUM_ROWS)
+    assert _names(simulated_gpu) == ["_coefficients_kernel", "_long_norm_backward_kernel"]
+
+
+def test_one_parameter_given_twice_is_added_to_its_main_grad_by_two_launches(simulated_gpu):
+    weight = torch.nn.Parameter(half(64))
+    weight.main_grad = torch.zeros(64)
+    isogemm.layer_norm(half(9, 64), weight, weight).sum().backward()
+    assert _names(simulated_gpu) == ["_norm_kernel", "_norm_backward_kernel", *["_weight_sums_kernel"] * 2]

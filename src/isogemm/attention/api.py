@@ -20,6 +20,7 @@ from isogemm.core.plan import Plan, plans
 from isogemm.gemm import autograd
 
 Window = int | tuple[int | None, int | None] | None
+_POSITIONS = 1 << 30  # positions are below this; kernels compute with them in int32
 
 
 def attention(
@@ -101,7 +102,8 @@ def attention_varlen(
         k, v: [tokens_k, Hkv, D] and [tokens_k, Hkv, DV]; with block_table a cache [pages, page, Hkv, D] and
             [pages, page, Hkv, DV], without gradients.
         cu_seqlens_q, cu_seqlens_k: [B + 1], int32: where each sequence begins, and the last one ends. Of a cache, the
-            differences of cu_seqlens_k are the sequences' lengths.
+            differences of cu_seqlens_k are the sequences' lengths. Results of tokens after the last sequence, and
+            gradients there, are undefined.
         block_table: [B, most pages], int32: key j of sequence b is in page block_table[b, j // page].
         causal .. precision: as in `attention`.
 
@@ -147,10 +149,11 @@ def _attend(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Te
     wanted = torch.is_grad_enabled() and any(each.requires_grad for each in call.tensors if each is not None)
     if wanted and call.kind == "paged":
         raise ValueError("an input requires a gradient, but a call with a block_table has none: use torch.no_grad()")
+    reshaped = call.mask is not tensors[4]  # to the four dimensions that a backward reads
     owner = autograd.parameter(call.sinks)
     run: Callable[..., Any] = op.attention_operator
     o, _ = run(*call, owner, autograd.main_grad_of(owner), wanted)
-    if key is not None and call.q.is_cuda:
+    if key is not None and call.q.is_cuda and autocast_dtype(call.q) is None and not (wanted and reshaped):
         _keep(key, present, call, wanted)
     return cast(Tensor, o)
 
@@ -215,13 +218,13 @@ def _window(window: object, causal: bool) -> tuple[int, int]:
     if isinstance(window, int) and not isinstance(window, bool):
         if not causal or window < 1:
             raise ValueError(f"window is {window} with causal={causal}; a number is at least 1, and needs causal=True")
-        return window - 1, -1
+        window = window - 1, None
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise TypeError(f"window is {window!r}; expected a number, (left, right) or None")
     for each in window:
         if each is not None and (not isinstance(each, int) or each < 0):
             raise ValueError(f"window is {window!r}; expected numbers of at least 0, or None for all")
-    left, right = (-1 if each is None else each for each in window)
+    left, right = (-1 if each is None or each >= _POSITIONS else each for each in window)
     return left, right
 
 

@@ -102,12 +102,17 @@ def strides_of(call: Call, x: Tensor) -> tuple[int, int, int]:
     return (outer[0] if outer else 0), token, head
 
 
+def is_token_major(call: Call, x: Tensor) -> bool:
+    """Whether x lies as [B, T, H, D] in memory; not where `op.readable` copies it."""
+    return call.cu_q is None and x.stride(3) == 1 and x.stride(1) < x.stride(2)
+
+
 def _strides_like(call: Call, x: Tensor, width: int) -> tuple[int, int, int]:
     """Strides of `op.empty_like`."""
     if call.cu_q is not None:
         return 0, x.shape[1] * width, width
     _, heads, tokens, _ = x.shape
-    if x.stride(1) < x.stride(2):
+    if is_token_major(call, x):
         return tokens * heads * width, heads * width, width
     return tokens * heads * width, width, tokens * width
 

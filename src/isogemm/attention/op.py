@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isogemm.attention import configs, cpu
-from isogemm.attention.describe import NAMES, TENSORS, Call, backward_problem_of, problem_of
+from isogemm.attention.describe import NAMES, TENSORS, Call, backward_problem_of, is_token_major, problem_of
 from isogemm.core import device as devices
 from isogemm.core import dispatch
 from isogemm.core.dispatch import Dispatch
@@ -113,7 +113,7 @@ def with_unit_stride(x: Tensor) -> Tensor:
 def empty_like(call: Call, x: Tensor, width: int) -> Tensor:
     """A tensor of x's sizes but the last, contiguous, or as [B, T, H, W] in memory if x's heads lie so."""
     *sizes, _ = x.shape
-    if call.cu_q is None and x.stride(1) < x.stride(2):
+    if is_token_major(call, x):
         return x.new_empty((sizes[0], sizes[2], sizes[1], width)).transpose(1, 2)
     return x.new_empty((*sizes, width))
 
@@ -208,6 +208,8 @@ def _validate_packed(call: Call) -> None:
     if cu_q.shape[0] < 1:
         raise ValueError("cu_seqlens_q has shape [0]; expected [B + 1]")
     count = cu_q.shape[0]
+    if count == 1 and call.q.shape[0]:
+        raise ValueError(f"cu_seqlens_q has shape [1]: the {call.q.shape[0]} tokens of q belong to no sequence")
     for name, given in (("cu_seqlens_q", call.cu_q), ("cu_seqlens_k", call.cu_k)):
         require_tensor(name, given, 1, "[B + 1]")
         _require_integers(name, given, (count,), "[B + 1], as cu_seqlens_q", (torch.int32,))

@@ -46,7 +46,7 @@ def _seen(call: Call) -> Tensor:
     index = torch.arange(size, device=device)
     none = torch.zeros(1, dtype=torch.int64, device=device)
     start, offset = (none if x is None else x.long() for x in (call.starts, call.offsets))
-    end = none + size if call.lengths is None else call.lengths.long()
+    end = none + size if call.lengths is None else call.lengths.long().clamp(max=size)
     key = index - (start - offset)[:, None]
     held = (index >= start[:, None]) & (index < end[:, None])
     query = (end - start + offset - tokens)[:, None] + torch.arange(tokens, device=device)

@@ -14,6 +14,7 @@ from torch.overrides import handle_torch_function
 from isogemm.core.eager import autocast_dtype, is_intercepted
 from isogemm.gemm import autograd
 from isogemm.gemm.api import plain_linear
+from isogemm.gemm.describe import flat
 from isogemm.loss import op
 from isogemm.loss.configs import How
 
@@ -118,8 +119,8 @@ def _values(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
         raise TypeError(f"ignore_index is a {type(how.ignore_index).__name__}; expected an int")
     if hidden.dtype is torch.float64:
         return _in_torch(hidden, weight, targets, bias, how)
-    flat, shape = hidden.reshape(-1, hidden.shape[-1]), targets.shape
-    values = op.linear_logprob(flat, weight, targets.reshape(-1), bias, how, owners)
+    shape = targets.shape
+    values = op.linear_logprob(flat(hidden), weight, targets.reshape(-1), bias, how, owners)
     return tuple(each.view(shape) for each in values.unbind(0))
 
 

@@ -153,6 +153,8 @@ def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) ->
     _require_dtype("weight", weight)
     require_same("device", ("ids", "weight"), (ids.device, weight.device))
     vocabulary = weight.shape[0]
+    if padding_idx is not None and not isinstance(padding_idx, int | torch.SymInt):
+        raise TypeError(f"padding_idx is a {type(padding_idx).__name__}; expected an int or None")
     if padding_idx is not None and not -vocabulary <= padding_idx < vocabulary:
         raise ValueError(f"padding_idx is {padding_idx}; the weight has {vocabulary} rows")
     if weight.dtype is torch.float64:
@@ -179,6 +181,9 @@ def _row_norm(
         result = row_norms.run_known(known, x, residual, weight, bias)
         return result[0] if residual is None else result  # type: ignore[return-value]
     _require_rows(x)
+    for what, number in (("eps", eps), ("offset", offset)):
+        if not isinstance(number, int | float | torch.SymInt | torch.SymFloat):
+            raise TypeError(f"{what} is a {type(number).__name__}; expected a number")
     for what, each in (("weight", weight), ("bias", bias)):
         if each is not None:
             require_tensor(what, each, 1, "[D]")
@@ -217,6 +222,8 @@ def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None, log: bool, key: Any
         return softmaxes.Eager.apply(x, known)  # type: ignore[no-any-return, no-untyped-call]
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}; expected a torch.Tensor")
+    if not isinstance(dim, int | torch.SymInt):
+        raise TypeError(f"dim is a {type(dim).__name__}; expected an int")
     if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
         raise ValueError(f"dim is {dim}; x has {x.ndim} dimensions")
     given = x

@@ -85,7 +85,7 @@ _SOFTMAX_ELEMENTS = 1 << 22  # at a time
 
 @torch.no_grad()
 def softmax_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows x [R, V], in fp32: the maximum M [R] and L [R], the sum of exp(x - M)."""
+    """The maximum M [R] of rows x [R, V], and L [R], the sum of exp(x - M), in fp32."""
     rows, columns = x.shape
     largest, sums = x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
     step = max(1, _SOFTMAX_ELEMENTS // max(columns, 1))

@@ -191,7 +191,9 @@ def _gradients(ctx: Any, grad: Tensor | None, of_summed: Tensor | None, _: None)
     d, block = x.shape[-1], configs.SUM_ROWS
     if x.is_cuda and d:
         block = sub = configs.choose_backward(d, x.dtype.itemsize).sub
-        if not through_dispatcher(grad, x) and x.numel():
+        total = owners[0][1]
+        is_twice = total is not None and total is owners[1][1]  # one parameter, to which one launch adds once
+        if not through_dispatcher(grad, x) and x.numel() and not is_twice:
             block = configs.sum_rows(rows(x), d, sub)
             dx, *gradients = _gradients_by_plan(ctx, grad, of_summed, x, weight, statistics, needs, owners, block)
             return dx if of_x else None, dx if of_residual else None, *gradients, *nothing
@@ -323,8 +325,15 @@ def _norm_backward(
         return dx, partial
     from isogemm.norm.kernels import row_norm as kernels
 
-    launch = kernels.describe_norm_backward(count, d, norm, offset, block, configs.choose_backward(d, x.dtype.itemsize))
     given = [None if each is None else each.contiguous() for each in (grad, of_summed, x, weight)]
+    if d > configs.LONG_COLUMNS:
+        coefficients = torch.empty_like(statistics)
+        launch = kernels.describe_coefficients(count, d, norm, offset, configs.choose(d, x.dtype.itemsize))
+        run(launch, (given[0], *given[2:], statistics, coefficients))
+        launch = kernels.describe_long_backward(count, d, norm, offset)
+        run(launch, (*given, statistics, coefficients, dx, *sums))
+        return dx, partial
+    launch = kernels.describe_norm_backward(count, d, norm, offset, block, configs.choose_backward(d, x.dtype.itemsize))
     run(launch, (*given, statistics, dx, *sums))
     return dx, partial
 
