@@ -206,6 +206,18 @@ def test_tiles_are_small_where_rows_are_read_in_pieces(config, change):
     assert fitted(replace(aligned, tma=False, **change), config) == config
 
 
+def test_tma_serves_no_part_of_a_matrix_that_ends_inside_16_bytes():
+    """Rows may be as far apart as TMA wants: the GPU reports an illegal instruction."""
+    config = Config(128, 128, 64, num_warps=8, num_stages=3, kernel="tma")
+    whole = replace(linear(256, 1000, 1024), a_strides=(2048, 1), b_strides=(1, 2048), c_strides=(2048, 1))
+    assert configs.reads_a_by_tma(whole, config)
+    assert configs.reads_b_by_tma(whole, config)
+    assert configs.writes_c_by_tma(whole, config)
+    assert not configs.reads_a_by_tma(replace(whole, k=1003), config)
+    assert not configs.reads_b_by_tma(replace(whole, k=1003), config)
+    assert not configs.writes_c_by_tma(replace(whole, n=1003), config)
+
+
 def test_tma_serves_no_batches_and_no_levels():
     tma = Config(128, 128, 64, 8, 3, "tma")
     for change in ({"batch": 2}, {"k_inner": 64}, {"arch": "sm_80"}, {"arch": "gfx942"}, {"tma": False}):
