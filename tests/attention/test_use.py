@@ -364,7 +364,7 @@ def test_an_integer_window_and_lengths_of_either_dtype():
 
 
 def test_precision():
-    """Of fp32 alone: bf16 products have one kind of arithmetic."""
+    """Refused but for fp32: bf16 products have one kind of arithmetic."""
     case = Case("ieee", 2, 1, 16)
     q, k, v, _ = (x[None] for x in case.sequence(20))
     assert_bitwise_equal(isogemm.attention(q, k, v, precision="ieee"), attend(case, q, k, v, causal=False)[0])

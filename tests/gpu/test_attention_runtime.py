@@ -456,7 +456,7 @@ def test_deterministic_algorithms():
 
 
 def test_gradients_that_are_not_contiguous():
-    """Of a sum, whose gradient is one number repeated; of a transposed result; of one that is out of alignment."""
+    """Gradients of a sum (one number repeated), of a transposed result, and of one out of alignment."""
     leaves = _leaves(_operands())
     grad = torch.ones(2, 8, 100, 64, dtype=torch.bfloat16, device="cuda")
     expected = torch.autograd.grad(_causal(*leaves), leaves, grad)

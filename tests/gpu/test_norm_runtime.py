@@ -51,7 +51,7 @@ def test_a_known_call_has_the_bits_of_the_first(name, d):
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("d", [64, 1000, 4096])
 def test_alignment_does_not_change_the_bits(name, d):
-    """Of the memory a row begins at: 2 bytes instead of 16."""
+    """Rows that begin at a multiple of 2 bytes instead of 16."""
     w, b, x, grad = _normal(d, seed=1), _normal(d, seed=2), _normal(33, d), _normal(33, d, seed=3)
 
     def step(x, w, b, grad):

@@ -84,7 +84,7 @@ def test_every_token_of_the_vocabulary():
 
 
 def test_any_strides():
-    """Of hidden the same bits; of a weight in other memory those of linear with it."""
+    """Strides of hidden change no bit; a weight in other memory has the bits of linear with it."""
     head = Head(33, 17, 65, torch.float32)
     expected = head.gradients(isogemm.linear_logprob)
     hidden, weight, targets = head.hidden, head.parameters["weight"], head.targets

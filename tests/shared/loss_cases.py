@@ -146,7 +146,7 @@ class Head:
         assert_bitwise_equal(found, chosen_logprob(expected, self.targets), f"{self}, temperature {temperature}")
 
     def rows(self):
-        """Of a RowFunction; a target is a float, so that it may be garbage: NaN is ignored, Inf token 0."""
+        """Rows of a RowFunction; a target is a float, so that it may be garbage: NaN is ignored, Inf token 0."""
         targets = torch.where(self.targets == IGNORED, torch.nan, self.targets.double())
         return {"hidden": self.hidden, "target": targets, "grad": self.grad, "grad_entropy": self.grad_entropy}
 

@@ -92,7 +92,7 @@ def _run_to_run(each: Setting) -> Iterator[BitDiff]:
 
 
 def _micro_batches(each: Setting) -> Iterator[BitDiff]:
-    """Of a norm's weights, and of an embedding's."""
+    """Gradients of a norm's weights and of an embedding's are the same in micro-batches."""
     chunk = configs.EMBEDDING_CHUNK
     tokens = 2 * chunk + each.rng.randint(1, chunk)
     width = min(each.width, 100 if each.device.type == "cpu" else 4096)
@@ -128,7 +128,7 @@ def _main_grads(
 
 
 def _any_tile(each: Setting) -> Iterator[BitDiff]:
-    """Of the softmaxes' kernels; a norm's tile depends on its rows' width alone."""
+    """Other tiles of the softmaxes' kernels give the same bits; a norm's tile depends on its rows' width alone."""
     from isogemm.core.plan import run_launch
     from isogemm.norm.kernels import softmax as kernels
 

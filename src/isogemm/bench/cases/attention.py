@@ -65,7 +65,7 @@ class Point:
 
     @property
     def flops(self) -> float:
-        """Of the two products with the keys that are seen; five in the backward."""
+        """Arithmetic of the two products with the keys that are seen; five products in the backward."""
         pairs = sum(n * n for n in self.lengths) if self.layout == "packed" else self.batch * self.queries * self.keys
         if self.how.get("causal") and not self.decoded:
             pairs //= 2
