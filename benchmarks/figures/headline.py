@@ -71,6 +71,10 @@ LINES = (
     _Line("bmm of matrices up to 64 x 64", "torch.bmm", "tiny", ["bmm", "bmm random"], params={"cache": ["cold"]}),
     _Line(ATTENTION, "torch SDPA (flash)", "attention", ["attention"]),
     _Line(ATTENTION, "torch SDPA (cuDNN)", "attention", ["attention"], rivals=["cuDNN"]),
+    _Line(
+        "attention, heads of 256", "torch SDPA (flash)", "attention", ["attention other", "attention grad other"],
+        params={"head": [256]},
+    ),
     _Line("gradients of attention", "torch SDPA (flash)", "attention", ["attention grad"]),
     _Line("gradients of attention", "torch SDPA (cuDNN)", "attention", ["attention grad"], rivals=["cuDNN"]),
     _Line("encoder layers, d_model 16 to 768, training step", COMPILED, "encoder", ["training step"]),
